@@ -1,0 +1,427 @@
+"""Names, types and checks of every setting; the values live in conf/*.yaml, each exactly once.
+
+A field without a default must be set by a YAML file. `typed` is the one strict conversion from what Hydra composed to
+the dataclasses; after it nothing sees OmegaConf. No torch in here, so that `--help` stays fast.
+"""
+
+import difflib
+import math
+import re
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """A mistake of the user's: the text names the key, the value, the choices and the next step."""
+
+
+def choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raise ConfigError unless `value` is one of `choices`; names the nearest one."""
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{key}={value!r} is not a choice.{hint} Choices: {', '.join(choices)}.")
+
+
+def at_least(key: str, value: float, minimum: float) -> None:
+    """Raise ConfigError unless `value` is finite and >= `minimum`."""
+    if not (value >= minimum and math.isfinite(value)):
+        raise ConfigError(f"{key}={value} is too small. Give a value of at least {minimum:g}.")
+
+
+def above(key: str, value: float, bound: float) -> None:
+    """Raise ConfigError unless `value` is finite and > `bound`."""
+    if not (value > bound and math.isfinite(value)):
+        raise ConfigError(f"{key}={value} is out of range. Give a value above {bound:g}.")
+
+
+# --- shared by every algorithm -----------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class SamplingConfig:
+    """How completions are drawn."""
+
+    max_new_tokens: int  # tokens
+    temperature: float  # 0 = greedy
+    top_p: float  # 1 = off
+    top_k: int  # 0 = off
+
+    def __post_init__(self) -> None:
+        at_least("sampling.max_new_tokens", self.max_new_tokens, 1)
+        at_least("sampling.temperature", self.temperature, 0)
+        above("sampling.top_p", self.top_p, 0)
+        if self.top_p > 1:
+            raise ConfigError(f"sampling.top_p={self.top_p} is out of range. Give a value in (0, 1]; 1 switches it off.")
+        at_least("sampling.top_k", self.top_k, 0)
+        if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0):
+            raise ConfigError(
+                "sampling.top_p and sampling.top_k have no effect at sampling.temperature=0 (greedy). "
+                "Set a temperature above 0, or leave top_p=1 and top_k=0."
+            )
+
+
+@dataclass(kw_only=True)
+class ScheduleConfig:
+    """A factor that multiplies a value over the run: 1 at the first step, `end` at the last."""
+
+    kind: str  # constant | linear | cosine | exponential
+    end: float  # factor at the last step; 1 for constant
+
+    def __post_init__(self) -> None:
+        choice("schedule.kind", self.kind, ("constant", "linear", "cosine", "exponential"))
+        at_least("schedule.end", self.end, 0)
+        if self.kind == "constant" and self.end != 1:
+            raise ConfigError(
+                f"schedule.end={self.end} has no effect with schedule.kind=constant. "
+                "Choose kind=linear, cosine or exponential, or set end=1."
+            )
+        if self.kind == "exponential" and self.end == 0:
+            raise ConfigError("schedule.end=0 is out of range for schedule.kind=exponential. Give a value above 0.")
+
+    def factor(self, step: int, steps: int) -> float:
+        """The factor at 0-based `step` of `steps`."""
+        progress = step / max(1, steps - 1)
+        if self.kind == "linear":
+            return 1 + (self.end - 1) * progress
+        if self.kind == "cosine":
+            return self.end + (1 - self.end) * 0.5 * (1 + math.cos(math.pi * progress))
+        if self.kind == "exponential":
+            return self.end**progress
+        return 1.0
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """Any optimizer of torch.optim, by class name."""
+
+    name: str  # SGD | AdamW | Adam | RMSprop | ...
+    kwargs: dict[str, Any]  # passed to it, beside lr
+
+
+@dataclass(kw_only=True)
+class EvaluateConfig:
+    """The held-out measure."""
+
+    every: int  # steps; 0 = only before and after
+    examples: int  # how many held-out examples
+
+    def __post_init__(self) -> None:
+        at_least("evaluate.every", self.every, 0)
+        at_least("evaluate.examples", self.examples, 1)
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """What a run keeps so that it can go on."""
+
+    every: int  # steps; 0 = only at the end and on a signal
+    keep: int  # newest checkpoints kept
+
+    def __post_init__(self) -> None:
+        at_least("checkpoint.every", self.every, 0)
+        at_least("checkpoint.keep", self.keep, 1)
+
+
+@dataclass(kw_only=True)
+class TinyConfig:
+    """The small byte-level Llama that `model=tiny` builds and pre-trains on the task's own stream."""
+
+    hidden_size: int
+    layers: int
+    heads: int
+    intermediate_size: int
+    context: int  # tokens
+    pretrain_steps: int
+    pretrain_rows: int  # sequences a step
+    pretrain_lr: float
+    pretrain_seed: int
+
+    def __post_init__(self) -> None:
+        for key in ("hidden_size", "layers", "heads", "intermediate_size", "context", "pretrain_rows"):
+            at_least(f"model.tiny.{key}", getattr(self, key), 1)
+        at_least("model.tiny.pretrain_steps", self.pretrain_steps, 0)
+        above("model.tiny.pretrain_lr", self.pretrain_lr, 0)
+        if self.hidden_size % self.heads:
+            raise ConfigError(
+                f"model.tiny.hidden_size={self.hidden_size} is not a multiple of model.tiny.heads={self.heads}."
+            )
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """Which causal language model. `path=null` builds the tiny one."""
+
+    name: str
+    path: str | None  # hub id or local folder
+    revision: str | None  # git revision on the hub; pin it for a run worth repeating
+    gguf_file: str | None  # file name inside `path`
+    attention: str  # attn_implementation of transformers
+    tiny: TinyConfig | None = None
+
+    def __post_init__(self) -> None:
+        choice("model.attention", self.attention, ("sdpa", "eager"))
+        if (self.path is None) == (self.tiny is None):
+            raise ConfigError(
+                "model.path is not set. Give a hub id or a local folder, for example "
+                "model=hf model.path=HuggingFaceTB/SmolLM2-135M, or use model=tiny."
+                if self.path is None
+                else f"model.path={self.path!r} has no effect with model=tiny, which is built here. Use model=hf."
+            )
+        if self.path is None and (self.gguf_file or self.revision):
+            raise ConfigError("model.revision and model.gguf_file have no effect with model=tiny. Use model=hf.")
+
+
+@dataclass(kw_only=True)
+class PeakConfig:
+    """Dense peak rates in TFLOP/s; null where the device has no such unit."""
+
+    bf16: float | None
+    fp16: float | None
+    tf32: float | None
+    fp32: float | None
+
+
+@dataclass(kw_only=True)
+class EggrollRows:
+    """Batch sizes of EGGROLL on this device."""
+
+    rows_per_forward: int  # members x prompts in one forward
+
+    def __post_init__(self) -> None:
+        at_least("hardware.eggroll.rows_per_forward", self.rows_per_forward, 2)
+
+
+@dataclass(kw_only=True)
+class HardwareConfig:
+    """Facts about a device, and starting batch sizes for each algorithm."""
+
+    name: str
+    device: str  # auto | cpu | cuda
+    match: str | None  # what torch.cuda.get_device_name must contain
+    memory_gb: float | None  # per device
+    compute_capability: float | None
+    bandwidth_gbs: float | None  # memory bandwidth, GB/s
+    link_gbs: float | None  # device-to-device link, GB/s, both directions together
+    power_w: float | None
+    peak_tflops: PeakConfig
+    p2p: bool  # direct device-to-device copies work
+    compile: bool  # torch.compile is supported well enough to be allowed
+    strict: bool  # true = a different device is an error
+    eggroll: EggrollRows
+
+    def __post_init__(self) -> None:
+        choice("hardware.device", self.device, ("auto", "cpu", "cuda"))
+
+
+@dataclass(kw_only=True)
+class AmpConfig:
+    """Reduced precision in forward passes; masters stay float32."""
+
+    enabled: bool = False
+    dtype: str = "auto"  # auto | bfloat16 | float16
+
+    def __post_init__(self) -> None:
+        choice("opt.amp.dtype", self.dtype, ("auto", "bfloat16", "float16"))
+
+
+@dataclass(kw_only=True)
+class CompileConfig:
+    """torch.compile of the model's forward."""
+
+    enabled: bool = False
+    mode: str = "default"
+
+    def __post_init__(self) -> None:
+        choice("opt.compile.mode", self.mode, ("default", "reduce-overhead", "max-autotune"))
+
+
+@dataclass(kw_only=True)
+class DdpConfig:
+    """Data-parallel workers on this node."""
+
+    enabled: bool = False
+    ranks: int | None = None  # null = one for each device
+    backend: str = "auto"  # auto | gloo | nccl
+
+    def __post_init__(self) -> None:
+        choice("opt.ddp.backend", self.backend, ("auto", "gloo", "nccl"))
+        if self.ranks is not None:
+            at_least("opt.ddp.ranks", self.ranks, 1)
+
+
+@dataclass(kw_only=True)
+class ProfileConfig:
+    """A torch.profiler trace of a few steps."""
+
+    enabled: bool = False
+    steps: int = 3
+
+    def __post_init__(self) -> None:
+        at_least("opt.profile.steps", self.steps, 1)
+
+
+@dataclass(kw_only=True)
+class SwitchConfig:
+    """A switch without options."""
+
+    enabled: bool = False
+
+
+@dataclass(kw_only=True)
+class OptConfig:
+    """The optimisation switches; each conf/opt file writes under its own key."""
+
+    amp: AmpConfig = field(default_factory=AmpConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    ddp: DdpConfig = field(default_factory=DdpConfig)
+    tf32: SwitchConfig = field(default_factory=SwitchConfig)
+    checkpointing: SwitchConfig = field(default_factory=SwitchConfig)
+    offload: SwitchConfig = field(default_factory=SwitchConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    def __post_init__(self) -> None:
+        for switch in fields(self):
+            value = getattr(self, switch.name)
+            default = switch.default_factory()  # type: ignore[misc]
+            for option in fields(value):
+                given = getattr(value, option.name)
+                if not value.enabled and option.name != "enabled" and given != getattr(default, option.name):
+                    raise ConfigError(
+                        f"opt.{switch.name}.{option.name}={given} has no effect: {switch.name} is off. "
+                        f"Add it: 'opt=[{switch.name},...]'."
+                    )
+
+    def enabled(self) -> list[str]:
+        """Names of the switches that are on."""
+        return [switch.name for switch in fields(self) if getattr(self, switch.name).enabled]
+
+
+@dataclass(kw_only=True)
+class TrackerConfig:
+    """Where metrics go beside metrics.jsonl."""
+
+    name: str  # jsonl | wandb | tensorboard
+    project: str | None = None
+    mode: str | None = None  # wandb: online | offline; null = online if a key is there
+
+    def __post_init__(self) -> None:
+        choice("tracker.name", self.name, ("jsonl", "wandb", "tensorboard"))
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Everything that a run is made of. `algo` is the algorithm's own dataclass, `task` stays a plain dict."""
+
+    seed: int
+    resume: str  # no | auto | a run folder
+    evaluate: EvaluateConfig
+    checkpoint: CheckpointConfig
+    hardware: HardwareConfig
+    model: ModelConfig
+    opt: OptConfig = field(default_factory=OptConfig)
+    tracker: TrackerConfig
+    algo: Any
+    task: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        at_least("seed", self.seed, 0)
+        if self.seed >= 2**63:
+            raise ConfigError(f"seed={self.seed} is too large. Give a value below 2**63.")
+
+
+# --- conversion --------------------------------------------------------------------------------------------------
+
+
+def typed(config: DictConfig, algo_schema: type) -> Run:
+    """Convert a composed config into a `Run`, strictly.
+
+    Args: config: what Hydra composed; algo_schema: dataclass of the chosen algorithm.
+    Raises: ConfigError with the key, what was given, the nearest valid name and the full list.
+    """
+    try:
+        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        key = error.full_key or str(error)
+        raise ConfigError(f"{key} is not set. Give it on the command line: {key}=VALUE.") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(_first_line(error)) from None
+    assert isinstance(plain, dict)
+    plain.pop("hydra", None)
+    algo, task = plain.pop("algo"), plain.pop("task")
+    if not isinstance(task, dict) or not task.get("_target_"):
+        raise ConfigError("task has no _target_. Choose one: task=translate, or see docs/tasks.md for your own.")
+    run = _convert(plain, Run, "", skip=("algo", "task"))
+    run["algo"] = build(algo_schema, algo, "algo")
+    run["task"] = task
+    return Run(**run)
+
+
+def build(schema: type[T], values: dict[str, Any], prefix: str) -> T:
+    """Make one dataclass from a plain dict; unknown keys and wrong types raise ConfigError with the full key."""
+    return schema(**_convert(values, schema, prefix))
+
+
+def _convert(values: dict[str, Any], schema: type, prefix: str, skip: tuple[str, ...] = ()) -> dict[str, Any]:
+    names = [f.name for f in fields(schema)]
+    dot = f"{prefix}." if prefix else ""
+    for key in values:
+        if key not in names:
+            raise ConfigError(unknown_key(f"{dot}{key}", str(key), names))
+    out: dict[str, Any] = {}
+    nested = {f.name: _nested_schema(f.type) for f in fields(schema) if f.name not in skip}
+    flat = {}
+    for key, value in values.items():
+        inner = nested.get(key)
+        if inner is not None and isinstance(value, dict):
+            out[key] = build(inner, value, f"{dot}{key}")
+        else:
+            flat[key] = value
+    for key, value in flat.items():
+        out[key] = _check_type(schema, key, value, f"{dot}{key}")
+    missing = [
+        f.name
+        for f in fields(schema)
+        if f.name not in skip and f.name not in out and not _has_default(f)
+    ]
+    if missing:
+        raise ConfigError(f"{dot}{missing[0]} is not set. Give it on the command line: {dot}{missing[0]}=VALUE.")
+    return out
+
+
+def _check_type(schema: type, key: str, value: Any, full_key: str) -> Any:
+    """Let OmegaConf convert one value to the field's type, so that the rules are the same as on the command line."""
+    try:
+        structured = OmegaConf.structured(schema)
+        OmegaConf.update(structured, key, value, merge=False)
+        node = OmegaConf.select(structured, key)
+        return OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{full_key}={value!r}: {_first_line(error)}") from None
+
+
+def unknown_key(full_key: str, key: str, names: list[str]) -> str:
+    """The text for a key that does not exist, with the nearest one that does."""
+    near = difflib.get_close_matches(key, names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{full_key} is not a setting.{hint} Settings here: {', '.join(names)}."
+
+
+def _first_line(error: Exception) -> str:
+    return re.sub(r"\s+", " ", str(error).split("\n    ")[0]).strip()
+
+
+def _nested_schema(annotation: Any) -> type | None:
+    for candidate in getattr(annotation, "__args__", (annotation,)):
+        if isinstance(candidate, type) and is_dataclass(candidate):
+            return candidate
+    return None
+
+
+def _has_default(f: Any) -> bool:
+    return f.default is not MISSING or f.default_factory is not MISSING

@@ -1,0 +1,49 @@
+"""Exit codes, and stopping at the end of a step on SIGTERM, SIGUSR1 or Ctrl-C."""
+
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+EXIT_CONFIG = 2  # a mistake in the configuration; nothing was run
+EXIT_NUMBERS = 3  # NaN or infinity in rewards, fitness or weights; the last good checkpoint stands
+EXIT_SIGNAL = 75  # stopped by a signal after saving; resume=auto goes on (EX_TEMPFAIL: try again)
+
+
+class RunStopped(Exception):
+    """The run ended before its last step, in order. `code` is the process's exit code."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class StopSignal:
+    """Remembers that a stop was asked for, so that a loop can finish its step; a second signal exits at once.
+
+    Use as a context manager around the loop and read `.name`: None, or the signal's name.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self._previous: dict[int, Any] = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.name is not None:
+            sys.exit(128 + number)
+        self.name = signal.Signals(number).name
+        print(f"{self.name}: finishing this step, then saving. Again to exit now.", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> "StopSignal":
+        for number in self.SIGNALS:
+            try:
+                self._previous[number] = signal.signal(number, self._handle)
+            except ValueError:  # not the main thread: the caller's own handling stands
+                return self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,59 @@
+"""What a reward task is. One file a task; none of them knows an algorithm."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row of a task.
+
+    `id` is the row's position in its split; random draws are keyed by it. `question` and `answer` are text; whatever
+    else a task needs to score a completion is in `extra`.
+    """
+
+    id: int
+    question: str
+    answer: str
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Task(Protocol):
+    """The methods that a task has. A user's own class needs no base class, only these.
+
+    Optional beside them:
+    `rewards(examples, completions) -> list[float]`: the same as `reward`, batched;
+    `pretraining(example, draw) -> tuple[str, str]`: prompt and completion to teach the `tiny` model. Its completions
+    hold the right behaviour among others, so that the base model knows how and has yet to learn when.
+    """
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """The rows of `split`: "train", or "test" (held out). The same rows in the same order at every call."""
+        ...
+
+    def prompt(self, example: Example) -> str:
+        """The text that the model completes."""
+        ...
+
+    def reward(self, example: Example, completion: str) -> float:
+        """Score in [0, 1]. Pure; never raises and never runs text that a model wrote."""
+        ...
+
+    def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
+        """Held-out measures of a whole set, in [0, 100], that are not the reward; the first is the headline."""
+        ...
+
+
+class Teaches(Protocol):
+    """A task that can also pre-train the `tiny` model."""
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """As in `Task`."""
+        ...
+
+    def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
+        """Prompt and completion, chosen by `draw` among right and wrong behaviours."""
+        ...

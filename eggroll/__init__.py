@@ -1,0 +1,1 @@
+"""EGGROLL: evolution strategies with low-rank noise on unmodified Hugging Face models."""
