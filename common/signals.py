@@ -14,8 +14,11 @@ class RunStopped(Exception):
     """The run ended before its last step, in order. `code` is the process's exit code."""
 
     def __init__(self, text: str, code: int) -> None:
-        super().__init__(text)
+        super().__init__(text, code)  # both, so that it survives pickling between processes
         self.code = code
+
+    def __str__(self) -> str:
+        return self.args[0]
 
 
 class StopSignal:

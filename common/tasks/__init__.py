@@ -1,9 +1,14 @@
 """What a reward task is. One file a task; none of them knows an algorithm."""
 
+import inspect
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
+
+from hydra.utils import get_class
+
+from common.config import ConfigError, unknown_key
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,6 @@ class Example:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-@runtime_checkable
 class Task(Protocol):
     """The methods that a task has. A user's own class needs no base class, only these.
 
@@ -57,3 +61,28 @@ class Teaches(Protocol):
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
         """Prompt and completion, chosen by `draw` among right and wrong behaviours."""
         ...
+
+
+def build(node: dict[str, Any]) -> Task:
+    """The task that a configuration names: `_target_` and constructor arguments. The only node that is instantiated.
+
+    Raises: ConfigError for a target that cannot be found, an unknown argument, or an object that is no task.
+    """
+    target = str(node["_target_"])
+    arguments = {key: value for key, value in node.items() if key != "_target_"}
+    try:
+        found = get_class(target)
+    except Exception as error:
+        raise ConfigError(
+            f"task._target_={target!r} cannot be imported: {error}. Check the name, and that its folder is on PYTHONPATH."
+        ) from None
+    parameters = inspect.signature(found).parameters
+    checks_itself = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    for key in arguments:
+        if key not in parameters and not checks_itself:
+            raise ConfigError(unknown_key(f"task.{key}", key, list(parameters)))
+    task = found(**arguments)
+    missing = [name for name in ("examples", "prompt", "reward", "metrics") if not callable(getattr(task, name, None))]
+    if missing:
+        raise ConfigError(f"task._target_={target!r} has no method {missing[0]}. See common/tasks/__init__.py for the four.")
+    return task

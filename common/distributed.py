@@ -1,0 +1,195 @@
+"""Workers, process group, and what ranks say to each other.
+
+A worker is started by function, not by running the command again: in this process when there is one, spawned for
+`opt=ddp`, or the process that torchrun started.
+"""
+
+import importlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from common import hardware
+from common.config import ConfigError, Run
+from common.signals import RunStopped
+
+log = logging.getLogger("clutch")
+
+# A rank may wait this long for another: rank 0 pre-trains the tiny model while the others stand at a barrier.
+TIMEOUT = timedelta(minutes=20)
+
+
+@dataclass(frozen=True)
+class Context:
+    """Who this worker is."""
+
+    rank: int
+    world_size: int
+    device: hardware.Device
+    out_dir: Path
+
+    @property
+    def main(self) -> bool:
+        """True on the rank that writes and prints."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks; where all but one rank hold zero, that rank's value exactly."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The value of every rank, in order of rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """True on all ranks if it is true on one."""
+        if self.world_size == 1:
+            return flag
+        value = torch.tensor([int(flag)], device=self.device.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return bool(value.item())
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.world_size > 1:
+            dist.barrier()
+
+
+def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
+    """Run `entry` ("module:function", called with run, context, task) in every rank; return rank 0's result.
+
+    Raises: ConfigError and RunStopped as the worker raised them; other failures with the worker's traceback.
+    """
+    out_dir.mkdir(parents=True, exist_ok=True)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        if run.opt.ddp.ranks is not None:
+            raise ConfigError("opt.ddp.ranks has no effect under torchrun. Use torchrun --nproc_per_node.")
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return _grouped(entry, run, out_dir, task, rank, world, int(os.environ["LOCAL_RANK"]), "env://")
+    ranks = _ranks(run)
+    if ranks == 1:
+        return _work(entry, run, Context(0, 1, hardware.find(run.hardware), out_dir), task)
+    return _spawn(entry, run, out_dir, task, ranks)
+
+
+def _ranks(run: Run) -> int:
+    if not run.opt.ddp.enabled:
+        return 1
+    devices = hardware.local_devices(run.hardware)
+    if run.opt.ddp.ranks is None:
+        return devices or 2
+    if devices and run.opt.ddp.ranks > devices:
+        raise ConfigError(f"opt.ddp.ranks={run.opt.ddp.ranks}, but this node has {devices} CUDA devices. Use at most {devices}.")
+    return run.opt.ddp.ranks
+
+
+def _spawn(entry: str, run: Run, out_dir: Path, task: Any, ranks: int) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        reports = mp.get_context("spawn").SimpleQueue()
+        meeting = f"file://{folder}/meeting"  # a file, not a port: nothing to collide with
+        arguments = (entry, run, out_dir, task, ranks, meeting, reports)
+        workers = mp.start_processes(_spawned, args=arguments, nprocs=ranks, join=False, start_method="spawn")
+        assert workers is not None
+
+        # Ctrl-C reaches the workers by itself, a SIGTERM only this process.
+        def forward(number: int, _: Any) -> None:
+            for worker in workers.processes:
+                if worker.pid is not None and number != signal.SIGINT:
+                    os.kill(worker.pid, number)
+
+        previous = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+        try:
+            while not workers.join():
+                pass
+        except (mp.ProcessRaisedException, mp.ProcessExitedException):
+            if reports.empty():
+                raise
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        outcomes = [reports.get()]
+        while not reports.empty():
+            outcomes.append(reports.get())
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return outcomes[0]
+
+
+def _spawned(local_rank: int, entry: str, run: Run, out_dir: Path, task: Any, ranks: int, meeting: str, reports: Any) -> None:
+    try:
+        result = _grouped(entry, run, out_dir, task, local_rank, ranks, local_rank, meeting)
+    except (ConfigError, RunStopped) as stopped:
+        reports.put(stopped)
+        return
+    if local_rank == 0:
+        reports.put(result)
+
+
+def _grouped(
+    entry: str, run: Run, out_dir: Path, task: Any, rank: int, world: int, local_rank: int, meeting: str
+) -> Any:
+    found = hardware.find(run.hardware, local_rank)
+    if found.device.type == "cuda":
+        torch.cuda.set_device(found.device)
+    else:
+        # Ranks on one machine share its cores; threads beyond that slow all of them.
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+    backend = run.opt.ddp.backend
+    if backend == "auto":
+        backend = "nccl" if found.device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world, timeout=TIMEOUT)
+    try:
+        return _work(entry, run, Context(rank, world, found, out_dir), task)
+    finally:
+        dist.destroy_process_group()
+
+
+def _work(entry: str, run: Run, context: Context, task: Any) -> Any:
+    _logging(context)
+    hardware.check(run.hardware, run.opt, context.device)
+    module, function = entry.split(":")
+    return getattr(importlib.import_module(module), function)(run, context, task)
+
+
+def _logging(context: Context) -> None:
+    """Rank 0 prints and writes RUN/run.log; the others write RUN/rank-N.log and print warnings of their own alone."""
+    for handler in list(log.handlers):
+        log.removeHandler(handler)
+        handler.close()
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    name = "run.log" if context.main else f"rank-{context.rank}.log"
+    written = logging.FileHandler(context.out_dir / name, encoding="utf-8")
+    written.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(written)
+    if context.main:
+        printed = logging.StreamHandler(sys.stdout)
+        printed.setFormatter(_Plain())
+        log.addHandler(printed)
+
+
+class _Plain(logging.Formatter):
+    """The message alone; warnings say so."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"

@@ -1,0 +1,48 @@
+"""The held-out measure: greedy completions of test examples, scored by the task's metrics."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.config import SamplingConfig
+from common.distributed import Context
+from common.models import encode_prompts
+from common.rollout import Sampler
+from common.tasks import Example, Task
+
+
+@dataclass
+class Evaluation:
+    """metrics: all measures, the headline first. completions: one for each example, in order."""
+
+    metrics: dict[str, float]
+    completions: list[str]
+    generated: int
+
+    @property
+    def name(self) -> str:
+        """Of the headline measure."""
+        return next(iter(self.metrics))
+
+    @property
+    def value(self) -> float:
+        """The headline measure."""
+        return self.metrics[self.name]
+
+
+def evaluate(
+    sampler: Sampler, tokenizer: Any, task: Task, examples: Sequence[Example], max_new_tokens: int, context: Context
+) -> Evaluation:
+    """Complete `examples` greedily, shared out over the ranks. Every rank returns the same."""
+    mine = examples[context.rank :: context.world_size]
+    texts: list[str] = []
+    generated = 0
+    if mine:
+        greedy = SamplingConfig(max_new_tokens=max_new_tokens, temperature=0.0, top_p=1.0, top_k=0)
+        made = sampler.generate(encode_prompts(tokenizer, [task.prompt(e) for e in mine]), greedy)
+        texts, generated = made.texts(tokenizer), made.generated
+    parts = context.gather_objects((texts, generated))
+    completions = [""] * len(examples)
+    for rank, (part, _) in enumerate(parts):
+        completions[rank :: context.world_size] = part
+    return Evaluation(task.metrics(examples, completions), completions, sum(count for _, count in parts))

@@ -1,0 +1,119 @@
+"""The preset against the device that is there: checks, one warning, batch sizes that fit, retry when memory runs out."""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from common.config import ConfigError, HardwareConfig, OptConfig
+
+T = TypeVar("T")
+log = logging.getLogger("clutch")
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a rank runs on. memory_gb: of the device, or of the machine shared by its ranks."""
+
+    device: torch.device
+    name: str
+    memory_gb: float
+    matches: bool  # it is what the preset names
+
+
+def local_devices(config: HardwareConfig) -> int:
+    """CUDA devices that the preset may use on this node; 0 = run on the CPU."""
+    return torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
+
+
+def find(config: HardwareConfig, local_rank: int = 0) -> Device:
+    """The device of a rank, and whether it is the preset's. Warns or raises nothing: see `check`."""
+    if local_devices(config):
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        properties = torch.cuda.get_device_properties(device)
+        same = config.match is None or config.match.lower() in properties.name.lower()
+        gb = properties.total_memory / 2**30
+        # The name alone does not tell an A100 of 40 GB from one of 80.
+        same = same and (config.memory_gb is None or abs(gb - config.memory_gb) < 0.2 * config.memory_gb)
+        return Device(device, properties.name, gb, same)
+    gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return Device(torch.device("cpu"), _cpu_name(), gb, config.device != "cuda")
+
+
+def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
+    """Compare preset and device: one warning, or with hardware.strict a ConfigError. Sets what the preset asks for.
+
+    Raises: ConfigError also for opt=compile where the preset rules it out, and where this torch has no kernels for the device.
+    """
+    if not found.matches:
+        what = f"hardware={config.name} describes another device; here is {found.name} with {found.memory_gb:.0f} GB"
+        if config.strict:
+            raise ConfigError(f"{what}. Use hardware=auto, or hardware.strict=false to go on.")
+        log.warning("%s. Sizes are refitted to it and the run goes on (hardware.strict=true would stop).", what)
+    if found.device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(found.device)
+        built = torch.cuda.get_arch_list()
+        if built and f"sm_{major}{minor}" not in built and all(int(a[3:].rstrip("a")) > major * 10 + minor for a in built):
+            raise ConfigError(
+                f"this torch ({torch.__version__}) has no kernels for {found.name} (sm_{major}{minor}; it has {', '.join(built)}). "
+                "Install the build for CUDA 12.6, which keeps older devices."
+            )
+    if opt.compile.enabled and not config.compile and found.matches:
+        raise ConfigError(f"opt=compile is not for hardware={config.name}: its compiler needs compute capability 8.0. Leave it out.")
+    if not config.p2p:
+        os.environ.setdefault("NCCL_P2P_DISABLE", "1")
+
+
+def fit_rows(rows: int, bytes_per_row: float, fixed_bytes: float, memory_gb: float, multiple: int = 1) -> int:
+    """Rows that fit in nine tenths of the memory, at most `rows`, a multiple of `multiple`.
+
+    Args: bytes_per_row: of cache and activations; fixed_bytes: weights and all that does not grow with rows.
+    """
+    room = 0.9 * memory_gb * 2**30 - fixed_bytes
+    fitting = min(rows, int(room / bytes_per_row)) if room > 0 else 0
+    return max(multiple, fitting // multiple * multiple)
+
+
+def halving(action: Callable[[int], T], rows: int, floor: int) -> tuple[T, int]:
+    """`action(rows)`, again with half the rows each time memory runs out. Returns its result and the rows that held.
+
+    The draws of a step depend on addresses alone, so the repetition gives what a smaller start would have given.
+    Raises: ConfigError with advice at the floor.
+    """
+    while True:
+        try:
+            return action(rows), rows
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            if rows <= floor:
+                raise ConfigError(
+                    f"out of memory even with {rows} rows a forward. Use a smaller model, lower "
+                    "algo.sampling.max_new_tokens, or add 'opt=[amp]'."
+                ) from error
+        except RuntimeError as error:
+            if "can't allocate memory" not in str(error) or rows <= floor:  # torch's CPU allocator has no class for it
+                raise
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        rows = max(floor, rows // 2)
+        log.warning("out of memory: repeating the step with %d rows a forward", rows)
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Peak memory of this process: on the device, or resident on a CPU; GB of 2**30 bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as info:
+            names = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
+    except OSError:
+        names = []
+    return f"{names[0] if names else 'CPU'} ({os.cpu_count()} cores)"

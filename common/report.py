@@ -1,0 +1,148 @@
+"""What a run leaves for people: the plan before it, the summary after it, run.yaml, result.json, completions."""
+
+import json
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import textwrap
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from omegaconf import OmegaConf
+
+from common.config import Run
+
+log = logging.getLogger("clutch")
+
+
+@dataclass
+class Result:
+    """The outcome of a run, as in RUN/result.json. before, after: the held-out metric, in percent or BLEU points."""
+
+    algo: str
+    task: str
+    model: str
+    metric: str
+    before: float
+    after: float
+    steps: int
+    seconds: float
+    generated_tokens: int
+    reward_evaluations: int
+    world_size: int
+    device: str
+    dtype: str
+    folder: str
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)  # before and after, all measures
+
+    def model_and_tokenizer(self) -> tuple[Any, Any]:
+        """The trained model and its tokenizer, loaded from RUN/model."""
+        path = Path(self.folder) / "model"
+        return (
+            transformers.AutoModelForCausalLM.from_pretrained(path),
+            transformers.AutoTokenizer.from_pretrained(path),
+        )
+
+    def save(self) -> None:
+        """Write RUN/result.json, whole or not at all."""
+        path = Path(self.folder) / "result.json"
+        beside = path.with_suffix(".tmp")
+        beside.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        os.replace(beside, path)
+
+
+def plan(rows: dict[str, str]) -> None:
+    """Print what a run is about to do, a line a fact."""
+    width = max(len(key) for key in rows)
+    for key, value in rows.items():
+        log.info("%-*s  %s", width, key, value)
+
+
+def write_run(run: Run, out_dir: Path, device: str) -> None:
+    """RUN/run.yaml: the resolved configuration, versions, commit and device."""
+    record = {
+        "config": asdict(run),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "commit": _commit(),
+        "device": device,
+    }
+    (out_dir / "run.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(record)), encoding="utf-8")
+
+
+def _commit() -> str | None:
+    """The commit of this code, with a + where files differ from it; None outside a checkout."""
+    here = Path(__file__).parent
+    git = ["git", "-C", str(here)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("+" if changed else "")
+
+
+def write_completions(out_dir: Path, name: str, rows: list[dict[str, Any]]) -> Path:
+    """RUN/completions/NAME.jsonl, one object a row."""
+    folder = out_dir / "completions"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def side_by_side(rows: list[dict[str, str]]) -> str:
+    """A table of texts, columns as wide as the terminal allows, cells folded."""
+    if not rows:
+        return ""
+    columns = list(rows[0])
+    space = max(40, shutil.get_terminal_size((110, 24)).columns) - 2 * (len(columns) - 1)
+    cells = [columns, *([_visible(row[c]) for c in columns] for row in rows)]
+    natural = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    widths = list(natural)
+    while sum(widths) > space:
+        widths[widths.index(max(widths))] -= 1
+    lines = []
+    for number, line in enumerate(cells):
+        folded = [textwrap.wrap(text, width, drop_whitespace=False) or [""] for text, width in zip(line, widths, strict=True)]
+        for part in range(max(len(f) for f in folded)):
+            texts = (f[part] if part < len(f) else "" for f in folded)
+            lines.append("  ".join(text.ljust(width) for text, width in zip(texts, widths, strict=True)).rstrip())
+        if number == 0:
+            lines.append("  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def _visible(text: str) -> str:
+    """A completion on one line: control characters shown, not obeyed."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def summary(result: Result, samples: list[dict[str, str]]) -> None:
+    """Print the end of a run: metric before and after, completions side by side, where everything is."""
+    log.info("")
+    log.info(side_by_side(samples))
+    log.info("")
+    rows = {
+        f"held-out {result.metric}": f"{result.before:.2f} -> {result.after:.2f} ({result.after - result.before:+.2f})",
+        **{
+            f"held-out {name}": f"{value:.2f} -> {result.metrics['after'][name]:.2f}"
+            for name, value in result.metrics["before"].items()
+            if name != result.metric
+        },
+        "steps": f"{result.steps} in {result.seconds:.0f} s",
+        "generated": f"{result.generated_tokens:,} tokens, {result.reward_evaluations:,} rewards",
+        "written to": result.folder,
+        "  model": f"{result.folder}/model (load it with from_pretrained)",
+        "  metrics": f"{result.folder}/metrics.jsonl",
+        "  result": f"{result.folder}/result.json",
+    }
+    plan(rows)

@@ -1,0 +1,473 @@
+"""The sampler: prompts -> completions, on unmodified Hugging Face decoders. The hot path of three algorithms.
+
+A prompt is prefilled once for all its samples. The cache is allocated once, in slots; a finished row's slot goes to the next
+request. Keys are right-aligned: all rows write the same column, a row's valid columns end there, so a step's write is one
+slice and a newcomer's prompt simply lands to the left of the current column.
+
+The random draw of a token is a function of (seed, draw, prompt id, sample id, position), applied through the inverse CDF; so a
+sample does not depend on its neighbours, on the number of rows, or on where a run was resumed. Greedy output equals
+`model.generate`.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from common.config import SamplingConfig
+from common.models import context_length
+from common.philox import token_uniforms
+
+# A refill prefills a batch while the other rows wait, and a shrink copies the cache: both wait until it is worth it.
+REFILL_SHARE = 1 / 8  # of the slots
+SHRINK_SHARE = 3 / 4  # of the slots still in use
+# Steps between looks at which rows have finished; on a CPU a look costs nothing, on CUDA it waits for the device.
+LOOK_EVERY = {"cpu": 1, "cuda": 8}
+
+
+@dataclass
+class Completions:
+    """What was sampled, in order (group, prompt, sample). N rows in all.
+
+    tokens: int64 [N, L], padded with the pad id after `lengths`; the stop token, where there is one, is included.
+    lengths: int64 [N]. finished: bool [N], False where max_new_tokens cut the row off.
+    logprobs: float32 [N, L], of the sampled tokens under the tempered distribution; None if not asked for.
+    generated: tokens the model produced in all, those thrown away after a row's end not counted.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    finished: Tensor
+    logprobs: Tensor | None
+
+    @property
+    def generated(self) -> int:
+        """Sum of the lengths."""
+        return int(self.lengths.sum())
+
+    def texts(self, tokenizer: Any) -> list[str]:
+        """The completions as text, special tokens left out."""
+        rows = [row[:length] for row, length in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)]
+        return tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+
+class SlotCache:
+    """Keys and values of all slots, [rows, heads, columns, head size] a layer, written at one common column.
+
+    Stands in for a transformers cache: a model's attention calls `update` and attends to what comes back.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self.columns = columns
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.first = 0  # columns before this one are valid in no row
+        self.column = 0  # the next to be written
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store one step of `layer`, [rows, heads, 1, size]; return all valid columns."""
+        stop = self.column + 1
+        self.keys[layer][:, :, self.column : stop] = keys
+        self.values[layer][:, :, self.column : stop] = values
+        return self.keys[layer][:, :, self.first : stop], self.values[layer][:, :, self.first : stop]
+
+    def place(self, rows: Tensor | slice, prompt: "PromptCache", source: Tensor) -> None:
+        """Copy prefilled prompts (rows `source` of `prompt`) into `rows`, to end at the current column."""
+        for layer, (keys, values) in enumerate(zip(prompt.keys, prompt.values, strict=True)):
+            if layer == len(self.keys):
+                slots = (prompt.slots, keys.shape[1], self.columns, keys.shape[3])
+                self.keys.append(keys.new_zeros(slots))
+                self.values.append(values.new_zeros(slots))
+            where = slice(self.column - keys.shape[2], self.column)
+            self.keys[layer][rows, :, where] = keys[source]
+            self.values[layer][rows, :, where] = values[source]
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all slots but `rows`."""
+        for layer in range(len(self.keys)):
+            self.keys[layer] = self.keys[layer][rows]
+            self.values[layer] = self.values[layer][rows]
+
+    def shift(self, by: int) -> None:
+        """Move everything `by` columns to the left."""
+        for stored in (*self.keys, *self.values):
+            stored[:, :, : self.column - by] = stored[:, :, by : self.column].clone()
+        self.column -= by
+
+
+class PromptCache:
+    """Collects the keys and values of one prefill."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store a whole prompt of `layer`, [rows, heads, T, size]."""
+        self.keys.append(keys)
+        self.values.append(values)
+        return keys, values
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Dropout off for the block, whatever the mode was."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bool mask (True = attend) -> 0 and the most negative number; made once, not in each layer."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+class Sampler:
+    """Samples from `model`.
+
+    Args:
+        model: any decoder whose attention goes through transformers' cache and 4-d masks (Llama, Qwen2, Qwen3, GPT-2, ...).
+        pad_id: token id used to fill. stop_ids: ids that end a row.
+        rows: slots, that is rows in one forward at most.
+        forward: what is called instead of `model` for the decode steps (a compiled one).
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, pad_id: int, stop_ids: Sequence[int], rows: int, forward: Any = None
+    ) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.dtype = next(model.parameters()).dtype
+        self.pad_id = pad_id
+        self.stop_ids = torch.tensor(list(stop_ids), device=self.device)
+        self.rows = rows
+        self.forward = forward or model
+        self.context = context_length(model)
+
+    def bytes_per_row(self, prompt_tokens: int, new_tokens: int) -> float:
+        """An estimate of the memory that one more row takes: its cache, and the activations of its prefill."""
+        config, size = self.model.config, self.dtype.itemsize
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        cache = 2 * config.num_hidden_layers * heads * head_size * (prompt_tokens + 2 * new_tokens) * size
+        wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        return cache + prompt_tokens * (3 * wide + 8 * config.hidden_size) * size + 4 * 3 * config.vocab_size
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        *,
+        samples_per_prompt: int = 1,
+        seed: int = 0,
+        draw: int = 0,
+        prompt_ids: Sequence[int] | None = None,
+        groups: int = 1,
+        logprobs: bool = False,
+    ) -> Completions:
+        """Sample completions.
+
+        Args:
+            prompts: token ids, each at least one. prompt_ids: what the draws are keyed by; None = 0, 1, 2, ...
+            draw: tells visits to the same prompt apart, for example the step.
+            groups: how often the whole set is sampled, side by side. Rows of a group are adjacent in every forward, and
+                every group has the same number of rows: that is what lets a population perturb each group on its own.
+            logprobs: return those of the sampled tokens.
+        Raises: ValueError where a prompt is empty or does not fit the context with max_new_tokens.
+        """
+        for index, prompt in enumerate(prompts):
+            if not prompt:
+                raise ValueError(f"prompt {index} is empty. Give each prompt at least one token.")
+        longest = max(len(prompt) for prompt in prompts)
+        if longest + sampling.max_new_tokens > self.context:
+            raise ValueError(
+                f"a prompt of {longest} tokens and max_new_tokens={sampling.max_new_tokens} exceed the model's context of "
+                f"{self.context}. Lower algo.sampling.max_new_tokens to {max(0, self.context - longest)}, or shorten prompts."
+            )
+        with evaluating(self.model), torch.inference_mode():
+            made = _Grid(self, prompts, sampling, samples_per_prompt, (seed, draw), prompt_ids, groups, logprobs).run()
+        # Out of inference mode a clone is an ordinary tensor, which a loss may use.
+        logp = made.logprobs.clone() if made.logprobs is not None else None
+        return Completions(made.tokens.clone(), made.lengths.clone(), made.finished.clone(), logp)
+
+
+class _Grid:
+    """One call of `generate`: a grid of groups x slots, and a queue of requests that is the same for every group."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        samples: int,
+        key: tuple[int, int],
+        prompt_ids: Sequence[int] | None,
+        groups: int,
+        logprobs: bool,
+    ) -> None:
+        device = sampler.device
+        self.sampler, self.prompts, self.sampling, self.groups = sampler, prompts, sampling, groups
+        self.requests = len(prompts) * samples  # of each group; request q is sample q % samples of prompt q // samples
+        self.samples = samples
+        self.slots = min(self.requests, max(1, sampler.rows // groups))  # of each group
+        self.longest = max(len(prompt) for prompt in prompts)
+        total, length = groups * self.requests, sampling.max_new_tokens
+        self.tokens = torch.full((total, length), sampler.pad_id, device=device)
+        self.logprobs = torch.zeros((total, length), device=device) if logprobs else None
+        self.lengths = torch.zeros(total, dtype=torch.long, device=device)
+        self.finished = torch.zeros(total, dtype=torch.bool, device=device)
+        self.uniforms = None
+        if sampling.temperature > 0:
+            ids = torch.tensor(list(prompt_ids) if prompt_ids is not None else range(len(prompts)), device=device)
+            request = torch.arange(self.requests, device=device)
+            self.uniforms = token_uniforms(*key, ids[request // samples], request % samples, length)
+        self.queued = [0] * groups  # the next request of each group
+        spare = length if self.requests > self.slots else 0  # columns, so that shifts are rare
+        self.cache = SlotCache(self.longest + length + spare)
+        self.cache.column = self.longest
+        self.columns = torch.arange(self.cache.columns, device=device)
+        # Of each row: request in flight (-1 = none), its place in the output, first valid column, tokens so far, last token.
+        rows = groups * self.slots
+        self.request = torch.full((rows,), -1, device=device)
+        self.place = torch.zeros(rows, dtype=torch.long, device=device)
+        self.start = torch.full((rows,), self.longest, device=device)
+        self.count = torch.zeros(rows, dtype=torch.long, device=device)
+        self.last = torch.zeros(rows, dtype=torch.long, device=device)
+        self.held: tuple[int, PromptCache, Tensor] | None = None  # a prompt whose samples are not all placed yet
+
+    def run(self) -> Completions:
+        """Prefill, decode, look, refill or shrink, until every request is done."""
+        look_every = LOOK_EVERY[self.sampler.device.type]
+        while True:
+            self.look()
+            if self.cache.column == self.cache.columns:
+                self.shift()
+            active = (self.request >= 0).view(self.groups, self.slots)
+            if not active.any():
+                break
+            self.mask = additive(self.columns[None, :] >= self.start[:, None], self.sampler.dtype)[:, None, None, :]
+            for _ in range(min(look_every, self.cache.columns - self.cache.column)):
+                self.decode()
+        return Completions(self.tokens, self.lengths, self.finished, self.logprobs)
+
+    # --- one step
+
+    def decode(self) -> None:
+        """One forward of all rows, one token each."""
+        cache = self.cache
+        position = (cache.column - self.start)[:, None]
+        mask = self.mask[:, :, :, cache.first : cache.column + 1]
+        logits = self.sampler.forward(
+            input_ids=self.last[:, None],
+            attention_mask=mask,
+            position_ids=position,
+            past_key_values=cache,
+            use_cache=True,
+        ).logits[:, -1]
+        cache.column += 1
+        self.record(torch.arange(len(self.last), device=logits.device), logits)
+
+    def record(self, rows: Tensor, logits: Tensor) -> None:
+        """Draw a token for `rows` from `logits` [n, V] and write it down."""
+        step = self.count[rows]
+        # Rows past their end are still computed until the next look; what they draw lands on their last column, and
+        # `look` reads no further than the first stop token.
+        step.clamp_(max=self.sampling.max_new_tokens - 1)
+        uniform = self.uniforms[self.request[rows].clamp(min=0), step] if self.uniforms is not None else None
+        token, logprob = draw(logits, self.sampling, uniform, self.logprobs is not None)
+        alive = (self.request[rows] >= 0) & (self.count[rows] < self.sampling.max_new_tokens)
+        place, step = self.place[rows], step
+        self.tokens[place, step] = torch.where(alive, token, self.tokens[place, step])
+        if self.logprobs is not None:
+            self.logprobs[place, step] = torch.where(alive, logprob, self.logprobs[place, step])
+        self.last[rows] = token
+        self.count[rows] += 1
+
+    # --- between steps
+
+    def look(self) -> None:
+        """Retire finished rows, then give their slots to the queue, or drop them when the queue is empty."""
+        self.retire()
+        free = (self.request < 0).view(self.groups, self.slots)
+        waiting = [self.requests - q for q in self.queued]
+        if any(waiting):
+            enough = max(1, int(self.slots * REFILL_SHARE))
+            most = max(min(w, int(f)) for w, f in zip(waiting, free.sum(1).tolist(), strict=True))
+            if most >= enough or bool(free.all()) or most == max(waiting):
+                self.refill(free, most)
+        else:
+            used = int((~free).sum(1).max())
+            if 0 < used <= self.slots * SHRINK_SHARE:
+                self.shrink(free, used)
+
+    def retire(self) -> None:
+        """Free the rows that drew a stop token or are full; cut what they drew after it."""
+        flying = self.request >= 0
+        full = self.count >= self.sampling.max_new_tokens
+        stopped = torch.isin(self.last, self.sampler.stop_ids)
+        if LOOK_EVERY[self.sampler.device.type] > 1:  # a stop token may lie some steps back
+            stopped = torch.isin(self.tokens[self.place], self.sampler.stop_ids).any(1)
+        done = flying & (full | stopped) & (self.count > 0)
+        rows = done.nonzero()[:, 0]
+        if len(rows) == 0:
+            return
+        place = self.place[rows]
+        drawn = self.tokens[place]  # [n, L]
+        length = drawn.shape[1]
+        written = torch.arange(length, device=drawn.device)[None, :]
+        is_stop = torch.isin(drawn, self.sampler.stop_ids) & (written < self.count[rows, None])
+        first = torch.where(is_stop.any(1), is_stop.int().argmax(1) + 1, length)
+        ends = torch.minimum(first, self.count[rows].clamp(max=length))
+        self.lengths[place] = ends
+        self.finished[place] = is_stop.any(1)
+        beyond = written >= ends[:, None]
+        self.tokens[place] = drawn.masked_fill(beyond, self.sampler.pad_id)
+        if self.logprobs is not None:
+            self.logprobs[place] = self.logprobs[place].masked_fill(beyond, 0.0)
+        self.request[rows] = -1
+        self.start[rows] = self.cache.column
+        self.cache.first = int(self.start.min())
+
+    def refill(self, free: Tensor, most: int) -> None:
+        """Prefill `most` requests of each group and place them in free slots.
+
+        Every group prefills the same number of rows, so that a population stays one grouped product: a group with fewer
+        free slots or requests computes some rows that nobody keeps.
+        """
+        take = [
+            min(most, self.requests - q, int(f)) for q, f in zip(self.queued, free.sum(1).tolist(), strict=True)
+        ]
+        wanted = [list(range(q, q + n)) for q, n in zip(self.queued, take, strict=True)]  # requests, by group
+        needed = [sorted({q // self.samples for q in qs}) for qs in wanted]  # prompts, by group
+        if self.held is not None and self.groups == 1 and needed[0] and needed[0][0] == self.held[0]:
+            index, prompt, logits = self.held
+            chosen = [q for q in wanted[0] if q // self.samples == index]
+            self.put(free, [chosen], prompt, logits, [[0] * len(chosen)])
+            free = (self.request < 0).view(self.groups, self.slots)
+            wanted[0] = wanted[0][len(chosen) :]
+            needed[0] = needed[0][1:]
+        width = max(len(p) for p in needed)
+        if width:
+            ids = [p + [p[-1] if p else 0] * (width - len(p)) for p in needed]  # dummies fill up
+            prompt, logits = self.prefill([self.prompts[i] for row in ids for i in row])
+            source = [
+                [g * width + ids[g].index(q // self.samples) for q in qs] for g, qs in enumerate(wanted)
+            ]
+            self.put(free, wanted, prompt, logits, source)
+            if self.groups == 1 and self.queued[0] < self.requests and self.queued[0] % self.samples:
+                kept = slice(width - 1, width)
+                alone = PromptCache(self.groups * self.slots)
+                alone.keys = [k[kept].clone() for k in prompt.keys]
+                alone.values = [v[kept].clone() for v in prompt.values]
+                self.held = (ids[0][-1], alone, logits[kept].clone())
+            else:
+                self.held = None
+
+    def prefill(self, prompts: list[Sequence[int]]) -> tuple[PromptCache, Tensor]:
+        """Run prompts through the model, padded on the left. Returns their cache and the last logits [n, V]."""
+        device, width = self.sampler.device, max(len(p) for p in prompts)
+        ids = torch.tensor([[self.sampler.pad_id] * (width - len(p)) + list(p) for p in prompts], device=device)
+        first = torch.tensor([width - len(p) for p in prompts], device=device)
+        column = torch.arange(width, device=device)
+        # A padding row attends to itself alone: a softmax over nothing would be NaN, and spread.
+        causal = (column[None, :] <= column[:, None])[None] & (column[None, None, :] >= first[:, None, None])
+        mask = additive(causal | torch.eye(width, dtype=torch.bool, device=device)[None], self.sampler.dtype)[:, None]
+        position = (column[None, :] - first[:, None]).clamp(min=0)
+        cache = PromptCache(self.groups * self.slots)
+        logits = self.sampler.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=position,
+            past_key_values=cache,  # type: ignore[arg-type]
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        return cache, logits
+
+    def put(
+        self, free: Tensor, wanted: list[list[int]], prompt: PromptCache, logits: Tensor, source: list[list[int]]
+    ) -> None:
+        """Place prefilled requests in free slots and draw their first tokens."""
+        device = self.sampler.device
+        rows, requests, origins, places = [], [], [], []
+        for group, (qs, froms) in enumerate(zip(wanted, source, strict=True)):
+            slots = free[group].nonzero()[:, 0].tolist()
+            for q, origin, slot in zip(qs, froms, slots, strict=False):
+                rows.append(group * self.slots + slot)
+                requests.append(q)
+                origins.append(origin)
+                places.append(group * self.requests + q)
+            self.queued[group] += len(qs)
+        at, origin = torch.tensor(rows, device=device), torch.tensor(origins, device=device)
+        self.cache.place(at, prompt, origin)
+        lengths = torch.tensor([len(self.prompts[q // self.samples]) for q in requests], device=device)
+        self.request[at] = torch.tensor(requests, device=device)
+        self.place[at] = torch.tensor(places, device=device)
+        self.start[at] = self.cache.column - lengths
+        self.count[at] = 0
+        self.cache.first = int(self.start.min())
+        self.record(at, logits[origin])
+        self.retire()  # a first token may already be the stop
+
+    def shrink(self, free: Tensor, used: int) -> None:
+        """Keep `used` slots a group, the busy ones first."""
+        order = free.to(torch.int8).argsort(dim=1, stable=True)[:, :used]  # busy slots come first, in order
+        rows = (order + torch.arange(self.groups, device=free.device)[:, None] * self.slots).flatten()
+        self.cache.keep(rows)
+        for name in ("request", "place", "start", "count", "last"):
+            setattr(self, name, getattr(self, name)[rows])
+        self.slots = used
+        self.cache.first = int(self.start.min())
+
+    def shift(self) -> None:
+        """Make room at the right end of the cache."""
+        by = min(int(self.start.min()), self.cache.column - self.longest)
+        assert by > 0, "the cache is as long as the longest row"
+        self.cache.shift(by)
+        self.start -= by
+        self.cache.first = int(self.start.min())
+
+
+def draw(
+    logits: Tensor, sampling: SamplingConfig, uniform: Tensor | None, want_logprob: bool
+) -> tuple[Tensor, Tensor | None]:
+    """One token a row by the inverse CDF of the tempered (and cut) distribution.
+
+    Args: logits [n, V]; uniform: float32 [n] in [0, 1), None = greedy.
+    Returns: token int64 [n]; its log-probability float32 [n] under the tempered distribution before top-k and top-p
+    (that of the policy, as a trainer computes it), or None. Greedy: under the untempered one.
+    """
+    if uniform is None:
+        token = logits.argmax(-1)
+        if not want_logprob:
+            return token, None
+        logits = logits.float()
+        return token, logits.gather(1, token[:, None])[:, 0] - logits.logsumexp(-1)
+    logp = torch.log_softmax(logits.float() / sampling.temperature, dim=-1)
+    probability = logp.exp()
+    if sampling.top_k or sampling.top_p < 1:
+        probability = _cut(probability, sampling.top_k, sampling.top_p)
+    cdf = probability.cumsum(-1)
+    # The first token whose cumulative probability exceeds u; one of probability zero never is.
+    token = torch.searchsorted(cdf, (uniform[:, None] * cdf[:, -1:]), right=True)[:, 0]
+    token.clamp_(max=logits.shape[-1] - 1)
+    return token, logp.gather(1, token[:, None])[:, 0] if want_logprob else None
+
+
+def _cut(probability: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Zero all but the top_k likeliest tokens, then all beyond the smallest set that holds top_p. [n, V] -> [n, V]."""
+    ordered, index = probability.sort(dim=-1, descending=True, stable=True)
+    if top_k:
+        ordered[:, top_k:] = 0
+    if top_p < 1:
+        share = ordered / ordered.sum(-1, keepdim=True)
+        ordered = ordered.masked_fill(share.cumsum(-1) - share >= top_p, 0)
+    return torch.zeros_like(probability).scatter_(1, index, ordered)

@@ -1,0 +1,203 @@
+"""Reading rows for tasks: text lines, parallel files, TSV, JSON Lines, and ids of the `datasets` library. No torch.
+
+Files are plain or .gz (by their name), strictly UTF-8; a byte-order mark is dropped and CRLF is accepted. Only "\\n"
+ends a line: str.splitlines would also cut at U+2028 or a form feed inside a sentence, and so shift one parallel file
+against the other. Every mistake in the data is a `ConfigError` that names the setting, the file and the line, before
+the run starts.
+"""
+
+import codecs
+import difflib
+import gzip
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.config import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row with named fields. `where` says where it stands, for errors: "'train.jsonl' line 3"."""
+
+    where: str
+    fields: dict[str, Any]
+
+    def text(self, name: str, key: str) -> str:
+        """The field `name`, which must be a string that is not blank.
+
+        Args: name: of the field; key: the setting that named it, for errors ("task.source_field").
+        Raises: ConfigError with the place, the field, and the fields that are there.
+        """
+        there = f"Fields there: {', '.join(self.fields)}."
+        if name not in self.fields:
+            near = difflib.get_close_matches(name, self.fields, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{key}={name!r} is not a field of {self.where}.{hint} {there}")
+        value = self.fields[name]
+        if not isinstance(value, str):
+            kind = type(value).__name__
+            raise ConfigError(f"{key}={name!r} is no text in {self.where}, but {kind}: {value!r:.60}. {there}")
+        if not value.strip():
+            raise ConfigError(f"{key}={name!r} is empty in {self.where}. Remove the row, or fill it in. {there}")
+        if any("\ud800" <= letter <= "\udfff" for letter in value):  # half a character: no tokenizer can encode it
+            raise ConfigError(f"{key}={name!r} holds a lone surrogate in {self.where}. Remove the row, or repair it.")
+        return value
+
+
+def read_lines(path: str, key: str) -> list[str]:
+    """The lines of a text file, without their ends.
+
+    Args: path: plain or .gz, relative to the working folder; key: the setting that gave it, for errors.
+    Raises: ConfigError if the file is missing, unreadable, empty, or not UTF-8.
+    """
+    raw = _read_bytes(path, key)
+    content = raw.removeprefix(codecs.BOM_UTF8)
+    if not content:
+        raise ConfigError(f"{key}={path!r} is empty. Give a file with one row a line.")
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        offset = error.start + len(raw) - len(content)
+        raise ConfigError(
+            f"{key}={path!r}: line {line} is not UTF-8: byte 0x{raw[offset]:02x} at offset {offset} of the text. "
+            "Convert the file, for example with iconv -f LATIN1 -t UTF-8."
+        ) from None
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+
+
+def read_parallel(paths: tuple[str, str], keys: tuple[str, str]) -> list[tuple[str, str]]:
+    """Pairs of lines: line i of the first file with line i of the second.
+
+    Args: paths: the two files; keys: the settings that gave them, for errors.
+    Raises: ConfigError as `read_lines`, if the counts differ, or if a line of either is blank.
+    """
+    first, second = (read_lines(path, key) for path, key in zip(paths, keys, strict=True))
+    if len(first) != len(second):
+        raise ConfigError(
+            f"{keys[0]}={paths[0]!r} has {len(first)} lines and {keys[1]}={paths[1]!r} has {len(second)}. "
+            "Line i of one must belong to line i of the other: give two files of the same length."
+        )
+    for number, pair in enumerate(zip(first, second, strict=True), start=1):
+        for side, line in enumerate(pair):
+            if not line.strip():
+                raise ConfigError(
+                    f"{keys[side]}={paths[side]!r}: line {number} is empty. "
+                    "Remove this line from both files, or fill it in."
+                )
+    return list(zip(first, second, strict=True))
+
+
+def read_tsv(path: str, key: str) -> list[Row]:
+    """Rows of a tab-separated file whose first line names the columns. No quoting: a quote is part of its text.
+
+    Blank lines are skipped. Args and errors as `read_lines`; ConfigError also where a row has more or fewer cells.
+    """
+    lines = read_lines(path, key)
+    names = lines[0].split("\t")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{key}={path!r}: line 1 names a column twice: {', '.join(names)}. Rename one.")
+    rows = []
+    for number, line in enumerate(lines[1:], start=2):
+        if not line.strip():
+            continue
+        cells = line.split("\t")
+        if len(cells) != len(names):
+            raise ConfigError(
+                f"{key}={path!r}: line {number} has {len(cells)} cells, but line 1 names {len(names)} columns: "
+                f"{', '.join(names)}. Separate the cells by one tab each."
+            )
+        rows.append(Row(f"{path!r} line {number}", dict(zip(names, cells, strict=True))))
+    return _not_empty(rows, f"{key}={path!r}")
+
+
+def read_jsonl(path: str, key: str) -> list[Row]:
+    """Rows of a JSON Lines file: one object a line. The fields of an object in it are named with a dot, as "a.b".
+
+    Blank lines are skipped. Args and errors as `read_lines`; ConfigError also for a line that is no JSON object.
+    """
+    rows = []
+    for number, line in enumerate(read_lines(path, key), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+            problem = f"is JSON, but {type(value).__name__} and no object"
+        except json.JSONDecodeError as error:
+            value, problem = None, f"is not JSON ({error.msg}, column {error.colno})"
+        if not isinstance(value, dict):
+            raise ConfigError(
+                f'{key}={path!r}: line {number} {problem}. Each line must be one object, such as {{"question": "..."}}.'
+            )
+        rows.append(Row(f"{path!r} line {number}", _flat(value)))
+    return _not_empty(rows, f"{key}={path!r}")
+
+
+def read_dataset(name: str, config: str | None, split: str, key: str) -> list[Row]:
+    """Rows of one split of a dataset on the Hugging Face hub, or of a local folder that `datasets` can load.
+
+    A dataset's own code is never run (no trust_remote_code). Fields of a nested field are named with a dot, as
+    "translation.de".
+
+    Args: name: the id; config: its configuration, None if it has one only; split: "train"; key: for errors.
+    Raises: ConfigError if `datasets` is not installed, or cannot load it (with its reason).
+    """
+    try:
+        import datasets  # pyright: ignore[reportMissingImports] (an optional dependency, slow to import)
+    except ImportError:
+        raise ConfigError(f"{key}={name!r} needs the `datasets` library. Install it: pip install datasets") from None
+    try:
+        loaded = datasets.load_dataset(name, config, split=split)
+    except (OSError, ValueError, RuntimeError) as error:  # its own errors derive from these
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        chosen = f"split={split}" if config is None else f"config={config}, split={split}"
+        raise ConfigError(
+            f"{key}={name!r} cannot be loaded ({chosen}): {reason.removesuffix('.')}. Check the id, the configuration "
+            "and the split, and that the hub can be reached; or give local files."
+        ) from None
+    rows = [Row(f"{name!r} split {split} row {number}", _flat(row)) for number, row in enumerate(loaded)]
+    return _not_empty(rows, f"{key}={name!r} split {split}")
+
+
+def _read_bytes(path: str, key: str) -> bytes:
+    absolute = Path(path).expanduser().absolute()
+    try:
+        content = absolute.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{key}={path!r} does not exist; tried {absolute}. "
+            "Correct the path: a relative one starts at the folder where the command runs."
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{key}={path!r} cannot be read: {error.strerror}; tried {absolute}. Give a file.") from None
+    if absolute.suffix != ".gz":
+        return content
+    try:
+        return gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:  # not gzip, cut short, damaged
+        reason = str(error).removesuffix(".")
+        raise ConfigError(
+            f"{key}={path!r} is not a whole gzip file: {reason}; tried {absolute}. "
+            "Fetch or compress it again, or rename it without .gz if it is plain text."
+        ) from None
+
+
+def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The same fields with nested ones as "outer.inner", so that a setting can name them."""
+    out: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            out |= _flat(value, f"{prefix}{name}.")
+        else:
+            out[f"{prefix}{name}"] = value
+    return out
+
+
+def _not_empty(rows: Sequence[Row], what: str) -> list[Row]:
+    if not rows:
+        raise ConfigError(f"{what} has no rows. Give data with at least one row.")
+    return list(rows)

@@ -1,0 +1,174 @@
+"""Metrics of a run: metrics.jsonl always; W&B, TensorBoard and the progress line read the same events. Rank 0 only."""
+
+import json
+import logging
+import sys
+import time
+from contextlib import contextmanager
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from common.config import ConfigError, Run
+
+log = logging.getLogger("clutch")
+
+
+class Phases:
+    """Seconds of a step by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time the block under `name`; blocks of one name add up."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+class Tracker:
+    """Writes the events of one run.
+
+    Args: steps: of the whole run. resumed: steps already done; later events of an earlier attempt are cut off.
+    state: what `state()` of the interrupted run returned.
+    """
+
+    def __init__(self, run: Run, out_dir: Path, steps: int, resumed: int = 0, state: dict[str, Any] | None = None) -> None:
+        self.out_dir, self.steps = out_dir, steps
+        self.path = out_dir / "metrics.jsonl"
+        _cut(self.path, resumed)
+        self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed in `close`)
+        self.sink = _sink(run, out_dir, state or {})
+        self.bar = tqdm(total=steps, initial=resumed, unit="step", dynamic_ncols=True) if sys.stderr.isatty() else None
+        self.printed = self.began = time.monotonic()
+        self.resumed = resumed
+
+    def log(self, event: dict[str, Any]) -> None:
+        """One step: a flat dict (phase seconds nested) with at least `step`, 1-based."""
+        self.file.write(json.dumps(event) + "\n")
+        self.file.flush()
+        if self.sink:
+            self.sink.log(_flat(event))
+        shown = f"reward {event['reward']:.4f}"
+        if "metric" in event:
+            shown += f", {event['metric_name']} {event['metric']:.2f}"
+        shown += f", {event['tokens_per_second']:.0f} tokens/s"
+        if self.bar is not None:
+            self.bar.set_postfix_str(shown, refresh=False)
+            self.bar.update(event["step"] - self.bar.n)
+            return
+        now = time.monotonic()
+        if now - self.printed > 10 or event["step"] in (self.resumed + 1, self.steps) or "metric" in event:
+            self.printed = now
+            left = (now - self.began) / (event["step"] - self.resumed) * (self.steps - event["step"])
+            log.info("step %d/%d: %s, %.0f s left", event["step"], self.steps, shown, left)
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to go on in the same tracker run."""
+        return {"id": self.sink.id} if self.sink and self.sink.id else {}
+
+    def summary(self, values: dict[str, Any]) -> None:
+        """The headline numbers of the run."""
+        if self.sink:
+            self.sink.summary(values)
+
+    def close(self) -> None:
+        """Flush and end."""
+        if self.bar is not None:
+            self.bar.close()
+        self.file.close()
+        if self.sink:
+            self.sink.close()
+
+
+def _cut(path: Path, steps: int) -> None:
+    """Drop events after `steps`, and a torn last line, from an interrupted run's file."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if event["step"] <= steps:
+            kept.append(line + "\n")
+    path.write_text("".join(kept), encoding="utf-8")
+
+
+def _flat(event: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"phase_seconds": {"rollout": 1}} -> {"phase_seconds/rollout": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in event.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}/")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _sink(run: Run, out_dir: Path, state: dict[str, Any]) -> Any:
+    if run.tracker.name == "wandb":
+        return _Wandb(run, out_dir, state)
+    if run.tracker.name == "tensorboard":
+        return _TensorBoard(out_dir)
+    return None
+
+
+class _Wandb:
+    def __init__(self, run: Run, out_dir: Path, state: dict[str, Any]) -> None:
+        import wandb  # seconds to import, so only when asked for
+
+        mode = run.tracker.mode or ("online" if wandb.api.api_key else "offline")
+        self.run = wandb.init(
+            project=run.tracker.project,
+            name=out_dir.name,
+            id=state.get("id"),
+            resume="allow",
+            dir=out_dir,
+            mode=mode,  # type: ignore[arg-type]
+            config=asdict(run),
+            job_type=run.algo.name,
+        )
+        self.id = self.run.id
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, event: dict[str, Any]) -> None:
+        self.run.log(event)
+
+    def summary(self, values: dict[str, Any]) -> None:
+        self.run.summary.update(values)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class _TensorBoard:
+    id = None
+
+    def __init__(self, out_dir: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ConfigError("tracker=tensorboard needs a package: pip install tensorboard. Or use tracker=jsonl.") from None
+        self.writer = SummaryWriter(str(out_dir / "tensorboard"))
+
+    def log(self, event: dict[str, Any]) -> None:
+        for key, value in event.items():
+            if isinstance(value, (int, float)) and key != "step":
+                self.writer.add_scalar(key, value, event["step"])
+
+    def summary(self, values: dict[str, Any]) -> None:
+        for key, value in values.items():
+            if isinstance(value, (int, float)):
+                self.writer.add_scalar(f"summary/{key}", value)
+
+    def close(self) -> None:
+        self.writer.close()

@@ -1,0 +1,34 @@
+"""Rewards -> fitness. Pure functions; what they return multiplies the noise in the update."""
+
+import torch
+from torch import Tensor
+
+
+def fitness(rewards: Tensor, shaping: str) -> Tensor:
+    """Shape rewards [members, prompts] into fitness [members], float64 throughout. Equal rewards give exactly 0.
+
+    zscore          mean over prompts, then (f - mean) / deviation
+    prompt_zscore   minus each prompt's mean over members, over one deviation of all, then mean over prompts (paper, 6.3)
+    centered_rank   rank of the mean in [-0.5, 0.5], ties share their mean rank
+    pair_sign       members 2j and 2j+1 get the sign of their difference, and its negative
+    """
+    rewards = rewards.double()
+    mean = rewards.mean(1)
+    if shaping == "zscore":
+        return _over_deviation(mean - mean.mean(), mean)
+    if shaping == "prompt_zscore":
+        centred = rewards - rewards.mean(0)
+        return _over_deviation(centred, centred).mean(1)
+    if shaping == "centered_rank":
+        below = (mean[None, :] < mean[:, None]).sum(1)
+        equal = (mean[None, :] == mean[:, None]).sum(1) - 1
+        return (below + equal / 2) / (len(mean) - 1) - 0.5
+    assert shaping == "pair_sign", shaping
+    sign = torch.sign(mean[0::2] - mean[1::2])
+    return torch.stack((sign, -sign), dim=1).flatten()
+
+
+def _over_deviation(centred: Tensor, values: Tensor) -> Tensor:
+    """centred / std(values); exactly 0 where all values are equal to rounding."""
+    deviation = values.std(correction=0)
+    return centred / deviation if deviation > 1e-9 else torch.zeros_like(centred)

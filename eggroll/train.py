@@ -1,0 +1,404 @@
+"""EGGROLL, the loop: perturb, sample, score, shape, update.
+
+    python launch.py algo=eggroll hardware=a100_40g
+    python launch.py algo=eggroll 'opt=[amp,ddp]' algo.members=1024
+
+After "Evolution Strategies at the Hyperscale" (arXiv:2511.16652), algorithm 1. Departures: any Hugging Face decoder with a
+key-value cache and a parallel prefill; all members answer the same prompts of a step; weight decay pulls towards the
+initial weights (arXiv:2605.30148). Ranks share members out and exchange rewards alone; all make the same update.
+"""
+
+import json
+import logging
+import math
+import random
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common import checkpoint, hardware, models, precision, report
+from common.config import ConfigError, Run
+from common.distributed import Context
+from common.evaluation import evaluate
+from common.rollout import Completions, Sampler
+from common.scoring import score
+from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped, StopSignal
+from common.tasks import Example, Task, build
+from common.tracking import Phases, Tracker
+from eggroll.config import EggrollConfig, check_switches
+from eggroll.fitness import fitness
+from eggroll.noise import Noise
+
+log = logging.getLogger("clutch")
+
+
+def train(run: Run, context: Context, task: Task | None = None) -> report.Result:
+    """Evolve a model on a task. Every rank returns the same numbers; rank 0 writes.
+
+    Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN or infinity.
+    """
+    settings: EggrollConfig = run.algo
+    check_switches(run.opt)
+    device = context.device.device
+    task = task or build(run.task)
+    numbers = precision.resolve(run.opt, device)
+    model, tokenizer = models.load_on_ranks(run.model, task, torch.float32, context)
+    model.requires_grad_(False)
+    noise = Noise(model, settings.noise, rank=settings.rank, mirrored=settings.mirrored, seed=run.seed)
+    weights = Weights(model, noise, settings, numbers.compute, offload=run.opt.offload.enabled)
+
+    resumed = checkpoint.resume(run, context)
+    state: dict[str, Any] = {"step": 0, "seconds": 0.0, "generated": 0, "evaluations": 0, "tracker": {}}
+    if resumed is not None:
+        weights.load(resumed)
+        state = resumed.state["run"]
+
+    train_rows = Order(task.examples("train"), run.seed)
+    held_out = list(task.examples("test"))[: run.evaluate.examples]
+    sampler = Sampler(
+        model,
+        pad_id=tokenizer.pad_token_id,
+        stop_ids=models.stop_ids(model, tokenizer),
+        rows=settings.rows_per_forward,
+        compile_mode=run.opt.compile.mode if run.opt.compile.enabled else None,
+    )
+    rows = plan(run, context, sampler, weights, noise, tokenizer, task, train_rows, held_out, numbers.name)
+    population = Population(settings, sampler, noise, tokenizer, task, context, run.seed, rows)
+
+    def measure() -> Any:
+        return evaluate(sampler, tokenizer, task, held_out, settings.sampling.max_new_tokens, context)
+
+    if "before" not in state:
+        first = measure()
+        state["before"] = {"metrics": first.metrics, "completions": first.completions}
+        if context.main:
+            log.info("before: held-out %s %.2f", first.name, first.value)
+    last = None
+    tracker = Tracker(run, context.out_dir, settings.steps, state["step"], state["tracker"]) if context.main else None
+    profiler = report.profiler(run, context)
+    with StopSignal() as stop, profiler:
+        for step in range(state["step"], settings.steps):
+            started, phases = time.perf_counter(), Phases()
+            sigma = settings.sigma * settings.sigma_schedule.factor(step, settings.steps)
+            lr = settings.lr * settings.lr_schedule.factor(step, settings.steps)
+            draw = step // settings.noise_reuse
+            examples = train_rows.batch(step, settings.prompts_per_step)
+
+            rewards, generated = population.rewards(examples, step, draw, sigma, phases)  # [members, rows a member]
+            check_finite(rewards, examples, step, context)
+            shaped = fitness(rewards, settings.fitness)  # [members]
+            with phases("update"):
+                drift = weights.update(noise, draw, shaped, lr)
+            if not math.isfinite(drift):
+                raise RunStopped(f"step {step + 1}: weights are not finite. {last_good(context)}", EXIT_NUMBERS)
+
+            state["step"] = step + 1
+            state["generated"] += generated
+            state["evaluations"] += rewards.numel()
+            event: dict[str, Any] = {}
+            if run.evaluate.every and (step + 1) % run.evaluate.every == 0 and step + 1 < settings.steps:
+                with phases("evaluate"):
+                    seen = measure()
+                event = {"metric": seen.value, "metric_name": seen.name, "metrics": seen.metrics}
+            seconds = time.perf_counter() - started
+            state["seconds"] += seconds
+            if tracker:
+                tracker.log(
+                    {
+                        "step": step + 1,
+                        "seconds": seconds,
+                        "phase_seconds": phases.seconds,
+                        "reward": rewards.mean().item(),
+                        "reward_best": rewards.mean(1).max().item(),
+                        "reward_std": rewards.mean(1).std(correction=0).item(),
+                        "zero_fitness": (shaped == 0).double().mean().item(),
+                        "drift": drift,
+                        "sigma": sigma,
+                        "lr": lr,
+                        "generated_tokens": state["generated"],
+                        "reward_evaluations": state["evaluations"],
+                        "tokens_per_second": generated / seconds,
+                        "samples_per_second": rewards.numel() / seconds,
+                        "peak_memory_gb": hardware.peak_memory_gb(device),
+                        "compile_seconds": sampler.compile_seconds,
+                        **event,
+                    }
+                )
+                state["tracker"] = tracker.state()
+            stopping = context.any(stop.name is not None)
+            due = run.checkpoint.every and (step + 1) % run.checkpoint.every == 0
+            if context.main and (due or stopping or step + 1 == settings.steps):
+                weights.save(run, context, state)
+            context.barrier()
+            profiler.step()
+            if stopping:
+                if tracker:
+                    tracker.close()
+                raise RunStopped(
+                    f"stopped after step {step + 1} of {settings.steps}, saved in {context.out_dir}/checkpoints. "
+                    f"Go on with hydra.run.dir={context.out_dir} resume=auto.",
+                    EXIT_SIGNAL,
+                )
+
+    last = measure()
+    before = state["before"]["metrics"]
+    result = report.Result(
+        algo=settings.name,
+        task=getattr(task, "name", type(task).__name__),
+        model=run.model.path or run.model.name,
+        metric=last.name,
+        before=before[last.name],
+        after=last.value,
+        steps=settings.steps,
+        seconds=state["seconds"],
+        generated_tokens=state["generated"],
+        reward_evaluations=state["evaluations"],
+        world_size=context.world_size,
+        device=context.device.name,
+        dtype=numbers.name,
+        folder=str(context.out_dir),
+        metrics={"before": before, "after": last.metrics},
+    )
+    if tracker:
+        tracker.summary({"before": result.before, "after": result.after})
+        tracker.close()
+        models.export(model, tokenizer, context.out_dir / "model")
+        report.finish(result, task, held_out, state["before"]["completions"], last.completions)
+    context.barrier()
+    return result
+
+
+class Order:
+    """The order in which training examples come: shuffled anew each epoch, a function of (seed, position) alone."""
+
+    def __init__(self, examples: Any, seed: int) -> None:
+        self.examples, self.seed = examples, seed
+        self.epoch, self.shuffled = -1, list(range(len(examples)))
+
+    def batch(self, step: int, size: int) -> list[Example]:
+        """The examples of a 0-based step."""
+        return [self._at(position) for position in range(step * size, (step + 1) * size)]
+
+    def _at(self, position: int) -> Example:
+        epoch, index = divmod(position, len(self.examples))
+        if epoch != self.epoch:
+            self.epoch, self.shuffled = epoch, list(range(len(self.examples)))
+            random.Random(f"order {self.seed} {epoch}").shuffle(self.shuffled)
+        return self.examples[self.shuffled[index]]
+
+
+class Population:
+    """Samples and scores all members of a step, in chunks that the ranks share out."""
+
+    def __init__(
+        self,
+        settings: EggrollConfig,
+        sampler: Sampler,
+        noise: Noise,
+        tokenizer: Any,
+        task: Task,
+        context: Context,
+        seed: int,
+        rows: int,
+    ) -> None:
+        self.settings, self.sampler, self.noise, self.tokenizer = settings, sampler, noise, tokenizer
+        self.task, self.context, self.seed, self.rows = task, context, seed, rows
+
+    def rewards(
+        self, examples: list[Example], step: int, draw: int, sigma: float, phases: Phases
+    ) -> tuple[Tensor, int]:
+        """Rewards float64 [members, prompts * samples], on every rank the same, and tokens generated by all ranks."""
+        settings, context = self.settings, self.context
+        prompts = models.encode_prompts(self.tokenizer, [self.task.prompt(example) for example in examples])
+        repeated = [example for example in examples for _ in range(settings.samples_per_prompt)]
+        rewards = torch.zeros(settings.members, len(repeated), dtype=torch.float64)
+        generated = 0
+        for members in chunks(settings, self.rows)[context.rank :: context.world_size]:
+
+            def sample(rows: int, members: range = members) -> Completions:
+                self.sampler.rows = rows
+                with self.noise.members(draw, members, sigma):
+                    return self.sampler.generate(
+                        prompts,
+                        settings.sampling,
+                        samples_per_prompt=settings.samples_per_prompt,
+                        seed=self.seed,
+                        draw=step,
+                        prompt_ids=[example.id for example in examples],
+                        groups=len(members),
+                    )
+
+            with phases("rollout"):
+                made, self.rows = hardware.halving(sample, self.rows, floor=len(members))
+                texts = made.texts(self.tokenizer)
+                generated += made.generated
+            with phases("reward"):
+                scores = score(self.task, repeated * len(members), texts)
+                rewards[members.start : members.stop] = torch.tensor(scores, dtype=torch.float64).view(len(members), -1)
+        with phases("exchange"):
+            totals = torch.cat((rewards.flatten(), torch.tensor([generated], dtype=torch.float64)))
+            totals = context.sum(totals.to(context.device.device)).cpu()
+        return totals[:-1].view_as(rewards), int(totals[-1])
+
+
+def chunks(settings: EggrollConfig, rows: int) -> list[range]:
+    """Members of each forward. A function of the settings alone, so that any number of ranks makes the same forwards."""
+    pair = 2 if settings.mirrored else 1
+    fitting = rows // (settings.prompts_per_step * settings.samples_per_prompt)
+    size = max(pair, min(settings.members, fitting // pair * pair))
+    return [range(start, min(start + size, settings.members)) for start in range(0, settings.members, size)]
+
+
+class Weights:
+    """The perturbed weights: float32 masters, what the forward uses, the initial ones, and their optimizers."""
+
+    def __init__(
+        self, model: torch.nn.Module, noise: Noise, settings: EggrollConfig, compute: torch.dtype, offload: bool
+    ) -> None:
+        self.settings, self.compute = settings, compute
+        names = [address.name for address in noise.addresses]
+        parameters = dict(model.named_parameters())
+        self.initial = {n: parameters[n].detach().to("cpu" if offload else parameters[n].device, copy=True) for n in names}
+        if compute == torch.float32:
+            self.masters = {n: parameters[n] for n in names}
+        else:
+            self.masters = {n: parameters[n].detach().clone() for n in names}
+            model.to(compute)
+            noise.refresh()
+        self.used = {n: dict(model.named_parameters())[n] for n in names}
+        kind = getattr(torch.optim, settings.optimizer.name, None)
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+            raise ConfigError(
+                f"algo.optimizer.name={settings.optimizer.name!r} is not in torch.optim. Use for example SGD, Adam or AdamW."
+            )
+        try:
+            # One for each parameter, so that a gradient is used and dropped before the next is made.
+            self.optimizers = {n: kind([m], lr=settings.lr, **settings.optimizer.kwargs) for n, m in self.masters.items()}
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"algo.optimizer.kwargs={settings.optimizer.kwargs}: {error}") from None
+
+    @torch.no_grad()
+    def update(self, noise: Noise, draw: int, shaped: Tensor, lr: float) -> float:
+        """One optimizer step along the ES gradient. Returns the drift: |W - W0| / |W0| over all perturbed weights."""
+        moved = torch.zeros((), dtype=torch.float64)
+        started = torch.zeros((), dtype=torch.float64)
+        for name, gradient in noise.gradients(draw, shaped):
+            master, optimizer = self.masters[name], self.optimizers[name]
+            initial = self.initial[name].to(master.device)
+            if self.settings.weight_decay:
+                gradient.add_(master - initial, alpha=self.settings.weight_decay)
+            master.grad = gradient
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            master.grad = None
+            if self.compute != torch.float32:
+                self.used[name].copy_(master)
+            moved += (master - initial).square().sum().cpu()
+            started += initial.square().sum().cpu()
+        return float((moved / started.clamp(min=1e-30)).sqrt())
+
+    def save(self, run: Run, context: Context, state: dict[str, Any]) -> None:
+        """Write a checkpoint with all that the next step needs."""
+        extra = {"optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}}
+        tensors = {name: master.detach() for name, master in self.masters.items()}
+        checkpoint.save(
+            context.out_dir / "checkpoints",
+            state["step"],
+            tensors,
+            {"run": state, "config": asdict(run)},
+            extra,
+            keep=run.checkpoint.keep,
+        )
+
+    @torch.no_grad()
+    def load(self, saved: checkpoint.Checkpoint) -> None:
+        """Take over a checkpoint's weights and optimizers."""
+        if set(saved.tensors) != set(self.masters):
+            raise ConfigError(f"{saved.path} holds other parameters than this run perturbs. Start with resume=no.")
+        for name, master in self.masters.items():
+            master.copy_(saved.tensors[name])
+            self.used[name].copy_(master)
+            self.optimizers[name].load_state_dict(saved.extra["optimizers"][name])
+
+
+def check_finite(rewards: Tensor, examples: list[Example], step: int, context: Context) -> None:
+    """Stop on a reward that is NaN or infinite; its example is written to RUN/not_finite.json."""
+    if torch.isfinite(rewards).all():
+        return
+    member, row = (~torch.isfinite(rewards)).nonzero()[0].tolist()
+    example = examples[row * len(examples) // rewards.shape[1]]
+    path = context.out_dir / "not_finite.json"
+    if context.main:
+        record = {"step": step + 1, "member": member, "reward": str(rewards[member, row].item()), "example": asdict(example)}
+        path.write_text(json.dumps(record, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    raise RunStopped(
+        f"step {step + 1}: the reward of member {member} on example {example.id} is {rewards[member, row].item()}. "
+        f"The row is in {path}. {last_good(context)}",
+        EXIT_NUMBERS,
+    )
+
+
+def last_good(context: Context) -> str:
+    """A sentence on the newest valid checkpoint."""
+    found = checkpoint.latest(context.out_dir / "checkpoints")
+    return f"Last good checkpoint: {found.path}." if found else "No checkpoint was written before."
+
+
+def plan(
+    run: Run,
+    context: Context,
+    sampler: Sampler,
+    weights: Weights,
+    noise: Noise,
+    tokenizer: Any,
+    task: Task,
+    order: Order,
+    held_out: list[Example],
+    dtype: str,
+) -> int:
+    """Print what will be done, with sizes. Returns the rows a forward, refitted to this device's memory."""
+    settings: EggrollConfig = run.algo
+    looked_at = [*order.batch(0, 256), *held_out]
+    prompt = max(len(ids) for ids in models.encode_prompts(tokenizer, [task.prompt(e) for e in looked_at]))
+    tokens = settings.sampling.max_new_tokens
+    row = sampler.bytes_per_row(prompt, tokens)
+    size = sum(p.numel() for p in sampler.model.parameters())
+    perturbed = sum(m.numel() for m in weights.masters.values())
+    chunk_directions = len(chunks(settings, settings.rows_per_forward)[0]) // (2 if settings.mirrored else 1)
+    drawn = 4 * sum(4 * a.blocks for a in noise.addresses) * chunk_directions
+    fixed = size * sampler.dtype.itemsize + perturbed * (4 + 4 * (dtype != "float32")) + drawn
+    share = context.world_size if context.device.device.type == "cpu" else 1  # ranks of a CPU share its memory
+    pair = 2 if settings.mirrored else 1
+    rows = hardware.fit_rows(settings.rows_per_forward, row, fixed, context.device.memory_gb / share, pair)
+    forwards = chunks(settings, rows)
+    used = min(rows, len(forwards[0]) * settings.prompts_per_step * settings.samples_per_prompt)
+    compiled = f", compiled ({run.opt.compile.mode})" if run.opt.compile.enabled else ""
+    report.plan(
+        {
+            "algorithm": f"eggroll, {settings.steps} steps, rank {settings.rank}, sigma {settings.sigma:g}, lr {settings.lr:g}",
+            "task": f"{getattr(task, 'name', type(task).__name__)}: {len(order.examples):,} training examples, {len(held_out)} held out",
+            "model": f"{run.model.path or run.model.name}, {size / 1e6:.2f}M parameters, {perturbed / 1e6:.2f}M perturbed",
+            "device": f"{context.device.name}, {context.device.memory_gb:.0f} GB; hardware={run.hardware.name}",
+            "numbers": f"{dtype}{compiled}, masters float32; attention {run.model.attention}",
+            "ranks": str(context.world_size),
+            "population": f"{settings.members} members x {settings.prompts_per_step} prompts x {settings.samples_per_prompt} samples, "
+            f"{tokens} new tokens at most",
+            "forwards": f"{len(forwards)} a step, {used} rows each (algo.rows_per_forward={rows}), "
+            f"{-(-len(forwards) // context.world_size)} a rank",
+            "memory": f"about {(fixed + used * row) / 2**30:.2f} GB a rank",
+            "folder": str(context.out_dir),
+        }
+    )
+    if context.world_size > len(forwards):
+        log.warning(
+            "%d ranks share %d forward(s) a step, so some are idle. Lower algo.rows_per_forward to %d or less.",
+            context.world_size,
+            len(forwards),
+            -(-settings.members // context.world_size // pair) * pair * settings.prompts_per_step * settings.samples_per_prompt,
+        )
+    report.write_run(run, context.out_dir, context.device.name) if context.main else None
+    return rows
