@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import re
 import secrets
 import shutil
@@ -34,6 +35,7 @@ TENSORS, STATE, EXTRA = "tensors.safetensors", "state.json", "extra.pt"
 # `.old`: the previous folder of that step, alive for the moment between the two renames of a replacement.
 _NAME = re.compile(r"step-(\d{8,})(\.old)?")
 _TEMPORARY = ".tmp-"
+_OBJECTS = "objects that torch.load(weights_only=True) refuses"
 
 
 class CheckpointError(RuntimeError):
@@ -118,6 +120,8 @@ def load(path: Path) -> Checkpoint:
         extra = torch.load(path / EXTRA, map_location="cpu", weights_only=True) if EXTRA in files else None
     except CheckpointError:
         raise
+    except pickle.UnpicklingError as error:  # torch's own text advises to unpickle all the same
+        raise CheckpointError(f"checkpoint {path} is not valid: {EXTRA} holds {_OBJECTS}.") from error
     except Exception as error:  # hashes are right, so another program wrote it: anything can be in there
         reason = f"foreign, {type(error).__name__}: {_first_line(error)}"
         raise CheckpointError(f"checkpoint {path} is not valid: {reason}.") from error
@@ -212,8 +216,8 @@ def _save_extra(extra: dict[str, Any], path: Path) -> None:
         raise OSError(f"{path.name}: {_first_line(error)}") from error
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # mmap: structure only, no tensor is read
-    except Exception as error:
-        raise TypeError(f"extra is not readable with weights_only=True: {_first_line(error)}") from error
+    except pickle.UnpicklingError as error:
+        raise TypeError(f"extra holds {_OBJECTS}. Give tensors, numbers, strings, lists and dicts.") from error
 
 
 def _prune(root: Path, step: int, keep: int) -> None:

@@ -7,6 +7,8 @@ import platform
 import shutil
 import subprocess
 import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ import transformers
 from omegaconf import OmegaConf
 
 from common.config import Run
+from common.distributed import Context
+from common.tasks import Example, Task
 
 log = logging.getLogger("clutch")
 
@@ -69,7 +73,7 @@ def write_run(run: Run, out_dir: Path, device: str) -> None:
         "config": asdict(run),
         "versions": {
             "python": platform.python_version(),
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "transformers": transformers.__version__,
         },
         "commit": _commit(),
@@ -124,6 +128,42 @@ def side_by_side(rows: list[dict[str, str]]) -> str:
 def _visible(text: str) -> str:
     """A completion on one line: control characters shown, not obeyed."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def finish(result: Result, task: Task, examples: Sequence[Example], before: list[str], after: list[str]) -> None:
+    """Write completions and result.json, and print the end of a run."""
+    for name, completions in (("before", before), ("after", after)):
+        rows = [
+            {"id": e.id, "prompt": task.prompt(e), "answer": e.answer, "completion": text}
+            for e, text in zip(examples, completions, strict=True)
+        ]
+        write_completions(Path(result.folder), name, rows)
+    result.save()
+    samples = [
+        {"prompt": task.prompt(e), "before": old, "after": new, "answer": e.answer}
+        for e, old, new in list(zip(examples, before, after, strict=True))[:3]
+    ]
+    summary(result, samples)
+
+
+@contextmanager
+def profiled(run: Run, context: Context) -> Iterator[Callable[[], None]]:
+    """With opt=profile, trace some steps into RUN/profile on rank 0. Yields what to call after each step."""
+    if not (run.opt.profile.enabled and context.main):
+        yield lambda: None
+        return
+    folder = context.out_dir / "profile"
+
+    def done(trace: Any) -> None:
+        folder.mkdir(exist_ok=True)
+        trace.export_chrome_trace(str(folder / "trace.json"))
+        key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        (folder / "table.txt").write_text(trace.key_averages().table(sort_by=key, row_limit=40), encoding="utf-8")
+        log.info("profile of %d steps: %s/table.txt, and trace.json for chrome://tracing", run.opt.profile.steps, folder)
+
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=run.opt.profile.steps, repeat=1)
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=done) as profiler:
+        yield profiler.step
 
 
 def summary(result: Result, samples: list[dict[str, str]]) -> None:

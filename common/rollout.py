@@ -137,20 +137,24 @@ class Sampler:
         model: any decoder whose attention goes through transformers' cache and 4-d masks (Llama, Qwen2, Qwen3, GPT-2, ...).
         pad_id: token id used to fill. stop_ids: ids that end a row.
         rows: slots, that is rows in one forward at most.
-        forward: what is called instead of `model` for the decode steps (a compiled one).
+        compile_mode: None, or a mode of torch.compile for the decode steps.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, pad_id: int, stop_ids: Sequence[int], rows: int, forward: Any = None
+        self, model: PreTrainedModel, *, pad_id: int, stop_ids: Sequence[int], rows: int, compile_mode: str | None = None
     ) -> None:
         self.model = model
         self.device = next(model.parameters()).device
-        self.dtype = next(model.parameters()).dtype
         self.pad_id = pad_id
         self.stop_ids = torch.tensor(list(stop_ids), device=self.device)
         self.rows = rows
-        self.forward = forward or model
+        self.forward = torch.compile(model, mode=compile_mode, dynamic=True) if compile_mode else model
         self.context = context_length(model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, and so of the cache."""
+        return self.model.dtype
 
     def bytes_per_row(self, prompt_tokens: int, new_tokens: int) -> float:
         """An estimate of the memory that one more row takes: its cache, and the activations of its prefill."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import checkpoint, hardware, models, precision, report
+from common import checkpoint, hardware, models, precision, report, resume
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.evaluation import evaluate
@@ -45,12 +45,12 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     device = context.device.device
     task = task or build(run.task)
     numbers = precision.resolve(run.opt, device)
-    model, tokenizer = models.load_on_ranks(run.model, task, torch.float32, context)
+    model, tokenizer = load(run, task, context)
     model.requires_grad_(False)
     noise = Noise(model, settings.noise, rank=settings.rank, mirrored=settings.mirrored, seed=run.seed)
     weights = Weights(model, noise, settings, numbers.compute, offload=run.opt.offload.enabled)
 
-    resumed = checkpoint.resume(run, context)
+    resumed = resume.find(run, context)
     state: dict[str, Any] = {"step": 0, "seconds": 0.0, "generated": 0, "evaluations": 0, "tracker": {}}
     if resumed is not None:
         weights.load(resumed)
@@ -78,8 +78,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             log.info("before: held-out %s %.2f", first.name, first.value)
     last = None
     tracker = Tracker(run, context.out_dir, settings.steps, state["step"], state["tracker"]) if context.main else None
-    profiler = report.profiler(run, context)
-    with StopSignal() as stop, profiler:
+    with StopSignal() as stop, report.profiled(run, context) as traced:
         for step in range(state["step"], settings.steps):
             started, phases = time.perf_counter(), Phases()
             sigma = settings.sigma * settings.sigma_schedule.factor(step, settings.steps)
@@ -123,7 +122,6 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                         "tokens_per_second": generated / seconds,
                         "samples_per_second": rewards.numel() / seconds,
                         "peak_memory_gb": hardware.peak_memory_gb(device),
-                        "compile_seconds": sampler.compile_seconds,
                         **event,
                     }
                 )
@@ -133,7 +131,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             if context.main and (due or stopping or step + 1 == settings.steps):
                 weights.save(run, context, state)
             context.barrier()
-            profiler.step()
+            traced()
             if stopping:
                 if tracker:
                     tracker.close()
@@ -169,6 +167,16 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         report.finish(result, task, held_out, state["before"]["completions"], last.completions)
     context.barrier()
     return result
+
+
+def load(run: Run, task: Task, context: Context) -> tuple[Any, Any]:
+    """Model in float32 and tokenizer; rank 0 first, so that it alone builds or downloads."""
+    if not context.main:
+        context.barrier()
+    loaded = models.load(run.model, task, torch.float32, context.device.device, progress=context.main)
+    if context.main:
+        context.barrier()
+    return loaded
 
 
 class Order:
@@ -267,7 +275,7 @@ class Weights:
         else:
             self.masters = {n: parameters[n].detach().clone() for n in names}
             model.to(compute)
-            noise.refresh()
+
         self.used = {n: dict(model.named_parameters())[n] for n in names}
         kind = getattr(torch.optim, settings.optimizer.name, None)
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):

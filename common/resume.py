@@ -1,0 +1,61 @@
+"""Which checkpoint a run goes on from, and whether it may."""
+
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from common import checkpoint
+from common.config import ConfigError, Run
+from common.distributed import Context
+
+log = logging.getLogger("clutch")
+
+# What may differ between a run and its continuation; anything else would make another run of it.
+FREE = ("resume", "evaluate", "checkpoint", "tracker", "opt", "hardware", "algo.steps", "algo.rows_per_forward")
+
+
+def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
+    """The newest valid checkpoint that `run.resume` names, or None for a fresh start.
+
+    Raises: ConfigError where a folder is named that has none, where a fresh run would overwrite an earlier one, or where
+    the settings differ from the checkpoint's (the keys are listed).
+    """
+    own = context.out_dir / "checkpoints"
+    context.barrier()  # no rank looks while another may still write
+    if run.resume == "no":
+        if checkpoint.latest(own) is not None:
+            raise ConfigError(
+                f"{context.out_dir} already holds a run. Use resume=auto to go on with it, or another hydra.run.dir."
+            )
+        return None
+    found = checkpoint.latest(own)
+    if found is None and run.resume != "auto":
+        root = Path(run.resume)
+        found = checkpoint.latest(root / "checkpoints" if (root / "checkpoints").is_dir() else root)
+        if found is None:
+            raise ConfigError(f"resume={run.resume}: no valid checkpoint there. Give a run folder, or resume=auto or no.")
+    if found is None:
+        return None
+    differing = _differences(found.state["config"], asdict(run))
+    if differing:
+        raise ConfigError(
+            f"{found.path} was made with other settings: {'; '.join(differing)}. "
+            "Give the same ones, or start anew with another hydra.run.dir."
+        )
+    if context.main:
+        log.info("resuming after step %d from %s", found.step, found.path)
+    return found
+
+
+def _differences(saved: Any, given: Any, prefix: str = "") -> list[str]:
+    if prefix in FREE:
+        return []
+    if isinstance(saved, dict) and isinstance(given, dict):
+        keys = [*saved, *(key for key in given if key not in saved)]
+        return [
+            text
+            for key in keys
+            for text in _differences(saved.get(key), given.get(key), f"{prefix}.{key}" if prefix else key)
+        ]
+    return [] if saved == given else [f"{prefix} was {saved!r}, is {given!r}"]
