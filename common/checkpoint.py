@@ -212,8 +212,9 @@ def _save_extra(extra: dict[str, Any], path: Path) -> None:
     try:
         with path.open("wb") as file:
             torch.save(extra, file)
-    except RuntimeError as error:  # torch's writer hides the OSError of a full disk
-        raise OSError(f"{path.name}: {_first_line(error)}") from error
+    except RuntimeError as error:
+        # torch's writer reports a full disk as "unexpected pos"; the OSError that it met is the context.
+        raise OSError(f"{path.name}: {_first_line(error.__context__ or error)}") from error
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # mmap: structure only, no tensor is read
     except pickle.UnpicklingError as error:

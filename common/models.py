@@ -17,6 +17,7 @@ import math
 import os
 import random
 import re
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -44,6 +45,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as transformers_logging
 
 from common.checkpoint import problem, replacing, seal
@@ -141,8 +143,10 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list
     framed = tokenizer("a")["input_ids"]
     start = next(i for i in range(len(framed)) if framed[i : i + len(probe)] == probe)
     front = framed[:start]
-    bare = tokenizer(texts, add_special_tokens=False, padding=False, truncation=False, verbose=False)["input_ids"]
-    prompts = [front + list(ids) for ids in bare] if texts else []
+    prompts = []
+    if texts:  # transformers fails on an empty batch
+        bare = tokenizer(texts, add_special_tokens=False, padding=False, truncation=False, verbose=False)["input_ids"]
+        prompts = [front + list(ids) for ids in bare]
     for index, ids in enumerate(prompts):
         if not ids:
             raise ValueError(
@@ -227,6 +231,8 @@ def tiny(config: TinyConfig, task: Any, *, progress: bool = True) -> Path:
             if damage is None:
                 return folder
             log.warning("cached model %s is built again: %s.", folder, damage)
+        for stale in cache.glob(f".tmp-{folder.name}-*"):  # of a build that was killed; ours is the only one now
+            shutil.rmtree(stale, ignore_errors=True)
         model = _pretrained(config, rows, progress)
         with replacing(folder) as temporary, _bars(False):
             model.save_pretrained(temporary)
@@ -437,7 +443,13 @@ def _tokenizer(config: ModelConfig, path: str, where: str, origin: dict[str, Any
     if config.gguf_file and not (Path(path) / "tokenizer.json").is_file():
         options = {"gguf_file": config.gguf_file}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **origin, **options)
+        # AutoTokenizer goes by the model's type first: below a Qwen2 config it turns any tokenizer.json into Qwen2's own,
+        # with other normalisation and one more id. Where the folder says that the file is all there is, it is.
+        declared = get_tokenizer_config(path, revision=config.revision).get("tokenizer_class")
+        if declared in ("TokenizersBackend", "PreTrainedTokenizerFast") and not options:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path, revision=config.revision or "main")
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(path, **origin, **options)
         # Without files transformers may build an empty vocabulary, which encodes every text to nothing.
         reason = "" if tokenizer("a", add_special_tokens=False)["input_ids"] else "its vocabulary is empty."
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:

@@ -129,8 +129,8 @@ class Noise:
         self.addresses = addresses(model, config, rank)
         self.parameters = dict(model.named_parameters())
         self.device = next(model.parameters()).device
-        self._sites = _sites(model, self.addresses)
-        self._inputs = _shared_inputs(model, [s.module for s in self._sites if isinstance(s.module, (nn.Linear, Conv1D))])
+        self.sites = _sites(model, self.addresses)
+        self.inputs = _shared_inputs(model, [s.module for s in self.sites if isinstance(s.module, (nn.Linear, Conv1D))])
         self._ids = {
             address.name: (
                 torch.full((address.blocks,), address.number, device=self.device),
@@ -138,15 +138,19 @@ class Noise:
             )
             for address in self.addresses
         }
+        self._perturbed: dict[tuple[int, torch.dtype], _Perturbed] = {}
 
-    def draw(self, draw: int, addresses: Sequence[Address], directions: Tensor) -> list[Tensor]:
-        """Normals of some parameters, float32, one [D, 4 * blocks] each (views of one buffer).
+    def draw(
+        self, draw: int, addresses: Sequence[Address], directions: Tensor, buffer: Tensor | None = None
+    ) -> list[Tensor]:
+        """Normals of some parameters, float32, one [D, 4 * blocks] each: views of `buffer`, or of a new one.
 
         Args: draw: which noise of the run (the step, unless it is reused); directions: int64 [D].
         """
         parameter = torch.cat([self._ids[a.name][0] for a in addresses])
         block = torch.cat([self._ids[a.name][1] for a in addresses])
-        buffer = torch.empty(len(directions), 4 * len(block), device=self.device)
+        if buffer is None:
+            buffer = torch.empty(len(directions), 4 * len(block), device=self.device)
         normals(self.seed, draw, parameter, block, directions, buffer)
         return list(buffer.split([4 * a.blocks for a in addresses], dim=1))
 
@@ -159,25 +163,18 @@ class Noise:
         per_direction = 2 if self.mirrored else 1
         assert members.start % per_direction == 0 and len(members) % per_direction == 0
         first, count = members.start // per_direction, len(members) // per_direction
-        directions = torch.arange(first, first + count, device=self.device)
         dtype = next(self.model.parameters()).dtype
-        drawn = dict(zip((a.name for a in self.addresses), self.draw(draw, self.addresses, directions), strict=True))
-        population = _Population(count, self.mirrored, sigma, dtype)
+        if (count, dtype) not in self._perturbed:
+            self._perturbed[count, dtype] = _Perturbed(self, count, dtype)
+        perturbed = self._perturbed[count, dtype]
+        perturbed.fill(draw, torch.arange(first, first + count, device=self.device), sigma)
         try:
-            leaders: dict[int, _SharedInput] = {}
-            for site in self._sites:
-                forward = site.perturbed(population, drawn)
-                group = self._inputs.get(id(site.module))
-                if group is not None and "weight" in site.names and site.names["weight"].policy == "lowrank":
-                    shared = leaders.setdefault(group, _SharedInput())
-                    forward = shared.join(forward)
-                site.module.forward = forward  # an instance attribute, which hides the class's method
-            for shared in leaders.values():
-                shared.seal()
+            for module, forward in perturbed.forwards:
+                module.forward = forward  # an instance attribute, which hides the class's method
             yield
         finally:
-            for site in self._sites:
-                site.module.__dict__.pop("forward", None)
+            for module, _ in perturbed.forwards:
+                module.__dict__.pop("forward", None)
 
     def gradients(self, draw: int, fitness: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The ES gradient (to be descended) of each perturbed parameter: -1/N sum_i f_i s_i E_i, float32.
@@ -230,14 +227,46 @@ def _weighted_sum(address: Address, noise: Tensor, weights: Tensor) -> Tensor:
 # --- the perturbed forward ---------------------------------------------------------------------------------------
 
 
+class _Perturbed:
+    """Forwards for all perturbed modules and `count` directions, over one buffer that each chunk of members refills.
+
+    They outlive a step, so that a compiled model or a captured graph sees the same tensors at every step.
+    """
+
+    def __init__(self, noise: "Noise", count: int, dtype: torch.dtype) -> None:
+        self.noise = noise
+        sizes = [4 * address.blocks for address in noise.addresses]
+        self.drawn = torch.empty(count, sum(sizes), device=noise.device)
+        self.used = self.drawn if dtype == torch.float32 else torch.empty_like(self.drawn, dtype=dtype)
+        population = _Population(count, noise.mirrored)
+        views = dict(zip((a.name for a in noise.addresses), self.used.split(sizes, dim=1), strict=True))
+        self.forwards: list[tuple[nn.Module, Any]] = []
+        leaders: dict[int, _SharedInput] = {}
+        for site in noise.sites:
+            forward = site.perturbed(population, views)
+            group = noise.inputs.get(id(site.module))
+            if group is not None and isinstance(forward, _LowRankLinear):
+                forward = leaders.setdefault(group, _SharedInput()).join(forward)
+            self.forwards.append((site.module, forward))
+
+    def fill(self, draw: int, directions: Tensor, sigma: float) -> None:
+        """Draw the noise, scaled: sigma / sqrt(r) on B^T, sigma on full noise."""
+        parts = self.noise.draw(draw, self.noise.addresses, directions, self.drawn)
+        for address, part in zip(self.noise.addresses, parts, strict=True):
+            if address.policy == "lowrank":
+                address.split(part)[1].mul_(sigma / math.sqrt(address.rank))
+            else:
+                part.mul_(sigma)
+        if self.used is not self.drawn:
+            self.used.copy_(self.drawn)
+
+
 @dataclass(frozen=True)
 class _Population:
     """Members side by side in the rows of a batch."""
 
     directions: int
     mirrored: bool
-    sigma: float
-    dtype: torch.dtype
 
     def rows(self, x: Tensor, trailing: int = 1) -> Tensor:
         """[rows, ..., d] -> [D, n, d]: a direction's rows together, those of +E first."""
@@ -250,8 +279,7 @@ class _Population:
         return u
 
     def each_row(self, noise: Tensor, like: Tensor) -> Tensor:
-        """sigma s E of a vector, [D, d] -> one for each row of `like`: [rows, 1, ..., d]."""
-        noise = (noise * self.sigma).to(self.dtype)
+        """s E of a vector, [D, d] -> one for each row of `like`: [rows, 1, ..., d]."""
         if self.mirrored:
             noise = torch.stack((noise, -noise), dim=1).flatten(0, 1)  # [members, d]
         noise = noise.repeat_interleave(like.shape[0] // noise.shape[0], dim=0)
@@ -259,38 +287,31 @@ class _Population:
 
 
 class _LowRankLinear:
-    """y = x W^T + b, plus s sigma / sqrt(r) (x B) A^T by direction; W is any of nn.Linear and Conv1D."""
+    """y = x W^T + b, plus s (x B) A^T by direction; W is any of nn.Linear and Conv1D."""
 
-    def __init__(
-        self, base: Callable[[Tensor], Tensor], population: _Population, out_t: Tensor, in_t: Tensor, scale: float
-    ) -> None:
-        self.base, self.population, self.scale = base, population, scale
-        self.out_t = out_t.to(population.dtype)  # [D, r, out]
-        self.in_t = in_t.to(population.dtype)  # [D, r, in]
-
-    def project(self, x: Tensor) -> Tensor:
-        """x [rows, ..., in] -> signed x B, [D, n, r]."""
-        return _project(self.population, x, self.in_t)
+    def __init__(self, base: Callable[[Tensor], Tensor], population: _Population, out_t: Tensor, in_t: Tensor) -> None:
+        self.base, self.population = base, population
+        self.out_t, self.in_t = out_t, in_t  # [D, r, out], [D, r, in]
 
     def __call__(self, x: Tensor, u: Tensor | None = None) -> Tensor:
         y = self.base(x)
-        u = self.project(x) if u is None else u
+        u = _project(self.population, x, (self.in_t,)) if u is None else u  # [D, n, r]
         grouped = y.view(self.population.directions, -1, y.shape[-1])
         if u.shape[2] == 1 and not y.is_cuda:
-            grouped.addcmul_(u, self.out_t, value=self.scale)  # an outer product: one pass over y
+            grouped.addcmul_(u, self.out_t)  # an outer product: one pass over y
         else:
-            grouped.baddbmm_(u, self.out_t, alpha=self.scale)
+            grouped.baddbmm_(u, self.out_t)
         return y
 
 
-def _project(population: _Population, x: Tensor, in_t: Tensor) -> Tensor:
-    """x [rows, ..., in], B^T [D, r, in] -> signed x B [D, n, r]."""
+def _project(population: _Population, x: Tensor, in_t: tuple[Tensor, ...]) -> Tensor:
+    """x [rows, ..., in], several B^T [D, r, in] -> signed x B, side by side: [D, n, sum r]."""
     grouped = population.rows(x)
-    if in_t.shape[1] == 1 and grouped.shape[1] <= 16 and not x.is_cuda:
-        u = (grouped * in_t).sum(-1, keepdim=True)  # for a few rows cheaper than a batched product
+    if grouped.shape[1] <= 16 and in_t[0].shape[1] == 1 and not x.is_cuda:
+        parts = [(grouped * part).sum(-1, keepdim=True) for part in in_t]  # for few rows cheaper than a batched product
     else:
-        u = torch.bmm(grouped, in_t.transpose(1, 2))
-    return population.sign(u)
+        parts = [torch.bmm(grouped, part.transpose(1, 2)) for part in in_t]
+    return population.sign(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))
 
 
 class _SharedInput:
@@ -301,7 +322,7 @@ class _SharedInput:
         self.x: Tensor | None = None
         self.parts: tuple[Tensor, ...] = ()
 
-    def join(self, layer: Any) -> Callable[[Tensor], Tensor]:
+    def join(self, layer: _LowRankLinear) -> Callable[[Tensor], Tensor]:
         """The layer's forward, with x B taken from here."""
         self.layers.append(layer)
         index = len(self.layers) - 1
@@ -309,18 +330,14 @@ class _SharedInput:
         def forward(x: Tensor) -> Tensor:
             if self.x is not x:
                 self.x = x
-                self.parts = _project(layer.population, x, self.in_t).split(self.ranks, dim=2)
+                rank = layer.in_t.shape[1]
+                self.parts = _project(layer.population, x, tuple(one.in_t for one in self.layers)).split(rank, dim=2)
             u = self.parts[index]
             if index == len(self.layers) - 1:
                 self.x, self.parts = None, ()  # nothing outlives the forward
             return layer(x, u)
 
         return forward
-
-    def seal(self) -> None:
-        """All layers have joined."""
-        self.in_t = torch.cat([layer.in_t for layer in self.layers], dim=1)  # [D, sum r, in]
-        self.ranks = [layer.in_t.shape[1] for layer in self.layers]
 
 
 @dataclass(frozen=True)
@@ -359,14 +376,14 @@ def _linear(
         first, second = address.split(drawn)
         # nn.Linear keeps [out, in], Conv1D [in, out].
         out_t, in_t = (first, second) if isinstance(module, nn.Linear) else (second, first)
-        return _LowRankLinear(base, population, out_t, in_t, population.sigma / math.sqrt(address.rank))
-    dense = address.dense(drawn).to(population.dtype)  # [D, out, in] or, for Conv1D, [D, in, out]
+        return _LowRankLinear(base, population, out_t, in_t)
+    dense = address.dense(drawn)  # [D, out, in] or, for Conv1D, [D, in, out]
     right = dense.transpose(1, 2) if isinstance(module, nn.Linear) else dense
 
     def full(x: Tensor) -> Tensor:
         y = base(x)
         product = population.sign(torch.bmm(population.rows(x), right))
-        y.view(product.shape).add_(product, alpha=population.sigma)
+        y.view(product.shape).add_(product)
         return y
 
     return full
@@ -375,11 +392,10 @@ def _linear(
 def _embedding(
     module: nn.Embedding, population: _Population, address: Address, drawn: Tensor
 ) -> Callable[[Tensor], Tensor]:
-    scale = population.sigma / (math.sqrt(address.rank) if address.policy == "lowrank" else 1.0)
     if address.policy == "lowrank":
-        rows_t, dims_t = (part.to(population.dtype) for part in address.split(drawn))  # [D, r, V], [D, r, d]
+        rows_t, dims_t = address.split(drawn)  # [D, r, V], [D, r, d]
     else:
-        table = address.dense(drawn).to(population.dtype)  # [D, V, d]
+        table = address.dense(drawn)  # [D, V, d]
 
     def forward(ids: Tensor) -> Tensor:
         y = type(module).forward(module, ids).clone()
@@ -392,7 +408,7 @@ def _embedding(
             noise = torch.bmm(population.sign(u.contiguous()), dims_t)
         else:
             noise = population.sign(table.gather(1, grouped[..., None].expand(-1, -1, table.shape[2])))
-        y.view(noise.shape).add_(noise, alpha=scale)
+        y.view(noise.shape).add_(noise)
         return y
 
     return forward

@@ -224,7 +224,7 @@ class Population:
         repeated = [example for example in examples for _ in range(settings.samples_per_prompt)]
         rewards = torch.zeros(settings.members, len(repeated), dtype=torch.float64)
         generated = 0
-        for members in chunks(settings, self.rows)[context.rank :: context.world_size]:
+        for members in chunks(settings, self.rows, context.world_size)[context.rank :: context.world_size]:
 
             def sample(rows: int, members: range = members) -> Completions:
                 self.sampler.rows = rows
@@ -252,11 +252,16 @@ class Population:
         return totals[:-1].view_as(rewards), int(totals[-1])
 
 
-def chunks(settings: EggrollConfig, rows: int) -> list[range]:
-    """Members of each forward. A function of the settings alone, so that any number of ranks makes the same forwards."""
+def chunks(settings: EggrollConfig, rows: int, ranks: int) -> list[range]:
+    """Members of each forward: as many as `rows` holds, and few enough that every rank has a forward.
+
+    Chunks change the result by float rounding alone; where they are the same on one rank and on two, as when one rank
+    makes two forwards of equal size, a CPU gives the same bits.
+    """
     pair = 2 if settings.mirrored else 1
-    fitting = rows // (settings.prompts_per_step * settings.samples_per_prompt)
-    size = max(pair, min(settings.members, fitting // pair * pair))
+    fitting = rows // (settings.prompts_per_step * settings.samples_per_prompt) // pair * pair
+    share = -(-settings.members // (ranks * pair)) * pair
+    size = max(pair, min(fitting, share))
     return [range(start, min(start + size, settings.members)) for start in range(0, settings.members, size)]
 
 
@@ -376,13 +381,13 @@ def plan(
     row = sampler.bytes_per_row(prompt, tokens)
     size = sum(p.numel() for p in sampler.model.parameters())
     perturbed = sum(m.numel() for m in weights.masters.values())
-    chunk_directions = len(chunks(settings, settings.rows_per_forward)[0]) // (2 if settings.mirrored else 1)
+    chunk_directions = len(chunks(settings, settings.rows_per_forward, context.world_size)[0]) // (2 if settings.mirrored else 1)
     drawn = 4 * sum(4 * a.blocks for a in noise.addresses) * chunk_directions
     fixed = size * sampler.dtype.itemsize + perturbed * (4 + 4 * (dtype != "float32")) + drawn
     share = context.world_size if context.device.device.type == "cpu" else 1  # ranks of a CPU share its memory
     pair = 2 if settings.mirrored else 1
     rows = hardware.fit_rows(settings.rows_per_forward, row, fixed, context.device.memory_gb / share, pair)
-    forwards = chunks(settings, rows)
+    forwards = chunks(settings, rows, context.world_size)
     used = min(rows, len(forwards[0]) * settings.prompts_per_step * settings.samples_per_prompt)
     compiled = f", compiled ({run.opt.compile.mode})" if run.opt.compile.enabled else ""
     report.plan(
@@ -403,10 +408,9 @@ def plan(
     )
     if context.world_size > len(forwards):
         log.warning(
-            "%d ranks share %d forward(s) a step, so some are idle. Lower algo.rows_per_forward to %d or less.",
+            "%d ranks share %d forward(s) a step, so some are idle. Use more members, or fewer ranks.",
             context.world_size,
             len(forwards),
-            -(-settings.members // context.world_size // pair) * pair * settings.prompts_per_step * settings.samples_per_prompt,
         )
     report.write_run(run, context.out_dir, context.device.name) if context.main else None
     return rows
