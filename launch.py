@@ -37,7 +37,9 @@ CONF = Path(__file__).resolve().parent / "conf"
 def started() -> str:
     """Time stamp for the run folder; the same for all ranks that one torchrun started on this node."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return "torchrun_" + datetime.fromtimestamp(os.stat(f"/proc/{os.getppid()}").st_ctime).strftime("%Y-%m-%d_%H-%M-%S-%f")
+        return "torchrun_" + datetime.fromtimestamp(os.stat(f"/proc/{os.getppid()}").st_ctime).strftime(
+            "%Y-%m-%d_%H-%M-%S-%f"
+        )
     return _STARTED
 
 
@@ -113,7 +115,11 @@ def main() -> None:
     except AssertionError as error:  # omegaconf 2.3, for a key below a setting that is null
         if "Unexpected type for root" not in str(error):
             raise
-        sys.exit(_complain(f"one of {' '.join(sys.argv[1:])} is below a setting that is null here (model.tiny.* needs model=tiny)."))
+        sys.exit(
+            _complain(
+                f"one of {' '.join(sys.argv[1:])} is below a setting that is null here (model.tiny.* needs model=tiny)."
+            )
+        )
     except RunStopped as stopped:
         print(stopped, file=sys.stderr)
         sys.exit(stopped.code)

@@ -1,0 +1,1 @@
+"""What the algorithms share. Knows none of them."""

@@ -57,7 +57,9 @@ class SamplingConfig:
         at_least("sampling.temperature", self.temperature, 0)
         above("sampling.top_p", self.top_p, 0)
         if self.top_p > 1:
-            raise ConfigError(f"sampling.top_p={self.top_p} is out of range. Give a value in (0, 1]; 1 switches it off.")
+            raise ConfigError(
+                f"sampling.top_p={self.top_p} is out of range. Give a value in (0, 1]; 1 switches it off."
+            )
         at_least("sampling.top_k", self.top_k, 0)
         if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0):
             raise ConfigError(
@@ -345,13 +347,12 @@ def typed(config: DictConfig, algo_schema: type) -> Run:
     Raises: ConfigError with the key, what was given, the nearest valid name and the full list.
     """
     try:
-        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         key = error.full_key or str(error)
         raise ConfigError(f"{key} is not set. Give it on the command line: {key}=VALUE.") from None
     except OmegaConfBaseException as error:
         raise ConfigError(_first_line(error)) from None
-    assert isinstance(plain, dict)
     plain.pop("hydra", None)
     algo, task = plain.pop("algo"), plain.pop("task")
     if not isinstance(task, dict) or not task.get("_target_"):
@@ -384,11 +385,7 @@ def _convert(values: dict[str, Any], schema: type, prefix: str, skip: tuple[str,
             flat[key] = value
     for key, value in flat.items():
         out[key] = _check_type(schema, key, value, f"{dot}{key}")
-    missing = [
-        f.name
-        for f in fields(schema)
-        if f.name not in skip and f.name not in out and not _has_default(f)
-    ]
+    missing = [f.name for f in fields(schema) if f.name not in skip and f.name not in out and not _has_default(f)]
     if missing:
         raise ConfigError(f"{dot}{missing[0]} is not set. Give it on the command line: {dot}{missing[0]}=VALUE.")
     return out

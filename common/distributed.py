@@ -96,7 +96,9 @@ def _ranks(run: Run) -> int:
     if run.opt.ddp.ranks is None:
         return devices or 2
     if devices and run.opt.ddp.ranks > devices:
-        raise ConfigError(f"opt.ddp.ranks={run.opt.ddp.ranks}, but this node has {devices} CUDA devices. Use at most {devices}.")
+        raise ConfigError(
+            f"opt.ddp.ranks={run.opt.ddp.ranks}, but this node has {devices} CUDA devices. Use at most {devices}."
+        )
     return run.opt.ddp.ranks
 
 
@@ -111,7 +113,7 @@ def _spawn(entry: str, run: Run, out_dir: Path, task: Any, ranks: int) -> Any:
         # Ctrl-C reaches the workers by itself, a SIGTERM only this process.
         def forward(number: int, _: Any) -> None:
             for worker in workers.processes:
-                if worker.pid is not None and number != signal.SIGINT:
+                if worker is not None and worker.pid is not None and number != signal.SIGINT:
                     os.kill(worker.pid, number)
 
         previous = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
@@ -133,7 +135,9 @@ def _spawn(entry: str, run: Run, out_dir: Path, task: Any, ranks: int) -> Any:
     return outcomes[0]
 
 
-def _spawned(local_rank: int, entry: str, run: Run, out_dir: Path, task: Any, ranks: int, meeting: str, reports: Any) -> None:
+def _spawned(
+    local_rank: int, entry: str, run: Run, out_dir: Path, task: Any, ranks: int, meeting: str, reports: Any
+) -> None:
     try:
         result = _grouped(entry, run, out_dir, task, local_rank, ranks, local_rank, meeting)
     except (ConfigError, RunStopped) as stopped:

@@ -56,13 +56,19 @@ def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
     if found.device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(found.device)
         built = torch.cuda.get_arch_list()
-        if built and f"sm_{major}{minor}" not in built and all(int(a[3:].rstrip("a")) > major * 10 + minor for a in built):
+        if (
+            built
+            and f"sm_{major}{minor}" not in built
+            and all(int(a[3:].rstrip("a")) > major * 10 + minor for a in built)
+        ):
             raise ConfigError(
                 f"this torch ({torch.__version__}) has no kernels for {found.name} (sm_{major}{minor}; it has {', '.join(built)}). "
                 "Install the build for CUDA 12.6, which keeps older devices."
             )
     if opt.compile.enabled and not config.compile and found.matches:
-        raise ConfigError(f"opt=compile is not for hardware={config.name}: its compiler needs compute capability 8.0. Leave it out.")
+        raise ConfigError(
+            f"opt=compile is not for hardware={config.name}: its compiler needs compute capability 8.0. Leave it out."
+        )
     if not config.p2p:
         os.environ.setdefault("NCCL_P2P_DISABLE", "1")
 

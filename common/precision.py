@@ -37,7 +37,9 @@ def resolve(opt: OptConfig, device: torch.device) -> Precision:
     """
     torch.set_float32_matmul_precision("high" if opt.tf32.enabled else "highest")
     if opt.tf32.enabled and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
-        raise ConfigError("opt=tf32 has no effect here: TF32 needs a CUDA device of compute capability 8.0. Leave it out.")
+        raise ConfigError(
+            "opt=tf32 has no effect here: TF32 needs a CUDA device of compute capability 8.0. Leave it out."
+        )
     if not opt.amp.enabled:
         return Precision(torch.float32, scaler=False)
     bf16, wanted = native_bf16(device), opt.amp.dtype

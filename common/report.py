@@ -116,7 +116,9 @@ def side_by_side(rows: list[dict[str, str]]) -> str:
         widths[widths.index(max(widths))] -= 1
     lines = []
     for number, line in enumerate(cells):
-        folded = [textwrap.wrap(text, width, drop_whitespace=False) or [""] for text, width in zip(line, widths, strict=True)]
+        folded = [
+            textwrap.wrap(text, width, drop_whitespace=False) or [""] for text, width in zip(line, widths, strict=True)
+        ]
         for part in range(max(len(f) for f in folded)):
             texts = (f[part] if part < len(f) else "" for f in folded)
             lines.append("  ".join(text.ljust(width) for text, width in zip(texts, widths, strict=True)).rstrip())
@@ -159,7 +161,9 @@ def profiled(run: Run, context: Context) -> Iterator[Callable[[], None]]:
         trace.export_chrome_trace(str(folder / "trace.json"))
         key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         (folder / "table.txt").write_text(trace.key_averages().table(sort_by=key, row_limit=40), encoding="utf-8")
-        log.info("profile of %d steps: %s/table.txt, and trace.json for chrome://tracing", run.opt.profile.steps, folder)
+        log.info(
+            "profile of %d steps: %s/table.txt, and trace.json for chrome://tracing", run.opt.profile.steps, folder
+        )
 
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=run.opt.profile.steps, repeat=1)
     with torch.profiler.profile(schedule=schedule, on_trace_ready=done) as profiler:

@@ -34,7 +34,9 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
         root = Path(run.resume)
         found = checkpoint.latest(root / "checkpoints" if (root / "checkpoints").is_dir() else root)
         if found is None:
-            raise ConfigError(f"resume={run.resume}: no valid checkpoint there. Give a run folder, or resume=auto or no.")
+            raise ConfigError(
+                f"resume={run.resume}: no valid checkpoint there. Give a run folder, or resume=auto or no."
+            )
     if found is None:
         return None
     differing = _differences(found.state["config"], asdict(run))

@@ -141,7 +141,13 @@ class Sampler:
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, pad_id: int, stop_ids: Sequence[int], rows: int, compile_mode: str | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        pad_id: int,
+        stop_ids: Sequence[int],
+        rows: int,
+        compile_mode: str | None = None,
     ) -> None:
         self.model = model
         self.device = next(model.parameters()).device
@@ -256,7 +262,9 @@ class _Grid:
                 self.shift()
             active = (self.request >= 0).view(self.groups, self.slots)
             if not active.any():
-                break
+                if all(queued == self.requests for queued in self.queued):
+                    break
+                continue  # every row ended with its first token; the queue goes on
             self.mask = additive(self.columns[None, :] >= self.start[:, None], self.sampler.dtype)[:, None, None, :]
             for _ in range(min(look_every, self.cache.columns - self.cache.column)):
                 self.decode()
@@ -290,7 +298,7 @@ class _Grid:
         alive = (self.request[rows] >= 0) & (self.count[rows] < self.sampling.max_new_tokens)
         place, step = self.place[rows], step
         self.tokens[place, step] = torch.where(alive, token, self.tokens[place, step])
-        if self.logprobs is not None:
+        if self.logprobs is not None and logprob is not None:
             self.logprobs[place, step] = torch.where(alive, logprob, self.logprobs[place, step])
         self.last[rows] = token
         self.count[rows] += 1
@@ -346,9 +354,7 @@ class _Grid:
         Every group prefills the same number of rows, so that a population stays one grouped product: a group with fewer
         free slots or requests computes some rows that nobody keeps.
         """
-        take = [
-            min(most, self.requests - q, int(f)) for q, f in zip(self.queued, free.sum(1).tolist(), strict=True)
-        ]
+        take = [min(most, self.requests - q, int(f)) for q, f in zip(self.queued, free.sum(1).tolist(), strict=True)]
         wanted = [list(range(q, q + n)) for q, n in zip(self.queued, take, strict=True)]  # requests, by group
         needed = [sorted({q // self.samples for q in qs}) for qs in wanted]  # prompts, by group
         if self.held is not None and self.groups == 1 and needed[0] and needed[0][0] == self.held[0]:
@@ -362,9 +368,7 @@ class _Grid:
         if width:
             ids = [p + [p[-1] if p else 0] * (width - len(p)) for p in needed]  # dummies fill up
             prompt, logits = self.prefill([self.prompts[i] for row in ids for i in row])
-            source = [
-                [g * width + ids[g].index(q // self.samples) for q in qs] for g, qs in enumerate(wanted)
-            ]
+            source = [[g * width + ids[g].index(q // self.samples) for q in qs] for g, qs in enumerate(wanted)]
             self.put(free, wanted, prompt, logits, source)
             if self.groups == 1 and self.queued[0] < self.requests and self.queued[0] % self.samples:
                 kept = slice(width - 1, width)

@@ -4,8 +4,8 @@ import json
 import logging
 import sys
 import time
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,9 @@ class Tracker:
     state: what `state()` of the interrupted run returned.
     """
 
-    def __init__(self, run: Run, out_dir: Path, steps: int, resumed: int = 0, state: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, run: Run, out_dir: Path, steps: int, resumed: int = 0, state: dict[str, Any] | None = None
+    ) -> None:
         self.out_dir, self.steps = out_dir, steps
         self.path = out_dir / "metrics.jsonl"
         _cut(self.path, resumed)
@@ -157,7 +159,9 @@ class _TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise ConfigError("tracker=tensorboard needs a package: pip install tensorboard. Or use tracker=jsonl.") from None
+            raise ConfigError(
+                "tracker=tensorboard needs a package: pip install tensorboard. Or use tracker=jsonl."
+            ) from None
         self.writer = SummaryWriter(str(out_dir / "tensorboard"))
 
     def log(self, event: dict[str, Any]) -> None:

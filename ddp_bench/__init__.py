@@ -1,0 +1,1 @@
+"""Classifier training and the data-parallel scaling benchmark."""

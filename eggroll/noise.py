@@ -114,7 +114,9 @@ def addresses(model: nn.Module, noise: NoiseConfig, rank: int) -> list[Address]:
             f"takes them all. Parameters are named like {names}, ..."
         )
     if not found:
-        raise ConfigError("algo.noise freezes every parameter. Set at least one of matrices, vectors, embeddings, head.")
+        raise ConfigError(
+            "algo.noise freezes every parameter. Set at least one of matrices, vectors, embeddings, head."
+        )
     return found
 
 
@@ -161,7 +163,8 @@ class Noise:
         With mirrored noise `members` starts at an even number and has an even length.
         """
         per_direction = 2 if self.mirrored else 1
-        assert members.start % per_direction == 0 and len(members) % per_direction == 0
+        assert members.start % per_direction == 0
+        assert len(members) % per_direction == 0
         first, count = members.start // per_direction, len(members) // per_direction
         dtype = next(self.model.parameters()).dtype
         if (count, dtype) not in self._perturbed:
@@ -361,7 +364,7 @@ class _Site:
 def _linear(
     module: nn.Linear | Conv1D, population: _Population, noise: dict[str, tuple[Address, Tensor]]
 ) -> Callable[[Tensor], Tensor]:
-    plain = type(module).forward
+    plain: Any = type(module).forward
 
     def base(x: Tensor) -> Tensor:
         y = plain(module, x)
@@ -462,7 +465,7 @@ def _sites(model: nn.Module, wanted: list[Address]) -> list[_Site]:
         if not known:
             raise ConfigError(
                 f"noise on {next(iter(names.values())).name} is not possible: {type(module).__name__} is none of Linear, "
-                f'Conv1D, Embedding, LayerNorm, RMSNorm. Freeze it: \'algo.noise.patterns={{"*{next(iter(names))}": frozen}}\'.'
+                f"Conv1D, Embedding, LayerNorm, RMSNorm. Freeze it: 'algo.noise.patterns={{\"*{next(iter(names))}\": frozen}}'."
             )
         sites.append(_Site(module, names))
         seen.update(address.name for address in names.values())
@@ -475,7 +478,8 @@ def _shared_inputs(model: nn.Module, layers: list[nn.Module]) -> dict[int, int]:
     """id of a linear layer -> number of its group: layers that are handed the very same tensor, found by one forward."""
     inputs: dict[int, Tensor] = {}
     hooks = [
-        layer.register_forward_pre_hook(lambda module, args: inputs.__setitem__(id(module), args[0])) for layer in layers
+        layer.register_forward_pre_hook(lambda module, args: inputs.__setitem__(id(module), args[0]))
+        for layer in layers
     ]
     training = model.training
     try:

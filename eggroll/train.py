@@ -274,7 +274,9 @@ class Weights:
         self.settings, self.compute = settings, compute
         names = [address.name for address in noise.addresses]
         parameters = dict(model.named_parameters())
-        self.initial = {n: parameters[n].detach().to("cpu" if offload else parameters[n].device, copy=True) for n in names}
+        self.initial = {
+            n: parameters[n].detach().to("cpu" if offload else parameters[n].device, copy=True) for n in names
+        }
         if compute == torch.float32:
             self.masters = {n: parameters[n] for n in names}
         else:
@@ -282,14 +284,15 @@ class Weights:
             model.to(compute)
 
         self.used = {n: dict(model.named_parameters())[n] for n in names}
-        kind = getattr(torch.optim, settings.optimizer.name, None)
+        kind: Any = getattr(torch.optim, settings.optimizer.name, None)
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             raise ConfigError(
                 f"algo.optimizer.name={settings.optimizer.name!r} is not in torch.optim. Use for example SGD, Adam or AdamW."
             )
         try:
             # One for each parameter, so that a gradient is used and dropped before the next is made.
-            self.optimizers = {n: kind([m], lr=settings.lr, **settings.optimizer.kwargs) for n, m in self.masters.items()}
+            options: dict[str, Any] = {"lr": settings.lr, **settings.optimizer.kwargs}
+            self.optimizers = {n: kind([m], **options) for n, m in self.masters.items()}
         except (TypeError, ValueError) as error:
             raise ConfigError(f"algo.optimizer.kwargs={settings.optimizer.kwargs}: {error}") from None
 
@@ -335,6 +338,7 @@ class Weights:
         for name, master in self.masters.items():
             master.copy_(saved.tensors[name])
             self.used[name].copy_(master)
+            assert saved.extra is not None
             self.optimizers[name].load_state_dict(saved.extra["optimizers"][name])
 
 
@@ -346,7 +350,12 @@ def check_finite(rewards: Tensor, examples: list[Example], step: int, context: C
     example = examples[row * len(examples) // rewards.shape[1]]
     path = context.out_dir / "not_finite.json"
     if context.main:
-        record = {"step": step + 1, "member": member, "reward": str(rewards[member, row].item()), "example": asdict(example)}
+        record = {
+            "step": step + 1,
+            "member": member,
+            "reward": str(rewards[member, row].item()),
+            "example": asdict(example),
+        }
         path.write_text(json.dumps(record, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
     raise RunStopped(
         f"step {step + 1}: the reward of member {member} on example {example.id} is {rewards[member, row].item()}. "
@@ -381,7 +390,9 @@ def plan(
     row = sampler.bytes_per_row(prompt, tokens)
     size = sum(p.numel() for p in sampler.model.parameters())
     perturbed = sum(m.numel() for m in weights.masters.values())
-    chunk_directions = len(chunks(settings, settings.rows_per_forward, context.world_size)[0]) // (2 if settings.mirrored else 1)
+    chunk_directions = len(chunks(settings, settings.rows_per_forward, context.world_size)[0]) // (
+        2 if settings.mirrored else 1
+    )
     drawn = 4 * sum(4 * a.blocks for a in noise.addresses) * chunk_directions
     fixed = size * sampler.dtype.itemsize + perturbed * (4 + 4 * (dtype != "float32")) + drawn
     share = context.world_size if context.device.device.type == "cpu" else 1  # ranks of a CPU share its memory

@@ -1,0 +1,1 @@
+"""GRPO: policy gradient with group-relative advantages."""

@@ -1,0 +1,1 @@
+"""RFT: rejection-sampling fine-tuning."""

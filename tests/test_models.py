@@ -186,6 +186,9 @@ def test_tiny_is_a_function_of_its_settings(cache):
 
     assert models.tiny(tiny_config(), Tripling(), progress=False).name != first.name
     assert len(cached(cache)) == 3
+    # The same rows, another model or training of it.
+    for changes in ({"hidden_size": 16}, {"pretrain_lr": 1e-3}, {"context": 17}):
+        assert models.tiny(tiny_config(**changes), Doubling(), progress=False).name != first.name
 
 
 def test_where_a_prompt_ends_is_part_of_the_key():

@@ -84,5 +84,7 @@ def build(node: dict[str, Any]) -> Task:
     task = found(**arguments)
     missing = [name for name in ("examples", "prompt", "reward", "metrics") if not callable(getattr(task, name, None))]
     if missing:
-        raise ConfigError(f"task._target_={target!r} has no method {missing[0]}. See common/tasks/__init__.py for the four.")
+        raise ConfigError(
+            f"task._target_={target!r} has no method {missing[0]}. See common/tasks/__init__.py for the four."
+        )
     return task

@@ -1,0 +1,34 @@
+# make run     set up, then EGGROLL on the tiny model; overrides: make run ARGS="algo.steps=100 seed=1"
+# make test    set up, then the CPU test suite
+# make check   set up, then formatter, linter and type checker
+# make lock    renew requirements.lock from pyproject.toml
+PYTHON ?= python3
+BIN = .venv/bin
+ARGS ?=
+PYTEST_ARGS ?= -n 2
+
+.PHONY: run test check lock
+
+run: .venv/ready
+	$(BIN)/python launch.py algo=eggroll hardware=a100_40g $(ARGS)
+
+test: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: .venv/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/basedpyright --level error
+
+.venv/ready: requirements.lock pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+lock:
+	rm -rf .venv
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install torch==2.13.0 transformers==5.23.0 hydra-core==1.3.8 omegaconf==2.3.1 setuptools
+	$(BIN)/python -m pip install --editable .[dev]
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' > requirements.lock

@@ -1,0 +1,148 @@
+import pytest
+import torch
+from conftest import ARCHITECTURES, small_model
+
+from common import rollout
+from common.config import SamplingConfig
+from common.rollout import Sampler, draw
+
+
+def sampling(temperature=0.0, new=20, top_p=1.0, top_k=0):
+    return SamplingConfig(max_new_tokens=new, temperature=temperature, top_p=top_p, top_k=top_k)
+
+
+def prompts(lengths=(3, 9, 5, 12, 7), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, 90, (n,), generator=generator).tolist() for n in lengths]
+
+
+def sampler(model, rows=64, stop=(11, 12)):
+    return Sampler(model, pad_id=96, stop_ids=stop, rows=rows)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_greedy_equals_generate(name, rows):
+    model = small_model(name)
+    made = sampler(model, rows).generate(prompts(), sampling())
+    for index, prompt in enumerate(prompts()):
+        expected = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            max_new_tokens=20,
+            do_sample=False,
+            eos_token_id=[11, 12],
+            pad_token_id=96,
+        )[0, len(prompt) :].tolist()
+        length = int(made.lengths[index])
+        assert made.tokens[index, :length].tolist() == expected
+        assert bool(made.finished[index]) == (expected[-1] in (11, 12))
+        assert (made.tokens[index, length:] == 96).all()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_sample_does_not_depend_on_its_company(name):
+    """One row at a time, few slots with refills, all at once, one prompt alone, side by side in groups: the same."""
+    model = small_model(name)
+    many = sampler(model).generate(prompts(), sampling(1.0), samples_per_prompt=5, seed=3, logprobs=True)
+    assert many.tokens.shape == (25, 20)
+    assert len({tuple(row) for row in many.tokens.tolist()}) > 20  # samples differ from each other
+    for rows in (1, 2, 7):
+        few = sampler(model, rows).generate(prompts(), sampling(1.0), samples_per_prompt=5, seed=3, logprobs=True)
+        assert torch.equal(few.tokens, many.tokens)
+        assert torch.equal(few.lengths, many.lengths)
+        torch.testing.assert_close(few.logprobs, many.logprobs, rtol=0, atol=1e-5)
+    alone = sampler(model).generate(prompts()[2:3], sampling(1.0), samples_per_prompt=5, seed=3, prompt_ids=[2])
+    assert torch.equal(alone.tokens, many.tokens[10:15])
+    for rows in (4, 12, 100):
+        grouped = sampler(model, rows).generate(prompts(), sampling(1.0), samples_per_prompt=5, seed=3, groups=4)
+        assert torch.equal(grouped.tokens.view(4, 25, -1), many.tokens.expand(4, -1, -1))
+
+
+def test_looking_seldom_changes_nothing(monkeypatch):
+    """On CUDA finished rows are noticed every few steps only."""
+    model = small_model("llama")
+    often = sampler(model, 4).generate(prompts(), sampling(1.0), samples_per_prompt=3, logprobs=True)
+    monkeypatch.setitem(rollout.LOOK_EVERY, "cpu", 8)
+    seldom = sampler(model, 4).generate(prompts(), sampling(1.0), samples_per_prompt=3, logprobs=True)
+    assert torch.equal(seldom.tokens, often.tokens)
+    assert torch.equal(seldom.lengths, often.lengths)
+    assert torch.equal(seldom.finished, often.finished)
+    torch.testing.assert_close(seldom.logprobs, often.logprobs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_log_probabilities_are_the_models(name, temperature):
+    model = small_model(name)
+    made = sampler(model, 4).generate(prompts(), sampling(temperature), logprobs=True)
+    for index, prompt in enumerate(prompts()):
+        length = int(made.lengths[index])
+        completion = made.tokens[index, :length]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + completion.tolist()])).logits[0, len(prompt) - 1 : -1]
+        logp = torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, completion[:, None])[:, 0]
+        torch.testing.assert_close(made.logprobs[index, :length], logp, rtol=0, atol=1e-5)
+
+
+def test_the_prompt_of_a_group_is_prefilled_once():
+    model = small_model("llama")
+    prefilled = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: prefilled.append(kwargs["input_ids"].shape[0]) if kwargs["input_ids"].shape[1] > 1 else None,
+        with_kwargs=True,
+    )
+    sampler(model, rows=3, stop=()).generate(prompts(), sampling(1.0, new=6), samples_per_prompt=4)
+    assert sum(prefilled) == 5  # 20 rows through 3 slots
+
+
+def test_draw_follows_the_distribution():
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    n = 40_000
+    u = torch.rand(n, generator=torch.Generator().manual_seed(0))
+    expected = torch.softmax(logits / 0.7, -1)
+    token, logp = draw(logits.expand(n, 4), sampling(0.7), u, True)
+    torch.testing.assert_close(torch.bincount(token, minlength=4) / n, expected, rtol=0, atol=0.01)
+    torch.testing.assert_close(logp, expected.log()[token])
+
+
+def test_top_k_and_top_p_cut():
+    logits = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.1]]))
+    u = torch.linspace(0, 0.99999, 1000)
+    assert draw(logits.expand(1000, 4), sampling(1.0, top_k=2), u, False)[0].unique().tolist() == [0, 1]
+    assert draw(logits.expand(1000, 4), sampling(1.0, top_p=0.71), u, False)[0].unique().tolist() == [0, 1, 2]
+    assert draw(logits.expand(1000, 4), sampling(1.0, top_p=0.69), u, False)[0].unique().tolist() == [0, 1]
+    # Kept tokens share the whole interval in proportion.
+    token, _ = draw(logits.expand(1000, 4), sampling(1.0, top_k=2), u, False)
+    assert abs((token == 0).double().mean() - 4 / 7) < 0.01
+
+
+def test_a_token_of_probability_zero_is_never_drawn():
+    logits = torch.tensor([[float("-inf"), 0.0, float("-inf")]]).expand(3, 3)
+    u = torch.tensor([0.0, 0.5, 1 - 2**-24])
+    assert draw(logits, sampling(1.0), u, False)[0].tolist() == [1, 1, 1]
+
+
+def test_dropout_is_off_and_the_mode_comes_back():
+    model = small_model("gpt2")
+    model.train()
+    assert model.transformer.drop.p > 0
+    first = sampler(model).generate(prompts(), sampling())
+    assert model.training
+    model.eval()
+    assert torch.equal(first.tokens, sampler(model).generate(prompts(), sampling()).tokens)
+
+
+def test_what_does_not_fit_is_refused():
+    model = small_model("llama")
+    with pytest.raises(ValueError, match=r"exceed the model's context of 128. Lower algo.sampling.max_new_tokens to 28"):
+        sampler(model).generate([[5] * 100], sampling(new=29))
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        sampler(model).generate([[5], []], sampling())
+
+
+def test_completions_are_ordinary_tensors():
+    made = sampler(small_model("llama")).generate(prompts(), sampling(1.0), logprobs=True)
+    scale = torch.ones(1, requires_grad=True)
+    (made.logprobs * scale).sum().backward()  # inference tensors would refuse
+    assert scale.grad is not None
