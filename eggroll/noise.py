@@ -238,30 +238,31 @@ class _Perturbed:
 
     def __init__(self, noise: "Noise", count: int, dtype: torch.dtype) -> None:
         self.noise = noise
-        sizes = [4 * address.blocks for address in noise.addresses]
-        self.drawn = torch.empty(count, sum(sizes), device=noise.device)
-        self.used = self.drawn if dtype == torch.float32 else torch.empty_like(self.drawn, dtype=dtype)
-        population = _Population(count, noise.mirrored)
-        views = dict(zip((a.name for a in noise.addresses), self.used.split(sizes, dim=1), strict=True))
+        self.sizes = [4 * address.blocks for address in noise.addresses]
+        self.drawn = torch.empty(count, sum(self.sizes), device=noise.device)
+        population = _Population(count, noise.mirrored, dtype, noise.device)
         self.forwards: list[tuple[nn.Module, Any]] = []
-        leaders: dict[int, _SharedInput] = {}
+        self.refills: list[tuple[Callable[..., None], list[str]]] = []
+        groups: dict[int, _SharedInput] = {}
         for site in noise.sites:
-            forward = site.perturbed(population, views)
+            forward = site.perturbed(population)
+            self.refills.append((forward.refill, [address.name for address in site.names.values()]))
             group = noise.inputs.get(id(site.module))
             if group is not None and isinstance(forward, _LowRankLinear):
-                forward = leaders.setdefault(group, _SharedInput()).join(forward)
+                forward = groups.setdefault(group, _SharedInput()).join(forward)
             self.forwards.append((site.module, forward))
+        self.groups = list(groups.values())
+        for shared in self.groups:
+            shared.seal()
 
     def fill(self, draw: int, directions: Tensor, sigma: float) -> None:
-        """Draw the noise, scaled: sigma / sqrt(r) on B^T, sigma on full noise."""
-        parts = self.noise.draw(draw, self.noise.addresses, directions, self.drawn)
-        for address, part in zip(self.noise.addresses, parts, strict=True):
-            if address.policy == "lowrank":
-                address.split(part)[1].mul_(sigma / math.sqrt(address.rank))
-            else:
-                part.mul_(sigma)
-        if self.used is not self.drawn:
-            self.used.copy_(self.drawn)
+        """Draw the noise and hand it to the forwards."""
+        self.noise.draw(draw, self.noise.addresses, directions, self.drawn)
+        parts = dict(zip((a.name for a in self.noise.addresses), self.drawn.split(self.sizes, dim=1), strict=True))
+        for refill, names in self.refills:
+            refill([parts[name] for name in names], sigma)
+        for shared in self.groups:
+            shared.refill()
 
 
 @dataclass(frozen=True)
@@ -270,51 +271,74 @@ class _Population:
 
     directions: int
     mirrored: bool
+    dtype: torch.dtype
+    device: torch.device
 
-    def rows(self, x: Tensor, trailing: int = 1) -> Tensor:
-        """[rows, ..., d] -> [D, n, d]: a direction's rows together, those of +E first."""
-        return x.reshape(self.directions, -1, *x.shape[x.ndim - trailing :])
+    @property
+    def members(self) -> int:
+        return self.directions * (2 if self.mirrored else 1)
 
-    def sign(self, u: Tensor) -> Tensor:
-        """Negate the rows of -E, in place. u [D, n, ...]."""
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def signed(self, noise: Tensor, out: Tensor, scale: float) -> None:
+        """Write [D, ...] into [members, ...]: +scale E for even members, -scale E for odd ones."""
+        by_sign = out.unflatten(0, (self.directions, -1))
+        by_sign[:, 0] = noise * scale
         if self.mirrored:
-            u[:, u.shape[1] // 2 :].neg_()
-        return u
+            by_sign[:, 1] = noise * -scale
 
     def each_row(self, noise: Tensor, like: Tensor) -> Tensor:
-        """s E of a vector, [D, d] -> one for each row of `like`: [rows, 1, ..., d]."""
-        if self.mirrored:
-            noise = torch.stack((noise, -noise), dim=1).flatten(0, 1)  # [members, d]
-        noise = noise.repeat_interleave(like.shape[0] // noise.shape[0], dim=0)
+        """A vector for each member, [members, d] -> one for each row of `like`: [rows, 1, ..., d]."""
+        noise = noise.repeat_interleave(like.shape[0] // self.members, dim=0)
         return noise.view(like.shape[0], *[1] * (like.ndim - 2), noise.shape[-1])
 
 
 class _LowRankLinear:
-    """y = x W^T + b, plus s (x B) A^T by direction; W is any of nn.Linear and Conv1D."""
+    """y = x W^T + b, plus (x B) (s sigma / sqrt(r) A)^T; W is any of nn.Linear and Conv1D. The sign is kept in A."""
 
-    def __init__(self, base: Callable[[Tensor], Tensor], population: _Population, out_t: Tensor, in_t: Tensor) -> None:
-        self.base, self.population = base, population
-        self.out_t, self.in_t = out_t, in_t  # [D, r, out], [D, r, in]
+    def __init__(self, module: nn.Linear | Conv1D, population: _Population, names: dict[str, Address]) -> None:
+        self.address = names["weight"]
+        self.transposed = isinstance(module, Conv1D)  # keeps [in, out], nn.Linear [out, in]
+        out_features, in_features = self.address.shape[::-1] if self.transposed else self.address.shape
+        self.base = _Bias(module, population, names)
+        plain = isinstance(module, nn.Linear) and module.bias is None
+        self.weight_t = module.weight.T if plain else None
+        self.population, self.directions, self.members = population, population.directions, population.members
+        self.signs = self.members // self.directions
+        self.in_features, self.out_features, self.rank = in_features, out_features, self.address.rank
+        self.out_t = population.empty(self.members, self.rank, out_features)
+        self.out_by_sign = self.out_t.view(self.directions, self.signs, self.rank, out_features)
+        self.in_t = population.empty(self.directions, self.rank, in_features)
 
-    def __call__(self, x: Tensor, u: Tensor | None = None) -> Tensor:
-        y = self.base(x)
-        u = _project(self.population, x, (self.in_t,)) if u is None else u  # [D, n, r]
-        grouped = y.view(self.population.directions, -1, y.shape[-1])
-        if u.shape[2] == 1 and not y.is_cuda:
-            grouped.addcmul_(u, self.out_t)  # an outer product: one pass over y
+    def refill(self, noise: list[Tensor], sigma: float) -> None:
+        by_name = dict(zip(self.base.names, noise, strict=True))
+        out_t, in_t = self.address.split(by_name["weight"])
+        if self.transposed:
+            out_t, in_t = in_t, out_t
+        self.population.signed(out_t, self.out_t, sigma / math.sqrt(self.rank))
+        self.in_t.copy_(in_t)
+        self.base.refill(noise, sigma)
+
+    def project(self, x: Tensor, in_t: Tensor) -> Tensor:
+        """x [rows, ..., in], B^T [D, k, in] -> (x B)^T [D, k, rows of a direction]."""
+        return torch.bmm(in_t, x.reshape(self.directions, -1, self.in_features).transpose(1, 2))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.with_noise(x, self.project(x, self.in_t))
+
+    def with_noise(self, x: Tensor, u: Tensor) -> Tensor:
+        """The layer's output, given u = (x B)^T [D, r, n]."""
+        shape = (*x.shape[:-1], self.out_features)
+        if self.rank == 1:  # an outer product
+            noise = u.reshape(self.directions, self.signs, -1, 1) * self.out_by_sign
         else:
-            grouped.baddbmm_(u, self.out_t)
-        return y
-
-
-def _project(population: _Population, x: Tensor, in_t: tuple[Tensor, ...]) -> Tensor:
-    """x [rows, ..., in], several B^T [D, r, in] -> signed x B, side by side: [D, n, sum r]."""
-    grouped = population.rows(x)
-    if grouped.shape[1] <= 16 and in_t[0].shape[1] == 1 and not x.is_cuda:
-        parts = [(grouped * part).sum(-1, keepdim=True) for part in in_t]  # for few rows cheaper than a batched product
-    else:
-        parts = [torch.bmm(grouped, part.transpose(1, 2)) for part in in_t]
-    return population.sign(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))
+            by_member = u.unflatten(2, (self.signs, -1)).permute(0, 2, 3, 1).reshape(self.members, -1, self.rank)
+            noise = torch.bmm(by_member, self.out_t)
+        if self.weight_t is None:
+            return self.base(x).add_(noise.view(shape))
+        # The shared product adds itself to the noise: one pass over the output less than the other way round.
+        return noise.view(-1, self.out_features).addmm_(x.reshape(-1, self.in_features), self.weight_t).view(shape)
 
 
 class _SharedInput:
@@ -333,14 +357,130 @@ class _SharedInput:
         def forward(x: Tensor) -> Tensor:
             if self.x is not x:
                 self.x = x
-                rank = layer.in_t.shape[1]
-                self.parts = _project(layer.population, x, tuple(one.in_t for one in self.layers)).split(rank, dim=2)
+                self.parts = layer.project(x, self.in_t).split(self.ranks, dim=1)
             u = self.parts[index]
-            if index == len(self.layers) - 1:
+            if index == len(self.ranks) - 1:
                 self.x, self.parts = None, ()  # nothing outlives the forward
-            return layer(x, u)
+            return layer.with_noise(x, u)
 
         return forward
+
+    def seal(self) -> None:
+        """All layers have joined."""
+        self.ranks = [layer.rank for layer in self.layers]
+        self.in_t = torch.cat([layer.in_t for layer in self.layers], dim=1)  # [D, sum r, in]
+
+    def refill(self) -> None:
+        torch.cat([layer.in_t for layer in self.layers], dim=1, out=self.in_t)
+
+
+class _Bias:
+    """The forward of a linear layer without noise on its weight, with noise on its bias if the policy says so."""
+
+    def __init__(self, module: nn.Linear | Conv1D, population: _Population, names: dict[str, Address]) -> None:
+        self.names, self.population, self.module = list(names), population, module
+        self.forward: Any = type(module).forward
+        self.bias = population.empty(population.members, *names["bias"].shape) if "bias" in names else None
+
+    def refill(self, noise: list[Tensor], sigma: float) -> None:
+        if self.bias is not None:
+            part = dict(zip(self.names, noise, strict=True))["bias"]
+            self.population.signed(part[:, : self.bias.shape[1]], self.bias, sigma)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.forward(self.module, x)
+        return y if self.bias is None else y + self.population.each_row(self.bias, y)
+
+
+class _FullLinear:
+    """y = x W^T + b, plus x E^T by member, E dense: for small layers."""
+
+    def __init__(self, module: nn.Linear | Conv1D, population: _Population, names: dict[str, Address]) -> None:
+        self.address, self.population = names["weight"], population
+        self.base = _Bias(module, population, names)
+        self.noise = population.empty(population.members, *self.address.shape)
+        self.right = self.noise if isinstance(module, Conv1D) else self.noise.transpose(1, 2)  # [members, in, out]
+
+    def refill(self, noise: list[Tensor], sigma: float) -> None:
+        by_name = dict(zip(self.base.names, noise, strict=True))
+        self.population.signed(self.address.dense(by_name["weight"]), self.noise, sigma)
+        self.base.refill(noise, sigma)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        y.view(self.population.members, -1, y.shape[-1]).baddbmm_(
+            x.reshape(self.population.members, -1, x.shape[-1]), self.right
+        )
+        return y
+
+
+class _Embedding:
+    """Row lookup in W + s sigma E of the row's member."""
+
+    def __init__(self, module: nn.Embedding, population: _Population, names: dict[str, Address]) -> None:
+        self.module, self.population, self.address = module, population, names["weight"]
+        vocabulary, size = self.address.shape
+        self.low_rank = self.address.policy == "lowrank"
+        rank = self.address.rank if self.low_rank else vocabulary
+        self.rows_t = population.empty(population.members, rank, vocabulary) if self.low_rank else None
+        self.dims_t = population.empty(population.members, rank, size)  # of full noise: E itself
+
+    def refill(self, noise: list[Tensor], sigma: float) -> None:
+        if self.rows_t is None:
+            self.population.signed(self.address.dense(noise[0]), self.dims_t, sigma)
+            return
+        rows_t, dims_t = self.address.split(noise[0])
+        self.population.signed(rows_t, self.rows_t, sigma / math.sqrt(self.address.rank))
+        if self.population.mirrored:
+            dims_t = dims_t.repeat_interleave(2, dim=0)
+        self.dims_t.copy_(dims_t)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        if ids.shape[0] % self.population.members:
+            # GPT-2's position ids may be one row for all: its members cannot be told apart.
+            raise ConfigError(
+                f"noise on {self.address.name} is not possible: all rows share its lookup. Freeze it: "
+                f"'algo.noise.patterns={{\"{self.address.name}\": frozen}}'."
+            )
+        y = nn.Embedding.forward(self.module, ids)
+        ids = ids.reshape(self.population.members, -1)  # [members, n]
+        if self.rows_t is None:
+            return y + self.dims_t.gather(1, ids[..., None].expand(-1, -1, y.shape[-1])).view_as(y)
+        u = self.rows_t.gather(2, ids[:, None].expand(-1, self.rows_t.shape[1], -1)).transpose(1, 2)  # [members, n, r]
+        return y + torch.bmm(u, self.dims_t).view_as(y)
+
+
+class _Norm:
+    """A norm with its own weight (and bias) for each member."""
+
+    def __init__(self, module: nn.Module, population: _Population, names: dict[str, Address]) -> None:
+        self.module, self.population = module, population
+        self.noise = {own: population.empty(population.members, *address.shape) for own, address in names.items()}
+
+    def refill(self, noise: list[Tensor], sigma: float) -> None:
+        for kept, part in zip(self.noise.values(), noise, strict=True):
+            self.population.signed(part[:, : kept.shape[1]], kept, sigma)
+
+    def of_rows(self, own: str, x: Tensor) -> Tensor | None:
+        parameter = getattr(self.module, own, None)
+        if parameter is None or own not in self.noise:
+            return parameter
+        return parameter + self.population.each_row(self.noise[own], x)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self.of_rows("weight", x)
+        if isinstance(self.module, nn.LayerNorm):
+            y = F.layer_norm(x, self.module.normalized_shape, None, None, self.module.eps)  # type: ignore[arg-type]
+            bias = self.of_rows("bias", x)
+            y = y if weight is None else y * weight
+            return y if bias is None else y + bias
+        # transformers' RMS norms multiply by self.weight, which broadcasts; so a weight for each row does.
+        parameter = self.module._parameters["weight"]
+        self.module._parameters["weight"] = weight  # type: ignore[assignment]
+        try:
+            return type(self.module).forward(self.module, x)
+        finally:
+            self.module._parameters["weight"] = parameter
 
 
 @dataclass(frozen=True)
@@ -350,100 +490,18 @@ class _Site:
     module: nn.Module
     names: dict[str, Address]
 
-    def perturbed(self, population: _Population, drawn: dict[str, Tensor]) -> Any:
-        """A forward for this module under the population's noise."""
-        noise = {own: (address, drawn[address.name]) for own, address in self.names.items()}
+    def perturbed(self, population: _Population) -> Any:
+        """A forward for this module under a population's noise, with `refill` to give it noise."""
         module = self.module
         if isinstance(module, nn.Embedding):
-            return _embedding(module, population, *noise["weight"])
-        if isinstance(module, (nn.Linear, Conv1D)):
-            return _linear(module, population, noise)
-        return _norm(module, population, noise)
-
-
-def _linear(
-    module: nn.Linear | Conv1D, population: _Population, noise: dict[str, tuple[Address, Tensor]]
-) -> Callable[[Tensor], Tensor]:
-    plain: Any = type(module).forward
-
-    def base(x: Tensor) -> Tensor:
-        y = plain(module, x)
-        if "bias" in noise:
-            y = y + population.each_row(noise["bias"][1][:, : y.shape[-1]], y)
-        return y
-
-    if "weight" not in noise:
-        return base
-    address, drawn = noise["weight"]
-    if address.policy == "lowrank":
-        first, second = address.split(drawn)
-        # nn.Linear keeps [out, in], Conv1D [in, out].
-        out_t, in_t = (first, second) if isinstance(module, nn.Linear) else (second, first)
-        return _LowRankLinear(base, population, out_t, in_t)
-    dense = address.dense(drawn)  # [D, out, in] or, for Conv1D, [D, in, out]
-    right = dense.transpose(1, 2) if isinstance(module, nn.Linear) else dense
-
-    def full(x: Tensor) -> Tensor:
-        y = base(x)
-        product = population.sign(torch.bmm(population.rows(x), right))
-        y.view(product.shape).add_(product)
-        return y
-
-    return full
-
-
-def _embedding(
-    module: nn.Embedding, population: _Population, address: Address, drawn: Tensor
-) -> Callable[[Tensor], Tensor]:
-    if address.policy == "lowrank":
-        rows_t, dims_t = address.split(drawn)  # [D, r, V], [D, r, d]
-    else:
-        table = address.dense(drawn)  # [D, V, d]
-
-    def forward(ids: Tensor) -> Tensor:
-        y = type(module).forward(module, ids).clone()
-        grouped = population.rows(ids, trailing=0)  # [D, n]
-        if grouped.numel() != ids.numel() or ids.shape[0] == 1:
-            # Position ids that all rows share: [1, T] -> every member looks up its own noise.
-            raise ConfigError("noise on embeddings needs one row of ids for each member. Freeze this embedding.")
-        if address.policy == "lowrank":
-            u = rows_t.gather(2, grouped[:, None].expand(-1, rows_t.shape[1], -1)).transpose(1, 2)  # [D, n, r]
-            noise = torch.bmm(population.sign(u.contiguous()), dims_t)
-        else:
-            noise = population.sign(table.gather(1, grouped[..., None].expand(-1, -1, table.shape[2])))
-        y.view(noise.shape).add_(noise)
-        return y
-
-    return forward
-
-
-def _norm(
-    module: nn.Module, population: _Population, noise: dict[str, tuple[Address, Tensor]]
-) -> Callable[[Tensor], Tensor]:
-    """A norm with its own weight (and bias) in each row."""
-
-    def per_row(own: str, x: Tensor) -> Tensor | None:
-        parameter = getattr(module, own, None)
-        if parameter is None or own not in noise:
-            return parameter
-        return parameter + population.each_row(noise[own][1][:, : parameter.numel()], x)
-
-    def layer_norm(x: Tensor) -> Tensor:
-        y = F.layer_norm(x, module.normalized_shape, None, None, module.eps)  # type: ignore[arg-type]
-        weight, bias = per_row("weight", x), per_row("bias", x)
-        y = y if weight is None else y * weight
-        return y if bias is None else y + bias
-
-    def rms_norm(x: Tensor) -> Tensor:
-        # transformers' RMS norms multiply by self.weight, which broadcasts; so a weight for each row does.
-        parameter = module._parameters["weight"]
-        module._parameters["weight"] = per_row("weight", x)  # type: ignore[assignment]
-        try:
-            return type(module).forward(module, x)
-        finally:
-            module._parameters["weight"] = parameter
-
-    return layer_norm if isinstance(module, nn.LayerNorm) else rms_norm
+            return _Embedding(module, population, self.names)
+        if not isinstance(module, (nn.Linear, Conv1D)):
+            return _Norm(module, population, self.names)
+        if "weight" not in self.names:
+            return _Bias(module, population, self.names)
+        return (_LowRankLinear if self.names["weight"].policy == "lowrank" else _FullLinear)(
+            module, population, self.names
+        )
 
 
 def _sites(model: nn.Module, wanted: list[Address]) -> list[_Site]:

@@ -61,7 +61,9 @@ Launch = Callable[..., subprocess.CompletedProcess[str]]
 def launch(cache: Path, tmp_path: Path) -> Launch:
     """Run launch.py as a user does, from another folder. Returns the finished process; asserts its exit code."""
 
-    def run(*arguments: str, code: int | None = 0, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    def run(
+        *arguments: str, code: int | None = 0, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [sys.executable, str(ROOT / "launch.py"), *arguments],
             cwd=tmp_path,
@@ -112,7 +114,13 @@ def small_model(name: str, vocabulary: int = 97) -> torch.nn.Module:
             assert name == "gpt2"
             model = GPT2LMHeadModel(
                 GPT2Config(
-                    vocab_size=vocabulary, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=0, eos_token_id=1
+                    vocab_size=vocabulary,
+                    n_embd=32,
+                    n_layer=2,
+                    n_head=4,
+                    n_positions=128,
+                    bos_token_id=0,
+                    eos_token_id=1,
                 )
             )
         # Random biases and norms too: fresh ones are 0 and 1, which hides mistakes.

@@ -42,7 +42,10 @@ def test_every_model_composes(model):
 
 def test_opt_is_a_set():
     switches = options("opt")
-    assert compose([f"opt=[{','.join(switches)}]"]).opt.enabled() == compose([f"opt=[{','.join(switches[::-1])}]"]).opt.enabled()
+    assert (
+        compose([f"opt=[{','.join(switches)}]"]).opt.enabled()
+        == compose([f"opt=[{','.join(switches[::-1])}]"]).opt.enabled()
+    )
     assert sorted(compose([f"opt=[{','.join(switches)}]"]).opt.enabled()) == switches
     assert compose(["opt=amp"]).opt.enabled() == ["amp"]
     assert compose(["opt=[]"]).opt.enabled() == []

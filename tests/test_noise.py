@@ -171,9 +171,14 @@ def test_policies_choose_parameters():
     some = Noise(model, policy(**{"*mlp*": "frozen", "*k_proj.bias": "full"}), rank=1, mirrored=True, seed=0).addresses
     assert {a.policy for a in some if a.name.endswith("bias")} == {"full"}
     assert not any("mlp" in a.name for a in some)
-    tied = [a.name for a in Noise(model, policy(matrices="frozen", embeddings="lowrank"), rank=1, mirrored=True, seed=0).addresses]
+    tied = [
+        a.name
+        for a in Noise(model, policy(matrices="frozen", embeddings="lowrank"), rank=1, mirrored=True, seed=0).addresses
+    ]
     assert tied == ["model.embed_tokens.weight"]
-    assert [a.name for a in Noise(small_model("gpt2"), policy(), rank=1, mirrored=True, seed=0).addresses][0].endswith("c_attn.weight")
+    assert [a.name for a in Noise(small_model("gpt2"), policy(), rank=1, mirrored=True, seed=0).addresses][0].endswith(
+        "c_attn.weight"
+    )
 
 
 @pytest.mark.parametrize(

@@ -76,4 +76,6 @@ def test_cuda_draws_the_same():
     ).cpu()
     torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)
     prompts = torch.arange(100)
-    assert torch.equal(token_uniforms(1, 2, prompts, prompts, 9), token_uniforms(1, 2, prompts.cuda(), prompts.cuda(), 9).cpu())
+    assert torch.equal(
+        token_uniforms(1, 2, prompts, prompts, 9), token_uniforms(1, 2, prompts.cuda(), prompts.cuda(), 9).cpu()
+    )

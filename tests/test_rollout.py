@@ -89,7 +89,9 @@ def test_the_prompt_of_a_group_is_prefilled_once():
     model = small_model("llama")
     prefilled = []
     model.register_forward_pre_hook(
-        lambda _, args, kwargs: prefilled.append(kwargs["input_ids"].shape[0]) if kwargs["input_ids"].shape[1] > 1 else None,
+        lambda _, args, kwargs: (
+            prefilled.append(kwargs["input_ids"].shape[0]) if kwargs["input_ids"].shape[1] > 1 else None
+        ),
         with_kwargs=True,
     )
     sampler(model, rows=3, stop=()).generate(prompts(), sampling(1.0, new=6), samples_per_prompt=4)
@@ -135,7 +137,9 @@ def test_dropout_is_off_and_the_mode_comes_back():
 
 def test_what_does_not_fit_is_refused():
     model = small_model("llama")
-    with pytest.raises(ValueError, match=r"exceed the model's context of 128. Lower algo.sampling.max_new_tokens to 28"):
+    with pytest.raises(
+        ValueError, match=r"exceed the model's context of 128. Lower algo.sampling.max_new_tokens to 28"
+    ):
         sampler(model).generate([[5] * 100], sampling(new=29))
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         sampler(model).generate([[5], []], sampling())
