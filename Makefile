@@ -29,6 +29,6 @@ check: .venv/ready
 lock:
 	rm -rf .venv
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install torch==2.13.0 transformers==5.23.0 hydra-core==1.3.8 omegaconf==2.3.1 setuptools
+	$(BIN)/python -m pip install torch==2.13.0 transformers==5.23.0 hydra-core==1.3.8 omegaconf==2.3.1 "setuptools>=77"
 	$(BIN)/python -m pip install --editable .[dev]
-	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' > requirements.lock
+	$(BIN)/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//' > requirements.lock
