@@ -21,15 +21,20 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from common.config import ConfigError, Run, choice, typed, unknown_key
-from common.signals import EXIT_CONFIG, RunStopped
+from common.signals import EXIT_CONFIG, EXIT_INTERRUPTED, RunStopped
 from eggroll.config import EggrollConfig
+from grpo.config import GrpoConfig
 
 # The algorithms: a closed set, so a plain dict. Each has NAME/train.py with train(run, context, task) -> Result.
-ALGORITHMS: dict[str, type] = {"eggroll": EggrollConfig}
+ALGORITHMS: dict[str, type] = {"eggroll": EggrollConfig, "grpo": GrpoConfig}
+
+# The task of each where none is chosen.
+DEFAULT_TASKS = {"eggroll": "translate", "grpo": "chess"}
 
 CONF = Path(__file__).resolve().parent / "conf"
 
@@ -58,6 +63,7 @@ def register() -> None:
     for name, schema in ALGORITHMS.items():
         store.store(group="schema/algo", name=name, node=schema)
     OmegaConf.register_new_resolver("clutch_started", started, replace=True)
+    OmegaConf.register_new_resolver("clutch_task", lambda algo: DEFAULT_TASKS.get(algo, "translate"), replace=True)
     OmegaConf.register_new_resolver("clutch_rank0", rank0_only, replace=True)
 
 
@@ -77,11 +83,12 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Run:
     register()
     search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
     try:
-        check_opt(overrides)
+        overrides = opened(overrides)
+        check_groups(overrides)
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             return to_run(hydra.compose("config", overrides=[*search, *overrides]))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explain(error)) from None
+    except HYDRA_ERRORS as error:
+        raise ConfigError(explain(error, overrides, config_dir)) from None
 
 
 def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
@@ -97,63 +104,108 @@ def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
 
 @hydra.main(config_path="conf", config_name="config", version_base="1.3")
 def _main(config: DictConfig) -> None:
-    run = to_run(config)
-    train(run, HydraConfig.get().runtime.output_dir)
+    try:
+        train(to_run(config), HydraConfig.get().runtime.output_dir)
+    except (ConfigError, RunStopped) as error:
+        if HydraConfig.get().mode == RunMode.RUN:
+            sys.exit(_end(error))  # past Hydra, which would print a line of its own first
+        raise  # a sweep goes on with its other jobs, and Hydra names this one
 
 
 def main() -> None:
     """The command line. Exit codes: 0 done, 2 a mistake in the configuration, others in common/signals.py."""
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, to be worded for users
+    arguments = sys.argv[1:] = opened(sys.argv[1:])
     try:
-        check_opt(sys.argv[1:])
+        check_groups(arguments)
         _main()
-    except ConfigError as error:
-        sys.exit(_complain(str(error)))
-    except (HydraException, OmegaConfBaseException) as error:
-        sys.exit(_complain(explain(error)))
-    except AssertionError as error:  # omegaconf 2.3, for a key below a setting that is null
-        if "Unexpected type for root" not in str(error):
-            raise
-        sys.exit(
-            _complain(
-                f"one of {' '.join(sys.argv[1:])} is below a setting that is null here (model.tiny.* needs model=tiny)."
-            )
-        )
-    except RunStopped as stopped:
-        print(stopped, file=sys.stderr)
-        sys.exit(stopped.code)
+    except (ConfigError, RunStopped) as error:
+        sys.exit(_end(error))
+    except HYDRA_ERRORS as error:
+        sys.exit(_end(ConfigError(explain(error, arguments, _config_dir(arguments)))))
+    except KeyboardInterrupt:  # before the first step or after the last one, where there is nothing to save
+        print("interrupted", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
 
 
-def _complain(text: str) -> int:
-    print(f"error: {text}", file=sys.stderr)
+def _end(error: ConfigError | RunStopped) -> int:
+    """Print why a run ended early; returns the exit code."""
+    if isinstance(error, RunStopped):
+        print(error, file=sys.stderr)
+        return error.code
+    print(f"error: {error}", file=sys.stderr)
     return EXIT_CONFIG
+
+
+def _config_dir(arguments: list[str]) -> str | None:
+    """The folder of --config-dir, in any of its spellings."""
+    for position, argument in enumerate(arguments):
+        flag, _, value = argument.partition("=")
+        if flag in ("--config-dir", "-cd"):
+            return value or next(iter(arguments[position + 1 :]), None)
+    return None
 
 
 # --- wording Hydra's errors --------------------------------------------------------------------------------------
 
 
-def check_opt(arguments: list[str]) -> None:
-    """Check the `opt` list, for which Hydra itself names no choices. Raises ConfigError."""
-    choices = tuple(sorted(path.stem for path in (CONF / "opt").glob("*.yaml")))
+# AssertionError: omegaconf 2.3, for a key below a setting that is null.
+HYDRA_ERRORS = (HydraException, OmegaConfBaseException, AssertionError)
+
+
+def opened(arguments: list[str]) -> list[str]:
+    """The arguments, with ++ before those that set keys of an open dict, such as algo.optimizer.kwargs.
+
+    Hydra takes a key that no file has for a mistake; in these dicts every key is the user's.
+    """
+    dicts = {f"algo.{name}" for schema in ALGORITHMS.values() for name in _dicts(schema)}
+    keys = [argument.partition("=")[0] for argument in arguments]
+    below = [any(key == name or key.startswith(f"{name}.") for name in dicts) for key in keys]
+    return [f"++{argument}" if is_open else argument for argument, is_open in zip(arguments, below, strict=True)]
+
+
+def _dicts(schema: Any) -> list[str]:
+    """Dotted names of the fields of a dataclass that are dicts."""
+    names = []
+    for item in fields(schema):
+        if getattr(item.type, "__origin__", None) is dict:
+            names.append(item.name)
+        elif is_dataclass(item.type):
+            names += [f"{item.name}.{name}" for name in _dicts(item.type)]
+    return names
+
+
+def check_groups(arguments: list[str]) -> None:
+    """Check null and the `opt` list, for which Hydra itself names no choices. Raises ConfigError."""
     for argument in arguments:
-        if not re.match(r"\+?opt=", argument):
+        group = argument.partition("=")[0].lstrip("+")
+        if group == "experiment" or not (CONF / group).is_dir() or "=" not in argument:
             continue
+        choices = _options(group)
         value = OverridesParser.create().parse_override(argument).value()
-        if value is None:
+        if value is None and group == "opt":
             raise ConfigError("opt=null is not a list. Use opt=[] for none, or for example 'opt=[amp,compile]'.")
-        for name in value if isinstance(value, list) else [value]:
-            if isinstance(name, str):
-                choice("opt", name, choices)
+        if value is None:
+            raise ConfigError(f"{group}=null is not a choice. Choices: {', '.join(choices)}.")
+        if group == "opt":
+            for name in value if isinstance(value, list) else [value]:
+                if isinstance(name, str):
+                    choice("opt", name, choices)
 
 
-def explain(error: Exception) -> str:
-    """One line for a user from one of Hydra's or OmegaConf's errors."""
+def explain(error: Exception, arguments: list[str], config_dir: str | None = None) -> str:
+    """One line for a user from one of HYDRA_ERRORS. Others are raised again."""
     text = str(error)
     cause = error.__cause__
+    if isinstance(error, AssertionError):
+        below = next((a for a in arguments if a.startswith("model.tiny.")), None)
+        if below is None or "Unexpected type for root" not in text:
+            raise error
+        return f"{below} has no effect with model={_chosen(arguments, 'model')}. Leave it out, or use model=tiny."
     if match := re.search(r"Could not override '(@?[\w.@/]+)'", text):
         path = match.group(1)
-        names = _settings(path.split(".")[:-1])
+        names = _settings(path.split(".")[:-1], arguments, config_dir)
         if names:
             return unknown_key(path, path.split(".")[-1], names)
         if "No match in the defaults list" in text:
@@ -161,9 +213,8 @@ def explain(error: Exception) -> str:
             return unknown_key(path, path, groups)
     if match := re.search(r"Could not find '(\w+)/([^']+)'", text):
         group, name = match.groups()
-        options = tuple(sorted(p.stem for p in (CONF / group).glob("*.yaml"))) if (CONF / group).is_dir() else ()
         try:
-            choice(group, name, options)
+            choice(group, name, _options(group, config_dir))
         except ConfigError as worded:
             return str(worded)
     reason = str(cause if isinstance(cause, OmegaConfBaseException) else text).split("\n    ")[0]
@@ -172,13 +223,33 @@ def explain(error: Exception) -> str:
     return re.sub(r"\s+", " ", reason).strip()
 
 
-def _settings(path: list[str]) -> list[str]:
-    """Names that may stand under a dotted path of the schema; empty where the schema does not say."""
+def _options(group: str, config_dir: str | None = None) -> tuple[str, ...]:
+    """The files of a config group, the user's own too."""
+    folders = [CONF / group, *([Path(config_dir) / group] if config_dir else [])]
+    return tuple(sorted({path.stem for folder in folders for path in folder.glob("*.yaml")}))
+
+
+def _chosen(arguments: list[str], group: str) -> str:
+    """What the arguments, or else the defaults list, choose for a group."""
+    given = [a.split("=", 1)[1] for a in arguments if a.startswith(f"{group}=")]
+    if given:
+        return given[-1]
+    if group == "task":
+        return DEFAULT_TASKS.get(_chosen(arguments, "algo"), "translate")
+    defaults: Any = OmegaConf.load(CONF / "config.yaml")
+    return next(item[group] for item in defaults["defaults"] if group in item)
+
+
+def _settings(path: list[str], arguments: list[str], config_dir: str | None) -> list[str]:
+    """Names that may stand under a dotted path: the schema's, or for a task those of its file; empty where unknown."""
+    if path == ["task"]:
+        file = f"task/{_chosen(arguments, 'task')}.yaml"
+        found = [folder / file for folder in (Path(config_dir or CONF), CONF) if (folder / file).is_file()]
+        return [str(key) for key in OmegaConf.load(found[0]) if key not in ("_target_", "defaults")] if found else []
     schema: Any = Run
     for position, name in enumerate(path):
         if position == 0 and name == "algo":
-            chosen = [a.split("=", 1)[1] for a in sys.argv if a.startswith("algo=")]
-            schema = ALGORITHMS.get(chosen[-1] if chosen else "eggroll")
+            schema = ALGORITHMS.get(_chosen(arguments, "algo"))
         else:
             kinds = {f.name: f.type for f in fields(schema)} if schema else {}
             kind = kinds.get(name)

@@ -200,6 +200,18 @@ class EggrollRows:
 
 
 @dataclass(kw_only=True)
+class GrpoRows:
+    """Batch sizes of GRPO on this device."""
+
+    rows_per_forward: int  # completions in one rollout forward
+    micro_batch_rows: int  # completions in one training forward
+
+    def __post_init__(self) -> None:
+        at_least("hardware.grpo.rows_per_forward", self.rows_per_forward, 1)
+        at_least("hardware.grpo.micro_batch_rows", self.micro_batch_rows, 1)
+
+
+@dataclass(kw_only=True)
 class HardwareConfig:
     """Facts about a device, and starting batch sizes for each algorithm."""
 
@@ -214,8 +226,10 @@ class HardwareConfig:
     peak_tflops: PeakConfig
     p2p: bool  # direct device-to-device copies work
     compile: bool  # torch.compile is supported well enough to be allowed
+    scoring_workers: int  # threads or processes that score rewards
     strict: bool  # true = a different device is an error
     eggroll: EggrollRows
+    grpo: GrpoRows
 
     def __post_init__(self) -> None:
         choice("hardware.device", self.device, ("auto", "cpu", "cuda"))
@@ -317,6 +331,20 @@ class TrackerConfig:
 
 
 @dataclass(kw_only=True)
+class ScoringConfig:
+    """Who computes rewards."""
+
+    kind: str  # serial | threads | processes
+    workers: int
+    timeout_seconds: float  # of a batch; no effect when serial
+
+    def __post_init__(self) -> None:
+        choice("scoring.kind", self.kind, ("serial", "threads", "processes"))
+        at_least("scoring.workers", self.workers, 1)
+        above("scoring.timeout_seconds", self.timeout_seconds, 0)
+
+
+@dataclass(kw_only=True)
 class Run:
     """Everything that a run is made of. `algo` is the algorithm's own dataclass, `task` stays a plain dict."""
 
@@ -324,6 +352,7 @@ class Run:
     resume: str  # no | auto | a run folder
     evaluate: EvaluateConfig
     checkpoint: CheckpointConfig
+    scoring: ScoringConfig
     hardware: HardwareConfig
     model: ModelConfig
     opt: OptConfig = field(default_factory=OptConfig)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from common import hardware
 from common.config import ConfigError, Run
-from common.signals import RunStopped
+from common.signals import EXIT_CONFIG, RunStopped
 
 log = logging.getLogger("clutch")
 
@@ -103,6 +103,8 @@ def _ranks(run: Run) -> int:
 
 
 def _spawn(entry: str, run: Run, out_dir: Path, task: Any, ranks: int) -> Any:
+    # It warns of each rank that it ends because another failed; the failure itself is told below.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         reports = mp.get_context("spawn").SimpleQueue()
         meeting = f"file://{folder}/meeting"  # a file, not a port: nothing to collide with
@@ -110,10 +112,10 @@ def _spawn(entry: str, run: Run, out_dir: Path, task: Any, ranks: int) -> Any:
         workers = mp.start_processes(_spawned, args=arguments, nprocs=ranks, join=False, start_method="spawn")
         assert workers is not None
 
-        # Ctrl-C reaches the workers by itself, a SIGTERM only this process.
+        # Ctrl-C in a terminal reaches the workers by itself; a signal sent to this process alone does not.
         def forward(number: int, _: Any) -> None:
             for worker in workers.processes:
-                if worker is not None and worker.pid is not None and number != signal.SIGINT:
+                if worker is not None and worker.pid is not None and worker.is_alive():
                     os.kill(worker.pid, number)
 
         previous = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
@@ -140,9 +142,12 @@ def _spawned(
 ) -> None:
     try:
         result = _grouped(entry, run, out_dir, task, local_rank, ranks, local_rank, meeting)
-    except (ConfigError, RunStopped) as stopped:
+    except RunStopped as stopped:  # in all ranks alike
         reports.put(stopped)
         return
+    except ConfigError as error:  # perhaps in this rank alone: leaving with a code ends the others, which wait for it
+        reports.put(error)
+        sys.exit(EXIT_CONFIG)
     if local_rank == 0:
         reports.put(result)
 

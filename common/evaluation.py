@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common import hardware
 from common.config import SamplingConfig
 from common.distributed import Context
 from common.models import encode_prompts
-from common.rollout import Sampler
+from common.rollout import Completions, Sampler
 from common.tasks import Example, Task
 
 
@@ -39,7 +40,13 @@ def evaluate(
     generated = 0
     if mine:
         greedy = SamplingConfig(max_new_tokens=max_new_tokens, temperature=0.0, top_p=1.0, top_k=0)
-        made = sampler.generate(encode_prompts(tokenizer, [task.prompt(e) for e in mine]), greedy)
+        prompts = encode_prompts(tokenizer, [task.prompt(e) for e in mine])
+
+        def complete(rows: int) -> Completions:
+            sampler.rows = rows
+            return sampler.generate(prompts, greedy)
+
+        made, sampler.rows = hardware.halving(complete, sampler.rows, floor=1)
         texts, generated = made.texts(tokenizer), made.generated
     parts = context.gather_objects((texts, generated))
     completions = [""] * len(examples)

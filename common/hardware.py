@@ -92,19 +92,20 @@ def halving(action: Callable[[int], T], rows: int, floor: int) -> tuple[T, int]:
     while True:
         try:
             return action(rows), rows
-        except (torch.OutOfMemoryError, MemoryError) as error:
+        except (RuntimeError, MemoryError) as error:
+            # torch's CPU allocator has no class for it, only a text.
+            known = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+            if not known:
+                raise
             if rows <= floor:
                 raise ConfigError(
                     f"out of memory even with {rows} rows a forward. Use a smaller model, lower "
                     "algo.sampling.max_new_tokens, or add 'opt=[amp]'."
                 ) from error
-        except RuntimeError as error:
-            if "can't allocate memory" not in str(error) or rows <= floor:  # torch's CPU allocator has no class for it
-                raise
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         rows = max(floor, rows // 2)
-        log.warning("out of memory: repeating the step with %d rows a forward", rows)
+        log.warning("out of memory: repeating with %d rows a forward", rows)
 
 
 def peak_memory_gb(device: torch.device) -> float:

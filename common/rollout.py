@@ -138,6 +138,7 @@ class Sampler:
         pad_id: token id used to fill. stop_ids: ids that end a row.
         rows: slots, that is rows in one forward at most.
         compile_mode: None, or a mode of torch.compile for the decode steps.
+        autocast: None, or the dtype that float32 weights are used in.
     """
 
     def __init__(
@@ -148,19 +149,21 @@ class Sampler:
         stop_ids: Sequence[int],
         rows: int,
         compile_mode: str | None = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
         self.model = model
         self.device = next(model.parameters()).device
         self.pad_id = pad_id
         self.stop_ids = torch.tensor(list(stop_ids), device=self.device)
         self.rows = rows
+        self.autocast = autocast
         self.forward = torch.compile(model, mode=compile_mode, dynamic=True) if compile_mode else model
         self.context = context_length(model)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, and so of the cache."""
-        return self.model.dtype
+        """Of the activations, and so of the cache."""
+        return self.autocast or self.model.dtype
 
     def bytes_per_row(self, prompt_tokens: int, new_tokens: int) -> float:
         """An estimate of the memory that one more row takes: its cache, and the activations of its prefill."""
@@ -202,7 +205,8 @@ class Sampler:
                 f"a prompt of {longest} tokens and max_new_tokens={sampling.max_new_tokens} exceed the model's context of "
                 f"{self.context}. Lower algo.sampling.max_new_tokens to {max(0, self.context - longest)}, or shorten prompts."
             )
-        with evaluating(self.model), torch.inference_mode():
+        half = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
+        with evaluating(self.model), torch.inference_mode(), half:
             made = _Grid(self, prompts, sampling, samples_per_prompt, (seed, draw), prompt_ids, groups, logprobs).run()
         # Out of inference mode a clone is an ordinary tensor, which a loss may use.
         logp = made.logprobs.clone() if made.logprobs is not None else None

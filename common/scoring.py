@@ -1,8 +1,14 @@
 """Rewards for a batch of completions, in order."""
 
+import time
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from numbers import Real
+from typing import Any
 
-from common.config import ConfigError
+from common.config import ConfigError, ScoringConfig
 from common.tasks import Example, Task
 
 
@@ -13,7 +19,14 @@ def score(task: Task, examples: Sequence[Example], completions: Sequence[str]) -
     """
     batched = getattr(task, "rewards", None)
     if batched is not None:
-        rewards = batched(examples, completions)
+        try:
+            rewards = list(batched(examples, completions))
+        except Exception as error:
+            raise ConfigError(
+                f"{type(task).__name__}.rewards raised {type(error).__name__}: {error}, on {len(completions)} completions "
+                f"(the first: example {examples[0].id}, {completions[0][:80]!r}). A reward must score any text; "
+                "give 0 where it cannot."
+            ) from error
         if len(rewards) != len(completions):
             raise ConfigError(
                 f"{type(task).__name__}.rewards returned {len(rewards)} rewards for {len(completions)} completions. "
@@ -22,9 +35,10 @@ def score(task: Task, examples: Sequence[Example], completions: Sequence[str]) -
     else:
         rewards = [_one(task, example, text) for example, text in zip(examples, completions, strict=True)]
     for example, reward in zip(examples, rewards, strict=True):
-        if not isinstance(reward, (int, float)):
+        if not isinstance(reward, Real):  # numpy's scalars are real numbers too
             raise ConfigError(
-                f"the reward of {type(task).__name__} for example {example.id} is {reward!r}, not a number in [0, 1]."
+                f"the reward of {type(task).__name__} for example {example.id} is {repr(reward)[:80]}, not a number in "
+                "[0, 1]."
             )
     return [float(reward) for reward in rewards]
 
@@ -37,3 +51,111 @@ def _one(task: Task, example: Example, text: str) -> float:
             f"{type(task).__name__}.reward raised {type(error).__name__}: {error}, on example {example.id} with the "
             f"completion {text[:80]!r}. A reward must score any text; give 0 where it cannot."
         ) from error
+
+
+@dataclass
+class Scored:
+    """Rewards in order; each component's scores and the seconds spent on it, where the task has components."""
+
+    rewards: list[float]
+    components: dict[str, list[float]]
+    seconds: dict[str, float]
+
+
+class Pending:
+    """Scores on their way: `result()` waits for them."""
+
+    def __init__(self, parts: list[Any], timeout: float, examples: Sequence[Example]) -> None:
+        self.parts, self.timeout, self.examples = parts, timeout, examples
+
+    def result(self) -> Scored:
+        """All scores, in order. Raises: ConfigError where a reward fails or takes longer than the time allowed."""
+        scored = Scored([], {}, {})
+        for part in self.parts:
+            try:
+                one = part.result(self.timeout) if isinstance(part, Future) else part
+            except TimeoutError:
+                first = self.examples[len(scored.rewards)]
+                raise ConfigError(
+                    f"scoring took longer than scoring.timeout_seconds={self.timeout:g}, at or after example {first.id}. "
+                    "Bound the time of the reward, or raise the setting."
+                ) from None
+            scored.rewards += one.rewards
+            for name, values in one.components.items():
+                scored.components.setdefault(name, []).extend(values)
+            for name, value in one.seconds.items():
+                scored.seconds[name] = scored.seconds.get(name, 0.0) + value
+        return scored
+
+
+class Scorer:
+    """Scores batches with the task's reward: in this process, in threads, or in processes.
+
+    A task may offer `components`: a dict of name -> function(examples, completions) -> list of scores, with `weights`
+    by name; its reward is then their weighted mean, and each one's scores and time are kept apart.
+    """
+
+    def __init__(self, task: Task, config: ScoringConfig) -> None:
+        self.task, self.config = task, config
+        self.pool: Executor | None = None
+        if config.kind == "threads":
+            self.pool = ThreadPoolExecutor(config.workers)
+        elif config.kind == "processes":
+            self.pool = ProcessPoolExecutor(
+                config.workers, mp_context=get_context("spawn"), initializer=_hold, initargs=(task,)
+            )
+
+    @staticmethod
+    def nothing() -> Scored:
+        """The scores of no completions."""
+        return Scored([], {}, {})
+
+    def submit(self, examples: Sequence[Example], completions: Sequence[str]) -> Pending:
+        """Start scoring; a pool shares the rows out in order, so the result is that of one process."""
+        if self.pool is None:
+            return Pending([score_parts(self.task, examples, completions)], 0.0, examples)
+        if not completions:
+            return Pending([], 0.0, examples)
+        size = -(-len(completions) // self.config.workers)
+        starts = range(0, len(completions), size)
+        parts = [(list(examples[s : s + size]), list(completions[s : s + size])) for s in starts]
+        if self.config.kind == "threads":
+            futures = [self.pool.submit(score_parts, self.task, *part) for part in parts]
+        else:
+            futures = [self.pool.submit(_score_held, *part) for part in parts]
+        return Pending(futures, self.config.timeout_seconds, examples)
+
+    def close(self) -> None:
+        """End the workers; one that hangs is not waited for."""
+        if self.pool is not None:
+            self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def score_parts(task: Task, examples: Sequence[Example], completions: Sequence[str]) -> Scored:
+    """Score rows by component where the task has components, else whole."""
+    components = getattr(task, "components", None)
+    if components is None:
+        return Scored(score(task, examples, completions), {}, {})
+    found, seconds = {}, {}
+    for name, component in components.items():
+        started = time.perf_counter()
+        found[name] = [float(value) for value in component(examples, completions)]
+        seconds[name] = time.perf_counter() - started
+    weights: dict[str, float] = task.weights  # type: ignore[attr-defined]
+    total = sum(weights[name] for name in found)
+    rewards = [sum(weights[n] * found[n][row] for n in found) / total for row in range(len(completions))]
+    return Scored(rewards, found, seconds)
+
+
+_held: Task | None = None
+
+
+def _hold(task: Task) -> None:
+    """Keep the task in a worker process, so that it is sent once."""
+    global _held
+    _held = task
+
+
+def _score_held(examples: Sequence[Example], completions: Sequence[str]) -> Scored:
+    assert _held is not None
+    return score_parts(_held, examples, completions)

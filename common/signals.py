@@ -2,11 +2,13 @@
 
 import signal
 import sys
+import time
 from types import FrameType
 from typing import Any
 
 EXIT_CONFIG = 2  # a mistake in the configuration; nothing was run
 EXIT_NUMBERS = 3  # NaN or infinity in rewards, fitness or weights; the last good checkpoint stands
+EXIT_INTERRUPTED = 130  # Ctrl-C where there is nothing to save: before the first step, or after the last
 EXIT_SIGNAL = 75  # stopped by a signal after saving; resume=auto goes on (EX_TEMPFAIL: try again)
 
 
@@ -22,21 +24,26 @@ class RunStopped(Exception):
 
 
 class StopSignal:
-    """Remembers that a stop was asked for, so that a loop can finish its step; a second signal exits at once.
+    """Remembers that a stop was asked for, so that a loop can finish its step; asking again later exits at once.
 
     Use as a context manager around the loop and read `.name`: None, or the signal's name.
     """
 
+    # One Ctrl-C often comes twice: from the terminal, and passed on by torchrun or by the process that spawned the ranks.
+    SAME = 2.0  # seconds in which further signals are the same wish
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
     def __init__(self) -> None:
         self.name: str | None = None
+        self._since = 0.0
         self._previous: dict[int, Any] = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.name is not None:
-            sys.exit(128 + number)
-        self.name = signal.Signals(number).name
+            if time.monotonic() - self._since > self.SAME:
+                sys.exit(128 + number)
+            return
+        self.name, self._since = signal.Signals(number).name, time.monotonic()
         print(f"{self.name}: finishing this step, then saving. Again to exit now.", file=sys.stderr, flush=True)
 
     def __enter__(self) -> "StopSignal":

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -47,7 +48,7 @@ class Tracker:
         self.path = out_dir / "metrics.jsonl"
         _cut(self.path, resumed)
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed in `close`)
-        self.sink = _sink(run, out_dir, state or {})
+        self.sink = _sink(run, out_dir, resumed, state or {})
         self.bar = tqdm(total=steps, initial=resumed, unit="step", dynamic_ncols=True) if sys.stderr.isatty() else None
         self.printed = self.began = time.monotonic()
         self.resumed = resumed
@@ -90,6 +91,17 @@ class Tracker:
             self.sink.close()
 
 
+@contextmanager
+def closed_on_error(tracker: Tracker | None) -> Iterator[None]:
+    """Close `tracker` if the block is left by an exception, so that what was logged is not lost."""
+    try:
+        yield
+    except BaseException:
+        if tracker:
+            tracker.close()
+        raise
+
+
 def _cut(path: Path, steps: int) -> None:
     """Drop events after `steps`, and a torn last line, from an interrupted run's file."""
     if not path.exists():
@@ -102,7 +114,9 @@ def _cut(path: Path, steps: int) -> None:
             continue
         if event["step"] <= steps:
             kept.append(line + "\n")
-    path.write_text("".join(kept), encoding="utf-8")
+    beside = path.with_suffix(".tmp")
+    beside.write_text("".join(kept), encoding="utf-8")
+    os.replace(beside, path)  # a kill in between loses nothing
 
 
 def _flat(event: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -116,11 +130,11 @@ def _flat(event: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _sink(run: Run, out_dir: Path, state: dict[str, Any]) -> Any:
+def _sink(run: Run, out_dir: Path, resumed: int, state: dict[str, Any]) -> Any:
     if run.tracker.name == "wandb":
         return _Wandb(run, out_dir, state)
     if run.tracker.name == "tensorboard":
-        return _TensorBoard(out_dir)
+        return _TensorBoard(out_dir, resumed)
     return None
 
 
@@ -128,7 +142,7 @@ class _Wandb:
     def __init__(self, run: Run, out_dir: Path, state: dict[str, Any]) -> None:
         import wandb  # seconds to import, so only when asked for
 
-        mode = run.tracker.mode or ("online" if wandb.api.api_key else "offline")
+        mode = run.tracker.mode or os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
         self.run = wandb.init(
             project=run.tracker.project,
             name=out_dir.name,
@@ -155,14 +169,14 @@ class _Wandb:
 class _TensorBoard:
     id = None
 
-    def __init__(self, out_dir: Path) -> None:
+    def __init__(self, out_dir: Path, resumed: int) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ConfigError(
                 "tracker=tensorboard needs a package: pip install tensorboard. Or use tracker=jsonl."
             ) from None
-        self.writer = SummaryWriter(str(out_dir / "tensorboard"))
+        self.writer = SummaryWriter(str(out_dir / "tensorboard"), purge_step=resumed + 1 if resumed else None)
 
     def log(self, event: dict[str, Any]) -> None:
         for key, value in event.items():

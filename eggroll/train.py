@@ -27,7 +27,7 @@ from common.rollout import Completions, Sampler
 from common.scoring import score
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped, StopSignal
 from common.tasks import Example, Task, build
-from common.tracking import Phases, Tracker
+from common.tracking import Phases, Tracker, closed_on_error
 from eggroll.config import EggrollConfig, check_switches
 from eggroll.fitness import fitness
 from eggroll.noise import Noise
@@ -65,7 +65,9 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         rows=settings.rows_per_forward,
         compile_mode=run.opt.compile.mode if run.opt.compile.enabled else None,
     )
-    rows = plan(run, context, sampler, weights, noise, tokenizer, task, train_rows, held_out, numbers.name)
+    rows = sampler.rows = plan(
+        run, context, sampler, weights, noise, tokenizer, task, train_rows, held_out, numbers.name
+    )
     population = Population(settings, sampler, noise, tokenizer, task, context, run.seed, rows)
 
     def measure() -> Any:
@@ -78,7 +80,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             log.info("before: held-out %s %.2f", first.name, first.value)
     last = None
     tracker = Tracker(run, context.out_dir, settings.steps, state["step"], state["tracker"]) if context.main else None
-    with StopSignal() as stop, report.profiled(run, context) as traced:
+    with closed_on_error(tracker), StopSignal() as stop, report.profiled(run, context) as traced:
         for step in range(state["step"], settings.steps):
             started, phases = time.perf_counter(), Phases()
             sigma = settings.sigma * settings.sigma_schedule.factor(step, settings.steps)
@@ -133,8 +135,6 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             context.barrier()
             traced()
             if stopping:
-                if tracker:
-                    tracker.close()
                 raise RunStopped(
                     f"stopped after step {step + 1} of {settings.steps}, saved in {context.out_dir}/checkpoints. "
                     f"Go on with hydra.run.dir={context.out_dir} resume=auto.",
@@ -226,30 +226,39 @@ class Population:
         generated = 0
         for members in chunks(settings, self.rows, context.world_size)[context.rank :: context.world_size]:
 
-            def sample(rows: int, members: range = members) -> Completions:
+            def sample(rows: int, members: range = members) -> list[Completions]:
                 self.sampler.rows = rows
-                with self.noise.members(draw, members, sigma):
-                    return self.sampler.generate(
-                        prompts,
-                        settings.sampling,
-                        samples_per_prompt=settings.samples_per_prompt,
-                        seed=self.seed,
-                        draw=step,
-                        prompt_ids=[example.id for example in examples],
-                        groups=len(members),
-                    )
+                made = []
+                for part in parts(members, settings, rows):  # one, unless memory has just run out
+                    with self.noise.members(draw, part, sigma):
+                        made.append(
+                            self.sampler.generate(
+                                prompts,
+                                settings.sampling,
+                                samples_per_prompt=settings.samples_per_prompt,
+                                seed=self.seed,
+                                draw=step,
+                                prompt_ids=[example.id for example in examples],
+                                groups=len(part),
+                            )
+                        )
+                return made
 
             with phases("rollout"):
-                made, self.rows = hardware.halving(sample, self.rows, floor=len(members))
-                texts = made.texts(self.tokenizer)
-                generated += made.generated
+                made, self.rows = hardware.halving(sample, self.rows, floor=2 if settings.mirrored else 1)
+                texts = [text for part in made for text in part.texts(self.tokenizer)]
+                generated += sum(part.generated for part in made)
             with phases("reward"):
                 scores = score(self.task, repeated * len(members), texts)
                 rewards[members.start : members.stop] = torch.tensor(scores, dtype=torch.float64).view(len(members), -1)
         with phases("exchange"):
-            totals = torch.cat((rewards.flatten(), torch.tensor([generated], dtype=torch.float64)))
+            held = torch.zeros(context.world_size, dtype=torch.float64)
+            held[context.rank] = self.rows
+            totals = torch.cat((rewards.flatten(), torch.tensor([generated], dtype=torch.float64), held))
             totals = context.sum(totals.to(context.device.device)).cpu()
-        return totals[:-1].view_as(rewards), int(totals[-1])
+        # A rank whose memory ran out takes fewer rows from now on, and so must all: members are shared out by them.
+        self.rows = int(totals[rewards.numel() + 1 :].min())
+        return totals[: rewards.numel()].view_as(rewards), int(totals[rewards.numel()])
 
 
 def chunks(settings: EggrollConfig, rows: int, ranks: int) -> list[range]:
@@ -259,10 +268,20 @@ def chunks(settings: EggrollConfig, rows: int, ranks: int) -> list[range]:
     makes two forwards of equal size, a CPU gives the same bits.
     """
     pair = 2 if settings.mirrored else 1
-    fitting = rows // (settings.prompts_per_step * settings.samples_per_prompt) // pair * pair
     share = -(-settings.members // (ranks * pair)) * pair
-    size = max(pair, min(fitting, share))
-    return [range(start, min(start + size, settings.members)) for start in range(0, settings.members, size)]
+    return parts(range(settings.members), settings, min(rows, share * row_count(settings)))
+
+
+def parts(members: range, settings: EggrollConfig, rows: int) -> list[range]:
+    """Cut `members` into parts of as many whole pairs as `rows` holds, one pair at least."""
+    pair = 2 if settings.mirrored else 1
+    size = max(pair, rows // row_count(settings) // pair * pair)
+    return [members[start : start + size] for start in range(0, len(members), size)]
+
+
+def row_count(settings: EggrollConfig) -> int:
+    """Completions of one member a step."""
+    return settings.prompts_per_step * settings.samples_per_prompt
 
 
 class Weights:
@@ -387,6 +406,11 @@ def plan(
     looked_at = [*order.batch(0, 256), *held_out]
     prompt = max(len(ids) for ids in models.encode_prompts(tokenizer, [task.prompt(e) for e in looked_at]))
     tokens = settings.sampling.max_new_tokens
+    if prompt + tokens > sampler.context:
+        raise ConfigError(
+            f"algo.sampling.max_new_tokens={tokens} and a prompt of {prompt} tokens exceed the model's context of "
+            f"{sampler.context} tokens. Lower it to {max(0, sampler.context - prompt)}, or shorten the prompts."
+        )
     row = sampler.bytes_per_row(prompt, tokens)
     size = sum(p.numel() for p in sampler.model.parameters())
     perturbed = sum(m.numel() for m in weights.masters.values())

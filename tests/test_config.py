@@ -16,7 +16,7 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
 
 
-@pytest.mark.parametrize(("hardware", "task"), product(options("hardware"), options("task")))
+@pytest.mark.parametrize(("hardware", "task"), list(product(options("hardware"), options("task"))))
 def test_every_choice_composes(hardware, task):
     for algo in options("algo"):
         run = compose([f"algo={algo}", f"hardware={hardware}", f"task={task}"])

@@ -1,12 +1,11 @@
 """What a reward task is. One file a task; none of them knows an algorithm."""
 
+import importlib
 import inspect
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-
-from hydra.utils import get_class
 
 from common.config import ConfigError, unknown_key
 
@@ -70,12 +69,14 @@ def build(node: dict[str, Any]) -> Task:
     """
     target = str(node["_target_"])
     arguments = {key: value for key, value in node.items() if key != "_target_"}
+    module, _, name = target.rpartition(".")
     try:
-        found = get_class(target)
+        found = getattr(importlib.import_module(module), name)
     except Exception as error:
         raise ConfigError(
-            f"task._target_={target!r} cannot be imported: {error}. Check the name, and that its folder is on PYTHONPATH."
-        ) from None
+            f"task._target_={target!r} cannot be imported: {type(error).__name__}: {error}. Check the name, and that its "
+            "folder is on PYTHONPATH."
+        ) from error
     parameters = inspect.signature(found).parameters
     checks_itself = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     for key in arguments:

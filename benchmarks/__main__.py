@@ -1,0 +1,55 @@
+"""python -m benchmarks NAME: measure this project beside other ways to do the same work, on this device.
+
+    python -m benchmarks eggroll
+    python -m benchmarks eggroll --json results.json --repeats 15
+
+A benchmark is a module of this package with `run(options) -> measure.Report`. It is imported when it is asked for, so that
+--help needs no torch.
+"""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+BENCHMARKS = {
+    "eggroll": "a step's sampling: one at a time, member by member, the population in one forward",
+}
+
+
+def positive(text: str) -> int:
+    """A number from 1 on, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument("--json", type=Path, metavar="FILE", help="write conditions and rows there")
+    options.add_argument("--repeats", type=positive, metavar="N", help="timed repeats of each row")
+    options.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1; default: CUDA where there is any")
+    options.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works; proves no figure")
+    main = argparse.ArgumentParser("python -m benchmarks", description="Speed, side by side, in one process.")
+    names = main.add_subparsers(dest="name", metavar="NAME", required=True)
+    for name, line in BENCHMARKS.items():
+        names.add_parser(name, help=line, description=line, parents=[options])
+    return main
+
+
+def main() -> None:
+    """Run one benchmark, print its table, write its JSON."""
+    options = parser().parse_args()
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)  # fail now, not after the measurement
+    report = importlib.import_module(f"benchmarks.{options.name}").run(options)
+    print(report.text)
+    if options.json is not None:
+        report.save(options.json)
+        print(f"\nwritten to {options.json}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""Token log-probabilities of given completions: the prompt computed once a group, the vocabulary in chunks.
+
+A batch is [prompts, P + G * C]: each row holds one prompt (padded on the left to P) and then its G completions (each padded
+on the right to C). Completions attend to their prompt and to themselves, never to each other, and their positions go on
+from the prompt; so the forward equals one of G separate rows [prompt, completion], at a fraction of the tokens
+(PrefixGrouper, arXiv:2506.05433, has the same idea for FlashAttention).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from common.config import ConfigError
+
+ATTENTION = "clutch_shared_prompt"
+# Logits held at a time: tokens x vocabulary floats, 64 MB.
+LOGITS = 1 << 24
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Prompts with their completions, padded. n prompts, G completions each, of P and C tokens at most.
+
+    ids, positions: int64 [n, P + G * C]. mask: bool [n * G, C], True on real completion tokens.
+    prompt_mask: additive [n, 1, P, P]; completion_mask: additive [n * G, 1, C, P + C].
+    """
+
+    ids: Tensor
+    positions: Tensor
+    mask: Tensor
+    prompt_mask: Tensor
+    completion_mask: Tensor
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """n, P, G, C."""
+        rows, length = self.mask.shape
+        n = self.ids.shape[0]
+        return n, self.prompt_mask.shape[-1], rows // n, length
+
+    @property
+    def completions(self) -> Tensor:
+        """Completion ids [n * G, C]."""
+        n, prompt, group, length = self.sizes
+        return self.ids[:, prompt:].reshape(n * group, length)
+
+
+def group(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Sequence[int]]], device: torch.device
+) -> Groups:
+    """Lay out prompts and, for each, the same number of completions (token ids, none of them empty)."""
+    n, size = len(prompts), len(completions[0])
+    width = max(len(p) for p in prompts)
+    length = max(len(c) for group in completions for c in group)
+    ids = torch.zeros(n, width + size * length, dtype=torch.long)
+    mask = torch.zeros(n, size, length, dtype=torch.bool)
+    first = torch.tensor([width - len(p) for p in prompts])
+    for row, (prompt, group) in enumerate(zip(prompts, completions, strict=True)):
+        ids[row, width - len(prompt) : width] = torch.tensor(prompt)
+        for column, completion in enumerate(group):
+            start = width + column * length
+            ids[row, start : start + len(completion)] = torch.tensor(completion)
+            mask[row, column, : len(completion)] = True
+    column = torch.arange(width)
+    real = column[None, :] >= first[:, None]  # [n, P]
+    positions = torch.cat(
+        (
+            (column[None, :] - first[:, None]).clamp(min=0),
+            (width - first[:, None, None] + torch.arange(length)).expand(n, size, length).flatten(1),
+        ),
+        dim=1,
+    )
+    # A padding row attends to itself alone: a softmax over nothing would be NaN.
+    causal = torch.ones(width, width, dtype=torch.bool).tril()
+    among_prompt = (causal & real[:, None, :]) | torch.eye(width, dtype=torch.bool)
+    own = torch.ones(length, length, dtype=torch.bool).tril().expand(n, length, length)
+    to_prompt = real[:, None, :].expand(n, length, width)
+    among_completion = torch.cat((to_prompt, own), dim=2).repeat_interleave(size, dim=0)
+    return Groups(
+        ids.to(device),
+        positions.to(device),
+        mask.flatten(0, 1).to(device),
+        _additive(among_prompt)[:, None].to(device),
+        _additive(among_completion)[:, None].to(device),
+    )
+
+
+def _additive(mask: Tensor) -> Tensor:
+    return torch.zeros(mask.shape).masked_fill_(~mask, torch.finfo(torch.float32).min)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    groups: Groups | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention over the layout of `Groups`; called by the model's layers. q, k, v [n, heads, P + G * C, size].
+
+    Without `groups` (sampling, plain forwards) it is transformers' own.
+    """
+    if groups is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others
+        )
+    n, prompt, size, length = groups.sizes
+    if key.shape[1] != query.shape[1]:
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype), dropout_p=dropout, scale=scaling)
+
+    def rows(x: Tensor) -> Tensor:  # [n, h, G * C, d] -> [n * G, h, C, d]
+        return x[:, :, prompt:].unflatten(2, (size, length)).transpose(1, 2).flatten(0, 1)
+
+    def prefixed(x: Tensor) -> Tensor:  # each completion's keys behind its prompt's: [n * G, h, P + C, d]
+        shared = x[:, None, :, :prompt].expand(n, size, *x.shape[1:2], prompt, x.shape[3]).flatten(0, 1)
+        return torch.cat((shared, rows(x)), dim=2)
+
+    of_prompt = attend(query[:, :, :prompt], key[:, :, :prompt], value[:, :, :prompt], groups.prompt_mask)
+    of_rows = attend(rows(query), prefixed(key), prefixed(value), groups.completion_mask)
+    of_rows = of_rows.unflatten(0, (n, size)).transpose(1, 2).flatten(2, 3)  # [n, h, G * C, d]
+    return torch.cat((of_prompt, of_rows), dim=2).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def prepare(model: PreTrainedModel) -> None:
+    """Make `model` understand `Groups`, for good: a checkpointed layer runs again in the backward pass.
+
+    Raises: ConfigError where its log-probabilities would not be the model's own.
+    """
+    model.config._attn_implementation = ATTENTION
+    check_model(model)
+
+
+def hidden_states(model: PreTrainedModel, groups: Groups) -> Tensor:
+    """The states that predict each completion token: [n * G, C, d]."""
+    n, prompt, size, length = groups.sizes
+    assert model.config._attn_implementation == ATTENTION, "call prepare(model) first"
+    states = model.base_model(
+        input_ids=groups.ids, position_ids=groups.positions, use_cache=False, groups=groups
+    ).last_hidden_state
+    last = states[:, prompt - 1 : prompt, None].expand(n, 1, size, -1).transpose(1, 2)  # predicts each first token
+    own = states[:, prompt:].unflatten(1, (size, length))
+    return torch.cat((last, own[:, :, :-1]), dim=2).flatten(0, 1)
+
+
+def token_logprobs(model: PreTrainedModel, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probability of each completion token, and entropy of its distribution, both float32 [n * G, C], 0 on padding.
+
+    Logits are divided by `temperature` (that of sampling; 1 for greedy runs) and never exist for more than `LOGITS` floats.
+    """
+    states = hidden_states(model, groups)[groups.mask]  # [tokens, d]
+    head = model.get_output_embeddings()
+    flat = _HeadLogprobs.apply(
+        states, head.weight, getattr(head, "bias", None), groups.completions[groups.mask], temperature
+    )
+    out = []
+    for values in flat:
+        padded = values.new_zeros(groups.mask.shape)
+        padded[groups.mask] = values
+        out.append(padded)
+    return out[0], out[1]
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    """The output layer, log-softmax and entropy in chunks of tokens; the backward pass makes the logits again."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """states [N, d], weight [V, d], ids [N] -> logp [N], entropy [N], float32."""
+        weight = weight.to(states.dtype)
+        logp, entropy = states.new_empty(len(ids), dtype=torch.float32), states.new_empty(len(ids), dtype=torch.float32)
+        for part in _chunks(len(ids), weight.shape[0]):
+            log_softmax = _log_softmax(states[part], weight, bias, temperature)
+            logp[part] = log_softmax.gather(1, ids[part, None])[:, 0]
+            entropy[part] = -(log_softmax.exp() * log_softmax).sum(1)
+        ctx.save_for_backward(states, weight, ids, entropy)
+        ctx.bias, ctx.temperature = bias, temperature
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """d logp / d logits = onehot - p; d entropy / d logits = -p (log p + entropy)."""
+        states, weight, ids, entropy = ctx.saved_tensors
+        grad_states = torch.empty_like(states)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grad_bias = torch.zeros(weight.shape[0], device=weight.device) if ctx.bias is not None else None
+        for part in _chunks(len(ids), weight.shape[0]):
+            log_softmax = _log_softmax(states[part], weight, ctx.bias, ctx.temperature)
+            p = log_softmax.exp()
+            grad = -p * (grad_logp[part, None] + grad_entropy[part, None] * (log_softmax + entropy[part, None]))
+            grad.scatter_add_(1, ids[part, None], grad_logp[part, None])
+            grad = (grad / ctx.temperature).to(states.dtype)
+            grad_states[part] = grad @ weight
+            grad_weight += grad.T @ states[part]
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+        return grad_states, grad_weight, grad_bias, None, None
+
+
+def _chunks(tokens: int, vocabulary: int) -> list[slice]:
+    size = max(1, LOGITS // vocabulary)
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def _log_softmax(states: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    logits = F.linear(states, weight, bias).float()
+    return torch.log_softmax(logits / temperature if temperature != 1 else logits, dim=1)
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Compare with the model's own logits on a small input; ConfigError where they differ.
+
+    Some architectures scale or cap their logits, or bring an attention of their own: better refused than silently wrong.
+    """
+    device = next(model.parameters()).device
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    ids = (torch.arange(12) * 7 + 3) % vocabulary
+    prompts, completions = [ids[:3].tolist(), ids[3:5].tolist()], [[ids[5:8].tolist(), ids[8:9].tolist()]] * 2
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        found, _ = token_logprobs(model, group(prompts, completions, device), 1.0)
+        for row in range(4):
+            prompt, completion = prompts[row // 2], completions[row // 2][row % 2]
+            whole = torch.tensor([prompt + completion], device=device)
+            logits = model(input_ids=whole).logits[0, len(prompt) - 1 : -1].float()
+            wanted = torch.log_softmax(logits, 1).gather(1, whole[0, len(prompt) :, None])[:, 0]
+            gap = (found[row, : len(completion)] - wanted).abs().max().item()
+            if not gap < (1e-3 if model.dtype == torch.float32 else 0.2):
+                raise ConfigError(
+                    f"{type(model).__name__} scales its logits or attends in a way that log-probabilities here do not follow "
+                    f"(off by {gap:.2g}). Use a Llama, Qwen2, Qwen3, GPT-2 or similar model."
+                )
+    model.train(training)

@@ -1,0 +1,74 @@
+"""What every training loop needs around its steps: model and order of examples, checks, the ends of a run."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from common import checkpoint, models
+from common.config import Run
+from common.distributed import Context
+from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
+from common.tasks import Example, Task
+
+
+def load(run: Run, task: Task, context: Context) -> tuple[Any, Any]:
+    """Model in float32 and tokenizer; rank 0 first, so that it alone builds or downloads."""
+    if not context.main:
+        context.barrier()
+    loaded = models.load(run.model, task, torch.float32, context.device.device, progress=context.main)
+    if context.main:
+        context.barrier()
+    return loaded
+
+
+class Order:
+    """The order in which training examples come: shuffled anew each epoch, a function of (seed, position) alone."""
+
+    def __init__(self, examples: Sequence[Example], seed: int) -> None:
+        self.examples, self.seed = examples, seed
+        self.epoch, self.shuffled = -1, list(range(len(examples)))
+
+    def take(self, start: int, count: int) -> list[Example]:
+        """`count` examples from 0-based position `start` on."""
+        return [self._at(position) for position in range(start, start + count)]
+
+    def _at(self, position: int) -> Example:
+        epoch, index = divmod(position, len(self.examples))
+        if epoch != self.epoch:
+            self.epoch, self.shuffled = epoch, list(range(len(self.examples)))
+            random.Random(f"order {self.seed} {epoch}").shuffle(self.shuffled)
+        return self.examples[self.shuffled[index]]
+
+
+def last_good(context: Context) -> str:
+    """A sentence on the newest valid checkpoint."""
+    found = checkpoint.latest(context.out_dir / "checkpoints")
+    return f"Last good checkpoint: {found.path}." if found else "No checkpoint was written before."
+
+
+def not_finite(context: Context, step: int, what: str, value: float, example: Example, **more: Any) -> RunStopped:
+    """The end of a run on NaN or infinity; the row is written to RUN/not_finite.json.
+
+    Args: step: 0-based; what: "the reward of member 3", say; more: goes into the file.
+    """
+    path = context.out_dir / "not_finite.json"
+    if context.main:
+        record = {"step": step + 1, "what": what, "value": str(value), "example": asdict(example), **more}
+        path.write_text(json.dumps(record, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    return RunStopped(
+        f"step {step + 1}: {what} on example {example.id} is {value}. The row is in {path}. {last_good(context)}",
+        EXIT_NUMBERS,
+    )
+
+
+def stopped(context: Context, step: int, steps: int) -> RunStopped:
+    """The end of a run by a signal, after saving. step: 0-based, the last one done."""
+    return RunStopped(
+        f"stopped after step {step + 1} of {steps}, saved in {context.out_dir}/checkpoints. "
+        f"Go on with hydra.run.dir={context.out_dir} resume=auto.",
+        EXIT_SIGNAL,
+    )

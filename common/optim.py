@@ -1,0 +1,79 @@
+"""What training loops with a backward pass share: the optimizer, gradients across ranks, recomputation."""
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from common.config import ConfigError, OptimizerConfig
+
+# Gradients of all ranks are added in pieces of this many bytes.
+BUCKET = 64 << 20
+
+
+def optimizer_class(config: OptimizerConfig) -> Any:
+    """The class that the configuration names. Raises: ConfigError where torch.optim has none."""
+    kind = getattr(torch.optim, config.name, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise ConfigError(
+            f"algo.optimizer.name={config.name!r} is not in torch.optim. Use for example SGD, Adam or AdamW."
+        )
+    return kind
+
+
+def optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """The optimizer, fused where it can be. Raises: ConfigError for arguments that it does not take."""
+    kind = optimizer_class(config)
+    options: dict[str, Any] = {"lr": lr, **config.kwargs}
+    if "fused" in inspect.signature(kind).parameters:
+        options.setdefault("fused", True)
+    try:
+        return kind(list(parameters), **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"algo.optimizer.kwargs={config.kwargs}: {error}") from None
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Recompute each block's activations in the backward pass."""
+    # Renamed in transformers 5.2x; the old name warns there.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Add the gradients of all ranks, in buckets. Ranks may have run different numbers of backward passes, none too."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    bucket: list[Tensor] = []
+    size = 0
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        bucket.append(parameter.grad)
+        size += parameter.grad.nbytes
+        if size > BUCKET:
+            _sum(bucket)
+            bucket, size = [], 0
+    _sum(bucket)
+
+
+def _sum(bucket: list[Tensor]) -> None:
+    if not bucket:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in bucket])
+    dist.all_reduce(flat)
+    for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def no_dropout(model: nn.Module) -> None:
+    """Dropout off in training mode too: with it the policy that is trained is not the one that sampled."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]

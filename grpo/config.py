@@ -1,0 +1,97 @@
+"""Names, types and checks of conf/algo/grpo.yaml."""
+
+from dataclasses import dataclass
+
+from common.config import ConfigError, OptimizerConfig, SamplingConfig, ScheduleConfig, above, at_least, choice
+
+LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo")
+ADVANTAGES = ("group", "batch", "none")
+
+
+@dataclass(kw_only=True)
+class KlConfig:
+    """The pull towards the reference model."""
+
+    beta: float
+    estimator: str
+    where: str
+    clamp: float
+
+    def __post_init__(self) -> None:
+        at_least("algo.kl.beta", self.beta, 0)
+        choice("algo.kl.estimator", self.estimator, ("k1", "k2", "k3"))
+        choice("algo.kl.where", self.where, ("loss", "reward"))
+        above("algo.kl.clamp", self.clamp, 0)
+        if self.beta and self.estimator == "k1" and self.where == "loss":
+            raise ConfigError(
+                "algo.kl.estimator=k1 has no effect with algo.kl.where=loss: its gradient is zero on average. "
+                "Use k2 or k3 there, or algo.kl.where=reward."
+            )
+
+
+@dataclass(kw_only=True)
+class StopAtConfig:
+    """Guards; null = off."""
+
+    ratio_kl: float | None
+    entropy_below: float | None
+
+
+@dataclass(kw_only=True)
+class GrpoConfig:
+    """Settings of GRPO; what each does stands beside its value in conf/algo/grpo.yaml."""
+
+    name: str
+    steps: int
+    prompts_per_step: int
+    samples_per_prompt: int
+    passes: int
+    rows_per_forward: int
+    micro_batch_rows: int
+    loss: str
+    advantage: str
+    epsilon_low: float
+    epsilon_high: float
+    dual_clip: float | None
+    delta: float | None
+    cispo_max: float
+    kl: KlConfig
+    entropy_bonus: float
+    resample_rounds: int
+    mask_truncated: bool
+    overlong_buffer: int
+    lr: float
+    lr_schedule: ScheduleConfig
+    warmup_steps: int
+    optimizer: OptimizerConfig
+    grad_clip: float
+    stop_at: StopAtConfig
+    sampling: SamplingConfig
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "prompts_per_step", "passes", "rows_per_forward", "micro_batch_rows"):
+            at_least(f"algo.{key}", getattr(self, key), 1)
+        at_least("algo.samples_per_prompt", self.samples_per_prompt, 2)
+        for key in ("resample_rounds", "overlong_buffer", "warmup_steps"):
+            at_least(f"algo.{key}", getattr(self, key), 0)
+        choice("algo.loss", self.loss, LOSSES)
+        choice("algo.advantage", self.advantage, ADVANTAGES)
+        for key in ("epsilon_low", "epsilon_high", "lr", "grad_clip", "cispo_max"):
+            above(f"algo.{key}", getattr(self, key), 0)
+        if self.epsilon_low >= 1:
+            raise ConfigError(f"algo.epsilon_low={self.epsilon_low} is out of range. Give a value below 1.")
+        if self.dual_clip is not None:
+            above("algo.dual_clip", self.dual_clip, 1)
+        if self.delta is not None:
+            above("algo.delta", self.delta, 1 + self.epsilon_high)
+        if self.loss == "cispo" and (self.dual_clip is not None or self.delta is not None):
+            raise ConfigError("algo.dual_clip and algo.delta have no effect with algo.loss=cispo. Set them to null.")
+        if self.sampling.temperature == 0:
+            raise ConfigError(
+                "algo.sampling.temperature=0 makes all samples of a prompt equal, so nothing is learnt. Use 1.0."
+            )
+        if self.overlong_buffer >= self.sampling.max_new_tokens:
+            raise ConfigError(
+                f"algo.overlong_buffer={self.overlong_buffer} must be below "
+                f"algo.sampling.max_new_tokens={self.sampling.max_new_tokens}."
+            )

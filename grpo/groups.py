@@ -1,0 +1,211 @@
+"""From prompts to scored groups of completions: sampled once a prompt, scored in parallel, dead groups replaced."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common import hardware, logprobs, loop, models
+from common.config import Run
+from common.distributed import Context
+from common.precision import Precision
+from common.rollout import Completions, Sampler
+from common.scoring import Scorer
+from common.tasks import Example, Task
+from common.tracking import Phases
+from grpo.config import GrpoConfig
+from grpo.loss import kl, overlong_penalty
+
+log = logging.getLogger("clutch")
+
+
+@dataclass
+class Group:
+    """One prompt and its G completions. Lists, so that ranks can hand them to each other."""
+
+    example: Example
+    prompt: list[int]
+    completions: list[list[int]]  # the stop token included
+    logprobs: list[list[float]]  # of the sampler
+    finished: list[bool]
+    rewards: list[float]  # what the advantage is made of
+    scores: list[float]  # the task's own
+    reference: list[list[float]] | None  # log-probabilities of the reference model
+
+    @property
+    def dead(self) -> bool:
+        """All rewards are equal: nothing to learn."""
+        return max(self.rewards) == min(self.rewards)
+
+
+@dataclass
+class Rollout:
+    """The groups to learn from, and what was seen on the way to them."""
+
+    groups: list[Group]
+    seen: int  # groups sampled
+    dead: int
+    all_wrong: int  # dead with the lowest reward
+    rounds: int
+    generated: int
+    completions: int
+    scores: Tensor  # of all completions sampled
+    lengths: Tensor
+    truncated: float  # share
+    components: dict[str, float]  # mean scores by component of the reward
+    component_seconds: dict[str, float]
+
+
+class Roller:
+    """Makes rollouts. Every rank samples its share of the prompts; all of them see all groups."""
+
+    def __init__(
+        self,
+        run: Run,
+        context: Context,
+        sampler: Sampler,
+        tokenizer: Any,
+        task: Task,
+        order: loop.Order,
+        reference: Any,
+        numbers: Precision,
+    ) -> None:
+        self.settings: GrpoConfig = run.algo
+        self.seed, self.context, self.sampler, self.tokenizer = run.seed, context, sampler, tokenizer
+        self.task, self.order, self.reference, self.numbers = task, order, reference, numbers
+        self.scorer = Scorer(task, run.scoring)
+        self.rows = self.settings.rows_per_forward
+        self.offload = run.opt.offload.enabled
+
+    def roll(self, step: int, cursor: int, phases: Phases) -> tuple[Rollout, int]:
+        """Groups for one step, from position `cursor` of the training order on. Returns the next position too."""
+        live: list[Group] = []
+        seen: list[Group] = []
+        components: list[dict[str, list[float]]] = []
+        seconds: dict[str, float] = {}
+        rounds, wanted = 0, self.settings.prompts_per_step
+        while len(live) < wanted and rounds <= self.settings.resample_rounds:
+            examples = self.order.take(cursor, wanted - len(live))
+            cursor += len(examples)
+            mine, scored = self._sample(examples, step, phases)
+            with phases("exchange"):
+                parts = self.context.gather_objects((mine, scored.components, scored.seconds))
+            groups: list[Group | None] = [None] * len(examples)
+            for rank, (part, of_components, of_seconds) in enumerate(parts):
+                groups[rank :: self.context.world_size] = part
+                components.append(of_components)
+                for name, value in of_seconds.items():
+                    seconds[name] = seconds.get(name, 0.0) + value
+            fresh = [group for group in groups if group is not None]
+            seen += fresh
+            live += [group for group in fresh if not group.dead or self.settings.resample_rounds == 0]
+            rounds += 1
+        scores = torch.tensor([group.scores for group in seen], dtype=torch.float64)
+        for group in seen:
+            for score in group.scores:
+                if not torch.isfinite(torch.tensor(score)):
+                    raise loop.not_finite(self.context, step, "the reward of a completion", score, group.example)
+        dead = [group for group in seen if group.dead]
+        names = components[0] if components else {}
+        return Rollout(
+            groups=live,
+            seen=len(seen),
+            dead=len(dead),
+            all_wrong=sum(max(group.scores) <= float(scores.min()) for group in dead),
+            rounds=rounds,
+            generated=sum(len(c) for group in seen for c in group.completions),
+            completions=scores.numel(),
+            scores=scores,
+            lengths=torch.tensor([[len(c) for c in group.completions] for group in seen], dtype=torch.float64),
+            truncated=1 - sum(sum(group.finished) for group in seen) / scores.numel(),
+            components={n: _mean([v for part in components for v in part.get(n, [])]) for n in names},
+            component_seconds=seconds,
+        ), cursor
+
+    def _sample(self, examples: list[Example], step: int, phases: Phases) -> tuple[list[Group], Any]:
+        """This rank's share of `examples`: sampled, scored, and looked at by the reference model meanwhile."""
+        settings = self.settings
+        mine = examples[self.context.rank :: self.context.world_size]
+        if not mine:
+            return [], self.scorer.nothing()
+        prompts = models.encode_prompts(self.tokenizer, [self.task.prompt(example) for example in mine])
+
+        def sample(rows: int) -> Completions:
+            self.sampler.rows = rows
+            return self.sampler.generate(
+                prompts,
+                settings.sampling,
+                samples_per_prompt=settings.samples_per_prompt,
+                seed=self.seed,
+                draw=step,
+                prompt_ids=[example.id for example in mine],
+                logprobs=True,
+            )
+
+        with phases("rollout"):
+            made, self.rows = hardware.halving(sample, self.rows, floor=1)
+            texts = made.texts(self.tokenizer)
+        assert made.logprobs is not None
+        size = settings.samples_per_prompt
+        lengths = made.lengths.tolist()
+        tokens = [row[:n] for row, n in zip(made.tokens.tolist(), lengths, strict=True)]
+        logps = [row[:n] for row, n in zip(made.logprobs.tolist(), lengths, strict=True)]
+        pending = self.scorer.submit([example for example in mine for _ in range(size)], texts)
+        reference = None
+        if self.reference is not None:
+            with phases("reference"):
+                reference = self._reference(prompts, tokens)
+        with phases("reward"):
+            scored = pending.result()
+        rewards = torch.tensor(scored.rewards, dtype=torch.float64)
+        if settings.overlong_buffer:
+            limit = settings.sampling.max_new_tokens
+            rewards = rewards + overlong_penalty(made.lengths.cpu().double(), limit, settings.overlong_buffer)
+        if settings.kl.beta and settings.kl.where == "reward":
+            assert reference is not None
+            for row, (logp, ref) in enumerate(zip(logps, reference, strict=True)):
+                divergence = kl(torch.tensor(logp), torch.tensor(ref), settings.kl.estimator, settings.kl.clamp)
+                rewards[row] -= settings.kl.beta * divergence.sum().double()
+        groups = []
+        for index, example in enumerate(mine):
+            part = slice(index * size, (index + 1) * size)
+            groups.append(
+                Group(
+                    example=example,
+                    prompt=list(prompts[index]),
+                    completions=tokens[part],
+                    logprobs=logps[part],
+                    finished=made.finished[part].tolist(),
+                    rewards=rewards[part].tolist(),
+                    scores=scored.rewards[part],
+                    reference=reference[part] if reference is not None else None,
+                )
+            )
+        return groups, scored
+
+    @torch.no_grad()
+    def _reference(self, prompts: list[list[int]], tokens: list[list[int]]) -> list[list[float]]:
+        """Log-probabilities of all completions under the reference model, which may live on the CPU meanwhile."""
+        device, size = self.context.device.device, self.settings.samples_per_prompt
+        if self.offload:
+            self.reference.to(device)
+        found: list[list[float]] = []
+        each = max(1, self.settings.micro_batch_rows // size)
+        for start in range(0, len(prompts), each):
+            part = prompts[start : start + each]
+            rows = [tokens[(start + i) * size : (start + i + 1) * size] for i in range(len(part))]
+            with torch.autocast(device.type, self.numbers.compute, enabled=self.numbers.compute != torch.float32):
+                logp, _ = logprobs.token_logprobs(
+                    self.reference, logprobs.group(part, rows, device), self.settings.sampling.temperature
+                )
+            flat = [row for group in rows for row in group]
+            found += [values[: len(row)] for values, row in zip(logp.tolist(), flat, strict=True)]
+        if self.offload:
+            self.reference.to("cpu")
+        return found
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / max(1, len(values))

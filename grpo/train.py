@@ -1,0 +1,412 @@
+"""GRPO, the loop: sample groups, reward, advantage, loss, backward, step.
+
+    python launch.py algo=grpo task=chess
+    python launch.py algo=grpo task=countdown hardware=rtx4090 'opt=[amp,compile,ddp]'
+
+After "DeepSeekMath" (arXiv:2402.03300), with the losses of Dr. GRPO, DAPO, BNPO, GSPO and CISPO (grpo/loss.py). Departures:
+one exact denominator for an optimizer step, whatever the micro-batches and ranks; groups without variance are replaced;
+the prompt is computed once a group in training as in sampling; no dropout anywhere.
+"""
+
+import copy
+import logging
+import math
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from common import checkpoint, hardware, logprobs, loop, models, optim, precision, report, resume
+from common.config import Run
+from common.distributed import Context
+from common.evaluation import evaluate
+from common.rollout import Sampler
+from common.signals import EXIT_NUMBERS, RunStopped, StopSignal
+from common.tasks import Task, build
+from common.tracking import Phases, Tracker
+from grpo.config import GrpoConfig
+from grpo.groups import Group, Roller
+from grpo.loss import Counts, advantages, policy_loss
+
+log = logging.getLogger("clutch")
+
+
+def train(run: Run, context: Context, task: Task | None = None) -> report.Result:
+    """Train a model on a task with GRPO. Every rank returns the same numbers; rank 0 writes.
+
+    Raises: ConfigError for settings that cannot work; RunStopped after a signal, a guard, or on NaN or infinity.
+    """
+    settings: GrpoConfig = run.algo
+    device = context.device.device
+    task = task or build(run.task)
+    numbers = precision.resolve(run.opt, device)
+    model, tokenizer = loop.load(run, task, context)
+    logprobs.prepare(model)
+    optim.no_dropout(model)
+    reference = copy.deepcopy(model).requires_grad_(False) if settings.kl.beta else None
+    if reference is not None and run.opt.offload.enabled:
+        reference.to("cpu")
+    policy = Policy(model, run, context, numbers)
+
+    resumed = resume.find(run, context)
+    state: dict[str, Any] = {"step": 0, "cursor": 0, "seconds": 0.0, "generated": 0, "evaluations": 0, "tracker": {}}
+    if resumed is not None:
+        policy.load(resumed)
+        state = resumed.state["run"]
+
+    order = loop.Order(task.examples("train"), run.seed)
+    held_out = list(task.examples("test"))[: run.evaluate.examples]
+    sampler = Sampler(
+        model,
+        pad_id=tokenizer.pad_token_id,
+        stop_ids=models.stop_ids(model, tokenizer),
+        rows=settings.rows_per_forward,
+        compile_mode=run.opt.compile.mode if run.opt.compile.enabled else None,
+        autocast=None if numbers.compute == torch.float32 else numbers.compute,
+    )
+    plan(run, context, sampler, tokenizer, task, order, held_out, numbers.name)
+    roller = Roller(run, context, sampler, tokenizer, task, order, reference, numbers)
+
+    def measure() -> Any:
+        return evaluate(sampler, tokenizer, task, held_out, settings.sampling.max_new_tokens, context)
+
+    if "before" not in state:
+        first = measure()
+        state["before"] = {"metrics": first.metrics, "completions": first.completions}
+        if context.main:
+            log.info("before: held-out %s %.2f", first.name, first.value)
+    tracker = Tracker(run, context.out_dir, settings.steps, state["step"], state["tracker"]) if context.main else None
+    with StopSignal() as stop, report.profiled(run, context) as traced:
+        while state["step"] < settings.steps:
+            started, phases, first_step = time.perf_counter(), Phases(), state["step"]
+            rollout, state["cursor"] = roller.roll(first_step, state["cursor"], phases)
+            state["generated"] += rollout.generated
+            state["evaluations"] += rollout.completions
+            rewards = torch.tensor([group.rewards for group in rollout.groups], dtype=torch.float64)
+            advantage = advantages(rewards, settings.advantage) if rollout.groups else rewards
+            if not rollout.groups and context.main:
+                log.warning(
+                    "step %d: nothing to learn: all %d groups of %d rounds have equal rewards (%d of them the lowest). "
+                    "The task is too hard, too easy, or its reward too coarse.",
+                    first_step + 1,
+                    rollout.seen,
+                    rollout.rounds,
+                    rollout.all_wrong,
+                )
+
+            olds: dict[
+                int, list[Any]
+            ] = {}  # log-probabilities of the policy that sampled, as the trainer computes them
+            for step in range(first_step, min(first_step + settings.passes, settings.steps)):
+                seen = policy.step(step, rollout.groups, advantage, olds, phases)
+                policy.check(step, seen)
+                state["step"] = step + 1
+                event: dict[str, Any] = {}
+                if run.evaluate.every and (step + 1) % run.evaluate.every == 0 and step + 1 < settings.steps:
+                    with phases("evaluate"):
+                        held = measure()
+                    event = {"metric": held.value, "metric_name": held.name, "metrics": held.metrics}
+                seconds = time.perf_counter() - started
+                state["seconds"] += seconds
+                if tracker:
+                    new = rollout.generated if step == first_step else 0
+                    tracker.log(
+                        {
+                            "step": step + 1,
+                            "seconds": seconds,
+                            "phase_seconds": phases.seconds,
+                            "reward": rollout.scores.mean().item(),
+                            "reward_std": rollout.scores.std(1).mean().item(),
+                            "components": rollout.components,
+                            "component_seconds": rollout.component_seconds,
+                            "dead_groups": rollout.dead / rollout.seen,
+                            "dead_all_wrong": rollout.all_wrong / rollout.seen,
+                            "rounds": rollout.rounds,
+                            "live_groups": len(rollout.groups),
+                            "truncated": rollout.truncated,
+                            "length": rollout.lengths.mean().item(),
+                            **seen,
+                            "generated_tokens": state["generated"],
+                            "reward_evaluations": state["evaluations"],
+                            "tokens_per_second": new / seconds,
+                            "samples_per_second": (rollout.completions if step == first_step else 0) / seconds,
+                            "peak_memory_gb": hardware.peak_memory_gb(device),
+                            **event,
+                        }
+                    )
+                    state["tracker"] = tracker.state()
+                started, phases = time.perf_counter(), Phases()
+                traced()
+
+            done = state["step"]
+            stopping = context.any(stop.name is not None)
+            due = run.checkpoint.every and done // run.checkpoint.every > first_step // run.checkpoint.every
+            if context.main and (due or stopping or done == settings.steps):
+                policy.save(state)
+            context.barrier()
+            if stopping and done < settings.steps:
+                if tracker:
+                    tracker.close()
+                roller.scorer.close()
+                raise loop.stopped(context, done - 1, settings.steps)
+
+    roller.scorer.close()
+    last = measure()
+    before = state["before"]["metrics"]
+    result = report.Result(
+        algo=settings.name,
+        task=getattr(task, "name", type(task).__name__),
+        model=run.model.path or run.model.name,
+        metric=last.name,
+        before=before[last.name],
+        after=last.value,
+        steps=settings.steps,
+        seconds=state["seconds"],
+        generated_tokens=state["generated"],
+        reward_evaluations=state["evaluations"],
+        world_size=context.world_size,
+        device=context.device.name,
+        dtype=numbers.name,
+        folder=str(context.out_dir),
+        metrics={"before": before, "after": last.metrics},
+    )
+    if tracker:
+        tracker.summary({"before": result.before, "after": result.after})
+        tracker.close()
+        models.export(model, tokenizer, context.out_dir / "model")
+        report.finish(result, task, held_out, state["before"]["completions"], last.completions)
+    context.barrier()
+    return result
+
+
+class Policy:
+    """The model being trained, with its optimizer: one exact optimizer step over groups, shared out over ranks."""
+
+    def __init__(self, model: Any, run: Run, context: Context, numbers: precision.Precision) -> None:
+        self.model, self.run, self.context, self.numbers = model, run, context, numbers
+        self.settings: GrpoConfig = run.algo
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = optim.optimizer(self.settings.optimizer, self.parameters, self.settings.lr)
+        self.scaler = torch.amp.GradScaler(context.device.device.type, enabled=numbers.scaler)  # type: ignore[attr-defined]
+        self.rows = self.settings.micro_batch_rows
+        if run.opt.checkpointing.enabled:
+            optim.checkpoint_activations(model)
+
+    def step(
+        self, step: int, groups: list[Group], advantage: torch.Tensor, olds: dict[int, list[Any]], phases: Phases
+    ) -> dict[str, float]:
+        """One optimizer step on `groups` with their advantages [groups, G]. Returns what goes into the log.
+
+        olds: by group, filled in a rollout's first pass and used in later ones.
+        """
+        lr = self.lr(step)
+        for of_optimizer in self.optimizer.param_groups:
+            of_optimizer["lr"] = lr
+        if not groups:
+            return {"loss": 0.0, "grad_norm": 0.0, "lr": lr, "entropy": 0.0, "clipped": 0.0, "ratio_kl": 0.0, "kl": 0.0}
+
+        def attempt(rows: int) -> dict[str, float]:
+            self.optimizer.zero_grad(set_to_none=True)
+            return self._backward(groups, advantage, olds, rows)
+
+        with phases("train"):
+            self.model.train(self.run.opt.checkpointing.enabled)  # a checkpointed block wants training mode
+            totals, self.rows = hardware.halving(attempt, self.rows, floor=1)
+        with phases("exchange"):
+            optim.sum_gradients(self.parameters)
+            names = sorted(totals)
+            device = self.context.device.device
+            summed = self.context.sum(torch.tensor([totals[n] for n in names], dtype=torch.float64, device=device))
+            totals = dict(zip(names, summed.tolist(), strict=True))
+        with phases("update"):
+            self.scaler.unscale_(self.optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.grad_clip).item()
+            scale = self.scaler.get_scale()
+            if math.isfinite(norm) or self.numbers.scaler:  # with a scaler an overflow skips the step and is counted
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        tokens = max(1.0, totals["tokens"])
+        return {
+            "loss": totals["loss"],
+            "grad_norm": norm,
+            "lr": lr,
+            "entropy": totals["entropy"] / tokens,
+            "clipped": totals["clipped"] / tokens,
+            "ratio_kl": totals["ratio_kl"] / tokens,
+            "kl": totals["kl"] / tokens,
+            # Between the log-probabilities of the sampler and of the trainer: the same weights, other kernels.
+            "sampler_gap": totals["gap"] / tokens,
+            **(
+                {"loss_scale": scale, "overflow": float(self.scaler.get_scale() < scale)} if self.numbers.scaler else {}
+            ),
+        }
+
+    def lr(self, step: int) -> float:
+        """The learning rate of a 0-based step: linear warm-up, then the schedule."""
+        settings = self.settings
+        warm = min(1.0, (step + 1) / settings.warmup_steps) if settings.warmup_steps else 1.0
+        return settings.lr * warm * settings.lr_schedule.factor(step, settings.steps)
+
+    def _backward(
+        self, groups: list[Group], advantage: torch.Tensor, olds: dict[int, list[Any]], rows: int
+    ) -> dict[str, float]:
+        """Accumulate the gradient of this rank's groups. Returns sums over its tokens."""
+        context, settings = self.context, self.settings
+        device = context.device.device
+        every = [
+            micro_batches(groups, range(rank, len(groups), context.world_size), rows)
+            for rank in range(context.world_size)
+        ]
+        carries = [[done or not settings.mask_truncated for done in group.finished] for group in groups]
+        counts = Counts(
+            rows=max(1, sum(sum(row) for row in carries)),
+            tokens=sum(
+                len(c)
+                for g, row in zip(groups, carries, strict=True)
+                for c, ok in zip(g.completions, row, strict=True)
+                if ok
+            ),
+            micro_batches=sum(len(batches) for batches in every),
+        )
+        totals = dict.fromkeys(("loss", "tokens", "entropy", "clipped", "ratio_kl", "kl", "gap"), 0.0)
+        half = self.numbers.compute != torch.float32
+        for batch in every[context.rank]:
+            chosen = [(groups[index], part) for index, part in batch]
+            laid = logprobs.group([g.prompt for g, _ in chosen], [g.completions[p] for g, p in chosen], device)
+            width = laid.mask.shape[1]
+            mask = laid.mask & torch.tensor([ok for i, p in batch for ok in carries[i][p]], device=device)[:, None]
+
+            def padded(values: list[list[float]], width: int = width) -> torch.Tensor:
+                return torch.tensor([row + [0.0] * (width - len(row)) for row in values], device=device)
+
+            with torch.autocast(device.type, self.numbers.compute, enabled=half):
+                logp, entropy = logprobs.token_logprobs(self.model, laid, settings.sampling.temperature)
+            key = [(index, row) for index, part in batch for row in range(len(groups[index].completions))[part]]
+            if all(index in olds and olds[index][row] is not None for index, row in key):
+                old = padded([olds[index][row].tolist() for index, row in key])
+            else:
+                old = logp.detach()
+                for (index, row), values in zip(key, old, strict=True):
+                    kept = olds.setdefault(index, [None] * len(groups[index].completions))
+                    kept[row] = values[: len(groups[index].completions[row])].clone()
+            ref = None
+            if settings.kl.beta and settings.kl.where == "loss":
+                ref = padded([row for g, p in chosen for row in (g.reference or [])[p]])
+            sampled = padded([row for g, p in chosen for row in g.logprobs[p]])
+            weights = torch.cat([advantage[index, part] for index, part in batch]).to(device, torch.float32)
+            loss, sums = policy_loss(logp, old, weights, mask, counts, settings, ref=ref, entropy=entropy)
+            self.scaler.scale(loss).backward()
+            totals["loss"] += loss.item()
+            totals["tokens"] += mask.sum().item()
+            totals["gap"] += ((logp.detach() - sampled).abs() * mask).sum().item()
+            for name, value in sums.items():
+                totals[name] += value.item()
+        return totals
+
+    def check(self, step: int, seen: dict[str, float]) -> None:
+        """Stop on a loss or gradient that is not finite, and at the guards."""
+        finite = math.isfinite(seen["loss"]) and (math.isfinite(seen["grad_norm"]) or self.numbers.scaler)
+        if not finite:
+            raise RunStopped(
+                f"step {step + 1}: loss {seen['loss']}, gradient norm {seen['grad_norm']}. Lower algo.lr, or use "
+                f"experiment=grpo_fp32. {loop.last_good(self.context)}",
+                EXIT_NUMBERS,
+            )
+        guards = self.settings.stop_at
+        if guards.ratio_kl is not None and seen["ratio_kl"] > guards.ratio_kl:
+            raise RunStopped(
+                f"step {step + 1}: ratio_kl {seen['ratio_kl']:.3g} is above algo.stop_at.ratio_kl={guards.ratio_kl:g}. "
+                f"Lower algo.lr or algo.passes. {loop.last_good(self.context)}",
+                EXIT_NUMBERS,
+            )
+        if guards.entropy_below is not None and 0 < seen["entropy"] < guards.entropy_below:
+            raise RunStopped(
+                f"step {step + 1}: entropy {seen['entropy']:.3g} is below algo.stop_at.entropy_below="
+                f"{guards.entropy_below:g}. Raise algo.epsilon_high or algo.entropy_bonus. {loop.last_good(self.context)}",
+                EXIT_NUMBERS,
+            )
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Write a checkpoint with all that the next step needs."""
+        checkpoint.save(
+            self.context.out_dir / "checkpoints",
+            state["step"],
+            {name: parameter.detach() for name, parameter in self.model.named_parameters()},
+            {"run": state, "config": asdict(self.run)},
+            {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()},
+            keep=self.run.checkpoint.keep,
+        )
+
+    @torch.no_grad()
+    def load(self, saved: checkpoint.Checkpoint) -> None:
+        """Take over a checkpoint's weights, optimizer and scaler."""
+        assert saved.extra is not None
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(saved.tensors[name])
+        self.optimizer.load_state_dict(saved.extra["optimizer"])
+        self.scaler.load_state_dict(saved.extra["scaler"])
+
+
+def micro_batches(groups: list[Group], indices: range, rows: int) -> list[list[tuple[int, slice]]]:
+    """Forwards of at most `rows` completions: lists of (group, which of its completions).
+
+    Groups of like length go together, so that little is padding; a group larger than `rows` is split.
+    """
+    longest = {i: max(len(c) for c in groups[i].completions) for i in indices}
+    ordered = sorted(indices, key=lambda i: (longest[i], i))
+    if not ordered:
+        return []
+    size = len(groups[ordered[0]].completions)
+    if size > rows:
+        return [[(i, slice(s, min(s + rows, size)))] for i in ordered for s in range(0, size, rows)]
+    each = rows // size
+    return [[(i, slice(0, size)) for i in ordered[s : s + each]] for s in range(0, len(ordered), each)]
+
+
+def plan(
+    run: Run,
+    context: Context,
+    sampler: Sampler,
+    tokenizer: Any,
+    task: Task,
+    order: loop.Order,
+    held_out: list[Any],
+    dtype: str,
+) -> None:
+    """Print what will be done, with sizes."""
+    settings: GrpoConfig = run.algo
+    looked_at = [*order.take(0, 256), *held_out]
+    prompt = max(len(ids) for ids in models.encode_prompts(tokenizer, [task.prompt(e) for e in looked_at]))
+    tokens = settings.sampling.max_new_tokens
+    size = sum(p.numel() for p in sampler.model.parameters())
+    row = sampler.bytes_per_row(prompt, tokens)
+    fixed = size * (
+        16 + (2 if dtype != "float32" else 0) + (4 if settings.kl.beta and not run.opt.offload.enabled else 0)
+    )
+    completions = settings.prompts_per_step * settings.samples_per_prompt
+    rows = min(settings.rows_per_forward, completions)
+    compiled = f", decoding compiled ({run.opt.compile.mode})" if run.opt.compile.enabled else ""
+    reference = (
+        "none (beta 0)" if not settings.kl.beta else "on the CPU" if run.opt.offload.enabled else "on the device"
+    )
+    if context.main:
+        report.plan(
+            {
+                "algorithm": f"grpo, loss {settings.loss}, {settings.steps} optimizer steps, {settings.passes} a rollout, "
+                f"lr {settings.lr:g}",
+                "task": f"{getattr(task, 'name', type(task).__name__)}: {len(order.examples):,} training examples, "
+                f"{len(held_out)} held out",
+                "model": f"{run.model.path or run.model.name}, {size / 1e6:.2f}M parameters; reference {reference}",
+                "device": f"{context.device.name}, {context.device.memory_gb:.0f} GB; hardware={run.hardware.name}",
+                "numbers": f"{dtype}{', GradScaler' if dtype == 'float16' else ''}{compiled}, masters float32; attention sdpa"
+                f"{', activations recomputed' if run.opt.checkpointing.enabled else ''}",
+                "ranks": str(context.world_size),
+                "rollout": f"{settings.prompts_per_step} prompts x {settings.samples_per_prompt} samples, {tokens} new "
+                f"tokens at most, {rows} rows a forward; dead groups replaced in {settings.resample_rounds} rounds at most",
+                "training": f"{settings.micro_batch_rows} completions a forward, gradients accumulated",
+                "memory": f"about {(fixed + rows * row) / 2**30:.2f} GB a rank",
+                "folder": str(context.out_dir),
+            }
+        )
+        report.write_run(run, context.out_dir, context.device.name)

@@ -1,0 +1,558 @@
+"""EGGROLL as a whole: equal runs, runs that are stopped and go on, runs that fail, and learning."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, SMALL, events
+from letters import Letters
+from safetensors.torch import load_file
+
+from common import checkpoint, precision
+from common.config import ConfigError
+from common.rollout import Sampler
+from common.signals import EXIT_CONFIG, EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
+from eggroll.train import Order
+from launch import compose, train
+
+TESTS = Path(__file__).resolve().parent
+# Random weights answer everything alike, so noise is large, tokens are drawn, and any text earns something.
+MOVING = [*SMALL, "algo.sigma=0.1", "algo.lr=0.5", "algo.sampling.temperature=1.0"]
+TIMES = ("seconds", "phase_seconds", "tokens_per_second", "samples_per_second", "peak_memory_gb")
+
+pytestmark = pytest.mark.usefixtures("in_cache")
+
+
+@pytest.fixture(scope="module")
+def own_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder of YAML files with one task."""
+    folder = tmp_path_factory.mktemp("conf")
+    (folder / "task").mkdir()
+    (folder / "task" / "letters.yaml").write_text(
+        "_target_: letters.Letters\nscoring: smooth\nfault: null\nfault_id: 0\n"
+    )
+    return folder
+
+
+def run_here(out: Path, *overrides: str, task: object = None):
+    return train(compose([*MOVING, *overrides]), out, task or Letters("smooth"))
+
+
+def saved(out: Path) -> checkpoint.Checkpoint:
+    """The newest checkpoint; fails where another one is damaged."""
+    found = checkpoint.latest(out / "checkpoints")
+    assert found is not None
+    return found
+
+
+def same_bits(one: Path, other: Path) -> bool:
+    first, second = saved(one), saved(other)
+    assert first.step == second.step
+    assert set(first.tensors) == set(second.tensors)
+    return all(torch.equal(tensor, second.tensors[name]) for name, tensor in first.tensors.items())
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    first, second = saved(one).tensors, saved(other).tensors
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def completions(out: Path, name: str = "after") -> list[str]:
+    return [json.loads(line)["completion"] for line in (out / "completions" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def timeless(out: Path) -> list[dict]:
+    return [{key: value for key, value in event.items() if key not in TIMES} for event in events(out)]
+
+
+# --- equal runs ------------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_and_one_end_alike(tmp_path):
+    one = run_here(tmp_path / "one")
+    two = run_here(tmp_path / "two", "opt=[ddp]")
+    assert (one.world_size, two.world_size) == (1, 2)
+    assert saved(tmp_path / "one").step == 4
+    assert events(tmp_path / "one")[-1]["drift"] > 1e-3, "the weights must have moved, or equality says nothing"
+    assert same_bits(tmp_path / "one", tmp_path / "two")
+    assert timeless(tmp_path / "one") == timeless(tmp_path / "two")
+    for name in ("before", "after"):
+        assert completions(tmp_path / "one", name) == completions(tmp_path / "two", name)
+    assert one.metrics == two.metrics
+    assert one.generated_tokens == two.generated_tokens
+
+
+@pytest.mark.parametrize("rows", [4, 6, 16])
+def test_the_size_of_a_forward_does_not_change_the_result(tmp_path, rows):
+    run_here(tmp_path / "eight", "algo.steps=2")
+    run_here(tmp_path / "other", "algo.steps=2", f"algo.rows_per_forward={rows}")
+    first, second = saved(tmp_path / "eight").tensors, saved(tmp_path / "other").tensors
+    for name, tensor in first.items():
+        torch.testing.assert_close(tensor, second[name], rtol=1e-4, atol=1e-5)
+    assert [event["reward"] for event in events(tmp_path / "eight")] == pytest.approx(
+        [event["reward"] for event in events(tmp_path / "other")], rel=1e-6
+    )
+
+
+def test_a_seed_is_a_run(tmp_path):
+    run_here(tmp_path / "first", "algo.steps=2")
+    run_here(tmp_path / "again", "algo.steps=2")
+    run_here(tmp_path / "other", "algo.steps=2", "seed=1")
+    assert same_bits(tmp_path / "first", tmp_path / "again")
+    assert not same_bits(tmp_path / "first", tmp_path / "other")
+
+
+# --- killed, stopped, resumed ----------------------------------------------------------------------------------------
+
+# Momentum, noise that outlives a step, and drawn tokens: all that a checkpoint has to bring back.
+LONG = [
+    *MOVING,
+    "task=letters",
+    "algo.steps=60",
+    "algo.optimizer.name=Adam",
+    "algo.lr=0.003",
+    "algo.noise_reuse=3",
+    "algo.lr_schedule={kind: cosine, end: 0.1}",
+    "checkpoint.every=4",
+]
+
+
+@contextmanager
+def started(own_task: Path, out: Path, *overrides: str):
+    """launch.py in a process of its own, and its group, killed at the end."""
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            str(ROOT / "launch.py"),
+            *("--config-dir", str(own_task), f"hydra.run.dir={out}"),
+            *LONG,
+            *overrides,
+        ],
+        env=os.environ | {"PYTHONPATH": str(TESTS)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def wait_for_step(process: subprocess.Popen[str], out: Path, step: int) -> None:
+    """Return as soon as the run has logged `step`."""
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        path = out / "metrics.jsonl"
+        if path.exists() and path.read_text().count("\n") >= step:
+            return
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.002)
+    raise AssertionError(f"no step {step} in two minutes")
+
+
+@pytest.fixture(scope="module")
+def unbroken(own_task, cache, tmp_path_factory):
+    """The LONG run, never stopped."""
+    out = tmp_path_factory.mktemp("unbroken")
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLUTCH_CACHE", str(cache))
+        train(compose(LONG, str(own_task)), out)
+    return out
+
+
+def go_on(own_task: Path, out: Path, *overrides: str):
+    return train(compose([*LONG, "resume=auto", *overrides], str(own_task)), out)
+
+
+def test_kill_9_and_resume_ends_with_the_same_bits(own_task, unbroken, tmp_path):
+    """Killed twice, the second time while it resumes; the newest checkpoint is damaged between the two."""
+    step = random.randrange(9, 30)
+    print(f"killed after step {step}")  # shown when the test fails
+    with started(own_task, tmp_path) as process:
+        wait_for_step(process, tmp_path, step)
+        process.kill()
+        process.wait()
+    assert not (tmp_path / "result.json").exists()
+    newest = max((tmp_path / "checkpoints").glob("step-????????"))
+    done = int(newest.name.removeprefix("step-"))
+    assert done < 60
+    weights = newest / "tensors.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+    with started(own_task, tmp_path, "resume=auto") as process:
+        wait_for_step(process, tmp_path, min(done + 6, 50))
+        process.kill()
+        said = process.communicate()[0]
+    assert f"warning: checkpoint {newest} is not valid: tensors.safetensors is damaged" in said
+    assert f"resuming after step {done - 4} from" in said
+
+    result = go_on(own_task, tmp_path)
+    assert same_bits(tmp_path, unbroken)
+    assert timeless(tmp_path) == timeless(unbroken)
+    assert completions(tmp_path) == completions(unbroken)
+    before, after = (json.loads((out / "result.json").read_text()) for out in (unbroken, tmp_path))
+    assert after["generated_tokens"] == before["generated_tokens"] == result.generated_tokens
+    assert after["metrics"] == before["metrics"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_saves_and_the_run_goes_on(own_task, unbroken, tmp_path, number):
+    with started(own_task, tmp_path, "checkpoint.every=0") as process:
+        wait_for_step(process, tmp_path, 5)
+        process.send_signal(number)
+        process.send_signal(number)  # a repetition at once is the same wish
+        said = process.communicate(timeout=60)[0]
+    assert process.returncode == EXIT_SIGNAL == 75
+    step = saved(tmp_path).step
+    assert len(events(tmp_path)) == step < 60
+    assert f"{number.name}: finishing this step, then saving." in said
+    assert f"stopped after step {step} of 60, saved in {tmp_path}/checkpoints." in said
+    assert f"Go on with hydra.run.dir={tmp_path} resume=auto." in said
+    assert "Traceback" not in said
+    go_on(own_task, tmp_path)
+    assert same_bits(tmp_path, unbroken)
+    assert timeless(tmp_path) == timeless(unbroken)
+
+
+def test_a_signal_to_the_parent_stops_all_ranks(own_task, unbroken, tmp_path):
+    """One rank then goes on with the run of two. tests/test_launch.py sends Ctrl-C to ranks of torchrun."""
+    with started(own_task, tmp_path, "checkpoint.every=0", "opt=[ddp]") as process:
+        wait_for_step(process, tmp_path, 5)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=60)[0]
+    assert process.returncode == EXIT_SIGNAL, said
+    assert "Traceback" not in said
+    assert len(events(tmp_path)) == saved(tmp_path).step < 60
+    go_on(own_task, tmp_path)
+    assert same_bits(tmp_path, unbroken)
+
+
+def test_resume_refuses_other_settings(tmp_path):
+    run_here(tmp_path / "first", "algo.steps=2")
+    with pytest.raises(ConfigError) as caught:
+        run_here(tmp_path / "first", "algo.steps=2", "resume=auto", "algo.sigma=0.2", "seed=3")
+    assert str(caught.value) == (
+        f"{tmp_path}/first/checkpoints/step-00000002 was made with other settings: seed was 0, is 3; "
+        "algo.sigma was 0.1, is 0.2. Give the same ones, or start anew with another hydra.run.dir."
+    )
+    with pytest.raises(ConfigError) as caught:
+        run_here(tmp_path / "first", "algo.steps=2")
+    assert str(caught.value) == (
+        f"{tmp_path}/first already holds a run. Use resume=auto to go on with it, or another hydra.run.dir."
+    )
+
+
+def test_resume_from_the_folder_of_another_run(tmp_path):
+    whole = run_here(tmp_path / "whole", "algo.steps=4")
+    run_here(tmp_path / "half", "algo.steps=2")
+    result = run_here(tmp_path / "rest", "algo.steps=4", f"resume={tmp_path}/half")
+    assert same_bits(tmp_path / "rest", tmp_path / "whole")
+    assert saved(tmp_path / "half").step == 2, "the other run is left as it was"
+    assert [event["step"] for event in events(tmp_path / "rest")] == [3, 4]
+    assert result.metrics == whole.metrics
+    with pytest.raises(ConfigError, match=r"resume=nowhere: no valid checkpoint there\. Give a run folder, or"):
+        run_here(tmp_path / "new", "resume=nowhere")
+
+
+def test_resume_auto_of_a_finished_run_measures_again(tmp_path):
+    run_here(tmp_path, "algo.steps=2")
+    done = run_here(tmp_path, "algo.steps=2", "resume=auto")
+    assert [event["step"] for event in events(tmp_path)] == [1, 2]
+    assert done.steps == 2
+
+
+# --- rewards that go wrong -------------------------------------------------------------------------------------------
+
+FAULTY = Order(Letters().examples("train"), seed=0).batch(2, size=2)[1].id  # a row of the third step
+
+
+def test_a_nan_reward_stops_the_run_and_names_the_row(own_task, launch, tmp_path):
+    out = tmp_path / "run"
+    done = launch(
+        *("--config-dir", str(own_task), f"hydra.run.dir={out}", *MOVING),
+        *("task=letters", "task.fault=infinite", f"task.fault_id={FAULTY}", "checkpoint.every=1"),
+        code=EXIT_NUMBERS,
+        env={"PYTHONPATH": str(TESTS)},
+    )
+    record = json.loads((out / "not_finite.json").read_text())
+    assert (record["step"], record["member"], record["reward"]) == (3, 0, "nan")
+    assert record["example"]["id"] == FAULTY
+    assert done.stderr == (
+        f"step 3: the reward of member 0 on example {FAULTY} is nan. The row is in {out}/not_finite.json. "
+        f"Last good checkpoint: {out}/checkpoints/step-00000002.\n"
+    )
+    assert [event["step"] for event in events(out)] == [1, 2]
+
+
+def fails(tmp_path: Path, task: object, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        run_here(tmp_path / "run", *overrides, task=task)
+    return str(caught.value)
+
+
+def test_a_reward_that_raises(tmp_path):
+    said = fails(tmp_path, Letters(fault="raises", fault_id=FAULTY))
+    assert said.startswith(
+        f"Letters.reward raised KeyError: 'no such letter', on example {FAULTY} with the completion "
+    )
+    assert said.endswith("A reward must score any text; give 0 where it cannot.")
+
+
+def test_a_reward_that_is_text(tmp_path):
+    assert fails(tmp_path, Letters(fault="text", fault_id=FAULTY)) == (
+        f"the reward of Letters for example {FAULTY} is 'good', not a number in [0, 1]."
+    )
+
+
+class Batched(Letters):
+    """Scores a whole batch at once."""
+
+    def rewards(self, examples, completions):
+        if self.fault == "short":
+            return [0.5] * (len(completions) - 1)
+        if self.fault == "batch raises":
+            raise ZeroDivisionError("by zero")
+        return [self.reward(example, text) for example, text in zip(examples, completions, strict=True)]
+
+
+def test_a_batch_of_rewards(tmp_path):
+    run_here(tmp_path / "one", "algo.steps=2", task=Letters("smooth"))
+    run_here(tmp_path / "many", "algo.steps=2", task=Batched("smooth"))
+    assert same_bits(tmp_path / "one", tmp_path / "many")
+    assert fails(tmp_path, Batched(fault="short")) == (
+        "Batched.rewards returned 7 rewards for 8 completions. Return one for each, in order."
+    )
+    said = fails(tmp_path, Batched(fault="batch raises"))
+    assert said.startswith("Batched.rewards raised ZeroDivisionError: by zero, on 8 completions (the first: example ")
+
+
+def test_a_mistake_on_one_rank_ends_all(own_task, launch, tmp_path):
+    """And with the exit code and the text of one rank's error, not with a traceback of the other."""
+    done = launch(
+        *("--config-dir", str(own_task), f"hydra.run.dir={tmp_path}/run", *MOVING, "opt=[ddp]"),
+        *("task=letters", "task.fault=raises", f"task.fault_id={FAULTY}"),
+        code=EXIT_CONFIG,
+        env={"PYTHONPATH": str(TESTS)},
+    )
+    assert done.stderr.startswith(f"error: Letters.reward raised KeyError: 'no such letter', on example {FAULTY} with")
+    assert "Traceback" not in done.stderr
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algo.noise_reuse=2"],
+        ["algo.samples_per_prompt=2"],
+        ["algo.fitness=prompt_zscore"],
+        ["algo.fitness=centered_rank"],
+        ["algo.fitness=pair_sign"],
+        ["algo.mirrored=false", "algo.members=7"],
+        ["algo.rank=4"],
+        ["algo.optimizer.name=Adam", "algo.lr=0.01"],
+        ["algo.optimizer.name=SGD", "algo.optimizer.kwargs={momentum: 0.9}"],
+        ["algo.lr_schedule={kind: linear, end: 0.5}"],
+        ["algo.sigma_schedule={kind: exponential, end: 0.5}"],
+        ["algo.sampling.top_p=0.9", "algo.sampling.top_k=50"],
+        ["algo.noise.vectors=full", "algo.noise.embeddings=full"],
+        ["algo.noise.patterns={*.mlp.*: frozen}"],
+        ["opt=[offload]"],
+    ],
+    ids=lambda overrides: " ".join(overrides),
+)
+def test_every_setting_runs_and_changes_the_weights(tmp_path, overrides):
+    run_here(tmp_path / "set", "algo.steps=3", *overrides)
+    log = events(tmp_path / "set")
+    assert [event["step"] for event in log] == [1, 2, 3]
+    assert log[0]["drift"] > 0
+    assert log[2]["drift"] != log[1]["drift"] != log[0]["drift"]
+    assert all(0 < event["reward"] < 1 for event in log)
+    if overrides != ["opt=[offload]"]:
+        run_here(tmp_path / "plain", "algo.steps=3")
+        one, other = saved(tmp_path / "set").tensors, saved(tmp_path / "plain").tensors
+        assert set(one) != set(other) or largest_difference(tmp_path / "set", tmp_path / "plain") > 1e-6
+    if "patterns" in overrides[0]:
+        assert not any(".mlp." in name for name in saved(tmp_path / "set").tensors)
+    if "vectors" in overrides[0]:
+        assert "model.embed_tokens.weight" in saved(tmp_path / "set").tensors
+        assert "model.norm.weight" in saved(tmp_path / "set").tensors
+    if "schedule" in overrides[0]:
+        key = overrides[0].split("_")[0].removeprefix("algo.")
+        assert log[2][key] == pytest.approx(log[0][key] / 2)
+
+
+def test_weight_decay_pulls_to_the_initial_weights(tmp_path):
+    drifts = []
+    for decay in (0.0, 1.0):
+        run_here(tmp_path / str(decay), "algo.steps=6", f"algo.weight_decay={decay}")
+        drifts.append(events(tmp_path / str(decay))[-1]["drift"])
+    assert drifts[1] < 0.8 * drifts[0]
+
+
+def test_equal_rewards_change_nothing(tmp_path):
+    class Indifferent(Letters):
+        def reward(self, example, completion):
+            return 0.5
+
+    run_here(tmp_path, "algo.steps=2", task=Indifferent())
+    assert [(event["zero_fitness"], event["drift"]) for event in events(tmp_path)] == [(1.0, 0.0), (1.0, 0.0)]
+
+
+def test_amp_keeps_float32_masters(tmp_path):
+    result = run_here(tmp_path, "opt=[amp]")
+    bf16 = precision.native_bf16(torch.device("cpu"))
+    assert result.dtype == ("bfloat16" if bf16 else "float32")
+    assert json.loads((tmp_path / "result.json").read_text())["dtype"] == result.dtype
+    assert {tensor.dtype for tensor in saved(tmp_path).tensors.values()} == {torch.float32}
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16 if bf16 else torch.float32}
+    if bf16:  # masters have bits that the forward's weights have not
+        assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in saved(tmp_path).tensors.values())
+    go_on = run_here(tmp_path, "opt=[amp]", "algo.steps=5", "resume=auto")
+    assert go_on.steps == 5
+
+
+def test_compile_equals_eager(own_task, launch, tmp_path):
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except RuntimeError as error:
+        pytest.skip(f"torch.compile needs a C++ compiler: {error}")
+    launch(
+        *("--config-dir", str(own_task), f"hydra.run.dir={tmp_path}/compiled", *MOVING),
+        *("task=letters", "opt=[compile]", "algo.steps=2"),
+        env={"PYTHONPATH": str(TESTS)},
+    )
+    run_here(tmp_path / "eager", "algo.steps=2")
+    assert completions(tmp_path / "compiled", "before") == completions(tmp_path / "eager", "before")
+    assert largest_difference(tmp_path / "compiled", tmp_path / "eager") < 1e-4
+    assert [event["reward"] for event in events(tmp_path / "compiled")] == pytest.approx(
+        [event["reward"] for event in events(tmp_path / "eager")], rel=1e-3
+    )
+
+
+def test_profile_writes_a_trace_and_a_table(tmp_path):
+    run_here(tmp_path, "opt=[profile]", "opt.profile.steps=1", "algo.steps=3")
+    trace = json.loads((tmp_path / "profile" / "trace.json").read_text())
+    assert any("aten::" in event.get("name", "") for event in trace["traceEvents"])
+    assert "Self CPU" in (tmp_path / "profile" / "table.txt").read_text()
+
+
+def test_evaluation_on_the_way(tmp_path):
+    run_here(tmp_path, "evaluate.every=2", "algo.steps=5")
+    log = events(tmp_path)
+    assert [event["step"] for event in log if "metric" in event] == [2, 4]
+    assert log[1]["metric_name"] == "exact"
+    assert "evaluate" in log[1]["phase_seconds"]
+
+
+def test_a_prompt_that_does_not_fit_is_a_worded_error(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        run_here(tmp_path, "algo.sampling.max_new_tokens=300")
+    assert str(caught.value) == (
+        "algo.sampling.max_new_tokens=300 and a prompt of 5 tokens exceed the model's context of 256 tokens. "
+        "Lower it to 251, or shorten the prompts."
+    )
+
+
+# --- memory that runs out --------------------------------------------------------------------------------------------
+
+
+def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, above_rows: int) -> list[int]:
+    """The sampler's forwards fail above a number of rows. Returns the rows tried, filled as the run goes."""
+    real, tried = Sampler.generate, []
+
+    def generate(self, *arguments, **options):
+        if options.get("groups", 1) > 1:
+            tried.append(self.rows)
+            if self.rows > above_rows:
+                raise torch.OutOfMemoryError("CUDA out of memory (a test)")
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Sampler, "generate", generate)
+    return tried
+
+
+def test_out_of_memory_halves_the_rows(tmp_path, monkeypatch):
+    run_here(tmp_path / "smaller", "algo.steps=3", "algo.rows_per_forward=4")
+    tried = run_out_of_memory(monkeypatch, above_rows=4)
+    run_here(tmp_path / "halved", "algo.steps=3", "algo.rows_per_forward=16")
+    assert tried[:3] == [16, 8, 4]
+    assert set(tried[3:]) == {4}, "what held once is kept"
+    assert same_bits(tmp_path / "halved", tmp_path / "smaller")
+    log = (tmp_path / "halved" / "run.log").read_text()
+    assert log.count("WARNING out of memory: repeating with 8 rows a forward") == 1
+    assert log.count("WARNING out of memory: repeating with 4 rows a forward") == 1
+
+
+def test_out_of_memory_at_the_floor_gives_advice(tmp_path, monkeypatch):
+    tried = run_out_of_memory(monkeypatch, above_rows=0)
+    with pytest.raises(ConfigError) as caught:
+        run_here(tmp_path)
+    assert tried == [8, 4, 2]
+    assert str(caught.value) == (
+        "out of memory even with 2 rows a forward. Use a smaller model, lower algo.sampling.max_new_tokens, or add "
+        "'opt=[amp]'."
+    )
+
+
+# --- what is left of a run -------------------------------------------------------------------------------------------
+
+
+def test_the_export_completes_as_the_run_did(tmp_path):
+    result = run_here(tmp_path)
+    model, tokenizer = result.model_and_tokenizer()
+    task = Letters()
+    assert len(completions(tmp_path)) == 8
+    for example, text in zip(task.examples("test"), completions(tmp_path), strict=False):
+        ids = tokenizer(task.prompt(example), return_tensors="pt")["input_ids"]
+        made = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, pad_token_id=256
+        )
+        assert tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True) == text
+
+
+def test_learning(tmp_path):
+    """A base model that writes capitals more often than not learns to leave them."""
+    result = train(
+        compose(
+            [
+                "hardware=cpu",
+                *("model.tiny.hidden_size=64", "model.tiny.layers=2", "model.tiny.heads=2"),
+                *("model.tiny.intermediate_size=128", "model.tiny.pretrain_steps=250", "model.tiny.pretrain_lr=6e-3"),
+                *("algo.steps=30", "algo.members=32", "algo.prompts_per_step=4", "algo.sampling.max_new_tokens=6"),
+                *("algo.sigma=0.02", "algo.lr=0.04", "evaluate.examples=40"),
+            ]
+        ),
+        tmp_path,
+        Letters(),
+    )
+    log = events(tmp_path)
+    assert result.metric == "exact"
+    assert result.before < 60
+    assert result.after > result.before + 30
+    assert sum(e["reward"] for e in log[-5:]) > sum(e["reward"] for e in log[:5])
+
+
+def test_a_run_that_is_not_finite_stops(tmp_path):
+    with pytest.raises(RunStopped, match=r"step 1: weights are not finite. No checkpoint was written before\.") as stop:
+        run_here(tmp_path, "algo.lr=1e38", "algo.steps=2")
+    assert stop.value.code == EXIT_NUMBERS

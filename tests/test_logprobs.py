@@ -1,0 +1,92 @@
+import pytest
+import torch
+from conftest import ARCHITECTURES, small_model
+
+from common import logprobs
+from common.config import ConfigError
+from common.logprobs import group, prepare, token_logprobs
+from common.optim import checkpoint_activations
+
+CPU = torch.device("cpu")
+
+
+def data(sizes=((5, (3, 7, 1)), (9, (4, 4, 6)), (2, (7, 2, 5)))):
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(n):
+        return torch.randint(2, 90, (n,), generator=generator).tolist()
+
+    return [ids(p) for p, _ in sizes], [[ids(c) for c in cs] for _, cs in sizes]
+
+
+def unpadded(model, prompts, completions, temperature):
+    """One row at a time, no padding, the model's own logits."""
+    logp, entropy = [], []
+    for prompt, rows in zip(prompts, completions, strict=True):
+        for completion in rows:
+            whole = torch.tensor([prompt + completion])
+            logits = model(input_ids=whole).logits[0, len(prompt) - 1 : -1] / temperature
+            log_softmax = torch.log_softmax(logits, -1)
+            logp.append(log_softmax.gather(1, torch.tensor(completion)[:, None])[:, 0])
+            entropy.append(-(log_softmax.exp() * log_softmax).sum(-1))
+    return logp, entropy
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [None, 500])
+def test_equals_the_unpadded_model(name, temperature, chunk, monkeypatch):
+    """Values and gradients, for any padding, absolute positions included."""
+    if chunk:
+        monkeypatch.setattr(logprobs, "LOGITS", chunk)
+    model, other = small_model(name), small_model(name)
+    prepare(model)
+    prompts, completions = data()
+    logp, entropy = token_logprobs(model, group(prompts, completions, CPU), temperature)
+    slow_logp, slow_entropy = unpadded(other, prompts, completions, temperature)
+    weights = torch.randn(9, 7, generator=torch.Generator().manual_seed(1))
+    slow_loss = 0
+    for row, (values, entropies) in enumerate(zip(slow_logp, slow_entropy, strict=True)):
+        n = len(values)
+        torch.testing.assert_close(logp[row, :n], values, rtol=0, atol=1e-5)
+        torch.testing.assert_close(entropy[row, :n], entropies, rtol=0, atol=1e-5)
+        assert (logp[row, n:] == 0).all()
+        slow_loss = slow_loss + (weights[row, :n] * (values + 0.3 * entropies)).sum()
+    (weights * (logp + 0.3 * entropy)).sum().backward()
+    slow_loss.backward()
+    for (name, fast), slow in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(fast.grad, slow.grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_gradient_checkpointing_changes_nothing():
+    prompts, completions = data()
+    grads = []
+    for checkpointing in (False, True):
+        model = small_model("llama").train()
+        prepare(model)
+        if checkpointing:
+            checkpoint_activations(model)
+        token_logprobs(model, group(prompts, completions, CPU), 1.0)[0].sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_plain_forwards_stay_the_same(name):
+    model, other = small_model(name), small_model(name)
+    prepare(model)
+    ids = torch.randint(2, 90, (3, 7), generator=torch.Generator().manual_seed(0))
+    padding = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7, [0, 1, 1, 1, 1, 1, 1]])
+    positions = (padding.cumsum(1) - 1).clamp(min=0)
+    inputs = {"input_ids": ids, "attention_mask": padding, "position_ids": positions}
+    torch.testing.assert_close(model(**inputs).logits[padding.bool()], other(**inputs).logits[padding.bool()])
+    kept = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(model.generate(ids, **kept), other.generate(ids, **kept))
+
+
+def test_a_model_that_scales_its_logits_is_refused():
+    model = small_model("llama")
+    forward = model.forward
+    model.forward = lambda **inputs: type("Out", (), {"logits": 2 * forward(**inputs).logits})
+    with pytest.raises(ConfigError, match="scales its logits or attends in a way"):
+        prepare(model)
