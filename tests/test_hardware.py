@@ -39,9 +39,9 @@ def pretend(monkeypatch):
 
 
 @elsewhere
-def test_another_device_is_one_warning_and_the_run_goes_on(launch, tmp_path):
-    done = launch(*SMALL, "hardware=a100_40g", "algo.steps=1", f"hydra.run.dir={tmp_path}/run", "opt=[ddp]")
-    warnings = [line for line in done.stdout.splitlines() if line.startswith("warning:")]
+def test_another_device_is_one_warning_and_the_run_goes_on(in_cache, tmp_path, capsys):
+    train(compose([*SMALL, "hardware=a100_40g", "algo.steps=1"]), tmp_path / "run")
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
     assert len(warnings) == 1
     assert warnings[0].startswith("warning: hardware=a100_40g describes another device; here is ")
     assert warnings[0].endswith("Sizes are refitted to it and the run goes on (hardware.strict=true would stop).")

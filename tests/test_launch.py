@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -117,10 +116,14 @@ def test_open_dicts_take_any_key():
 # --- a run and its folder --------------------------------------------------------------------------------------------
 
 
-def test_a_run_puts_everything_into_its_folder(launch, tmp_path):
+def test_a_run_puts_everything_into_its_folder(launch, in_cache, tmp_path):
     out = tmp_path / "mine"
-    done = launch(*FAST, f"hydra.run.dir={out}")
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    poison = tmp_path / "poison"  # no tracker is imported unless it is asked for
+    for name in ("wandb", "tensorboard"):
+        (poison / name).mkdir(parents=True)
+        (poison / name / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    done = launch(*FAST, f"hydra.run.dir={out}", env={"PYTHONPATH": str(poison)})
+    assert {path.name for path in tmp_path.iterdir()} == {"mine", "poison"}
     assert {path.name for path in out.iterdir()} == {
         *(".hydra", "run.yaml", "run.log", "metrics.jsonl", "result.json", "checkpoints", "completions", "model")
     }
@@ -149,9 +152,10 @@ def test_a_run_puts_everything_into_its_folder(launch, tmp_path):
     assert re.search(r"^held-out bleu +\d+\.\d\d -> \d+\.\d\d \([+-]\d+\.\d\d\)$", done.stdout, flags=re.M)
     assert f"{out}/result.json" in done.stdout
 
-    again = launch(*FAST, f"hydra.run.dir={out}", code=2)
-    assert again.stderr == (
-        f"error: {out} already holds a run. Use resume=auto to go on with it, or another hydra.run.dir.\n"
+    with pytest.raises(ConfigError) as caught:
+        train(compose(FAST), out)
+    assert str(caught.value) == (
+        f"{out} already holds a run. Use resume=auto to go on with it, or another hydra.run.dir."
     )
     assert json.loads((out / "result.json").read_text()) == result
 
@@ -159,8 +163,8 @@ def test_a_run_puts_everything_into_its_folder(launch, tmp_path):
 def test_a_sweep_makes_a_folder_a_job_and_survives_one_that_fails(launch, tmp_path):
     done = launch("-m", *FAST, "seed=1,2", "algo.members=4,3", "hydra.sweep.dir=sweep", code=2)
     folders = sorted(path for path in (tmp_path / "sweep").iterdir() if path.is_dir())
-    assert [(folder / "result.json").exists() for folder in folders] == [True, False, True, False]
-    seeds = [re.search(r"^  seed: (\d)$", (f / "run.yaml").read_text(), flags=re.M).group(1) for f in folders[::2]]
+    assert [(folder / "result.json").exists() for folder in folders] == [True, True, False, False]
+    seeds = [re.search(r"^  seed: (\d)$", (f / "run.yaml").read_text(), flags=re.M).group(1) for f in folders[:2]]
     assert seeds == ["1", "2"]
     assert "algo.members=3 is odd, and algo.mirrored=true needs pairs." in done.stderr
     assert "Traceback" not in done.stderr
@@ -265,10 +269,11 @@ def test_a_task_in_a_file_of_the_user(launch, tmp_path):
     assert done.stderr == ("error: task.leters is not a setting. Did you mean 'letters'? Settings here: letters.\n")
     done = launch("--config-dir", str(tmp_path / "conf"), "task=mien", code=2)
     assert done.stderr.startswith("error: task='mien' is not a choice. Did you mean 'mine'? Choices: ")
-    done = launch(*own, "hydra.run.dir=other", code=2)
-    assert done.stderr == (
-        "error: task._target_='my_tasks.Mine' cannot be imported: ModuleNotFoundError: No module named 'my_tasks'. "
-        "Check the name, and that its folder is on PYTHONPATH.\n"
+    with pytest.raises(ConfigError) as caught:
+        train(compose([*FAST, "task=mine"], str(tmp_path / "conf")), tmp_path / "other")
+    assert str(caught.value) == (
+        "task._target_='my_tasks.Mine' cannot be imported: ModuleNotFoundError: No module named 'my_tasks'. "
+        "Check the name, and that its folder is on PYTHONPATH."
     )
 
 

@@ -1,8 +1,6 @@
 """metrics.jsonl, and the trackers that read the same events."""
 
 import json
-import os
-import re
 
 import pytest
 from conftest import SMALL, events
@@ -81,9 +79,8 @@ def test_wandb_offline(launch, tmp_path):
     (folder,) = (out / "wandb").glob("offline-run-*")
     identity = folder.name.rsplit("-", 1)[1]
     written = (folder / f"run-{identity}.wandb").read_bytes()
-    for key in (b"rows_per_forward", b"prompts_per_step", b"phase_seconds", b"tokens_per_second"):
+    for key in (b"rows_per_forward", b"prompts_per_step", b"phase_seconds", b"tokens_per_second", b"clutch"):
         assert key in written
-    assert re.search(rb"clutch", written), "the project"
 
     saved = checkpoint.latest(out / "checkpoints")
     assert saved is not None
@@ -93,12 +90,3 @@ def test_wandb_offline(launch, tmp_path):
         if path.is_file() and not path.is_symlink():
             for secret in secrets.values():
                 assert secret.encode() not in path.read_bytes(), path
-
-
-def test_no_tracker_is_imported_unless_asked_for(launch, tmp_path):
-    poison = tmp_path / "poison"
-    for name in ("wandb", "tensorboard"):
-        (poison / name).mkdir(parents=True)
-        (poison / name / "__init__.py").write_text("raise RuntimeError('imported')\n")
-    launch(*SMALL, "algo.steps=1", "hydra.run.dir=run", env={"PYTHONPATH": str(poison)})
-    assert os.listdir(tmp_path / "run" / "checkpoints") == ["step-00000001"]

@@ -3,11 +3,15 @@
 import importlib
 import inspect
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, make_dataclass
 from typing import Any, Protocol
 
-from common.config import ConfigError, unknown_key
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from common.config import ConfigError
+from common.config import build as build_settings
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ def build(node: dict[str, Any]) -> Task:
     Raises: ConfigError for a target that cannot be found, an unknown argument, or an object that is no task.
     """
     target = str(node["_target_"])
-    arguments = {key: value for key, value in node.items() if key != "_target_"}
+    arguments = {key: value for key, value in node.items() if key not in ("_target_", "pretrain_steps")}
     module, _, name = target.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
@@ -78,10 +82,8 @@ def build(node: dict[str, Any]) -> Task:
             "folder is on PYTHONPATH."
         ) from error
     parameters = inspect.signature(found).parameters
-    checks_itself = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    for key in arguments:
-        if key not in parameters and not checks_itself:
-            raise ConfigError(unknown_key(f"task.{key}", key, list(parameters)))
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):  # such a task checks by itself
+        arguments = _checked(arguments, parameters.values())
     task = found(**arguments)
     missing = [name for name in ("examples", "prompt", "reward", "metrics") if not callable(getattr(task, name, None))]
     if missing:
@@ -89,3 +91,22 @@ def build(node: dict[str, Any]) -> Task:
             f"task._target_={target!r} has no method {missing[0]}. See common/tasks/__init__.py for the four."
         )
     return task
+
+
+def _checked(arguments: dict[str, Any], parameters: Iterable[inspect.Parameter]) -> dict[str, Any]:
+    """Arguments converted to the annotated types, by the rules of every other setting. Raises: ConfigError."""
+    fields = []
+    for parameter in parameters:
+        kind = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
+        try:
+            OmegaConf.structured(make_dataclass("Settings", [(parameter.name, kind)]))
+        except OmegaConfBaseException:
+            kind = Any  # a type that YAML knows nothing of
+        default = parameter.default
+        fields.append(
+            (parameter.name, kind)
+            if default is inspect.Parameter.empty
+            else (parameter.name, kind, field(default_factory=lambda value=default: value))
+        )
+    schema = make_dataclass("Settings", fields, kw_only=True)
+    return vars(build_settings(schema, arguments, "task"))

@@ -1,0 +1,251 @@
+"""Chess: given a position (FEN) and a move (UCI), write the position after it.
+
+python-chess is a free and exact oracle, so data is unlimited, and exact match is a measure that a reward cannot talk
+its way around. Edit distance alone pays for copying: an unchanged FEN is about 0.92 similar to the right one, so the reward
+is a weighted mean of several components, and the copy baseline stands beside every measurement.
+"""
+
+import csv
+import io
+import random
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import chess
+import chess.pgn
+import Levenshtein
+import numpy as np
+
+from common.config import ConfigError, at_least
+from common.tasks import Example
+from common.tasks.data import read_lines
+
+FIELDS = ("board", "turn", "castling", "en_passant", "halfmove", "fullmove")
+SPLIT_SEED = 0  # apart from the run's seed, so that runs of a sweep measure on the same test rows
+_REST = re.compile(r"[wb] (?:-|K?Q?k?q?) (?:-|[a-h][36]) (?:0|[1-9][0-9]{0,3}) [1-9][0-9]{0,3}")
+_LONGEST = 120  # no FEN is longer; hostile completions may be
+
+
+class Chess:
+    """The task.
+
+    Args: as in conf/task/chess.yaml. `weights` by component: exact, fields, valid, levenshtein.
+    Raises: ConfigError for settings that cannot work and for data that is missing or broken.
+    """
+
+    name = "chess"
+
+    def __init__(
+        self,
+        *,
+        path: str | None,
+        test_path: str | None,
+        positions: int,
+        test_positions: int,
+        plies: int,
+        template: str,
+        weights: dict[str, float],
+        share_right: float,
+    ) -> None:
+        at_least("task.positions", positions, 2)
+        at_least("task.test_positions", test_positions, 1)
+        at_least("task.plies", plies, 1)
+        if test_path is not None and path is None:
+            raise ConfigError(f"task.test_path={test_path!r} has no effect without task.path. Give task.path too.")
+        if not 0 <= share_right <= 1:
+            raise ConfigError(f"task.share_right={share_right} is out of range. Give a share from 0 to 1.")
+        for key in ("{fen}", "{move}"):
+            if key not in template:
+                raise ConfigError(f"task.template={template!r} does not hold {key}. Add it, as in '{{fen}} {{move}} =>'.")
+        known = {
+            "exact": self._exact,
+            "fields": self._fields,
+            "valid": self._valid,
+            "levenshtein": self._levenshtein,
+        }
+        for name, weight in weights.items():
+            if name not in known:
+                raise ConfigError(f"task.weights.{name} is not a component. Components: {', '.join(known)}.")
+            at_least(f"task.weights.{name}", weight, 0)
+        if not sum(weights.values()) > 0:
+            raise ConfigError("task.weights are all 0. Give at least one component a weight above 0.")
+        self.components = {name: known[name] for name, weight in weights.items() if weight > 0}
+        self.weights, self.template, self.share_right = weights, template, share_right
+        if path is None:
+            rows = _generated(positions + test_positions, plies)
+            test, train = rows[:test_positions], rows[test_positions:]
+        else:
+            train = list(_read(path, "task.path"))
+            test = list(_read(test_path, "task.test_path")) if test_path else []
+            if not test:
+                random.Random(SPLIT_SEED).shuffle(train)
+                held = min(test_positions, len(train) // 5)
+                test, train = train[:held], train[held:]
+        tested = {row[:2] for row in test}
+        train = list(dict.fromkeys(row for row in train if row[:2] not in tested))
+        if len(train) < 2 or not test:
+            raise ConfigError(f"task.path={path!r} leaves {len(train)} train and {len(test)} test rows. Give more rows.")
+        self._splits = {
+            name: [
+                Example(id=i, question=template.format(fen=fen, move=move), answer=after, extra={"fen": fen, "move": move})
+                for i, (fen, move, after) in enumerate(rows)
+            ]
+            for name, rows in (("train", train), ("test", test))
+        }
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """The rows of `split`, "train" or "test"; no test row is a train row."""
+        return self._splits[split]
+
+    def prompt(self, example: Example) -> str:
+        """FEN and move in the template."""
+        return example.question
+
+    def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
+        """The position after the move; but in most rows turn and clocks are left as they were before it."""
+        if draw.random() < self.share_right:
+            return example.question, f" {example.answer}"
+        board, _, castling, passant, _, _ = example.answer.split(" ")
+        _, turn, _, _, half, full = example.extra["fen"].split(" ")
+        return example.question, f" {' '.join((board, turn, castling, passant, half, full))}"
+
+    def reward(self, example: Example, completion: str) -> float:
+        """Weighted mean of the components, in [0, 1]."""
+        total = sum(self.weights[name] for name in self.components)
+        return sum(self.weights[n] * c([example], [completion])[0] for n, c in self.components.items()) / total
+
+    def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
+        """Percent: exact match first, accuracy by field, valid FENs, similarity, and what copying the input would get."""
+        fens = [e.extra["fen"] for e in examples]
+        found = {"exact": _mean(self._exact(examples, completions)), "valid": _mean(self._valid(examples, completions))}
+        answers = [e.answer.split(" ") for e in examples]
+        given = [text.strip()[:_LONGEST].split(" ") for text in completions]
+        for index, name in enumerate(FIELDS):
+            right = [len(g) > index and g[index] == a[index] for g, a in zip(given, answers, strict=True)]
+            found[name] = _mean([float(r) for r in right])
+        found["levenshtein"] = _mean(self._levenshtein(examples, completions))
+        found["copy_levenshtein"] = _mean(self._levenshtein(examples, fens))
+        return {name: 100 * value for name, value in found.items()}
+
+    # --- components: (examples, completions) -> scores in [0, 1]
+
+    @staticmethod
+    def _exact(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
+        return [float(text.strip() == e.answer) for e, text in zip(examples, completions, strict=True)]
+
+    @staticmethod
+    def _fields(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
+        """Share of the six fields that are right; 0 unless there are six."""
+        scores = []
+        for example, text in zip(examples, completions, strict=True):
+            given, wanted = text.strip()[:_LONGEST].split(" "), example.answer.split(" ")
+            same = sum(g == w for g, w in zip(given, wanted, strict=False)) if len(given) == len(wanted) else 0
+            scores.append(same / len(wanted))
+        return scores
+
+    @staticmethod
+    def _valid(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
+        return valid_fens([text.strip() for text in completions]).astype(float).tolist()
+
+    @staticmethod
+    def _levenshtein(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
+        """Similarity to the answer; 0 for what is no FEN at all, so that noise and JSON earn nothing."""
+        texts = [text.strip() for text in completions]
+        scores = []
+        for example, text in zip(examples, texts, strict=True):
+            plausible = 0 < len(text) <= _LONGEST and text.count("/") == 7 and text.count(" ") == 5
+            scores.append(Levenshtein.ratio(text, example.answer) if plausible else 0.0)
+        return scores
+
+
+def valid_fens(texts: Sequence[str]) -> np.ndarray:
+    """Which texts are FENs: eight ranks of eight squares, one king a side, six well-formed fields. bool [N].
+
+    The board is checked for all texts at once, as a matrix of characters.
+    """
+    valid = np.zeros(len(texts), dtype=bool)
+    rows, boards = [], []
+    for row, text in enumerate(texts):
+        board, _, rest = text[: _LONGEST + 1].partition(" ")
+        if len(text) <= _LONGEST and board.isascii() and _REST.fullmatch(rest) and "  " not in rest:
+            rows.append(row)
+            boards.append(board)
+    if not rows:
+        return valid
+    width = max(len(board) for board in boards)
+    if width == 0:
+        return valid
+    matrix = np.array([list(board.ljust(width, "\0").encode("ascii")) for board in boards], dtype=np.uint8)  # [n, width]
+    digit = (matrix >= ord("1")) & (matrix <= ord("8"))
+    slash = matrix == ord("/")
+    piece = np.isin(matrix, np.frombuffer(b"pnbrqkPNBRQK", dtype=np.uint8))
+    known = (digit | slash | piece | (matrix == 0)).all(1)
+    twice = (digit[:, 1:] & digit[:, :-1]).any(1)  # "11" for "2"
+    squares = np.where(digit, matrix - ord("0"), piece).astype(int).cumsum(1)  # squares up to here
+    rank = slash.cumsum(1)  # ranks ended up to here
+    ends = np.where(slash, squares == 8 * rank, True).all(1)  # each slash stands after 8 more squares
+    whole = (rank[:, -1] == 7) & (squares[:, -1] == 64)
+    kings = ((matrix == ord("k")).sum(1) == 1) & ((matrix == ord("K")).sum(1) == 1)
+    valid[rows] = known & ~twice & ends & whole & kings
+    return valid
+
+
+def _generated(count: int, plies: int) -> list[tuple[str, str, str]]:
+    """Distinct (FEN, move, FEN after it) from random games of `plies` half-moves at most, in random order."""
+    draw = random.Random(f"chess {SPLIT_SEED} {plies}")
+    rows: dict[tuple[str, str], str] = {}
+    while len(rows) < count:
+        board = chess.Board()
+        for _ in range(plies):
+            moves = list(board.legal_moves)
+            if not moves:
+                break
+            before, move = board.fen(), draw.choice(moves)
+            board.push(move)
+            rows.setdefault((before, move.uci()), board.fen())
+    found = [(fen, move, after) for (fen, move), after in rows.items()]
+    draw.shuffle(found)
+    return found[:count]
+
+
+def _read(path: str, key: str) -> Iterator[tuple[str, str, str]]:
+    """Rows of a .csv (columns FEN and Moves, each move of a line) or .pgn file, plain or .gz."""
+    kind = "".join(Path(path).suffixes).removesuffix(".gz")
+    if kind.endswith(".pgn"):
+        file = io.StringIO("\n".join(read_lines(path, key)))
+        while (game := chess.pgn.read_game(file)) is not None:
+            if game.errors:
+                raise ConfigError(f"{key}={path!r}: {game.errors[0]}. Mend or remove the game.")
+            board = game.board()
+            for move in game.mainline_moves():
+                yield _row(board, move)
+        return
+    if not kind.endswith(".csv"):
+        raise ConfigError(f"{key}={path!r} is of no known kind. Give a file that ends in .csv or .pgn (or the same with .gz).")
+    table = csv.DictReader(read_lines(path, key))
+    for column in ("FEN", "Moves"):
+        if column not in (table.fieldnames or ()):
+            raise ConfigError(f"{path}:1: no column {column!r}. Columns there: {', '.join(table.fieldnames or ())}.")
+    for number, row in enumerate(table, start=2):
+        try:
+            board = chess.Board(row["FEN"])
+            for text in row["Moves"].split():
+                move = chess.Move.from_uci(text)
+                if move not in board.legal_moves:
+                    raise ValueError(f"illegal move {text}")
+                yield _row(board, move)
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(f"{path}:{number}: {error}. Mend or remove the row.") from None
+
+
+def _row(board: chess.Board, move: chess.Move) -> tuple[str, str, str]:
+    before = board.fen()
+    board.push(move)
+    return before, move.uci(), board.fen()
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))
+
+
