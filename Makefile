@@ -5,7 +5,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 ARGS ?=
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 -m "not slow"
 
 .PHONY: run test check lock
 

@@ -191,7 +191,7 @@ def find_device(name: str | None) -> torch.device:
 def conditions(device: torch.device, **more: Any) -> dict[str, Any]:
     """What a number depends on. load_average: of the machine when this was called, so before the measurement."""
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else hardware._cpu_name(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else hardware.cpu_name(),
         "device_type": device.type,
         "threads": torch.get_num_threads(),
         "load_average": round(os.getloadavg()[0], 2),

@@ -40,7 +40,7 @@ def find(config: HardwareConfig, local_rank: int = 0) -> Device:
         same = same and (config.memory_gb is None or abs(gb - config.memory_gb) < 0.2 * config.memory_gb)
         return Device(device, properties.name, gb, same)
     gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return Device(torch.device("cpu"), _cpu_name(), gb, config.device != "cuda")
+    return Device(torch.device("cpu"), cpu_name(), gb, config.device != "cuda")
 
 
 def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
@@ -117,7 +117,8 @@ def peak_memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Model of the CPU and its cores."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as info:
             names = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]

@@ -168,7 +168,7 @@ def token_logprobs(model: PreTrainedModel, groups: Groups, temperature: float) -
     Logits are divided by `temperature` (that of sampling; 1 for greedy runs) and never exist for more than `LOGITS` floats.
     """
     states = hidden_states(model, groups)[groups.mask]  # [tokens, d]
-    head = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
     flat = _HeadLogprobs.apply(
         states, head.weight, getattr(head, "bias", None), groups.completions[groups.mask], temperature
     )
@@ -234,7 +234,8 @@ def check_model(model: PreTrainedModel) -> None:
     Some architectures scale or cap their logits, or bring an attention of their own: better refused than silently wrong.
     """
     device = next(model.parameters()).device
-    vocabulary = model.get_output_embeddings().weight.shape[0]
+    head: Any = model.get_output_embeddings()
+    vocabulary = head.weight.shape[0]
     ids = (torch.arange(12) * 7 + 3) % vocabulary
     prompts, completions = [ids[:3].tolist(), ids[3:5].tolist()], [[ids[5:8].tolist(), ids[8:9].tolist()]] * 2
     training = model.training

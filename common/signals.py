@@ -1,5 +1,6 @@
 """Exit codes, and stopping at the end of a step on SIGTERM, SIGUSR1 or Ctrl-C."""
 
+import os
 import signal
 import sys
 import time
@@ -36,12 +37,17 @@ class StopSignal:
     def __init__(self) -> None:
         self.name: str | None = None
         self._since = 0.0
+        self._left = False
         self._previous: dict[int, Any] = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.name is not None:
-            if time.monotonic() - self._since > self.SAME:
+            if time.monotonic() - self._since <= self.SAME:
+                return
+            if not self._left:
                 sys.exit(128 + number)
+            self._restore()
+            os.kill(os.getpid(), number)
             return
         self.name, self._since = signal.Signals(number).name, time.monotonic()
         print(f"{self.name}: finishing this step, then saving. Again to exit now.", file=sys.stderr, flush=True)
@@ -55,5 +61,12 @@ class StopSignal:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._left = True
+        if (
+            self.name is None
+        ):  # else the next signal restores, so that a repetition does not break into the end of the run
+            self._restore()
+
+    def _restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)

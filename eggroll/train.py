@@ -80,6 +80,15 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             log.info("before: held-out %s %.2f", first.name, first.value)
     last = None
     tracker = Tracker(run, context.out_dir, settings.steps, state["step"], state["tracker"]) if context.main else None
+    compiling: dict[str, float] = {}
+    if run.opt.compile.enabled and state["step"] < settings.steps:
+        # A rehearsal whose rewards are thrown away, so that the first step's time is that of a step.
+        began = time.perf_counter()
+        rehearsed = train_rows.batch(state["step"], settings.prompts_per_step)
+        population.rewards(rehearsed, state["step"], state["step"] // settings.noise_reuse, settings.sigma, Phases())
+        compiling = {"compile_seconds": time.perf_counter() - began}
+        if context.main:
+            log.info("compiled in %.0f s", compiling["compile_seconds"])
     with closed_on_error(tracker), StopSignal() as stop, report.profiled(run, context) as traced:
         for step in range(state["step"], settings.steps):
             started, phases = time.perf_counter(), Phases()
@@ -99,11 +108,12 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             state["step"] = step + 1
             state["generated"] += generated
             state["evaluations"] += rewards.numel()
-            event: dict[str, Any] = {}
+            event: dict[str, Any] = compiling
+            compiling = {}
             if run.evaluate.every and (step + 1) % run.evaluate.every == 0 and step + 1 < settings.steps:
                 with phases("evaluate"):
                     seen = measure()
-                event = {"metric": seen.value, "metric_name": seen.name, "metrics": seen.metrics}
+                event |= {"metric": seen.value, "metric_name": seen.name, "metrics": seen.metrics}
             seconds = time.perf_counter() - started
             state["seconds"] += seconds
             if tracker:

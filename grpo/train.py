@@ -12,6 +12,7 @@ import copy
 import logging
 import math
 import time
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -24,7 +25,7 @@ from common.evaluation import evaluate
 from common.rollout import Sampler
 from common.signals import EXIT_NUMBERS, RunStopped, StopSignal
 from common.tasks import Task, build
-from common.tracking import Phases, Tracker
+from common.tracking import Phases, Tracker, closed_on_error
 from grpo.config import GrpoConfig
 from grpo.groups import Group, Roller
 from grpo.loss import Counts, advantages, policy_loss
@@ -77,7 +78,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         if context.main:
             log.info("before: held-out %s %.2f", first.name, first.value)
     tracker = Tracker(run, context.out_dir, settings.steps, state["step"], state["tracker"]) if context.main else None
-    with StopSignal() as stop, report.profiled(run, context) as traced:
+    with closed_on_error(tracker), closing(roller.scorer), StopSignal() as stop, report.profiled(run, context) as traced:
         while state["step"] < settings.steps:
             started, phases, first_step = time.perf_counter(), Phases(), state["step"]
             rollout, state["cursor"] = roller.roll(first_step, state["cursor"], phases)
@@ -146,12 +147,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                 policy.save(state)
             context.barrier()
             if stopping and done < settings.steps:
-                if tracker:
-                    tracker.close()
-                roller.scorer.close()
                 raise loop.stopped(context, done - 1, settings.steps)
 
-    roller.scorer.close()
     last = measure()
     before = state["before"]["metrics"]
     result = report.Result(

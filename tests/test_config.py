@@ -86,8 +86,8 @@ MISTAKES = {
     "+algo.lrr=3": "algo.lrr is not a setting. Did you mean 'lr'? Settings here: name, steps, members, "
     "prompts_per_step, samples_per_prompt, rows_per_forward, rank, sigma, lr, mirrored, noise_reuse, fitness, noise, "
     "optimizer, lr_schedule, sigma_schedule, weight_decay, sampling.",
-    "sede=1": "sede is not a setting. Did you mean 'seed'? Settings here: seed, resume, evaluate, checkpoint, hardware, "
-    "model, opt, tracker, algo, task.",
+    "sede=1": "sede is not a setting. Did you mean 'seed'? Settings here: seed, resume, evaluate, checkpoint, scoring, "
+    "hardware, model, opt, tracker, algo, task.",
     "algo.sigma=high": "algo.sigma=high: Value 'high' of type 'str' could not be converted to Float.",
     "algo.steps=1.5": "algo.steps=1.5: Value '1.5' of type 'float' could not be converted to Integer.",
     "opt=[amp,cmpile]": "opt='cmpile' is not a choice. Did you mean 'compile'? Choices: amp, checkpointing, compile, ddp, "
@@ -96,7 +96,7 @@ MISTAKES = {
     "opt.amp.dtype=float16": "opt.amp.dtype=float16 has no effect: amp is off. Add it: 'opt=[amp,...]'.",
     "hardware=a100": "hardware='a100' is not a choice. Did you mean 'v100'? Choices: a100_40g, a100_80g, auto, cpu, h100, "
     "h200, rtx4090, v100.",
-    "algo=egroll": "algo='egroll' is not a choice. Did you mean 'eggroll'? Choices: eggroll.",
+    "algo=egroll": "algo='egroll' is not a choice. Did you mean 'eggroll'? Choices: eggroll, grpo.",
     "algo.members=3": "algo.members=3 is odd, and algo.mirrored=true needs pairs. Use algo.members=4, or "
     "algo.mirrored=false.",
     "algo.fitness=zscor": "algo.fitness='zscor' is not a choice. Did you mean 'zscore'? Choices: zscore, prompt_zscore, "

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT, SMALL, events
 from letters import Letters
 from safetensors.torch import load_file
@@ -115,7 +116,7 @@ def test_a_seed_is_a_run(tmp_path):
 LONG = [
     *MOVING,
     "task=letters",
-    "algo.steps=60",
+    "algo.steps=150",
     "algo.optimizer.name=Adam",
     "algo.lr=0.003",
     "algo.noise_reuse=3",
@@ -180,7 +181,7 @@ def go_on(own_task: Path, out: Path, *overrides: str):
 
 def test_kill_9_and_resume_ends_with_the_same_bits(own_task, unbroken, tmp_path):
     """Killed twice, the second time while it resumes; the newest checkpoint is damaged between the two."""
-    step = random.randrange(9, 30)
+    step = random.randrange(9, 40)
     print(f"killed after step {step}")  # shown when the test fails
     with started(own_task, tmp_path) as process:
         wait_for_step(process, tmp_path, step)
@@ -189,12 +190,12 @@ def test_kill_9_and_resume_ends_with_the_same_bits(own_task, unbroken, tmp_path)
     assert not (tmp_path / "result.json").exists()
     newest = max((tmp_path / "checkpoints").glob("step-????????"))
     done = int(newest.name.removeprefix("step-"))
-    assert done < 60
+    assert done < 150
     weights = newest / "tensors.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
 
     with started(own_task, tmp_path, "resume=auto") as process:
-        wait_for_step(process, tmp_path, min(done + 6, 50))
+        wait_for_step(process, tmp_path, done + 6)
         process.kill()
         said = process.communicate()[0]
     assert f"warning: checkpoint {newest} is not valid: tensors.safetensors is damaged" in said
@@ -214,13 +215,12 @@ def test_a_signal_saves_and_the_run_goes_on(own_task, unbroken, tmp_path, number
     with started(own_task, tmp_path, "checkpoint.every=0") as process:
         wait_for_step(process, tmp_path, 5)
         process.send_signal(number)
-        process.send_signal(number)  # a repetition at once is the same wish
         said = process.communicate(timeout=60)[0]
     assert process.returncode == EXIT_SIGNAL == 75
     step = saved(tmp_path).step
-    assert len(events(tmp_path)) == step < 60
+    assert len(events(tmp_path)) == step < 150
     assert f"{number.name}: finishing this step, then saving." in said
-    assert f"stopped after step {step} of 60, saved in {tmp_path}/checkpoints." in said
+    assert f"stopped after step {step} of 150, saved in {tmp_path}/checkpoints." in said
     assert f"Go on with hydra.run.dir={tmp_path} resume=auto." in said
     assert "Traceback" not in said
     go_on(own_task, tmp_path)
@@ -236,7 +236,7 @@ def test_a_signal_to_the_parent_stops_all_ranks(own_task, unbroken, tmp_path):
         said = process.communicate(timeout=60)[0]
     assert process.returncode == EXIT_SIGNAL, said
     assert "Traceback" not in said
-    assert len(events(tmp_path)) == saved(tmp_path).step < 60
+    assert len(events(tmp_path)) == saved(tmp_path).step < 150
     go_on(own_task, tmp_path)
     assert same_bits(tmp_path, unbroken)
 
@@ -434,10 +434,13 @@ def test_compile_equals_eager(own_task, launch, tmp_path):
         pytest.skip(f"torch.compile needs a C++ compiler: {error}")
     launch(
         *("--config-dir", str(own_task), f"hydra.run.dir={tmp_path}/compiled", *MOVING),
-        *("task=letters", "opt=[compile]", "algo.steps=2"),
+        *("task=letters", "opt=[compile]", "algo.steps=2", "model.tiny.layers=1"),
         env={"PYTHONPATH": str(TESTS)},
     )
-    run_here(tmp_path / "eager", "algo.steps=2")
+    run_here(tmp_path / "eager", "algo.steps=2", "model.tiny.layers=1")
+    first, second = events(tmp_path / "compiled")
+    assert first["compile_seconds"] > 3 * first["seconds"], "compilation is told apart from the first step"
+    assert "compile_seconds" not in second
     assert completions(tmp_path / "compiled", "before") == completions(tmp_path / "eager", "before")
     assert largest_difference(tmp_path / "compiled", tmp_path / "eager") < 1e-4
     assert [event["reward"] for event in events(tmp_path / "compiled")] == pytest.approx(
@@ -497,6 +500,27 @@ def test_out_of_memory_halves_the_rows(tmp_path, monkeypatch):
     log = (tmp_path / "halved" / "run.log").read_text()
     assert log.count("WARNING out of memory: repeating with 8 rows a forward") == 1
     assert log.count("WARNING out of memory: repeating with 4 rows a forward") == 1
+
+
+class ShortOnRank1(Letters):
+    """Rank 1, and it alone, has memory for forwards of four rows."""
+
+    def examples(self, split):
+        if dist.is_initialized() and dist.get_rank() == 1 and split == "test":
+            run_out_of_memory(pytest.MonkeyPatch(), above_rows=4)  # in a process of its own, which ends with the run
+        return super().examples(split)
+
+
+def test_ranks_agree_on_the_rows_when_one_runs_out_of_memory(tmp_path):
+    """Members are shared out by rows, so a rank that goes on with fewer on its own would leave some out."""
+    run_here(tmp_path / "one", "algo.steps=3")
+    run_here(tmp_path / "two", "algo.steps=3", "opt=[ddp]", task=ShortOnRank1("smooth"))
+    assert "repeating with 4 rows a forward" in (tmp_path / "two" / "rank-1.log").read_text()
+    assert "repeating with" not in (tmp_path / "two" / "run.log").read_text()
+    assert largest_difference(tmp_path / "one", tmp_path / "two") < 1e-4
+    assert [event["reward"] for event in events(tmp_path / "two")] == pytest.approx(
+        [event["reward"] for event in events(tmp_path / "one")], rel=1e-6
+    )
 
 
 def test_out_of_memory_at_the_floor_gives_advice(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import torch
 from conftest import ROOT, SMALL, events
 
 from common.config import ConfigError
+from common.signals import StopSignal
 from common.tasks import Example
 from launch import compose, train
 
@@ -212,6 +213,36 @@ def test_torchrun_makes_one_folder_and_ctrl_c_saves(cache, tmp_path):
     assert f"stopped after step {step} of 2000, saved in" in said
     result = train(compose([*SMALL, f"algo.steps={step + 1}", "resume=auto"]), out)
     assert (result.steps, result.world_size) == (step + 1, 1)
+
+
+def test_a_repeated_signal_is_one_wish_for_a_while():
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        with StopSignal() as stop:
+            assert stop.name is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM], "without a stop the handlers are as before"
+
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)  # torchrun and a terminal both send it
+            assert stop.name == "SIGTERM"
+        os.kill(os.getpid(), signal.SIGTERM)  # while the run is ending
+        assert len(heard) == 1
+        stop._since -= stop.SAME + 1
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert len(heard) == 2, "later on, what was there before hears it"
+
+        with pytest.raises(SystemExit) as left, StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            stop._since -= stop.SAME + 1
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert left.value.code == 128 + signal.SIGTERM, "who asks again later wants it at once"
+        stop._restore()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 # --- from Python, and with a task of one's own -----------------------------------------------------------------------

@@ -1,0 +1,271 @@
+"""GRPO end to end: real runs of a model of a few thousand parameters."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, Launch, events
+
+from common import checkpoint, hardware, loop
+from common.config import ConfigError
+from common.rollout import Sampler
+from common.tasks import Example
+from grpo.groups import Group
+from grpo.train import micro_batches
+from launch import compose, train
+
+SMALL = [
+    "algo=grpo",
+    "task=translate",
+    "hardware=cpu",
+    "model.tiny.hidden_size=32",
+    "model.tiny.layers=2",
+    "model.tiny.heads=2",
+    "model.tiny.intermediate_size=64",
+    "model.tiny.pretrain_steps=0",
+    "algo.prompts_per_step=3",
+    "algo.samples_per_prompt=4",
+    "algo.sampling.max_new_tokens=8",
+    "algo.steps=4",
+    "evaluate.examples=4",
+]
+
+
+def weights(folder):
+    return checkpoint.latest(folder / "checkpoints").tensors
+
+
+def same(first, second, **tolerance):
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        if tolerance:
+            torch.testing.assert_close(tensor, second[name], **tolerance)
+        else:
+            assert torch.equal(tensor, second[name]), name
+
+
+def test_a_run_leaves_everything(launch: Launch, tmp_path):
+    done = launch(*SMALL, "hydra.run.dir=out")
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["algo"] == "grpo"
+    assert result["steps"] == 4
+    assert result["reward_evaluations"] >= 4 * 12
+    keys = {"step", "seconds", "phase_seconds", "reward", "tokens_per_second", "peak_memory_gb", "loss", "grad_norm"}
+    keys |= {"entropy", "clipped", "ratio_kl", "sampler_gap", "dead_groups", "truncated", "live_groups", "rounds"}
+    logged = events(tmp_path / "out")
+    assert [event["step"] for event in logged] == [1, 2, 3, 4]
+    for event in logged:
+        assert keys <= event.keys()
+        assert event["sampler_gap"] < 1e-5  # sampler and trainer agree
+        assert event["ratio_kl"] == 0  # one pass: on policy
+    assert "written to" in done.stdout
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["algo.loss=grpo", "algo.advantage=batch"],
+        ["algo.loss=dr_grpo", "algo.advantage=none"],
+        ["algo.loss=bnpo"],
+        ["algo.loss=gspo", "algo.epsilon_low=3e-4", "algo.epsilon_high=4e-4", "algo.passes=2"],
+        ["algo.loss=cispo", "algo.passes=2"],
+        ["algo.dual_clip=3", "algo.delta=4", "algo.epsilon_high=0.28"],
+        ["algo.kl.beta=0.1"],
+        ["algo.kl.beta=0.1", "algo.kl.estimator=k1", "algo.kl.where=reward", "opt=offload"],
+        ["algo.entropy_bonus=0.01"],
+        ["algo.mask_truncated=true", "algo.overlong_buffer=4"],
+        ["algo.resample_rounds=0"],
+        ["opt=checkpointing"],
+        ["opt=amp"],
+        ["algo.optimizer.name=SGD", "algo.optimizer.kwargs={momentum: 0.9}", "algo.lr=0.1"],
+        ["scoring.kind=threads"],
+        ["algo.lr_schedule.kind=cosine", "algo.lr_schedule.end=0.1"],
+    ],
+    ids=lambda changes: " ".join(changes),
+)
+def test_every_option_trains(changes, tmp_path, in_cache):
+    run = compose([*SMALL, "algo.steps=2", *[c for c in changes if not c.startswith("opt=")], *[c for c in changes if c.startswith("opt=")]])
+    result = train(run, tmp_path / "out")
+    assert result.steps == 2
+    untrained = train(compose([*SMALL, "algo.steps=1", "algo.lr=1e-30"]), tmp_path / "still")
+    assert untrained.steps == 1
+    moved = [not torch.equal(t, weights(tmp_path / "still")[n]) for n, t in weights(tmp_path / "out").items()]
+    assert any(moved)
+    logged = events(tmp_path / "out")
+    assert all(torch.isfinite(torch.tensor([e["loss"], e["grad_norm"]])).all() for e in logged)
+    if "algo.passes=2" in changes:
+        assert logged[0]["ratio_kl"] == 0
+        assert logged[1]["ratio_kl"] > 0  # off the sampling policy
+    if any("beta" in c for c in changes) and "algo.kl.where=reward" not in changes:
+        assert logged[0]["kl"] == pytest.approx(0, abs=1e-6)
+        assert logged[1]["kl"] > 0
+
+
+def test_micro_batches_and_checkpointing_change_nothing(tmp_path, in_cache):
+    """The gradient of a step has one exact denominator."""
+    for name, changes in {
+        "whole": ["algo.micro_batch_rows=12"],
+        "group": ["algo.micro_batch_rows=4"],
+        "split": ["algo.micro_batch_rows=3"],
+        "single": ["algo.micro_batch_rows=1"],
+        "recomputed": ["algo.micro_batch_rows=4", "opt=checkpointing"],
+    }.items():
+        for loss in ("dapo", "grpo"):
+            train(compose([*SMALL, "algo.steps=2", f"algo.loss={loss}", *changes]), tmp_path / f"{name}-{loss}")
+    for loss in ("dapo", "grpo"):
+        for name in ("group", "split", "single", "recomputed"):
+            same(weights(tmp_path / f"{name}-{loss}"), weights(tmp_path / f"whole-{loss}"), rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("changes", [[], ["algo.passes=2", "algo.kl.beta=0.05", "algo.loss=grpo"]], ids=["plain", "passes and kl"])
+def test_two_ranks_end_where_one_ends(launch: Launch, tmp_path, changes):
+    launch(*SMALL, *changes, "hydra.run.dir=one")
+    launch(*SMALL, *changes, "opt=[ddp]", "opt.ddp.ranks=2", "hydra.run.dir=two")
+    same(weights(tmp_path / "one"), weights(tmp_path / "two"), rtol=1e-3, atol=2e-5)
+    one, two = (json.loads((tmp_path / n / "result.json").read_text()) for n in ("one", "two"))
+    assert two["world_size"] == 2
+    assert one["generated_tokens"] == two["generated_tokens"]
+    assert one["after"] == two["after"]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_killed_and_resumed_equals_unbroken(launch: Launch, tmp_path, cache, passes):
+    arguments = [*SMALL, "algo.steps=8", f"algo.passes={passes}", "checkpoint.every=2"]
+    launch(*arguments, "hydra.run.dir=whole")
+    command = [sys.executable, str(ROOT / "launch.py"), *arguments, "hydra.run.dir=broken"]
+    import os
+
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=os.environ | {"CLUTCH_CACHE": str(cache)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    metrics = tmp_path / "broken" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    launch(*arguments, "hydra.run.dir=broken", "resume=auto")
+    same(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
+    kept = ("step", "reward", "loss", "grad_norm", "entropy", "generated_tokens", "reward_evaluations", "ratio_kl")
+    for mended, whole in zip(events(tmp_path / "broken"), events(tmp_path / "whole"), strict=True):
+        assert {k: mended[k] for k in kept} == {k: whole[k] for k in kept}
+
+
+class Fixed:
+    """Every completion of an example earns the same: no group is alive."""
+
+    name = "fixed"
+
+    def __init__(self, value=0.0):
+        self.value = value
+
+    def examples(self, split):
+        return [Example(id=i, question=f"q{i}", answer="") for i in range(20)]
+
+    def prompt(self, example):
+        return example.question
+
+    def reward(self, example, completion):
+        return self.value
+
+    def metrics(self, examples, completions):
+        return {"fixed": 0.0}
+
+
+def test_a_step_without_live_groups_says_why(tmp_path, in_cache):
+    before = train(compose([*SMALL, "algo.steps=2", "algo.resample_rounds=1"]), tmp_path / "x")
+    assert before.steps == 2
+    train(compose([*SMALL, "algo.steps=2", "algo.resample_rounds=1"]), tmp_path / "out", task=Fixed())
+    text = (tmp_path / "out" / "run.log").read_text()
+    assert "step 1: nothing to learn: all 6 groups of 2 rounds have equal rewards (6 of them the lowest)" in text
+    for event in events(tmp_path / "out"):
+        assert event["dead_groups"] == 1
+        assert event["live_groups"] == 0
+        assert event["rounds"] == 2
+
+
+def test_a_reward_that_is_not_finite_stops_with_the_row(tmp_path, in_cache):
+    with pytest.raises(loop.RunStopped, match=r"step 1: the reward of a completion on example \d+ is nan"):
+        train(compose(SMALL), tmp_path / "out", task=Fixed(float("nan")))
+    assert json.loads((tmp_path / "out" / "not_finite.json").read_text())["value"] == "nan"
+
+
+class Slow(Fixed):
+    def reward(self, example, completion):
+        time.sleep(5)
+        return 0.0
+
+
+def test_a_reward_that_hangs_is_named(tmp_path, in_cache):
+    run = compose([*SMALL, "scoring.kind=threads", "scoring.timeout_seconds=0.2", "scoring.workers=16"])
+    with pytest.raises(ConfigError, match=r"scoring took longer than scoring.timeout_seconds=0.2, at or after example \d+"):
+        train(run, tmp_path / "out", task=Slow())
+
+
+def test_out_of_memory_halves_the_rows(tmp_path, in_cache, monkeypatch):
+    train(compose([*SMALL, "algo.rows_per_forward=6", "algo.micro_batch_rows=4"]), tmp_path / "smaller")
+    generate, calls = Sampler.generate, []
+
+    def once(self, *args, **kwargs):
+        calls.append(self.rows)
+        if self.rows > 6:
+            raise torch.OutOfMemoryError("injected")
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(Sampler, "generate", once)
+    monkeypatch.setattr("grpo.train.evaluate", lambda *a, **k: _nothing())
+    train(compose([*SMALL, "algo.rows_per_forward=12", "algo.micro_batch_rows=4"]), tmp_path / "halved")
+    assert 12 in calls
+    same(weights(tmp_path / "halved"), weights(tmp_path / "smaller"), rtol=1e-3, atol=2e-5)
+    assert hardware.halving(lambda rows: rows, 8, 1) == (8, 8)
+
+
+def _nothing():
+    from common.evaluation import Evaluation
+
+    return Evaluation({"bleu": 0.0}, [""] * 4, 0)
+
+
+def test_micro_batches_cover_every_completion_once():
+    groups = [
+        Group(Example(i, "", ""), [1], [[1] * n for n in sizes], [], [], [], [], None)
+        for i, sizes in enumerate([(3, 9, 1), (2, 2, 2), (7, 7, 7), (1, 1, 8), (4, 4, 4)])
+    ]
+    for rows in (1, 2, 3, 6, 7, 100):
+        for indices in (range(0, 5), range(1, 5, 2), range(5, 5)):
+            batches = micro_batches(groups, indices, rows)
+            found = sorted((i, row) for batch in batches for i, part in batch for row in range(3)[part])
+            assert found == [(i, row) for i in indices for row in range(3)]
+            assert all(sum(len(range(3)[part]) for _, part in batch) <= max(rows, 1) for batch in batches)
+
+
+def test_it_learns(launch: Launch, tmp_path):
+    """A small model that knows two answers is taught which one is wanted."""
+    taught = [
+        "algo=grpo",
+        "task=translate",
+        "hardware=cpu",
+        "model.tiny.hidden_size=48",
+        "model.tiny.layers=2",
+        "model.tiny.heads=2",
+        "model.tiny.intermediate_size=128",
+        "model.tiny.pretrain_steps=150",
+        "model.tiny.pretrain_rows=32",
+        "algo.sampling.max_new_tokens=40",
+        "algo.steps=12",
+        "algo.lr=1e-3",
+        "evaluate.examples=48",
+        "hydra.run.dir=out",
+    ]
+    launch(*taught)
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["metrics"]["after"]["chrf"] > result["metrics"]["before"]["chrf"] + 5
+    logged = events(tmp_path / "out")
+    assert logged[-1]["reward"] > logged[0]["reward"] + 0.05
