@@ -54,6 +54,8 @@ from common.config import ConfigError, ModelConfig, TinyConfig
 log = logging.getLogger("clutch")
 
 PAD, EOS = 256, 257  # ids of the byte tokenizer; ids below are the bytes themselves
+# Tiny models that take minutes to make, in float16.
+ASSETS = Path(__file__).parent / "assets"
 TINY_FORMAT = 1  # part of the cache key: raise it when building or training changes
 POOL_BATCHES = 16  # batches that are sorted by length together
 WARMUP = 0.05  # share of the pre-training steps
@@ -201,7 +203,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def tiny(config: TinyConfig, task: Any, *, progress: bool = True) -> Path:
     """The folder of the tiny model for this task; built and pre-trained on the CPU if it is not in the cache.
 
-    The cache is `$CLUTCH_CACHE` or `~/.cache/clutch`; parallel processes build once, the others wait. A damaged entry is
+    Some come with the project (scripts/ship_tiny.py). The cache is `$CLUTCH_CACHE` or `~/.cache/clutch`; parallel processes build once, the others wait. A damaged entry is
     rebuilt with a warning. Raises: ConfigError if the task cannot teach, a row is longer than `context`, or the cache
     cannot be written.
     """
@@ -211,7 +213,10 @@ def tiny(config: TinyConfig, task: Any, *, progress: bool = True) -> Path:
         for part in (prompt, completion):
             digest.update(len(part).to_bytes(8, "little") + part)
     cache = Path(os.environ.get("CLUTCH_CACHE") or "~/.cache/clutch").expanduser()
-    folder = cache / f"tiny-{digest.hexdigest()[:16]}"
+    name = f"tiny-{digest.hexdigest()[:16]}"
+    if (ASSETS / name / "model.safetensors").exists():
+        return ASSETS / name
+    folder = cache / name
     try:
         cache.mkdir(parents=True, exist_ok=True)
         lock = FileLock(f"{folder}.lock")

@@ -234,10 +234,13 @@ def test_a_repeated_signal_is_one_wish_for_a_while():
         os.kill(os.getpid(), signal.SIGTERM)
         assert len(heard) == 2, "later on, what was there before hears it"
 
-        with pytest.raises(SystemExit) as left, StopSignal() as stop:
+        def ask_again_later() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             stop._since -= stop.SAME + 1
             os.kill(os.getpid(), signal.SIGTERM)
+
+        with StopSignal() as stop, pytest.raises(SystemExit) as left:
+            ask_again_later()
         assert left.value.code == 128 + signal.SIGTERM, "who asks again later wants it at once"
         stop._restore()
     finally:

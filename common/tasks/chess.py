@@ -57,7 +57,9 @@ class Chess:
             raise ConfigError(f"task.share_right={share_right} is out of range. Give a share from 0 to 1.")
         for key in ("{fen}", "{move}"):
             if key not in template:
-                raise ConfigError(f"task.template={template!r} does not hold {key}. Add it, as in '{{fen}} {{move}} =>'.")
+                raise ConfigError(
+                    f"task.template={template!r} does not hold {key}. Add it, as in '{{fen}} {{move}} =>'."
+                )
         known = {
             "exact": self._exact,
             "fields": self._fields,
@@ -85,10 +87,14 @@ class Chess:
         tested = {row[:2] for row in test}
         train = list(dict.fromkeys(row for row in train if row[:2] not in tested))
         if len(train) < 2 or not test:
-            raise ConfigError(f"task.path={path!r} leaves {len(train)} train and {len(test)} test rows. Give more rows.")
+            raise ConfigError(
+                f"task.path={path!r} leaves {len(train)} train and {len(test)} test rows. Give more rows."
+            )
         self._splits = {
             name: [
-                Example(id=i, question=template.format(fen=fen, move=move), answer=after, extra={"fen": fen, "move": move})
+                Example(
+                    id=i, question=template.format(fen=fen, move=move), answer=after, extra={"fen": fen, "move": move}
+                )
                 for i, (fen, move, after) in enumerate(rows)
             ]
             for name, rows in (("train", train), ("test", test))
@@ -176,7 +182,9 @@ def valid_fens(texts: Sequence[str]) -> np.ndarray:
     width = max(len(board) for board in boards)
     if width == 0:
         return valid
-    matrix = np.array([list(board.ljust(width, "\0").encode("ascii")) for board in boards], dtype=np.uint8)  # [n, width]
+    matrix = np.array(
+        [list(board.ljust(width, "\0").encode("ascii")) for board in boards], dtype=np.uint8
+    )  # [n, width]
     digit = (matrix >= ord("1")) & (matrix <= ord("8"))
     slash = matrix == ord("/")
     piece = np.isin(matrix, np.frombuffer(b"pnbrqkPNBRQK", dtype=np.uint8))
@@ -222,7 +230,9 @@ def _read(path: str, key: str) -> Iterator[tuple[str, str, str]]:
                 yield _row(board, move)
         return
     if not kind.endswith(".csv"):
-        raise ConfigError(f"{key}={path!r} is of no known kind. Give a file that ends in .csv or .pgn (or the same with .gz).")
+        raise ConfigError(
+            f"{key}={path!r} is of no known kind. Give a file that ends in .csv or .pgn (or the same with .gz)."
+        )
     table = csv.DictReader(read_lines(path, key))
     for column in ("FEN", "Moves"):
         if column not in (table.fieldnames or ()):
@@ -247,5 +257,3 @@ def _row(board: chess.Board, move: chess.Move) -> tuple[str, str, str]:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / max(1, len(values))
-
-
