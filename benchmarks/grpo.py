@@ -32,8 +32,8 @@ from common.precision import native_bf16
 from common.tasks import Example
 from launch import compose, train
 
-FULL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 8}
-QUICK = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+FULL: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 8}
+QUICK: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 PROMPTS, SAMPLES, NEW = 8, 8, 64
 
 
@@ -66,7 +66,7 @@ class Positions:
         return {"none": 0.0}
 
 
-def folder_of(sizes: dict[str, int], where: Path) -> Path:
+def folder_of(sizes: dict[str, Any], where: Path) -> Path:
     """A model folder of random weights, with the byte tokenizer and no stop token, so that all rows have equal length."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -120,7 +120,7 @@ def ours(model: Path, steps: int, switches: list[str], work: Path) -> dict[str, 
 
 def one_prompt_at_a_time(model_folder: Path, steps: int) -> dict[str, Any]:
     """The document's baseline: model.generate a prompt, its padded rows through the model, gradients accumulated."""
-    model = LlamaForCausalLM.from_pretrained(model_folder)
+    model: Any = LlamaForCausalLM.from_pretrained(model_folder)
     tokenizer = models.byte_tokenizer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     task = Positions()
@@ -268,7 +268,7 @@ def run(options: argparse.Namespace) -> measure.Report:
 
 
 def report(
-    found: dict[str, dict[str, Any]], skipped: dict[str, str], sizes: dict[str, int], steps: int, device: torch.device
+    found: dict[str, dict[str, Any]], skipped: dict[str, str], sizes: dict[str, Any], steps: int, device: torch.device
 ) -> measure.Report:
     """The table and the JSON."""
     base = found["float32"]

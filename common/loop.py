@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from common import checkpoint, models
-from common.config import Run
+from common import checkpoint, models, report
+from common.config import ConfigError, Run
 from common.distributed import Context
+from common.evaluation import Evaluation
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
 from common.tasks import Example, Task
+from common.tracking import Tracker
 
 
 def load(run: Run, task: Task, context: Context) -> tuple[Any, Any]:
@@ -29,6 +31,8 @@ class Order:
     """The order in which training examples come: shuffled anew each epoch, a function of (seed, position) alone."""
 
     def __init__(self, examples: Sequence[Example], seed: int) -> None:
+        if not examples:
+            raise ConfigError('the task has no training examples. Its examples("train") must return some.')
         self.examples, self.seed = examples, seed
         self.epoch, self.shuffled = -1, list(range(len(examples)))
 
@@ -42,6 +46,14 @@ class Order:
             self.epoch, self.shuffled = epoch, list(range(len(self.examples)))
             random.Random(f"order {self.seed} {epoch}").shuffle(self.shuffled)
         return self.examples[self.shuffled[index]]
+
+
+def held_out(task: Task, run: Run) -> list[Example]:
+    """The first `evaluate.examples` test examples. Raises: ConfigError where there are none."""
+    found = list(task.examples("test"))[: run.evaluate.examples]
+    if not found:
+        raise ConfigError('the task has no test examples. Its examples("test") must return some, to be held out.')
+    return found
 
 
 def last_good(context: Context) -> str:
@@ -72,3 +84,43 @@ def stopped(context: Context, step: int, steps: int) -> RunStopped:
         f"Go on with hydra.run.dir={context.out_dir} resume=auto.",
         EXIT_SIGNAL,
     )
+
+
+def finish(
+    run: Run,
+    context: Context,
+    task: Task,
+    model: Any,
+    tokenizer: Any,
+    examples: list[Example],
+    state: dict[str, Any],
+    last: Evaluation,
+    dtype: str,
+    tracker: Tracker | None,
+) -> report.Result:
+    """The end of a run that did all its steps: result, export, summary. state["before"] is the first evaluation."""
+    before = state["before"]["metrics"]
+    result = report.Result(
+        algo=run.algo.name,
+        task=getattr(task, "name", type(task).__name__),
+        model=run.model.path or run.model.name,
+        metric=last.name,
+        before=before[last.name],
+        after=last.value,
+        steps=state["step"],
+        seconds=state["seconds"],
+        generated_tokens=state["generated"],
+        reward_evaluations=state["evaluations"],
+        world_size=context.world_size,
+        device=context.device.name,
+        dtype=dtype,
+        folder=str(context.out_dir),
+        metrics={"before": before, "after": last.metrics},
+    )
+    if tracker:
+        tracker.summary({"before": result.before, "after": result.after})
+        tracker.close()
+        models.export(model, tokenizer, context.out_dir / "model")
+        report.finish(result, task, examples, state["before"]["completions"], last.completions)
+    context.barrier()
+    return result

@@ -39,7 +39,17 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
             )
     if found is None:
         return None
-    differing = _differences(found.state["config"], asdict(run))
+    given = asdict(run)
+    differing = _differences(found.state["config"], given)
+    scheduled = [
+        key
+        for key, value in given["algo"].items()
+        if isinstance(value, dict) and value.get("kind", "constant") != "constant"
+    ]
+    if scheduled and found.state["config"]["algo"]["steps"] != given["algo"]["steps"]:
+        differing.append(
+            f"algo.steps was {found.state['config']['algo']['steps']}, which algo.{scheduled[0]} depends on"
+        )
     if differing:
         raise ConfigError(
             f"{found.path} was made with other settings: {'; '.join(differing)}. "

@@ -8,10 +8,8 @@ key-value cache and a parallel prefill; all members answer the same prompts of a
 initial weights (arXiv:2605.30148). Ranks share members out and exchange rewards alone; all make the same update.
 """
 
-import json
 import logging
 import math
-import random
 import time
 from dataclasses import asdict
 from typing import Any
@@ -19,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import checkpoint, hardware, models, precision, report, resume
+from common import checkpoint, hardware, loop, models, optim, precision, report, resume
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.evaluation import evaluate
 from common.rollout import Completions, Sampler
 from common.scoring import score
-from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped, StopSignal
+from common.signals import EXIT_NUMBERS, RunStopped, StopSignal
 from common.tasks import Example, Task, build
 from common.tracking import Phases, Tracker, closed_on_error
 from eggroll.config import EggrollConfig, check_switches
@@ -45,7 +43,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     device = context.device.device
     task = task or build(run.task)
     numbers = precision.resolve(run.opt, device)
-    model, tokenizer = load(run, task, context)
+    model, tokenizer = loop.load(run, task, context)
     model.requires_grad_(False)
     noise = Noise(model, settings.noise, rank=settings.rank, mirrored=settings.mirrored, seed=run.seed)
     weights = Weights(model, noise, settings, numbers.compute, offload=run.opt.offload.enabled)
@@ -56,8 +54,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         weights.load(resumed)
         state = resumed.state["run"]
 
-    train_rows = Order(task.examples("train"), run.seed)
-    held_out = list(task.examples("test"))[: run.evaluate.examples]
+    order = loop.Order(task.examples("train"), run.seed)
+    held_out = loop.held_out(task, run)
     sampler = Sampler(
         model,
         pad_id=tokenizer.pad_token_id,
@@ -65,9 +63,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         rows=settings.rows_per_forward,
         compile_mode=run.opt.compile.mode if run.opt.compile.enabled else None,
     )
-    rows = sampler.rows = plan(
-        run, context, sampler, weights, noise, tokenizer, task, train_rows, held_out, numbers.name
-    )
+    rows = sampler.rows = plan(run, context, sampler, weights, noise, tokenizer, task, order, held_out, numbers.name)
     population = Population(settings, sampler, noise, tokenizer, task, context, run.seed, rows)
 
     def measure() -> Any:
@@ -78,13 +74,12 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         state["before"] = {"metrics": first.metrics, "completions": first.completions}
         if context.main:
             log.info("before: held-out %s %.2f", first.name, first.value)
-    last = None
     tracker = Tracker(run, context.out_dir, settings.steps, state["step"], state["tracker"]) if context.main else None
     compiling: dict[str, float] = {}
     if run.opt.compile.enabled and state["step"] < settings.steps:
         # A rehearsal whose rewards are thrown away, so that the first step's time is that of a step.
         began = time.perf_counter()
-        rehearsed = train_rows.batch(state["step"], settings.prompts_per_step)
+        rehearsed = order.take(state["step"] * settings.prompts_per_step, settings.prompts_per_step)
         population.rewards(rehearsed, state["step"], state["step"] // settings.noise_reuse, settings.sigma, Phases())
         compiling = {"compile_seconds": time.perf_counter() - began}
         if context.main:
@@ -95,7 +90,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             sigma = settings.sigma * settings.sigma_schedule.factor(step, settings.steps)
             lr = settings.lr * settings.lr_schedule.factor(step, settings.steps)
             draw = step // settings.noise_reuse
-            examples = train_rows.batch(step, settings.prompts_per_step)
+            examples = order.take(step * settings.prompts_per_step, settings.prompts_per_step)
 
             rewards, generated = population.rewards(examples, step, draw, sigma, phases)  # [members, rows a member]
             check_finite(rewards, examples, step, context)
@@ -103,7 +98,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             with phases("update"):
                 drift = weights.update(noise, draw, shaped, lr)
             if not math.isfinite(drift):
-                raise RunStopped(f"step {step + 1}: weights are not finite. {last_good(context)}", EXIT_NUMBERS)
+                raise RunStopped(f"step {step + 1}: weights are not finite. {loop.last_good(context)}", EXIT_NUMBERS)
 
             state["step"] = step + 1
             state["generated"] += generated
@@ -145,67 +140,9 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             context.barrier()
             traced()
             if stopping:
-                raise RunStopped(
-                    f"stopped after step {step + 1} of {settings.steps}, saved in {context.out_dir}/checkpoints. "
-                    f"Go on with hydra.run.dir={context.out_dir} resume=auto.",
-                    EXIT_SIGNAL,
-                )
+                raise loop.stopped(context, step, settings.steps)
 
-    last = measure()
-    before = state["before"]["metrics"]
-    result = report.Result(
-        algo=settings.name,
-        task=getattr(task, "name", type(task).__name__),
-        model=run.model.path or run.model.name,
-        metric=last.name,
-        before=before[last.name],
-        after=last.value,
-        steps=settings.steps,
-        seconds=state["seconds"],
-        generated_tokens=state["generated"],
-        reward_evaluations=state["evaluations"],
-        world_size=context.world_size,
-        device=context.device.name,
-        dtype=numbers.name,
-        folder=str(context.out_dir),
-        metrics={"before": before, "after": last.metrics},
-    )
-    if tracker:
-        tracker.summary({"before": result.before, "after": result.after})
-        tracker.close()
-        models.export(model, tokenizer, context.out_dir / "model")
-        report.finish(result, task, held_out, state["before"]["completions"], last.completions)
-    context.barrier()
-    return result
-
-
-def load(run: Run, task: Task, context: Context) -> tuple[Any, Any]:
-    """Model in float32 and tokenizer; rank 0 first, so that it alone builds or downloads."""
-    if not context.main:
-        context.barrier()
-    loaded = models.load(run.model, task, torch.float32, context.device.device, progress=context.main)
-    if context.main:
-        context.barrier()
-    return loaded
-
-
-class Order:
-    """The order in which training examples come: shuffled anew each epoch, a function of (seed, position) alone."""
-
-    def __init__(self, examples: Any, seed: int) -> None:
-        self.examples, self.seed = examples, seed
-        self.epoch, self.shuffled = -1, list(range(len(examples)))
-
-    def batch(self, step: int, size: int) -> list[Example]:
-        """The examples of a 0-based step."""
-        return [self._at(position) for position in range(step * size, (step + 1) * size)]
-
-    def _at(self, position: int) -> Example:
-        epoch, index = divmod(position, len(self.examples))
-        if epoch != self.epoch:
-            self.epoch, self.shuffled = epoch, list(range(len(self.examples)))
-            random.Random(f"order {self.seed} {epoch}").shuffle(self.shuffled)
-        return self.examples[self.shuffled[index]]
+    return loop.finish(run, context, task, model, tokenizer, held_out, state, measure(), numbers.name, tracker)
 
 
 class Population:
@@ -311,13 +248,8 @@ class Weights:
         else:
             self.masters = {n: parameters[n].detach().clone() for n in names}
             model.to(compute)
-
         self.used = {n: dict(model.named_parameters())[n] for n in names}
-        kind: Any = getattr(torch.optim, settings.optimizer.name, None)
-        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-            raise ConfigError(
-                f"algo.optimizer.name={settings.optimizer.name!r} is not in torch.optim. Use for example SGD, Adam or AdamW."
-            )
+        kind = optim.optimizer_class(settings.optimizer)
         try:
             # One for each parameter, so that a gradient is used and dropped before the next is made.
             options: dict[str, Any] = {"lr": settings.lr, **settings.optimizer.kwargs}
@@ -372,31 +304,12 @@ class Weights:
 
 
 def check_finite(rewards: Tensor, examples: list[Example], step: int, context: Context) -> None:
-    """Stop on a reward that is NaN or infinite; its example is written to RUN/not_finite.json."""
+    """Stop on a reward that is NaN or infinite. rewards [members, rows a member]."""
     if torch.isfinite(rewards).all():
         return
     member, row = (~torch.isfinite(rewards)).nonzero()[0].tolist()
     example = examples[row * len(examples) // rewards.shape[1]]
-    path = context.out_dir / "not_finite.json"
-    if context.main:
-        record = {
-            "step": step + 1,
-            "member": member,
-            "reward": str(rewards[member, row].item()),
-            "example": asdict(example),
-        }
-        path.write_text(json.dumps(record, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-    raise RunStopped(
-        f"step {step + 1}: the reward of member {member} on example {example.id} is {rewards[member, row].item()}. "
-        f"The row is in {path}. {last_good(context)}",
-        EXIT_NUMBERS,
-    )
-
-
-def last_good(context: Context) -> str:
-    """A sentence on the newest valid checkpoint."""
-    found = checkpoint.latest(context.out_dir / "checkpoints")
-    return f"Last good checkpoint: {found.path}." if found else "No checkpoint was written before."
+    raise loop.not_finite(context, step, f"the reward of member {member}", rewards[member, row].item(), example)
 
 
 def plan(
@@ -407,13 +320,13 @@ def plan(
     noise: Noise,
     tokenizer: Any,
     task: Task,
-    order: Order,
+    order: loop.Order,
     held_out: list[Example],
     dtype: str,
 ) -> int:
     """Print what will be done, with sizes. Returns the rows a forward, refitted to this device's memory."""
     settings: EggrollConfig = run.algo
-    looked_at = [*order.batch(0, 256), *held_out]
+    looked_at = [*order.take(0, 256), *held_out]
     prompt = max(len(ids) for ids in models.encode_prompts(tokenizer, [task.prompt(e) for e in looked_at]))
     tokens = settings.sampling.max_new_tokens
     if prompt + tokens > sampler.context:

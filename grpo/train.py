@@ -57,7 +57,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         state = resumed.state["run"]
 
     order = loop.Order(task.examples("train"), run.seed)
-    held_out = list(task.examples("test"))[: run.evaluate.examples]
+    held_out = loop.held_out(task, run)
     sampler = Sampler(
         model,
         pad_id=tokenizer.pad_token_id,
@@ -78,7 +78,12 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         if context.main:
             log.info("before: held-out %s %.2f", first.name, first.value)
     tracker = Tracker(run, context.out_dir, settings.steps, state["step"], state["tracker"]) if context.main else None
-    with closed_on_error(tracker), closing(roller.scorer), StopSignal() as stop, report.profiled(run, context) as traced:
+    with (
+        closed_on_error(tracker),
+        closing(roller.scorer),
+        StopSignal() as stop,
+        report.profiled(run, context) as traced,
+    ):
         while state["step"] < settings.steps:
             started, phases, first_step = time.perf_counter(), Phases(), state["step"]
             rollout, state["cursor"] = roller.roll(first_step, state["cursor"], phases)
@@ -149,32 +154,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             if stopping and done < settings.steps:
                 raise loop.stopped(context, done - 1, settings.steps)
 
-    last = measure()
-    before = state["before"]["metrics"]
-    result = report.Result(
-        algo=settings.name,
-        task=getattr(task, "name", type(task).__name__),
-        model=run.model.path or run.model.name,
-        metric=last.name,
-        before=before[last.name],
-        after=last.value,
-        steps=settings.steps,
-        seconds=state["seconds"],
-        generated_tokens=state["generated"],
-        reward_evaluations=state["evaluations"],
-        world_size=context.world_size,
-        device=context.device.name,
-        dtype=numbers.name,
-        folder=str(context.out_dir),
-        metrics={"before": before, "after": last.metrics},
-    )
-    if tracker:
-        tracker.summary({"before": result.before, "after": result.after})
-        tracker.close()
-        models.export(model, tokenizer, context.out_dir / "model")
-        report.finish(result, task, held_out, state["before"]["completions"], last.completions)
-    context.barrier()
-    return result
+    return loop.finish(run, context, task, model, tokenizer, held_out, state, measure(), numbers.name, tracker)
 
 
 class Policy:

@@ -12,8 +12,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
@@ -82,7 +90,7 @@ def launch(cache: Path, tmp_path: Path) -> Launch:
 def in_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For tests that load the tiny model in this process."""
     monkeypatch.setenv("CLUTCH_CACHE", str(cache))
-    yield
+    return
 
 
 def events(folder: Path) -> list[dict]:

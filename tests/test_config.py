@@ -126,5 +126,5 @@ def test_schedules():
     assert factors("linear", 0.0) == [1, 0.75, 0.5, 0.25, 0]
     assert factors("cosine", 0.0) == [1, 0.8536, 0.5, 0.1464, 0]
     assert factors("exponential", 0.0625) == [1, 0.5, 0.25, 0.125, 0.0625]
-    with pytest.raises(ConfigError, match="no effect with schedule.kind=constant"):
+    with pytest.raises(ConfigError, match=r"no effect with schedule\.kind=constant"):
         ScheduleConfig(kind="constant", end=0.5)

@@ -89,7 +89,14 @@ def test_a_run_leaves_everything(launch: Launch, tmp_path):
     ids=lambda changes: " ".join(changes),
 )
 def test_every_option_trains(changes, tmp_path, in_cache):
-    run = compose([*SMALL, "algo.steps=2", *[c for c in changes if not c.startswith("opt=")], *[c for c in changes if c.startswith("opt=")]])
+    run = compose(
+        [
+            *SMALL,
+            "algo.steps=2",
+            *[c for c in changes if not c.startswith("opt=")],
+            *[c for c in changes if c.startswith("opt=")],
+        ]
+    )
     result = train(run, tmp_path / "out")
     assert result.steps == 2
     untrained = train(compose([*SMALL, "algo.steps=1", "algo.lr=1e-30"]), tmp_path / "still")
@@ -122,7 +129,9 @@ def test_micro_batches_and_checkpointing_change_nothing(tmp_path, in_cache):
             same(weights(tmp_path / f"{name}-{loss}"), weights(tmp_path / f"whole-{loss}"), rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.parametrize("changes", [[], ["algo.passes=2", "algo.kl.beta=0.05", "algo.loss=grpo"]], ids=["plain", "passes and kl"])
+@pytest.mark.parametrize(
+    "changes", [[], ["algo.passes=2", "algo.kl.beta=0.05", "algo.loss=grpo"]], ids=["plain", "passes and kl"]
+)
 def test_two_ranks_end_where_one_ends(launch: Launch, tmp_path, changes):
     launch(*SMALL, *changes, "hydra.run.dir=one")
     launch(*SMALL, *changes, "opt=[ddp]", "opt.ddp.ranks=2", "hydra.run.dir=two")
@@ -141,7 +150,11 @@ def test_killed_and_resumed_equals_unbroken(launch: Launch, tmp_path, cache, pas
     import os
 
     process = subprocess.Popen(
-        command, cwd=tmp_path, env=os.environ | {"CLUTCH_CACHE": str(cache)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"CLUTCH_CACHE": str(cache)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     metrics = tmp_path / "broken" / "metrics.jsonl"
     deadline = time.monotonic() + 120
@@ -205,7 +218,9 @@ class Slow(Fixed):
 
 def test_a_reward_that_hangs_is_named(tmp_path, in_cache):
     run = compose([*SMALL, "scoring.kind=threads", "scoring.timeout_seconds=0.2", "scoring.workers=16"])
-    with pytest.raises(ConfigError, match=r"scoring took longer than scoring.timeout_seconds=0.2, at or after example \d+"):
+    with pytest.raises(
+        ConfigError, match=r"scoring took longer than scoring.timeout_seconds=0.2, at or after example \d+"
+    ):
         train(run, tmp_path / "out", task=Slow())
 
 

@@ -33,9 +33,7 @@ def test_advantages():
     )
     assert advantages(REWARDS, "none").tolist() == [[0.625, -0.375, 0.125, -0.375]]
     two = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
-    torch.testing.assert_close(
-        advantages(two, "batch"), torch.tensor([[0.5, -0.5], [0, 0]]) / (two.std() + 1e-4)
-    )
+    torch.testing.assert_close(advantages(two, "batch"), torch.tensor([[0.5, -0.5], [0, 0]]) / (two.std() + 1e-4))
     for scale in ("group", "batch", "none"):
         assert (advantages(torch.full((3, 7), 0.1), scale) == 0).all()
 
@@ -137,7 +135,9 @@ def test_micro_batches_add_up(name):
         assert round(parts.item(), 6) == -0.036998
         return
     torch.testing.assert_close(parts, whole)
-    torch.testing.assert_close(*(torch.autograd.grad(l, n)[0] for l, n in ((parts, parts_new), (whole, whole_new))))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(total, new)[0] for total, new in ((parts, parts_new), (whole, whole_new)))
+    )
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -176,7 +176,7 @@ def test_policies_choose_parameters():
         for a in Noise(model, policy(matrices="frozen", embeddings="lowrank"), rank=1, mirrored=True, seed=0).addresses
     ]
     assert tied == ["model.embed_tokens.weight"]
-    assert [a.name for a in Noise(small_model("gpt2"), policy(), rank=1, mirrored=True, seed=0).addresses][0].endswith(
+    assert next(a.name for a in Noise(small_model("gpt2"), policy(), rank=1, mirrored=True, seed=0).addresses).endswith(
         "c_attn.weight"
     )
 

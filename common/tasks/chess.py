@@ -23,7 +23,11 @@ from common.tasks.data import read_lines
 
 FIELDS = ("board", "turn", "castling", "en_passant", "halfmove", "fullmove")
 SPLIT_SEED = 0  # apart from the run's seed, so that runs of a sweep measure on the same test rows
-_REST = re.compile(r"[wb] (?:-|K?Q?k?q?) (?:-|[a-h][36]) (?:0|[1-9][0-9]{0,3}) [1-9][0-9]{0,3}")
+_REST = re.compile(r"[wb] (?:-|(?=[KQkq])K?Q?k?q?) (?:-|[a-h][36]) (?:0|[1-9][0-9]{0,3}) [1-9][0-9]{0,3}")
+_IMPOSSIBLE = (
+    chess.STATUS_NO_WHITE_KING | chess.STATUS_NO_BLACK_KING | chess.STATUS_TOO_MANY_KINGS | chess.STATUS_OPPOSITE_CHECK
+)
+_GAMES = 2000  # without a new position: there are no more
 _LONGEST = 120  # no FEN is longer; hostile completions may be
 
 
@@ -78,8 +82,8 @@ class Chess:
             rows = _generated(positions + test_positions, plies)
             test, train = rows[:test_positions], rows[test_positions:]
         else:
-            train = list(_read(path, "task.path"))
-            test = list(_read(test_path, "task.test_path")) if test_path else []
+            train = list(dict.fromkeys(_read(path, "task.path")))  # openings come again and again
+            test = list(dict.fromkeys(_read(test_path, "task.test_path"))) if test_path else []
             if not test:
                 random.Random(SPLIT_SEED).shuffle(train)
                 held = min(test_positions, len(train) // 5)
@@ -92,9 +96,7 @@ class Chess:
             )
         self._splits = {
             name: [
-                Example(
-                    id=i, question=template.format(fen=fen, move=move), answer=after, extra={"fen": fen, "move": move}
-                )
+                Example(i, self._question(fen, move), after, extra={"fen": fen, "move": move})
                 for i, (fen, move, after) in enumerate(rows)
             ]
             for name, rows in (("train", train), ("test", test))
@@ -118,21 +120,29 @@ class Chess:
 
     def reward(self, example: Example, completion: str) -> float:
         """Weighted mean of the components, in [0, 1]."""
+        return self.rewards([example], [completion])[0]
+
+    def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
+        """`reward` of each completion, in one pass."""
         total = sum(self.weights[name] for name in self.components)
-        return sum(self.weights[n] * c([example], [completion])[0] for n, c in self.components.items()) / total
+        found = {name: component(examples, completions) for name, component in self.components.items()}
+        return [sum(self.weights[n] * found[n][row] for n in found) / total for row in range(len(completions))]
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
         """Percent: exact match first, accuracy by field, valid FENs, similarity, and what copying the input would get."""
         fens = [e.extra["fen"] for e in examples]
         found = {"exact": _mean(self._exact(examples, completions)), "valid": _mean(self._valid(examples, completions))}
         answers = [e.answer.split(" ") for e in examples]
-        given = [text.strip()[:_LONGEST].split(" ") for text in completions]
+        given = [text.strip().split(" ", len(FIELDS)) for text in completions]
         for index, name in enumerate(FIELDS):
             right = [len(g) > index and g[index] == a[index] for g, a in zip(given, answers, strict=True)]
             found[name] = _mean([float(r) for r in right])
         found["levenshtein"] = _mean(self._levenshtein(examples, completions))
         found["copy_levenshtein"] = _mean(self._levenshtein(examples, fens))
         return {name: 100 * value for name, value in found.items()}
+
+    def _question(self, fen: str, move: str) -> str:
+        return self.template.replace("{fen}", fen).replace("{move}", move)
 
     # --- components: (examples, completions) -> scores in [0, 1]
 
@@ -145,7 +155,8 @@ class Chess:
         """Share of the six fields that are right; 0 unless there are six."""
         scores = []
         for example, text in zip(examples, completions, strict=True):
-            given, wanted = text.strip()[:_LONGEST].split(" "), example.answer.split(" ")
+            text = text.strip()
+            given, wanted = text.split(" ") if len(text) <= _LONGEST else [], example.answer.split(" ")
             same = sum(g == w for g, w in zip(given, wanted, strict=False)) if len(given) == len(wanted) else 0
             scores.append(same / len(wanted))
         return scores
@@ -166,15 +177,19 @@ class Chess:
 
 
 def valid_fens(texts: Sequence[str]) -> np.ndarray:
-    """Which texts are FENs: eight ranks of eight squares, one king a side, six well-formed fields. bool [N].
+    """Which texts are FENs. bool [N].
 
+    Valid means: six fields between single spaces, at most 120 characters; eight ranks of eight squares, without two
+    digits side by side, with one king a side; w or b; castling rights as -, or some of KQkq in this order; - or a square
+    of rank 3 or 6; clocks without leading zeros, 0 to 9999 and 1 to 9999. It does not mean that the position can come up.
     The board is checked for all texts at once, as a matrix of characters.
     """
     valid = np.zeros(len(texts), dtype=bool)
     rows, boards = [], []
     for row, text in enumerate(texts):
         board, _, rest = text[: _LONGEST + 1].partition(" ")
-        if len(text) <= _LONGEST and board.isascii() and _REST.fullmatch(rest) and "  " not in rest:
+        # "\0" pads the matrix, so it must not be in a board
+        if len(text) <= _LONGEST and board.isascii() and "\0" not in board and _REST.fullmatch(rest):
             rows.append(row)
             boards.append(board)
     if not rows:
@@ -203,7 +218,16 @@ def _generated(count: int, plies: int) -> list[tuple[str, str, str]]:
     """Distinct (FEN, move, FEN after it) from random games of `plies` half-moves at most, in random order."""
     draw = random.Random(f"chess {SPLIT_SEED} {plies}")
     rows: dict[tuple[str, str], str] = {}
+    games, before_them = 0, 0
     while len(rows) < count:
+        games += 1
+        if games % _GAMES == 0:
+            if len(rows) == before_them:
+                raise ConfigError(
+                    f"task.positions and task.test_positions ask for {count} positions, but {_GAMES} random games of "
+                    f"task.plies={plies} brought none beside {len(rows)}. Ask for fewer, or raise task.plies."
+                )
+            before_them = len(rows)
         board = chess.Board()
         for _ in range(plies):
             moves = list(board.legal_moves)
@@ -218,35 +242,86 @@ def _generated(count: int, plies: int) -> list[tuple[str, str, str]]:
 
 
 def _read(path: str, key: str) -> Iterator[tuple[str, str, str]]:
-    """Rows of a .csv (columns FEN and Moves, each move of a line) or .pgn file, plain or .gz."""
-    kind = "".join(Path(path).suffixes).removesuffix(".gz")
-    if kind.endswith(".pgn"):
-        file = io.StringIO("\n".join(read_lines(path, key)))
-        while (game := chess.pgn.read_game(file)) is not None:
-            if game.errors:
-                raise ConfigError(f"{key}={path!r}: {game.errors[0]}. Mend or remove the game.")
-            board = game.board()
-            for move in game.mainline_moves():
-                yield _row(board, move)
-        return
-    if not kind.endswith(".csv"):
+    """Rows of a .csv (columns FEN and Moves, each move of a line) or .pgn file, plain or .gz.
+
+    Raises: ConfigError with file and line for text that cannot be read, moves that are illegal, and positions without
+    one king a side or with the king of the side that has moved in check; other impossible positions pass.
+    """
+    kind = Path(path.removesuffix(".gz")).suffix
+    if kind not in (".csv", ".pgn"):
         raise ConfigError(
             f"{key}={path!r} is of no known kind. Give a file that ends in .csv or .pgn (or the same with .gz)."
         )
-    table = csv.DictReader(read_lines(path, key))
-    for column in ("FEN", "Moves"):
-        if column not in (table.fieldnames or ()):
-            raise ConfigError(f"{path}:1: no column {column!r}. Columns there: {', '.join(table.fieldnames or ())}.")
-    for number, row in enumerate(table, start=2):
+    lines = read_lines(path, key)
+    for where, board, moves in _pgn(lines, path, key) if kind == ".pgn" else _csv(lines, path, key):
         try:
-            board = chess.Board(row["FEN"])
-            for text in row["Moves"].split():
-                move = chess.Move.from_uci(text)
+            if isinstance(board, str):
+                board = chess.Board(board)
+            problems = board.status() & _IMPOSSIBLE
+            if problems:
+                raise ValueError(
+                    f"{board.fen()!r} is no position ({', '.join(f.name or '' for f in problems).lower()})"
+                )
+            if not moves:
+                raise ValueError("no moves")
+            for move in moves:
+                move = chess.Move.from_uci(move) if isinstance(move, str) else move
                 if move not in board.legal_moves:
-                    raise ValueError(f"illegal move {text}")
+                    raise ValueError(f"illegal move {move.uci()} in {board.fen()!r}")
                 yield _row(board, move)
-        except (ValueError, AttributeError) as error:
-            raise ConfigError(f"{path}:{number}: {error}. Mend or remove the row.") from None
+        except ValueError as error:
+            raise ConfigError(f"{key}={path!r}: {where}: {error}. Mend or remove it.") from None
+
+
+# What a source of rows gives: the place, for errors; position; moves
+_Line = tuple[str, chess.Board | str, Sequence[chess.Move | str]]
+
+
+def _csv(lines: list[str], path: str, key: str) -> Iterator[_Line]:
+    table = csv.DictReader((f"{line}\n" for line in lines), strict=True)
+    try:
+        for column in ("FEN", "Moves"):
+            if column not in (table.fieldnames or ()):
+                there = ", ".join(table.fieldnames or ())
+                raise ConfigError(f"{key}={path!r}: line 1 names no column {column!r}. Columns there: {there}.")
+        for row in table:
+            if row["FEN"] is None or row["Moves"] is None:  # chess.Board(None) would be an empty board
+                raise ConfigError(f"{key}={path!r}: line {table.line_num} has too few cells. Mend or remove it.")
+            yield f"line {table.line_num}", row["FEN"], row["Moves"].split()
+    except csv.Error as error:
+        raise ConfigError(f"{key}={path!r}: line {table.line_num}: {error}. Mend or remove it.") from None
+
+
+def _pgn(lines: list[str], path: str, key: str) -> Iterator[_Line]:
+    """The main line of each game that has moves."""
+    text = "\n".join(lines)
+    file = io.StringIO(text)
+    line, counted = 1, 0
+    while True:
+        try:
+            game, error = chess.pgn.read_game(file, Visitor=_Strict), None
+        except ValueError as found:
+            game, error = None, found
+        position = file.tell()  # behind the last line that was looked at
+        line, counted = line + text.count("\n", counted, position), position
+        if error is None and game is None:
+            return
+        if game is not None:
+            board = game.board()
+            if type(board) is not chess.Board or board.chess960:
+                error = ValueError("a game of another variant; this task plays standard chess")
+            elif game.next() is not None:
+                yield f"the game before line {line}", board, list(game.mainline_moves())
+        if error is not None:
+            where = line - 1 if position < len(text) or text.endswith("\n") else line
+            raise ConfigError(f"{key}={path!r}: line {where}: {error}. Mend or remove the game.")
+
+
+class _Strict(chess.pgn.GameBuilder[chess.pgn.Game]):
+    """Raises where python-chess would note an error and go on with what it understood."""
+
+    def handle_error(self, error: Exception) -> None:
+        raise error
 
 
 def _row(board: chess.Board, move: chess.Move) -> tuple[str, str, str]:

@@ -159,7 +159,7 @@ def read_dataset(name: str, config: str | None, split: str, key: str) -> list[Ro
             f"{key}={name!r} cannot be loaded ({chosen}): {reason.removesuffix('.')}. Check the id, the configuration "
             "and the split, and that the hub can be reached; or give local files."
         ) from None
-    rows = [Row(f"{name!r} split {split} row {number}", _flat(row)) for number, row in enumerate(loaded)]
+    rows = [Row(f"{name!r} split {split} row {number}", _flat(dict(row))) for number, row in enumerate(loaded)]
     return _not_empty(rows, f"{key}={name!r} split {split}")
 
 

@@ -1,0 +1,188 @@
+"""GSM8K (Cobbe et al. 2021, arXiv:2110.14168) and data in its form: word problems whose answer is a number.
+
+A row has a question, and an answer that ends with a line `#### 42`. A completion earns 1 if its final number equals that
+one exactly (as fractions: 0.5 is 1/2, and 1,000 is 1000.00), else 0; how it got there is not looked at.
+"""
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from common.config import ConfigError, choice
+from common.tasks import Example
+from common.tasks.data import read_jsonl
+
+MARK = "####"
+LONGEST = 200  # characters of an answer that is looked at, after it was found
+DIGITS = 40  # of a number; a longer one is no answer
+SECONDS = 3  # for math-verify to parse, and again to compare
+
+# 1,000 | 1000 | 0.5 | .5 ; no exponents: 1e999999999 would be computed
+_DECIMAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+# A sign counts only where it is no subtraction; "/ 4" makes a fraction.
+_NUMBER = re.compile(rf"((?<![0-9A-Za-z.)\]])[-−])?\$?(-?)({_DECIMAL})(?:/({_DECIMAL}))?")
+_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([0-9.,]{1,40})\}\{([0-9.,]{1,40})\}")
+
+
+class Gsm8k:
+    """The task.
+
+    Args: as in conf/task/gsm8k.yaml.
+    Raises: ConfigError for settings that cannot work, for data that is missing or broken, and if task.check needs a
+    package that is not installed.
+    """
+
+    name = "gsm8k"
+
+    def __init__(self, *, path: str | None, template: str, check: str) -> None:
+        if path is None:
+            raise ConfigError(
+                "task.path is not set, and task=gsm8k has no data of its own. Give a folder that holds train.jsonl and "
+                "test.jsonl, plain or .gz, with the fields question and answer: task.path=FOLDER."
+            )
+        if "{question}" not in template:
+            raise ConfigError(f"task.template={template!r} does not hold {{question}}. Add it.")
+        choice("task.check", check, ("numeric", "math_verify"))
+        if check == "math_verify":
+            _math_verify()
+        self.template, self.check = template, check
+        rows = {split: _read(path, split) for split in ("train", "test")}
+        tested = {question for question, _, _ in rows["test"]}
+        rows["train"] = [row for row in rows["train"] if row[0] not in tested]
+        if len(rows["train"]) < 2:
+            raise ConfigError(
+                f"task.path={path!r} leaves {len(rows['train'])} train rows whose question is not in the test rows. "
+                "Give at least 2."
+            )
+        self._splits = {
+            split: [Example(i, question, answer, {"value": value}) for i, (question, answer, value) in enumerate(found)]
+            for split, found in rows.items()
+        }
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """The rows of `split`, "train" or "test"; `answer` is the final number as text. No test question is in train."""
+        return self._splits[split]
+
+    def prompt(self, example: Example) -> str:
+        """The question in the template."""
+        return self.template.replace("{question}", example.question)
+
+    def reward(self, example: Example, completion: str) -> float:
+        """1 if the final number is right, else 0."""
+        found = answer(completion)
+        if found is None:
+            return 0.0
+        value = number(found)
+        if value is not None and value == example.extra["value"]:
+            return 1.0
+        return float(self.check == "math_verify" and _same(example.answer, found))
+
+    def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
+        """`reward` of each completion."""
+        return [self.reward(example, text) for example, text in zip(examples, completions, strict=True)]
+
+    def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
+        """Percent: right answers first, then completions in which an answer was found."""
+        answered = sum(answer(text) is not None for text in completions)
+        return {
+            "accuracy": 100 * sum(self.rewards(examples, completions)) / max(1, len(completions)),
+            "answer_rate": 100 * answered / max(1, len(completions)),
+        }
+
+
+def answer(completion: str) -> str | None:
+    r"""The final answer as written: what follows the last `####`, else the last \boxed{...}, else the last number.
+
+    A mark decides even if no answer follows it: then, as where there is no number at all, None.
+    """
+    if MARK in completion:
+        found = completion[completion.rfind(MARK) + len(MARK) :].lstrip()[:LONGEST].split("\n", 1)[0].strip()
+        return found if any(letter.isalnum() for letter in found) else None
+    start = completion.rfind("\\boxed{")
+    if start >= 0:
+        depth, begin = 1, start + len("\\boxed{")
+        for position in range(begin, min(len(completion), begin + LONGEST)):
+            depth += {"{": 1, "}": -1}.get(completion[position], 0)
+            if depth == 0:
+                return completion[begin:position].strip() or None
+        return None  # not closed
+    last = None
+    for last in _NUMBER.finditer(completion):  # noqa: B007 (the last one)
+        pass
+    return None if last is None or len(last[0]) > LONGEST else last[0]
+
+
+def number(text: str) -> Fraction | None:
+    r"""The first number in `text`, exactly; commas between thousands, $ and % do not count. None if there is none.
+
+    "1,234.50" is 1234.5; "-3/4", "\frac{3}{4}", "$ 5" and "50%" (which is 50) are numbers too.
+    """
+    cleaned = text[:LONGEST].replace("\\$", "$").replace("$ ", "$").replace("\\!", "").replace("{,}", ",")
+    found = _NUMBER.search(_LATEX_FRACTION.sub(r"\1/\2", cleaned))
+    if found is None:
+        return None
+    sign, inner, above, below = found.groups()
+    value, divisor = _decimal(above), Fraction(1) if below is None else _decimal(below)
+    if value is None or not divisor:
+        return None
+    return (-1 if sign or inner else 1) * value / divisor
+
+
+def _decimal(text: str) -> Fraction | None:
+    plain = text.replace(",", "")
+    return Fraction(plain if plain[0] != "." else f"0{plain}") if len(plain) <= DIGITS else None
+
+
+def _read(path: str, split: str) -> list[tuple[str, str, Fraction]]:
+    """(question, answer, value) of one split. Raises: ConfigError with file and line."""
+    folder = Path(path).expanduser()
+    files = [folder / f"{split}.jsonl", folder / f"{split}.jsonl.gz"]
+    found = [file for file in files if file.is_file()]
+    if not found:
+        raise ConfigError(
+            f"task.path={path!r} holds no {files[0].name} or {files[1].name}; tried {folder.absolute()}. Give a folder "
+            "with the train and the test rows."
+        )
+    rows = []
+    for row in read_jsonl(str(found[0]), "task.path"):
+        question, text = row.text("question", "field").strip(), row.text("answer", "field")
+        _, mark, last = text.rpartition(MARK)
+        value = number(last)
+        if not mark or value is None:
+            raise ConfigError(
+                f"task.path={path!r}: the answer in {row.where} has no final line '#### NUMBER': {text[-60:]!r}. "
+                "Mend or remove the row."
+            )
+        rows.append((question, last.strip(), value))
+    return rows
+
+
+# --- math-verify: answers that are equal as mathematics but not written as one number -------------------------------
+
+
+def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    try:
+        from math_verify import parse, verify  # pyright: ignore[reportMissingImports] (an optional dependency)
+    except ImportError:
+        raise ConfigError(
+            "task.check='math_verify' needs the package math-verify. Install it: pip install 'math-verify[antlr4_9_3]' "
+            "(Hydra needs antlr 4.9.3 too). Or leave task.check=numeric."
+        ) from None
+    return parse, verify
+
+
+def _same(wanted: str, given: str) -> bool:
+    """Whether math-verify finds them equal. Powers and factorials are refused: sympy would compute them."""
+    if any(sign in given for sign in ("^", "**", "!", "e+", "E+")) or sum(map(str.isdigit, given)) > DIGITS:
+        return False
+    parse, verify = _math_verify()
+    # its time limit is a signal, which only the main thread gets; in a thread scoring.timeout_seconds holds
+    limit = SECONDS if threading.current_thread() is threading.main_thread() else None
+    try:
+        parsed = [parse(f"${text.replace('$', '')}$", parsing_timeout=limit) for text in (wanted, given)]
+        return bool(all(parsed) and verify(*parsed, timeout_seconds=limit))
+    except Exception:  # a reward never raises, whatever sympy makes of the text
+        return False
