@@ -291,7 +291,7 @@ def test_a_nan_reward_stops_the_run_and_names_the_row(own_task, launch, tmp_path
         env={"PYTHONPATH": str(TESTS)},
     )
     record = json.loads((out / "not_finite.json").read_text())
-    assert (record["step"], record["member"], record["reward"]) == (3, 0, "nan")
+    assert (record["step"], record["what"], record["value"]) == (3, "the reward of member 0", "nan")
     assert record["example"]["id"] == FAULTY
     assert done.stderr == (
         f"step 3: the reward of member 0 on example {FAULTY} is nan. The row is in {out}/not_finite.json. "
