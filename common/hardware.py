@@ -108,6 +108,14 @@ def halving(action: Callable[[int], T], rows: int, floor: int) -> tuple[T, int]:
         log.warning("out of memory: repeating with %d rows a forward", rows)
 
 
+def attention_kernel(device: torch.device, dtype: torch.dtype, head_size: int, masked: bool) -> str:
+    """Which kernel scaled_dot_product_attention takes here: flash, efficient, cudnn or math."""
+    q = torch.zeros(1, 1, 16, head_size, device=device, dtype=dtype)
+    mask = torch.zeros(1, 1, 16, 16, device=device, dtype=dtype) if masked else None
+    chosen = torch.nn.attention.SDPBackend(torch._fused_sdp_choice(q, q, q, mask))
+    return chosen.name.removesuffix("_ATTENTION").lower()
+
+
 def peak_memory_gb(device: torch.device) -> float:
     """Peak memory of this process: on the device, or resident on a CPU; GB of 2**30 bytes."""
     if device.type == "cuda":

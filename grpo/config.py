@@ -2,7 +2,16 @@
 
 from dataclasses import dataclass
 
-from common.config import ConfigError, OptimizerConfig, SamplingConfig, ScheduleConfig, above, at_least, choice
+from common.config import (
+    ConfigError,
+    OptConfig,
+    OptimizerConfig,
+    SamplingConfig,
+    ScheduleConfig,
+    above,
+    at_least,
+    choice,
+)
 
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo")
 ADVANTAGES = ("group", "batch", "none")
@@ -95,3 +104,11 @@ class GrpoConfig:
                 f"algo.overlong_buffer={self.overlong_buffer} must be below "
                 f"algo.sampling.max_new_tokens={self.sampling.max_new_tokens}."
             )
+
+
+def check_switches(opt: OptConfig, settings: GrpoConfig) -> None:
+    """Raise ConfigError for an opt switch that has no effect with these settings."""
+    if opt.offload.enabled and not settings.kl.beta:
+        raise ConfigError(
+            "opt=offload has no effect with algo=grpo and algo.kl.beta=0: there is no reference model. Leave it out, or set beta."
+        )

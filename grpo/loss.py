@@ -115,7 +115,7 @@ def policy_loss(
         sums = {
             "clipped": (outside.expand_as(mask) & mask).sum(),
             "ratio_kl": (kl(old, logp, "k3", settings.kl.clamp) * kept).sum(),  # samples come from the old policy
-            "entropy": (entropy * kept).sum() if entropy is not None else torch.zeros(()),
-            "kl": (divergence * kept).sum() if divergence is not None else torch.zeros(()),
+            "entropy": (entropy * kept).sum() if entropy is not None else logp.new_zeros(()),
+            "kl": (divergence * kept).sum() if divergence is not None else logp.new_zeros(()),
         }
     return total, sums

@@ -26,11 +26,14 @@ from common.rollout import Sampler
 from common.signals import EXIT_NUMBERS, RunStopped, StopSignal
 from common.tasks import Task, build
 from common.tracking import Phases, Tracker, closed_on_error
-from grpo.config import GrpoConfig
+from grpo.config import GrpoConfig, check_switches
 from grpo.groups import Group, Roller
 from grpo.loss import Counts, advantages, policy_loss
 
 log = logging.getLogger("clutch")
+
+# Sums over tokens -> what the log calls their mean. gap: between the log-probabilities of the sampler and of the trainer.
+PER_TOKEN = {"entropy": "entropy", "clipped": "clipped", "ratio_kl": "ratio_kl", "kl": "kl", "gap": "sampler_gap"}
 
 
 def train(run: Run, context: Context, task: Task | None = None) -> report.Result:
@@ -39,6 +42,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     Raises: ConfigError for settings that cannot work; RunStopped after a signal, a guard, or on NaN or infinity.
     """
     settings: GrpoConfig = run.algo
+    check_switches(run.opt, settings)
     device = context.device.device
     task = task or build(run.task)
     numbers = precision.resolve(run.opt, device)
@@ -101,9 +105,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                     rollout.all_wrong,
                 )
 
-            olds: dict[
-                int, list[Any]
-            ] = {}  # log-probabilities of the policy that sampled, as the trainer computes them
+            # By group: log-probabilities of the policy that sampled, as the trainer computed them in the first pass.
+            olds: dict[int, list[Any]] = {}
             for step in range(first_step, min(first_step + settings.passes, settings.steps)):
                 seen = policy.step(step, rollout.groups, advantage, olds, phases)
                 policy.check(step, seen)
@@ -181,7 +184,7 @@ class Policy:
         for of_optimizer in self.optimizer.param_groups:
             of_optimizer["lr"] = lr
         if not groups:
-            return {"loss": 0.0, "grad_norm": 0.0, "lr": lr, "entropy": 0.0, "clipped": 0.0, "ratio_kl": 0.0, "kl": 0.0}
+            return dict.fromkeys(("loss", "grad_norm", *PER_TOKEN.values()), 0.0) | {"lr": lr}
 
         def attempt(rows: int) -> dict[str, float]:
             self.optimizer.zero_grad(set_to_none=True)
@@ -208,12 +211,7 @@ class Policy:
             "loss": totals["loss"],
             "grad_norm": norm,
             "lr": lr,
-            "entropy": totals["entropy"] / tokens,
-            "clipped": totals["clipped"] / tokens,
-            "ratio_kl": totals["ratio_kl"] / tokens,
-            "kl": totals["kl"] / tokens,
-            # Between the log-probabilities of the sampler and of the trainer: the same weights, other kernels.
-            "sampler_gap": totals["gap"] / tokens,
+            **{shown: totals[name] / tokens for name, shown in PER_TOKEN.items()},
             **(
                 {"loss_scale": scale, "overflow": float(self.scaler.get_scale() < scale)} if self.numbers.scaler else {}
             ),
@@ -246,7 +244,8 @@ class Policy:
             ),
             micro_batches=sum(len(batches) for batches in every),
         )
-        totals = dict.fromkeys(("loss", "tokens", "entropy", "clipped", "ratio_kl", "kl", "gap"), 0.0)
+        # Summed on the device: reading a number after each micro-batch would wait for it.
+        totals = {name: torch.zeros((), dtype=torch.float64, device=device) for name in ("loss", "tokens", *PER_TOKEN)}
         half = self.numbers.compute != torch.float32
         for batch in every[context.rank]:
             chosen = [(groups[index], part) for index, part in batch]
@@ -274,12 +273,12 @@ class Policy:
             weights = torch.cat([advantage[index, part] for index, part in batch]).to(device, torch.float32)
             loss, sums = policy_loss(logp, old, weights, mask, counts, settings, ref=ref, entropy=entropy)
             self.scaler.scale(loss).backward()
-            totals["loss"] += loss.item()
-            totals["tokens"] += mask.sum().item()
-            totals["gap"] += ((logp.detach() - sampled).abs() * mask).sum().item()
+            totals["loss"] += loss.detach()
+            totals["tokens"] += mask.sum()
+            totals["gap"] += ((logp.detach() - sampled).abs() * mask).sum()
             for name, value in sums.items():
-                totals[name] += value.item()
-        return totals
+                totals[name] += value
+        return {name: value.item() for name, value in totals.items()}
 
     def check(self, step: int, seen: dict[str, float]) -> None:
         """Stop on a loss or gradient that is not finite, and at the guards."""
@@ -363,6 +362,9 @@ def plan(
     )
     completions = settings.prompts_per_step * settings.samples_per_prompt
     rows = min(settings.rows_per_forward, completions)
+    config = sampler.model.config
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kernel = hardware.attention_kernel(context.device.device, sampler.dtype, head_size, masked=True)
     compiled = f", decoding compiled ({run.opt.compile.mode})" if run.opt.compile.enabled else ""
     reference = (
         "none (beta 0)" if not settings.kl.beta else "on the CPU" if run.opt.offload.enabled else "on the device"
@@ -376,7 +378,7 @@ def plan(
                 f"{len(held_out)} held out",
                 "model": f"{run.model.path or run.model.name}, {size / 1e6:.2f}M parameters; reference {reference}",
                 "device": f"{context.device.name}, {context.device.memory_gb:.0f} GB; hardware={run.hardware.name}",
-                "numbers": f"{dtype}{', GradScaler' if dtype == 'float16' else ''}{compiled}, masters float32; attention sdpa"
+                "numbers": f"{dtype}{', GradScaler' if dtype == 'float16' else ''}{compiled}, masters float32; attention sdpa ({kernel})"
                 f"{', activations recomputed' if run.opt.checkpointing.enabled else ''}",
                 "ranks": str(context.world_size),
                 "rollout": f"{settings.prompts_per_step} prompts x {settings.samples_per_prompt} samples, {tokens} new "

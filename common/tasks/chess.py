@@ -12,10 +12,14 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import chess
-import chess.pgn
 import Levenshtein
 import numpy as np
+
+try:
+    import chess
+    import chess.pgn
+except ImportError:
+    raise ImportError("task=chess needs python-chess, which is not installed: pip install chess") from None
 
 from common.config import ConfigError, at_least
 from common.tasks import Example
@@ -279,6 +283,7 @@ _Line = tuple[str, chess.Board | str, Sequence[chess.Move | str]]
 
 def _csv(lines: list[str], path: str, key: str) -> Iterator[_Line]:
     table = csv.DictReader((f"{line}\n" for line in lines), strict=True)
+    done = 0
     try:
         for column in ("FEN", "Moves"):
             if column not in (table.fieldnames or ()):
@@ -287,9 +292,13 @@ def _csv(lines: list[str], path: str, key: str) -> Iterator[_Line]:
         for row in table:
             if row["FEN"] is None or row["Moves"] is None:  # chess.Board(None) would be an empty board
                 raise ConfigError(f"{key}={path!r}: line {table.line_num} has too few cells. Mend or remove it.")
-            yield f"line {table.line_num}", row["FEN"], row["Moves"].split()
+            done = table.line_num
+            yield f"line {done}", row["FEN"], row["Moves"].split()
     except csv.Error as error:
-        raise ConfigError(f"{key}={path!r}: line {table.line_num}: {error}. Mend or remove it.") from None
+        rows = (
+            f"the row from line {done + 1} to {table.line_num}"  # a quote that is not closed takes in all that follows
+        )
+        raise ConfigError(f"{key}={path!r}: {rows}: {error}. Mend or remove it.") from None
 
 
 def _pgn(lines: list[str], path: str, key: str) -> Iterator[_Line]:
@@ -306,15 +315,15 @@ def _pgn(lines: list[str], path: str, key: str) -> Iterator[_Line]:
         line, counted = line + text.count("\n", counted, position), position
         if error is None and game is None:
             return
+        where = f"the game up to line {line if position == len(text) else line - 1}"
         if game is not None:
             board = game.board()
             if type(board) is not chess.Board or board.chess960:
                 error = ValueError("a game of another variant; this task plays standard chess")
             elif game.next() is not None:
-                yield f"the game before line {line}", board, list(game.mainline_moves())
+                yield where, board, list(game.mainline_moves())
         if error is not None:
-            where = line - 1 if position < len(text) or text.endswith("\n") else line
-            raise ConfigError(f"{key}={path!r}: line {where}: {error}. Mend or remove the game.")
+            raise ConfigError(f"{key}={path!r}: {where}: {error}. Mend or remove it.")
 
 
 class _Strict(chess.pgn.GameBuilder[chess.pgn.Game]):

@@ -23,7 +23,7 @@ SECONDS = 3  # for math-verify to parse, and again to compare
 # 1,000 | 1000 | 0.5 | .5 ; no exponents: 1e999999999 would be computed
 _DECIMAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 # A sign counts only where it is no subtraction; "/ 4" makes a fraction.
-_NUMBER = re.compile(rf"((?<![0-9A-Za-z.)\]])[-−])?\$?(-?)({_DECIMAL})(?:/({_DECIMAL}))?")
+_NUMBER = re.compile(rf"((?<![0-9A-Za-z.)\]])[-−])?(?:\$(-?))?({_DECIMAL})(?:/({_DECIMAL}))?")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([0-9.,]{1,40})\}\{([0-9.,]{1,40})\}")
 
 
