@@ -350,7 +350,7 @@ def test_generated_rows_are_right_distinct_and_the_same_every_time(task):
     assert task.prompt(e) == f"{e.extra['fen']} {e.extra['move']} =>"
     # the very row, so that another machine or version that draws anew is noticed: the model that comes with the
     # project was pre-trained on these
-    assert task.prompt(e) == "FILL"
+    assert task.prompt(e) == "1nb1kb1r/5p1p/1pp2r1n/p3p1P1/2p3qR/P2PPN2/RPQ1K3/2BN1B2 w k - 0 20 f1h3 =>"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.35, 1.0])
@@ -418,8 +418,8 @@ def test_csv_with_a_test_file_leaks_nothing(tmp_path):
             "2,k6R/8/8/8/8/8/8/K7 w - - 0 1,a1a2",
             "line 3: 'k6R/8/8/8/8/8/8/K7 w - - 0 1' is no position (opposite_check).",
         ),
-        (f'2,"{START},e2e4', "the row from line 3 to 4: unexpected end of data."),
-        (f'2,"{START}"x,e2e4', "the row from line 3 to 3: ',' expected after '\"'."),
+        (f'2,"{START},e2e4', "line 3: unexpected end of data."),
+        (f'2,"{START}"x,e2e4', "line 3: ',' expected after '\"'."),
         (f'2,"{START}\n",e2e5', f"line 4: illegal move e2e5 in '{START}'."),
     ],
 )

@@ -294,11 +294,8 @@ def _csv(lines: list[str], path: str, key: str) -> Iterator[_Line]:
                 raise ConfigError(f"{key}={path!r}: line {table.line_num} has too few cells. Mend or remove it.")
             done = table.line_num
             yield f"line {done}", row["FEN"], row["Moves"].split()
-    except csv.Error as error:
-        rows = (
-            f"the row from line {done + 1} to {table.line_num}"  # a quote that is not closed takes in all that follows
-        )
-        raise ConfigError(f"{key}={path!r}: {rows}: {error}. Mend or remove it.") from None
+    except csv.Error as error:  # line: where the row begins; a quote that is not closed takes in all that follows
+        raise ConfigError(f"{key}={path!r}: line {done + 1}: {error}. Mend or remove it.") from None
 
 
 def _pgn(lines: list[str], path: str, key: str) -> Iterator[_Line]:
