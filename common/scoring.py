@@ -139,7 +139,19 @@ def score_parts(task: Task, examples: Sequence[Example], completions: Sequence[s
     found, seconds = {}, {}
     for name, component in components.items():
         started = time.perf_counter()
-        found[name] = [float(value) for value in component(examples, completions)]
+        try:
+            found[name] = [float(value) for value in component(examples, completions)]
+        except Exception as error:
+            raise ConfigError(
+                f"component {name} of {type(task).__name__} raised {type(error).__name__}: {error}, on {len(completions)} "
+                f"completions (the first: example {examples[0].id}, {completions[0][:80]!r}). A reward must score any "
+                "text; give 0 where it cannot."
+            ) from error
+        if len(found[name]) != len(completions):
+            raise ConfigError(
+                f"component {name} of {type(task).__name__} returned {len(found[name])} scores for {len(completions)} "
+                "completions. Return one for each, in order."
+            )
         seconds[name] = time.perf_counter() - started
     weights: dict[str, float] = task.weights  # type: ignore[attr-defined]
     total = sum(weights[name] for name in found)

@@ -12,8 +12,9 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import Levenshtein
 import numpy as np
+from rapidfuzz.distance import Indel
+from rapidfuzz.process import cpdist
 
 try:
     import chess
@@ -173,11 +174,11 @@ class Chess:
     def _levenshtein(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         """Similarity to the answer; 0 for what is no FEN at all, so that noise and JSON earn nothing."""
         texts = [text.strip() for text in completions]
-        scores = []
-        for example, text in zip(examples, texts, strict=True):
-            plausible = 0 < len(text) <= _LONGEST and text.count("/") == 7 and text.count(" ") == 5
-            scores.append(Levenshtein.ratio(text, example.answer) if plausible else 0.0)
-        return scores
+        plausible = [0 < len(t) <= _LONGEST and t.count("/") == 7 and t.count(" ") == 5 for t in texts]
+        compared = [text if ok else "" for text, ok in zip(texts, plausible, strict=True)]
+        # Levenshtein.ratio of all pairs in one call; "" has nothing in common with an answer.
+        answers = [example.answer for example in examples]
+        return cpdist(compared, answers, scorer=Indel.normalized_similarity, dtype=np.float64).tolist()
 
 
 def valid_fens(texts: Sequence[str]) -> np.ndarray:
