@@ -10,6 +10,7 @@ from typing import Any
 
 from common.config import ConfigError, ScoringConfig
 from common.tasks import Example, Task
+from common.tasks.components import weighted
 
 
 def score(task: Task, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
@@ -153,10 +154,7 @@ def score_parts(task: Task, examples: Sequence[Example], completions: Sequence[s
                 "completions. Return one for each, in order."
             )
         seconds[name] = time.perf_counter() - started
-    weights: dict[str, float] = task.weights  # type: ignore[attr-defined]
-    total = sum(weights[name] for name in found)
-    rewards = [sum(weights[n] * found[n][row] for n in found) / total for row in range(len(completions))]
-    return Scored(rewards, found, seconds)
+    return Scored(weighted(found, task.weights), found, seconds)  # type: ignore[attr-defined]
 
 
 _held: Task | None = None

@@ -350,7 +350,7 @@ def test_generated_rows_are_right_distinct_and_the_same_every_time(task):
     assert task.prompt(e) == f"{e.extra['fen']} {e.extra['move']} =>"
     # the very row, so that another machine or version that draws anew is noticed: the model that comes with the
     # project was pre-trained on these
-    assert task.prompt(e) == "1nb1kb1r/5p1p/1pp2r1n/p3p1P1/2p3qR/P2PPN2/RPQ1K3/2BN1B2 w k - 0 20 f1h3 =>"
+    assert task.prompt(e) == "rn1qkbnr/2p1ppp1/b7/pp1p4/1P2P1p1/1Q6/P1PP1P1P/RNB1KBNR b KQkq - 1 8 b8d7 =>"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.35, 1.0])

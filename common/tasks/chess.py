@@ -12,18 +12,15 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import chess
+import chess.pgn
 import numpy as np
 from rapidfuzz.distance import Indel
 from rapidfuzz.process import cpdist
 
-try:
-    import chess
-    import chess.pgn
-except ImportError:
-    raise ImportError("task=chess needs python-chess, which is not installed: pip install chess") from None
-
 from common.config import ConfigError, at_least
 from common.tasks import Example
+from common.tasks.components import chosen, weighted
 from common.tasks.data import read_lines
 
 FIELDS = ("board", "turn", "castling", "en_passant", "halfmove", "fullmove")
@@ -75,13 +72,7 @@ class Chess:
             "valid": self._valid,
             "levenshtein": self._levenshtein,
         }
-        for name, weight in weights.items():
-            if name not in known:
-                raise ConfigError(f"task.weights.{name} is not a component. Components: {', '.join(known)}.")
-            at_least(f"task.weights.{name}", weight, 0)
-        if not sum(weights.values()) > 0:
-            raise ConfigError("task.weights are all 0. Give at least one component a weight above 0.")
-        self.components = {name: known[name] for name, weight in weights.items() if weight > 0}
+        self.components = chosen(known, weights)
         self.weights, self.template, self.share_right = weights, template, share_right
         if path is None:
             rows = _generated(positions + test_positions, plies)
@@ -129,9 +120,7 @@ class Chess:
 
     def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         """`reward` of each completion, in one pass."""
-        total = sum(self.weights[name] for name in self.components)
-        found = {name: component(examples, completions) for name, component in self.components.items()}
-        return [sum(self.weights[n] * found[n][row] for n in found) / total for row in range(len(completions))]
+        return weighted({name: one(examples, completions) for name, one in self.components.items()}, self.weights)
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
         """Percent: exact match first, accuracy by field, valid FENs, similarity, and what copying the input would get."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from common.config import ConfigError, at_least
 from common.tasks import Example
+from common.tasks.components import chosen, weighted
 from common.tasks.data import Row, read_jsonl
 from common.tasks.safe_arithmetic import DIGITS, LONGEST, Arithmetic, evaluate
 
@@ -77,13 +78,7 @@ class Countdown:
                     f"task.template={template!r} does not hold {key}. Add it, as in '{{numbers}} -> {{target}} =>'."
                 )
         known = {"right": self._right, "numbers": self._numbers, "valid": self._valid, "close": self._close}
-        for name, weight in weights.items():
-            if name not in known:
-                raise ConfigError(f"task.weights.{name} is not a component. Components: {', '.join(known)}.")
-            at_least(f"task.weights.{name}", weight, 0)
-        if not sum(weights.values()) > 0:
-            raise ConfigError("task.weights are all 0. Give at least one component a weight above 0.")
-        self.components = {name: known[name] for name, weight in weights.items() if weight > 0}
+        self.components = chosen(known, weights)
         self.weights, self.template, self.share_right, self.use_all = weights, template, share_right, use_all
         if path is None:
             rows = _generated(problems + test_problems, numbers, largest_number, largest_target)
@@ -142,9 +137,7 @@ class Countdown:
 
     def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         """`reward` of each completion, in one pass."""
-        total = sum(self.weights[name] for name in self.components)
-        found = {name: component(examples, completions) for name, component in self.components.items()}
-        return [sum(self.weights[n] * found[n][row] for n in found) / total for row in range(len(completions))]
+        return weighted({name: one(examples, completions) for name, one in self.components.items()}, self.weights)
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
         """Percent: solved first; expressions that have a value; the right numbers used; something given as an answer."""
