@@ -119,6 +119,8 @@ def main() -> None:
     arguments = sys.argv[1:] = opened(sys.argv[1:])
     try:
         check_groups(arguments)
+        if not {"--cfg", "-c", "--help", "-h", "--info", "-i"} & set(arguments):
+            check_folder(arguments)
         _main()
     except (ConfigError, RunStopped) as error:
         sys.exit(_end(error))
@@ -131,11 +133,23 @@ def main() -> None:
 
 def _end(error: ConfigError | RunStopped) -> int:
     """Print why a run ended early; returns the exit code."""
-    if isinstance(error, RunStopped):
-        print(error, file=sys.stderr)
-        return error.code
-    print(f"error: {error}", file=sys.stderr)
-    return EXIT_CONFIG
+    code = error.code if isinstance(error, RunStopped) else EXIT_CONFIG
+    if os.environ.get("RANK", "0") == "0":  # under torchrun every rank comes here with the same text
+        print(error if isinstance(error, RunStopped) else f"error: {error}", file=sys.stderr)
+    return code
+
+
+def check_folder(arguments: list[str]) -> None:
+    """Raise ConfigError where the run folder that is asked for cannot be made."""
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key == "hydra.run.dir" and value and "${" not in value:
+            try:
+                Path(value.strip("'\"")).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"hydra.run.dir={value} cannot be made: {error.strerror}. Choose another folder."
+                ) from None
 
 
 def _config_dir(arguments: list[str]) -> str | None:
@@ -183,15 +197,19 @@ def check_groups(arguments: list[str]) -> None:
         if group == "experiment" or not (CONF / group).is_dir() or "=" not in argument:
             continue
         choices = _options(group)
-        value = OverridesParser.create().parse_override(argument).value()
+        override = OverridesParser.create().parse_override(argument)
+        if override.is_sweep_override():
+            continue
+        value = override.value()
         if value is None and group == "opt":
             raise ConfigError("opt=null is not a list. Use opt=[] for none, or for example 'opt=[amp,compile]'.")
         if value is None:
             raise ConfigError(f"{group}=null is not a choice. Choices: {', '.join(choices)}.")
         if group == "opt":
             for name in value if isinstance(value, list) else [value]:
-                if isinstance(name, str):
-                    choice("opt", name, choices)
+                choice("opt", str(name), choices)
+        elif not isinstance(value, str):  # a number, which Hydra would take for something else
+            choice(group, str(value), choices)
 
 
 def explain(error: Exception, arguments: list[str], config_dir: str | None = None) -> str:

@@ -83,6 +83,10 @@ class ScheduleConfig:
                 f"schedule.end={self.end} has no effect with schedule.kind=constant. "
                 "Choose kind=linear, cosine or exponential, or set end=1."
             )
+        if self.kind != "constant" and self.end == 1:
+            raise ConfigError(
+                f"schedule.kind={self.kind} has no effect with schedule.end=1. Set end, for example 0.1, or kind=constant."
+            )
         if self.kind == "exponential" and self.end == 0:
             raise ConfigError("schedule.end=0 is out of range for schedule.kind=exponential. Give a value above 0.")
 
@@ -104,6 +108,10 @@ class OptimizerConfig:
 
     name: str  # SGD | AdamW | Adam | RMSprop | ...
     kwargs: dict[str, Any]  # passed to it, beside lr
+
+    def __post_init__(self) -> None:
+        if "lr" in self.kwargs:
+            raise ConfigError(f"algo.optimizer.kwargs.lr={self.kwargs['lr']} has no effect. Use algo.lr.")
 
 
 @dataclass(kw_only=True)
@@ -171,7 +179,8 @@ class ModelConfig:
         if (self.path is None) == (self.tiny is None):
             raise ConfigError(
                 "model.path is not set. Give a hub id or a local folder, for example "
-                "model=hf model.path=HuggingFaceTB/SmolLM2-135M, or use model=tiny."
+                f"model={self.name} model.path=HuggingFaceTB/SmolLM2-135M"
+                f"{' model.gguf_file=NAME.gguf' if self.name == 'gguf' else ''}, or use model=tiny."
                 if self.path is None
                 else f"model.path={self.path!r} has no effect with model=tiny, which is built here. Use model=hf."
             )
@@ -328,6 +337,12 @@ class TrackerConfig:
 
     def __post_init__(self) -> None:
         choice("tracker.name", self.name, ("jsonl", "wandb", "tensorboard"))
+        for key in ("project", "mode"):
+            value = getattr(self, key)
+            if value is not None and self.name != "wandb":
+                raise ConfigError(f"tracker.{key}={value!r} has no effect with tracker={self.name}. Use tracker=wandb.")
+        if self.mode is not None:
+            choice("tracker.mode", self.mode, ("online", "offline"))
 
 
 @dataclass(kw_only=True)

@@ -77,7 +77,10 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
 
     Raises: ConfigError and RunStopped as the worker raised them; other failures with the worker's traceback.
     """
+    out_dir = out_dir.resolve()
     out_dir.mkdir(parents=True, exist_ok=True)
+    if run.opt.ddp.backend == "nccl" and not hardware.local_devices(run.hardware):
+        raise ConfigError("opt.ddp.backend=nccl needs CUDA devices. Use opt.ddp.backend=auto or gloo.")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if run.opt.ddp.ranks is not None:
             raise ConfigError("opt.ddp.ranks has no effect under torchrun. Use torchrun --nproc_per_node.")
@@ -180,7 +183,7 @@ def _work(entry: str, run: Run, context: Context, task: Any) -> Any:
 
 
 def _logging(context: Context) -> None:
-    """Rank 0 prints and writes RUN/run.log; the others write RUN/rank-N.log and print warnings of their own alone."""
+    """Rank 0 prints and writes RUN/run.log; the others write RUN/rank-N.log and print nothing."""
     for handler in list(log.handlers):
         log.removeHandler(handler)
         handler.close()

@@ -65,6 +65,8 @@ def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
                 f"this torch ({torch.__version__}) has no kernels for {found.name} (sm_{major}{minor}; it has {', '.join(built)}). "
                 "Install the build for CUDA 12.6, which keeps older devices."
             )
+    if opt.offload.enabled and found.device.type == "cpu":
+        raise ConfigError("opt=offload has no effect on a CPU: there is no other memory. Leave it out.")
     if opt.compile.enabled and not config.compile and found.matches:
         raise ConfigError(
             f"opt=compile is not for hardware={config.name}: its compiler needs compute capability 8.0. Leave it out."

@@ -33,6 +33,10 @@ class Order:
     def __init__(self, examples: Sequence[Example], seed: int) -> None:
         if not examples:
             raise ConfigError('the task has no training examples. Its examples("train") must return some.')
+        if type(examples[0].id) is not int:
+            raise ConfigError(
+                f"the id of the task's first example is {examples[0].id!r}. It must be an int: the row's position."
+            )
         self.examples, self.seed = examples, seed
         self.epoch, self.shuffled = -1, list(range(len(examples)))
 

@@ -18,6 +18,9 @@ BUCKET = 64 << 20
 def optimizer_class(config: OptimizerConfig) -> Any:
     """The class that the configuration names. Raises: ConfigError where torch.optim has none."""
     kind = getattr(torch.optim, config.name, None)
+    if config.name in ("LBFGS", "SparseAdam"):
+        why = "wants the loss as a function" if config.name == "LBFGS" else "wants sparse gradients"
+        raise ConfigError(f"algo.optimizer.name={config.name} {why}. Use for example SGD, Adam or AdamW.")
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise ConfigError(
             f"algo.optimizer.name={config.name!r} is not in torch.optim. Use for example SGD, Adam or AdamW."

@@ -12,7 +12,17 @@ from common.distributed import Context
 log = logging.getLogger("clutch")
 
 # What may differ between a run and its continuation; anything else would make another run of it.
-FREE = ("resume", "evaluate", "checkpoint", "tracker", "opt", "hardware", "algo.steps", "algo.rows_per_forward")
+FREE = (
+    "resume",
+    "evaluate",
+    "checkpoint",
+    "tracker",
+    "scoring",
+    "opt",
+    "hardware",
+    "algo.steps",
+    "algo.rows_per_forward",
+)
 
 
 def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
@@ -23,13 +33,19 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
     """
     own = context.out_dir / "checkpoints"
     context.barrier()  # no rank looks while another may still write
+    present = any(own.glob("step-*"))
     if run.resume == "no":
-        if checkpoint.latest(own) is not None:
+        if present:
             raise ConfigError(
                 f"{context.out_dir} already holds a run. Use resume=auto to go on with it, or another hydra.run.dir."
             )
         return None
     found = checkpoint.latest(own)
+    if found is None and present:
+        raise ConfigError(
+            f"all checkpoints in {own} are damaged (see the warnings), and starting anew would overwrite the run. "
+            "Move them away to do that, or use another hydra.run.dir."
+        )
     if found is None and run.resume != "auto":
         root = Path(run.resume)
         found = checkpoint.latest(root / "checkpoints" if (root / "checkpoints").is_dir() else root)
@@ -50,6 +66,8 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
         differing.append(
             f"algo.steps was {found.state['config']['algo']['steps']}, which algo.{scheduled[0]} depends on"
         )
+    if given["algo"]["steps"] < found.step:
+        differing.append(f"{found.step} steps are done already, algo.steps is {given['algo']['steps']}")
     if differing:
         raise ConfigError(
             f"{found.path} was made with other settings: {'; '.join(differing)}. "

@@ -62,6 +62,8 @@ class Tracker:
         shown = f"reward {event['reward']:.4f}"
         if "metric" in event:
             shown += f", {event['metric_name']} {event['metric']:.2f}"
+        if "drift" in event:
+            shown += f", drift {event['drift']:.2f}"
         shown += f", {event['tokens_per_second']:.0f} tokens/s"
         if self.bar is not None:
             self.bar.set_postfix_str(shown, refresh=False)

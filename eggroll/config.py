@@ -1,9 +1,17 @@
 """Names, types and checks of conf/algo/eggroll.yaml."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from common.config import ConfigError, OptimizerConfig, SamplingConfig, ScheduleConfig, above, at_least, choice
+from common.config import (
+    ConfigError,
+    OptConfig,
+    OptimizerConfig,
+    SamplingConfig,
+    ScheduleConfig,
+    above,
+    at_least,
+    choice,
+)
 
 POLICIES = ("lowrank", "full", "frozen")
 FITNESS = ("zscore", "prompt_zscore", "centered_rank", "pair_sign")
@@ -79,8 +87,9 @@ class EggrollConfig:
         return self.members // 2 if self.mirrored else self.members
 
 
-def check_switches(opt: Any) -> None:
+def check_switches(opt: OptConfig) -> None:
     """Raise ConfigError for an opt switch that has no effect in EGGROLL."""
-    for name, why in (("checkpointing", "there is no backward pass to recompute for"),):
-        if getattr(opt, name).enabled:
-            raise ConfigError(f"opt={name} has no effect with algo=eggroll: {why}. Leave it out.")
+    if opt.checkpointing.enabled:
+        raise ConfigError(
+            "opt=checkpointing has no effect with algo=eggroll: there is no backward pass to recompute for. Leave it out."
+        )

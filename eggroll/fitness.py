@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 
-def fitness(rewards: Tensor, shaping: str) -> Tensor:
-    """Shape rewards [members, prompts] into fitness [members], float64 throughout. Equal rewards give exactly 0.
+def fitness(rewards: Tensor, shaping: str, samples: int = 1) -> Tensor:
+    """Shape rewards [members, prompts * samples] into fitness [members], float64 throughout. Equal rewards give exactly 0.
 
     zscore          mean over prompts, then (f - mean) / deviation
     prompt_zscore   minus each prompt's mean over members, over one deviation of all, then mean over prompts (paper, 6.3)
@@ -17,7 +17,8 @@ def fitness(rewards: Tensor, shaping: str) -> Tensor:
     if shaping == "zscore":
         return _over_deviation(mean - mean.mean(), mean)
     if shaping == "prompt_zscore":
-        centred = rewards - rewards.mean(0)
+        by_prompt = rewards.unflatten(1, (-1, samples))  # [members, prompts, samples]
+        centred = (by_prompt - by_prompt.mean((0, 2), keepdim=True)).flatten(1)
         return _over_deviation(centred, centred).mean(1)
     if shaping == "centered_rank":
         below = (mean[None, :] < mean[:, None]).sum(1)

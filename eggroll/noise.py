@@ -517,13 +517,13 @@ def _sites(model: nn.Module, wanted: list[Address]) -> list[_Site]:
         }
         if not names:
             continue
-        known = isinstance(module, (nn.Linear, Conv1D, nn.Embedding, nn.LayerNorm)) or (
-            "RMSNorm" in type(module).__name__ and set(module._parameters) == {"weight"}
-        )
+        # A subclass with a forward of its own may scale or cap: noise would be added to something else.
+        plain = any(type(module).forward is kind.forward for kind in (nn.Linear, Conv1D, nn.Embedding, nn.LayerNorm))
+        known = plain or ("RMSNorm" in type(module).__name__ and set(module._parameters) == {"weight"})
         if not known:
             raise ConfigError(
-                f"noise on {next(iter(names.values())).name} is not possible: {type(module).__name__} is none of Linear, "
-                f"Conv1D, Embedding, LayerNorm, RMSNorm. Freeze it: 'algo.noise.patterns={{\"*{next(iter(names))}\": frozen}}'."
+                f"noise on {next(iter(names.values())).name} is not possible: {type(module).__name__} is no plain Linear, "
+                f"Conv1D, Embedding, LayerNorm or RMSNorm. Freeze it: 'algo.noise.patterns={{\"*{next(iter(names))}\": frozen}}'."
             )
         sites.append(_Site(module, names))
         seen.update(address.name for address in names.values())

@@ -11,6 +11,7 @@ initial weights (arXiv:2605.30148). Ranks share members out and exchange rewards
 import logging
 import math
 import time
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -22,7 +23,7 @@ from common.config import ConfigError, Run
 from common.distributed import Context
 from common.evaluation import evaluate
 from common.rollout import Completions, Sampler
-from common.scoring import score
+from common.scoring import Scorer
 from common.signals import EXIT_NUMBERS, RunStopped, StopSignal
 from common.tasks import Example, Task, build
 from common.tracking import Phases, Tracker, closed_on_error
@@ -46,6 +47,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     model, tokenizer = loop.load(run, task, context)
     model.requires_grad_(False)
     noise = Noise(model, settings.noise, rank=settings.rank, mirrored=settings.mirrored, seed=run.seed)
+    if settings.rank != 1 and all(address.policy == "full" for address in noise.addresses):
+        raise ConfigError(f"algo.rank={settings.rank} has no effect: nothing has low-rank noise. Set algo.rank=1.")
     weights = Weights(model, noise, settings, numbers.compute, offload=run.opt.offload.enabled)
 
     resumed = resume.find(run, context)
@@ -64,7 +67,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         compile_mode=run.opt.compile.mode if run.opt.compile.enabled else None,
     )
     rows = sampler.rows = plan(run, context, sampler, weights, noise, tokenizer, task, order, held_out, numbers.name)
-    population = Population(settings, sampler, noise, tokenizer, task, context, run.seed, rows)
+    population = Population(run, sampler, noise, tokenizer, task, context, rows)
 
     def measure() -> Any:
         return evaluate(sampler, tokenizer, task, held_out, settings.sampling.max_new_tokens, context)
@@ -84,7 +87,12 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         compiling = {"compile_seconds": time.perf_counter() - began}
         if context.main:
             log.info("compiled in %.0f s", compiling["compile_seconds"])
-    with closed_on_error(tracker), StopSignal() as stop, report.profiled(run, context) as traced:
+    with (
+        closed_on_error(tracker),
+        closing(population.scorer),
+        StopSignal() as stop,
+        report.profiled(run, context) as traced,
+    ):
         for step in range(state["step"], settings.steps):
             started, phases = time.perf_counter(), Phases()
             sigma = settings.sigma * settings.sigma_schedule.factor(step, settings.steps)
@@ -93,8 +101,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             examples = order.take(step * settings.prompts_per_step, settings.prompts_per_step)
 
             rewards, generated = population.rewards(examples, step, draw, sigma, phases)  # [members, rows a member]
-            check_finite(rewards, examples, step, context)
-            shaped = fitness(rewards, settings.fitness)  # [members]
+            population.check_finite(rewards, examples, step)
+            shaped = fitness(rewards, settings.fitness, settings.samples_per_prompt)  # [members]
             with phases("update"):
                 drift = weights.update(noise, draw, shaped, lr)
             if not math.isfinite(drift):
@@ -105,12 +113,12 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             state["evaluations"] += rewards.numel()
             event: dict[str, Any] = compiling
             compiling = {}
+            seconds = time.perf_counter() - started  # of training: an evaluation's tokens are not counted either
+            state["seconds"] += seconds
             if run.evaluate.every and (step + 1) % run.evaluate.every == 0 and step + 1 < settings.steps:
                 with phases("evaluate"):
                     seen = measure()
                 event |= {"metric": seen.value, "metric_name": seen.name, "metrics": seen.metrics}
-            seconds = time.perf_counter() - started
-            state["seconds"] += seconds
             if tracker:
                 tracker.log(
                     {
@@ -120,7 +128,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                         "reward": rewards.mean().item(),
                         "reward_best": rewards.mean(1).max().item(),
                         "reward_std": rewards.mean(1).std(correction=0).item(),
-                        "zero_fitness": (shaped == 0).double().mean().item(),
+                        "zero_fitness": without_influence(shaped, settings.mirrored),
                         "drift": drift,
                         "sigma": sigma,
                         "lr": lr,
@@ -149,18 +157,13 @@ class Population:
     """Samples and scores all members of a step, in chunks that the ranks share out."""
 
     def __init__(
-        self,
-        settings: EggrollConfig,
-        sampler: Sampler,
-        noise: Noise,
-        tokenizer: Any,
-        task: Task,
-        context: Context,
-        seed: int,
-        rows: int,
+        self, run: Run, sampler: Sampler, noise: Noise, tokenizer: Any, task: Task, context: Context, rows: int
     ) -> None:
-        self.settings, self.sampler, self.noise, self.tokenizer = settings, sampler, noise, tokenizer
-        self.task, self.context, self.seed, self.rows = task, context, seed, rows
+        self.settings: EggrollConfig = run.algo
+        self.sampler, self.noise, self.tokenizer = sampler, noise, tokenizer
+        self.task, self.context, self.seed, self.rows = task, context, run.seed, rows
+        self.scorer = Scorer(task, run.scoring)
+        self.offending: str | None = None  # this rank's first completion whose reward is not finite
 
     def rewards(
         self, examples: list[Example], step: int, draw: int, sigma: float, phases: Phases
@@ -196,7 +199,10 @@ class Population:
                 texts = [text for part in made for text in part.texts(self.tokenizer)]
                 generated += sum(part.generated for part in made)
             with phases("reward"):
-                scores = score(self.task, repeated * len(members), texts)
+                scores = self.scorer.submit(repeated * len(members), texts).result().rewards
+                self.offending = self.offending or next(
+                    (t for t, s in zip(texts, scores, strict=True) if not math.isfinite(s)), None
+                )
                 rewards[members.start : members.stop] = torch.tensor(scores, dtype=torch.float64).view(len(members), -1)
         with phases("exchange"):
             held = torch.zeros(context.world_size, dtype=torch.float64)
@@ -206,6 +212,22 @@ class Population:
         # A rank whose memory ran out takes fewer rows from now on, and so must all: members are shared out by them.
         self.rows = int(totals[rewards.numel() + 1 :].min())
         return totals[: rewards.numel()].view_as(rewards), int(totals[rewards.numel()])
+
+    def check_finite(self, rewards: Tensor, examples: list[Example], step: int) -> None:
+        """Stop on a reward that is NaN or infinite. rewards [members, rows a member], the same on all ranks."""
+        if torch.isfinite(rewards).all():
+            return
+        member, row = (~torch.isfinite(rewards)).nonzero()[0].tolist()
+        example = examples[row * len(examples) // rewards.shape[1]]
+        texts = [text for text in self.context.gather_objects(self.offending) if text is not None]
+        raise loop.not_finite(
+            self.context,
+            step,
+            f"the reward of member {member}",
+            rewards[member, row].item(),
+            example,
+            completion=texts[0] if texts else None,
+        )
 
 
 def chunks(settings: EggrollConfig, rows: int, ranks: int) -> list[range]:
@@ -303,13 +325,10 @@ class Weights:
             self.optimizers[name].load_state_dict(saved.extra["optimizers"][name])
 
 
-def check_finite(rewards: Tensor, examples: list[Example], step: int, context: Context) -> None:
-    """Stop on a reward that is NaN or infinite. rewards [members, rows a member]."""
-    if torch.isfinite(rewards).all():
-        return
-    member, row = (~torch.isfinite(rewards)).nonzero()[0].tolist()
-    example = examples[row * len(examples) // rewards.shape[1]]
-    raise loop.not_finite(context, step, f"the reward of member {member}", rewards[member, row].item(), example)
+def without_influence(shaped: Tensor, mirrored: bool) -> float:
+    """Share of members that move nothing: fitness 0, or equal to that of the mirrored one. shaped [members]."""
+    idle = shaped[0::2] == shaped[1::2] if mirrored else shaped == 0
+    return idle.double().mean().item()
 
 
 def plan(

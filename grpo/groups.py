@@ -1,6 +1,7 @@
 """From prompts to scored groups of completions: sampled once a prompt, scored in parallel, dead groups replaced."""
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,9 +105,12 @@ class Roller:
             rounds += 1
         scores = torch.tensor([group.scores for group in seen], dtype=torch.float64)
         for group in seen:
-            for score in group.scores:
-                if not torch.isfinite(torch.tensor(score)):
-                    raise loop.not_finite(self.context, step, "the reward of a completion", score, group.example)
+            for score, tokens in zip(group.scores, group.completions, strict=True):
+                if not math.isfinite(score):
+                    text = self.tokenizer.decode(tokens)
+                    raise loop.not_finite(
+                        self.context, step, "the reward of a completion", score, group.example, completion=text
+                    )
         dead = [group for group in seen if group.dead]
         names = components[0] if components else {}
         return Rollout(

@@ -112,12 +112,12 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                 policy.check(step, seen)
                 state["step"] = step + 1
                 event: dict[str, Any] = {}
+                seconds = time.perf_counter() - started  # of training: an evaluation's tokens are not counted either
+                state["seconds"] += seconds
                 if run.evaluate.every and (step + 1) % run.evaluate.every == 0 and step + 1 < settings.steps:
                     with phases("evaluate"):
                         held = measure()
                     event = {"metric": held.value, "metric_name": held.name, "metrics": held.metrics}
-                seconds = time.perf_counter() - started
-                state["seconds"] += seconds
                 if tracker:
                     new = rollout.generated if step == first_step else 0
                     tracker.log(

@@ -107,6 +107,13 @@ MISTAKES = {
     "model=hf": "model.path is not set. Give a hub id or a local folder, for example model=hf "
     "model.path=HuggingFaceTB/SmolLM2-135M, or use model=tiny.",
     "model.path=gpt2": "model.path='gpt2' has no effect with model=tiny, which is built here. Use model=hf.",
+    "hardware=4090": "hardware='4090' is not a choice. Did you mean 'rtx4090'? Choices: a100_40g, a100_80g, auto, cpu, h100, "
+    "h200, rtx4090, v100.",
+    "opt=[3]": "opt='3' is not a choice. Choices: amp, checkpointing, compile, ddp, offload, profile, tf32.",
+    "algo.optimizer.kwargs={lr: 5}": "algo.optimizer.kwargs.lr=5 has no effect. Use algo.lr.",
+    "algo.lr_schedule.kind=linear": "schedule.kind=linear has no effect with schedule.end=1. Set end, for example 0.1, or "
+    "kind=constant.",
+    "+tracker.mode=offline": "tracker.mode='offline' has no effect with tracker=jsonl. Use tracker=wandb.",
     "tracker=wandbb": "tracker='wandbb' is not a choice. Did you mean 'wandb'? Choices: jsonl, tensorboard, wandb.",
 }
 

@@ -16,7 +16,9 @@ SHARED = [s for s in SMALL if not s.startswith(("algo.members", "algo.prompts", 
 def needs(task: str, folder) -> list[str]:
     """Settings of a task that has no embedded data."""
     if task == "gsm8k":
-        rows = [{"question": f"What is {i} plus {i}?", "answer": f"{i} + {i} = {2 * i}\n#### {2 * i}"} for i in range(20)]
+        rows = [
+            {"question": f"What is {i} plus {i}?", "answer": f"{i} + {i} = {2 * i}\n#### {2 * i}"} for i in range(20)
+        ]
         for split in ("train", "test"):
             (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             rows = [{"question": row["question"].replace("plus", "and"), "answer": row["answer"]} for row in rows]
@@ -30,7 +32,17 @@ def needs(task: str, folder) -> list[str]:
 @pytest.mark.parametrize("algo", sorted(ALGORITHMS))
 def test_two_steps(algo, task, tmp_path, in_cache):
     own = [s for s in SMALL if s not in SHARED] if algo == "eggroll" else GROUPS.get(algo, [])
-    run = compose([f"algo={algo}", f"task={task}", *SHARED, *own, *needs(task, tmp_path), "model.tiny.context=512", "algo.steps=2"])
+    run = compose(
+        [
+            f"algo={algo}",
+            f"task={task}",
+            *SHARED,
+            *own,
+            *needs(task, tmp_path),
+            "model.tiny.context=512",
+            "algo.steps=2",
+        ]
+    )
     result = train(run, tmp_path / "out")
     assert result.algo == algo
     assert result.task == task

@@ -76,7 +76,7 @@ def test_a_run_leaves_everything(launch: Launch, tmp_path):
         ["algo.loss=cispo", "algo.passes=2"],
         ["algo.dual_clip=3", "algo.delta=4", "algo.epsilon_high=0.28"],
         ["algo.kl.beta=0.1"],
-        ["algo.kl.beta=0.1", "algo.kl.estimator=k1", "algo.kl.where=reward", "opt=offload"],
+        ["algo.kl.beta=0.1", "algo.kl.estimator=k1", "algo.kl.where=reward"],
         ["algo.entropy_bonus=0.01"],
         ["algo.mask_truncated=true", "algo.overlong_buffer=4"],
         ["algo.resample_rounds=0"],

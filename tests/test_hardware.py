@@ -244,3 +244,9 @@ def test_real_memory_runs_out():
     total = torch.cuda.get_device_properties(0).total_memory
     made, rows = halving(lambda rows: torch.empty(rows, total // 24, dtype=torch.int8, device="cuda"), 64, floor=1)
     assert (rows, made.shape[0]) == (16, 16)
+
+
+def test_offload_has_no_effect_on_a_cpu():
+    run = compose(["opt=[offload]", "hardware=cpu"])
+    with pytest.raises(ConfigError, match="opt=offload has no effect on a CPU"):
+        check(run.hardware, run.opt, find(run.hardware))

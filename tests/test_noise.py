@@ -198,7 +198,7 @@ def test_policies_that_cannot_be(choices, text):
 def test_an_unknown_module_is_refused_with_the_way_out():
     model = small_model("llama")
     model.model.norm = torch.nn.BatchNorm1d(32)
-    with pytest.raises(ConfigError, match=r"BatchNorm1d is none of .* Freeze it: 'algo.noise.patterns="):
+    with pytest.raises(ConfigError, match=r"BatchNorm1d is no plain .* Freeze it: 'algo.noise.patterns="):
         Noise(model, policy(vectors="full"), rank=1, mirrored=True, seed=0)
 
 
@@ -244,3 +244,26 @@ def test_pair_sign():
 @pytest.mark.parametrize("shaping", ["zscore", "prompt_zscore", "centered_rank", "pair_sign"])
 def test_equal_rewards_give_zero(shaping):
     assert (fitness(torch.full((8, 3), 0.1), shaping) == 0).all()
+
+
+def test_a_layer_that_does_more_than_its_class_is_refused():
+    """Gemma's embedding multiplies what it looks up: noise beside it would be of another scale."""
+
+    class Scaled(torch.nn.Embedding):
+        def forward(self, ids):
+            return 5 * super().forward(ids)
+
+    model = small_model("llama")
+    model.model.embed_tokens = Scaled(97, 32)
+    with pytest.raises(ConfigError, match="Scaled is no plain Linear"):
+        Noise(model, policy(embeddings="lowrank"), rank=1, mirrored=True, seed=0)
+    Noise(model, policy(), rank=1, mirrored=True, seed=0)
+
+
+def test_prompt_zscore_centres_a_prompt_over_its_samples():
+    rewards = torch.rand(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    by_prompt = rewards.view(4, 3, 2)
+    centred = (by_prompt - by_prompt.mean((0, 2), keepdim=True)).view(4, 6)
+    torch.testing.assert_close(
+        fitness(rewards, "prompt_zscore", samples=2), (centred / centred.std(correction=0)).mean(1)
+    )
