@@ -29,6 +29,13 @@ def test_every_experiment_composes(experiment):
     assert compose([f"experiment={experiment}"]).algo.name in ALGORITHMS
 
 
+def test_an_experiment_changes_what_stands_in_config_yaml():
+    data = ["task.source=x", "task.target=y", "task.test_source=x", "task.test_target=y"]
+    run = compose(["experiment=eggroll_multi30k", *data])
+    assert (run.evaluate.examples, run.task["reward"], run.model.tiny.context) == (100, "chrf", 512)
+    assert compose(["experiment=eggroll_multi30k", *data, "evaluate.examples=7"]).evaluate.examples == 7
+
+
 @pytest.mark.parametrize("tracker", options("tracker"))
 def test_every_tracker_composes(tracker):
     assert compose([f"tracker={tracker}"]).tracker.name == tracker
