@@ -9,7 +9,7 @@ one AdamW step, no reference model. Llama of d=256, 6 layers, 8 heads, byte voca
 Rows: TRL 1.16 (pip install -e .[peers]; its trainer as it is, in a process of its own with the same threads); one prompt at a
 time (generate for each prompt, then a padded forward of its rows: the document's baseline); this project in float32; then
 one switch more a row: amp, rewards scored in processes, compiled decoding, two ranks. A switch that this device
-cannot use is skipped with the reason. Every row's loss curve is compared with that of float32.
+cannot use is skipped with the reason. Every row's reward curve is compared with that of float32 (on policy the loss is zero but for rounding).
 """
 
 import argparse
@@ -304,13 +304,13 @@ def report(
                 ratio_to_peer,
             )
         )
-    lines.append("dev.: mean |loss - float32's| over mean |float32's|, from the same seeds, over the steps timed.")
+    lines.append("dev.: mean |reward - float32's| over mean |float32's|, from the same seeds, over the steps timed.")
     conditions = measure.conditions(
         device,
         sizes=sizes | {"prompts": PROMPTS, "samples": SAMPLES, "new_tokens": NEW},
         steps=steps,
         skipped=skipped,
-        loss_deviation=deviations,
+        reward_deviation=deviations,
         phases={name: one["phases"] for name, one in found.items()},
         seconds={name: one["seconds"] for name, one in found.items()},
     )
