@@ -78,5 +78,6 @@ def no_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+        for name, value in vars(module).items():  # attention_dropout, hidden_dropout, activation_dropout, ...
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)

@@ -13,15 +13,8 @@ log = logging.getLogger("clutch")
 
 # What may differ between a run and its continuation; anything else would make another run of it.
 FREE = (
-    "resume",
-    "evaluate",
-    "checkpoint",
-    "tracker",
-    "scoring",
-    "opt",
-    "hardware",
-    "algo.steps",
-    "algo.rows_per_forward",
+    *("resume", "evaluate", "checkpoint", "tracker", "scoring", "opt", "hardware"),
+    *("algo.steps", "algo.rows_per_forward", "algo.micro_batch_rows"),
 )
 
 

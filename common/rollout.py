@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from common.config import SamplingConfig
+from common.config import ConfigError, SamplingConfig
 from common.models import context_length
 from common.philox import token_uniforms
 
@@ -194,14 +194,14 @@ class Sampler:
             groups: how often the whole set is sampled, side by side. Rows of a group are adjacent in every forward, and
                 every group has the same number of rows: that is what lets a population perturb each group on its own.
             logprobs: return those of the sampled tokens.
-        Raises: ValueError where a prompt is empty or does not fit the context with max_new_tokens.
+        Raises: ConfigError where a prompt is empty or does not fit the context with max_new_tokens.
         """
         for index, prompt in enumerate(prompts):
             if not prompt:
-                raise ValueError(f"prompt {index} is empty. Give each prompt at least one token.")
+                raise ConfigError(f"prompt {index} is empty. Give each prompt at least one token.")
         longest = max(len(prompt) for prompt in prompts)
         if longest + sampling.max_new_tokens > self.context:
-            raise ValueError(
+            raise ConfigError(
                 f"a prompt of {longest} tokens and max_new_tokens={sampling.max_new_tokens} exceed the model's context of "
                 f"{self.context}. Lower algo.sampling.max_new_tokens to {max(0, self.context - longest)}, or shorten prompts."
             )

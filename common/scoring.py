@@ -1,10 +1,12 @@
 """Rewards for a batch of completions, in order."""
 
+import signal
 import time
 from collections.abc import Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import TimeoutError as PoolTimeout
 from multiprocessing import get_context
+from multiprocessing.pool import AsyncResult, Pool, ThreadPool
 from numbers import Real
 from typing import Any
 
@@ -70,12 +72,13 @@ class Pending:
         self.parts, self.timeout, self.examples = parts, timeout, examples
 
     def result(self) -> Scored:
-        """All scores, in order. Raises: ConfigError where a reward fails or takes longer than the time allowed."""
+        """All scores, in order. Raises: ConfigError where a reward fails, or the batch takes longer than allowed."""
         scored = Scored([], {}, {})
+        deadline = time.monotonic() + self.timeout
         for part in self.parts:
             try:
-                one = part.result(self.timeout) if isinstance(part, Future) else part
-            except TimeoutError:
+                one = part.get(max(0.0, deadline - time.monotonic())) if isinstance(part, AsyncResult) else part
+            except PoolTimeout:
                 first = self.examples[len(scored.rewards)]
                 raise ConfigError(
                     f"scoring took longer than scoring.timeout_seconds={self.timeout:g}, at or after example {first.id}. "
@@ -98,13 +101,12 @@ class Scorer:
 
     def __init__(self, task: Task, config: ScoringConfig) -> None:
         self.task, self.config = task, config
-        self.pool: Executor | None = None
+        # Pools of multiprocessing, not of concurrent.futures: those wait for a hung worker when Python exits.
+        self.pool: Pool | None = None
         if config.kind == "threads":
-            self.pool = ThreadPoolExecutor(config.workers)
+            self.pool = ThreadPool(config.workers)
         elif config.kind == "processes":
-            self.pool = ProcessPoolExecutor(
-                config.workers, mp_context=get_context("spawn"), initializer=_hold, initargs=(task,)
-            )
+            self.pool = get_context("spawn").Pool(config.workers, initializer=_hold, initargs=(task,))
 
     @staticmethod
     def nothing() -> Scored:
@@ -121,15 +123,15 @@ class Scorer:
         starts = range(0, len(completions), size)
         parts = [(list(examples[s : s + size]), list(completions[s : s + size])) for s in starts]
         if self.config.kind == "threads":
-            futures = [self.pool.submit(score_parts, self.task, *part) for part in parts]
+            pending = [self.pool.apply_async(score_parts, (self.task, *part)) for part in parts]
         else:
-            futures = [self.pool.submit(_score_held, *part) for part in parts]
-        return Pending(futures, self.config.timeout_seconds, examples)
+            pending = [self.pool.apply_async(_score_held, part) for part in parts]
+        return Pending(pending, self.config.timeout_seconds, examples)
 
     def close(self) -> None:
         """End the workers; one that hangs is not waited for."""
         if self.pool is not None:
-            self.pool.shutdown(wait=False, cancel_futures=True)
+            self.pool.terminate()
 
 
 def score_parts(task: Task, examples: Sequence[Example], completions: Sequence[str]) -> Scored:
@@ -161,8 +163,9 @@ _held: Task | None = None
 
 
 def _hold(task: Task) -> None:
-    """Keep the task in a worker process, so that it is sent once."""
+    """Keep the task in a worker process, so that it is sent once. Ctrl-C is the run's to handle."""
     global _held
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _held = task
 
 

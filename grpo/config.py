@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from common.config import (
     ConfigError,
-    OptConfig,
     OptimizerConfig,
+    Run,
     SamplingConfig,
     ScheduleConfig,
     above,
@@ -106,9 +106,13 @@ class GrpoConfig:
             )
 
 
-def check_switches(opt: OptConfig, settings: GrpoConfig) -> None:
-    """Raise ConfigError for an opt switch that has no effect with these settings."""
-    if opt.offload.enabled and not settings.kl.beta:
+def check_switches(run: Run, settings: GrpoConfig) -> None:
+    """Raise ConfigError for settings outside `algo` that have no effect with these."""
+    if run.model.attention != "sdpa":
+        raise ConfigError(
+            f"model.attention={run.model.attention} has no effect with algo=grpo, which uses sdpa. Leave it out."
+        )
+    if run.opt.offload.enabled and not settings.kl.beta:
         raise ConfigError(
             "opt=offload has no effect with algo=grpo and algo.kl.beta=0: there is no reference model. Leave it out, or set beta."
         )

@@ -48,7 +48,7 @@ class Rollout:
     groups: list[Group]
     seen: int  # groups sampled
     dead: int
-    all_wrong: int  # dead with the lowest reward
+    all_wrong: int  # dead, all scores 0
     rounds: int
     generated: int
     completions: int
@@ -90,7 +90,7 @@ class Roller:
         while len(live) < wanted and rounds <= self.settings.resample_rounds:
             examples = self.order.take(cursor, wanted - len(live))
             cursor += len(examples)
-            mine, scored = self._sample(examples, step, phases)
+            mine, scored = self._sample(examples, cursor - len(examples), step, phases)
             with phases("exchange"):
                 parts = self.context.gather_objects((mine, scored.components, scored.seconds))
             groups: list[Group | None] = [None] * len(examples)
@@ -117,7 +117,7 @@ class Roller:
             groups=live,
             seen=len(seen),
             dead=len(dead),
-            all_wrong=sum(max(group.scores) <= float(scores.min()) for group in dead),
+            all_wrong=sum(max(group.scores) <= 0 for group in dead),
             rounds=rounds,
             generated=sum(len(c) for group in seen for c in group.completions),
             completions=scores.numel(),
@@ -128,10 +128,14 @@ class Roller:
             component_seconds=seconds,
         ), cursor
 
-    def _sample(self, examples: list[Example], step: int, phases: Phases) -> tuple[list[Group], Any]:
-        """This rank's share of `examples`: sampled, scored, and looked at by the reference model meanwhile."""
-        settings = self.settings
-        mine = examples[self.context.rank :: self.context.world_size]
+    def _sample(self, examples: list[Example], start: int, step: int, phases: Phases) -> tuple[list[Group], Any]:
+        """This rank's share of `examples`: sampled, scored, and looked at by the reference model meanwhile.
+
+        start: position of the first one in the training order. Draws are keyed by it: an example that comes twice in a
+        step gets other samples the second time.
+        """
+        settings, share = self.settings, slice(self.context.rank, None, self.context.world_size)
+        mine, positions = examples[share], list(range(start, start + len(examples)))[share]
         if not mine:
             return [], self.scorer.nothing()
         prompts = models.encode_prompts(self.tokenizer, [self.task.prompt(example) for example in mine])
@@ -144,7 +148,7 @@ class Roller:
                 samples_per_prompt=settings.samples_per_prompt,
                 seed=self.seed,
                 draw=step,
-                prompt_ids=[example.id for example in mine],
+                prompt_ids=positions,
                 logprobs=True,
             )
 
@@ -156,7 +160,8 @@ class Roller:
         lengths = made.lengths.tolist()
         tokens = [row[:n] for row, n in zip(made.tokens.tolist(), lengths, strict=True)]
         logps = [row[:n] for row, n in zip(made.logprobs.tolist(), lengths, strict=True)]
-        pending = self.scorer.submit([example for example in mine for _ in range(size)], texts)
+        with phases("reward"):
+            pending = self.scorer.submit([example for example in mine for _ in range(size)], texts)
         reference = None
         if self.reference is not None:
             with phases("reference"):

@@ -46,14 +46,14 @@ def overlong_penalty(lengths: Tensor, limit: int, buffer: int) -> Tensor:
 
 
 def kl(logp: Tensor, ref: Tensor, estimator: str, clamp: float) -> Tensor:
-    """Estimate of KL(policy || reference) at each token, from samples of the policy. The log-ratio is clamped."""
-    x = (logp - ref).clamp(-clamp, clamp)
+    """Estimate of KL(policy || reference) at each token, from samples of the policy; k3's exponent is clamped."""
+    x = logp - ref
     if estimator == "k1":
         return x
     if estimator == "k2":
         return x.square() / 2
     assert estimator == "k3", estimator
-    return torch.exp(-x) + x - 1
+    return torch.exp((-x).clamp(-clamp, clamp)) + x - 1
 
 
 def policy_loss(
@@ -75,7 +75,7 @@ def policy_loss(
     """
     kept = mask.to(logp.dtype)
     lengths = kept.sum(1).clamp(min=1)  # [B]
-    log_ratio = (logp - old).masked_fill(~mask, 0.0)
+    log_ratio = (logp - old).masked_fill(~mask, 0.0).clamp(-20.0, 20.0)  # exp of more would be infinite soon
     advantage = advantage[:, None]  # [B, 1]
     low, high = 1 - settings.epsilon_low, 1 + settings.epsilon_high
 
@@ -111,6 +111,8 @@ def policy_loss(
         total = loss.sum() / max(1, counts.tokens)
 
     with torch.no_grad():
+        if settings.loss == "cispo":
+            low, high = 0.0, settings.cispo_max
         outside = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
         sums = {
             "clipped": (outside.expand_as(mask) & mask).sum(),

@@ -42,7 +42,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     Raises: ConfigError for settings that cannot work; RunStopped after a signal, a guard, or on NaN or infinity.
     """
     settings: GrpoConfig = run.algo
-    check_switches(run.opt, settings)
+    check_switches(run, settings)
     device = context.device.device
     task = task or build(run.task)
     numbers = precision.resolve(run.opt, device)
@@ -97,7 +97,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             advantage = advantages(rewards, settings.advantage) if rollout.groups else rewards
             if not rollout.groups and context.main:
                 log.warning(
-                    "step %d: nothing to learn: all %d groups of %d rounds have equal rewards (%d of them the lowest). "
+                    "step %d: nothing to learn: all %d groups of %d rounds have equal rewards (%d of them 0). "
                     "The task is too hard, too easy, or its reward too coarse.",
                     first_step + 1,
                     rollout.seen,
@@ -321,7 +321,8 @@ class Policy:
         for name, parameter in self.model.named_parameters():
             parameter.copy_(saved.tensors[name])
         self.optimizer.load_state_dict(saved.extra["optimizer"])
-        self.scaler.load_state_dict(saved.extra["scaler"])
+        if saved.extra["scaler"]:  # empty where the run so far needed none
+            self.scaler.load_state_dict(saved.extra["scaler"])
 
 
 def micro_batches(groups: list[Group], indices: range, rows: int) -> list[list[tuple[int, slice]]]:
