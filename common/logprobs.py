@@ -168,6 +168,9 @@ def token_logprobs(model: PreTrainedModel, groups: Groups, temperature: float) -
     Logits are divided by `temperature` (that of sampling; 1 for greedy runs) and never exist for more than `LOGITS` floats.
     """
     states = hidden_states(model, groups)[groups.mask]  # [tokens, d]
+    if torch.is_autocast_enabled(states.device.type):
+        # Cast here, once: the backward pass runs outside autocast and must make the logits of the forward again.
+        states = states.to(torch.get_autocast_dtype(states.device.type))
     head: Any = model.get_output_embeddings()
     flat = _HeadLogprobs.apply(
         states, head.weight, getattr(head, "bias", None), groups.completions[groups.mask], temperature
@@ -188,7 +191,7 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """states [N, d], weight [V, d], ids [N] -> logp [N], entropy [N], float32."""
-        weight = weight.to(states.dtype)
+        weight, bias = weight.to(states.dtype), None if bias is None else bias.to(states.dtype)
         logp, entropy = states.new_empty(len(ids), dtype=torch.float32), states.new_empty(len(ids), dtype=torch.float32)
         for part in _chunks(len(ids), weight.shape[0]):
             log_softmax = _log_softmax(states[part], weight, bias, temperature)

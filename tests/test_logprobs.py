@@ -58,6 +58,27 @@ def test_equals_the_unpadded_model(name, temperature, chunk, monkeypatch):
         torch.testing.assert_close(fast.grad, slow.grad, rtol=1e-3, atol=1e-4, msg=name)
 
 
+def test_autocast_gradients_are_those_of_the_reported_values():
+    """bfloat16 forward, float32 weights: beside the model's own logits and plain autograd under the same autocast."""
+    model, other = small_model("llama"), small_model("llama")
+    prepare(model)
+    prompts, completions = data()
+    weights = torch.randn(9, 7, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        logp, _ = token_logprobs(model, group(prompts, completions, CPU), 1.0)
+        slow = sum(
+            (weights[row, : len(v)] * v.float()).sum()
+            for row, v in enumerate(unpadded(other, prompts, completions, 1.0)[0])
+        )
+    assert logp.dtype == torch.float32
+    (weights * logp).sum().backward()
+    slow.backward()
+    fast_grad, slow_grad = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (model, other))
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    assert torch.cosine_similarity(fast_grad, slow_grad, dim=0) > 0.995
+    assert 0.97 < fast_grad.norm() / slow_grad.norm() < 1.03
+
+
 def test_gradient_checkpointing_changes_nothing():
     prompts, completions = data()
     grads = []
