@@ -300,7 +300,7 @@ class _Grid:
         uniform = self.uniforms[self.request[rows].clamp(min=0), step] if self.uniforms is not None else None
         token, logprob = draw(logits, self.sampling, uniform, self.logprobs is not None)
         alive = (self.request[rows] >= 0) & (self.count[rows] < self.sampling.max_new_tokens)
-        place, step = self.place[rows], step
+        place = self.place[rows]
         self.tokens[place, step] = torch.where(alive, token, self.tokens[place, step])
         if self.logprobs is not None and logprob is not None:
             self.logprobs[place, step] = torch.where(alive, logprob, self.logprobs[place, step])

@@ -129,7 +129,6 @@ class Noise:
     def __init__(self, model: nn.Module, config: NoiseConfig, *, rank: int, mirrored: bool, seed: int) -> None:
         self.model, self.mirrored, self.seed = model, mirrored, seed
         self.addresses = addresses(model, config, rank)
-        self.parameters = dict(model.named_parameters())
         self.device = next(model.parameters()).device
         self.sites = _sites(model, self.addresses)
         self.inputs = _shared_inputs(model, [s.module for s in self.sites if isinstance(s.module, (nn.Linear, Conv1D))])
@@ -238,8 +237,7 @@ class _Perturbed:
 
     def __init__(self, noise: "Noise", count: int, dtype: torch.dtype) -> None:
         self.noise = noise
-        self.sizes = [4 * address.blocks for address in noise.addresses]
-        self.drawn = torch.empty(count, sum(self.sizes), device=noise.device)
+        self.drawn = torch.empty(count, 4 * sum(address.blocks for address in noise.addresses), device=noise.device)
         population = _Population(count, noise.mirrored, dtype, noise.device)
         self.forwards: list[tuple[nn.Module, Any]] = []
         self.refills: list[tuple[Callable[..., None], list[str]]] = []
@@ -257,8 +255,8 @@ class _Perturbed:
 
     def fill(self, draw: int, directions: Tensor, sigma: float) -> None:
         """Draw the noise and hand it to the forwards."""
-        self.noise.draw(draw, self.noise.addresses, directions, self.drawn)
-        parts = dict(zip((a.name for a in self.noise.addresses), self.drawn.split(self.sizes, dim=1), strict=True))
+        drawn = self.noise.draw(draw, self.noise.addresses, directions, self.drawn)
+        parts = dict(zip((address.name for address in self.noise.addresses), drawn, strict=True))
         for refill, names in self.refills:
             refill([parts[name] for name in names], sigma)
         for shared in self.groups:
