@@ -29,12 +29,13 @@ from common.config import ConfigError, Run, choice, typed, unknown_key
 from common.signals import EXIT_CONFIG, EXIT_INTERRUPTED, RunStopped
 from eggroll.config import EggrollConfig
 from grpo.config import GrpoConfig
+from rft.config import RftConfig
 
 # The algorithms: a closed set, so a plain dict. Each has NAME/train.py with train(run, context, task) -> Result.
-ALGORITHMS: dict[str, type] = {"eggroll": EggrollConfig, "grpo": GrpoConfig}
+ALGORITHMS: dict[str, type] = {"eggroll": EggrollConfig, "grpo": GrpoConfig, "rft": RftConfig}
 
 # The task of each where none is chosen.
-DEFAULT_TASKS = {"eggroll": "translate", "grpo": "chess"}
+DEFAULT_TASKS = {"eggroll": "translate", "grpo": "chess", "rft": "units"}
 
 CONF = Path(__file__).resolve().parent / "conf"
 
@@ -56,6 +57,16 @@ def rank0_only(text: str) -> str | None:
     return text if int(os.environ.get("RANK", "0")) == 0 else None
 
 
+def from_environment(name: str, default: int) -> int:
+    """The integer in an environment variable, or `default` where it is not set. Raises: ConfigError."""
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    if not text.isascii() or not text.isdigit():
+        raise ConfigError(f"the environment variable {name}={text!r} is no number. Set it to one, or unset it.")
+    return int(text)
+
+
 def register() -> None:
     """Tell Hydra the schemas and resolvers; safe to call again."""
     store = ConfigStore.instance()
@@ -65,6 +76,7 @@ def register() -> None:
     OmegaConf.register_new_resolver("clutch_started", started, replace=True)
     OmegaConf.register_new_resolver("clutch_task", lambda algo: DEFAULT_TASKS.get(algo, "translate"), replace=True)
     OmegaConf.register_new_resolver("clutch_rank0", rank0_only, replace=True)
+    OmegaConf.register_new_resolver("clutch_env", from_environment, replace=True)
 
 
 def to_run(config: DictConfig) -> Run:

@@ -221,6 +221,22 @@ class GrpoRows:
 
 
 @dataclass(kw_only=True)
+class RftRows:
+    """Sizes of RFT on this device."""
+
+    samples_per_prompt: int  # completions of each prompt
+    prompts_per_batch: int  # prompts sampled together
+    chunk_size: int  # completions of each of them at a time
+    micro_batch_rows: int  # completions in one rollout forward
+    batch_rows: int  # completions in one training forward
+    accumulate: int  # training forwards in an optimizer step
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            at_least(f"hardware.rft.{item.name}", getattr(self, item.name), 1)
+
+
+@dataclass(kw_only=True)
 class HardwareConfig:
     """Facts about a device, and starting batch sizes for each algorithm."""
 
@@ -239,6 +255,7 @@ class HardwareConfig:
     strict: bool  # true = a different device is an error
     eggroll: EggrollRows
     grpo: GrpoRows
+    rft: RftRows
 
     def __post_init__(self) -> None:
         choice("hardware.device", self.device, ("auto", "cpu", "cuda"))

@@ -168,19 +168,21 @@ def token_logprobs(model: PreTrainedModel, groups: Groups, temperature: float) -
     Logits are divided by `temperature` (that of sampling; 1 for greedy runs) and never exist for more than `LOGITS` floats.
     """
     states = hidden_states(model, groups)[groups.mask]  # [tokens, d]
-    if torch.is_autocast_enabled(states.device.type):
-        # Cast here, once: the backward pass runs outside autocast and must make the logits of the forward again.
-        states = states.to(torch.get_autocast_dtype(states.device.type))
-    head: Any = model.get_output_embeddings()
-    flat = _HeadLogprobs.apply(
-        states, head.weight, getattr(head, "bias", None), groups.completions[groups.mask], temperature
-    )
     out = []
-    for values in flat:
+    for values in head_logprobs(model, states, groups.completions[groups.mask], temperature):
         padded = values.new_zeros(groups.mask.shape)
         padded[groups.mask] = values
         out.append(padded)
     return out[0], out[1]
+
+
+def head_logprobs(model: PreTrainedModel, states: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probability of `ids` [N] after `states` [N, d], and entropy of their distributions, both float32 [N]."""
+    if torch.is_autocast_enabled(states.device.type):
+        # Cast here, once: the backward pass runs outside autocast and must make the logits of the forward again.
+        states = states.to(torch.get_autocast_dtype(states.device.type))
+    head: Any = model.get_output_embeddings()
+    return _HeadLogprobs.apply(states, head.weight, getattr(head, "bias", None), ids, temperature)
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -206,7 +208,9 @@ class _HeadLogprobs(torch.autograd.Function):
         """d logp / d logits = onehot - p; d entropy / d logits = -p (log p + entropy)."""
         states, weight, ids, entropy = ctx.saved_tensors
         grad_states = torch.empty_like(states)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grad_weight = (
+            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.needs_input_grad[1] else None
+        )
         grad_bias = torch.zeros(weight.shape[0], device=weight.device) if ctx.bias is not None else None
         for part in _chunks(len(ids), weight.shape[0]):
             log_softmax = _log_softmax(states[part], weight, ctx.bias, ctx.temperature)
@@ -215,7 +219,8 @@ class _HeadLogprobs(torch.autograd.Function):
             grad.scatter_add_(1, ids[part, None], grad_logp[part, None])
             grad = (grad / ctx.temperature).to(states.dtype)
             grad_states[part] = grad @ weight
-            grad_weight += grad.T @ states[part]
+            if grad_weight is not None:
+                grad_weight += grad.T @ states[part]
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         return grad_states, grad_weight, grad_bias, None, None

@@ -1,6 +1,7 @@
 """What training loops with a backward pass share: the optimizer, gradients across ranks, recomputation."""
 
 import inspect
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from common.config import ConfigError, OptimizerConfig
+from common.precision import Precision
 
 # Gradients of all ranks are added in pieces of this many bytes.
 BUCKET = 64 << 20
@@ -38,6 +40,47 @@ def optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter], lr: f
         return kind(list(parameters), **options)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"algo.optimizer.kwargs={config.kwargs}: {error}") from None
+
+
+class Updater:
+    """Optimizer, GradScaler and clipping: turns accumulated gradients into one step.
+
+    Args: settings: has optimizer, lr and grad_clip.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], settings: Any, numbers: Precision, device: torch.device) -> None:
+        self.parameters, self.grad_clip, self.numbers = parameters, settings.grad_clip, numbers
+        self.optimizer = optimizer(settings.optimizer, parameters, settings.lr)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=numbers.scaler)  # type: ignore[attr-defined]
+
+    def clear(self) -> None:
+        """Forget gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self, lr: float) -> dict[str, float]:
+        """Clip and apply the gradients, which are those of all ranks already. Returns what goes into the log."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.scaler.unscale_(self.optimizer)
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.grad_clip).item()
+        scale = self.scaler.get_scale()
+        if math.isfinite(norm) or self.numbers.scaler:  # with a scaler an overflow skips the step and is counted
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        seen = {"grad_norm": norm, "lr": lr}
+        if self.numbers.scaler:
+            seen |= {"loss_scale": scale, "overflow": float(self.scaler.get_scale() < scale)}
+        return seen
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over what `state` returned."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        if state["scaler"]:  # empty where the run so far needed none
+            self.scaler.load_state_dict(state["scaler"])
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

@@ -49,7 +49,7 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
     if found is None:
         return None
     given = asdict(run)
-    differing = _differences(found.state["config"], given)
+    differing = differences(found.state["config"], given)
     scheduled = [
         key
         for key, value in given["algo"].items()
@@ -71,7 +71,8 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
     return found
 
 
-def _differences(saved: Any, given: Any, prefix: str = "") -> list[str]:
+def differences(saved: Any, given: Any, prefix: str = "") -> list[str]:
+    """What differs between two nested settings, a text each; keys in FREE aside."""
     if prefix in FREE:
         return []
     if isinstance(saved, dict) and isinstance(given, dict):
@@ -79,6 +80,6 @@ def _differences(saved: Any, given: Any, prefix: str = "") -> list[str]:
         return [
             text
             for key in keys
-            for text in _differences(saved.get(key), given.get(key), f"{prefix}.{key}" if prefix else key)
+            for text in differences(saved.get(key), given.get(key), f"{prefix}.{key}" if prefix else key)
         ]
     return [] if saved == given else [f"{prefix} was {saved!r}, is {given!r}"]

@@ -183,6 +183,7 @@ class Sampler:
         seed: int = 0,
         draw: int = 0,
         prompt_ids: Sequence[int] | None = None,
+        first_sample: int = 0,
         groups: int = 1,
         logprobs: bool = False,
     ) -> Completions:
@@ -190,6 +191,7 @@ class Sampler:
 
         Args:
             prompts: token ids, each at least one. prompt_ids: what the draws are keyed by; None = 0, 1, 2, ...
+            first_sample: id of the first sample of each prompt, so that more can be drawn later.
             draw: tells visits to the same prompt apart, for example the step.
             groups: how often the whole set is sampled, side by side. Rows of a group are adjacent in every forward, and
                 every group has the same number of rows: that is what lets a population perturb each group on its own.
@@ -207,7 +209,10 @@ class Sampler:
             )
         half = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
         with evaluating(self.model), torch.inference_mode(), half:
-            made = _Grid(self, prompts, sampling, samples_per_prompt, (seed, draw), prompt_ids, groups, logprobs).run()
+            key = (seed, draw)
+            made = _Grid(
+                self, prompts, sampling, samples_per_prompt, key, prompt_ids, first_sample, groups, logprobs
+            ).run()
         # Out of inference mode a clone is an ordinary tensor, which a loss may use.
         logp = made.logprobs.clone() if made.logprobs is not None else None
         return Completions(made.tokens.clone(), made.lengths.clone(), made.finished.clone(), logp)
@@ -224,6 +229,7 @@ class _Grid:
         samples: int,
         key: tuple[int, int],
         prompt_ids: Sequence[int] | None,
+        first_sample: int,
         groups: int,
         logprobs: bool,
     ) -> None:
@@ -242,7 +248,7 @@ class _Grid:
         if sampling.temperature > 0:
             ids = torch.tensor(list(prompt_ids) if prompt_ids is not None else range(len(prompts)), device=device)
             request = torch.arange(self.requests, device=device)
-            self.uniforms = token_uniforms(*key, ids[request // samples], request % samples, length)
+            self.uniforms = token_uniforms(*key, ids[request // samples], first_sample + request % samples, length)
         self.queued = [0] * groups  # the next request of each group
         spare = length if self.requests > self.slots else 0  # columns, so that shifts are rare
         self.cache = SlotCache(self.longest + length + spare)

@@ -37,43 +37,57 @@ class Phases:
 class Tracker:
     """Writes the events of one run.
 
-    Args: steps: of the whole run. resumed: steps already done; later events of an earlier attempt are cut off.
-    state: what `state()` of the interrupted run returned.
+    Args: steps: of the whole run; None = the run tells by `begin`, stage by stage. resumed: steps already done; later
+    events of an earlier attempt are cut off. state: what `state()` of the interrupted run returned.
     """
 
     def __init__(
-        self, run: Run, out_dir: Path, steps: int, resumed: int = 0, state: dict[str, Any] | None = None
+        self, run: Run, out_dir: Path, steps: int | None, resumed: int = 0, state: dict[str, Any] | None = None
     ) -> None:
-        self.out_dir, self.steps = out_dir, steps
+        self.out_dir = out_dir
         self.path = out_dir / "metrics.jsonl"
         _cut(self.path, resumed)
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed in `close`)
         self.sink = _sink(run, out_dir, resumed, state or {})
-        self.bar = tqdm(total=steps, initial=resumed, unit="step", dynamic_ncols=True) if sys.stderr.isatty() else None
-        self.printed = self.began = time.monotonic()
-        self.resumed = resumed
+        self.bar: Any = None
+        if steps is not None:
+            self.begin("", steps, resumed, "step")
 
-    def log(self, event: dict[str, Any]) -> None:
-        """One step: a flat dict (phase seconds nested) with at least `step`, 1-based."""
+    def begin(self, what: str, total: int, done: int, unit: str) -> None:
+        """A new progress line: `what` is counted in `unit`s from `done` to `total`."""
+        if self.bar is not None:
+            self.bar.close()
+        shown = sys.stderr.isatty()
+        self.bar = tqdm(desc=what or None, total=total, initial=done, unit=unit, dynamic_ncols=True) if shown else None
+        self.what, self.total, self.start, self.unit = what, total, done, unit
+        self.printed = self.began = time.monotonic()
+        self.first = True
+
+    def write(self, event: dict[str, Any]) -> None:
+        """One event: a flat dict (phase seconds nested) with at least `step`, 1-based."""
         self.file.write(json.dumps(event) + "\n")
         self.file.flush()
         if self.sink:
             self.sink.log(_flat(event))
-        shown = f"reward {event['reward']:.4f}"
-        if "metric" in event:
-            shown += f", {event['metric_name']} {event['metric']:.2f}"
-        if "drift" in event:
-            shown += f", drift {event['drift']:.2f}"
-        shown += f", {event['tokens_per_second']:.0f} tokens/s"
+
+    def log(self, event: dict[str, Any], done: int | None = None, shown: str | None = None) -> None:
+        """Write an event and move the progress line.
+
+        Args: done: units of the progress line, None = the step; shown: its text, None = reward, metric and speed.
+        """
+        self.write(event)
+        done = int(event["step"]) if done is None else done
+        shown = _shown(event) if shown is None else shown
         if self.bar is not None:
             self.bar.set_postfix_str(shown, refresh=False)
-            self.bar.update(event["step"] - self.bar.n)
+            self.bar.update(done - self.bar.n)
             return
         now = time.monotonic()
-        if now - self.printed > 10 or event["step"] in (self.resumed + 1, self.steps) or "metric" in event:
-            self.printed = now
-            left = (now - self.began) / (event["step"] - self.resumed) * (self.steps - event["step"])
-            log.info("step %d/%d: %s, %.0f s left", event["step"], self.steps, shown, left)
+        if now - self.printed > 10 or self.first or done == self.total or "metric" in event:
+            self.printed, self.first = now, False
+            left = (now - self.began) / max(1, done - self.start) * (self.total - done)
+            what = f"{self.what}: " if self.what else ""
+            log.info("%s%s %d/%d: %s, %.0f s left", what, self.unit, done, self.total, shown, left)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to go on in the same tracker run."""
@@ -93,6 +107,16 @@ class Tracker:
             self.sink.close()
 
 
+def _shown(event: dict[str, Any]) -> str:
+    """What the progress line says of a step of a loop that samples and learns at once."""
+    text = f"reward {event['reward']:.4f}"
+    if "metric" in event:
+        text += f", {event['metric_name']} {event['metric']:.2f}"
+    if "drift" in event:
+        text += f", drift {event['drift']:.2f}"
+    return f"{text}, {event['tokens_per_second']:.0f} tokens/s"
+
+
 @contextmanager
 def closed_on_error(tracker: Tracker | None) -> Iterator[None]:
     """Close `tracker` if the block is left by an exception, so that what was logged is not lost."""
@@ -104,18 +128,22 @@ def closed_on_error(tracker: Tracker | None) -> Iterator[None]:
         raise
 
 
+def events(path: Path) -> list[dict[str, Any]]:
+    """What an interrupted run has logged; a torn line is left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
 def _cut(path: Path, steps: int) -> None:
     """Drop events after `steps`, and a torn last line, from an interrupted run's file."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            event = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if event["step"] <= steps:
-            kept.append(line + "\n")
+    kept = [json.dumps(event) + "\n" for event in events(path) if event["step"] <= steps]
     beside = path.with_suffix(".tmp")
     beside.write_text("".join(kept), encoding="utf-8")
     os.replace(beside, path)  # a kill in between loses nothing

@@ -1,1 +1,1 @@
-"""RFT: rejection-sampling fine-tuning."""
+"""RFT: rejection-sampling fine-tuning on a model's own verified answers."""

@@ -1,0 +1,151 @@
+"""Names, types and checks of conf/algo/rft.yaml."""
+
+import re
+from dataclasses import dataclass
+
+from common.config import (
+    ConfigError,
+    OptimizerConfig,
+    Run,
+    SamplingConfig,
+    ScheduleConfig,
+    above,
+    at_least,
+    choice,
+)
+
+STAGES = ("generate", "select", "finetune", "evaluate")
+# What the scripts of the first A100 set-up read, and the setting that each is the default of.
+ENVIRONMENT = {
+    "MICRO_BATCH_SIZE": "micro_batch_rows",
+    "CHUNK_SIZE": "chunk_size",
+    "A100_BATCH_SIZE": "batch_rows",
+    "A100_GRAD_ACCUM": "accumulate",
+}
+
+
+@dataclass(kw_only=True)
+class SelectConfig:
+    """Which completions become training data."""
+
+    accept: float
+    keep_per_prompt: int
+    min_distance: float
+    drop_all_right: bool
+    buffer: str
+
+    def __post_init__(self) -> None:
+        at_least("algo.select.keep_per_prompt", self.keep_per_prompt, 1)
+        above("algo.select.accept", self.accept, 0)
+        at_least("algo.select.min_distance", self.min_distance, 0)
+        for key in ("accept", "min_distance"):
+            if getattr(self, key) > 1:
+                raise ConfigError(f"algo.select.{key}={getattr(self, key)} is out of range. Give a value up to 1.")
+        choice("algo.select.buffer", self.buffer, ("all", "last"))
+
+
+@dataclass(kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (arXiv:2106.09685); rank 0 = all weights are trained."""
+
+    rank: int
+    alpha: int
+    targets: str
+
+    def __post_init__(self) -> None:
+        at_least("algo.lora.rank", self.rank, 0)
+        above("algo.lora.alpha", self.alpha, 0)
+
+
+@dataclass(kw_only=True)
+class RftConfig:
+    """Settings of RFT; what each does stands beside its value in conf/algo/rft.yaml."""
+
+    name: str
+    stage: str
+    shard: str | None
+    iterations: int
+    prompts: int | None
+    validation_prompts: int
+    samples_per_prompt: int
+    second_round_samples: int
+    hint_samples: int
+    prompts_per_batch: int
+    chunk_size: int
+    micro_batch_rows: int
+    empty_cache_every: int
+    sampling: SamplingConfig
+    select: SelectConfig
+    start_from: str
+    epochs: int
+    batch_rows: int
+    accumulate: int
+    packing: bool
+    pack_tokens: int
+    lr: float
+    lr_schedule: ScheduleConfig
+    warmup: float
+    optimizer: OptimizerConfig
+    grad_clip: float
+    lora: LoraConfig
+    pass_samples: int
+    patience: int
+
+    def __post_init__(self) -> None:
+        choice("algo.stage", self.stage, ("all", *STAGES))
+        for key in (
+            *("iterations", "samples_per_prompt", "prompts_per_batch", "chunk_size", "micro_batch_rows"),
+            *("empty_cache_every", "epochs", "batch_rows", "accumulate", "pack_tokens", "patience"),
+        ):
+            at_least(f"algo.{key}", getattr(self, key), 1)
+        for key in ("second_round_samples", "hint_samples", "validation_prompts", "pass_samples", "warmup"):
+            at_least(f"algo.{key}", getattr(self, key), 0)
+        for key in ("lr", "grad_clip"):
+            above(f"algo.{key}", getattr(self, key), 0)
+        if self.prompts is not None:
+            at_least("algo.prompts", self.prompts, 1)
+        if self.warmup >= 1:
+            raise ConfigError(f"algo.warmup={self.warmup} is a share of the steps. Give a value below 1.")
+        choice("algo.start_from", self.start_from, ("base", "last"))
+        if self.sampling.temperature == 0:
+            raise ConfigError(
+                "algo.sampling.temperature=0 makes all samples of a prompt equal, so there is nothing to choose from. "
+                "Use for example 0.7."
+            )
+        self.part()
+        if self.shard is not None and self.stage != "generate":
+            raise ConfigError(
+                f"algo.shard={self.shard} has no effect with algo.stage={self.stage}: only samples are made in shards. "
+                "Use algo.stage=generate."
+            )
+
+    def part(self) -> tuple[int, int]:
+        """Which shard this run makes, from 1, and of how many. Raises: ConfigError where `shard` is not like 2/8."""
+        if self.shard is None:
+            return 1, 1
+        match = re.fullmatch(r"(\d+)/(\d+)", self.shard)
+        if not match or not 1 <= int(match[1]) <= int(match[2]):
+            raise ConfigError(
+                f"algo.shard={self.shard!r} is no shard. Give one of I/N with I from 1 to N, such as 2/8."
+            )
+        return int(match[1]), int(match[2])
+
+
+def check_switches(run: Run, settings: RftConfig) -> None:
+    """Raise ConfigError for settings outside `algo` that have no effect with these."""
+    if run.model.attention != "sdpa":
+        raise ConfigError(
+            f"model.attention={run.model.attention} has no effect with algo=rft, which uses sdpa. Leave it out."
+        )
+    if run.opt.offload.enabled:
+        raise ConfigError("opt=offload has no effect with algo=rft: there is no reference model. Leave it out.")
+    if run.evaluate.every:
+        raise ConfigError(
+            f"evaluate.every={run.evaluate.every} has no effect with algo=rft, which evaluates after each iteration. "
+            "Leave it out."
+        )
+    if run.resume not in ("no", "auto"):
+        raise ConfigError(
+            f"resume={run.resume} has no effect with algo=rft, which goes on in its own folder: "
+            f"hydra.run.dir={run.resume} resume=auto."
+        )

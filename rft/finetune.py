@@ -1,0 +1,286 @@
+"""Fine-tuning on selected completions: full weights or LoRA, completion tokens only, a prompt computed once for all of them.
+
+A prompt and its completions are a tree: completions attend to their prompt and to themselves, never to each other, and their
+positions go on from the prompt. A row holds one tree, or with packing several, none of which sees another; either way every
+token's loss equals that of a row of its own.
+"""
+
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common import checkpoint, hardware, logprobs, optim
+from common.config import ConfigError, Run
+from common.distributed import Context
+from common.precision import Precision
+from common.signals import EXIT_NUMBERS, RunStopped
+from common.tracking import Phases
+from rft.config import LoraConfig, RftConfig
+
+log = logging.getLogger("clutch")
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One prompt and the completions to learn from, as token ids."""
+
+    prompt: list[int]
+    completions: list[list[int]]
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt and of all completions."""
+        return len(self.prompt) + sum(map(len, self.completions))
+
+    @property
+    def targets(self) -> int:
+        """Tokens that carry loss."""
+        return sum(map(len, self.completions))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Rows of trees, padded on the right. B rows, T columns, N tokens that carry loss.
+
+    ids, positions: int64 [B, T]. mask: additive [B, 1, T, T]. source: int64 [N], flat index of the state that predicts each
+    token of `targets`, int64 [N].
+    """
+
+    ids: Tensor
+    positions: Tensor
+    mask: Tensor
+    source: Tensor
+    targets: Tensor
+
+
+def lay(rows: Sequence[Sequence[Tree]], device: torch.device) -> Layout:
+    """Lay out rows of trees."""
+    width = max(sum(tree.tokens for tree in row) for row in rows)
+    shape = (len(rows), width)
+    ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    # Of each column: which tree, and which completion in it (0 = the prompt). Padding is a tree of its own.
+    trees, branches = torch.full(shape, -1), torch.zeros(shape, dtype=torch.long)
+    source: list[int] = []
+    targets: list[int] = []
+    for row, content in enumerate(rows):
+        column = 0
+        for number, tree in enumerate(content):
+            start, length = column, len(tree.prompt)
+            last = start + length - 1
+            for branch, tokens in enumerate((tree.prompt, *tree.completions)):
+                where = slice(column, column + len(tokens))
+                ids[row, where] = torch.tensor(tokens)
+                positions[row, where] = torch.arange(len(tokens)) + (length if branch else 0)
+                trees[row, where], branches[row, where] = number, branch
+                if branch:
+                    source += [row * width + last, *range(row * width + column, row * width + where.stop - 1)]
+                    targets += tokens
+                column = where.stop
+    causal = torch.ones(width, width, dtype=torch.bool).tril()
+    along = (branches[:, None, :] == 0) | (branches[:, None, :] == branches[:, :, None])
+    seen = causal & along & (trees[:, None, :] == trees[:, :, None])  # [B, T, T]
+    mask = torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)
+    return Layout(
+        ids.to(device),
+        positions.to(device),
+        mask[:, None].to(device),
+        torch.tensor(source, device=device),
+        torch.tensor(targets, device=device),
+    )
+
+
+def token_losses(forward: Any, model: Any, layout: Layout, dtype: torch.dtype) -> Tensor:
+    """-log p of each token that carries loss, float32 [N]. forward: the model without its head, perhaps compiled."""
+    device = layout.ids.device
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        states = forward(
+            input_ids=layout.ids,
+            attention_mask=layout.mask.to(dtype),
+            position_ids=layout.positions,
+            use_cache=False,
+        ).last_hidden_state
+        logp, _ = logprobs.head_logprobs(model, states.flatten(0, 1)[layout.source], layout.targets, 1.0)
+    return -logp
+
+
+def steps(trees: Sequence[Tree], completions: int, epoch: int, seed: int) -> list[list[Tree]]:
+    """The trees of an epoch in random order, cut into optimizer steps of about `completions` completions each."""
+    order = list(trees)
+    random.Random(f"finetune {seed} {epoch}").shuffle(order)
+    found: list[list[Tree]] = []
+    held = completions
+    for tree in order:
+        if held >= completions:
+            found.append([])
+            held = 0
+        found[-1].append(tree)
+        held += len(tree.completions)
+    return found
+
+
+def micro_batches(trees: Sequence[Tree], completions: int, pack_tokens: int | None) -> list[list[list[Tree]]]:
+    """Forwards of about `completions` completions: lists of rows, which are lists of trees.
+
+    pack_tokens: None = a tree a row, those of like length together; else rows of up to so many tokens, filled best-fit (a
+    longer tree has a row of its own).
+    """
+    ordered = sorted(trees, key=lambda tree: tree.tokens, reverse=True)
+    rows: list[list[Tree]] = []
+    room: list[int] = []
+    for tree in ordered:
+        fitting = [i for i, left in enumerate(room) if left >= tree.tokens] if pack_tokens else []
+        if fitting:
+            best = min(fitting, key=room.__getitem__)
+            rows[best].append(tree)
+            room[best] -= tree.tokens
+        else:
+            rows.append([tree])
+            room.append((pack_tokens or 0) - tree.tokens)
+    batches: list[list[list[Tree]]] = []
+    held = completions
+    for row in rows:
+        if held >= completions:
+            batches.append([])
+            held = 0
+        batches[-1].append(row)
+        held += sum(len(tree.completions) for tree in row)
+    return batches
+
+
+def with_lora(model: Any, config: LoraConfig) -> Any:
+    """`model` with adapters in it, its own weights frozen. Returns the peft model around it. Raises: ConfigError."""
+    try:
+        import peft
+    except ImportError:
+        raise ConfigError(
+            "algo.lora.rank needs a package: pip install 'clutch[lora]'. Or set algo.lora.rank=0."
+        ) from None
+    # peft draws the adapters from torch's global generator.
+    targets = config.targets if config.targets == "all-linear" else [t.strip() for t in config.targets.split(",")]
+    try:
+        return peft.get_peft_model(
+            model,
+            peft.LoraConfig(
+                r=config.rank, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM", lora_dropout=0.0
+            ),
+        )
+    except ValueError as error:
+        raise ConfigError(f"algo.lora.targets={config.targets!r}: {error}") from None
+
+
+class Finetuner:
+    """One fine-tuning: the weights, their optimizer and the steps still to do.
+
+    Args: model: plain, float32; trained in place (with LoRA, `finish` merges the adapters into it). folder: where its
+    checkpoints and adapter go. seed: of the order, and of the adapters' first values.
+    """
+
+    def __init__(
+        self, model: Any, trees: Sequence[Tree], run: Run, context: Context, numbers: Precision, folder: Any, seed: int
+    ) -> None:
+        self.run, self.context, self.numbers, self.folder, self.seed = run, context, numbers, folder, seed
+        self.settings: RftConfig = run.algo
+        self.trees = trees
+        self.model = model
+        self.lora: Any = None
+        if self.settings.lora.rank:
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(seed)
+                self.lora = with_lora(model, self.settings.lora)
+        self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.updater = optim.Updater(list(self.named.values()), self.settings, numbers, context.device.device)
+        self.rows = self.settings.batch_rows
+        if run.opt.checkpointing.enabled:
+            optim.checkpoint_activations(model)
+        self.forward = model.base_model
+        if run.opt.compile.enabled:
+            self.forward = torch.compile(model.base_model, mode=run.opt.compile.mode, dynamic=True)
+        batch = self.settings.batch_rows * self.settings.accumulate
+        self.epochs = [steps(trees, batch, epoch, seed) for epoch in range(self.settings.epochs)]
+        self.total = sum(map(len, self.epochs))
+        self.done = 0
+
+    def resume(self, record: dict[str, Any], same: Callable[..., None]) -> dict[str, Any]:
+        """Take over the newest checkpoint, if there is one. Returns the state that was saved with it."""
+        saved = checkpoint.latest(self.folder / "checkpoints")
+        if saved is None:
+            return {}
+        same(saved.path, saved.state["made_with"], record)
+        with torch.no_grad():
+            for name, parameter in self.named.items():
+                parameter.copy_(saved.tensors[name])
+        assert saved.extra is not None
+        self.updater.load(saved.extra)
+        self.done = saved.step
+        return saved.state
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Write a checkpoint with all that the next step needs."""
+        checkpoint.save(
+            self.folder / "checkpoints",
+            self.done,
+            {name: parameter.detach() for name, parameter in self.named.items()},
+            state,
+            self.updater.state(),
+            keep=self.run.checkpoint.keep,
+        )
+
+    def train(self, seen: Callable[..., None]) -> None:
+        """All steps that are left. Calls `seen(event, phases)` on every rank after each; it may raise to stop."""
+        flat = [trees for epoch in self.epochs for trees in epoch]
+        for step in range(self.done, self.total):
+            started, phases = time.perf_counter(), Phases()
+            event = self.step(flat[step], step, phases)
+            self.done = step + 1
+            seen(event | {"seconds": time.perf_counter() - started}, phases.seconds)
+
+    def step(self, trees: Sequence[Tree], step: int, phases: Phases) -> dict[str, float]:
+        """One optimizer step on `trees`: the mean loss over all of their completion tokens, whatever the forwards."""
+        context, settings = self.context, self.settings
+        device = context.device.device
+        tokens = sum(tree.targets for tree in trees)
+        mine = trees[context.rank :: context.world_size]
+
+        def attempt(rows: int) -> float:
+            self.updater.clear()
+            total = torch.zeros((), dtype=torch.float64, device=device)
+            for batch in micro_batches(mine, rows, settings.pack_tokens if settings.packing else None):
+                losses = token_losses(self.forward, self.model, lay(batch, device), self.numbers.compute)
+                loss = losses.sum() / tokens
+                self.updater.scaler.scale(loss).backward()
+                total += loss.detach()
+            return total.item()
+
+        with phases("train"):
+            self.model.train(self.run.opt.checkpointing.enabled)  # a checkpointed block wants training mode
+            loss, self.rows = hardware.halving(attempt, self.rows, floor=1)
+        with phases("exchange"):
+            optim.sum_gradients(self.updater.parameters)
+            loss = context.sum(torch.tensor([loss], dtype=torch.float64, device=device)).item()
+        with phases("update"):
+            warm = max(1, math.ceil(settings.warmup * self.total))
+            factor = min(1.0, (step + 1) / warm) * settings.lr_schedule.factor(step, self.total)
+            updated = self.updater.step(settings.lr * factor)
+        if not (math.isfinite(loss) and (math.isfinite(updated["grad_norm"]) or self.numbers.scaler)):
+            raise RunStopped(
+                f"fine-tuning step {step + 1}: loss {loss}, gradient norm {updated['grad_norm']}. Lower algo.lr, or leave "
+                "opt=amp out.",
+                EXIT_NUMBERS,
+            )
+        return {"loss": loss, **updated, "trained_tokens": tokens, "epoch": (step + 1) / self.total * settings.epochs}
+
+    def finish(self) -> Any:
+        """The plain model after training. With LoRA the adapter is written to FOLDER/adapter and merged."""
+        if self.lora is None:
+            return self.model
+        if self.context.main:
+            with checkpoint.replacing(self.folder / "adapter") as temporary:
+                self.lora.save_pretrained(temporary)
+        return self.lora.merge_and_unload()

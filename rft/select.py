@@ -1,0 +1,117 @@
+"""From samples to training data: the right ones, and of each prompt a few distinct ways.
+
+The number of distinct reasoning paths is what rejection-sampling fine-tuning gains from (arXiv:2308.01825). Two completions are
+one path if their texts are equal, or if the task's `path_key` (normalised equations or numbers) is; among the
+others those are kept that differ most in text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from Levenshtein import distance
+
+from rft.config import SelectConfig
+from rft.generate import Record
+
+QUARTERS = (25, 50, 75)
+
+
+@dataclass
+class Selection:
+    """kept: by prompt id, in order of the ids. stats: what the log and RUN/iteration-K/selected.json say."""
+
+    kept: dict[int, list[Record]]
+    stats: dict[str, Any]
+
+
+def select(records: Sequence[Record], settings: SelectConfig) -> Selection:
+    """Choose training data among the samples of one or more iterations. A function of its arguments alone."""
+    by_prompt: dict[int, list[Record]] = {}
+    for record in records:
+        by_prompt.setdefault(record["prompt"], []).append(record)
+    kept: dict[int, list[Record]] = {}
+    paths = all_right = all_wrong = dropped = 0
+    histogram = dict.fromkeys(("none", *(f"to {q}%" for q in QUARTERS), "below all", "all"), 0)
+    for prompt in sorted(by_prompt):
+        samples = by_prompt[prompt]
+        right = [record for record in samples if record["accepted"]]
+        histogram[_share(len(right), len(samples))] += 1
+        all_wrong += not right
+        all_right += len(right) == len(samples)
+        if not right:
+            continue
+        if settings.drop_all_right and len(right) == len(samples):
+            dropped += 1
+            continue
+        different = distinct(right)
+        paths += len(different)
+        kept[prompt] = diverse(different, settings.keep_per_prompt, settings.min_distance)
+    prompts, samples = len(by_prompt), len(records)
+    accepted = sum(record["accepted"] for record in records)
+    stats = {
+        "prompts": prompts,
+        "samples": samples,
+        "accepted": accepted,
+        "accepted_share": accepted / max(1, samples),
+        "answered_share": sum(record["parsed"] is not None for record in records) / max(1, samples),
+        "truncated_share": sum(not record["finished"] for record in records) / max(1, samples),
+        "solved_share": (prompts - all_wrong) / max(1, prompts),
+        "all_right_share": all_right / max(1, prompts),
+        "all_wrong_share": all_wrong / max(1, prompts),
+        "dropped_all_right": dropped,
+        "paths_per_solved_prompt": paths / max(1, prompts - all_wrong - dropped),
+        "kept": sum(map(len, kept.values())),
+        "kept_prompts": len(kept),
+        "hinted": sum(record["round"] == "hint" for rows in kept.values() for record in rows),
+        "entropy": sum(record["entropy"] for record in records) / max(1, samples),
+        "prompts_by_share_right": histogram,
+    }
+    return Selection(kept, stats)
+
+
+def _share(right: int, of: int) -> str:
+    """Which column of the histogram."""
+    if right in (0, of):
+        return "all" if right else "none"
+    return next((f"to {q}%" for q in QUARTERS if 100 * right <= q * of), "below all")
+
+
+def distinct(right: Sequence[Record]) -> list[Record]:
+    """One sample a reasoning path, those of the most travelled path first."""
+    ways: dict[str, list[Record]] = {}
+    for record in right:
+        ways.setdefault(record["path"] or " ".join(record["completion"].split()), []).append(record)
+    return [way[0] for way in sorted(ways.values(), key=len, reverse=True)]
+
+
+def diverse(ways: Sequence[Record], most: int, min_distance: float) -> list[Record]:
+    """At most `most` of `ways`: the first, then always the one that is farthest from those taken.
+
+    min_distance: normalised edit distance (0 = equal, 1 = nothing in common) that a further one must have to all of them.
+    """
+    taken, rest = [ways[0]], list(ways[1:])
+    gaps = [_gap(ways[0], way) for way in rest]
+    while rest and len(taken) < most:
+        farthest = max(range(len(rest)), key=gaps.__getitem__)
+        if gaps[farthest] < min_distance:
+            break
+        taken.append(rest.pop(farthest))
+        gaps.pop(farthest)
+        gaps = [min(gap, _gap(taken[-1], way)) for gap, way in zip(gaps, rest, strict=True)]
+    return taken
+
+
+def _gap(one: Record, other: Record) -> float:
+    a, b = one["completion"], other["completion"]
+    return distance(a, b) / max(1, len(a), len(b))
+
+
+def pass_at(right: int, of: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of `k` samples is right, from `right` of `of` (arXiv:2107.03374)."""
+    if of - right < k:
+        return 1.0
+    chance = 1.0
+    for i in range(of - right + 1, of + 1):
+        chance *= 1 - k / i
+    return 1 - chance
