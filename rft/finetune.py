@@ -9,6 +9,7 @@ import logging
 import math
 import random
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -164,13 +165,14 @@ def with_lora(model: Any, config: LoraConfig) -> Any:
         ) from None
     # peft draws the adapters from torch's global generator.
     targets = config.targets if config.targets == "all-linear" else [t.strip() for t in config.targets.split(",")]
+    adapters = peft.LoraConfig(
+        r=config.rank, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM", lora_dropout=0.0
+    )
     try:
-        return peft.get_peft_model(
-            model,
-            peft.LoraConfig(
-                r=config.rank, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM", lora_dropout=0.0
-            ),
-        )
+        with warnings.catch_warnings():
+            # peft 0.21 looks at a property that transformers 5.23 has renamed.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            return peft.get_peft_model(model, adapters)
     except ValueError as error:
         raise ConfigError(f"algo.lora.targets={config.targets!r}: {error}") from None
 

@@ -124,7 +124,7 @@ class Store:
                         f"{self.path}:{number} is not a sample. Remove the line: its chunk is then made again."
                     ) from None
         self.held = dict(records)
-        if self.writes and (lines[-1] or len(self.held) < len(records)):
+        if self.writes and (len(lines) == 1 or lines[-1] or len(self.held) < len(records)):
             self._rewrite()
 
     def drop(self, chunks: Sequence[Chunk]) -> None:

@@ -20,15 +20,14 @@ import os
 import shutil
 import time
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from common import hardware, logprobs, loop, models, optim, precision, report
-from common.config import ConfigError, Run
+from common.config import ConfigError, ModelConfig, Run
 from common.distributed import Context
 from common.evaluation import Evaluation, evaluate
 from common.rollout import Sampler
@@ -475,12 +474,13 @@ class Stages:
         if self.loaded != iteration:
             self.model = None
             gc.collect()
-            if iteration == 0:
-                self.model, _ = loop.load(self.run, self.task, self.context)
-            else:
-                path = self._folder(iteration) / "model"
-                self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-                self.model.to(self.context.device.device).eval()
+            run, path = self.run, self._folder(iteration) / "model"
+            if iteration > 0:
+                local = ModelConfig(
+                    name="hf", path=str(path), revision=None, gguf_file=None, attention=run.model.attention
+                )
+                run = replace(run, model=local)
+            self.model, _ = loop.load(run, self.task, self.context)
             self.loaded = iteration
             self._prepare()
         return self.model
