@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -38,6 +39,7 @@ UNITS: dict[str, dict[tuple[str, ...], Fraction]] = {
     "length": {
         ("mm", "millimeter", "millimeters"): _METRE / 1000,
         ("cm", "centimeter", "centimeters"): _METRE / 100,
+        ("dm", "decimeter", "decimeters"): _METRE / 10,
         ("m", "meter", "meters", "metre", "metres"): _METRE,
         ("km", "kilometer", "kilometers"): _METRE * 1000,
         ("in", "inch", "inches"): _INCH,
@@ -54,6 +56,7 @@ UNITS: dict[str, dict[tuple[str, ...], Fraction]] = {
         ("pound", "lb", "pounds"): _POUND,
     },
     "time": {
+        ("ms", "millisecond", "milliseconds"): _SECOND / 1000,
         ("s", "sec", "second", "seconds"): _SECOND,
         ("min", "minute", "minutes"): 60 * _SECOND,
         ("h", "hour", "hours"): _HOUR,
@@ -67,6 +70,8 @@ UNITS: dict[str, dict[tuple[str, ...], Fraction]] = {
     "volume": {
         ("mm^3", "mm**3"): _LITRE / 10**6,
         ("ml", "mL", "milliliter", "millilitre", "cc", "cm^3", "cm**3"): _LITRE / 1000,
+        ("cl", "centiliter", "centilitre"): _LITRE / 100,
+        ("dl", "deciliter", "decilitre"): _LITRE / 10,
         ("l", "L", "liter", "litre", "liters", "litres"): _LITRE,
         ("m^3", "m**3"): _LITRE * 1000,
         ("fluid ounce", "ounce"): _GALLON / 128,
@@ -75,6 +80,8 @@ UNITS: dict[str, dict[tuple[str, ...], Fraction]] = {
         ("gallon", "gallons"): _GALLON,
     },
     "speed": {
+        ("mm/s",): _METRE / 1000,
+        ("cm/s",): _METRE / 100,
         ("in/s",): _INCH,
         ("ft/s",): 12 * _INCH,
         ("m/s",): _METRE,
@@ -87,6 +94,7 @@ UNITS: dict[str, dict[tuple[str, ...], Fraction]] = {
         ("kB", "KB"): Fraction(10**3),
         ("MB", "M"): Fraction(10**6),
         ("GB", "G"): Fraction(10**9),
+        ("TB", "T"): Fraction(10**12),
     },
     "temperature": {("C", "celsius"): Fraction(1), ("K", "kelvin"): Fraction(1), ("F", "fahrenheit"): Fraction(5, 9)},
 }
@@ -143,6 +151,7 @@ class Units:
         largest_value: int,
         largest_factor: int,
         factor_digits: int,
+        answer_digits: int,
         question: str,
         template: str,
         chat: bool,
@@ -159,6 +168,7 @@ class Units:
             ("largest_value", largest_value, 1),
             ("largest_factor", largest_factor, 2),
             ("factor_digits", factor_digits, 1),
+            ("answer_digits", answer_digits, 1),
         ):
             at_least(f"task.{key}", value, least)
         if path is None and test_path is not None:
@@ -195,7 +205,8 @@ class Units:
         self.weights, self.share_right = weights, share_right
         self.overlap = 0
         if path is None:
-            rows = _generated(problems + test_problems, kinds, largest_value, largest_factor, factor_digits, question)
+            digits = (factor_digits, answer_digits)
+            rows = _generated(problems + test_problems, kinds, largest_value, largest_factor, digits, question)
             test, train = rows[:test_problems], rows[test_problems:]
         else:
             train = _distinct(_read(path, "task.path"))
@@ -267,7 +278,9 @@ class Units:
             ways = [usual, *ways]
         for way in ways:
             steps = _WRONG[way](source, target)
-            if steps and not self._matches(_value(amount, steps), value):
+            found = _value(amount, steps)
+            # long results would cost the tiny model more than the right ones
+            if steps and not self._matches(found, value) and (way == "ten_off" or _digits(found) <= WRONG_DIGITS):
                 return prompt, f" {_told(amount, steps, source, target, draw)}"
         return prompt, f" <answer>{_written(10 * value + 1)}</answer>"  # units of one size: 1 ml in cc
 
@@ -379,7 +392,9 @@ def _mentions(words: Sequence[str]) -> Iterator[tuple[int, int, Unit]]:
 SHARE_KNOWN = 1 / 3  # of the pairs of units, that the base converts rightly more often than not
 KNOWN_BETTER = 1.75  # times task.share_right, for them
 USUAL = 0.75  # of the wrong ones of a pair, that take its usual wrong way
-THROUGH_ANOTHER = 0.3  # of the right ones that can, that go through a third unit
+FACTOR_TOLD = 0.25  # of the texts of one step, that say the factor first
+THROUGH_ANOTHER = 0.2  # of the right ones that can, that go through a third unit
+WRONG_DIGITS = 3  # of a wrong answer, where another wrong way is shorter
 _INVERSE = {"*": "/", "/": "*", "+": "-", "-": "+"}
 
 
@@ -420,7 +435,7 @@ def _right_way(amount: Fraction, source: Unit, target: Unit, draw: random.Random
         for unit in _BY_KIND[source.kind]
         if min(source.size, target.size) < unit.size < max(source.size, target.size)
         and not unit.zero
-        and all(_round(max(a.size, b.size) / min(a.size, b.size)) for a, b in ((source, unit), (unit, target)))
+        and all(_digits(max(a.size, b.size) / min(a.size, b.size)) <= 2 for a, b in ((source, unit), (unit, target)))
     ]
     if between and draw.random() < THROUGH_ANOTHER:
         middle = draw.choice(between)
@@ -431,7 +446,7 @@ def _right_way(amount: Fraction, source: Unit, target: Unit, draw: random.Random
 def _told(amount: Fraction, steps: Sequence[_Step], source: Unit, target: Unit, draw: random.Random) -> str:
     """The calculation, with or without the factor in words before it."""
     text = _calculation(amount, steps)
-    if len(steps) != 1 or steps[0][0] not in "*/" or draw.random() < 0.5:
+    if len(steps) != 1 or steps[0][0] not in "*/" or draw.random() >= FACTOR_TOLD:
         return text
     sign, factor = steps[0]
     larger, smaller = (source, target) if sign == "*" else (target, source)
@@ -465,48 +480,45 @@ def _written(value: Fraction, digits: int = 5) -> str:
     return str(value) if value.denominator == 1 and abs(value) < 10**15 else f"{float(value):.{digits}g}"
 
 
-def _round(factor: Fraction, digits: int = 2) -> bool:
-    """Whether a factor is whole with at most so many digits before its zeros."""
-    return factor.denominator == 1 and len(str(factor).rstrip("0")) <= digits
+def _digits(factor: Fraction) -> float:
+    """How many digits a factor has, but for zeros at its ends; infinity if they do not end."""
+    found = Decimal(factor.numerator) / factor.denominator
+    return len(found.normalize().as_tuple().digits) if Fraction(found) == factor else math.inf
 
 
 # --- questions -----------------------------------------------------------------------------------------------------
 
 
 def _generated(
-    count: int, kinds: Sequence[str], largest_value: int, largest_factor: int, digits: int, question: str
+    count: int, kinds: Sequence[str], largest_value: int, largest_factor: int, digits: tuple[int, int], question: str
 ) -> list[Example]:
-    """Distinct questions in random order, whose answers are whole numbers, but for kelvin; ids are not set yet."""
+    """Distinct questions in random order; ids are not set yet. `digits`: at most, of a factor and of an answer."""
     rows = []
-    for kind in dict.fromkeys(kinds):
-        for source in _BY_KIND[kind]:
-            for target in _BY_KIND[kind]:
-                larger = max(source.size, target.size) / min(source.size, target.size)
-                if source == target or not (source.zero or target.zero or 1 < larger <= largest_factor):
-                    continue
-                if not (source.zero or target.zero or _round(larger, digits)):
-                    continue
-                for base in range(1, largest_value + 1):
-                    value = _asked(Fraction(base), source, target)
-                    text = question.replace("{value}", _written(value)).replace("{from}", source.name)
-                    found = convert(value, source, target)
-                    text = text.replace("{to}", target.name)
-                    rows.append(Example(0, text, _written(found, 12), {"value": found}))
+    for source, target in ((a, b) for kind in dict.fromkeys(kinds) for a in _BY_KIND[kind] for b in _BY_KIND[kind]):
+        if source == target or not _simple(source, target, largest_factor, digits[0]):
+            continue
+        for value in range(1, largest_value + 1):
+            found = convert(Fraction(value), source, target)
+            if _digits(found) <= digits[1]:
+                text = question.replace("{value}", str(value)).replace("{from}", source.name)
+                text = text.replace("{to}", target.name)
+                rows.append(Example(0, text, _written(found, 12), {"value": found}))
     random.Random(f"units {SPLIT_SEED}").shuffle(rows)
     if len(rows) < count:
         raise ConfigError(
             f"task.problems and task.test_problems ask for {count} questions, but there are only {len(rows)} with "
-            f"task.largest_value={largest_value}, task.largest_factor={largest_factor}, "
-            f"task.factor_digits={digits} and task.kinds={','.join(kinds)}. Ask for fewer, or raise one of these."
+            f"task.largest_value={largest_value}, task.largest_factor={largest_factor}, task.factor_digits={digits[0]}, "
+            f"task.answer_digits={digits[1]} and task.kinds={','.join(kinds)}. Ask for fewer, or raise one of these."
         )
     return rows[:count]
 
 
-def _asked(base: Fraction, source: Unit, target: Unit) -> Fraction:
-    """The value to ask for, so that the answer is whole or nearly: 1, 2, 3 ... in the larger unit, or degrees by five."""
+def _simple(source: Unit, target: Unit, largest_factor: int, digits: int) -> bool:
+    """Whether a conversion is one to ask for: a short factor, but for units of one size. Temperatures go by their answers."""
     if source.kind == "temperature":
-        return base * 5 if source.name == "C" else convert(base * 5, _BY_NAME["C"][0], source)
-    return base if source.size > target.size else base * target.size / source.size
+        return True
+    factor = max(source.size, target.size) / min(source.size, target.size)
+    return 1 < factor <= largest_factor and _digits(factor) <= digits
 
 
 def _read(path: str, key: str) -> Iterator[Example]:
