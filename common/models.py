@@ -20,7 +20,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
+from jinja2 import TemplateError
 from safetensors import SafetensorError
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -50,6 +51,7 @@ from transformers.utils import logging as transformers_logging
 
 from common.checkpoint import problem, replacing, seal
 from common.config import ConfigError, ModelConfig, TinyConfig
+from common.tasks import Messages, plain
 
 log = logging.getLogger("clutch")
 
@@ -134,12 +136,19 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list
     return sorted({token for token in ids if token is not None})
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, given: Sequence[str | Messages]) -> list[list[int]]:
     """Token ids of each prompt: what the tokenizer puts in front (<s>) and the text, but nothing that it appends.
 
-    An appended eos would tell the model that the text is over; a prompt is to be continued.
-    Raises: ValueError naming the prompt that encodes to nothing.
+    An appended eos would tell the model that the text is over; a prompt is to be continued. A conversation goes through
+    the tokenizer's chat template, up to where the answer begins; without a template it is plain lines.
+    Raises: ValueError naming the prompt that encodes to nothing; ConfigError for a conversation that the template refuses.
     """
+    if tokenizer.chat_template is not None and any(not isinstance(prompt, str) for prompt in given):
+        return [
+            encode_prompts(tokenizer, [prompt])[0] if isinstance(prompt, str) else _conversation(tokenizer, prompt)
+            for prompt in given
+        ]
+    texts = [plain(prompt) for prompt in given]
     # What is in front is found with a probe, not by stripping ids at the end: in some vocabularies bos and eos are one.
     probe = tokenizer("a", add_special_tokens=False)["input_ids"]
     framed = tokenizer("a")["input_ids"]
@@ -156,6 +165,18 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list
                 "A model needs at least one token to continue; give the task's prompt a text."
             )
     return prompts
+
+
+def _conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
+    try:
+        made: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    except (TemplateError, ValueError, TypeError, KeyError) as error:  # many refuse a system text, or two users in a row
+        roles = ", ".join(message["role"] for message in messages)
+        raise ConfigError(
+            f"the chat template of {tokenizer.name_or_path!r} refuses a prompt of the roles {roles}: {_first_line(error)} "
+            "Leave out the system text (task.system='' in task=units), or give plain prompts (task.chat=false)."
+        ) from None
+    return list(made["input_ids"])
 
 
 def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

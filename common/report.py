@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from common.config import Run
 from common.distributed import Context
-from common.tasks import Example, Task
+from common.tasks import Example, Task, plain
 
 log = logging.getLogger("clutch")
 
@@ -142,7 +142,7 @@ def finish(result: Result, task: Task, examples: Sequence[Example], before: list
         write_completions(Path(result.folder), name, rows)
     result.save()
     samples = [
-        {"prompt": task.prompt(e), "before": old, "after": new, "answer": e.answer}
+        {"prompt": plain(task.prompt(e)), "before": old, "after": new, "answer": e.answer}
         for e, old, new in list(zip(examples, before, after, strict=True))[:3]
     ]
     summary(result, samples)

@@ -14,6 +14,10 @@ from common.config import ConfigError
 from common.config import build as build_settings
 
 
+# A conversation, as chat templates take it: {"role": "system" | "user" | "assistant", "content": text} each.
+Messages = list[dict[str, str]]
+
+
 @dataclass(frozen=True)
 class Example:
     """One row of a task.
@@ -26,6 +30,13 @@ class Example:
     question: str
     answer: str
     extra: dict[str, Any] = field(default_factory=dict)
+
+
+def plain(prompt: str | Messages) -> str:
+    """A prompt as text: a conversation is its contents, a blank line after each answer, the next one to follow."""
+    if isinstance(prompt, str):
+        return prompt
+    return "".join(m["content"] + ("\n\n" if m["role"] == "assistant" else "\n") for m in prompt)
 
 
 class Task(Protocol):
@@ -41,8 +52,11 @@ class Task(Protocol):
         """The rows of `split`: "train", or "test" (held out). The same rows in the same order at every call."""
         ...
 
-    def prompt(self, example: Example) -> str:
-        """The text that the model completes."""
+    def prompt(self, example: Example) -> str | Messages:
+        """The text that the model completes, or the conversation that it answers.
+
+        Messages go through the chat template of the model's tokenizer; without one they are plain lines.
+        """
         ...
 
     def reward(self, example: Example, completion: str) -> float:

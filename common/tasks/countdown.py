@@ -16,6 +16,7 @@ from typing import Any
 
 from common.config import ConfigError, at_least
 from common.tasks import Example
+from common.tasks.answers import tagged
 from common.tasks.components import chosen, weighted
 from common.tasks.data import Row, read_jsonl
 from common.tasks.safe_arithmetic import DIGITS, LONGEST, Arithmetic, evaluate
@@ -197,10 +198,9 @@ def expression(completion: str) -> str:
     It stands between the last <answer> and </answer> if they are there, else on the first line that is not blank. What
     follows an equals sign is dropped if it is numbers only: "7*3+12 = 33".
     """
-    end = completion.rfind("</answer>")
-    start = completion.rfind("<answer>", 0, end) if end >= 0 else -1
-    if start >= 0:
-        text = completion[start + len("<answer>") : end].strip()
+    inside = tagged(completion)
+    if inside is not None:
+        text = inside.strip()
     else:
         text = completion.lstrip()[: 2 * LONGEST].split("\n", 1)[0].strip()
     if len(text) > 2 * LONGEST:

@@ -137,6 +137,27 @@ def read_jsonl(path: str, key: str) -> list[Row]:
     return _not_empty(rows, f"{key}={path!r}")
 
 
+def read_pairs(path: str, key: str) -> list[Row]:
+    """Rows of a JSON file that is one list of [question, answer] pairs, as the fields question and answer.
+
+    Args and errors as `read_lines`; ConfigError also for what is no such list, naming the pair, counted from 1.
+    """
+    shape = 'Give a list of pairs, such as [["How many m are there per 2 km?", 2000.0]].'
+    try:
+        value = json.loads("\n".join(read_lines(path, key)))
+    except (json.JSONDecodeError, RecursionError) as error:
+        reason = f"{error.msg}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else "nested too deep"
+        raise ConfigError(f"{key}={path!r} is not JSON ({reason}). {shape}") from None
+    if not isinstance(value, list):
+        raise ConfigError(f"{key}={path!r} is JSON, but {type(value).__name__} and no list. {shape}")
+    rows = []
+    for number, pair in enumerate(value, start=1):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ConfigError(f"{key}={path!r}: row {number} is no pair: {pair!r:.60}. {shape}")
+        rows.append(Row(f"{path!r} row {number}", dict(zip(("question", "answer"), pair, strict=True))))
+    return _not_empty(rows, f"{key}={path!r}")
+
+
 def read_dataset(name: str, config: str | None, split: str, key: str) -> list[Row]:
     """Rows of one split of a dataset on the Hugging Face hub, or of a local folder that `datasets` can load.
 

@@ -13,17 +13,15 @@ from typing import Any
 
 from common.config import ConfigError, choice
 from common.tasks import Example
+from common.tasks.answers import DECIMAL, DIGITS, decimal
 from common.tasks.data import read_jsonl
 
 MARK = "####"
 LONGEST = 200  # characters of an answer that is looked at, after it was found
-DIGITS = 40  # of a number; a longer one is no answer
 SECONDS = 3  # for math-verify to parse, and again to compare
 
-# 1,000 | 1000 | 0.5 | .5 ; no exponents: 1e999999999 would be computed
-_DECIMAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 # A sign counts only where it is no subtraction; "/ 4" makes a fraction.
-_NUMBER = re.compile(rf"((?<![0-9A-Za-z.)\]])[-−])?(?:\$(-?))?({_DECIMAL})(?:/({_DECIMAL}))?")
+_NUMBER = re.compile(rf"((?<![0-9A-Za-z.)\]])[-−])?(?:\$(-?))?({DECIMAL})(?:/({DECIMAL}))?")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([0-9.,]{1,40})\}\{([0-9.,]{1,40})\}")
 
 
@@ -125,15 +123,10 @@ def number(text: str) -> Fraction | None:
     if found is None:
         return None
     sign, inner, above, below = found.groups()
-    value, divisor = _decimal(above), Fraction(1) if below is None else _decimal(below)
+    value, divisor = decimal(above), Fraction(1) if below is None else decimal(below)
     if value is None or not divisor:
         return None
     return (-1 if sign or inner else 1) * value / divisor
-
-
-def _decimal(text: str) -> Fraction | None:
-    plain = text.replace(",", "")
-    return Fraction(plain if plain[0] != "." else f"0{plain}") if len(plain) <= DIGITS else None
 
 
 def _read(path: str, split: str) -> list[tuple[str, str, Fraction]]:
