@@ -15,6 +15,7 @@ from pathlib import Path
 BENCHMARKS = {
     "eggroll": "a step's sampling: one at a time, member by member, the population in one forward",
     "grpo": "a GRPO step: one prompt at a time, TRL, this project and its switches",
+    "rft": "sampling for RFT: one question at a time, batched `generate`, this project and its switches",
 }
 
 
