@@ -88,6 +88,19 @@ def test_eggroll_on_cuda(tmp_path):
     check(json.loads((tmp_path / "out.json").read_text()), done.stdout)
 
 
+def test_rft_rows_do_the_same_work(tmp_path):
+    path = tmp_path / "out.json"
+    done = benchmark("rft", "--quick", "--device", "cpu", "--json", str(path))
+    content = json.loads(path.read_text())
+    work = content["conditions"]["work"]
+    assert {"one question at a time", "generate, batched", "this project"} <= set(work)
+    assert {one["samples"] for one in work.values()} == {12}
+    assert all(0 < one["tokens"] <= 12 * 12 for one in work.values())
+    assert content["conditions"]["skipped"]["+ compile"] == "not with --quick"
+    assert all(row["value"] is not None for row in content["rows"] if row["row"] in work)
+    assert "this project against generate, batched" in done.stdout
+
+
 def test_an_unknown_name_is_answered_with_the_names():
     assert "choose from" in benchmark("nothing", code=2).stderr
     assert "eggroll" in benchmark("nothing", code=2).stderr
