@@ -170,7 +170,12 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, given: Sequence[str | Mes
 def _conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
     try:
         made: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    except (TemplateError, ValueError, TypeError, KeyError) as error:  # many refuse a system text, or two users in a row
+    except (
+        TemplateError,
+        ValueError,
+        TypeError,
+        KeyError,
+    ) as error:  # many refuse a system text, or two users in a row
         roles = ", ".join(message["role"] for message in messages)
         raise ConfigError(
             f"the chat template of {tokenizer.name_or_path!r} refuses a prompt of the roles {roles}: {_first_line(error)} "

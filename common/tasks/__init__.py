@@ -13,7 +13,6 @@ from omegaconf.errors import OmegaConfBaseException
 from common.config import ConfigError
 from common.config import build as build_settings
 
-
 # A conversation, as chat templates take it: {"role": "system" | "user" | "assistant", "content": text} each.
 Messages = list[dict[str, str]]
 

@@ -199,10 +199,7 @@ def expression(completion: str) -> str:
     follows an equals sign is dropped if it is numbers only: "7*3+12 = 33".
     """
     inside = tagged(completion)
-    if inside is not None:
-        text = inside.strip()
-    else:
-        text = completion.lstrip()[: 2 * LONGEST].split("\n", 1)[0].strip()
+    text = (completion.lstrip()[: 2 * LONGEST].split("\n", 1)[0] if inside is None else inside).strip()
     if len(text) > 2 * LONGEST:
         return text  # too long for an expression, whatever it says
     first, *rest = text.split("=")

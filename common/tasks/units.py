@@ -39,7 +39,6 @@ UNITS: dict[str, dict[tuple[str, ...], Fraction]] = {
     "length": {
         ("mm", "millimeter", "millimeters"): _METRE / 1000,
         ("cm", "centimeter", "centimeters"): _METRE / 100,
-        ("dm", "decimeter", "decimeters"): _METRE / 10,
         ("m", "meter", "meters", "metre", "metres"): _METRE,
         ("km", "kilometer", "kilometers"): _METRE * 1000,
         ("in", "inch", "inches"): _INCH,
@@ -70,8 +69,6 @@ UNITS: dict[str, dict[tuple[str, ...], Fraction]] = {
     "volume": {
         ("mm^3", "mm**3"): _LITRE / 10**6,
         ("ml", "mL", "milliliter", "millilitre", "cc", "cm^3", "cm**3"): _LITRE / 1000,
-        ("cl", "centiliter", "centilitre"): _LITRE / 100,
-        ("dl", "deciliter", "decilitre"): _LITRE / 10,
         ("l", "L", "liter", "litre", "liters", "litres"): _LITRE,
         ("m^3", "m**3"): _LITRE * 1000,
         ("fluid ounce", "ounce"): _GALLON / 128,
@@ -80,7 +77,6 @@ UNITS: dict[str, dict[tuple[str, ...], Fraction]] = {
         ("gallon", "gallons"): _GALLON,
     },
     "speed": {
-        ("mm/s",): _METRE / 1000,
         ("cm/s",): _METRE / 100,
         ("in/s",): _INCH,
         ("ft/s",): 12 * _INCH,
@@ -94,7 +90,6 @@ UNITS: dict[str, dict[tuple[str, ...], Fraction]] = {
         ("kB", "KB"): Fraction(10**3),
         ("MB", "M"): Fraction(10**6),
         ("GB", "G"): Fraction(10**9),
-        ("TB", "T"): Fraction(10**12),
     },
     "temperature": {("C", "celsius"): Fraction(1), ("K", "kelvin"): Fraction(1), ("F", "fahrenheit"): Fraction(5, 9)},
 }
@@ -238,12 +233,12 @@ class Units:
     def prompt(self, example: Example) -> str | Messages:
         """The question in the template; with task.chat the system text, the few-shot examples and the question."""
         if not self.chat:
-            return self._templated(example.question)
+            return self.template.replace("{question}", example.question)
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for shot in self.few_shot:
-            messages.append({"role": "user", "content": self._templated(shot["question"])})
+            messages.append({"role": "user", "content": shot["question"]})
             messages.append({"role": "assistant", "content": shot["answer"]})
-        return [*messages, {"role": "user", "content": self._templated(example.question)}]
+        return [*messages, {"role": "user", "content": example.question}]
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
         """A right calculation with probability task.share_right over all pairs of units, else a wrong one.
@@ -281,7 +276,7 @@ class Units:
             found = _value(amount, steps)
             # long results would cost the tiny model more than the right ones
             if steps and not self._matches(found, value) and (way == "ten_off" or _digits(found) <= WRONG_DIGITS):
-                return prompt, f" {_told(amount, steps, source, target, draw)}"
+                return prompt, f" {_calculation(amount, steps, draw)}"
         return prompt, f" <answer>{_written(10 * value + 1)}</answer>"  # units of one size: 1 ml in cc
 
     def reward(self, example: Example, completion: str) -> float:
@@ -307,9 +302,6 @@ class Units:
     def path_key(self, completion: str) -> str:
         """Key of the calculation; texts that calculate the same have the same. "" without any number."""
         return path_key(completion)
-
-    def _templated(self, question: str) -> str:
-        return self.template.replace("{question}", question)
 
     def _matches(self, found: Fraction, wanted: Fraction) -> bool:
         near_zero = abs(wanted) < self.absolute_tolerance
@@ -371,7 +363,11 @@ def parse(question: str) -> _Quantity | None:
         if target_at not in used and target.kind == source.kind
     ]
     # "in" is an inch only where no other unit is named; a longer name goes before one inside it
-    pairs = [pair for pair in pairs if words[pair[0]] != "in"] or pairs[-1:]
+    pairs = [pair for pair in pairs if words[pair[0]] != "in"] or [
+        pair
+        for pair in pairs
+        if pair[0] + 1 == len(words) or words[pair[0] + 1] in ("are", "is", "make", "for", "terms")
+    ]
     pairs = [pair for pair in pairs if pair[1] == max(n for _, n, _, _ in pairs)]
     if len({(source, target) for _, _, source, target in pairs}) != 1:
         return None
@@ -392,9 +388,10 @@ def _mentions(words: Sequence[str]) -> Iterator[tuple[int, int, Unit]]:
 SHARE_KNOWN = 1 / 3  # of the pairs of units, that the base converts rightly more often than not
 KNOWN_BETTER = 1.75  # times task.share_right, for them
 USUAL = 0.75  # of the wrong ones of a pair, that take its usual wrong way
-FACTOR_TOLD = 0.25  # of the texts of one step, that say the factor first
+FACTOR_FIRST = 0.2  # of the products
 THROUGH_ANOTHER = 0.2  # of the right ones that can, that go through a third unit
 WRONG_DIGITS = 3  # of a wrong answer, where another wrong way is shorter
+LARGEST_WRONG = 1000  # factor of a neighbour; zeros take time to write
 _INVERSE = {"*": "/", "/": "*", "+": "-", "-": "+"}
 
 
@@ -420,9 +417,14 @@ def _ten_off(source: Unit, target: Unit) -> list[_Step]:
 
 
 def _neighbour(source: Unit, target: Unit) -> list[_Step]:
+    """Of the next unit of the kind whose factor is as short as the right one; none if there is no such unit."""
     units = _BY_KIND[source.kind]
-    other = units[(units.index(target) + 1) % len(units)]
-    return _steps(source, units[(units.index(other) + 1) % len(units)] if other == source else other)
+    start = units.index(target) + 1
+    for other in units[start:] + units[: start - 1]:
+        steps = _steps(source, other)
+        if len(steps) == 1 and _digits(steps[0][1]) == 1 and steps[0][1] <= LARGEST_WRONG:
+            return steps
+    return []
 
 
 _WRONG = {"turned": _turned, "ten_off": _ten_off, "neighbour": _neighbour}
@@ -439,27 +441,19 @@ def _right_way(amount: Fraction, source: Unit, target: Unit, draw: random.Random
     ]
     if between and draw.random() < THROUGH_ANOTHER:
         middle = draw.choice(between)
-        return _calculation(amount, _steps(source, middle) + _steps(middle, target))
-    return _told(amount, _steps(source, target), source, target, draw)
+        return _calculation(amount, _steps(source, middle) + _steps(middle, target), draw)
+    return _calculation(amount, _steps(source, target), draw)
 
 
-def _told(amount: Fraction, steps: Sequence[_Step], source: Unit, target: Unit, draw: random.Random) -> str:
-    """The calculation, with or without the factor in words before it."""
-    text = _calculation(amount, steps)
-    if len(steps) != 1 or steps[0][0] not in "*/" or draw.random() >= FACTOR_TOLD:
-        return text
-    sign, factor = steps[0]
-    larger, smaller = (source, target) if sign == "*" else (target, source)
-    return f"1 {larger.name} = {_written(factor)} {smaller.name}, {text}"
-
-
-def _calculation(amount: Fraction, steps: Sequence[_Step]) -> str:
-    """ "7*100 = 700, 700*10 = <answer>7000</answer>"."""
+def _calculation(amount: Fraction, steps: Sequence[_Step], draw: random.Random) -> str:
+    """ "7*100 = 700, 700*10 = <answer>7000</answer>"; a product may have its factor first."""
     parts = []
     for sign, operand in steps:
         before, amount = amount, _apply(amount, sign, operand)
-        parts.append(f"{_written(before)}{sign}{_written(operand)} = ")
-        parts.append(f"{_written(amount)}, ")
+        left, right = _written(before), _written(operand)
+        if sign == "*" and draw.random() < FACTOR_FIRST:
+            left, right = right, left
+        parts += [f"{left}{sign}{right} = ", f"{_written(amount)}, "]
     return "".join(parts[:-1]) + f"<answer>{_written(amount)}</answer>"
 
 
@@ -538,7 +532,8 @@ def _finite(row: Row, key: str) -> Fraction:
 
 
 def _normal(question: str) -> str:
-    return " ".join(question.split()).casefold().rstrip("?.! ")
+    # upper and lower case stay: 1 M is a megabyte, 1 m a metre
+    return " ".join(question.split()).rstrip("?.! ")
 
 
 def _distinct(rows: Iterator[Example]) -> list[Example]:
