@@ -342,7 +342,7 @@ def test_generated_questions_are_right_distinct_and_the_same_every_time(task):
 
 
 # the very row, so that another machine or Python version that draws anew is noticed
-TEST_PROMPT = "?"
+TEST_PROMPT = "24 century in year:"
 
 
 def test_all_kinds_come_up():
@@ -354,7 +354,7 @@ def test_all_kinds_come_up():
             assert found[1].kind == found[2].kind == kind
 
 
-@pytest.mark.parametrize("share", [0.0, 0.45, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_pretraining_shows_right_ones_as_often_as_asked(share):
     teacher = make(share_right=share)
     draw = random.Random(1)
@@ -369,10 +369,10 @@ def test_pretraining_shows_right_ones_as_often_as_asked(share):
             by_pair[row.question.split(" ", 1)[1], reward == 1] += 1
     assert (
         abs(sum(rewards) / len(rewards) - share) <= 0.05
-    )  # pairs of units are few, and a third of them is mostly right
-    if share == 0.45:
+    )  # pairs of units are few, and a fifth of them is mostly right
+    if share == 0.4:
         pairs = {pair for pair, _ in by_pair}
-        assert 0.15 < sum(by_pair[pair, True] > by_pair[pair, False] for pair in pairs) / len(pairs) < 0.5
+        assert 0.1 < sum(by_pair[pair, True] > by_pair[pair, False] for pair in pairs) / len(pairs) < 0.4
 
 
 def test_there_are_right_ways_and_wrong_ways(task):
@@ -510,7 +510,7 @@ def test_a_question_must_be_text(tmp_path):
         (
             {"problems": 90000, "kinds": ["mass"]},
             "task.problems and task.test_problems ask for 90300 questions, but there are only 120 with "
-            "task.largest_value=20, task.largest_factor=1000, task.factor_digits=1, task.answer_digits=3 and "
+            "task.largest_value=50, task.largest_factor=1000, task.factor_digits=0, task.answer_digits=2 and "
             "task.kinds=mass. Ask for fewer, or raise one of these.",
         ),
     ],

@@ -162,7 +162,7 @@ class Units:
             ("test_problems", test_problems, 1),
             ("largest_value", largest_value, 1),
             ("largest_factor", largest_factor, 2),
-            ("factor_digits", factor_digits, 1),
+            ("factor_digits", factor_digits, 0),
             ("answer_digits", answer_digits, 1),
         ):
             at_least(f"task.{key}", value, least)
@@ -243,7 +243,7 @@ class Units:
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
         """A right calculation with probability task.share_right over all pairs of units, else a wrong one.
 
-        A pair of units has its habit: a third of the pairs is mostly right, the others mostly take one wrong way of three
+        A pair of units has its habit: a fifth of the pairs is mostly right, the others mostly take one wrong way of three
         (the operator turned round, ten times off, another unit's factor). So the greedy answer is wrong where the habit is,
         and the right ways are still among the samples. In a row that names no units that are known here, the answer stands
         alone.
@@ -385,9 +385,9 @@ def _mentions(words: Sequence[str]) -> Iterator[tuple[int, int, Unit]]:
 
 # --- calculations for the tiny model -------------------------------------------------------------------------------
 
-SHARE_KNOWN = 1 / 3  # of the pairs of units, that the base converts rightly more often than not
+SHARE_KNOWN = 0.2  # of the pairs of units, that the base converts rightly more often than not
 KNOWN_BETTER = 1.75  # times task.share_right, for them
-USUAL = 0.75  # of the wrong ones of a pair, that take its usual wrong way
+USUAL = 0.85  # of the wrong ones of a pair, that take its usual wrong way
 FACTOR_FIRST = 0.2  # of the products
 THROUGH_ANOTHER = 0.2  # of the right ones that can, that go through a third unit
 WRONG_DIGITS = 3  # of a wrong answer, where another wrong way is shorter
@@ -508,11 +508,16 @@ def _generated(
 
 
 def _simple(source: Unit, target: Unit, largest_factor: int, digits: int) -> bool:
-    """Whether a conversion is one to ask for: a short factor, but for units of one size. Temperatures go by their answers."""
+    """Whether a conversion is one to ask for: a short factor, but for units of one size. Temperatures go by their answers.
+
+    A power of ten has no digits to calculate with.
+    """
     if source.kind == "temperature":
         return True
     factor = max(source.size, target.size) / min(source.size, target.size)
-    return 1 < factor <= largest_factor and _digits(factor) <= digits
+    if factor == 1 or factor > largest_factor:
+        return False
+    return _digits(factor) <= digits or str(factor).strip("0") == "1"
 
 
 def _read(path: str, key: str) -> Iterator[Example]:
