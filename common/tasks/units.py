@@ -243,7 +243,7 @@ class Units:
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
         """A right calculation with probability task.share_right over all pairs of units, else a wrong one.
 
-        A pair of units has its habit: about one pair in seven is mostly right, the others mostly take one wrong way of three
+        A pair of units has its habit: about a fifth of the pairs is mostly right, the others mostly take one wrong way of three
         (the operator turned round, ten times off, another unit's factor). So the greedy answer is wrong where the habit is,
         and the right ways are still among the samples. In a row that names no units that are known here, the answer stands
         alone.
@@ -385,7 +385,7 @@ def _mentions(words: Sequence[str]) -> Iterator[tuple[int, int, Unit]]:
 
 # --- calculations for the tiny model -------------------------------------------------------------------------------
 
-SHARE_KNOWN = 0.15  # of the pairs of units, that the base converts rightly more often than not
+SHARE_KNOWN = 0.2  # of the pairs of units, that the base converts rightly more often than not
 KNOWN_BETTER = 1.75  # times task.share_right, for them
 USUAL = 0.85  # of the wrong ones of a pair, that take its usual wrong way
 FACTOR_FIRST = 0.2  # of the products
