@@ -141,7 +141,8 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, given: Sequence[str | Mes
 
     An appended eos would tell the model that the text is over; a prompt is to be continued. A conversation goes through
     the tokenizer's chat template, up to where the answer begins; without a template it is plain lines.
-    Raises: ValueError naming the prompt that encodes to nothing; ConfigError for a conversation that the template refuses.
+    Raises: ValueError naming the prompt that encodes to nothing; ConfigError for a conversation that the template
+    refuses.
     """
     if tokenizer.chat_template is not None and any(not isinstance(prompt, str) for prompt in given):
         return [
@@ -178,8 +179,8 @@ def _conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> lis
     ) as error:  # many refuse a system text, or two users in a row
         roles = ", ".join(message["role"] for message in messages)
         raise ConfigError(
-            f"the chat template of {tokenizer.name_or_path!r} refuses a prompt of the roles {roles}: {_first_line(error)} "
-            "Leave out the system text (task.system='' in task=units), or give plain prompts (task.chat=false)."
+            f"the chat template of {tokenizer.name_or_path!r} refuses a prompt of the roles {roles}: "
+            f"{_first_line(error)} Leave out the system text (task.system='' in task=units), or give plain prompts (task.chat=false)."
         ) from None
     return list(made["input_ids"])
 

@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 import random
+import re
 from collections import Counter
 from fractions import Fraction
 from typing import Any
@@ -342,7 +343,7 @@ def test_generated_questions_are_right_distinct_and_the_same_every_time(task):
 
 
 # the very row, so that another machine or Python version that draws anew is noticed
-TEST_PROMPT = "?"
+TEST_PROMPT = "24 century in year:"
 
 
 def test_all_kinds_come_up():
@@ -354,7 +355,7 @@ def test_all_kinds_come_up():
             assert found[1].kind == found[2].kind == kind
 
 
-@pytest.mark.parametrize("share", [0.0, 0.45, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_pretraining_shows_right_ones_as_often_as_asked(share):
     teacher = make(share_right=share)
     draw = random.Random(1)
@@ -367,33 +368,45 @@ def test_pretraining_shows_right_ones_as_often_as_asked(share):
             assert reward > 0  # there is an answer
             rewards.append(reward == 1)
             by_pair[row.question.split(" ", 1)[1], reward == 1] += 1
-    assert (
-        abs(sum(rewards) / len(rewards) - share) <= 0.05
-    )  # pairs of units are few, and a third of them is mostly right
-    if share == 0.45:
+    assert abs(sum(rewards) / len(rewards) - share) <= 0.05  # pairs of units are few, and few of them are mostly right
+    if share == 0.4:
         pairs = {pair for pair, _ in by_pair}
-        assert 0.15 < sum(by_pair[pair, True] > by_pair[pair, False] for pair in pairs) / len(pairs) < 0.5
+        assert 0 < sum(by_pair[pair, True] > by_pair[pair, False] for pair in pairs) / len(pairs) < 0.35
 
 
 def test_there_are_right_ways_and_wrong_ways(task):
     row = Example(0, "7 m in mm", "7000", {"value": Fraction(7000)})
     draw = random.Random(0)
-    ways = Counter(
-        (path_key(text), task.reward(row, text) == 1) for _, text in (task.pretraining(row, draw) for _ in range(400))
-    )
-    assert {key for key, right in ways if right} == {"7*1000=7000", "7*100=700;700*10=7000"}
-    assert {"7/1000=0.007", "7*100=700"} <= {key for key, right in ways if not right}
+    texts = [task.pretraining(row, draw)[1] for _ in range(400)]
+    right = {path_key(text) for text in texts if task.reward(row, text) == 1}
+    assert {"7*1000=7000", "1000*7=7000", "7*100=700;700*10=7000"} <= right
+    assert {"7/1000=0.007", "7*100=700"} <= {path_key(text) for text in texts} - right
+    for text in texts:  # what is written is calculated, and nothing else
+        for equation in path_key(text).split(";"):
+            left, sign, operand, value = re.fullmatch(r"([0-9.]+)([*/])([0-9.]+)=([0-9.]+)", equation).groups()  # type: ignore
+            operand = Fraction(operand) if sign == "*" else 1 / Fraction(operand)
+            assert Fraction(left) * operand == Fraction(value)
 
 
-def test_the_wrong_ways():
-    found = parse("7 km in m")
+@pytest.mark.parametrize(
+    ("question", "steps"),
+    [
+        ("7 m in cm", {"turned": [("/", 100)], "ten_off": [("*", 10)], "neighbour": [("/", 1000)]}),
+        ("7 km in m", {"turned": [("/", 1000)], "ten_off": [("*", 100)], "neighbour": []}),
+        (
+            "7 C in F",
+            {
+                "turned": [("/", Fraction("1.8")), ("-", 32)],
+                "ten_off": [("*", 18), ("+", Fraction("3.2"))],
+                "neighbour": [],
+            },
+        ),
+    ],
+)
+def test_the_wrong_ways(question, steps):
+    found = parse(question)
     assert found is not None
-    _, source, target = found
-    steps = {name: way(source, target) for name, way in _WRONG.items()}
-    assert steps["turned"] == [("/", 1000)]
-    assert steps["ten_off"] == [("*", 100)]
-    assert steps["neighbour"][0][1] not in (1000, 100)
-    assert len(steps) == 3
+    assert {name: way(*found[1:]) for name, way in _WRONG.items()} == steps
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
@@ -509,8 +522,8 @@ def test_a_question_must_be_text(tmp_path):
         ({"problems": 1}, "task.problems=1 is too small. Give a value of at least 2."),
         (
             {"problems": 90000, "kinds": ["mass"]},
-            "task.problems and task.test_problems ask for 90300 questions, but there are only 120 with "
-            "task.largest_value=20, task.largest_factor=1000, task.factor_digits=1, task.answer_digits=3 and "
+            "task.problems and task.test_problems ask for 90300 questions, but there are only 300 with "
+            "task.largest_value=50, task.largest_factor=1000, task.factor_digits=0, task.answer_digits=2 and "
             "task.kinds=mass. Ask for fewer, or raise one of these.",
         ),
     ],

@@ -16,7 +16,8 @@ _OPEN, _CLOSE = "<answer>", "</answer>"
 # A unit is one word with its own signs, as km/h, m**3 and cm^2, so that these are no calculations.
 _WORD = r"[^\W\d_]+(?:(?:\^|\*\*)?[0-9](?![0-9.]))?"
 _PART = re.compile(
-    rf"(?P<number>{SCIENTIFIC})|(?P<sign>\*\*|[x×·](?=\s*[-+]?[.0-9])|[-+*/=−÷⋅∗])|(?P<word>{_WORD}(?:/{_WORD})*)|(?P<other>\S)"
+    rf"(?P<number>{SCIENTIFIC})|(?P<sign>\*\*|[x×·](?=\s*[-+]?[.0-9])|[-+*/=−÷⋅∗])"
+    rf"|(?P<word>{_WORD}(?:/{_WORD})*)|(?P<other>\S)"
 )
 _OPERATORS = {"+", "-", "*", "/"}
 _SIGNS = {"x": "*", "×": "*", "·": "*", "⋅": "*", "∗": "*", "÷": "/", "−": "-"}

@@ -1,9 +1,9 @@
 """Units: convert a quantity from one unit to another, with the reasoning before the answer.
 
-The questions are those of a course's homework on rejection sampling: "How many gram are there per 6 kg?". An answer is a
-number between <answer> and </answer>, right within a tolerance. Many ways of calculating lead to it, so a model that knows
-some of them, and wrong ones too, has samples of its own to learn from. Factors are exact fractions; questions are made here,
-or read from JSON.
+The questions are those of a course's homework on rejection sampling: "How many gram are there per 6 kg?". An answer is
+a number between <answer> and </answer>, right within a tolerance. Many ways of calculating lead to it, so a model that
+knows some of them, and wrong ones too, has samples of its own to learn from. Factors are exact fractions; questions are
+made here, or read from JSON.
 """
 
 import logging
@@ -33,8 +33,8 @@ _METRE, _KILOGRAM, _LITRE, _SECOND, _HOUR = Fraction(1), Fraction(1), Fraction(1
 _INCH, _POUND, _GALLON = Fraction("0.0254"), Fraction("0.45359237"), Fraction("3.785411784")
 _MILE, _YEAR = 63360 * _INCH, Fraction("31556925.9747")  # the tropical year, as the homework's data has it
 
-# By kind: names of a unit, the shortest first, and how much it is in the kind's base unit. Fluid measures are of the US;
-# a ton is metric, and kB is 1000 bytes, as in the homework's data.
+# By kind: names of a unit, the shortest first, and how much it is in the kind's base unit. Fluid measures are of the
+# US; a ton is metric, and kB is 1000 bytes, as in the homework's data.
 UNITS: dict[str, dict[tuple[str, ...], Fraction]] = {
     "length": {
         ("mm", "millimeter", "millimeters"): _METRE / 1000,
@@ -162,7 +162,7 @@ class Units:
             ("test_problems", test_problems, 1),
             ("largest_value", largest_value, 1),
             ("largest_factor", largest_factor, 2),
-            ("factor_digits", factor_digits, 1),
+            ("factor_digits", factor_digits, 0),
             ("answer_digits", answer_digits, 1),
         ):
             at_least(f"task.{key}", value, least)
@@ -243,16 +243,16 @@ class Units:
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
         """A right calculation with probability task.share_right over all pairs of units, else a wrong one.
 
-        A pair of units has its habit: a third of the pairs is mostly right, the others mostly take one wrong way of three
-        (the operator turned round, ten times off, another unit's factor). So the greedy answer is wrong where the habit is,
-        and the right ways are still among the samples. In a row that names no units that are known here, the answer stands
-        alone.
+        A pair of units has its habit: about a fifth of the pairs is mostly right, the others mostly take one wrong way
+        of three (the operator turned round, ten times off, another unit's factor). So the greedy answer is wrong where
+        the habit is, and the right ways are still among the samples. In a row that names no units that are known here,
+        the answer stands alone.
         """
         prompt = self.prompt(example)
         if not isinstance(prompt, str):
             raise ConfigError(
-                "task.chat=true is for instruction models, and model=tiny is none. Leave task.chat=false, or give a model: "
-                "model=hf model.path=FOLDER_OR_HUB_ID."
+                "task.chat=true is for instruction models, and model=tiny is none. Leave task.chat=false, or give a "
+                "model: model=hf model.path=FOLDER_OR_HUB_ID."
             )
         value = example.extra["value"]
         quantity = parse(example.question)
@@ -321,7 +321,7 @@ class Units:
 
 
 def number(completion: str) -> Fraction | None:
-    """The number that stands between the last <answer> and </answer>; a unit behind it is dropped. None if there is none.
+    """The number between the last <answer> and </answer>; a unit behind it is dropped. None if there is none.
 
     "6,000 gram", "6e3" and "= 6000.0" are 6000. Infinity, NaN, 1/2 and a second number are no number.
     """
@@ -385,9 +385,9 @@ def _mentions(words: Sequence[str]) -> Iterator[tuple[int, int, Unit]]:
 
 # --- calculations for the tiny model -------------------------------------------------------------------------------
 
-SHARE_KNOWN = 1 / 3  # of the pairs of units, that the base converts rightly more often than not
+SHARE_KNOWN = 0.2  # of the pairs of units, that the base converts rightly more often than not
 KNOWN_BETTER = 1.75  # times task.share_right, for them
-USUAL = 0.75  # of the wrong ones of a pair, that take its usual wrong way
+USUAL = 0.85  # of the wrong ones of a pair, that take its usual wrong way
 FACTOR_FIRST = 0.2  # of the products
 THROUGH_ANOTHER = 0.2  # of the right ones that can, that go through a third unit
 WRONG_DIGITS = 3  # of a wrong answer, where another wrong way is shorter
@@ -501,18 +501,23 @@ def _generated(
     if len(rows) < count:
         raise ConfigError(
             f"task.problems and task.test_problems ask for {count} questions, but there are only {len(rows)} with "
-            f"task.largest_value={largest_value}, task.largest_factor={largest_factor}, task.factor_digits={digits[0]}, "
-            f"task.answer_digits={digits[1]} and task.kinds={','.join(kinds)}. Ask for fewer, or raise one of these."
+            f"task.largest_value={largest_value}, task.largest_factor={largest_factor}, "
+            f"task.factor_digits={digits[0]}, task.answer_digits={digits[1]} and task.kinds={','.join(kinds)}. Ask for fewer, or raise one of these."
         )
     return rows[:count]
 
 
 def _simple(source: Unit, target: Unit, largest_factor: int, digits: int) -> bool:
-    """Whether a conversion is one to ask for: a short factor, but for units of one size. Temperatures go by their answers."""
+    """Whether a conversion is one to ask for: of a short factor that is not 1. Temperatures go by their answers.
+
+    A power of ten has no digits to calculate with.
+    """
     if source.kind == "temperature":
         return True
     factor = max(source.size, target.size) / min(source.size, target.size)
-    return 1 < factor <= largest_factor and _digits(factor) <= digits
+    if factor == 1 or factor > largest_factor:
+        return False
+    return _digits(factor) <= digits or str(factor).strip("0") == "1"
 
 
 def _read(path: str, key: str) -> Iterator[Example]:
