@@ -623,8 +623,8 @@ class _Sizes:
 
 
 def _same(prompt: Any) -> str:
-    """Prompts that differ in spaces and letter case alone are one."""
-    return " ".join(str(prompt).split()).casefold()
+    """Prompts that differ in spaces alone are one. Letter case counts: 1 Mb is not 1 mb."""
+    return " ".join(str(prompt).split())
 
 
 def _trained(settings: RftConfig) -> str:

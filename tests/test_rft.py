@@ -472,12 +472,14 @@ def test_evaluation_prompts_are_reported_and_never_trained_on(in_cache, tmp_path
     from letters import Letters
 
     class Leaky(Letters):
+        def prompt(self, example):
+            spaces = "  " if example.id > 600 else " "
+            return f"{example.question}{spaces}=>"
+
         def examples(self, split):
             rows = list(super().examples(split))
             if split == "train":
-                leaked = [
-                    Example(len(rows) + i, e.question.upper(), e.answer) for i, e in enumerate(super().examples("test"))
-                ]
+                leaked = [Example(len(rows) + i, e.question, e.answer) for i, e in enumerate(super().examples("test"))]
                 rows += leaked
             return rows
 
@@ -485,7 +487,7 @@ def test_evaluation_prompts_are_reported_and_never_trained_on(in_cache, tmp_path
     log = (tmp_path / "run/run.log").read_text()
     assert log.index("40 training prompts are evaluation prompts too: left out") < log.index("base: held-out")
     held_out = {example.question for example in Leaky().examples("test")}
-    drawn = {json.loads(line)["question"].lower() for line in samples(tmp_path / "run")}
+    drawn = {json.loads(line)["question"] for line in samples(tmp_path / "run")}
     assert len(drawn) == 610 - 20
     assert not drawn & held_out
 
