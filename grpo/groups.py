@@ -2,6 +2,8 @@
 
 import logging
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,24 +33,36 @@ class Group:
     completions: list[list[int]]  # the stop token included
     logprobs: list[list[float]]  # of the sampler
     finished: list[bool]
+    carries: list[bool]  # whether there is loss on it
     rewards: list[float]  # what the advantage is made of
     scores: list[float]  # the task's own
     reference: list[list[float]] | None  # log-probabilities of the reference model
+    dead: str | None  # see `why_dead`
 
-    @property
-    def dead(self) -> bool:
-        """All rewards are equal: nothing to learn."""
-        return max(self.rewards) == min(self.rewards)
+
+WHY_DEAD = ("all_wrong", "all_right", "cut_off", "all_equal")
+
+
+def why_dead(scores: Sequence[float], earned: Sequence[float], carries: Sequence[bool]) -> str | None:
+    """Why a group has nothing to teach, one of WHY_DEAD; None if it has.
+
+    Args: scores: the task's; earned: with the overlong penalty, but without KL, which is never equal twice and would
+    make every group look alive; carries: which completions carry loss.
+    """
+    if not any(carries):
+        return "cut_off"
+    if max(earned) != min(earned):
+        return None
+    return "all_wrong" if max(scores) <= 0 else "all_right" if min(scores) >= 1 else "all_equal"
 
 
 @dataclass
 class Rollout:
     """The groups to learn from, and what was seen on the way to them."""
 
-    groups: list[Group]
+    groups: list[Group]  # none where no group is alive: there is no step to take
     seen: int  # groups sampled
-    dead: int
-    all_wrong: int  # dead, all scores 0
+    dead: Counter[str]  # by reason
     rounds: int
     generated: int
     completions: int
@@ -111,13 +125,11 @@ class Roller:
                     raise loop.not_finite(
                         self.context, step, "the reward of a completion", score, group.example, completion=text
                     )
-        dead = [group for group in seen if group.dead]
         names = components[0] if components else {}
         return Rollout(
-            groups=live,
+            groups=live if any(not group.dead for group in live) else [],
             seen=len(seen),
-            dead=len(dead),
-            all_wrong=sum(max(group.scores) <= 0 for group in dead),
+            dead=Counter(group.dead for group in seen if group.dead),
             rounds=rounds,
             generated=sum(len(c) for group in seen for c in group.completions),
             completions=scores.numel(),
@@ -172,24 +184,29 @@ class Roller:
         if settings.overlong_buffer:
             limit = settings.sampling.max_new_tokens
             rewards = rewards + overlong_penalty(made.lengths.cpu().double(), limit, settings.overlong_buffer)
+        earned = rewards.tolist()
         if settings.kl.beta and settings.kl.where == "reward":
             assert reference is not None
             for row, (logp, ref) in enumerate(zip(logps, reference, strict=True)):
                 divergence = kl(torch.tensor(logp), torch.tensor(ref), settings.kl.estimator, settings.kl.clamp)
                 rewards[row] -= settings.kl.beta * divergence.sum().double()
+        finished = made.finished.tolist()
         groups = []
         for index, example in enumerate(mine):
             part = slice(index * size, (index + 1) * size)
+            carries = [done or not settings.mask_truncated for done in finished[part]]
             groups.append(
                 Group(
                     example=example,
                     prompt=list(prompts[index]),
                     completions=tokens[part],
                     logprobs=logps[part],
-                    finished=made.finished[part].tolist(),
+                    finished=finished[part],
+                    carries=carries,
                     rewards=rewards[part].tolist(),
                     scores=scored.rewards[part],
                     reference=reference[part] if reference is not None else None,
+                    dead=why_dead(scored.rewards[part], earned[part], carries),
                 )
             )
         return groups, scored

@@ -27,7 +27,7 @@ from common.signals import EXIT_NUMBERS, RunStopped, StopSignal
 from common.tasks import Task, build
 from common.tracking import Phases, Tracker, closed_on_error
 from grpo.config import GrpoConfig, check_switches
-from grpo.groups import Group, Roller
+from grpo.groups import WHY_DEAD, Group, Roller
 from grpo.loss import Counts, advantages, policy_loss
 
 log = logging.getLogger("clutch")
@@ -97,19 +97,23 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             advantage = advantages(rewards, settings.advantage) if rollout.groups else rewards
             if not rollout.groups and context.main:
                 log.warning(
-                    "step %d: nothing to learn: all %d groups of %d rounds have equal rewards (%d of them 0). "
-                    "The task is too hard, too easy, or its reward too coarse.",
+                    "step %d: nothing to learn, so no optimizer step. Of %d groups in %d rounds %d are all wrong (too hard), "
+                    "%d all right (too easy), %d cut off as a whole (raise algo.sampling.max_new_tokens), and %d have "
+                    "equal rewards in between (too coarse).",
                     first_step + 1,
                     rollout.seen,
                     rollout.rounds,
-                    rollout.all_wrong,
+                    *(rollout.dead[why] for why in WHY_DEAD),
                 )
 
             # By group: log-probabilities of the policy that sampled, as the trainer computed them in the first pass.
             olds: dict[int, list[Any]] = {}
-            for step in range(first_step, min(first_step + settings.passes, settings.steps)):
-                seen = policy.step(step, rollout.groups, advantage, olds, phases)
-                policy.check(step, seen)
+            passes = settings.passes if rollout.groups else 1
+            for step in range(first_step, min(first_step + passes, settings.steps)):
+                seen: dict[str, float] = {}
+                if rollout.groups:
+                    seen = policy.step(step, rollout.groups, advantage, olds, phases)
+                    policy.check(step, seen)
                 state["step"] = step + 1
                 event: dict[str, Any] = {}
                 seconds = time.perf_counter() - started  # of training: an evaluation's tokens are not counted either
@@ -129,8 +133,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                             "reward_std": rollout.scores.std(1).mean().item(),
                             "components": rollout.components,
                             "component_seconds": rollout.component_seconds,
-                            "dead_groups": rollout.dead / rollout.seen,
-                            "dead_all_wrong": rollout.all_wrong / rollout.seen,
+                            "dead_groups": rollout.dead.total() / rollout.seen,
+                            **{f"dead_{why}": rollout.dead[why] / rollout.seen for why in WHY_DEAD},
                             "rounds": rollout.rounds,
                             "live_groups": len(rollout.groups),
                             "truncated": rollout.truncated,
@@ -183,8 +187,6 @@ class Policy:
         lr = self.lr(step)
         for of_optimizer in self.optimizer.param_groups:
             of_optimizer["lr"] = lr
-        if not groups:
-            return dict.fromkeys(("loss", "grad_norm", *PER_TOKEN.values()), 0.0) | {"lr": lr}
 
         def attempt(rows: int) -> dict[str, float]:
             self.optimizer.zero_grad(set_to_none=True)
@@ -233,15 +235,9 @@ class Policy:
             micro_batches(groups, range(rank, len(groups), context.world_size), rows)
             for rank in range(context.world_size)
         ]
-        carries = [[done or not settings.mask_truncated for done in group.finished] for group in groups]
         counts = Counts(
-            rows=max(1, sum(sum(row) for row in carries)),
-            tokens=sum(
-                len(c)
-                for g, row in zip(groups, carries, strict=True)
-                for c, ok in zip(g.completions, row, strict=True)
-                if ok
-            ),
+            rows=sum(sum(group.carries) for group in groups),
+            tokens=sum(len(c) for g in groups for c, ok in zip(g.completions, g.carries, strict=True) if ok),
             micro_batches=sum(len(batches) for batches in every),
         )
         # Summed on the device: reading a number after each micro-batch would wait for it.
@@ -251,7 +247,7 @@ class Policy:
             chosen = [(groups[index], part) for index, part in batch]
             laid = logprobs.group([g.prompt for g, _ in chosen], [g.completions[p] for g, p in chosen], device)
             width = laid.mask.shape[1]
-            mask = laid.mask & torch.tensor([ok for i, p in batch for ok in carries[i][p]], device=device)[:, None]
+            mask = laid.mask & torch.tensor([ok for g, p in chosen for ok in g.carries[p]], device=device)[:, None]
 
             def padded(values: list[list[float]], width: int = width) -> torch.Tensor:
                 return torch.tensor([row + [0.0] * (width - len(row)) for row in values], device=device)

@@ -15,7 +15,7 @@ from common import checkpoint, hardware, loop
 from common.config import ConfigError
 from common.rollout import Sampler
 from common.tasks import Example
-from grpo.groups import Group
+from grpo.groups import Group, why_dead
 from grpo.train import micro_batches
 from launch import compose, train
 
@@ -200,14 +200,60 @@ class Fixed:
         return {"fixed": 0.0}
 
 
-def test_a_step_without_live_groups_says_why(tmp_path, in_cache):
-    train(compose([*SMALL, "algo.steps=2", "algo.resample_rounds=1"]), tmp_path / "out", task=Fixed())
+class Fading(Fixed):
+    """Groups are alive in the first two steps, and dead from then on."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def rewards(self, examples, completions):
+        self.calls += 1
+        return [float(self.calls <= 2 and i % 2) for i in range(len(completions))]
+
+
+@pytest.mark.parametrize("changes", [[], ["algo.kl.beta=0.1", "algo.kl.where=reward"], ["algo.passes=2"]])
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_a_step_without_live_groups_is_no_step(changes, rounds, tmp_path, in_cache):
+    """Momentum does not move the weights, and the log makes nothing up."""
+    arguments = [*SMALL, "algo.steps=6", "checkpoint.every=1", "checkpoint.keep=9", *changes]
+    train(compose([*arguments, f"algo.resample_rounds={rounds}"]), tmp_path / "out", task=Fading())
     text = (tmp_path / "out" / "run.log").read_text()
-    assert "step 1: nothing to learn: all 6 groups of 2 rounds have equal rewards (6 of them 0)" in text
+    alive = 4 if "algo.passes=2" in changes else 2
+    dead = 3 * (rounds + 1)
+    assert (
+        f"step {alive + 1}: nothing to learn, so no optimizer step. Of {dead} groups in {rounds + 1} rounds {dead} are"
+        in text
+    )
+    saved = {step: checkpoint.load(tmp_path / "out" / "checkpoints" / f"step-{step:08d}") for step in (2, 4, 5, 6)}
+    same(saved[alive].tensors, saved[5].tensors)
+    same(saved[alive].tensors, saved[6].tensors)
+    assert any(not torch.equal(t, saved[2].tensors[n]) for n, t in saved[6].tensors.items()) == (alive == 4)
     for event in events(tmp_path / "out"):
-        assert event["dead_groups"] == 1
-        assert event["live_groups"] == 0
-        assert event["rounds"] == 2
+        made = event["step"] <= alive
+        assert event["dead_groups"] == event["dead_all_wrong"] == (0 if made else 1)
+        assert event["live_groups"] == (3 if made else 0)
+        for key in ("loss", "grad_norm", "entropy", "clipped", "sampler_gap", "lr"):
+            assert (key in event) == made
+
+
+def test_why_a_group_is_dead():
+    live, half = [True] * 3, [True, False, False]
+    assert why_dead([0, 0, 0], [0, 0, 0], live) == "all_wrong"
+    assert why_dead([1, 1, 1], [1, 1, 1], live) == "all_right"
+    assert why_dead([0.5] * 3, [0.5] * 3, live) == "all_equal"
+    assert why_dead([0, 0, 0], [0, 0, -0.5], live) is None  # the overlong penalty tells them apart
+    assert why_dead([0, 1, 0], [0, 1, 0], [False] * 3) == "cut_off"
+    assert why_dead([0, 1, 0], [0, 1, 0], half) is None
+
+
+def test_completions_without_loss_are_nothing_to_learn_from(tmp_path, in_cache):
+    """Rewards differ, but max_new_tokens cuts every completion off."""
+    changes = ["algo.mask_truncated=true", "algo.sampling.max_new_tokens=1", "algo.steps=1", "algo.resample_rounds=1"]
+    train(compose([*SMALL, *changes]), tmp_path / "out", task=Fading())
+    (event,) = events(tmp_path / "out")
+    assert event["dead_cut_off"] == 1
+    assert "loss" not in event
+    assert "6 cut off as a whole (raise algo.sampling.max_new_tokens)" in (tmp_path / "out" / "run.log").read_text()
 
 
 def test_a_reward_that_is_not_finite_stops_with_the_row(tmp_path, in_cache):
@@ -289,7 +335,7 @@ def _nothing():
 
 def test_micro_batches_cover_every_completion_once():
     groups = [
-        Group(Example(i, "", ""), [1], [[1] * n for n in sizes], [], [], [], [], None)
+        Group(Example(i, "", ""), [1], [[1] * n for n in sizes], [], [], [], [], [], None, None)
         for i, sizes in enumerate([(3, 9, 1), (2, 2, 2), (7, 7, 7), (1, 1, 8), (4, 4, 4)])
     ]
     for rows in (1, 2, 3, 6, 7, 100):
