@@ -78,7 +78,7 @@ def test_a_run_leaves_everything(launch: Launch, tmp_path):
         ["algo.loss=bnpo"],
         ["algo.loss=gspo", "algo.epsilon_low=3e-4", "algo.epsilon_high=4e-4", "algo.passes=2"],
         ["algo.loss=cispo", "algo.passes=2"],
-        ["algo.dual_clip=3", "algo.delta=4", "algo.epsilon_high=0.28"],
+        ["algo.dual_clip=3", "algo.delta=4", "algo.epsilon_high=0.28", "algo.passes=2"],
         ["algo.kl.beta=0.1"],
         ["algo.kl.beta=0.1", "algo.kl.estimator=k1", "algo.kl.where=reward"],
         ["algo.entropy_bonus=0.01"],

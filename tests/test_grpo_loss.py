@@ -18,8 +18,8 @@ VARIANTS = ["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo"]
 
 
 def settings(loss="grpo", beta=0.0, **changes):
-    base = compose(["algo=grpo", f"algo.loss={loss}", "algo.sampling.max_new_tokens=8", f"algo.kl.beta={beta}"]).algo
-    return replace(base, **changes)
+    given = [f"algo.loss={loss}", "algo.sampling.max_new_tokens=8", f"algo.kl.beta={beta}", "algo.passes=2"]
+    return replace(compose(["algo=grpo", *given]).algo, **changes)
 
 
 def loss(config, new=NEW, old=OLD, ref=REF, advantage=None, mask=MASK, counts=COUNTS):
@@ -176,6 +176,10 @@ def test_overlong_penalty():
         ("algo.loss=drgrpo", "algo.loss='drgrpo' is not a choice. Did you mean 'dr_grpo'?"),
         ("algo.sampling.temperature=0", "makes all samples of a prompt equal"),
         ("algo.samples_per_prompt=1", "algo.samples_per_prompt=1 is too small. Give a value of at least 2."),
+        ("algo.dual_clip=3", "algo.dual_clip=3 has no effect with algo.passes=1"),
+        ("algo.delta=4", "algo.delta=4 has no effect with algo.passes=1"),
+        ("algo.stop_at.ratio_kl=0.1", "Set algo.stop_at.ratio_kl=null, or raise algo.passes."),
+        ("algo.stop_at.entropy_below=0", "algo.stop_at.entropy_below=0.0 is out of range"),
         ("algo.overlong_buffer=80", "must be below algo.sampling.max_new_tokens=80"),
     ],
 )
@@ -183,3 +187,8 @@ def test_mistakes(override, text):
     with pytest.raises(ConfigError) as caught:
         compose(["algo=grpo", override])
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["grpo_chess", "grpo_dapo", "grpo_fp32"])
+def test_experiments_compose(name):
+    assert compose([f"experiment={name}"]).algo.name == "grpo"
