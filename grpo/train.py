@@ -28,6 +28,7 @@ from common.tasks import Task, build
 from common.tracking import Phases, Tracker, closed_on_error
 from grpo.config import GrpoConfig, check_switches
 from grpo.groups import WHY_DEAD, Group, Roller
+from grpo.guards import Guards
 from grpo.loss import Counts, advantages, policy_loss
 
 log = logging.getLogger("clutch")
@@ -53,6 +54,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     if reference is not None and run.opt.offload.enabled:
         reference.to("cpu")
     policy = Policy(model, run, context, numbers)
+    guards = Guards(settings.stop_at, numbers.scaler)
 
     resumed = resume.find(run, context)
     state: dict[str, Any] = {"step": 0, "cursor": 0, "seconds": 0.0, "generated": 0, "evaluations": 0, "tracker": {}}
@@ -113,7 +115,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                 seen: dict[str, float] = {}
                 if rollout.groups:
                     seen = policy.step(step, rollout.groups, advantage, olds, phases)
-                    policy.check(step, seen)
+                    if trouble := guards.trouble(seen):
+                        raise RunStopped(f"step {step + 1}: {trouble} {loop.last_good(context)}", EXIT_NUMBERS)
                 state["step"] = step + 1
                 event: dict[str, Any] = {}
                 seconds = time.perf_counter() - started  # of training: an evaluation's tokens are not counted either
@@ -275,29 +278,6 @@ class Policy:
             for name, value in sums.items():
                 totals[name] += value
         return {name: value.item() for name, value in totals.items()}
-
-    def check(self, step: int, seen: dict[str, float]) -> None:
-        """Stop on a loss or gradient that is not finite, and at the guards."""
-        finite = math.isfinite(seen["loss"]) and (math.isfinite(seen["grad_norm"]) or self.numbers.scaler)
-        if not finite:
-            raise RunStopped(
-                f"step {step + 1}: loss {seen['loss']}, gradient norm {seen['grad_norm']}. Lower algo.lr, or use "
-                f"experiment=grpo_fp32. {loop.last_good(self.context)}",
-                EXIT_NUMBERS,
-            )
-        guards = self.settings.stop_at
-        if guards.ratio_kl is not None and seen["ratio_kl"] > guards.ratio_kl:
-            raise RunStopped(
-                f"step {step + 1}: ratio_kl {seen['ratio_kl']:.3g} is above algo.stop_at.ratio_kl={guards.ratio_kl:g}. "
-                f"Lower algo.lr or algo.passes. {loop.last_good(self.context)}",
-                EXIT_NUMBERS,
-            )
-        if guards.entropy_below is not None and 0 < seen["entropy"] < guards.entropy_below:
-            raise RunStopped(
-                f"step {step + 1}: entropy {seen['entropy']:.3g} is below algo.stop_at.entropy_below="
-                f"{guards.entropy_below:g}. Raise algo.epsilon_high or algo.entropy_bonus. {loop.last_good(self.context)}",
-                EXIT_NUMBERS,
-            )
 
     def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint with all that the next step needs."""
