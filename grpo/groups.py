@@ -72,6 +72,30 @@ class Rollout:
     components: dict[str, float]  # mean scores by component of the reward
     component_seconds: dict[str, float]
 
+    def record(self) -> dict[str, Any]:
+        """What goes into the log."""
+        return {
+            "reward": self.scores.mean().item(),
+            "reward_std": self.scores.std(1).mean().item(),
+            "components": self.components,
+            "component_seconds": self.component_seconds,
+            "dead_groups": self.dead.total() / self.seen,
+            **{f"dead_{why}": self.dead[why] / self.seen for why in WHY_DEAD},
+            "rounds": self.rounds,
+            "live_groups": len(self.groups),
+            "truncated": self.truncated,
+            "length": self.lengths.mean().item(),
+        }
+
+    def nothing_to_learn(self) -> str:
+        """Why there is no group to learn from."""
+        return (
+            f"nothing to learn, so no optimizer step. Of {self.seen} groups in {self.rounds} rounds {self.dead['all_wrong']} "
+            f"are all wrong (too hard), {self.dead['all_right']} all right (too easy), {self.dead['cut_off']} cut off as a "
+            f"whole (raise algo.sampling.max_new_tokens), and {self.dead['all_equal']} have equal rewards in between (too "
+            "coarse)."
+        )
+
 
 class Roller:
     """Makes rollouts. Every rank samples its share of the prompts; all of them see all groups."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from common import checkpoint, hardware, logprobs, loop, models, optim, precision, report, resume
-from common.config import Run
+from common.config import ConfigError, Run
 from common.distributed import Context
 from common.evaluation import evaluate
 from common.rollout import Sampler
@@ -27,7 +27,7 @@ from common.signals import EXIT_NUMBERS, RunStopped, StopSignal
 from common.tasks import Task, build
 from common.tracking import Phases, Tracker, closed_on_error
 from grpo.config import GrpoConfig, check_switches
-from grpo.groups import WHY_DEAD, Group, Roller
+from grpo.groups import Group, Roller
 from grpo.guards import Guards
 from grpo.loss import Counts, advantages, policy_loss
 
@@ -57,10 +57,17 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     guards = Guards(settings.stop_at, numbers.scaler)
 
     resumed = resume.find(run, context)
-    state: dict[str, Any] = {"step": 0, "cursor": 0, "seconds": 0.0, "generated": 0, "evaluations": 0, "tracker": {}}
+    state: dict[str, Any] = {"step": 0, "cursor": 0, "passes_left": 0, "seconds": 0.0, "tracker": {}}
+    state |= {"generated": 0, "evaluations": 0}
     if resumed is not None:
         policy.load(resumed)
         state = resumed.state["run"]
+        if state["passes_left"] and settings.steps > state["step"]:
+            raise ConfigError(
+                f"algo.steps={settings.steps} goes on from step {state['step']}, which ended a run with {state['passes_left']} "
+                f"of algo.passes={settings.passes} over its last rollout to come; that rollout is gone. Start anew with "
+                "another hydra.run.dir."
+            )
 
     order = loop.Order(task.examples("train"), run.seed)
     held_out = loop.held_out(task, run)
@@ -90,38 +97,29 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         StopSignal() as stop,
         report.profiled(run, context) as traced,
     ):
+        phases = Phases()
         while state["step"] < settings.steps:
-            started, phases, first_step = time.perf_counter(), Phases(), state["step"]
+            started, first_step = time.perf_counter(), state["step"]
             rollout, state["cursor"] = roller.roll(first_step, state["cursor"], phases)
             state["generated"] += rollout.generated
             state["evaluations"] += rollout.completions
             rewards = torch.tensor([group.rewards for group in rollout.groups], dtype=torch.float64)
             advantage = advantages(rewards, settings.advantage) if rollout.groups else rewards
             if not rollout.groups and context.main:
-                log.warning(
-                    "step %d: nothing to learn, so no optimizer step. Of %d groups in %d rounds %d are all wrong (too hard), "
-                    "%d all right (too easy), %d cut off as a whole (raise algo.sampling.max_new_tokens), and %d have "
-                    "equal rewards in between (too coarse).",
-                    first_step + 1,
-                    rollout.seen,
-                    rollout.rounds,
-                    *(rollout.dead[why] for why in WHY_DEAD),
-                )
+                log.warning("step %d: %s", first_step + 1, rollout.nothing_to_learn())
 
             # By group: log-probabilities of the policy that sampled, as the trainer computed them in the first pass.
             olds: dict[int, list[Any]] = {}
             passes = settings.passes if rollout.groups else 1
             for step in range(first_step, min(first_step + passes, settings.steps)):
-                seen: dict[str, float] = {}
-                if rollout.groups:
-                    seen = policy.step(step, rollout.groups, advantage, olds, phases)
-                    if trouble := guards.trouble(seen):
-                        raise RunStopped(f"step {step + 1}: {trouble} {loop.last_good(context)}", EXIT_NUMBERS)
+                seen = policy.step(step, rollout.groups, advantage, olds, phases) if rollout.groups else {}
+                trouble = guards.trouble(seen) if seen else None
                 state["step"] = step + 1
                 event: dict[str, Any] = {}
                 seconds = time.perf_counter() - started  # of training: an evaluation's tokens are not counted either
                 state["seconds"] += seconds
-                if run.evaluate.every and (step + 1) % run.evaluate.every == 0 and step + 1 < settings.steps:
+                due = run.evaluate.every and (step + 1) % run.evaluate.every == 0 and step + 1 < settings.steps
+                if due and not trouble:
                     with phases("evaluate"):
                         held = measure()
                     event = {"metric": held.value, "metric_name": held.name, "metrics": held.metrics}
@@ -132,16 +130,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                             "step": step + 1,
                             "seconds": seconds,
                             "phase_seconds": phases.seconds,
-                            "reward": rollout.scores.mean().item(),
-                            "reward_std": rollout.scores.std(1).mean().item(),
-                            "components": rollout.components,
-                            "component_seconds": rollout.component_seconds,
-                            "dead_groups": rollout.dead.total() / rollout.seen,
-                            **{f"dead_{why}": rollout.dead[why] / rollout.seen for why in WHY_DEAD},
-                            "rounds": rollout.rounds,
-                            "live_groups": len(rollout.groups),
-                            "truncated": rollout.truncated,
-                            "length": rollout.lengths.mean().item(),
+                            **rollout.record(),
                             **seen,
                             "generated_tokens": state["generated"],
                             "reward_evaluations": state["evaluations"],
@@ -152,18 +141,25 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                         }
                     )
                     state["tracker"] = tracker.state()
+                if trouble:
+                    raise RunStopped(f"step {step + 1}: {trouble} {loop.last_good(context)}", EXIT_NUMBERS)
                 started, phases = time.perf_counter(), Phases()
                 traced()
 
             done = state["step"]
+            state["passes_left"] = passes - (done - first_step)  # above 0 where the last step came before the last pass
             stopping = context.any(stop.name is not None)
             due = run.checkpoint.every and done // run.checkpoint.every > first_step // run.checkpoint.every
-            if context.main and (due or stopping or done == settings.steps):
-                policy.save(state)
-            context.barrier()
+            if due or stopping or done == settings.steps:
+                with phases("checkpoint"):  # in the next step's record
+                    if context.main:
+                        policy.save(state)
+                    context.barrier()
             if stopping and done < settings.steps:
                 raise loop.stopped(context, done - 1, settings.steps)
 
+    if tracker:
+        tracker.summary({"last_checkpoint_seconds": phases.seconds.get("checkpoint", 0.0)})
     return loop.finish(run, context, task, model, tokenizer, held_out, state, measure(), numbers.name, tracker)
 
 

@@ -258,6 +258,32 @@ def test_completions_without_loss_are_nothing_to_learn_from(tmp_path, in_cache):
     assert "6 cut off as a whole (raise algo.sampling.max_new_tokens)" in (tmp_path / "out" / "run.log").read_text()
 
 
+def test_the_step_that_trips_a_guard_is_logged(tmp_path, in_cache):
+    with pytest.raises(loop.RunStopped, match=r"step 1: entropy \S+ is below algo.stop_at.entropy_below=99"):
+        train(compose([*SMALL, "algo.stop_at.entropy_below=99", "evaluate.every=1"]), tmp_path / "out")
+    (event,) = events(tmp_path / "out")
+    assert event["entropy"] < 99
+    assert "metric" not in event
+
+
+def test_a_checkpoint_is_a_phase_of_the_next_step(tmp_path, in_cache):
+    train(compose([*SMALL, "algo.steps=3", "checkpoint.every=2"]), tmp_path / "out")
+    assert ["checkpoint" in event["phase_seconds"] for event in events(tmp_path / "out")] == [False, False, True]
+
+
+def test_a_run_that_ended_between_two_passes_does_not_go_on(tmp_path, in_cache):
+    """The unbroken run would have used the rollout again; it is in no checkpoint."""
+    arguments = [*SMALL, "algo.passes=2"]
+    train(compose([*arguments, "algo.steps=3"]), tmp_path / "out")
+    train(compose([*arguments, "algo.steps=3", "resume=auto"]), tmp_path / "out")  # all done: nothing to go on with
+    with pytest.raises(ConfigError, match=r"ended a run with 1 of algo\.passes=2 over its last"):
+        train(compose([*arguments, "algo.steps=6", "resume=auto"]), tmp_path / "out")
+    train(compose([*arguments, "algo.steps=2"]), tmp_path / "even")
+    train(compose([*arguments, "algo.steps=4", "resume=auto"]), tmp_path / "even")
+    train(compose([*arguments, "algo.steps=4"]), tmp_path / "whole")
+    same(weights(tmp_path / "even"), weights(tmp_path / "whole"))
+
+
 def test_a_reward_that_is_not_finite_stops_with_the_row(tmp_path, in_cache):
     with pytest.raises(loop.RunStopped, match=r"step 1: the reward of a completion on example \d+ is nan"):
         train(compose(SMALL), tmp_path / "out", task=Fixed(float("nan")))
