@@ -1,5 +1,6 @@
 """From prompts to scored groups of completions: sampled once a prompt, scored in parallel, dead groups replaced."""
 
+import itertools
 import logging
 import math
 from collections import Counter
@@ -110,12 +111,13 @@ class Roller:
         order: loop.Order,
         reference: Any,
         numbers: Precision,
+        reference_rows: int,
     ) -> None:
         self.settings: GrpoConfig = run.algo
         self.seed, self.context, self.sampler, self.tokenizer = run.seed, context, sampler, tokenizer
         self.task, self.order, self.reference, self.numbers = task, order, reference, numbers
         self.scorer = Scorer(task, run.scoring)
-        self.rows = self.settings.rows_per_forward
+        self.rows, self.reference_rows = sampler.rows, reference_rows
         self.offload = run.opt.offload.enabled
 
     def roll(self, step: int, cursor: int, phases: Phases) -> tuple[Rollout, int]:
@@ -201,7 +203,13 @@ class Roller:
         reference = None
         if self.reference is not None:
             with phases("reference"):
-                reference = self._reference(prompts, tokens)
+                if self.offload:
+                    self.reference.to(self.context.device.device)
+                reference, self.reference_rows = hardware.halving(
+                    lambda rows: self._reference(prompts, tokens, rows), self.reference_rows, floor=1
+                )
+                if self.offload:
+                    self.reference.to("cpu")
         with phases("reward"):
             scored = pending.result()
         rewards = torch.tensor(scored.rewards, dtype=torch.float64)
@@ -236,24 +244,20 @@ class Roller:
         return groups, scored
 
     @torch.no_grad()
-    def _reference(self, prompts: list[list[int]], tokens: list[list[int]]) -> list[list[float]]:
-        """Log-probabilities of all completions under the reference model, which may live on the CPU meanwhile."""
+    def _reference(self, prompts: list[list[int]], tokens: list[list[int]], rows: int) -> list[list[float]]:
+        """Log-probabilities of all completions under the reference model, `rows` in a forward, in order."""
         device, size = self.context.device.device, self.settings.samples_per_prompt
-        if self.offload:
-            self.reference.to(device)
         found: list[list[float]] = []
-        each = max(1, self.settings.micro_batch_rows // size)
-        for start in range(0, len(prompts), each):
+        each, cut = max(1, rows // size), min(rows, size)  # whole groups side by side, or parts of one
+        for start, first in itertools.product(range(0, len(prompts), each), range(0, size, cut)):
             part = prompts[start : start + each]
-            rows = [tokens[(start + i) * size : (start + i + 1) * size] for i in range(len(part))]
+            chosen = [tokens[i * size : (i + 1) * size][first : first + cut] for i in range(start, start + len(part))]
             with torch.autocast(device.type, self.numbers.compute, enabled=self.numbers.compute != torch.float32):
                 logp, _ = logprobs.token_logprobs(
-                    self.reference, logprobs.group(part, rows, device), self.settings.sampling.temperature
+                    self.reference, logprobs.group(part, chosen, device), self.settings.sampling.temperature
                 )
-            flat = [row for group in rows for row in group]
+            flat = [row for group in chosen for row in group]
             found += [values[: len(row)] for values, row in zip(logp.tolist(), flat, strict=True)]
-        if self.offload:
-            self.reference.to("cpu")
         return found
 
 

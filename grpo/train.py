@@ -30,6 +30,7 @@ from grpo.config import GrpoConfig, check_switches
 from grpo.groups import Group, Roller
 from grpo.guards import Guards
 from grpo.loss import Counts, advantages, policy_loss
+from grpo.plan import plan
 
 log = logging.getLogger("clutch")
 
@@ -79,8 +80,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         compile_mode=run.opt.compile.mode if run.opt.compile.enabled else None,
         autocast=None if numbers.compute == torch.float32 else numbers.compute,
     )
-    plan(run, context, sampler, tokenizer, task, order, held_out, numbers.name)
-    roller = Roller(run, context, sampler, tokenizer, task, order, reference, numbers)
+    sampler.rows, policy.rows = plan(run, context, sampler, tokenizer, task, order, held_out, numbers)
+    roller = Roller(run, context, sampler, tokenizer, task, order, reference, numbers, policy.rows)
 
     def measure() -> Any:
         return evaluate(sampler, tokenizer, task, held_out, settings.sampling.max_new_tokens, context)
@@ -187,13 +188,21 @@ class Policy:
         for of_optimizer in self.optimizer.param_groups:
             of_optimizer["lr"] = lr
 
+        first_pass = not olds
+
         def attempt(rows: int) -> dict[str, float]:
             self.optimizer.zero_grad(set_to_none=True)
+            if first_pass:  # what an attempt that ran out of memory left: the ratio is to be exactly 1
+                olds.clear()
             return self._backward(groups, advantage, olds, rows)
 
         with phases("train"):
             self.model.train(self.run.opt.checkpointing.enabled)  # a checkpointed block wants training mode
             totals, self.rows = hardware.halving(attempt, self.rows, floor=1)
+            # bnpo counts the micro-batches of all ranks, so when memory runs out on one, all cut theirs as it does.
+            while (fewest := min(held := self.context.gather_objects(self.rows))) < max(held):
+                if self.rows > fewest:
+                    totals, self.rows = hardware.halving(attempt, fewest, floor=1)
         with phases("exchange"):
             optim.sum_gradients(self.parameters)
             names = sorted(totals)
@@ -311,54 +320,3 @@ def micro_batches(groups: list[Group], indices: range, rows: int) -> list[list[t
         return [[(i, slice(s, min(s + rows, size)))] for i in ordered for s in range(0, size, rows)]
     each = rows // size
     return [[(i, slice(0, size)) for i in ordered[s : s + each]] for s in range(0, len(ordered), each)]
-
-
-def plan(
-    run: Run,
-    context: Context,
-    sampler: Sampler,
-    tokenizer: Any,
-    task: Task,
-    order: loop.Order,
-    held_out: list[Any],
-    dtype: str,
-) -> None:
-    """Print what will be done, with sizes."""
-    settings: GrpoConfig = run.algo
-    looked_at = [*order.take(0, 256), *held_out]
-    prompt = max(len(ids) for ids in models.encode_prompts(tokenizer, [task.prompt(e) for e in looked_at]))
-    tokens = settings.sampling.max_new_tokens
-    size = sum(p.numel() for p in sampler.model.parameters())
-    row = sampler.bytes_per_row(prompt, tokens)
-    fixed = size * (
-        16 + (2 if dtype != "float32" else 0) + (4 if settings.kl.beta and not run.opt.offload.enabled else 0)
-    )
-    completions = settings.prompts_per_step * settings.samples_per_prompt
-    rows = min(settings.rows_per_forward, completions)
-    config = sampler.model.config
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kernel = hardware.attention_kernel(context.device.device, sampler.dtype, head_size, masked=True)
-    compiled = f", decoding compiled ({run.opt.compile.mode})" if run.opt.compile.enabled else ""
-    reference = (
-        "none (beta 0)" if not settings.kl.beta else "on the CPU" if run.opt.offload.enabled else "on the device"
-    )
-    if context.main:
-        report.plan(
-            {
-                "algorithm": f"grpo, loss {settings.loss}, {settings.steps} optimizer steps, {settings.passes} a rollout, "
-                f"lr {settings.lr:g}",
-                "task": f"{getattr(task, 'name', type(task).__name__)}: {len(order.examples):,} training examples, "
-                f"{len(held_out)} held out",
-                "model": f"{run.model.path or run.model.name}, {size / 1e6:.2f}M parameters; reference {reference}",
-                "device": f"{context.device.name}, {context.device.memory_gb:.0f} GB; hardware={run.hardware.name}",
-                "numbers": f"{dtype}{', GradScaler' if dtype == 'float16' else ''}{compiled}, masters float32; attention sdpa ({kernel})"
-                f"{', activations recomputed' if run.opt.checkpointing.enabled else ''}",
-                "ranks": str(context.world_size),
-                "rollout": f"{settings.prompts_per_step} prompts x {settings.samples_per_prompt} samples, {tokens} new "
-                f"tokens at most, {rows} rows a forward; dead groups replaced in {settings.resample_rounds} rounds at most",
-                "training": f"{settings.micro_batch_rows} completions a forward, gradients accumulated",
-                "memory": f"about {(fixed + rows * row) / 2**30:.2f} GB a rank",
-                "folder": str(context.out_dir),
-            }
-        )
-        report.write_run(run, context.out_dir, context.device.name)

@@ -1,7 +1,9 @@
 """GRPO end to end: real runs of a model of a few thousand parameters."""
 
+import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, Launch, events
 
-from common import checkpoint, hardware, loop
+from common import checkpoint, hardware, logprobs, loop
 from common.config import ConfigError
 from common.rollout import Sampler
 from common.tasks import Example
@@ -381,6 +383,101 @@ def test_out_of_memory_halves_the_rows(tmp_path, in_cache, monkeypatch):
     assert 12 in calls
     same(weights(tmp_path / "halved"), weights(tmp_path / "smaller"), rtol=1e-3, atol=2e-5)
     assert hardware.halving(lambda rows: rows, 8, 1) == (8, 8)
+
+
+def test_rows_are_fitted_to_the_memory(tmp_path, in_cache, monkeypatch):
+    arguments = [*SMALL, "algo.steps=2", "algo.rows_per_forward=12", "algo.micro_batch_rows=12"]
+    train(compose(arguments), tmp_path / "roomy")
+    find = hardware.find
+    monkeypatch.setattr(hardware, "find", lambda *a: dataclasses.replace(find(*a), memory_gb=0.0014))
+    train(compose(arguments), tmp_path / "tight")
+    train(compose([*arguments, "opt=checkpointing"]), tmp_path / "recomputed")
+    same(weights(tmp_path / "tight"), weights(tmp_path / "roomy"), rtol=1e-3, atol=2e-5)
+    fitted = {}
+    for name in ("roomy", "tight", "recomputed"):
+        text = (tmp_path / name / "run.log").read_text()
+        found = re.findall(r"algo\.(\w+)=12 does not fit 0 GB; going on with (\d+)", text)
+        assert len(found) == len(dict(found))  # told once
+        fitted[name] = {key: int(rows) for key, rows in found}
+    assert fitted["roomy"] == {}
+    assert set(fitted["tight"]) == {"rows_per_forward", "micro_batch_rows"}
+    assert 1 <= fitted["tight"]["micro_batch_rows"] < fitted["recomputed"].get("micro_batch_rows", 12)
+
+
+def test_out_of_memory_in_the_reference_pass_halves_too(tmp_path, in_cache, monkeypatch):
+    arguments = [*SMALL, "algo.steps=2", "algo.kl.beta=0.1"]
+    train(compose([*arguments, "algo.micro_batch_rows=12"]), tmp_path / "roomy")
+    whole, refused = logprobs.token_logprobs, []
+
+    def cramped(model, groups, temperature):
+        if not torch.is_grad_enabled() and len(groups.mask) > 3:
+            refused.append(len(groups.mask))
+            raise torch.OutOfMemoryError("injected")
+        return whole(model, groups, temperature)
+
+    monkeypatch.setattr(logprobs, "check_model", lambda model: None)  # it looks at four rows
+    monkeypatch.setattr(logprobs, "token_logprobs", cramped)
+    train(compose([*arguments, "algo.micro_batch_rows=12"]), tmp_path / "cramped")
+    assert refused == [12, 4]  # 12, 6 (a group of 4 at a time), 3, and from then on 3
+    for one, other in zip(events(tmp_path / "cramped"), events(tmp_path / "roomy"), strict=True):
+        assert one["kl"] == pytest.approx(other["kl"], abs=1e-6)
+
+
+class Cramped(Fixed):
+    """The device of rank 1 holds two completions in a training forward."""
+
+    def examples(self, split):
+        whole = logprobs.token_logprobs
+
+        def cramped(model, groups, temperature):
+            if torch.is_grad_enabled() and len(groups.mask) > 2:
+                raise torch.OutOfMemoryError("injected")
+            return whole(model, groups, temperature)
+
+        if torch.distributed.get_rank() == 1:
+            logprobs.token_logprobs = cramped
+        return super().examples(split)
+
+    def reward(self, example, completion):
+        return len(completion) % 7 / 7 + ("1" in completion) / 7
+
+
+class Roomy(Cramped):
+    def examples(self, split):
+        return Fixed.examples(self, split)
+
+
+def test_ranks_cut_micro_batches_alike(tmp_path, in_cache):
+    """bnpo is a mean over the micro-batches of all ranks, though memory runs out on one alone."""
+    arguments = [*SMALL, "algo.steps=2", "algo.loss=bnpo", "opt=[ddp]", "opt.ddp.ranks=2", "algo.resample_rounds=0"]
+    train(compose([*arguments, "algo.micro_batch_rows=4"]), tmp_path / "cramped", task=Cramped())
+    train(compose([*arguments, "algo.micro_batch_rows=2"]), tmp_path / "small", task=Roomy())
+    same(weights(tmp_path / "cramped"), weights(tmp_path / "small"))
+    for one, other in zip(events(tmp_path / "cramped"), events(tmp_path / "small"), strict=True):
+        assert one["grad_norm"] == other["grad_norm"] > 0
+        assert one["ratio_kl"] == 0
+
+
+class Wordy(Fixed):
+    """Two prompts that are too long, one of them held out."""
+
+    def prompt(self, example):
+        return "x" * 300 if example.id in (7, 11) else "x"
+
+    def examples(self, split):
+        rows = super().examples(split)
+        return rows[:10] if split == "train" else rows[10:]
+
+
+def test_prompts_that_do_not_fit_are_found_before_the_first_step(tmp_path, in_cache):
+    with pytest.raises(ConfigError) as caught:
+        train(compose([*SMALL, "evaluate.examples=10"]), tmp_path / "out", task=Wordy())
+    text = str(caught.value)
+    assert text.startswith(
+        "2 of 20 prompts do not fit the model's context of 256 tokens with algo.sampling.max_new_tokens=8"
+    )
+    assert "the first is train example 7 with 300 tokens, the longest has 300. Shorten the prompts" in text
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
 def _nothing():
