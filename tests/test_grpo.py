@@ -14,8 +14,9 @@ import torch
 from conftest import ROOT, Launch, events
 
 from common import checkpoint, hardware, logprobs, loop
-from common.config import ConfigError
+from common.config import ConfigError, ScoringConfig
 from common.rollout import Sampler
+from common.scoring import Scorer
 from common.tasks import Example
 from grpo.config import StopAtConfig
 from grpo.groups import Group, why_dead
@@ -359,6 +360,27 @@ if __name__ == "__main__":
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("scoring took longer than scoring.timeout_seconds=1, at or after example") == 2
+
+
+class Deadly(Fixed):
+    """Ends its process at one example."""
+
+    def reward(self, example, completion):
+        if example.id == 5:
+            os._exit(7)
+        return 0.0
+
+
+def test_a_reward_that_ends_its_process_is_told_at_once():
+    task = Deadly()
+    scorer = Scorer(task, ScoringConfig(kind="processes", workers=2, timeout_seconds=100))
+    rows = task.examples("train")
+    assert scorer.submit(rows[:4], [""] * 4).result().rewards == [0.0] * 4
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=r"ended with exit code 7, at or after example 4. A reward must not end"):
+        scorer.submit(rows[4:8], [""] * 4).result()
+    assert time.monotonic() - started < 10
+    scorer.close()
 
 
 class Endless(Fixed):
