@@ -56,6 +56,35 @@ def test_golden_losses(name, beta, expected):
     assert round(found.item(), 6) == expected
 
 
+# Rewards with which completions of negative advantage have the large ratios, where the bounds act.
+BOUNDED = torch.tensor([[0, 1, 0, 0.5]])
+SEQUENCE = {"epsilon_low": 3e-4, "epsilon_high": 4e-4}
+
+
+@pytest.mark.parametrize(
+    ("name", "beta", "changes", "first", "second"),
+    [
+        ("gspo", 0.0, SEQUENCE, -0.000274, 0.093112),
+        ("gspo", 0.04, SEQUENCE, 0.000166, 0.093553),
+        ("gspo", 0.0, SEQUENCE | {"delta": 1.1}, -0.000274, 0.056068),
+        ("cispo", 0.0, {}, -0.070442, 0.059616),
+        ("cispo", 0.04, {}, -0.070003, 0.060056),
+        ("cispo", 0.0, {"cispo_max": 1.2}, -0.079933, 0.078286),
+        ("grpo", 0.0, {}, -0.045662, 0.100307),
+        ("grpo", 0.0, {"delta": 1.5}, -0.045662, 0.085747),
+        ("grpo", 0.0, {"dual_clip": 1.3}, -0.045662, 0.063727),
+        ("dapo", 0.0, {"delta": 1.5}, -0.070737, 0.052784),
+        ("dapo", 0.0, {"dual_clip": 1.3}, -0.070737, 0.037731),
+        ("dapo", 0.0, {"dual_clip": 1.3, "delta": 1.5, "epsilon_high": 0.28}, -0.082525, 0.037731),
+    ],
+)
+def test_golden_bounds(name, beta, changes, first, second):
+    """Constants from a loop over tokens in float64, written apart from this code; for REWARDS and for BOUNDED."""
+    for rewards, expected in ((REWARDS, first), (BOUNDED, second)):
+        found, _ = loss(settings(name, beta, **changes), advantage=advantages(rewards, "group").flatten())
+        assert found.item() == pytest.approx(expected, abs=1e-6)
+
+
 def test_golden_kl():
     means = {k: (kl(NEW, REF, k, 20.0) * MASK).sum() / 13 for k in ("k1", "k2", "k3")}
     assert {k: round(v.item(), 6) for k, v in means.items()} == {"k1": 0.023077, "k2": 0.011154, "k3": 0.010994}
