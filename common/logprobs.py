@@ -7,7 +7,7 @@ from the prompt; so the forward equals one of G separate rows [prompt, completio
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,21 +29,26 @@ class Groups:
     """Prompts with their completions, padded. n prompts, G completions each, of P and C tokens at most.
 
     ids, positions: int64 [n, P + G * C]. mask: bool [n * G, C], True on real completion tokens.
-    prompt_mask: additive [n, 1, P, P]; completion_mask: additive [n * G, 1, C, P + C].
+    prompt_mask: additive [n, 1, P, P], None where no prompt is padded; completion_mask: additive [n * G, 1, C, P + C].
     """
 
     ids: Tensor
     positions: Tensor
     mask: Tensor
-    prompt_mask: Tensor
+    prompt_mask: Tensor | None
     completion_mask: Tensor
+
+    def cast(self, dtype: torch.dtype) -> "Groups":
+        """With masks of the dtype that attention computes in."""
+        prompt_mask = None if self.prompt_mask is None else self.prompt_mask.to(dtype)
+        return replace(self, prompt_mask=prompt_mask, completion_mask=self.completion_mask.to(dtype))
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """n, P, G, C."""
         rows, length = self.mask.shape
         n = self.ids.shape[0]
-        return n, self.prompt_mask.shape[-1], rows // n, length
+        return n, self.completion_mask.shape[-1] - length, rows // n, length
 
     @property
     def completions(self) -> Tensor:
@@ -87,7 +92,7 @@ def group(
         ids.to(device),
         positions.to(device),
         mask.flatten(0, 1).to(device),
-        _additive(among_prompt)[:, None].to(device),
+        None if bool(real.all()) else _additive(among_prompt)[:, None].to(device),
         _additive(among_completion)[:, None].to(device),
     )
 
@@ -121,8 +126,10 @@ def _attention(
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype), dropout_p=dropout, scale=scaling)
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling, is_causal=mask is None
+        )
 
     def rows(x: Tensor) -> Tensor:  # [n, h, G * C, d] -> [n * G, h, C, d]
         return x[:, :, prompt:].unflatten(2, (size, length)).transpose(1, 2).flatten(0, 1)
@@ -154,6 +161,8 @@ def hidden_states(model: PreTrainedModel, groups: Groups) -> Tensor:
     """The states that predict each completion token: [n * G, C, d]."""
     n, prompt, size, length = groups.sizes
     assert model.config._attn_implementation == ATTENTION, "call prepare(model) first"
+    kind = groups.ids.device.type  # masks are cast here, not in each layer
+    groups = groups.cast(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype)
     states = model.base_model(
         input_ids=groups.ids, position_ids=groups.positions, use_cache=False, groups=groups
     ).last_hidden_state

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 from conftest import ARCHITECTURES, small_model
@@ -56,6 +58,21 @@ def test_equals_the_unpadded_model(name, temperature, chunk, monkeypatch):
     slow_loss.backward()
     for (name, fast), slow in zip(model.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(fast.grad, slow.grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_prompts_of_one_length_need_no_mask(name):
+    """Then attention is told that it is causal, which gives the same values."""
+    model = small_model(name)
+    prepare(model)
+    laid = group(*data(((6, (3, 7)), (6, (4, 4)))), CPU)
+    assert laid.prompt_mask is None
+    among = torch.ones(6, 6).tril().log().expand(2, 1, 6, 6)
+    fast, slow = (
+        token_logprobs(model, groups, 1.0)[0] for groups in (laid, dataclasses.replace(laid, prompt_mask=among))
+    )
+    torch.testing.assert_close(fast, slow, rtol=0, atol=1e-6)
+    assert group(*data(), CPU).prompt_mask is not None
 
 
 def test_autocast_gradients_are_those_of_the_reported_values():
