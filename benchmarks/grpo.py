@@ -23,6 +23,8 @@ import os
 import pickle
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +168,9 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
     peak = memory.gb() if single else None
     events = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][1:]
     assert all(event["length"] == work["new"] for event in events), "every row has the same length"
-    if peak is None:  # ranks are processes of their own: what the first one logged, less what its imports take
-        peak = max(event["peak_memory_gb"] for event in events) - (memory.before or 0) / 2**30
+    if peak is None:  # ranks are processes of their own: what the first one logged, on a CPU less what its imports take
+        imports = (memory.before or 0) / 2**30 if work["device"] == "cpu" else 0.0
+        peak = max(event["peak_memory_gb"] for event in events) - imports
     curve_run = run_of(work, f"algo.steps={PASSES}", f"algo.passes={PASSES}", *switches)
     return {
         "seconds": [event["seconds"] for event in events],
@@ -308,10 +311,12 @@ class Clock(Phases):
         super().__init__()
         self.device = device
 
-    def __call__(self, name: str) -> Any:
-        """Time a block."""
-        measure.synchronize(self.device)
-        return super().__call__(name)
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time the block, the device's work included."""
+        with super().__call__(name):
+            yield
+            measure.synchronize(self.device)
 
 
 def peer(work: dict[str, Any]) -> dict[str, Any]:
