@@ -14,7 +14,7 @@ from pathlib import Path
 
 BENCHMARKS = {
     "eggroll": "a step's sampling: one at a time, member by member, the population in one forward",
-    "grpo": "a GRPO step: one prompt at a time, TRL, this project and its switches",
+    "grpo": "a GRPO step: one prompt at a time, TRL, this project and its switches, together and alone",
     "rft": "sampling for RFT: one question at a time, batched `generate`, this project and its switches",
 }
 
@@ -37,7 +37,9 @@ def parser() -> argparse.ArgumentParser:
     main = argparse.ArgumentParser("python -m benchmarks", description="Speed, side by side, in one process.")
     names = main.add_subparsers(dest="name", metavar="NAME", required=True)
     for name, line in BENCHMARKS.items():
-        names.add_parser(name, help=line, description=line, parents=[options])
+        one = names.add_parser(name, help=line, description=line, parents=[options])
+        if name == "grpo":
+            one.add_argument("--model", choices=("small", "gpt2"), default="small", help="gpt2: 124M, for a GPU")
     return main
 
 

@@ -1,40 +1,60 @@
 """A GRPO step beside TRL's and beside one prompt at a time, on the same work: the project's second document, measured.
 
     python -m benchmarks grpo
-    python -m benchmarks grpo --json grpo.json --repeats 9
+    python -m benchmarks grpo --model gpt2 --json grpo.json --repeats 9
 
 The work: 8 chess prompts of about 75 byte tokens x 8 samples x exactly 64 new tokens, temperature 1, a reward by edit distance,
-one AdamW step, no reference model. Llama of d=256, 6 layers, 8 heads, byte vocabulary, random weights.
+KL to a reference model, one AdamW step. Llama of d=256, 6 layers, 8 heads, byte vocabulary, random weights. --model gpt2: GPT-2 with
+124M parameters and 50,257 tokens, 144 new tokens.
 
-Rows: TRL 1.16 (pip install -e .[peers]; its trainer as it is, in a process of its own with the same threads); one prompt at a
-time (generate for each prompt, then a padded forward of its rows: the document's baseline); this project in float32; then
-one switch more a row: amp, rewards scored in processes, compiled decoding, two ranks. A switch that this device
-cannot use is skipped with the reason. Every row's reward curve is compared with that of float32 (on policy the loss is zero but for rounding).
+The first table is the document's, cumulative: one prompt at a time (generate for each prompt, then its rows through the model);
+this project in float32; then one switch more a row: amp, rewards scored in processes, compile, two ranks. TRL 1.16 stands beside it
+(pip install -e .[peers]; its trainer as it is). The second table has each switch alone against float32. A switch that this
+device cannot use is skipped with the reason. Each row runs in a process of its own, one after the other, so that its peak memory is
+its own.
+
+Deviation: all rows take the same fixed rollout (made once, in float32) and make four optimizer passes over it; it is
+mean |loss - loss of float32| over mean |loss of float32| from the second pass on (in the first, on policy, the loss is zero).
 """
 
 import argparse
 import json
 import os
-import subprocess
-import sys
+import pickle
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from Levenshtein import ratio
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 from benchmarks import measure
-from common import models
+from common import logprobs, loop, models, optim, precision
+from common.config import Run
+from common.distributed import Context, launch
 from common.precision import native_bf16
+from common.rollout import Sampler
 from common.tasks import Example
+from common.tracking import Phases
+from grpo.groups import Group, Roller
+from grpo.loss import advantages
+from grpo.train import Policy
 from launch import compose, train
 
-FULL: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 8}
+SMALL: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 8}
 QUICK: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-PROMPTS, SAMPLES, NEW = 8, 8, 64
+PROMPTS, SAMPLES = 8, 8
+NEW = {"small": 64, "quick": 8, "gpt2": 144}  # new tokens of every completion
+BETA, CLIP, LR = 0.02, 0.2, 1e-4
+PASSES = 4  # of the loss curve
+PHASES = ("rollout", "reward", "reference", "train", "update")
+PLAIN, OURS, PEER = "one prompt at a time", "float32", "TRL 1.16"
 
 
 class Positions:
@@ -66,127 +86,268 @@ class Positions:
         return {"none": 0.0}
 
 
-def folder_of(sizes: dict[str, Any], where: Path) -> Path:
-    """A model folder of random weights, with the byte tokenizer and no stop token, so that all rows have equal length."""
+def folder_of(name: str, where: Path) -> dict[str, Any]:
+    """Write a model folder of random weights; returns its sizes. No stop token, so that all rows have equal length."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=258,
-        num_key_value_heads=sizes["num_attention_heads"],
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=256,
-        **sizes,
-    )
-    LlamaForCausalLM(config).save_pretrained(where)
+    disable_progress_bar()
     tokenizer = models.byte_tokenizer()
+    if name == "gpt2":
+        config = GPT2Config(bos_token_id=None, eos_token_id=None, pad_token_id=256)
+        GPT2LMHeadModel(config).save_pretrained(where)
+        tokenizer = widened(tokenizer, config.vocab_size)
+        sizes: dict[str, Any] = {"model": "GPT-2 124M", "vocabulary": config.vocab_size}
+    else:
+        sizes = QUICK if name == "quick" else SMALL
+        config = LlamaConfig(
+            vocab_size=258,
+            num_key_value_heads=sizes["num_attention_heads"],
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=256,
+            **sizes,
+        )
+        LlamaForCausalLM(config).save_pretrained(where)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(where)
-    return where
+    return sizes | {"prompts": PROMPTS, "samples": SAMPLES, "new_tokens": NEW[name]}
 
 
-def ours(model: Path, steps: int, switches: list[str], work: Path) -> dict[str, Any]:
-    """Run `launch.train` and return seconds a step, by phase, and losses (the first step is warm-up)."""
-    overrides = [
-        "algo=grpo",
-        "model=hf",
-        f"model.path={model}",
-        "algo.resample_rounds=0",
-        f"algo.prompts_per_step={PROMPTS}",
-        f"algo.samples_per_prompt={SAMPLES}",
-        f"algo.sampling.max_new_tokens={NEW}",
-        f"algo.micro_batch_rows={PROMPTS * SAMPLES}",
-        f"algo.steps={steps + 1}",
-        "algo.lr=1e-4",
-        "algo.warmup_steps=0",
-        "algo.loss=grpo",
-        "evaluate.examples=1",
-        "checkpoint.every=0",
-        *switches,
-    ]
-    train(compose(overrides), work, task=Positions())
-    events = [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()][1:]
-    assert all(event["length"] == NEW for event in events), "every row has the same length"
-    phases = {k: [e["phase_seconds"].get(k, 0.0) for e in events] for k in ("rollout", "reward", "train", "update")}
+def widened(tokenizer: Any, size: int) -> Any:
+    """The byte tokenizer with as many ids as GPT-2: the further ones are pairs of letters, which decode but never encode."""
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    letters = [chr(i) for i in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100), *range(0x100, 0x130))]
+    pairs = (one + other for one in letters for other in letters)
+    content["model"]["vocab"] |= {pair: i for i, pair in zip(range(258, size), pairs, strict=False)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(content)),
+        clean_up_tokenization_spaces=False,
+        pad_token="<pad>",
+        eos_token="<eos>",
+    )
+
+
+# --- one row, in a process of its own ----------------------------------------------------------------------------------
+
+
+def run_of(work: dict[str, Any], *changes: str) -> Run:
+    """The run of a row."""
+    return compose(
+        [
+            "algo=grpo",
+            "model=hf",
+            f"model.path={work['model']}",
+            f"hardware={'cpu' if work['device'] == 'cpu' else 'auto'}",
+            "algo.resample_rounds=0",
+            f"algo.prompts_per_step={PROMPTS}",
+            f"algo.samples_per_prompt={SAMPLES}",
+            f"algo.sampling.max_new_tokens={work['new']}",
+            f"algo.micro_batch_rows={PROMPTS * SAMPLES}",
+            f"algo.kl.beta={BETA}",
+            f"algo.lr={LR}",
+            "algo.warmup_steps=0",
+            "algo.loss=grpo",
+            "evaluate.examples=1",
+            "checkpoint.every=0",
+            *changes,
+        ]
+    )
+
+
+def ours(work: dict[str, Any]) -> dict[str, Any]:
+    """`launch.train` as it is: seconds a step, by phase, peak memory; then the loss curve. The first step is warm-up."""
+    switches = work["switches"]
+    if work["full"]:
+        logprobs.token_logprobs = with_full_logits
+    memory = measure.Peak()
+    run = run_of(work, f"algo.steps={work['steps'] + 1}", *switches)
+    folder = Path(tempfile.mkdtemp(dir=work["folder"]))
+    train(run, folder / "run", task=Positions())
+    single = not run.opt.ddp.enabled
+    peak = memory.gb() if single else None
+    events = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][1:]
+    assert all(event["length"] == work["new"] for event in events), "every row has the same length"
+    if peak is None:  # ranks are processes of their own: what the first one logged, on a CPU less what its imports take
+        imports = (memory.before or 0) / 2**30 if work["device"] == "cpu" else 0.0
+        peak = max(event["peak_memory_gb"] for event in events) - imports
+    curve_run = run_of(work, f"algo.steps={PASSES}", f"algo.passes={PASSES}", *switches)
     return {
         "seconds": [event["seconds"] for event in events],
-        "phases": {name: measure.quantile(values, 0.5) for name, values in phases.items()},
-        "losses": [event["loss"] for event in events],
-        "rewards": [event["reward"] for event in events],
-        "memory": max(event["peak_memory_gb"] for event in events),
+        "phases": {k: measure.quantile([e["phase_seconds"].get(k, 0.0) for e in events], 0.5) for k in PHASES},
+        "memory": peak,
+        "losses": launch("benchmarks.grpo:curve", curve_run, folder / "curve", Positions()),
     }
 
 
-def one_prompt_at_a_time(model_folder: Path, steps: int) -> dict[str, Any]:
-    """The document's baseline: model.generate a prompt, its padded rows through the model, gradients accumulated."""
-    model: Any = LlamaForCausalLM.from_pretrained(model_folder)
-    tokenizer = models.byte_tokenizer()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    task = Positions()
-    seconds, rollout, training = [], [], []
-    for step in range(steps + 1):
-        started = time.perf_counter()
-        sampling = 0.0
+def with_full_logits(model: Any, groups: logprobs.Groups, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """As logprobs.token_logprobs, but the logits of all tokens exist at once, and their softmax is kept for the backward pass."""
+    logits = model.get_output_embeddings()(logprobs.hidden_states(model, groups)).float() / temperature
+    logp = torch.log_softmax(logits, -1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    return logp.gather(2, groups.completions[..., None])[..., 0] * groups.mask, entropy * groups.mask
+
+
+def policy_of(run: Run, context: Context, task: Any) -> tuple[Policy, Any, Any]:
+    """The policy before its first step, its tokenizer, and its precision."""
+    numbers = precision.resolve(run.opt, context.device.device)
+    model, tokenizer = loop.load(run, task, context)
+    logprobs.prepare(model)
+    optim.no_dropout(model)
+    return Policy(model, run, context, numbers), tokenizer, numbers
+
+
+def curve(run: Run, context: Context, task: Any) -> list[float]:
+    """Losses of the passes over the fixed rollout; called in every rank."""
+    policy, _, _ = policy_of(run, context, task)
+    groups = fixed_groups(Path(run.model.path or ""))
+    advantage = advantages(torch.tensor([group.rewards for group in groups], dtype=torch.float64), "group")
+    olds: dict[int, list[Any]] = {}
+    return [policy.step(step, groups, advantage, olds, Phases())["loss"] for step in range(PASSES)]
+
+
+def fixed_groups(model: Path) -> list[Group]:
+    """The rollout that `roll` left beside the model."""
+    return pickle.loads((model.parent / "rollout.pickle").read_bytes())
+
+
+def make_rollout(work: dict[str, Any]) -> dict[str, Any]:
+    """Leave the fixed rollout beside the model."""
+    launch("benchmarks.grpo:roll", run_of(work, "algo.steps=1"), Path(work["folder"]) / "roll", Positions())
+    return {}
+
+
+def roll(run: Run, context: Context, task: Any) -> None:
+    """The groups of a first step, in float32."""
+    policy, tokenizer, numbers = policy_of(run, context, task)
+    sampler = Sampler(policy.model, pad_id=256, stop_ids=[], rows=PROMPTS * SAMPLES)
+    order = loop.Order(task.examples("train"), run.seed)
+    roller = Roller(run, context, sampler, tokenizer, task, order, policy.model, numbers, PROMPTS * SAMPLES)
+    rollout, _ = roller.roll(0, 0, Phases())
+    (Path(run.model.path or "").parent / "rollout.pickle").write_bytes(pickle.dumps(rollout.groups))
+
+
+def baseline(work: dict[str, Any]) -> dict[str, Any]:
+    """The document's start: model.generate a prompt, score, its rows through both models, gradients accumulated."""
+    memory, device = measure.Peak(), torch.device(work["device"])
+    kind: Any = GPT2LMHeadModel if work["name"] == "gpt2" else LlamaForCausalLM
+    model: Any = kind.from_pretrained(work["model"]).to(device).eval()  # eval: no dropout
+    reference: Any = kind.from_pretrained(work["model"]).to(device).eval().requires_grad_(False)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(work["model"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    task, seconds, phases = Positions(), [], []
+
+    def logps(of: Any, rows: torch.Tensor) -> torch.Tensor:
+        logits = of(input_ids=rows).logits[:, -work["new"] - 1 : -1]
+        return torch.log_softmax(logits, -1).gather(2, rows[:, -work["new"] :, None])[..., 0]
+
+    def backward(rows: torch.Tensor, rewards: list[float], ref: torch.Tensor, old: torch.Tensor | None) -> Any:
+        advantage = advantages(torch.tensor([rewards]), "group")[0].to(device)[:, None]
+        logp = logps(model, rows)
+        quotient = torch.exp(logp - (logp.detach() if old is None else old))
+        surrogate = torch.minimum(quotient * advantage, quotient.clamp(1 - CLIP, 1 + CLIP) * advantage)
+        divergence = torch.exp(ref - logp) - (ref - logp) - 1
+        loss = (BETA * divergence - surrogate).mean() / PROMPTS
+        loss.backward()
+        return loss.item(), logp.detach()
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
         optimizer.zero_grad()
+
+    for step in range(work["steps"] + 1):
+        started, clock = time.perf_counter(), Clock(device)
         for example in task.rows[step * PROMPTS : (step + 1) * PROMPTS]:
-            begun = time.perf_counter()
-            prompt = torch.tensor(models.encode_prompts(tokenizer, [task.prompt(example)]))
-            with torch.no_grad():
+            with clock("rollout"), torch.no_grad():
+                prompt = torch.tensor(models.encode_prompts(tokenizer, [task.prompt(example)]), device=device)
                 rows = model.generate(
                     prompt.expand(SAMPLES, -1),
                     attention_mask=torch.ones_like(prompt).expand(SAMPLES, -1),
-                    max_new_tokens=NEW,
-                    min_new_tokens=NEW,
+                    max_new_tokens=work["new"],
+                    min_new_tokens=work["new"],
                     do_sample=True,
+                    top_k=0,
                     pad_token_id=256,
                 )
-            sampling += time.perf_counter() - begun
-            texts = tokenizer.batch_decode(rows[:, prompt.shape[1] :], skip_special_tokens=True)
-            rewards = torch.tensor([task.reward(example, text) for text in texts])
-            advantage = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-            logits = model(input_ids=rows).logits[:, prompt.shape[1] - 1 : -1]
-            logp = torch.log_softmax(logits, -1).gather(2, rows[:, prompt.shape[1] :, None])[..., 0]
-            loss = -(torch.exp(logp - logp.detach()) * advantage[:, None]).mean() / PROMPTS
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+            with clock("reward"):
+                texts = tokenizer.batch_decode(rows[:, prompt.shape[1] :], skip_special_tokens=True)
+                rewards = [task.reward(example, text) for text in texts]
+            with clock("reference"), torch.no_grad():
+                ref = logps(reference, rows)
+            with clock("train"):
+                backward(rows, rewards, ref, None)
+        with clock("update"):
+            update()
         seconds.append(time.perf_counter() - started)
-        rollout.append(sampling)
-        training.append(seconds[-1] - sampling)
+        phases.append(clock.seconds)
+    peak = memory.gb()
+
+    model = kind.from_pretrained(work["model"]).to(device).eval()
+    optimizer, losses, olds = torch.optim.AdamW(model.parameters(), lr=LR), [], {}
+    groups = fixed_groups(Path(work["model"]))
+    for _ in range(PASSES):
+        total = 0.0
+        for index, group in enumerate(groups):
+            rows = torch.tensor([group.prompt + completion for completion in group.completions], device=device)
+            ref = torch.tensor(group.reference, device=device)
+            loss, logp = backward(rows, group.rewards, ref, olds.get(index))
+            olds.setdefault(index, logp)
+            total += loss
+        update()
+        losses.append(total)
     return {
         "seconds": seconds[1:],
-        "phases": {"rollout": measure.quantile(rollout[1:], 0.5), "train": measure.quantile(training[1:], 0.5)},
+        "phases": {name: measure.quantile([of_step[name] for of_step in phases[1:]], 0.5) for name in PHASES},
+        "memory": peak,
+        "losses": losses,
     }
 
 
-def peer(model_folder: Path, steps: int) -> dict[str, Any]:
-    """TRL's GRPOTrainer on the same rows, model and sizes. Runs in a process of its own: see `main` below."""
+class Clock(Phases):
+    """Phases that wait for the device, as a loop that works prompt by prompt must to know where its time goes."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time the block, the device's work included."""
+        with super().__call__(name):
+            yield
+            measure.synchronize(self.device)
+
+
+def peer(work: dict[str, Any]) -> dict[str, Any]:
+    """TRL's GRPOTrainer on the same rows, model and sizes."""
+    memory = measure.Peak()
     import transformers
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    task = Positions()
+    task, tokenizer = Positions(), PreTrainedTokenizerFast.from_pretrained(work["model"])
+    tokenizer.eos_token = "<eos>"  # it wants one; the model's configuration has none
     data = Dataset.from_list([{"prompt": row.question, "answer": row.answer} for row in task.rows])
     arguments = GRPOConfig(
-        output_dir=tempfile.mkdtemp(),
+        output_dir=tempfile.mkdtemp(dir=work["folder"]),
         per_device_train_batch_size=PROMPTS * SAMPLES,
         num_generations=SAMPLES,
-        max_completion_length=NEW,
-        max_steps=steps + 1,
+        max_completion_length=work["new"],
+        max_steps=work["steps"] + 1,
         logging_steps=1,
         report_to=[],
         save_strategy="no",
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=work["device"] == "cpu",
         bf16=False,
-        learning_rate=1e-4,
-        beta=0.0,
+        learning_rate=LR,
+        beta=BETA,
         gradient_checkpointing=False,
         disable_tqdm=True,
     )
     seconds: list[float] = []
 
-    class Clock(transformers.TrainerCallback):
+    class Stopwatch(transformers.TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             self.started = time.perf_counter()
 
@@ -194,138 +355,189 @@ def peer(model_folder: Path, steps: int) -> dict[str, Any]:
             seconds.append(time.perf_counter() - self.started)
 
     trainer = GRPOTrainer(
-        model=LlamaForCausalLM.from_pretrained(model_folder),
+        model=work["model"],
         reward_funcs=lambda completions, answer, **_: [ratio(c, a) for c, a in zip(completions, answer, strict=True)],
         args=arguments,
         train_dataset=data,
-        processing_class=models.byte_tokenizer(),
-        callbacks=[Clock()],
+        processing_class=tokenizer,
+        callbacks=[Stopwatch()],
     )
-    trainer.generation_config.min_new_tokens = NEW
+    trainer.generation_config.min_new_tokens = work["new"]
     trainer.train()
-    return {"seconds": seconds[1:], "phases": {}}
+    return {"seconds": seconds[1:], "phases": {}, "memory": memory.gb(), "losses": None}
 
 
-def alone(what: str, model: Path, steps: int) -> dict[str, Any] | str:
-    """One of the peers in a process of its own; a reason where it cannot run."""
-    command = [sys.executable, "-m", "benchmarks.grpo", what, str(model), str(steps)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TOKENIZERS_PARALLELISM": "false"})
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return (
-        json.loads(lines[-1])
-        if done.returncode == 0 and lines
-        else (done.stderr.strip().splitlines() or ["no output"])[-1][:120]
-    )
+def row(work: dict[str, Any]) -> dict[str, Any]:
+    """What a row's process does. What it prints goes to a file."""
+    log = os.open(f"{work['folder']}/rows.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    return {"roll": make_rollout, "baseline": baseline, "peer": peer, "ours": ours}[work["kind"]](work)
+
+
+def alone(work: dict[str, Any], **what: Any) -> dict[str, Any] | str:
+    """A row in a process of its own; where it cannot run, the reason."""
+    try:
+        return measure.in_new_process(__name__, row, work | what)
+    except Exception as error:  # whatever it is, the other rows stand
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:160]
+
+
+# --- all rows --------------------------------------------------------------------------------------------------------
+
+AMP, SCORING, COMPILE = "opt=[amp]", "scoring.kind=processes", "opt=[compile]"
+CUMULATIVE = {"+ amp": "amp", "+ parallel rewards": SCORING, "+ compile": "compile", "+ 2 ranks": "ddp"}
+SWITCHES: dict[str, list[str]] = {
+    "amp": [AMP],
+    "tf32": ["opt=[tf32]"],
+    "checkpointing": ["opt=[checkpointing]"],
+    "offload": ["opt=[offload]"],
+    "compile": [COMPILE],
+    "AdamW not fused": ["algo.optimizer.kwargs={fused: false}"],
+    "logits not in chunks": [],
+    "parallel rewards": [SCORING],
+}
 
 
 def run(options: argparse.Namespace) -> measure.Report:
-    """Measure every row in turn; two rounds, so that a slow minute does not fall on one row alone."""
-    sizes = QUICK if options.quick else FULL
-    steps = options.repeats or (2 if options.quick else 5)
+    """Measure every row; the first table in two rounds, so that a slow minute does not fall on one row alone."""
+    name = "quick" if options.quick else options.model
+    steps = options.repeats or (1 if options.quick else 5)
     device = measure.find_device(options.device)
-    cases: dict[str, Any] = {
-        "one prompt at a time": "baseline",
-        "TRL 1.16": "peer",
-        "float32": [],
-        "+ amp": ["opt=[amp]"],
-        "+ parallel rewards": ["opt=[amp]", "scoring.kind=processes"],
-        "+ compile": ["opt=[amp,compile]", "scoring.kind=processes"],
-        "+ 2 ranks": ["opt=[amp,ddp]", "opt.ddp.ranks=2"],
-        "float32, 2 ranks": ["opt=[ddp]", "opt.ddp.ranks=2"],
-    }
-    skipped: dict[str, str] = {}
-    if device.type == "cpu" and not native_bf16(device):
-        skipped |= {name: "no native bfloat16" for name in cases if "amp" in str(cases[name])}
-    if (reason := measure.why_no_compiler(device)) is not None or options.quick:
-        skipped["+ compile"] = reason or "not with --quick"
+    impossible = why_not(device, options.quick)
+    cases: dict[str, dict[str, Any]] = {PLAIN: {"kind": "baseline"}, PEER: {"kind": "peer"}}
+    cases[OURS] = {"kind": "ours", "switches": [], "full": False}
+    opts, others = [], []
+    for case, switch in CUMULATIVE.items():
+        if switch in impossible:
+            continue
+        if switch == SCORING:
+            others.append(switch)
+        else:
+            opts.append(switch)
+        ranks = ["opt.ddp.ranks=2"] if switch == "ddp" else []
+        cases[case] = {"kind": "ours", "switches": [f"opt=[{','.join(opts)}]", *others, *ranks], "full": False}
+    skipped = {case: impossible[switch] for case, switch in CUMULATIVE.items() if switch in impossible}
     found: dict[str, dict[str, Any]] = {}
+    singles: dict[str, dict[str, Any]] = {}
+    reasons: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
-        model = folder_of(sizes, Path(folder) / "model")
+        work = {"model": f"{folder}/model", "folder": folder, "name": name, "new": NEW[name], "steps": steps}
+        work["device"] = str(device.type)
+        sizes = folder_of(name, Path(work["model"]))
+        if isinstance(problem := alone(work, kind="roll"), str):
+            raise RuntimeError(f"the fixed rollout: {problem}")
         for turn in range(1 if options.quick else 2):
-            for name, case in cases.items():
-                if name in skipped:
+            for case, what in cases.items():
+                if case in skipped:
                     continue
-                measure.progress(f"round {turn + 1}: {name}")
-                if isinstance(case, str):
-                    one = alone(case, model, steps)
-                    if isinstance(one, str):
-                        skipped[name] = one
-                        continue
-                else:
-                    quiet = os.dup(1)
-                    with open(os.devnull, "w") as nowhere:
-                        os.dup2(nowhere.fileno(), 1)  # the plan and summary of each run
-                        try:
-                            one = ours(
-                                model, steps, case, Path(folder) / f"{turn}-{len(found)}-{name.replace(' ', '')}"
-                            )
-                        finally:
-                            os.dup2(quiet, 1)
-                kept = found.setdefault(name, one | {"seconds": []})
+                measure.progress(f"round {turn + 1}: {case}")
+                one = alone(work, **what)
+                if isinstance(one, str):
+                    skipped[case] = one
+                    continue
+                kept = found.setdefault(case, one | {"seconds": []})
                 kept["seconds"] += one["seconds"]
+        for case, switches in SWITCHES.items():
+            if case in impossible or (options.quick and f"+ {case}" in CUMULATIVE):
+                reasons[case] = impossible.get(case, "not with --quick")
+                continue
+            measure.progress(f"alone: {case}")
+            one = alone(work, kind="ours", switches=switches, full=case == "logits not in chunks")
+            if isinstance(one, str):
+                reasons[case] = one
+            else:
+                singles[case] = one
     measure.progress("")
-    return report(found, skipped, sizes, steps, device)
+    return report(found, skipped, singles, reasons, sizes, steps, device)
+
+
+def why_not(device: torch.device, quick: bool) -> dict[str, str]:
+    """Switches that this device cannot use -> the reason."""
+    reasons = {}
+    cuda = device.type == "cuda"
+    if not cuda and not native_bf16(device):
+        reasons["amp"] = "no native bfloat16 or float16"
+    if not cuda or torch.cuda.get_device_capability(device) < (8, 0):
+        reasons["tf32"] = "wants a CUDA device of compute capability 8.0"
+    if not cuda:
+        reasons["offload"] = "a CPU has no other memory"
+    if (reason := "not with --quick" if quick else measure.why_no_compiler(device)) is not None:
+        reasons["compile"] = reason
+    if cuda and torch.cuda.device_count() < 2:
+        reasons["ddp"] = "one CUDA device"
+    return reasons
 
 
 def report(
-    found: dict[str, dict[str, Any]], skipped: dict[str, str], sizes: dict[str, Any], steps: int, device: torch.device
+    found: dict[str, dict[str, Any]],
+    skipped: dict[str, str],
+    singles: dict[str, dict[str, Any]],
+    reasons: dict[str, str],
+    sizes: dict[str, Any],
+    steps: int,
+    device: torch.device,
 ) -> measure.Report:
-    """The table and the JSON."""
-    base = found["float32"]
-    tokens = PROMPTS * SAMPLES * NEW
-    lines = [f"{'':22}{'s/step':>8}{'p90':>7}{'rollout':>9}{'train':>7}{'tokens/s':>10}{'dev.':>11}{'ratio':>7}"]
-    rows, deviations = [], {}
-    slowest = found.get("one prompt at a time", base)
-    for name, one in found.items():
-        p50 = measure.quantile(one["seconds"], 0.5)
-        gap = deviation(one, base)
-        deviations[name] = gap
-        speed = measure.quantile(slowest["seconds"], 0.5) / p50
-        phases = one["phases"]
-        lines.append(
-            f"{name:22}{p50:8.2f}{measure.quantile(one['seconds'], 0.9):7.2f}"
-            f"{phases.get('rollout', float('nan')):9.2f}{phases.get('train', float('nan')):7.2f}{tokens / p50:10,.0f}"
-            f"{'-' if gap is None else f'{gap:.2%}':>11}{speed:6.1f}x"
-        )
-        rows.append(measure.Row("grpo", name, p50, "s/step", "one prompt at a time", speed))
-    for name, reason in skipped.items():
-        lines.append(f"{name:22}skipped: {reason}")
-        rows.append(measure.Row("grpo", name, None, "s/step"))
-    if "TRL 1.16" in found:
-        ratio_to_peer = measure.quantile(found["TRL 1.16"]["seconds"], 0.5) / measure.quantile(base["seconds"], 0.5)
-        lines.append(f"\nfloat32 against TRL 1.16: {ratio_to_peer:.2f}x")
-        rows.append(
-            measure.Row(
-                "grpo",
-                "float32 against TRL",
-                measure.quantile(base["seconds"], 0.5),
-                "s/step",
-                "TRL 1.16",
-                ratio_to_peer,
-            )
-        )
-    lines.append("dev.: mean |reward - float32's| over mean |float32's|, from the same seeds, over the steps timed.")
+    """The tables and the JSON."""
+    if OURS not in found:
+        raise RuntimeError(f"{OURS}: {skipped[OURS]}")
+    tokens = PROMPTS * SAMPLES * sizes["new_tokens"]
+    middle = {name: measure.quantile(one["seconds"], 0.5) for name, one in (found | singles).items()}
+    base = PLAIN if PLAIN in found else OURS
+    losses = found[OURS]["losses"]
+    gaps = {name: deviation(one["losses"], losses) for name, one in (found | singles).items()}
+    middle |= {name: measure.quantile(one["seconds"], 0.5) for name, one in found.items()}
+    number = measure.number
+
+    lines, rows = [], []
+    for name in (PLAIN, PEER, OURS, *CUMULATIVE):
+        if name in skipped:
+            lines.append([name, f"skipped: {skipped[name]}"])
+            rows.append(measure.Row("grpo", name, None, "s/step"))
+            continue
+        one, speed = found[name], middle[base] / middle[name]
+        of_phases = [number(one["phases"].get(phase)) for phase in PHASES]
+        gap = "-" if gaps[name] is None else f"{gaps[name]:.2%}"
+        shown = [f"{tokens / middle[name]:,.0f}", number(one["memory"]), gap, f"{speed:.1f}x"]
+        lines.append([name, number(middle[name]), *of_phases, *shown])
+        rows.append(measure.Row("grpo", name, middle[name], "s/step", base, speed))
+    text = measure.table(["", "s/step", *PHASES, "tokens/s", "GB", "dev.", "ratio"], lines)
+    if PEER in found:
+        against = middle[PEER] / middle[OURS]
+        text += f"\n\nfloat32 against {PEER}: {against:.2f}x"
+        rows.append(measure.Row("grpo", "float32 against TRL", middle[OURS], "s/step", PEER, against))
+
+    lines = [["float32", number(middle[OURS]), number(found[OURS]["memory"]), number(0.0), "1.0x"]]
+    for name in SWITCHES:
+        if name in reasons:
+            lines.append([name, f"skipped: {reasons[name]}"])
+            rows.append(measure.Row("grpo switch", name, None, "s/step"))
+            continue
+        speed = middle[OURS] / middle[name]
+        gap = "-" if gaps[name] is None else f"{gaps[name]:.2%}"
+        lines.append([name, number(middle[name]), number(singles[name]["memory"]), gap, f"{speed:.2f}x"])
+        rows.append(measure.Row("grpo switch", name, middle[name], "s/step", OURS, speed))
+    text += "\n\n" + measure.table(["each alone", "s/step", "GB", "dev.", "ratio"], lines)
+    text += "\n\ndev.: mean |loss - float32's| over mean |float32's|, passes 2 to 4 over one fixed rollout."
+    text += "\nGB: peak memory of the row's process (with 2 ranks of the first one), without its imports on a CPU."
+    everything = found | {f"{name} alone": one for name, one in singles.items()}
     conditions = measure.conditions(
         device,
-        sizes=sizes | {"prompts": PROMPTS, "samples": SAMPLES, "new_tokens": NEW},
+        sizes=sizes,
         steps=steps,
-        skipped=skipped,
-        reward_deviation=deviations,
-        phases={name: one["phases"] for name, one in found.items()},
-        seconds={name: one["seconds"] for name, one in found.items()},
+        skipped=skipped | {f"{name} alone": reason for name, reason in reasons.items()},
+        loss_deviation={name: deviation(one["losses"], losses) for name, one in everything.items()},
+        **{
+            key: {name: one[key] for name, one in everything.items()}
+            for key in ("phases", "memory", "losses", "seconds")
+        },
     )
-    return measure.Report("\n".join(lines), conditions, rows)
+    return measure.Report(text, conditions, rows)
 
 
-def deviation(one: dict[str, Any], base: dict[str, Any]) -> float | None:
-    """How far a row's mean rewards are from float32's, step by step: on policy the loss itself is zero but for rounding."""
-    if "rewards" not in one:
+def deviation(losses: list[float] | None, base: list[float]) -> float | None:
+    """How far a loss curve is from float32's, from the second pass on; None where there is no curve."""
+    if losses is None:
         return None
-    pairs = list(zip(one["rewards"], base["rewards"], strict=False))
-    return sum(abs(a - b) for a, b in pairs) / max(1e-12, sum(abs(b) for _, b in pairs))
-
-
-if __name__ == "__main__":
-    which, where, count = sys.argv[1:]
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
-    print(json.dumps((peer if which == "peer" else one_prompt_at_a_time)(Path(where), int(count))))
+    pairs = list(zip(losses, base, strict=True))[1:]
+    return sum(abs(a - b) for a, b in pairs) / sum(abs(b) for _, b in pairs)

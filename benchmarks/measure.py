@@ -147,19 +147,35 @@ def peak_memory_gb(prepare: Callable[..., Callable[[], Any]], *arguments: Any) -
     On CUDA, what torch allocated. On a CPU, the largest resident size less that after the imports; None where the system
     does not tell. In this process the peak would be that of whichever case was largest so far.
     """
+    return in_new_process(prepare.__module__, _peak_memory_gb, prepare, arguments)
+
+
+def in_new_process(module: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function` returns or raises, called in a process of its own that has `module` imported."""
     context = multiprocessing.get_context("forkserver")  # a clean server imports once, its children only fork
-    context.set_forkserver_preload([prepare.__module__])
+    context.set_forkserver_preload([module])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(_peak_memory_gb, prepare, arguments).result()
+        return pool.submit(function, *arguments).result()
 
 
 def _peak_memory_gb(prepare: Callable[..., Callable[[], Any]], arguments: tuple[Any, ...]) -> float | None:
-    before = _resident("VmRSS")
+    memory = Peak()
     prepare(*arguments)()
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated() / 2**30
-    peak = _resident("VmHWM")  # not getrusage: its peak goes back to the process that this one was forked from
-    return None if before is None or peak is None else (peak - before) / 2**30
+    return memory.gb()
+
+
+class Peak:
+    """Peak memory of this process from here on: make one after the imports, and in a new process."""
+
+    def __init__(self) -> None:
+        self.before = _resident("VmRSS")  # bytes
+
+    def gb(self) -> float | None:
+        """On CUDA, what torch allocated; on a CPU, resident memory less what was there at the start; None if unknown."""
+        if torch.cuda.is_initialized():
+            return torch.cuda.max_memory_allocated() / 2**30
+        peak = _resident("VmHWM")  # not getrusage: its peak goes back to the process that this one was forked from
+        return None if self.before is None or peak is None else (peak - self.before) / 2**30
 
 
 def _resident(which: str) -> int | None:

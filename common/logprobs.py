@@ -7,7 +7,7 @@ from the prompt; so the forward equals one of G separate rows [prompt, completio
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,21 +29,26 @@ class Groups:
     """Prompts with their completions, padded. n prompts, G completions each, of P and C tokens at most.
 
     ids, positions: int64 [n, P + G * C]. mask: bool [n * G, C], True on real completion tokens.
-    prompt_mask: additive [n, 1, P, P]; completion_mask: additive [n * G, 1, C, P + C].
+    prompt_mask: additive [n, 1, P, P], None where no prompt is padded; completion_mask: additive [n * G, 1, C, P + C].
     """
 
     ids: Tensor
     positions: Tensor
     mask: Tensor
-    prompt_mask: Tensor
+    prompt_mask: Tensor | None
     completion_mask: Tensor
+
+    def cast(self, dtype: torch.dtype) -> "Groups":
+        """With masks of the dtype that attention computes in."""
+        prompt_mask = None if self.prompt_mask is None else self.prompt_mask.to(dtype)
+        return replace(self, prompt_mask=prompt_mask, completion_mask=self.completion_mask.to(dtype))
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """n, P, G, C."""
         rows, length = self.mask.shape
         n = self.ids.shape[0]
-        return n, self.prompt_mask.shape[-1], rows // n, length
+        return n, self.completion_mask.shape[-1] - length, rows // n, length
 
     @property
     def completions(self) -> Tensor:
@@ -87,7 +92,7 @@ def group(
         ids.to(device),
         positions.to(device),
         mask.flatten(0, 1).to(device),
-        _additive(among_prompt)[:, None].to(device),
+        None if bool(real.all()) else _additive(among_prompt)[:, None].to(device),
         _additive(among_completion)[:, None].to(device),
     )
 
@@ -121,8 +126,10 @@ def _attention(
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype), dropout_p=dropout, scale=scaling)
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling, is_causal=mask is None
+        )
 
     def rows(x: Tensor) -> Tensor:  # [n, h, G * C, d] -> [n * G, h, C, d]
         return x[:, :, prompt:].unflatten(2, (size, length)).transpose(1, 2).flatten(0, 1)
@@ -154,6 +161,8 @@ def hidden_states(model: PreTrainedModel, groups: Groups) -> Tensor:
     """The states that predict each completion token: [n * G, C, d]."""
     n, prompt, size, length = groups.sizes
     assert model.config._attn_implementation == ATTENTION, "call prepare(model) first"
+    kind = groups.ids.device.type  # masks are cast here, not in each layer
+    groups = groups.cast(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype)
     states = model.base_model(
         input_ids=groups.ids, position_ids=groups.positions, use_cache=False, groups=groups
     ).last_hidden_state
@@ -183,6 +192,34 @@ def head_logprobs(model: PreTrainedModel, states: Tensor, ids: Tensor, temperatu
         states = states.to(torch.get_autocast_dtype(states.device.type))
     head: Any = model.get_output_embeddings()
     return _HeadLogprobs.apply(states, head.weight, getattr(head, "bias", None), ids, temperature)
+
+
+def activation_bytes(
+    model: PreTrainedModel,
+    prompts: float,
+    prompt_tokens: int,
+    rows: int,
+    new_tokens: int,
+    compute: torch.dtype,
+    recomputed: bool,
+) -> float:
+    """An estimate, rather too large, of what a training forward of `rows` completions keeps for its backward pass.
+
+    Linear in prompts and rows; the logits (four times `LOGITS` floats at most) are not in it.
+    Args: prompts: how many the rows share; compute: dtype under autocast; recomputed: blocks are checkpointed.
+    Counted from the tensors that autograd saves for Llama, Qwen3 and GPT-2; tests/test_logprobs.py counts again.
+    """
+    config, narrow = model.config, compute.itemsize
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    wide = getattr(config, "intermediate_size", None) or 4 * hidden
+    heads = config.num_attention_heads * (getattr(config, "head_dim", None) or hidden // config.num_attention_heads)
+    tokens = prompts * prompt_tokens + rows * new_tokens
+    # Norms and residuals stay float32; every completion has its own copy of its prompt's keys and values.
+    block = tokens * (12 * hidden * 4 + 5 * wide * narrow) + rows * (prompt_tokens + new_tokens) * 2 * heads * narrow
+    # One block more for what its backward pass makes; a block that is recomputed keeps its input alone.
+    blocks = layers * tokens * hidden * 4 + 2 * block if recomputed else (layers + 1) * block
+    masks = rows * new_tokens * (prompt_tokens + new_tokens) * (4 + narrow)
+    return blocks + 4 * tokens * hidden * 4 + masks
 
 
 class _HeadLogprobs(torch.autograd.Function):

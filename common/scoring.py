@@ -4,15 +4,17 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import TimeoutError as PoolTimeout
 from multiprocessing import get_context
 from multiprocessing.pool import AsyncResult, Pool, ThreadPool
+from multiprocessing.process import BaseProcess
 from numbers import Real
 from typing import Any
 
 from common.config import ConfigError, ScoringConfig
 from common.tasks import Example, Task
 from common.tasks.components import weighted
+
+LOOK_SECONDS = 0.1  # between looks at whether the workers of a pool are alive
 
 
 def score(task: Task, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
@@ -68,28 +70,49 @@ class Scored:
 class Pending:
     """Scores on their way: `result()` waits for them."""
 
-    def __init__(self, parts: list[Any], timeout: float, examples: Sequence[Example]) -> None:
-        self.parts, self.timeout, self.examples = parts, timeout, examples
+    def __init__(
+        self, parts: list[Any], timeout: float, examples: Sequence[Example], workers: Sequence[BaseProcess] = ()
+    ) -> None:
+        self.parts, self.timeout, self.examples, self.workers = parts, timeout, examples, workers
 
     def result(self) -> Scored:
-        """All scores, in order. Raises: ConfigError where a reward fails, or the batch takes longer than allowed."""
+        """All scores, in order.
+
+        Raises: ConfigError where a reward fails or ends its process, or the batch takes longer than allowed.
+        """
         scored = Scored([], {}, {})
         deadline = time.monotonic() + self.timeout
         for part in self.parts:
-            try:
-                one = part.get(max(0.0, deadline - time.monotonic())) if isinstance(part, AsyncResult) else part
-            except PoolTimeout:
-                first = self.examples[len(scored.rewards)]
-                raise ConfigError(
-                    f"scoring took longer than scoring.timeout_seconds={self.timeout:g}, at or after example {first.id}. "
-                    "Bound the time of the reward, or raise the setting."
-                ) from None
+            one = (
+                self._wait(part, deadline, self.examples[len(scored.rewards)])
+                if isinstance(part, AsyncResult)
+                else part
+            )
             scored.rewards += one.rewards
             for name, values in one.components.items():
                 scored.components.setdefault(name, []).extend(values)
             for name, value in one.seconds.items():
                 scored.seconds[name] = scored.seconds.get(name, 0.0) + value
         return scored
+
+    def _wait(self, part: AsyncResult[Scored], deadline: float, first: Example) -> Scored:
+        while True:
+            part.wait(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
+            if part.ready():
+                return part.get()
+            # A pool replaces a dead worker without a word, and what that one was scoring never comes.
+            codes = [worker.exitcode for worker in self.workers if worker.exitcode is not None]
+            if codes:
+                raise ConfigError(
+                    f"a process that scores rewards ended with exit code {codes[0]}, at or after example {first.id}. "
+                    "A reward must not end its process; a crash in a library or too little memory does it too. "
+                    "scoring.kind=serial shows where."
+                )
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"scoring took longer than scoring.timeout_seconds={self.timeout:g}, at or after example {first.id}. "
+                    "Bound the time of the reward, or raise the setting."
+                )
 
 
 class Scorer:
@@ -103,10 +126,12 @@ class Scorer:
         self.task, self.config = task, config
         # Pools of multiprocessing, not of concurrent.futures: those wait for a hung worker when Python exits.
         self.pool: Pool | None = None
+        self.workers: list[BaseProcess] = []
         if config.kind == "threads":
             self.pool = ThreadPool(config.workers)
         elif config.kind == "processes":
             self.pool = get_context("spawn").Pool(config.workers, initializer=_hold, initargs=(task,))
+            self.workers = list(self.pool._pool)  # type: ignore[attr-defined]
 
     @staticmethod
     def nothing() -> Scored:
@@ -126,7 +151,7 @@ class Scorer:
             pending = [self.pool.apply_async(score_parts, (self.task, *part)) for part in parts]
         else:
             pending = [self.pool.apply_async(_score_held, part) for part in parts]
-        return Pending(pending, self.config.timeout_seconds, examples)
+        return Pending(pending, self.config.timeout_seconds, examples, self.workers)
 
     def close(self) -> None:
         """End the workers; one that hangs is not waited for."""

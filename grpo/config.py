@@ -45,6 +45,11 @@ class StopAtConfig:
     ratio_kl: float | None
     entropy_below: float | None
 
+    def __post_init__(self) -> None:
+        for key in ("ratio_kl", "entropy_below"):
+            if getattr(self, key) is not None:
+                above(f"algo.stop_at.{key}", getattr(self, key), 0)
+
 
 @dataclass(kw_only=True)
 class GrpoConfig:
@@ -95,6 +100,14 @@ class GrpoConfig:
             above("algo.delta", self.delta, 1 + self.epsilon_high)
         if self.loss == "cispo" and (self.dual_clip is not None or self.delta is not None):
             raise ConfigError("algo.dual_clip and algo.delta have no effect with algo.loss=cispo. Set them to null.")
+        if self.passes == 1:
+            off_policy = {"dual_clip": self.dual_clip, "delta": self.delta, "stop_at.ratio_kl": self.stop_at.ratio_kl}
+            for key, value in off_policy.items():
+                if value is not None:
+                    raise ConfigError(
+                        f"algo.{key}={value:g} has no effect with algo.passes=1: the ratio to the policy that sampled is "
+                        f"exactly 1. Set algo.{key}=null, or raise algo.passes."
+                    )
         if self.sampling.temperature == 0:
             raise ConfigError(
                 "algo.sampling.temperature=0 makes all samples of a prompt equal, so nothing is learnt. Use 1.0."

@@ -1,7 +1,10 @@
 """From prompts to scored groups of completions: sampled once a prompt, scored in parallel, dead groups replaced."""
 
+import itertools
 import logging
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,24 +34,36 @@ class Group:
     completions: list[list[int]]  # the stop token included
     logprobs: list[list[float]]  # of the sampler
     finished: list[bool]
+    carries: list[bool]  # whether there is loss on it
     rewards: list[float]  # what the advantage is made of
     scores: list[float]  # the task's own
     reference: list[list[float]] | None  # log-probabilities of the reference model
+    dead: str | None  # see `why_dead`
 
-    @property
-    def dead(self) -> bool:
-        """All rewards are equal: nothing to learn."""
-        return max(self.rewards) == min(self.rewards)
+
+WHY_DEAD = ("all_wrong", "all_right", "cut_off", "all_equal")
+
+
+def why_dead(scores: Sequence[float], earned: Sequence[float], carries: Sequence[bool]) -> str | None:
+    """Why a group has nothing to teach, one of WHY_DEAD; None if it has.
+
+    Args: scores: the task's; earned: with the overlong penalty, but without KL, which is never equal twice and would
+    make every group look alive; carries: which completions carry loss.
+    """
+    if not any(carries):
+        return "cut_off"
+    if max(earned) != min(earned):
+        return None
+    return "all_wrong" if max(scores) <= 0 else "all_right" if min(scores) >= 1 else "all_equal"
 
 
 @dataclass
 class Rollout:
     """The groups to learn from, and what was seen on the way to them."""
 
-    groups: list[Group]
+    groups: list[Group]  # none where no group is alive: there is no step to take
     seen: int  # groups sampled
-    dead: int
-    all_wrong: int  # dead, all scores 0
+    dead: Counter[str]  # by reason
     rounds: int
     generated: int
     completions: int
@@ -57,6 +72,30 @@ class Rollout:
     truncated: float  # share
     components: dict[str, float]  # mean scores by component of the reward
     component_seconds: dict[str, float]
+
+    def record(self) -> dict[str, Any]:
+        """What goes into the log."""
+        return {
+            "reward": self.scores.mean().item(),
+            "reward_std": self.scores.std(1).mean().item(),
+            "components": self.components,
+            "component_seconds": self.component_seconds,
+            "dead_groups": self.dead.total() / self.seen,
+            **{f"dead_{why}": self.dead[why] / self.seen for why in WHY_DEAD},
+            "rounds": self.rounds,
+            "live_groups": len(self.groups),
+            "truncated": self.truncated,
+            "length": self.lengths.mean().item(),
+        }
+
+    def nothing_to_learn(self) -> str:
+        """Why there is no group to learn from."""
+        return (
+            f"nothing to learn, so no optimizer step. Of {self.seen} groups in {self.rounds} rounds {self.dead['all_wrong']} "
+            f"are all wrong (too hard), {self.dead['all_right']} all right (too easy), {self.dead['cut_off']} cut off as a "
+            f"whole (raise algo.sampling.max_new_tokens), and {self.dead['all_equal']} have equal rewards in between (too "
+            "coarse)."
+        )
 
 
 class Roller:
@@ -72,12 +111,13 @@ class Roller:
         order: loop.Order,
         reference: Any,
         numbers: Precision,
+        reference_rows: int,
     ) -> None:
         self.settings: GrpoConfig = run.algo
         self.seed, self.context, self.sampler, self.tokenizer = run.seed, context, sampler, tokenizer
         self.task, self.order, self.reference, self.numbers = task, order, reference, numbers
         self.scorer = Scorer(task, run.scoring)
-        self.rows = self.settings.rows_per_forward
+        self.rows, self.reference_rows = sampler.rows, reference_rows
         self.offload = run.opt.offload.enabled
 
     def roll(self, step: int, cursor: int, phases: Phases) -> tuple[Rollout, int]:
@@ -111,13 +151,11 @@ class Roller:
                     raise loop.not_finite(
                         self.context, step, "the reward of a completion", score, group.example, completion=text
                     )
-        dead = [group for group in seen if group.dead]
         names = components[0] if components else {}
         return Rollout(
-            groups=live,
+            groups=live if any(not group.dead for group in live) else [],
             seen=len(seen),
-            dead=len(dead),
-            all_wrong=sum(max(group.scores) <= 0 for group in dead),
+            dead=Counter(group.dead for group in seen if group.dead),
             rounds=rounds,
             generated=sum(len(c) for group in seen for c in group.completions),
             completions=scores.numel(),
@@ -165,54 +203,61 @@ class Roller:
         reference = None
         if self.reference is not None:
             with phases("reference"):
-                reference = self._reference(prompts, tokens)
+                if self.offload:
+                    self.reference.to(self.context.device.device)
+                reference, self.reference_rows = hardware.halving(
+                    lambda rows: self._reference(prompts, tokens, rows), self.reference_rows, floor=1
+                )
+                if self.offload:
+                    self.reference.to("cpu")
         with phases("reward"):
             scored = pending.result()
         rewards = torch.tensor(scored.rewards, dtype=torch.float64)
         if settings.overlong_buffer:
             limit = settings.sampling.max_new_tokens
             rewards = rewards + overlong_penalty(made.lengths.cpu().double(), limit, settings.overlong_buffer)
+        earned = rewards.tolist()
         if settings.kl.beta and settings.kl.where == "reward":
             assert reference is not None
             for row, (logp, ref) in enumerate(zip(logps, reference, strict=True)):
                 divergence = kl(torch.tensor(logp), torch.tensor(ref), settings.kl.estimator, settings.kl.clamp)
                 rewards[row] -= settings.kl.beta * divergence.sum().double()
+        finished = made.finished.tolist()
         groups = []
         for index, example in enumerate(mine):
             part = slice(index * size, (index + 1) * size)
+            carries = [done or not settings.mask_truncated for done in finished[part]]
             groups.append(
                 Group(
                     example=example,
                     prompt=list(prompts[index]),
                     completions=tokens[part],
                     logprobs=logps[part],
-                    finished=made.finished[part].tolist(),
+                    finished=finished[part],
+                    carries=carries,
                     rewards=rewards[part].tolist(),
                     scores=scored.rewards[part],
                     reference=reference[part] if reference is not None else None,
+                    dead=why_dead(scored.rewards[part], earned[part], carries),
                 )
             )
         return groups, scored
 
     @torch.no_grad()
-    def _reference(self, prompts: list[list[int]], tokens: list[list[int]]) -> list[list[float]]:
-        """Log-probabilities of all completions under the reference model, which may live on the CPU meanwhile."""
+    def _reference(self, prompts: list[list[int]], tokens: list[list[int]], rows: int) -> list[list[float]]:
+        """Log-probabilities of all completions under the reference model, `rows` in a forward, in order."""
         device, size = self.context.device.device, self.settings.samples_per_prompt
-        if self.offload:
-            self.reference.to(device)
         found: list[list[float]] = []
-        each = max(1, self.settings.micro_batch_rows // size)
-        for start in range(0, len(prompts), each):
+        each, cut = max(1, rows // size), min(rows, size)  # whole groups side by side, or parts of one
+        for start, first in itertools.product(range(0, len(prompts), each), range(0, size, cut)):
             part = prompts[start : start + each]
-            rows = [tokens[(start + i) * size : (start + i + 1) * size] for i in range(len(part))]
+            chosen = [tokens[i * size : (i + 1) * size][first : first + cut] for i in range(start, start + len(part))]
             with torch.autocast(device.type, self.numbers.compute, enabled=self.numbers.compute != torch.float32):
                 logp, _ = logprobs.token_logprobs(
-                    self.reference, logprobs.group(part, rows, device), self.settings.sampling.temperature
+                    self.reference, logprobs.group(part, chosen, device), self.settings.sampling.temperature
                 )
-            flat = [row for group in rows for row in group]
+            flat = [row for group in chosen for row in group]
             found += [values[: len(row)] for values, row in zip(logp.tolist(), flat, strict=True)]
-        if self.offload:
-            self.reference.to("cpu")
         return found
 
 

@@ -108,7 +108,7 @@ def policy_loss(
     elif settings.loss == "bnpo":
         total = loss.sum() / kept.sum().clamp(min=1) / counts.micro_batches
     else:  # dapo, cispo
-        total = loss.sum() / max(1, counts.tokens)
+        total = loss.sum() / counts.tokens
 
     with torch.no_grad():
         if settings.loss == "cispo":

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from common import checkpoint, hardware, logprobs, loop, models, optim, precision, report, resume
-from common.config import Run
+from common.config import ConfigError, Run
 from common.distributed import Context
 from common.evaluation import evaluate
 from common.rollout import Sampler
@@ -28,7 +28,9 @@ from common.tasks import Task, build
 from common.tracking import Phases, Tracker, closed_on_error
 from grpo.config import GrpoConfig, check_switches
 from grpo.groups import Group, Roller
+from grpo.guards import Guards
 from grpo.loss import Counts, advantages, policy_loss
+from grpo.plan import plan
 
 log = logging.getLogger("clutch")
 
@@ -53,12 +55,20 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     if reference is not None and run.opt.offload.enabled:
         reference.to("cpu")
     policy = Policy(model, run, context, numbers)
+    guards = Guards(settings.stop_at, numbers.scaler)
 
     resumed = resume.find(run, context)
-    state: dict[str, Any] = {"step": 0, "cursor": 0, "seconds": 0.0, "generated": 0, "evaluations": 0, "tracker": {}}
+    state: dict[str, Any] = {"step": 0, "cursor": 0, "passes_left": 0, "seconds": 0.0, "tracker": {}}
+    state |= {"generated": 0, "evaluations": 0}
     if resumed is not None:
         policy.load(resumed)
         state = resumed.state["run"]
+        if state["passes_left"] and settings.steps > state["step"]:
+            raise ConfigError(
+                f"algo.steps={settings.steps} goes on from step {state['step']}, which ended a run with {state['passes_left']} "
+                f"of algo.passes={settings.passes} over its last rollout to come; that rollout is gone. Start anew with "
+                "another hydra.run.dir."
+            )
 
     order = loop.Order(task.examples("train"), run.seed)
     held_out = loop.held_out(task, run)
@@ -70,8 +80,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         compile_mode=run.opt.compile.mode if run.opt.compile.enabled else None,
         autocast=None if numbers.compute == torch.float32 else numbers.compute,
     )
-    plan(run, context, sampler, tokenizer, task, order, held_out, numbers.name)
-    roller = Roller(run, context, sampler, tokenizer, task, order, reference, numbers)
+    sampler.rows, policy.rows = plan(run, context, sampler, tokenizer, task, order, held_out, numbers)
+    roller = Roller(run, context, sampler, tokenizer, task, order, reference, numbers, policy.rows)
 
     def measure() -> Any:
         return evaluate(sampler, tokenizer, task, held_out, settings.sampling.max_new_tokens, context)
@@ -88,33 +98,29 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         StopSignal() as stop,
         report.profiled(run, context) as traced,
     ):
+        phases = Phases()
         while state["step"] < settings.steps:
-            started, phases, first_step = time.perf_counter(), Phases(), state["step"]
+            started, first_step = time.perf_counter(), state["step"]
             rollout, state["cursor"] = roller.roll(first_step, state["cursor"], phases)
             state["generated"] += rollout.generated
             state["evaluations"] += rollout.completions
             rewards = torch.tensor([group.rewards for group in rollout.groups], dtype=torch.float64)
             advantage = advantages(rewards, settings.advantage) if rollout.groups else rewards
             if not rollout.groups and context.main:
-                log.warning(
-                    "step %d: nothing to learn: all %d groups of %d rounds have equal rewards (%d of them 0). "
-                    "The task is too hard, too easy, or its reward too coarse.",
-                    first_step + 1,
-                    rollout.seen,
-                    rollout.rounds,
-                    rollout.all_wrong,
-                )
+                log.warning("step %d: %s", first_step + 1, rollout.nothing_to_learn())
 
             # By group: log-probabilities of the policy that sampled, as the trainer computed them in the first pass.
             olds: dict[int, list[Any]] = {}
-            for step in range(first_step, min(first_step + settings.passes, settings.steps)):
-                seen = policy.step(step, rollout.groups, advantage, olds, phases)
-                policy.check(step, seen)
+            passes = settings.passes if rollout.groups else 1
+            for step in range(first_step, min(first_step + passes, settings.steps)):
+                seen = policy.step(step, rollout.groups, advantage, olds, phases) if rollout.groups else {}
+                trouble = guards.trouble(seen) if seen else None
                 state["step"] = step + 1
                 event: dict[str, Any] = {}
                 seconds = time.perf_counter() - started  # of training: an evaluation's tokens are not counted either
                 state["seconds"] += seconds
-                if run.evaluate.every and (step + 1) % run.evaluate.every == 0 and step + 1 < settings.steps:
+                due = run.evaluate.every and (step + 1) % run.evaluate.every == 0 and step + 1 < settings.steps
+                if due and not trouble:
                     with phases("evaluate"):
                         held = measure()
                     event = {"metric": held.value, "metric_name": held.name, "metrics": held.metrics}
@@ -125,16 +131,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                             "step": step + 1,
                             "seconds": seconds,
                             "phase_seconds": phases.seconds,
-                            "reward": rollout.scores.mean().item(),
-                            "reward_std": rollout.scores.std(1).mean().item(),
-                            "components": rollout.components,
-                            "component_seconds": rollout.component_seconds,
-                            "dead_groups": rollout.dead / rollout.seen,
-                            "dead_all_wrong": rollout.all_wrong / rollout.seen,
-                            "rounds": rollout.rounds,
-                            "live_groups": len(rollout.groups),
-                            "truncated": rollout.truncated,
-                            "length": rollout.lengths.mean().item(),
+                            **rollout.record(),
                             **seen,
                             "generated_tokens": state["generated"],
                             "reward_evaluations": state["evaluations"],
@@ -145,18 +142,25 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                         }
                     )
                     state["tracker"] = tracker.state()
+                if trouble:
+                    raise RunStopped(f"step {step + 1}: {trouble} {loop.last_good(context)}", EXIT_NUMBERS)
                 started, phases = time.perf_counter(), Phases()
                 traced()
 
             done = state["step"]
+            state["passes_left"] = passes - (done - first_step)  # above 0 where the last step came before the last pass
             stopping = context.any(stop.name is not None)
             due = run.checkpoint.every and done // run.checkpoint.every > first_step // run.checkpoint.every
-            if context.main and (due or stopping or done == settings.steps):
-                policy.save(state)
-            context.barrier()
+            if due or stopping or done == settings.steps:
+                with phases("checkpoint"):  # in the next step's record
+                    if context.main:
+                        policy.save(state)
+                    context.barrier()
             if stopping and done < settings.steps:
                 raise loop.stopped(context, done - 1, settings.steps)
 
+    if tracker:
+        tracker.summary({"last_checkpoint_seconds": phases.seconds.get("checkpoint", 0.0)})
     return loop.finish(run, context, task, model, tokenizer, held_out, state, measure(), numbers.name, tracker)
 
 
@@ -183,16 +187,22 @@ class Policy:
         lr = self.lr(step)
         for of_optimizer in self.optimizer.param_groups:
             of_optimizer["lr"] = lr
-        if not groups:
-            return dict.fromkeys(("loss", "grad_norm", *PER_TOKEN.values()), 0.0) | {"lr": lr}
+
+        first_pass = not olds
 
         def attempt(rows: int) -> dict[str, float]:
             self.optimizer.zero_grad(set_to_none=True)
+            if first_pass:  # what an attempt that ran out of memory left: the ratio is to be exactly 1
+                olds.clear()
             return self._backward(groups, advantage, olds, rows)
 
         with phases("train"):
             self.model.train(self.run.opt.checkpointing.enabled)  # a checkpointed block wants training mode
             totals, self.rows = hardware.halving(attempt, self.rows, floor=1)
+            # bnpo counts the micro-batches of all ranks, so when memory runs out on one, all cut theirs as it does.
+            while (fewest := min(held := self.context.gather_objects(self.rows))) < max(held):
+                if self.rows > fewest:
+                    totals, self.rows = hardware.halving(attempt, fewest, floor=1)
         with phases("exchange"):
             optim.sum_gradients(self.parameters)
             names = sorted(totals)
@@ -233,15 +243,9 @@ class Policy:
             micro_batches(groups, range(rank, len(groups), context.world_size), rows)
             for rank in range(context.world_size)
         ]
-        carries = [[done or not settings.mask_truncated for done in group.finished] for group in groups]
         counts = Counts(
-            rows=max(1, sum(sum(row) for row in carries)),
-            tokens=sum(
-                len(c)
-                for g, row in zip(groups, carries, strict=True)
-                for c, ok in zip(g.completions, row, strict=True)
-                if ok
-            ),
+            rows=sum(sum(group.carries) for group in groups),
+            tokens=sum(len(c) for g in groups for c, ok in zip(g.completions, g.carries, strict=True) if ok),
             micro_batches=sum(len(batches) for batches in every),
         )
         # Summed on the device: reading a number after each micro-batch would wait for it.
@@ -251,7 +255,7 @@ class Policy:
             chosen = [(groups[index], part) for index, part in batch]
             laid = logprobs.group([g.prompt for g, _ in chosen], [g.completions[p] for g, p in chosen], device)
             width = laid.mask.shape[1]
-            mask = laid.mask & torch.tensor([ok for i, p in batch for ok in carries[i][p]], device=device)[:, None]
+            mask = laid.mask & torch.tensor([ok for g, p in chosen for ok in g.carries[p]], device=device)[:, None]
 
             def padded(values: list[list[float]], width: int = width) -> torch.Tensor:
                 return torch.tensor([row + [0.0] * (width - len(row)) for row in values], device=device)
@@ -279,29 +283,6 @@ class Policy:
             for name, value in sums.items():
                 totals[name] += value
         return {name: value.item() for name, value in totals.items()}
-
-    def check(self, step: int, seen: dict[str, float]) -> None:
-        """Stop on a loss or gradient that is not finite, and at the guards."""
-        finite = math.isfinite(seen["loss"]) and (math.isfinite(seen["grad_norm"]) or self.numbers.scaler)
-        if not finite:
-            raise RunStopped(
-                f"step {step + 1}: loss {seen['loss']}, gradient norm {seen['grad_norm']}. Lower algo.lr, or use "
-                f"experiment=grpo_fp32. {loop.last_good(self.context)}",
-                EXIT_NUMBERS,
-            )
-        guards = self.settings.stop_at
-        if guards.ratio_kl is not None and seen["ratio_kl"] > guards.ratio_kl:
-            raise RunStopped(
-                f"step {step + 1}: ratio_kl {seen['ratio_kl']:.3g} is above algo.stop_at.ratio_kl={guards.ratio_kl:g}. "
-                f"Lower algo.lr or algo.passes. {loop.last_good(self.context)}",
-                EXIT_NUMBERS,
-            )
-        if guards.entropy_below is not None and 0 < seen["entropy"] < guards.entropy_below:
-            raise RunStopped(
-                f"step {step + 1}: entropy {seen['entropy']:.3g} is below algo.stop_at.entropy_below="
-                f"{guards.entropy_below:g}. Raise algo.epsilon_high or algo.entropy_bonus. {loop.last_good(self.context)}",
-                EXIT_NUMBERS,
-            )
 
     def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint with all that the next step needs."""
@@ -339,54 +320,3 @@ def micro_batches(groups: list[Group], indices: range, rows: int) -> list[list[t
         return [[(i, slice(s, min(s + rows, size)))] for i in ordered for s in range(0, size, rows)]
     each = rows // size
     return [[(i, slice(0, size)) for i in ordered[s : s + each]] for s in range(0, len(ordered), each)]
-
-
-def plan(
-    run: Run,
-    context: Context,
-    sampler: Sampler,
-    tokenizer: Any,
-    task: Task,
-    order: loop.Order,
-    held_out: list[Any],
-    dtype: str,
-) -> None:
-    """Print what will be done, with sizes."""
-    settings: GrpoConfig = run.algo
-    looked_at = [*order.take(0, 256), *held_out]
-    prompt = max(len(ids) for ids in models.encode_prompts(tokenizer, [task.prompt(e) for e in looked_at]))
-    tokens = settings.sampling.max_new_tokens
-    size = sum(p.numel() for p in sampler.model.parameters())
-    row = sampler.bytes_per_row(prompt, tokens)
-    fixed = size * (
-        16 + (2 if dtype != "float32" else 0) + (4 if settings.kl.beta and not run.opt.offload.enabled else 0)
-    )
-    completions = settings.prompts_per_step * settings.samples_per_prompt
-    rows = min(settings.rows_per_forward, completions)
-    config = sampler.model.config
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kernel = hardware.attention_kernel(context.device.device, sampler.dtype, head_size, masked=True)
-    compiled = f", decoding compiled ({run.opt.compile.mode})" if run.opt.compile.enabled else ""
-    reference = (
-        "none (beta 0)" if not settings.kl.beta else "on the CPU" if run.opt.offload.enabled else "on the device"
-    )
-    if context.main:
-        report.plan(
-            {
-                "algorithm": f"grpo, loss {settings.loss}, {settings.steps} optimizer steps, {settings.passes} a rollout, "
-                f"lr {settings.lr:g}",
-                "task": f"{getattr(task, 'name', type(task).__name__)}: {len(order.examples):,} training examples, "
-                f"{len(held_out)} held out",
-                "model": f"{run.model.path or run.model.name}, {size / 1e6:.2f}M parameters; reference {reference}",
-                "device": f"{context.device.name}, {context.device.memory_gb:.0f} GB; hardware={run.hardware.name}",
-                "numbers": f"{dtype}{', GradScaler' if dtype == 'float16' else ''}{compiled}, masters float32; attention sdpa ({kernel})"
-                f"{', activations recomputed' if run.opt.checkpointing.enabled else ''}",
-                "ranks": str(context.world_size),
-                "rollout": f"{settings.prompts_per_step} prompts x {settings.samples_per_prompt} samples, {tokens} new "
-                f"tokens at most, {rows} rows a forward; dead groups replaced in {settings.resample_rounds} rounds at most",
-                "training": f"{settings.micro_batch_rows} completions a forward, gradients accumulated",
-                "memory": f"about {(fixed + rows * row) / 2**30:.2f} GB a rank",
-                "folder": str(context.out_dir),
-            }
-        )
-        report.write_run(run, context.out_dir, context.device.name)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from conftest import ROOT
 
-from benchmarks import eggroll, measure
+from benchmarks import eggroll, grpo, measure
 from benchmarks.measure import Case
+from common import models
 
 ROWS = [
     "one sample at a time (2 of 16 samples, scaled)",
@@ -99,6 +100,53 @@ def test_rft_rows_do_the_same_work(tmp_path):
     assert content["conditions"]["skipped"]["+ compile"] == "not with --quick"
     assert all(row["value"] is not None for row in content["rows"] if row["row"] in work)
     assert "this project against generate, batched" in done.stdout
+
+
+def test_grpo(tmp_path):
+    """Every row that a CPU has, tiny; the loss curves are the check that all of them do the same work."""
+    done = benchmark("grpo", "--quick", "--device", "cpu", "--json", str(tmp_path / "out.json"))
+    content = json.loads((tmp_path / "out.json").read_text())
+    conditions, rows = content["conditions"], content["rows"]
+    assert {row["row"] for row in rows if row["benchmark"] == "grpo"} >= {
+        grpo.PLAIN,
+        grpo.PEER,
+        grpo.OURS,
+        *grpo.CUMULATIVE,
+    }
+    assert {row["row"] for row in rows if row["benchmark"] == "grpo switch"} == set(grpo.SWITCHES)
+    skipped = conditions["skipped"]
+    may = {
+        grpo.PEER,
+        "+ amp",
+        "+ compile",
+        *(f"{name} alone" for name in ("amp", "tf32", "offload", "compile", "parallel rewards")),
+    }
+    assert set(skipped) <= may, skipped
+    for row in rows:
+        name = f"{row['row']} alone" if row["benchmark"] == "grpo switch" else row["row"]
+        assert (row["value"] is None) == (name in skipped)
+    gaps = conditions["loss_deviation"]
+    assert gaps.pop(grpo.PEER, None) is None
+    for name, gap in gaps.items():
+        assert gap < (0.05 if name in ("+ amp", "+ parallel rewards", "+ 2 ranks") else 1e-4), name
+    for name in gaps:
+        assert set(conditions["phases"][name]) == {"rollout", "reward", "reference", "train", "update"}
+        assert 0 < conditions["memory"][name] < 1
+        losses = conditions["losses"][name]
+        assert len(losses) == 4
+        assert all(abs(loss) > 1e-6 for loss in losses[1:])
+    for line in ("one prompt at a time", "each alone", "tf32                  skipped: wants a CUDA device"):
+        assert line in done.stdout
+    assert done.stderr == ""
+
+
+def test_gpt2s_vocabulary_decodes():
+    tokenizer = grpo.widened(models.byte_tokenizer(), 50257)
+    assert len(tokenizer) == 50257
+    assert tokenizer("abc é")["input_ids"] == models.byte_tokenizer()("abc é")["input_ids"]
+    texts = tokenizer.batch_decode([[300], [50256]])
+    assert all(texts)
+    assert len(set(texts)) == 2
 
 
 def test_an_unknown_name_is_answered_with_the_names():

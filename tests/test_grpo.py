@@ -1,7 +1,9 @@
 """GRPO end to end: real runs of a model of a few thousand parameters."""
 
+import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,11 +13,14 @@ import pytest
 import torch
 from conftest import ROOT, Launch, events
 
-from common import checkpoint, hardware, loop
-from common.config import ConfigError
+from common import checkpoint, hardware, logprobs, loop
+from common.config import ConfigError, ScoringConfig
 from common.rollout import Sampler
+from common.scoring import Scorer
 from common.tasks import Example
-from grpo.groups import Group
+from grpo.config import StopAtConfig
+from grpo.groups import Group, why_dead
+from grpo.guards import Guards
 from grpo.train import micro_batches
 from launch import compose, train
 
@@ -78,7 +83,7 @@ def test_a_run_leaves_everything(launch: Launch, tmp_path):
         ["algo.loss=bnpo"],
         ["algo.loss=gspo", "algo.epsilon_low=3e-4", "algo.epsilon_high=4e-4", "algo.passes=2"],
         ["algo.loss=cispo", "algo.passes=2"],
-        ["algo.dual_clip=3", "algo.delta=4", "algo.epsilon_high=0.28"],
+        ["algo.dual_clip=3", "algo.delta=4", "algo.epsilon_high=0.28", "algo.passes=2"],
         ["algo.kl.beta=0.1"],
         ["algo.kl.beta=0.1", "algo.kl.estimator=k1", "algo.kl.where=reward"],
         ["algo.entropy_bonus=0.01"],
@@ -200,20 +205,120 @@ class Fixed:
         return {"fixed": 0.0}
 
 
-def test_a_step_without_live_groups_says_why(tmp_path, in_cache):
-    train(compose([*SMALL, "algo.steps=2", "algo.resample_rounds=1"]), tmp_path / "out", task=Fixed())
+class Fading(Fixed):
+    """Groups are alive in the first two steps, and dead from then on."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def rewards(self, examples, completions):
+        self.calls += 1
+        return [float(self.calls <= 2 and i % 2) for i in range(len(completions))]
+
+
+@pytest.mark.parametrize("changes", [[], ["algo.kl.beta=0.1", "algo.kl.where=reward"], ["algo.passes=2"]])
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_a_step_without_live_groups_is_no_step(changes, rounds, tmp_path, in_cache):
+    """Momentum does not move the weights, and the log makes nothing up."""
+    arguments = [*SMALL, "algo.steps=6", "checkpoint.every=1", "checkpoint.keep=9", *changes]
+    train(compose([*arguments, f"algo.resample_rounds={rounds}"]), tmp_path / "out", task=Fading())
     text = (tmp_path / "out" / "run.log").read_text()
-    assert "step 1: nothing to learn: all 6 groups of 2 rounds have equal rewards (6 of them 0)" in text
+    alive = 4 if "algo.passes=2" in changes else 2
+    dead = 3 * (rounds + 1)
+    assert (
+        f"step {alive + 1}: nothing to learn, so no optimizer step. Of {dead} groups in {rounds + 1} rounds {dead} are"
+        in text
+    )
+    saved = {step: checkpoint.load(tmp_path / "out" / "checkpoints" / f"step-{step:08d}") for step in (2, 4, 5, 6)}
+    same(saved[alive].tensors, saved[5].tensors)
+    same(saved[alive].tensors, saved[6].tensors)
+    assert any(not torch.equal(t, saved[2].tensors[n]) for n, t in saved[6].tensors.items()) == (alive == 4)
     for event in events(tmp_path / "out"):
-        assert event["dead_groups"] == 1
-        assert event["live_groups"] == 0
-        assert event["rounds"] == 2
+        made = event["step"] <= alive
+        assert event["dead_groups"] == event["dead_all_wrong"] == (0 if made else 1)
+        assert event["live_groups"] == (3 if made else 0)
+        for key in ("loss", "grad_norm", "entropy", "clipped", "sampler_gap", "lr"):
+            assert (key in event) == made
+
+
+def test_why_a_group_is_dead():
+    live, half = [True] * 3, [True, False, False]
+    assert why_dead([0, 0, 0], [0, 0, 0], live) == "all_wrong"
+    assert why_dead([1, 1, 1], [1, 1, 1], live) == "all_right"
+    assert why_dead([0.5] * 3, [0.5] * 3, live) == "all_equal"
+    assert why_dead([0, 0, 0], [0, 0, -0.5], live) is None  # the overlong penalty tells them apart
+    assert why_dead([0, 1, 0], [0, 1, 0], [False] * 3) == "cut_off"
+    assert why_dead([0, 1, 0], [0, 1, 0], half) is None
+
+
+def test_completions_without_loss_are_nothing_to_learn_from(tmp_path, in_cache):
+    """Rewards differ, but max_new_tokens cuts every completion off."""
+    changes = ["algo.mask_truncated=true", "algo.sampling.max_new_tokens=1", "algo.steps=1", "algo.resample_rounds=1"]
+    train(compose([*SMALL, *changes]), tmp_path / "out", task=Fading())
+    (event,) = events(tmp_path / "out")
+    assert event["dead_cut_off"] == 1
+    assert "loss" not in event
+    assert "6 cut off as a whole (raise algo.sampling.max_new_tokens)" in (tmp_path / "out" / "run.log").read_text()
+
+
+def test_the_step_that_trips_a_guard_is_logged(tmp_path, in_cache):
+    with pytest.raises(loop.RunStopped, match=r"step 1: entropy \S+ is below algo.stop_at.entropy_below=99"):
+        train(compose([*SMALL, "algo.stop_at.entropy_below=99", "evaluate.every=1"]), tmp_path / "out")
+    (event,) = events(tmp_path / "out")
+    assert event["entropy"] < 99
+    assert "metric" not in event
+
+
+def test_a_checkpoint_is_a_phase_of_the_next_step(tmp_path, in_cache):
+    train(compose([*SMALL, "algo.steps=3", "checkpoint.every=2"]), tmp_path / "out")
+    assert ["checkpoint" in event["phase_seconds"] for event in events(tmp_path / "out")] == [False, False, True]
+
+
+def test_a_run_that_ended_between_two_passes_does_not_go_on(tmp_path, in_cache):
+    """The unbroken run would have used the rollout again; it is in no checkpoint."""
+    arguments = [*SMALL, "algo.passes=2"]
+    train(compose([*arguments, "algo.steps=3"]), tmp_path / "out")
+    train(compose([*arguments, "algo.steps=3", "resume=auto"]), tmp_path / "out")  # all done: nothing to go on with
+    with pytest.raises(ConfigError, match=r"ended a run with 1 of algo\.passes=2 over its last"):
+        train(compose([*arguments, "algo.steps=6", "resume=auto"]), tmp_path / "out")
+    train(compose([*arguments, "algo.steps=2"]), tmp_path / "even")
+    train(compose([*arguments, "algo.steps=4", "resume=auto"]), tmp_path / "even")
+    train(compose([*arguments, "algo.steps=4"]), tmp_path / "whole")
+    same(weights(tmp_path / "even"), weights(tmp_path / "whole"))
 
 
 def test_a_reward_that_is_not_finite_stops_with_the_row(tmp_path, in_cache):
     with pytest.raises(loop.RunStopped, match=r"step 1: the reward of a completion on example \d+ is nan"):
         train(compose(SMALL), tmp_path / "out", task=Fixed(float("nan")))
     assert json.loads((tmp_path / "out" / "not_finite.json").read_text())["value"] == "nan"
+
+
+def test_fp16_that_overflows_for_good_stops():
+    """Sequences as a GradScaler gives them, without a device that has one."""
+    seen = {"loss": 0.1, "grad_norm": 1.0, "ratio_kl": 0.0, "entropy": 1.0, "loss_scale": 65536.0, "overflow": 0.0}
+    nothing = StopAtConfig(ratio_kl=None, entropy_below=None)
+    overflow = seen | {"overflow": 1.0, "grad_norm": float("inf")}
+
+    guards = Guards(nothing, scaled=True)
+    found = [guards.trouble(overflow | {"loss_scale": 65536.0 / 2**step}) for step in range(18)]
+    assert found[:17] == [None] * 17  # at 1 it may still recover
+    assert found[17] is not None
+    assert found[17].startswith("fp16 gradients overflow for good: 18 in a row, loss scale 0.5.")
+
+    guards = Guards(nothing, scaled=True)
+    for step in range(100):  # now and then is how a GradScaler works
+        assert guards.trouble(overflow if step % 20 else seen) is None
+    guards = Guards(nothing, scaled=True)
+    found = [guards.trouble(overflow | {"loss_scale": 2.0**40}) for _ in range(20)]
+    assert [text is None for text in found] == [True] * 19 + [False]
+
+    without = {k: v for k, v in overflow.items() if k not in ("loss_scale", "overflow")}
+    assert "gradient norm inf" in (Guards(nothing, scaled=False).trouble(without) or "")
+    assert "loss nan" in (Guards(nothing, scaled=True).trouble(seen | {"loss": float("nan")}) or "")
+    guards = Guards(StopAtConfig(ratio_kl=0.1, entropy_below=0.5), scaled=False)
+    assert guards.trouble(seen) is None
+    assert "algo.stop_at.ratio_kl=0.1" in (guards.trouble(seen | {"ratio_kl": 0.2}) or "")
+    assert "algo.stop_at.entropy_below=0.5" in (guards.trouble(seen | {"entropy": 0.2}) or "")
 
 
 class Slow(Fixed):
@@ -257,6 +362,27 @@ if __name__ == "__main__":
     assert done.stdout.count("scoring took longer than scoring.timeout_seconds=1, at or after example") == 2
 
 
+class Deadly(Fixed):
+    """Ends its process at one example."""
+
+    def reward(self, example, completion):
+        if example.id == 5:
+            os._exit(7)
+        return 0.0
+
+
+def test_a_reward_that_ends_its_process_is_told_at_once():
+    task = Deadly()
+    scorer = Scorer(task, ScoringConfig(kind="processes", workers=2, timeout_seconds=100))
+    rows = task.examples("train")
+    assert scorer.submit(rows[:4], [""] * 4).result().rewards == [0.0] * 4
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=r"ended with exit code 7, at or after example 4. A reward must not end"):
+        scorer.submit(rows[4:8], [""] * 4).result()
+    assert time.monotonic() - started < 10
+    scorer.close()
+
+
 class Endless(Fixed):
     def reward(self, example, completion):
         while True:
@@ -281,6 +407,101 @@ def test_out_of_memory_halves_the_rows(tmp_path, in_cache, monkeypatch):
     assert hardware.halving(lambda rows: rows, 8, 1) == (8, 8)
 
 
+def test_rows_are_fitted_to_the_memory(tmp_path, in_cache, monkeypatch):
+    arguments = [*SMALL, "algo.steps=2", "algo.rows_per_forward=12", "algo.micro_batch_rows=12"]
+    train(compose(arguments), tmp_path / "roomy")
+    find = hardware.find
+    monkeypatch.setattr(hardware, "find", lambda *a: dataclasses.replace(find(*a), memory_gb=0.0014))
+    train(compose(arguments), tmp_path / "tight")
+    train(compose([*arguments, "opt=checkpointing"]), tmp_path / "recomputed")
+    same(weights(tmp_path / "tight"), weights(tmp_path / "roomy"), rtol=1e-3, atol=2e-5)
+    fitted = {}
+    for name in ("roomy", "tight", "recomputed"):
+        text = (tmp_path / name / "run.log").read_text()
+        found = re.findall(r"algo\.(\w+)=12 does not fit 0 GB; going on with (\d+)", text)
+        assert len(found) == len(dict(found))  # told once
+        fitted[name] = {key: int(rows) for key, rows in found}
+    assert fitted["roomy"] == {}
+    assert set(fitted["tight"]) == {"rows_per_forward", "micro_batch_rows"}
+    assert 1 <= fitted["tight"]["micro_batch_rows"] < fitted["recomputed"].get("micro_batch_rows", 12)
+
+
+def test_out_of_memory_in_the_reference_pass_halves_too(tmp_path, in_cache, monkeypatch):
+    arguments = [*SMALL, "algo.steps=2", "algo.kl.beta=0.1"]
+    train(compose([*arguments, "algo.micro_batch_rows=12"]), tmp_path / "roomy")
+    whole, refused = logprobs.token_logprobs, []
+
+    def cramped(model, groups, temperature):
+        if not torch.is_grad_enabled() and len(groups.mask) > 3:
+            refused.append(len(groups.mask))
+            raise torch.OutOfMemoryError("injected")
+        return whole(model, groups, temperature)
+
+    monkeypatch.setattr(logprobs, "check_model", lambda model: None)  # it looks at four rows
+    monkeypatch.setattr(logprobs, "token_logprobs", cramped)
+    train(compose([*arguments, "algo.micro_batch_rows=12"]), tmp_path / "cramped")
+    assert refused == [12, 4]  # 12, 6 (a group of 4 at a time), 3, and from then on 3
+    for one, other in zip(events(tmp_path / "cramped"), events(tmp_path / "roomy"), strict=True):
+        assert one["kl"] == pytest.approx(other["kl"], abs=1e-6)
+
+
+class Cramped(Fixed):
+    """The device of rank 1 holds two completions in a training forward."""
+
+    def examples(self, split):
+        whole = logprobs.token_logprobs
+
+        def cramped(model, groups, temperature):
+            if torch.is_grad_enabled() and len(groups.mask) > 2:
+                raise torch.OutOfMemoryError("injected")
+            return whole(model, groups, temperature)
+
+        if torch.distributed.get_rank() == 1:
+            logprobs.token_logprobs = cramped
+        return super().examples(split)
+
+    def reward(self, example, completion):
+        return len(completion) % 7 / 7 + ("1" in completion) / 7
+
+
+class Roomy(Cramped):
+    def examples(self, split):
+        return Fixed.examples(self, split)
+
+
+def test_ranks_cut_micro_batches_alike(tmp_path, in_cache):
+    """bnpo is a mean over the micro-batches of all ranks, though memory runs out on one alone."""
+    arguments = [*SMALL, "algo.steps=2", "algo.loss=bnpo", "opt=[ddp]", "opt.ddp.ranks=2", "algo.resample_rounds=0"]
+    train(compose([*arguments, "algo.micro_batch_rows=4"]), tmp_path / "cramped", task=Cramped())
+    train(compose([*arguments, "algo.micro_batch_rows=2"]), tmp_path / "small", task=Roomy())
+    same(weights(tmp_path / "cramped"), weights(tmp_path / "small"))
+    for one, other in zip(events(tmp_path / "cramped"), events(tmp_path / "small"), strict=True):
+        assert one["grad_norm"] == other["grad_norm"] > 0
+        assert one["ratio_kl"] == 0
+
+
+class Wordy(Fixed):
+    """Two prompts that are too long, one of them held out."""
+
+    def prompt(self, example):
+        return "x" * 300 if example.id in (7, 11) else "x"
+
+    def examples(self, split):
+        rows = super().examples(split)
+        return rows[:10] if split == "train" else rows[10:]
+
+
+def test_prompts_that_do_not_fit_are_found_before_the_first_step(tmp_path, in_cache):
+    with pytest.raises(ConfigError) as caught:
+        train(compose([*SMALL, "evaluate.examples=10"]), tmp_path / "out", task=Wordy())
+    text = str(caught.value)
+    assert text.startswith(
+        "2 of 20 prompts do not fit the model's context of 256 tokens with algo.sampling.max_new_tokens=8"
+    )
+    assert "the first is train example 7 with 300 tokens, the longest has 300. Shorten the prompts" in text
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
 def _nothing():
     from common.evaluation import Evaluation
 
@@ -289,7 +510,7 @@ def _nothing():
 
 def test_micro_batches_cover_every_completion_once():
     groups = [
-        Group(Example(i, "", ""), [1], [[1] * n for n in sizes], [], [], [], [], None)
+        Group(Example(i, "", ""), [1], [[1] * n for n in sizes], [], [], [], [], [], None, None)
         for i, sizes in enumerate([(3, 9, 1), (2, 2, 2), (7, 7, 7), (1, 1, 8), (4, 4, 4)])
     ]
     for rows in (1, 2, 3, 6, 7, 100):

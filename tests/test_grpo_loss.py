@@ -18,8 +18,8 @@ VARIANTS = ["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo"]
 
 
 def settings(loss="grpo", beta=0.0, **changes):
-    base = compose(["algo=grpo", f"algo.loss={loss}", "algo.sampling.max_new_tokens=8", f"algo.kl.beta={beta}"]).algo
-    return replace(base, **changes)
+    given = [f"algo.loss={loss}", "algo.sampling.max_new_tokens=8", f"algo.kl.beta={beta}", "algo.passes=2"]
+    return replace(compose(["algo=grpo", *given]).algo, **changes)
 
 
 def loss(config, new=NEW, old=OLD, ref=REF, advantage=None, mask=MASK, counts=COUNTS):
@@ -54,6 +54,35 @@ def test_advantages():
 def test_golden_losses(name, beta, expected):
     found, _ = loss(settings(name, beta))
     assert round(found.item(), 6) == expected
+
+
+# Rewards with which completions of negative advantage have the large ratios, where the bounds act.
+BOUNDED = torch.tensor([[0, 1, 0, 0.5]])
+SEQUENCE = {"epsilon_low": 3e-4, "epsilon_high": 4e-4}
+
+
+@pytest.mark.parametrize(
+    ("name", "beta", "changes", "first", "second"),
+    [
+        ("gspo", 0.0, SEQUENCE, -0.000274, 0.093112),
+        ("gspo", 0.04, SEQUENCE, 0.000166, 0.093553),
+        ("gspo", 0.0, SEQUENCE | {"delta": 1.1}, -0.000274, 0.056068),
+        ("cispo", 0.0, {}, -0.070442, 0.059616),
+        ("cispo", 0.04, {}, -0.070003, 0.060056),
+        ("cispo", 0.0, {"cispo_max": 1.2}, -0.079933, 0.078286),
+        ("grpo", 0.0, {}, -0.045662, 0.100307),
+        ("grpo", 0.0, {"delta": 1.5}, -0.045662, 0.085747),
+        ("grpo", 0.0, {"dual_clip": 1.3}, -0.045662, 0.063727),
+        ("dapo", 0.0, {"delta": 1.5}, -0.070737, 0.052784),
+        ("dapo", 0.0, {"dual_clip": 1.3}, -0.070737, 0.037731),
+        ("dapo", 0.0, {"dual_clip": 1.3, "delta": 1.5, "epsilon_high": 0.28}, -0.082525, 0.037731),
+    ],
+)
+def test_golden_bounds(name, beta, changes, first, second):
+    """Constants from a loop over tokens in float64, written apart from this code; for REWARDS and for BOUNDED."""
+    for rewards, expected in ((REWARDS, first), (BOUNDED, second)):
+        found, _ = loss(settings(name, beta, **changes), advantage=advantages(rewards, "group").flatten())
+        assert found.item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_golden_kl():
@@ -176,6 +205,10 @@ def test_overlong_penalty():
         ("algo.loss=drgrpo", "algo.loss='drgrpo' is not a choice. Did you mean 'dr_grpo'?"),
         ("algo.sampling.temperature=0", "makes all samples of a prompt equal"),
         ("algo.samples_per_prompt=1", "algo.samples_per_prompt=1 is too small. Give a value of at least 2."),
+        ("algo.dual_clip=3", "algo.dual_clip=3 has no effect with algo.passes=1"),
+        ("algo.delta=4", "algo.delta=4 has no effect with algo.passes=1"),
+        ("algo.stop_at.ratio_kl=0.1", "Set algo.stop_at.ratio_kl=null, or raise algo.passes."),
+        ("algo.stop_at.entropy_below=0", "algo.stop_at.entropy_below=0.0 is out of range"),
         ("algo.overlong_buffer=80", "must be below algo.sampling.max_new_tokens=80"),
     ],
 )
@@ -183,3 +216,8 @@ def test_mistakes(override, text):
     with pytest.raises(ConfigError) as caught:
         compose(["algo=grpo", override])
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["grpo_chess", "grpo_dapo", "grpo_fp32"])
+def test_experiments_compose(name):
+    assert compose([f"experiment={name}"]).algo.name == "grpo"

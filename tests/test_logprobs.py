@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 from conftest import ARCHITECTURES, small_model
@@ -58,6 +60,21 @@ def test_equals_the_unpadded_model(name, temperature, chunk, monkeypatch):
         torch.testing.assert_close(fast.grad, slow.grad, rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_prompts_of_one_length_need_no_mask(name):
+    """Then attention is told that it is causal, which gives the same values."""
+    model = small_model(name)
+    prepare(model)
+    laid = group(*data(((6, (3, 7)), (6, (4, 4)))), CPU)
+    assert laid.prompt_mask is None
+    among = torch.ones(6, 6).tril().log().expand(2, 1, 6, 6)
+    fast, slow = (
+        token_logprobs(model, groups, 1.0)[0] for groups in (laid, dataclasses.replace(laid, prompt_mask=among))
+    )
+    torch.testing.assert_close(fast, slow, rtol=0, atol=1e-6)
+    assert group(*data(), CPU).prompt_mask is not None
+
+
 def test_autocast_gradients_are_those_of_the_reported_values():
     """bfloat16 forward, float32 weights: beside the model's own logits and plain autograd under the same autocast."""
     model, other = small_model("llama"), small_model("llama")
@@ -111,3 +128,46 @@ def test_a_model_that_scales_its_logits_is_refused():
     model.forward = lambda **inputs: type("Out", (), {"logits": 2 * forward(**inputs).logits})
     with pytest.raises(ConfigError, match="scales its logits or attends in a way"):
         prepare(model)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_activations_are_estimated(name, compute, recomputed):
+    """Beside the tensors that autograd really keeps."""
+    model = small_model(name)
+    prepare(model)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    if recomputed:
+        checkpoint_activations(model)
+        model.train()
+    laid = group([[5] * 30] * 2, [[[7] * 25] * 4] * 2, CPU)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=compute == torch.bfloat16),
+    ):
+        token_logprobs(model, laid, 1.0)
+    counted = sum(size for size, _ in kept.values())
+    estimate = logprobs.activation_bytes(model, 2, 30, 8, 25, compute, recomputed)
+    if recomputed:  # two whole blocks more, of the backward pass
+        assert counted < estimate < logprobs.activation_bytes(model, 2, 30, 8, 25, compute, False) * 1.1
+    else:  # one block of two more
+        assert counted < estimate < 2.5 * counted
+
+
+def test_estimated_activations_add_up():
+    model = small_model("llama")
+    sizes = (40, 30, torch.float32, False)
+
+    def estimate(prompts, rows):
+        return logprobs.activation_bytes(model, prompts, sizes[0], rows, *sizes[1:])
+
+    assert estimate(2, 8) == pytest.approx(2 * estimate(1, 0) + 8 * estimate(0, 1))

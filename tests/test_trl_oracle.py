@@ -14,12 +14,12 @@ with warnings.catch_warnings():
         pytest.skip(f"the oracle is TRL 1.16.0, here is {trl.__version__}", allow_module_level=True)
     from trl import GRPOTrainer
 
-from test_grpo_loss import MASK, NEW, OLD, REF, REWARDS, settings
+from test_grpo_loss import BOUNDED, MASK, NEW, OLD, REF, REWARDS, SEQUENCE, settings
 
 from grpo.loss import Counts, advantages, policy_loss
 
 
-def theirs(new, advantage, loss, beta=0.0, high=0.2, delta=None, low=0.2):
+def theirs(new, advantage, loss, beta, config):
     """TRL's loss of one optimizer batch without accumulation."""
     level, kind = ("sequence", "grpo") if loss == "gspo" else ("token", loss)
     identity = SimpleNamespace(
@@ -34,11 +34,11 @@ def theirs(new, advantage, loss, beta=0.0, high=0.2, delta=None, low=0.2):
         loss_type=kind,
         importance_sampling_level=level,
         beta=beta,
-        epsilon_low=low,
-        epsilon_high=5.0 if loss == "cispo" else high,
+        epsilon_low=config.epsilon_low,
+        epsilon_high=config.cispo_max if loss == "cispo" else config.epsilon_high,
         max_completion_length=8,
         args=SimpleNamespace(
-            delta=delta,
+            delta=config.delta,
             use_bias_correction_kl=False,
             sapo_temperature_pos=1.0,
             sapo_temperature_neg=1.05,
@@ -74,22 +74,30 @@ def theirs(new, advantage, loss, beta=0.0, high=0.2, delta=None, low=0.2):
     return GRPOTrainer._compute_loss(stub, None, inputs)
 
 
-@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo"])
+CASES = [
+    *((loss, {}) for loss in ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo")),
+    *((loss, {"epsilon_high": 0.28}) for loss in ("grpo", "dr_grpo", "dapo", "bnpo", "gspo")),
+    *((loss, {"delta": 1.35}) for loss in ("grpo", "dr_grpo", "dapo", "bnpo", "gspo")),
+    ("dapo", {"delta": 1.5, "epsilon_high": 0.28}),
+    ("gspo", SEQUENCE),
+    ("gspo", SEQUENCE | {"delta": 1.1}),
+    ("cispo", {"cispo_max": 1.2}),
+    ("cispo", {"cispo_max": 2.0}),
+]
+
+
+@pytest.mark.parametrize(("loss", "changes"), CASES, ids=str)
 @pytest.mark.parametrize("beta", [0.0, 0.04])
-@pytest.mark.parametrize(
-    "changes", [{}, {"epsilon_high": 0.28}, {"delta": 1.35}], ids=["plain", "clip-higher", "delta"]
-)
-def test_equals_trl(loss, beta, changes):
-    if loss == "cispo" and changes:
-        pytest.skip("no such bounds in CISPO")
+@pytest.mark.parametrize("rewards", [REWARDS, BOUNDED], ids=["rewards", "bounded"])
+def test_equals_trl(loss, changes, beta, rewards):
     generator = torch.Generator().manual_seed(3)
-    advantage = advantages(REWARDS, "group").flatten()
+    advantage = advantages(rewards, "group").flatten()
     for noise in (0.0, 0.4):
         start = (NEW + noise * torch.randn(NEW.shape, generator=generator)) * MASK
         ours_new, theirs_new = start.clone().requires_grad_(), start.clone().requires_grad_()
         config = settings(loss, beta, **changes)
         ours, _ = policy_loss(ours_new, OLD, advantage, MASK, Counts(4, 13, 1), config, ref=REF if beta else None)
-        expected = theirs(theirs_new, advantage, loss, beta, changes.get("epsilon_high", 0.2), changes.get("delta"))
+        expected = theirs(theirs_new, advantage, loss, beta, config)
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
         torch.testing.assert_close(
             torch.autograd.grad(ours, ours_new)[0], torch.autograd.grad(expected, theirs_new)[0], rtol=1e-4, atol=1e-6

@@ -1,7 +1,7 @@
 """Chess: given a position (FEN) and a move (UCI), write the position after it.
 
 python-chess is a free and exact oracle, so data is unlimited, and exact match is a measure that a reward cannot talk
-its way around. Edit distance alone pays for copying: an unchanged FEN is about 0.92 similar to the right one, so the reward
+its way around. Edit distance alone pays for copying: an unchanged FEN is about 0.91 similar to the right one, so the reward
 is a weighted mean of several components, and the copy baseline stands beside every measurement.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import chess
 import chess.pgn
 import numpy as np
-from rapidfuzz.distance import Indel
+from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cpdist
 
 from common.config import ConfigError, at_least
@@ -26,6 +26,8 @@ from common.tasks.data import read_lines
 FIELDS = ("board", "turn", "castling", "en_passant", "halfmove", "fullmove")
 SPLIT_SEED = 0  # apart from the run's seed, so that runs of a sweep measure on the same test rows
 _REST = re.compile(r"[wb] (?:-|(?=[KQkq])K?Q?k?q?) (?:-|[a-h][36]) (?:0|[1-9][0-9]{0,3}) [1-9][0-9]{0,3}")
+_RANK = "[pnbrqkPNBRQK1-8]{1,8}"
+_SHAPE = re.compile(f"{_RANK}(?:/{_RANK}){{7}} {_REST.pattern}")
 _IMPOSSIBLE = (
     chess.STATUS_NO_WHITE_KING | chess.STATUS_NO_BLACK_KING | chess.STATUS_TOO_MANY_KINGS | chess.STATUS_OPPOSITE_CHECK
 )
@@ -138,36 +140,41 @@ class Chess:
     def _question(self, fen: str, move: str) -> str:
         return self.template.replace("{fen}", fen).replace("{move}", move)
 
-    # --- components: (examples, completions) -> scores in [0, 1]
+    # --- components: (examples, completions) -> scores in [0, 1]; what has not the shape of a FEN earns 0 in each
 
     @staticmethod
     def _exact(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        return [float(text.strip() == e.answer) for e, text in zip(examples, completions, strict=True)]
+        return [float(text == e.answer) for e, text in zip(examples, shaped(completions), strict=True)]
 
     @staticmethod
     def _fields(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        """Share of the six fields that are right; 0 unless there are six."""
+        """Share of the six fields that are right."""
         scores = []
-        for example, text in zip(examples, completions, strict=True):
-            text = text.strip()
-            given, wanted = text.split(" ") if len(text) <= _LONGEST else [], example.answer.split(" ")
-            same = sum(g == w for g, w in zip(given, wanted, strict=False)) if len(given) == len(wanted) else 0
-            scores.append(same / len(wanted))
+        for example, text in zip(examples, shaped(completions), strict=True):
+            same = sum(g == w for g, w in zip(text.split(" "), example.answer.split(" "), strict=False))
+            scores.append(same / len(FIELDS))
         return scores
 
     @staticmethod
     def _valid(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        return valid_fens([text.strip() for text in completions]).astype(float).tolist()
+        return valid_fens(shaped(completions)).astype(float).tolist()
 
     @staticmethod
     def _levenshtein(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        """Similarity to the answer; 0 for what is no FEN at all, so that noise and JSON earn nothing."""
-        texts = [text.strip() for text in completions]
-        plausible = [0 < len(t) <= _LONGEST and t.count("/") == 7 and t.count(" ") == 5 for t in texts]
-        compared = [text if ok else "" for text, ok in zip(texts, plausible, strict=True)]
-        # Levenshtein.ratio of all pairs in one call; "" has nothing in common with an answer.
+        """1 - Levenshtein.distance / length of the longer one, of all pairs in one call."""
         answers = [example.answer for example in examples]
-        return cpdist(compared, answers, scorer=Indel.normalized_similarity, dtype=np.float64).tolist()
+        scorer = Levenshtein.normalized_similarity
+        return cpdist(shaped(completions), answers, scorer=scorer, dtype=np.float64).tolist()
+
+
+def shaped(completions: Sequence[str]) -> list[str]:
+    """The texts without space around them, where they have the shape of a FEN; "" where not, which is like no answer.
+
+    The shape: six fields between single spaces; eight ranks of pieces and digits, one to eight of them; the other fields
+    as in `valid_fens`. Whether ranks have eight squares is not asked: who is off by one is nearly right.
+    """
+    texts = [text.strip() for text in completions]
+    return [text if len(text) <= _LONGEST and _SHAPE.fullmatch(text) else "" for text in texts]
 
 
 def valid_fens(texts: Sequence[str]) -> np.ndarray:

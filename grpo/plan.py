@@ -1,0 +1,118 @@
+"""Before the first step: whether the prompts fit the context, how many rows fit the memory, and what will be done."""
+
+import logging
+from typing import Any
+
+import torch
+
+from common import hardware, logprobs, loop, models, report
+from common.config import ConfigError, Run
+from common.distributed import Context
+from common.precision import Precision
+from common.rollout import Sampler
+from common.tasks import Example, Task
+from grpo.config import GrpoConfig
+
+log = logging.getLogger("clutch")
+
+
+def longest_prompt(sampler: Sampler, tokenizer: Any, task: Task, splits: dict[str, Any], new_tokens: int) -> int:
+    """Tokens of the longest prompt of all `splits`. Raises: ConfigError where one does not fit with `new_tokens` more."""
+    longest, misfits, count = 0, [], 0
+    for split, examples in splits.items():
+        for example, ids in zip(
+            examples, models.encode_prompts(tokenizer, [task.prompt(e) for e in examples]), strict=True
+        ):
+            longest, count = max(longest, len(ids)), count + 1
+            if len(ids) + new_tokens > sampler.context:
+                misfits.append((split, example.id, len(ids)))
+    if misfits:
+        split, first, tokens = misfits[0]
+        room = sampler.context - longest
+        raise ConfigError(
+            f"{len(misfits)} of {count} prompts do not fit the model's context of {sampler.context} tokens with "
+            f"algo.sampling.max_new_tokens={new_tokens}: the first is {split} example {first} with {tokens} tokens, the "
+            f"longest has {longest}. "
+            + (
+                f"Lower it to {room}, or shorten the prompts."
+                if room > 0
+                else "Shorten the prompts, or leave them out."
+            )
+        )
+    return longest
+
+
+def plan(
+    run: Run,
+    context: Context,
+    sampler: Sampler,
+    tokenizer: Any,
+    task: Task,
+    order: loop.Order,
+    held_out: list[Example],
+    numbers: Precision,
+) -> tuple[int, int]:
+    """Print what will be done, with sizes.
+
+    Returns: rows of a rollout forward and completions of a training forward, refitted to this device's memory.
+    """
+    settings: GrpoConfig = run.algo
+    tokens, size = settings.sampling.max_new_tokens, settings.samples_per_prompt
+    splits = {"train": order.examples, "test": held_out}
+    prompt = longest_prompt(sampler, tokenizer, task, splits, tokens)
+    parameters = sum(p.numel() for p in sampler.model.parameters())
+    half, offload = numbers.compute != torch.float32, run.opt.offload.enabled
+    # Weights, gradients, Adam's two moments, autocast's copy of the weights, the reference model.
+    fixed = parameters * (4 + 4 + 8 + 2 * half + 4 * bool(settings.kl.beta and not offload))
+
+    def training(prompts: float, rows: int) -> float:
+        return logprobs.activation_bytes(
+            sampler.model, prompts, prompt, rows, tokens, numbers.compute, run.opt.checkpointing.enabled
+        )
+
+    row_of_rollout, row_of_training = sampler.bytes_per_row(prompt, tokens), training(1 / size, 1)
+    share = context.world_size if context.device.device.type == "cpu" else 1  # ranks of a CPU share its memory
+    gb = context.device.memory_gb / share
+    logits = 16 * min(settings.micro_batch_rows * tokens * sampler.model.config.vocab_size, logprobs.LOGITS)
+    once = training(1, 0) + logits  # of a training forward, however many rows it has
+    rows = hardware.fit_rows(settings.rows_per_forward, row_of_rollout, fixed, gb)
+    micro = hardware.fit_rows(settings.micro_batch_rows, row_of_training, fixed + once, gb)
+    micro = min(context.gather_objects(micro))  # ranks cut micro-batches alike: see Policy.step
+    completions = -(-settings.prompts_per_step // context.world_size) * size
+    for key, asked, fitting in (
+        ("rows_per_forward", settings.rows_per_forward, rows),
+        ("micro_batch_rows", settings.micro_batch_rows, micro),
+    ):
+        if fitting < min(asked, completions):
+            log.info("algo.%s=%d does not fit %.0f GB; going on with %d", key, asked, gb, fitting)
+    peak = fixed + max(
+        min(rows, completions) * row_of_rollout,
+        once + min(micro, completions) * row_of_training,
+        4 * parameters if settings.kl.beta and offload else 0,
+    )
+    config = sampler.model.config
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kernel = hardware.attention_kernel(context.device.device, sampler.dtype, head_size, masked=True)
+    compiled = f", decoding compiled ({run.opt.compile.mode})" if run.opt.compile.enabled else ""
+    reference = "none (beta 0)" if not settings.kl.beta else "on the CPU" if offload else "on the device"
+    if context.main:
+        report.plan(
+            {
+                "algorithm": f"grpo, loss {settings.loss}, {settings.steps} optimizer steps, {settings.passes} a rollout, "
+                f"lr {settings.lr:g}",
+                "task": f"{getattr(task, 'name', type(task).__name__)}: {len(order.examples):,} training examples, "
+                f"{len(held_out)} held out",
+                "model": f"{run.model.path or run.model.name}, {parameters / 1e6:.2f}M parameters; reference {reference}",
+                "device": f"{context.device.name}, {context.device.memory_gb:.0f} GB; hardware={run.hardware.name}",
+                "numbers": f"{numbers.name}{', GradScaler' if numbers.scaler else ''}{compiled}, masters float32; "
+                f"attention sdpa ({kernel}){', activations recomputed' if run.opt.checkpointing.enabled else ''}",
+                "ranks": str(context.world_size),
+                "rollout": f"{settings.prompts_per_step} prompts x {size} samples, {tokens} new tokens at most, "
+                f"{min(rows, completions)} rows a forward; dead groups replaced in {settings.resample_rounds} rounds at most",
+                "training": f"{min(micro, completions)} completions a forward, gradients accumulated",
+                "memory": f"about {peak / 2**30:.2f} GB a rank",
+                "folder": str(context.out_dir),
+            }
+        )
+        report.write_run(run, context.out_dir, context.device.name)
+    return rows, micro
