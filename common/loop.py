@@ -60,6 +60,37 @@ def held_out(task: Task, run: Run) -> list[Example]:
     return found
 
 
+def longest_prompt(
+    context: int, tokenizer: Any, task: Task, splits: dict[str, Sequence[Example]], new_tokens: int
+) -> int:
+    """Tokens of the longest prompt of all `splits`.
+
+    Raises: ConfigError where one does not fit the model's `context` with `new_tokens` more.
+    """
+    longest, misfits, count = 0, [], 0
+    for split, examples in splits.items():
+        for example, ids in zip(
+            examples, models.encode_prompts(tokenizer, [task.prompt(e) for e in examples]), strict=True
+        ):
+            longest, count = max(longest, len(ids)), count + 1
+            if len(ids) + new_tokens > context:
+                misfits.append((split, example.id, len(ids)))
+    if misfits:
+        split, first, tokens = misfits[0]
+        room = context - longest
+        raise ConfigError(
+            f"{len(misfits)} of {count} prompts do not fit the model's context of {context} tokens with "
+            f"algo.sampling.max_new_tokens={new_tokens}: the first is {split} example {first} with {tokens} tokens, the "
+            f"longest has {longest}. "
+            + (
+                f"Lower it to {room}, or shorten the prompts."
+                if room > 0
+                else "Shorten the prompts, or leave them out."
+            )
+        )
+    return longest
+
+
 def last_good(context: Context) -> str:
     """A sentence on the newest valid checkpoint."""
     found = checkpoint.latest(context.out_dir / "checkpoints")

@@ -42,6 +42,28 @@ def optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter], lr: f
         raise ConfigError(f"algo.optimizer.kwargs={config.kwargs}: {error}") from None
 
 
+OVERFLOWS = 20  # in a row; a scale that starts at 65,536 is below 1 by then, but one may have grown first
+
+
+class Guards:
+    """Looks at the numbers of each step. scaled: gradients are fp16 with a GradScaler, which skips steps that overflow."""
+
+    def __init__(self, scaled: bool) -> None:
+        self.scaled, self.overflows = scaled, 0
+
+    def trouble(self, seen: dict[str, float]) -> str | None:
+        """Why a run must stop after a step that logged `seen`, and what to do about it; None where it may go on."""
+        if not math.isfinite(seen["loss"]) or not (math.isfinite(seen["grad_norm"]) or self.scaled):
+            return f"loss {seen['loss']}, gradient norm {seen['grad_norm']}. Lower algo.lr, or leave out opt=amp."
+        self.overflows = self.overflows + 1 if seen.get("overflow") else 0
+        if self.overflows >= OVERFLOWS or seen.get("loss_scale", 1.0) < 1:
+            return (
+                f"fp16 gradients overflow for good: {self.overflows} in a row, loss scale {seen['loss_scale']:g}. "
+                "Lower algo.lr, use a device with native bfloat16, or leave out opt=amp."
+            )
+        return None
+
+
 class Updater:
     """Optimizer, GradScaler and clipping: turns accumulated gradients into one step.
 

@@ -45,6 +45,20 @@ class StopAtConfig:
     ratio_kl: float | None
     entropy_below: float | None
 
+    def crossed(self, seen: dict[str, float]) -> str | None:
+        """Which bound the numbers of a step are beyond, and what to do about it; None where they are within."""
+        if self.ratio_kl is not None and seen["ratio_kl"] > self.ratio_kl:
+            return (
+                f"ratio_kl {seen['ratio_kl']:.3g} is above algo.stop_at.ratio_kl={self.ratio_kl:g}. "
+                "Lower algo.lr or algo.passes."
+            )
+        if self.entropy_below is not None and seen["entropy"] < self.entropy_below:
+            return (
+                f"entropy {seen['entropy']:.3g} is below algo.stop_at.entropy_below={self.entropy_below:g}. "
+                "Raise algo.epsilon_high or algo.entropy_bonus."
+            )
+        return None
+
     def __post_init__(self) -> None:
         for key in ("ratio_kl", "entropy_below"):
             if getattr(self, key) is not None:

@@ -1,12 +1,12 @@
-"""Before the first step: whether the prompts fit the context, how many rows fit the memory, and what will be done."""
+"""Before the first step: how many rows fit the memory, and what will be done."""
 
 import logging
 from typing import Any
 
 import torch
 
-from common import hardware, logprobs, loop, models, report
-from common.config import ConfigError, Run
+from common import hardware, logprobs, loop, report
+from common.config import Run
 from common.distributed import Context
 from common.precision import Precision
 from common.rollout import Sampler
@@ -14,32 +14,6 @@ from common.tasks import Example, Task
 from grpo.config import GrpoConfig
 
 log = logging.getLogger("clutch")
-
-
-def longest_prompt(sampler: Sampler, tokenizer: Any, task: Task, splits: dict[str, Any], new_tokens: int) -> int:
-    """Tokens of the longest prompt of all `splits`. Raises: ConfigError where one does not fit with `new_tokens` more."""
-    longest, misfits, count = 0, [], 0
-    for split, examples in splits.items():
-        for example, ids in zip(
-            examples, models.encode_prompts(tokenizer, [task.prompt(e) for e in examples]), strict=True
-        ):
-            longest, count = max(longest, len(ids)), count + 1
-            if len(ids) + new_tokens > sampler.context:
-                misfits.append((split, example.id, len(ids)))
-    if misfits:
-        split, first, tokens = misfits[0]
-        room = sampler.context - longest
-        raise ConfigError(
-            f"{len(misfits)} of {count} prompts do not fit the model's context of {sampler.context} tokens with "
-            f"algo.sampling.max_new_tokens={new_tokens}: the first is {split} example {first} with {tokens} tokens, the "
-            f"longest has {longest}. "
-            + (
-                f"Lower it to {room}, or shorten the prompts."
-                if room > 0
-                else "Shorten the prompts, or leave them out."
-            )
-        )
-    return longest
 
 
 def plan(
@@ -59,7 +33,7 @@ def plan(
     settings: GrpoConfig = run.algo
     tokens, size = settings.sampling.max_new_tokens, settings.samples_per_prompt
     splits = {"train": order.examples, "test": held_out}
-    prompt = longest_prompt(sampler, tokenizer, task, splits, tokens)
+    prompt = loop.longest_prompt(sampler.context, tokenizer, task, splits, tokens)
     parameters = sum(p.numel() for p in sampler.model.parameters())
     half, offload = numbers.compute != torch.float32, run.opt.offload.enabled
     # Weights, gradients, Adam's two moments, autocast's copy of the weights, the reference model.

@@ -10,7 +10,6 @@ the prompt is computed once a group in training as in sampling; no dropout anywh
 
 import copy
 import logging
-import math
 import time
 from contextlib import closing
 from dataclasses import asdict
@@ -28,7 +27,6 @@ from common.tasks import Task, build
 from common.tracking import Phases, Tracker, closed_on_error
 from grpo.config import GrpoConfig, check_switches
 from grpo.groups import Group, Roller
-from grpo.guards import Guards
 from grpo.loss import Counts, advantages, policy_loss
 from grpo.plan import plan
 
@@ -55,7 +53,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     if reference is not None and run.opt.offload.enabled:
         reference.to("cpu")
     policy = Policy(model, run, context, numbers)
-    guards = Guards(settings.stop_at, numbers.scaler)
+    guards = optim.Guards(numbers.scaler)
 
     resumed = resume.find(run, context)
     state: dict[str, Any] = {"step": 0, "cursor": 0, "passes_left": 0, "seconds": 0.0, "tracker": {}}
@@ -114,7 +112,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             passes = settings.passes if rollout.groups else 1
             for step in range(first_step, min(first_step + passes, settings.steps)):
                 seen = policy.step(step, rollout.groups, advantage, olds, phases) if rollout.groups else {}
-                trouble = guards.trouble(seen) if seen else None
+                trouble = (guards.trouble(seen) or settings.stop_at.crossed(seen)) if seen else None
                 state["step"] = step + 1
                 event: dict[str, Any] = {}
                 seconds = time.perf_counter() - started  # of training: an evaluation's tokens are not counted either
@@ -170,9 +168,8 @@ class Policy:
     def __init__(self, model: Any, run: Run, context: Context, numbers: precision.Precision) -> None:
         self.model, self.run, self.context, self.numbers = model, run, context, numbers
         self.settings: GrpoConfig = run.algo
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = optim.optimizer(self.settings.optimizer, self.parameters, self.settings.lr)
-        self.scaler = torch.amp.GradScaler(context.device.device.type, enabled=numbers.scaler)  # type: ignore[attr-defined]
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self.updater = optim.Updater(parameters, self.settings, numbers, context.device.device)
         self.rows = self.settings.micro_batch_rows
         if run.opt.checkpointing.enabled:
             optim.checkpoint_activations(model)
@@ -184,14 +181,10 @@ class Policy:
 
         olds: by group, filled in a rollout's first pass and used in later ones.
         """
-        lr = self.lr(step)
-        for of_optimizer in self.optimizer.param_groups:
-            of_optimizer["lr"] = lr
-
         first_pass = not olds
 
         def attempt(rows: int) -> dict[str, float]:
-            self.optimizer.zero_grad(set_to_none=True)
+            self.updater.clear()
             if first_pass:  # what an attempt that ran out of memory left: the ratio is to be exactly 1
                 olds.clear()
             return self._backward(groups, advantage, olds, rows)
@@ -204,27 +197,18 @@ class Policy:
                 if self.rows > fewest:
                     totals, self.rows = hardware.halving(attempt, fewest, floor=1)
         with phases("exchange"):
-            optim.sum_gradients(self.parameters)
+            optim.sum_gradients(self.updater.parameters)
             names = sorted(totals)
             device = self.context.device.device
             summed = self.context.sum(torch.tensor([totals[n] for n in names], dtype=torch.float64, device=device))
             totals = dict(zip(names, summed.tolist(), strict=True))
         with phases("update"):
-            self.scaler.unscale_(self.optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.grad_clip).item()
-            scale = self.scaler.get_scale()
-            if math.isfinite(norm) or self.numbers.scaler:  # with a scaler an overflow skips the step and is counted
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
+            updated = self.updater.step(self.lr(step))
         tokens = max(1.0, totals["tokens"])
         return {
             "loss": totals["loss"],
-            "grad_norm": norm,
-            "lr": lr,
+            **updated,
             **{shown: totals[name] / tokens for name, shown in PER_TOKEN.items()},
-            **(
-                {"loss_scale": scale, "overflow": float(self.scaler.get_scale() < scale)} if self.numbers.scaler else {}
-            ),
         }
 
     def lr(self, step: int) -> float:
@@ -276,7 +260,7 @@ class Policy:
             sampled = padded([row for g, p in chosen for row in g.logprobs[p]])
             weights = torch.cat([advantage[index, part] for index, part in batch]).to(device, torch.float32)
             loss, sums = policy_loss(logp, old, weights, mask, counts, settings, ref=ref, entropy=entropy)
-            self.scaler.scale(loss).backward()
+            self.updater.scaler.scale(loss).backward()
             totals["loss"] += loss.detach()
             totals["tokens"] += mask.sum()
             totals["gap"] += ((logp.detach() - sampled).abs() * mask).sum()
@@ -291,7 +275,7 @@ class Policy:
             state["step"],
             {name: parameter.detach() for name, parameter in self.model.named_parameters()},
             {"run": state, "config": asdict(self.run)},
-            {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()},
+            self.updater.state(),
             keep=self.run.checkpoint.keep,
         )
 
@@ -301,9 +285,7 @@ class Policy:
         assert saved.extra is not None
         for name, parameter in self.model.named_parameters():
             parameter.copy_(saved.tensors[name])
-        self.optimizer.load_state_dict(saved.extra["optimizer"])
-        if saved.extra["scaler"]:  # empty where the run so far needed none
-            self.scaler.load_state_dict(saved.extra["scaler"])
+        self.updater.load(saved.extra)
 
 
 def micro_batches(groups: list[Group], indices: range, rows: int) -> list[list[tuple[int, slice]]]:

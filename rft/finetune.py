@@ -198,6 +198,7 @@ class Finetuner:
                 self.lora = with_lora(model, self.settings.lora)
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.updater = optim.Updater(list(self.named.values()), self.settings, numbers, context.device.device)
+        self.guards = optim.Guards(numbers.scaler)
         self.rows = self.settings.batch_rows
         if run.opt.checkpointing.enabled:
             optim.checkpoint_activations(model)
@@ -270,13 +271,10 @@ class Finetuner:
             warm = max(1, math.ceil(settings.warmup * self.total))
             factor = min(1.0, (step + 1) / warm) * settings.lr_schedule.factor(step, self.total)
             updated = self.updater.step(settings.lr * factor)
-        if not (math.isfinite(loss) and (math.isfinite(updated["grad_norm"]) or self.numbers.scaler)):
-            raise RunStopped(
-                f"fine-tuning step {step + 1}: loss {loss}, gradient norm {updated['grad_norm']}. Lower algo.lr, or leave "
-                "opt=amp out.",
-                EXIT_NUMBERS,
-            )
-        return {"loss": loss, **updated, "trained_tokens": tokens, "epoch": (step + 1) / self.total * settings.epochs}
+        seen = {"loss": loss, **updated}
+        if (trouble := self.guards.trouble(seen)) is not None:
+            raise RunStopped(f"fine-tuning step {step + 1}: {trouble}", EXIT_NUMBERS)
+        return seen | {"trained_tokens": tokens, "epoch": (step + 1) / self.total * settings.epochs}
 
     def finish(self) -> Any:
         """The plain model after training. With LoRA the adapter is written to FOLDER/adapter and merged."""

@@ -380,19 +380,10 @@ class Stages:
             else f"none of {len(examples):,} training prompts is among the {len(everything):,} evaluation prompts"
         )
         self.order = loop.Order(self.train, run.seed)
-        longest = max(
-            len(ids)
-            for ids in models.encode_prompts(
-                self.tokenizer, [task.prompt(e) for e in (*self.train, *self.validation, *self.held_out)]
-            )
+        splits = {"train": (*self.train, *self.validation), "test": self.held_out}
+        loop.longest_prompt(
+            models.context_length(self.model), self.tokenizer, task, splits, self.settings.sampling.max_new_tokens
         )
-        context = models.context_length(self.model)
-        if longest + self.settings.sampling.max_new_tokens > context:
-            raise ConfigError(
-                f"the longest prompt has {longest} tokens; with algo.sampling.max_new_tokens="
-                f"{self.settings.sampling.max_new_tokens} it exceeds the model's context of {context}. Lower the setting, or "
-                "leave out long prompts."
-            )
 
     def _prompts(self, iteration: int) -> list[Example]:
         """The training prompts of an iteration, in the order in which they are sampled."""

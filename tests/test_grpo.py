@@ -15,12 +15,12 @@ from conftest import ROOT, Launch, events
 
 from common import checkpoint, hardware, logprobs, loop
 from common.config import ConfigError, ScoringConfig
+from common.optim import Guards
 from common.rollout import Sampler
 from common.scoring import Scorer
 from common.tasks import Example
 from grpo.config import StopAtConfig
 from grpo.groups import Group, why_dead
-from grpo.guards import Guards
 from grpo.train import micro_batches
 from launch import compose, train
 
@@ -296,29 +296,28 @@ def test_a_reward_that_is_not_finite_stops_with_the_row(tmp_path, in_cache):
 def test_fp16_that_overflows_for_good_stops():
     """Sequences as a GradScaler gives them, without a device that has one."""
     seen = {"loss": 0.1, "grad_norm": 1.0, "ratio_kl": 0.0, "entropy": 1.0, "loss_scale": 65536.0, "overflow": 0.0}
-    nothing = StopAtConfig(ratio_kl=None, entropy_below=None)
     overflow = seen | {"overflow": 1.0, "grad_norm": float("inf")}
 
-    guards = Guards(nothing, scaled=True)
+    guards = Guards(scaled=True)
     found = [guards.trouble(overflow | {"loss_scale": 65536.0 / 2**step}) for step in range(18)]
     assert found[:17] == [None] * 17  # at 1 it may still recover
     assert found[17] is not None
     assert found[17].startswith("fp16 gradients overflow for good: 18 in a row, loss scale 0.5.")
 
-    guards = Guards(nothing, scaled=True)
+    guards = Guards(scaled=True)
     for step in range(100):  # now and then is how a GradScaler works
         assert guards.trouble(overflow if step % 20 else seen) is None
-    guards = Guards(nothing, scaled=True)
+    guards = Guards(scaled=True)
     found = [guards.trouble(overflow | {"loss_scale": 2.0**40}) for _ in range(20)]
     assert [text is None for text in found] == [True] * 19 + [False]
 
     without = {k: v for k, v in overflow.items() if k not in ("loss_scale", "overflow")}
-    assert "gradient norm inf" in (Guards(nothing, scaled=False).trouble(without) or "")
-    assert "loss nan" in (Guards(nothing, scaled=True).trouble(seen | {"loss": float("nan")}) or "")
-    guards = Guards(StopAtConfig(ratio_kl=0.1, entropy_below=0.5), scaled=False)
-    assert guards.trouble(seen) is None
-    assert "algo.stop_at.ratio_kl=0.1" in (guards.trouble(seen | {"ratio_kl": 0.2}) or "")
-    assert "algo.stop_at.entropy_below=0.5" in (guards.trouble(seen | {"entropy": 0.2}) or "")
+    assert "gradient norm inf" in (Guards(scaled=False).trouble(without) or "")
+    assert "loss nan" in (Guards(scaled=True).trouble(seen | {"loss": float("nan")}) or "")
+    stop_at = StopAtConfig(ratio_kl=0.1, entropy_below=0.5)
+    assert stop_at.crossed(seen) is None
+    assert "algo.stop_at.ratio_kl=0.1" in (stop_at.crossed(seen | {"ratio_kl": 0.2}) or "")
+    assert "algo.stop_at.entropy_below=0.5" in (stop_at.crossed(seen | {"entropy": 0.2}) or "")
 
 
 class Slow(Fixed):
