@@ -26,7 +26,8 @@ def test_every_choice_composes(hardware, task):
 
 @pytest.mark.parametrize("experiment", options("experiment"))
 def test_every_experiment_composes(experiment):
-    assert compose([f"experiment={experiment}"]).algo.name in ALGORITHMS
+    extra = {"rft_smollm2_units": ["model.path=x"]}.get(experiment, [])
+    assert compose([f"experiment={experiment}", *extra]).algo.name in ALGORITHMS
 
 
 def test_an_experiment_changes_what_stands_in_config_yaml():
@@ -103,7 +104,7 @@ MISTAKES = {
     "opt.amp.dtype=float16": "opt.amp.dtype=float16 has no effect: amp is off. Add it: 'opt=[amp,...]'.",
     "hardware=a100": "hardware='a100' is not a choice. Did you mean 'v100'? Choices: a100_40g, a100_80g, auto, cpu, h100, "
     "h200, rtx4090, v100.",
-    "algo=egroll": "algo='egroll' is not a choice. Did you mean 'eggroll'? Choices: eggroll, grpo.",
+    "algo=egroll": "algo='egroll' is not a choice. Did you mean 'eggroll'? Choices: eggroll, grpo, rft.",
     "algo.members=3": "algo.members=3 is odd, and algo.mirrored=true needs pairs. Use algo.members=4, or "
     "algo.mirrored=false.",
     "algo.fitness=zscor": "algo.fitness='zscor' is not a choice. Did you mean 'zscore'? Choices: zscore, prompt_zscore, "

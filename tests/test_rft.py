@@ -376,8 +376,8 @@ def test_other_settings_do_not_go_on_with_a_run(letters):
     letters("algo.iterations=1")
     with pytest.raises(ConfigError, match="already holds a run"):
         letters("algo.iterations=1")
-    with pytest.raises(ConfigError, match=r"finetune.json was made with other settings: algo.lr was 0.0005, is 0.001"):
-        letters("algo.lr=0.001", "resume=auto")
+    with pytest.raises(ConfigError, match=r"finetune.json was made with other settings: algo.lr was 0.001, is 0.002"):
+        letters("algo.lr=0.002", "resume=auto")
     with pytest.raises(ConfigError, match=r"algo.sampling.temperature was 1.0, is 0.9"):
         letters("algo.sampling.temperature=0.9", "resume=auto", "algo.stage=select")
 
