@@ -374,6 +374,15 @@ def test_pretraining_shows_right_ones_as_often_as_asked(share):
         assert 0 < sum(by_pair[pair, True] > by_pair[pair, False] for pair in pairs) / len(pairs) < 0.35
 
 
+def test_a_hint_tells_the_answer_and_nothing_else_changes():
+    row = make().examples("train")[0]
+    for chat in (False, True):
+        chosen = make(chat=chat)
+        asked, hinted = plain(chosen.prompt(row)), plain(chosen.hint(row))
+        assert hinted != asked
+        assert hinted.replace(f" (The answer is {row.answer}.)", "") == asked
+
+
 def test_there_are_right_ways_and_wrong_ways(task):
     row = Example(0, "7 m in mm", "7000", {"value": Fraction(7000)})
     draw = random.Random(0)

@@ -44,7 +44,10 @@ class Task(Protocol):
     Optional beside them:
     `rewards(examples, completions) -> list[float]`: the same as `reward`, batched;
     `pretraining(example, draw) -> tuple[str, str]`: prompt and completion to teach the `tiny` model. Its completions
-    hold the right behaviour among others, so that the base model knows how and has yet to learn when.
+    hold the right behaviour among others, so that the base model knows how and has yet to learn when;
+    `answer(completion) -> str | None`: the answer that was read from a completion, None where there is none;
+    `path_key(completion) -> str`: the same for completions that reason alike, "" where that cannot be told;
+    `hint(example)`: the prompt with the answer told.
     """
 
     def examples(self, split: str) -> Sequence[Example]:
