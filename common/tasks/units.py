@@ -240,6 +240,10 @@ class Units:
             messages.append({"role": "assistant", "content": shot["answer"]})
         return [*messages, {"role": "user", "content": example.question}]
 
+    def hint(self, example: Example) -> str | Messages:
+        """The prompt with the answer told, for a model that is to find the calculation that leads to it."""
+        return self.prompt(replace(example, question=f"{example.question} (The answer is {example.answer}.)"))
+
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
         """A right calculation with probability task.share_right over all pairs of units, else a wrong one.
 
