@@ -43,6 +43,10 @@ class SelectConfig:
                 raise ConfigError(f"algo.select.{key}={getattr(self, key)} is out of range. Give a value up to 1.")
         choice("algo.select.buffer", self.buffer, ("all", "last"))
 
+    def accepts(self, reward: float, finished: bool) -> bool:
+        """Whether a completion is right; one that was cut off never is. The slack is that of a weighted mean's rounding."""
+        return finished and reward >= self.accept - 1e-9
+
 
 @dataclass(kw_only=True)
 class LoraConfig:

@@ -306,8 +306,7 @@ class Generator:
                     "parsed": answer(text),
                     "reward": scored.rewards[row],
                     "finished": finished,
-                    # A completion that was cut off is never accepted, whatever its reward.
-                    "accepted": finished and scored.rewards[row] >= self.settings.select.accept - 1e-9,
+                    "accepted": self.settings.select.accepts(scored.rewards[row], finished),
                     "path": path_key(text),
                     "entropy": round(entropy[row], 4),
                     "tokens": completions.tokens[row, : lengths[row]].tolist(),

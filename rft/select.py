@@ -105,13 +105,3 @@ def diverse(ways: Sequence[Record], most: int, min_distance: float) -> list[Reco
 def _gap(one: Record, other: Record) -> float:
     a, b = one["completion"], other["completion"]
     return distance(a, b) / max(1, len(a), len(b))
-
-
-def pass_at(right: int, of: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of `k` samples is right, from `right` of `of` (arXiv:2107.03374)."""
-    if of - right < k:
-        return 1.0
-    chance = 1.0
-    for i in range(of - right + 1, of + 1):
-        chance *= 1 - k / i
-    return 1 - chance

@@ -21,9 +21,10 @@ from common.signals import EXIT_SIGNAL
 from common.tasks import Example
 from launch import compose, train
 from rft import finetune
+from rft.evaluate import pass_at
 from rft.finetune import Tree, lay, micro_batches, steps, token_losses
 from rft.generate import Store, check_same, missing
-from rft.select import distinct, diverse, pass_at, select
+from rft.select import distinct, diverse, select
 
 TESTS = ROOT / "tests"
 LETTERS = [

@@ -1,0 +1,86 @@
+"""Before the first stage: how many rows fit the memory, and what will be done."""
+
+import logging
+import os
+from typing import Any
+
+import torch
+
+from common import hardware, logprobs, report
+from common.config import Run
+from common.distributed import Context
+from common.precision import Precision
+from common.rollout import Sampler
+from common.tasks import Task
+from rft.config import ENVIRONMENT, RftConfig
+from rft.prompts import Prompts
+
+log = logging.getLogger("clutch")
+
+
+def fitted(run: Run, context: Context, sampler: Sampler, longest: int, numbers: Precision) -> tuple[int, int, float]:
+    """Rows of a rollout forward and completions of a training forward that fit the memory, and bytes in all.
+
+    Args: longest: tokens of the longest prompt.
+    """
+    settings: RftConfig = run.algo
+    model, tokens = sampler.model, settings.sampling.max_new_tokens
+    parameters = sum(p.numel() for p in model.parameters())
+    half = numbers.compute != torch.float32
+    trained = parameters if not settings.lora.rank else 0  # an adapter's share is small
+    training_fixed = 4 * parameters + 12 * trained + 2 * half * parameters
+    sampling_fixed = (4 + 2 * half) * parameters
+    row_of_sampling = sampler.bytes_per_row(longest, tokens)
+    row_of_training = logprobs.activation_bytes(
+        model, 1, longest, 1, tokens, numbers.compute, run.opt.checkpointing.enabled
+    )
+    share = context.world_size if context.device.device.type == "cpu" else 1  # ranks of a CPU share its memory
+    gb = context.device.memory_gb / share
+    rows = hardware.fit_rows(settings.micro_batch_rows, row_of_sampling, sampling_fixed, gb)
+    batch = hardware.fit_rows(settings.batch_rows, row_of_training, training_fixed, gb)
+    for key, asked, fits in (
+        ("micro_batch_rows", settings.micro_batch_rows, rows),
+        ("batch_rows", settings.batch_rows, batch),
+    ):
+        if fits < asked:
+            log.info("algo.%s=%d does not fit %.0f GB; going on with %d", key, asked, gb, fits)
+    chunk = settings.prompts_per_batch * settings.chunk_size
+    peak = max(sampling_fixed + min(rows, chunk) * row_of_sampling, training_fixed + batch * row_of_training)
+    return rows, batch, peak
+
+
+def plan(
+    run: Run, context: Context, task: Task, model: Any, prompts: Prompts, numbers: Precision, rows: int, peak: float
+) -> None:
+    """Print what will be done, with sizes. rows: of a rollout forward; peak: bytes."""
+    settings: RftConfig = run.algo
+    size = sum(p.numel() for p in model.parameters())
+    taken = len(prompts.of(1, settings.prompts))
+    trained = f"LoRA of rank {settings.lora.rank}" if settings.lora.rank else "all weights"
+    variables = {name: os.environ[name] for name in ENVIRONMENT if os.environ.get(name)}
+    counting = [f"{n}={v}" for n, v in variables.items() if v == str(getattr(settings, ENVIRONMENT[n]))]
+    lines = {
+        "algorithm": f"rft, {settings.iterations} iterations from the {settings.start_from} weights"
+        + (f"; stage {settings.stage}" if settings.stage != "all" else "")
+        + (f", shard {settings.shard}" if settings.shard else ""),
+        "task": f"{getattr(task, 'name', type(task).__name__)}: {len(prompts.train):,} training prompts, {taken:,} an "
+        f"iteration; {len(prompts.validation)} for validation, {len(prompts.held_out)} held out",
+        "overlap": prompts.overlap,
+        "model": f"{run.model.path or run.model.name}, {size / 1e6:.2f}M parameters",
+        "device": f"{context.device.name}, {context.device.memory_gb:.0f} GB; hardware={run.hardware.name}",
+        "numbers": f"{numbers.name}{', GradScaler' if numbers.scaler else ''}, masters float32",
+        "ranks": str(context.world_size),
+        "generate": f"{settings.samples_per_prompt} samples a prompt, {settings.second_round_samples} more for unsolved ones, "
+        f"{settings.hint_samples} with a hint; chunks of {settings.prompts_per_batch} prompts x {settings.chunk_size} samples, "
+        f"{rows} rows a forward",
+        "select": f"reward from {settings.select.accept:g}, up to {settings.select.keep_per_prompt} ways a prompt, buffer "
+        f"{settings.select.buffer}",
+        "fine-tune": f"{trained}, {settings.epochs} epochs, lr {settings.lr:g}, {settings.batch_rows} completions "
+        f"a forward x {settings.accumulate}{', packed' if settings.packing else ''}",
+        "environment": ", ".join(counting),
+        "memory": f"about {peak / 2**30:.2f} GB a rank",
+        "folder": str(context.out_dir),
+    }
+    report.plan({key: value for key, value in lines.items() if value})
+    if not settings.shard:
+        report.write_run(run, context.out_dir, context.device.name)

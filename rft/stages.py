@@ -1,0 +1,493 @@
+"""The stages of an iteration of RFT, each on what lies in the run folder."""
+
+import copy
+import gc
+import json
+import logging
+import os
+import shutil
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common import hardware, logprobs, loop, models, optim, precision, report
+from common.config import ConfigError, ModelConfig, Run
+from common.distributed import Context
+from common.evaluation import Evaluation, evaluate
+from common.rollout import Sampler
+from common.scoring import Scorer
+from common.signals import EXIT_SIGNAL, RunStopped
+from common.tasks import Example, Task
+from common.tracking import Tracker, events
+from rft.config import STAGES, RftConfig
+from rft.evaluate import pass_rates
+from rft.finetune import Finetuner, Tree
+from rft.generate import Generator, Record, Store, check_same, made_with, merged, missing, shard_path
+from rft.plan import fitted, plan
+from rft.prompts import split
+from rft.select import Selection, select
+
+log = logging.getLogger("clutch")
+
+
+class Stages:
+    """The stages of an iteration. Each finds what it needs in the run folder, and leaves what it made there."""
+
+    def __init__(self, run: Run, context: Context, task: Task) -> None:
+        self.run, self.context, self.task = run, context, task
+        self.settings: RftConfig = run.algo
+        self.numbers = precision.resolve(run.opt, context.device.device)
+        self.model: Any
+        self.model, self.tokenizer = loop.load(run, task, context)
+        self.loaded = 0  # the iteration whose model that is; 0 = the base
+        self._prepare()
+        self.prompts = split(run, task, self.tokenizer, models.context_length(self.model))
+        self._check_folder()
+        rows, batch, peak = fitted(run, context, self._sampler(self.model), self.prompts.longest, self.numbers)
+        self.sizes = _Sizes(context, rows, batch)
+        if context.main:
+            plan(run, context, task, self.model, self.prompts, self.numbers, self.sizes["micro_batch_rows"], peak)
+        self.scorer = Scorer(task, run.scoring)
+        self.stop: Any = None
+        self.traced: Any = None
+        index, of = self.settings.part()
+        written = context.out_dir / f"shard-{index}-of-{of}" if self.settings.shard else context.out_dir
+        written.mkdir(exist_ok=True)
+        self.events = self._kept_events(written / "metrics.jsonl")
+        self.seconds = sum(event.get("seconds", 0.0) for event in self.events)
+        self.step = len(self.events)
+        saved = written / "tracker.json"
+        state = json.loads(saved.read_text(encoding="utf-8")) if saved.exists() else {}
+        self.tracker = Tracker(run, written, None, self.step, state) if context.main else None
+        if self.tracker and not saved.exists():
+            saved.write_text(json.dumps(self.tracker.state()), encoding="utf-8")
+
+    # --- the stages
+
+    def generate(self, iteration: int) -> None:
+        """Fill this run's shard of samples."""
+        settings, context, folder = self.settings, self.context, self._folder(iteration)
+        index, of = settings.part()
+        mine = self.prompts.of(iteration, settings.prompts)[index - 1 :: of]
+        if self._finished(iteration):
+            return
+        store = self._store(shard_path(folder, index, of), iteration)
+        if not missing(mine, store.held, settings):
+            return
+        model = self._at(iteration - 1)
+        if self.numbers.compute != torch.float32:
+            # A copy in the dtype that is computed in: casting the weights anew for each token costs more than sampling.
+            model = copy.deepcopy(model).to(self.numbers.compute)
+        generator = Generator(self.run, context, self.task, self.tokenizer, self.scorer, self.sizes["micro_batch_rows"])
+        done = 0
+
+        def begin(name: str, samples: int) -> None:
+            nonlocal done
+            done = 0
+            self._begin(f"iteration {iteration}, {name} samples", samples, 0, "sample")
+
+        def seen(fresh: list[Record], sampling: float, seconds: float, phases: dict[str, float]) -> None:
+            nonlocal done
+            done += len(fresh)
+            held = store.held
+            prompts = {record["prompt"] for record in held.values()}
+            solved = {record["prompt"] for record in held.values() if record["accepted"]}
+            generated, accepted = sum(len(r["tokens"]) for r in fresh), sum(r["accepted"] for r in fresh)
+            memory = hardware.peak_memory_gb(context.device.device)
+            self._log(
+                {
+                    "stage": "generate",
+                    "iteration": iteration,
+                    "round": fresh[0]["round"],
+                    "seconds": seconds,
+                    "phase_seconds": phases,
+                    "reward": sum(record["reward"] for record in fresh) / len(fresh),
+                    "accepted": accepted / len(fresh),
+                    "prompts": len(prompts),
+                    "solved": len(solved) / len(prompts),
+                    "entropy": sum(record["entropy"] for record in fresh) / len(fresh),
+                    "tokens_per_second": generated / sampling,
+                    "samples_per_second": len(fresh) / sampling,
+                    "accepted_per_minute": 60 * accepted / sampling,
+                    "peak_memory_gb": memory,
+                },
+                done,
+                f"{len(prompts)} of {len(mine)} prompts, {100 * len(solved) / len(prompts):.0f} % solved, "
+                f"{generated / sampling:,.0f} tokens/s, {memory:.1f} GB",
+            )
+            if self._stopping():
+                raise self._stopped(iteration, "generate")
+
+        generator.fill(store, mine, self._sampler(model), iteration, begin, seen)
+        self.sizes["micro_batch_rows"] = generator.rows
+
+    def select(self, iteration: int) -> None:
+        """Choose training data among the samples, and say what was found."""
+        if self._finished(iteration):
+            return
+        selection = self._selection(iteration)
+        stats, folder = selection.stats, self._folder(iteration)
+        if self.context.main:
+            _write(folder / "selected.json", stats)
+            rows = [record for kept in selection.kept.values() for record in kept]
+            text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in rows)
+            (folder / "selected.jsonl").write_text(text, encoding="utf-8")
+            log.info(
+                "iteration %d: %d of %d samples right, %.0f %% of %d prompts solved (%.0f %% always right), %.1f ways a solved "
+                "prompt, %d completions kept; entropy %.2f",
+                iteration,
+                stats["accepted"],
+                stats["samples"],
+                100 * stats["solved_share"],
+                stats["prompts"],
+                100 * stats["all_right_share"],
+                stats["paths_per_solved_prompt"],
+                stats["kept"],
+                stats["entropy"],
+            )
+            log.info("%s", _histogram(stats["prompts_by_share_right"]))
+        if not selection.kept:
+            raise ConfigError(
+                f"no completion of iteration {iteration} was accepted, so there is nothing to learn from: "
+                f"{100 * stats['answered_share']:.0f} % had an answer, {100 * stats['truncated_share']:.0f} % were cut off. "
+                "Take more samples (algo.samples_per_prompt, algo.second_round_samples), tell the answer "
+                "(algo.hint_samples), raise algo.sampling.max_new_tokens or lower algo.select.accept."
+            )
+
+    def finetune(self, iteration: int) -> None:
+        """Train on the selected completions; leaves the model in RUN/iteration-K/model."""
+        if self._finished(iteration):
+            return
+        settings, context, folder = self.settings, self.context, self._folder(iteration)
+        selection = self._selection(iteration)
+        asked = {example.id: example for example in self.prompts.train}
+        prompts = models.encode_prompts(self.tokenizer, [self.task.prompt(asked[i]) for i in selection.kept])
+        trees = [
+            Tree(prompt, [record["tokens"] for record in rows])
+            for prompt, rows in zip(prompts, selection.kept.values(), strict=True)
+        ]
+        start = 0 if settings.start_from == "base" else iteration - 1
+        model = self._at(start)
+        tuner = Finetuner(model, trees, self.run, context, self.numbers, folder, self.run.seed + iteration)
+        tuner.rows = self.sizes["batch_rows"]
+        record = self._finetuned_with()
+        tuner.resume(record, check_same)
+        self.loaded = -1  # neither the base nor an iteration's model any more
+        self._begin(f"iteration {iteration}, fine-tuning", tuner.total, tuner.done, "step")
+
+        def seen(event: dict[str, float], phases: dict[str, float]) -> None:
+            speed = event["trained_tokens"] / event["seconds"]
+            self._log(
+                {
+                    "stage": "finetune",
+                    "iteration": iteration,
+                    "train_step": tuner.done,
+                    **event,
+                    "phase_seconds": phases,
+                    "tokens_per_second": speed,
+                    "peak_memory_gb": hardware.peak_memory_gb(context.device.device),
+                },
+                tuner.done,
+                f"loss {event['loss']:.4f}, {speed:,.0f} tokens/s",
+            )
+            stopping = self._stopping()
+            due = self.run.checkpoint.every and tuner.done % self.run.checkpoint.every == 0
+            if context.main and tuner.done < tuner.total and (due or stopping):
+                tuner.save({"made_with": record, "iteration": iteration})
+            context.barrier()
+            if stopping and tuner.done < tuner.total:
+                raise self._stopped(iteration, "finetune")
+
+        tuner.train(seen)
+        self.sizes["batch_rows"] = tuner.rows
+        self.model = tuner.finish().eval()
+        if context.main:
+            _write(
+                folder / "finetune.json",
+                {"made_with": record, "steps": tuner.total, "completions": selection.stats["kept"]},
+            )
+            models.export(self.model, self.tokenizer, folder / "model")
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        self.loaded = iteration
+        self._prepare()
+        context.barrier()
+
+    def evaluate(self, iteration: int) -> dict[str, Any]:
+        """Measure an iteration's model on the held-out and on the validation prompts; 0 = the base model."""
+        path = self._folder(iteration) / "evaluation.json"
+        record = self._measured_with()
+        if path.exists() and (saved := json.loads(path.read_text(encoding="utf-8")))["made_with"] == record:
+            return saved
+        self.context.barrier()  # no rank looks after rank 0 has written
+        started = time.perf_counter()
+        sampler = self._sampler(self._at(iteration))
+        sampler.rows = self.sizes["micro_batch_rows"]
+        held_out = self._measure(sampler, self.prompts.held_out)
+        rates = pass_rates(
+            self.run, self.context, sampler, self.tokenizer, self.task, self.scorer, self.prompts.held_out
+        )
+        validation = self._measure(sampler, self.prompts.validation).value if self.prompts.validation else None
+        found = {
+            "made_with": record,
+            "iteration": iteration,
+            "metric": held_out.name,
+            "metrics": self._with_answers(held_out) | rates,
+            "validation": validation,
+            "completions": held_out.completions,
+        }
+        if self.context.main:
+            _write(path, found)
+            what = "base" if iteration == 0 else f"iteration {iteration}"
+            log.info("%s: held-out %s", what, ", ".join(f"{k} {v:.1f}" for k, v in found["metrics"].items()))
+        self.context.barrier()
+        self.step += 1
+        if self.tracker:
+            self.tracker.write(
+                {
+                    "step": self.step,
+                    "stage": "evaluate",
+                    "iteration": iteration,
+                    "evaluate_seconds": time.perf_counter() - started,
+                    "metric": held_out.value,
+                    "metric_name": held_out.name,
+                    "metrics": found["metrics"],
+                    "validation": validation,
+                }
+            )
+        return found
+
+    # --- the ends of a run
+
+    def under_way(self) -> int:
+        """The iteration that the stage asked for belongs to: the first without a model, or for evaluate the last with one."""
+        done = 0
+        while self._finished(done + 1):
+            done += 1
+        return done if self.settings.stage == "evaluate" else done + 1
+
+    def leave(self) -> None:
+        """After one stage: where things are, and what comes next."""
+        if self.tracker:
+            self.tracker.close()
+        if self.context.main:
+            after = STAGES[(STAGES.index(self.settings.stage) + 1) % len(STAGES)]
+            log.info("%s is done; %s. Next: algo.stage=%s", self.settings.stage, self.context.out_dir, after)
+
+    def finish(self, best: int) -> report.Result:
+        """Result, export and summary of the whole run, with the best iteration's model."""
+        first, last = (json.loads((self._folder(k) / "evaluation.json").read_text(encoding="utf-8")) for k in (0, best))
+        samples = [
+            record
+            for folder in sorted(self.context.out_dir.glob("iteration-*"))
+            for path in folder.glob("samples-*.jsonl")
+            for record in map(json.loads, path.read_text(encoding="utf-8").splitlines()[1:])
+        ]
+        steps = [
+            json.loads(p.read_text(encoding="utf-8"))["steps"]
+            for p in self.context.out_dir.glob("iteration-*/finetune.json")
+        ]
+        state = {
+            "before": first,
+            "step": sum(steps),
+            "seconds": self.seconds,
+            "generated": sum(len(record["tokens"]) for record in samples),
+            "evaluations": len(samples),
+        }
+        evaluation = Evaluation(last["metrics"], last["completions"], 0)
+        return loop.finish(
+            self.run,
+            self.context,
+            self.task,
+            self._at(best),
+            self.tokenizer,
+            self.prompts.held_out,
+            state,
+            evaluation,
+            self.numbers.name,
+            self.tracker,
+        )
+
+    # --- inside
+
+    def _selection(self, iteration: int) -> Selection:
+        """Of the samples of this iteration, or of all up to it. A function of the files alone."""
+        first = iteration if self.settings.select.buffer == "last" else 1
+        records: list[Record] = []
+        for number in range(first, iteration + 1):
+            header = made_with(self.run, number)
+            records += merged(
+                self._folder(number), self.prompts.of(number, self.settings.prompts), header, self.settings
+            )
+        return select(records, self.settings.select)
+
+    def _finetuned_with(self) -> dict[str, Any]:
+        """The settings that a fine-tuned model depends on, beside its samples."""
+        settings = self.settings
+        keys = ("start_from", "epochs", "packing", "pack_tokens", "lr", "warmup", "grad_clip")
+        return {
+            "seed": self.run.seed,
+            "algo": {key: getattr(settings, key) for key in keys}
+            | {key: asdict(getattr(settings, key)) for key in ("select", "lr_schedule", "optimizer", "lora")}
+            | {"batch_rows * accumulate": settings.batch_rows * settings.accumulate},
+        }
+
+    def _folder(self, iteration: int) -> Path:
+        return self.context.out_dir / f"iteration-{iteration}"
+
+    def _finished(self, iteration: int) -> bool:
+        """Whether an iteration has its model. Raises: ConfigError where it was made with other settings."""
+        folder = self._folder(iteration)
+        if not (folder / "model").is_dir():
+            return False
+        path = folder / "finetune.json"
+        check_same(path, json.loads(path.read_text(encoding="utf-8"))["made_with"], self._finetuned_with())
+        return True
+
+    def _check_folder(self) -> None:
+        """Refuse to write over another run."""
+        settings, index = self.settings, self.settings.part()
+        if self.run.resume == "auto" or settings.stage in ("select", "finetune", "evaluate"):
+            return
+        present = (
+            self._folder(1).exists()
+            if settings.stage == "all"
+            else shard_path(self._folder(self.under_way()), *index).exists()
+        )
+        self.context.barrier()  # no rank looks after another has begun to write
+        if present:
+            raise ConfigError(
+                f"{self.context.out_dir} already holds a run. Use resume=auto to go on with it, or another hydra.run.dir."
+            )
+
+    def _store(self, path: Path, iteration: int) -> Store:
+        """The samples of a shard; rank 0 mends the file before the others read it."""
+        header = made_with(self.run, iteration)
+        store = Store(path, header, writes=True) if self.context.main else None
+        self.context.barrier()
+        return store or Store(path, header, writes=False)
+
+    def _kept_events(self, path: Path) -> list[dict[str, Any]]:
+        """What is logged and stays: not the fine-tuning steps after the checkpoint that they will be done again from."""
+        kept = []
+        for event in events(path):
+            if event["stage"] == "finetune" and not self._finished(event["iteration"]):
+                folder = self._folder(event["iteration"]) / "checkpoints"
+                saved = max((int(p.name.removeprefix("step-")) for p in folder.glob("step-????????")), default=0)
+                if event["train_step"] > saved:
+                    break
+            kept.append(event)
+        return kept
+
+    def _at(self, iteration: int) -> Any:
+        """The model of an iteration, 0 = the base; kept until another one is asked for."""
+        if self.loaded != iteration:
+            self.model = None
+            gc.collect()
+            run, path = self.run, self._folder(iteration) / "model"
+            if iteration > 0:
+                local = ModelConfig(
+                    name="hf", path=str(path), revision=None, gguf_file=None, attention=run.model.attention
+                )
+                run = replace(run, model=local)
+            self.model, _ = loop.load(run, self.task, self.context)
+            self.loaded = iteration
+            self._prepare()
+        return self.model
+
+    def _prepare(self) -> None:
+        logprobs.prepare(self.model)
+        optim.no_dropout(self.model)
+
+    def _sampler(self, model: Any) -> Sampler:
+        compute = self.numbers.compute
+        return Sampler(
+            model,
+            pad_id=self.tokenizer.pad_token_id,
+            stop_ids=models.stop_ids(model, self.tokenizer),
+            rows=self.settings.micro_batch_rows,
+            compile_mode=self.run.opt.compile.mode if self.run.opt.compile.enabled else None,
+            autocast=compute if compute != torch.float32 and model.dtype == torch.float32 else None,
+        )
+
+    def _measured_with(self) -> dict[str, Any]:
+        """The settings that an evaluation depends on, beside the model."""
+        settings = self.settings
+        return {
+            "examples": len(self.prompts.held_out),
+            "validation_prompts": len(self.prompts.validation),
+            "pass_samples": settings.pass_samples,
+            "accept": settings.select.accept,
+            "sampling": asdict(settings.sampling),
+        }
+
+    def _measure(self, sampler: Sampler, examples: list[Example]) -> Evaluation:
+        tokens = self.settings.sampling.max_new_tokens
+        return evaluate(sampler, self.tokenizer, self.task, examples, tokens, self.context)
+
+    def _with_answers(self, found: Evaluation) -> dict[str, float]:
+        """The task's measures, and the share of completions that give an answer at all."""
+        if "answered" in found.metrics or not hasattr(self.task, "answer"):
+            return found.metrics
+        answered = sum(self.task.answer(text) is not None for text in found.completions)  # type: ignore[attr-defined]
+        return found.metrics | {"answered": 100 * answered / len(found.completions)}
+
+    def _begin(self, what: str, total: int, done: int, unit: str) -> None:
+        if self.tracker:
+            self.tracker.begin(what, total, done, unit)
+
+    def _log(self, event: dict[str, Any], done: int, shown: str) -> None:
+        """An event of sampling or fine-tuning, with its progress line."""
+        self.step += 1
+        self.seconds += event["seconds"]
+        if self.tracker:
+            self.tracker.log({"step": self.step, **event}, done, shown)
+        self.traced()
+
+    def _stopping(self) -> bool:
+        return self.context.any(self.stop.name is not None)
+
+    def _stopped(self, iteration: int, stage: str) -> RunStopped:
+        return RunStopped(
+            f"stopped in iteration {iteration}, stage {stage}; what is done is in {self.context.out_dir}. "
+            f"Go on with hydra.run.dir={self.context.out_dir} resume=auto.",
+            EXIT_SIGNAL,
+        )
+
+
+class _Sizes:
+    """Rows a forward, those that held after memory ran out; kept in RUN/sizes.json across a restart."""
+
+    def __init__(self, context: Context, micro_batch_rows: int, batch_rows: int) -> None:
+        self.path = context.out_dir / "sizes.json"
+        self.writes = context.main
+        asked = {"micro_batch_rows": micro_batch_rows, "batch_rows": batch_rows}
+        held = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
+        self.rows = {key: min(value, held.get(key, value)) for key, value in asked.items()}
+
+    def __getitem__(self, key: str) -> int:
+        return self.rows[key]
+
+    def __setitem__(self, key: str, rows: int) -> None:
+        if rows < self.rows[key]:
+            self.rows[key] = rows
+            if self.writes:
+                _write(self.path, self.rows)
+
+
+def _histogram(prompts: dict[str, int]) -> str:
+    """Prompts by the share of their samples that is right, as a row of counts."""
+    widths = [max(len(name), len(str(count))) for name, count in prompts.items()]
+    head = "  ".join(name.rjust(width) for name, width in zip(prompts, widths, strict=True))
+    body = "  ".join(str(count).rjust(width) for count, width in zip(prompts.values(), widths, strict=True))
+    return f"samples right  {head}\nprompts        {body}"
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    """JSON, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".tmp")
+    beside.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(beside, path)
