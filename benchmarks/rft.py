@@ -9,7 +9,7 @@ project, trained on such positions.
 
 Rows: one question at a time, `generate` with num_return_sequences, the cache of free memory cleared after each (the document's "before");
 `generate` for all prompts of a batch together, padded on the left; this project's sampling stage, its file of samples written; then one
-switch more a row. Ratios are of seconds for the whole work.
+switch more a row. Ratios are of seconds for the whole work; utilisation counts the weights' products of the new tokens alone.
 """
 
 import argparse
@@ -103,12 +103,11 @@ class Work:
         """The sampling stage, samples written to a file. Returns a function that does it once."""
         context = Context(0, 1, Device(self.device, "", 0.0, True), Path())
         sampler = Sampler(
-            self.model,
+            models.narrowed(self.model, compute),
             pad_id=self.tokenizer.pad_token_id,
             stop_ids=models.stop_ids(self.model, self.tokenizer),
             rows=self.rows,
             compile_mode=compiled,
-            autocast=compute if compute != torch.float32 else None,
         )
         generator = Generator(self.run, context, self.task, self.tokenizer, self.scorer, self.rows)
 

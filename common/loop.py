@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -37,6 +37,8 @@ class Order:
             raise ConfigError(
                 f"the id of the task's first example is {examples[0].id!r}. It must be an int: the row's position."
             )
+        if len({example.id for example in examples}) < len(examples):
+            raise ConfigError("several of the task's training examples have the same id. Give each its position as id.")
         self.examples, self.seed = examples, seed
         self.epoch, self.shuffled = -1, list(range(len(examples)))
 
@@ -61,17 +63,15 @@ def held_out(task: Task, run: Run) -> list[Example]:
 
 
 def longest_prompt(
-    context: int, tokenizer: Any, task: Task, splits: dict[str, Sequence[Example]], new_tokens: int
+    context: int, tokenizer: Any, ask: Callable[[Example], Any], splits: dict[str, Sequence[Example]], new_tokens: int
 ) -> int:
-    """Tokens of the longest prompt of all `splits`.
+    """Tokens of the longest prompt that `ask` (the task's `prompt`, say) makes of the examples of all `splits`.
 
     Raises: ConfigError where one does not fit the model's `context` with `new_tokens` more.
     """
     longest, misfits, count = 0, [], 0
     for split, examples in splits.items():
-        for example, ids in zip(
-            examples, models.encode_prompts(tokenizer, [task.prompt(e) for e in examples]), strict=True
-        ):
+        for example, ids in zip(examples, models.encode_prompts(tokenizer, [ask(e) for e in examples]), strict=True):
             longest, count = max(longest, len(ids)), count + 1
             if len(ids) + new_tokens > context:
                 misfits.append((split, example.id, len(ids)))
@@ -132,8 +132,12 @@ def finish(
     last: Evaluation,
     dtype: str,
     tracker: Tracker | None,
+    iteration: int | None = None,
 ) -> report.Result:
-    """The end of a run that did all its steps: result, export, summary. state["before"] is the first evaluation."""
+    """The end of a run that did all its steps: result, export, summary.
+
+    Args: state: state["before"] is the first evaluation; iteration: see report.Result.
+    """
     before = state["before"]["metrics"]
     result = report.Result(
         algo=run.algo.name,
@@ -151,6 +155,7 @@ def finish(
         dtype=dtype,
         folder=str(context.out_dir),
         metrics={"before": before, "after": last.metrics},
+        iteration=iteration,
     )
     if tracker:
         tracker.summary({"before": result.before, "after": result.after})

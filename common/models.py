@@ -185,6 +185,19 @@ def _conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> lis
     return list(made["input_ids"])
 
 
+def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """`model` itself for float32, else a copy with its parameters in `dtype`, to sample from.
+
+    Under autocast the weights would be cast anew for every token. Buffers stay: rotary frequencies in bf16 are off by 0.4 %.
+    """
+    if dtype == torch.float32:
+        return model
+    copied = copy.deepcopy(model).requires_grad_(False)
+    for parameter in copied.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return copied
+
+
 def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a Hugging Face folder in the model's dtype that `from_pretrained` loads; whole or not at all.
 

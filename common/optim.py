@@ -34,7 +34,7 @@ def optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter], lr: f
     """The optimizer, fused where it can be. Raises: ConfigError for arguments that it does not take."""
     kind = optimizer_class(config)
     options: dict[str, Any] = {"lr": lr, **config.kwargs}
-    if "fused" in inspect.signature(kind).parameters:
+    if "fused" in inspect.signature(kind).parameters and "foreach" not in config.kwargs:
         options.setdefault("fused", True)
     try:
         return kind(list(parameters), **options)
@@ -78,6 +78,8 @@ class Updater:
     def clear(self) -> None:
         """Forget gradients."""
         self.optimizer.zero_grad(set_to_none=True)
+        # A rank may have no row in a step: its scaler must know its scale all the same.
+        self.scaler.scale(torch.zeros((), device=self.parameters[0].device))
 
     def step(self, lr: float) -> dict[str, float]:
         """Clip and apply the gradients, which are those of all ranks already. Returns what goes into the log."""

@@ -43,6 +43,7 @@ class Result:
     dtype: str
     folder: str
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)  # before and after, all measures
+    iteration: int | None = None  # of RFT, whose model this is; 0 = the base's: none was better
 
     def model_and_tokenizer(self) -> tuple[Any, Any]:
         """The trained model and its tokenizer, loaded from RUN/model."""
@@ -180,7 +181,7 @@ def summary(result: Result, samples: list[dict[str, str]]) -> None:
         **{
             f"held-out {name}": f"{value:.2f} -> {result.metrics['after'][name]:.2f}"
             for name, value in result.metrics["before"].items()
-            if name != result.metric
+            if name != result.metric and name in result.metrics["after"]
         },
         "steps": f"{result.steps} in {result.seconds:.0f} s",
         "generated": f"{result.generated_tokens:,} tokens, {result.reward_evaluations:,} rewards",

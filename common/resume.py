@@ -5,6 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from common import checkpoint
 from common.config import ConfigError, Run
 from common.distributed import Context
@@ -18,6 +20,17 @@ FREE = (
 )
 
 
+def check_algorithm(run: Run, out_dir: Path) -> None:
+    """Raise ConfigError where `out_dir` holds a run of another algorithm."""
+    path = out_dir / "run.yaml"
+    if not path.exists():
+        return
+    loaded: Any = OmegaConf.load(path)
+    other = OmegaConf.select(loaded, "config.algo.name")
+    if other not in (None, run.algo.name):
+        raise ConfigError(f"{out_dir} holds a run of algo={other}. Use another hydra.run.dir.")
+
+
 def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
     """The newest valid checkpoint that `run.resume` names, or None for a fresh start.
 
@@ -25,6 +38,7 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
     the settings differ from the checkpoint's (the keys are listed).
     """
     own = context.out_dir / "checkpoints"
+    check_algorithm(run, context.out_dir)
     context.barrier()  # no rank looks while another may still write
     present = any(own.glob("step-*"))
     if run.resume == "no":

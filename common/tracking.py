@@ -68,7 +68,10 @@ class Tracker:
         self.file.write(json.dumps(event) + "\n")
         self.file.flush()
         if self.sink:
-            self.sink.log(_flat(event))
+            flat = _flat(event)
+            if "stage" in event:  # curves of different stages are different curves
+                flat = {k if k == "step" else f"{event['stage']}/{k}": v for k, v in flat.items() if k != "stage"}
+            self.sink.log(flat)
 
     def log(self, event: dict[str, Any], done: int | None = None, shown: str | None = None) -> None:
         """Write an event and move the progress line.

@@ -33,7 +33,7 @@ def plan(
     settings: GrpoConfig = run.algo
     tokens, size = settings.sampling.max_new_tokens, settings.samples_per_prompt
     splits = {"train": order.examples, "test": held_out}
-    prompt = loop.longest_prompt(sampler.context, tokenizer, task, splits, tokens)
+    prompt = loop.longest_prompt(sampler.context, tokenizer, task.prompt, splits, tokens)
     parameters = sum(p.numel() for p in sampler.model.parameters())
     half, offload = numbers.compute != torch.float32, run.opt.offload.enabled
     # Weights, gradients, Adam's two moments, autocast's copy of the weights, the reference model.

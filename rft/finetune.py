@@ -5,6 +5,7 @@ positions go on from the prompt. A row holds one tree, or with packing several, 
 token's loss equals that of a row of its own.
 """
 
+import importlib.util
 import logging
 import math
 import random
@@ -21,6 +22,7 @@ from common import checkpoint, hardware, logprobs, optim
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.precision import Precision
+from common.rollout import additive
 from common.signals import EXIT_NUMBERS, RunStopped
 from common.tracking import Phases
 from rft.config import LoraConfig, RftConfig
@@ -84,14 +86,15 @@ def lay(rows: Sequence[Sequence[Tree]], device: torch.device) -> Layout:
                     source += [row * width + last, *range(row * width + column, row * width + where.stop - 1)]
                     targets += tokens
                 column = where.stop
-    causal = torch.ones(width, width, dtype=torch.bool).tril()
+    trees, branches = trees.to(device), branches.to(device)
+    causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
     along = (branches[:, None, :] == 0) | (branches[:, None, :] == branches[:, :, None])
     seen = causal & along & (trees[:, None, :] == trees[:, :, None])  # [B, T, T]
-    mask = torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)
+    mask = additive(seen, torch.float32)
     return Layout(
         ids.to(device),
         positions.to(device),
-        mask[:, None].to(device),
+        mask[:, None],
         torch.tensor(source, device=device),
         torch.tensor(targets, device=device),
     )
@@ -132,7 +135,13 @@ def micro_batches(trees: Sequence[Tree], completions: int, pack_tokens: int | No
     pack_tokens: None = a tree a row, those of like length together; else rows of up to so many tokens, filled best-fit (a
     longer tree has a row of its own).
     """
-    ordered = sorted(trees, key=lambda tree: tree.tokens, reverse=True)
+    # Where memory is so short that a tree does not fit, its completions share their prompt in smaller parts.
+    parts = [
+        Tree(tree.prompt, tree.completions[start : start + completions])
+        for tree in trees
+        for start in range(0, len(tree.completions), completions)
+    ]
+    ordered = sorted(parts, key=lambda tree: tree.tokens, reverse=True)
     rows: list[list[Tree]] = []
     room: list[int] = []
     for tree in ordered:
@@ -155,26 +164,38 @@ def micro_batches(trees: Sequence[Tree], completions: int, pack_tokens: int | No
     return batches
 
 
+def check_lora(model: Any, config: LoraConfig) -> None:
+    """Raise ConfigError where peft is not installed or a target is not in the model."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("algo.lora.rank needs a package: pip install 'clutch[lora]'. Or set algo.lora.rank=0.")
+    names = sorted({name.rsplit(".", 1)[-1] for name, module in model.named_modules() if hasattr(module, "weight")})
+    for target in _targets(config):
+        if target != "all-linear" and target not in names:
+            raise ConfigError(
+                f"algo.lora.targets={config.targets!r}: the model has no module {target!r}. Modules: {', '.join(names)}."
+            )
+
+
 def with_lora(model: Any, config: LoraConfig) -> Any:
-    """`model` with adapters in it, its own weights frozen. Returns the peft model around it. Raises: ConfigError."""
-    try:
-        import peft
-    except ImportError:
-        raise ConfigError(
-            "algo.lora.rank needs a package: pip install 'clutch[lora]'. Or set algo.lora.rank=0."
-        ) from None
-    # peft draws the adapters from torch's global generator.
-    targets = config.targets if config.targets == "all-linear" else [t.strip() for t in config.targets.split(",")]
+    """`model` with adapters in it, its own weights frozen. Returns the peft model around it; see `check_lora`."""
+    import peft
+
+    targets = _targets(config)
     adapters = peft.LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM", lora_dropout=0.0
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=targets[0] if targets == ["all-linear"] else targets,
+        task_type="CAUSAL_LM",
+        lora_dropout=0.0,
     )
-    try:
-        with warnings.catch_warnings():
-            # peft 0.21 looks at a property that transformers 5.23 has renamed.
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            return peft.get_peft_model(model, adapters)
-    except ValueError as error:
-        raise ConfigError(f"algo.lora.targets={config.targets!r}: {error}") from None
+    with warnings.catch_warnings():
+        # peft 0.21 looks at a property that transformers 5.23 has renamed.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        return peft.get_peft_model(model, adapters)
+
+
+def _targets(config: LoraConfig) -> list[str]:
+    return [target.strip() for target in config.targets.split(",")]
 
 
 class Finetuner:

@@ -29,6 +29,8 @@ from rft.config import RftConfig
 log = logging.getLogger("clutch")
 
 Record = dict[str, Any]
+# What later stages read of a record.
+FIELDS = {"prompt", "sample", "round", "completion", "parsed", "finished", "accepted", "path", "entropy", "tokens"}
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,10 @@ class Store:
         for number, line in enumerate(lines[1:], start=2):
             try:
                 record = json.loads(line)
+                if not record.keys() >= FIELDS:
+                    raise KeyError
                 records.append(((record["prompt"], record["sample"]), record))
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, AttributeError):
                 if number < len(lines):
                     raise ConfigError(
                         f"{self.path}:{number} is not a sample. Remove the line: its chunk is then made again."
@@ -169,13 +173,17 @@ def shard_path(folder: Path, index: int, of: int) -> Path:
     return folder / f"samples-{index}-of-{of}.jsonl"
 
 
+def sharding(folder: Path) -> set[int]:
+    """In how many shards there are samples; several numbers where that was changed."""
+    return {int(path.stem.rsplit("-", 1)[1]) for path in folder.glob("samples-*-of-*.jsonl")}
+
+
 def merged(folder: Path, examples: Sequence[Example], header: dict[str, Any], settings: RftConfig) -> list[Record]:
     """The samples of all shards of an iteration, by prompt and sample.
 
     Raises: ConfigError where a shard is missing or not done, or was made with other settings.
     """
-    paths = sorted(folder.glob("samples-*-of-*.jsonl"))
-    counts = {int(path.stem.rsplit("-", 1)[1]) for path in paths}
+    counts = sharding(folder)
     if not counts:
         raise ConfigError(f"{folder} has no samples yet. Make them: algo.stage=generate.")
     if len(counts) > 1:

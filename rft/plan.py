@@ -57,8 +57,11 @@ def plan(
     size = sum(p.numel() for p in model.parameters())
     taken = len(prompts.of(1, settings.prompts))
     trained = f"LoRA of rank {settings.lora.rank}" if settings.lora.rank else "all weights"
-    variables = {name: os.environ[name] for name in ENVIRONMENT if os.environ.get(name)}
-    counting = [f"{n}={v}" for n, v in variables.items() if v == str(getattr(settings, ENVIRONMENT[n]))]
+    variables = []
+    for name, key in ENVIRONMENT.items():
+        if given := os.environ.get(name):
+            counts = given == str(getattr(settings, key))
+            variables.append(f"{name}={given}" + ("" if counts else f" (overridden: {getattr(settings, key)})"))
     lines = {
         "algorithm": f"rft, {settings.iterations} iterations from the {settings.start_from} weights"
         + (f"; stage {settings.stage}" if settings.stage != "all" else "")
@@ -77,7 +80,7 @@ def plan(
         f"{settings.select.buffer}",
         "fine-tune": f"{trained}, {settings.epochs} epochs, lr {settings.lr:g}, {settings.batch_rows} completions "
         f"a forward x {settings.accumulate}{', packed' if settings.packing else ''}",
-        "environment": ", ".join(counting),
+        "environment": ", ".join(variables),
         "memory": f"about {peak / 2**30:.2f} GB a rank",
         "folder": str(context.out_dir),
     }

@@ -37,6 +37,11 @@ def split(run: Run, task: Task, tokenizer: Any, context: int) -> Prompts:
     train = without(task, examples, everything)
     # A task that reads both files may have left some out itself.
     overlap = len(examples) - len(train) + getattr(task, "overlap", 0)
+    if not train:
+        raise ConfigError(
+            f"all {len(examples)} training prompts are evaluation prompts too, so none is left to train on. "
+            "Give other training or test rows."
+        )
     count = settings.validation_prompts
     if count >= len(train):
         raise ConfigError(
@@ -45,7 +50,9 @@ def split(run: Run, task: Task, tokenizer: Any, context: int) -> Prompts:
     validation = loop.Order(train, run.seed).take(0, count)
     train = without(task, train, validation)
     held_out = loop.held_out(task, run)
-    splits = {"train": (*train, *validation), "test": held_out}
+    tokens, splits = settings.sampling.max_new_tokens, {"train": (*train, *validation), "test": held_out}
+    if settings.hint_samples:  # longer than the prompts
+        loop.longest_prompt(context, tokenizer, task.hint, {"train": train}, tokens)  # type: ignore[attr-defined]
     return Prompts(
         train,
         validation,
@@ -54,7 +61,7 @@ def split(run: Run, task: Task, tokenizer: Any, context: int) -> Prompts:
         if overlap
         else f"none of {len(examples):,} training prompts is among the {len(everything):,} evaluation prompts",
         loop.Order(train, run.seed),
-        loop.longest_prompt(context, tokenizer, task, splits, settings.sampling.max_new_tokens),
+        loop.longest_prompt(context, tokenizer, task.prompt, splits, tokens),
     )
 
 

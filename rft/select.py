@@ -25,8 +25,11 @@ class Selection:
     stats: dict[str, Any]
 
 
-def select(records: Sequence[Record], settings: SelectConfig) -> Selection:
-    """Choose training data among the samples of one or more iterations. A function of its arguments alone."""
+def select(records: Sequence[Record], settings: SelectConfig, can_answer: bool = False) -> Selection:
+    """Choose training data among the samples of one or more iterations. A function of its arguments alone.
+
+    can_answer: the task has `answer`, so that a record's "parsed" says whether there was one.
+    """
     by_prompt: dict[int, list[Record]] = {}
     for record in records:
         by_prompt.setdefault(record["prompt"], []).append(record)
@@ -54,7 +57,8 @@ def select(records: Sequence[Record], settings: SelectConfig) -> Selection:
         "samples": samples,
         "accepted": accepted,
         "accepted_share": accepted / max(1, samples),
-        "answered_share": sum(record["parsed"] is not None for record in records) / max(1, samples),
+        # null where the task has no `answer`
+        "answered_share": sum(bool(record["parsed"]) for record in records) / max(1, samples) if can_answer else None,
         "truncated_share": sum(not record["finished"] for record in records) / max(1, samples),
         "solved_share": (prompts - all_wrong) / max(1, prompts),
         "all_right_share": all_right / max(1, prompts),

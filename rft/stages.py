@@ -1,19 +1,20 @@
 """The stages of an iteration of RFT, each on what lies in the run folder."""
 
-import copy
 import gc
+import itertools
 import json
 import logging
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from common import hardware, logprobs, loop, models, optim, precision, report
+from common import hardware, logprobs, loop, models, optim, precision, report, resume
 from common.config import ConfigError, ModelConfig, Run
 from common.distributed import Context
 from common.evaluation import Evaluation, evaluate
@@ -24,13 +25,15 @@ from common.tasks import Example, Task
 from common.tracking import Tracker, events
 from rft.config import STAGES, RftConfig
 from rft.evaluate import pass_rates
-from rft.finetune import Finetuner, Tree
-from rft.generate import Generator, Record, Store, check_same, made_with, merged, missing, shard_path
+from rft.finetune import Finetuner, Tree, check_lora
+from rft.generate import Generator, Record, Store, check_same, made_with, merged, missing, shard_path, sharding
 from rft.plan import fitted, plan
 from rft.prompts import split
 from rft.select import Selection, select
 
 log = logging.getLogger("clutch")
+
+MANY_CUT = 0.1  # share of samples cut off that is worth a warning
 
 
 class Stages:
@@ -44,26 +47,28 @@ class Stages:
         self.model, self.tokenizer = loop.load(run, task, context)
         self.loaded = 0  # the iteration whose model that is; 0 = the base
         self._prepare()
+        index, of = self.settings.part()
+        # Shards run side by side in one folder, so each has its own log.
+        self.written = context.out_dir / f"shard-{index}-of-{of}" if self.settings.shard else context.out_dir
+        self.written.mkdir(exist_ok=True)
         self.prompts = split(run, task, self.tokenizer, models.context_length(self.model))
         self._check_folder()
         rows, batch, peak = fitted(run, context, self._sampler(self.model), self.prompts.longest, self.numbers)
-        self.sizes = _Sizes(context, rows, batch)
+        self.sizes = _Sizes(self.written, context.main, rows, batch)
         if context.main:
             plan(run, context, task, self.model, self.prompts, self.numbers, self.sizes["micro_batch_rows"], peak)
         self.scorer = Scorer(task, run.scoring)
+        self._check_training()
         self.stop: Any = None
         self.traced: Any = None
-        index, of = self.settings.part()
-        written = context.out_dir / f"shard-{index}-of-{of}" if self.settings.shard else context.out_dir
-        written.mkdir(exist_ok=True)
-        self.events = self._kept_events(written / "metrics.jsonl")
+        self.events = _kept_events(self.written / "metrics.jsonl", self._redone)
         self.seconds = sum(event.get("seconds", 0.0) for event in self.events)
         self.step = len(self.events)
-        saved = written / "tracker.json"
-        state = json.loads(saved.read_text(encoding="utf-8")) if saved.exists() else {}
-        self.tracker = Tracker(run, written, None, self.step, state) if context.main else None
-        if self.tracker and not saved.exists():
-            saved.write_text(json.dumps(self.tracker.state()), encoding="utf-8")
+        self.tracker: Tracker | None = None
+        if context.main:
+            saved = self.written / "tracker.json"
+            self.tracker = Tracker(run, self.written, None, self.step, _read(saved))
+            _write(saved, self.tracker.state())
 
     # --- the stages
 
@@ -74,13 +79,16 @@ class Stages:
         mine = self.prompts.of(iteration, settings.prompts)[index - 1 :: of]
         if self._finished(iteration):
             return
+        if settings.select.buffer == "all":
+            for earlier in range(1, iteration):
+                self._samples(earlier)  # they will be needed: found missing now, not after hours
+        if sharding(folder) - {of}:
+            self._samples(iteration)  # made in other shards, whole or an error
+            return
         store = self._store(shard_path(folder, index, of), iteration)
         if not missing(mine, store.held, settings):
             return
-        model = self._at(iteration - 1)
-        if self.numbers.compute != torch.float32:
-            # A copy in the dtype that is computed in: casting the weights anew for each token costs more than sampling.
-            model = copy.deepcopy(model).to(self.numbers.compute)
+        sampler = self._sampler(self._at(iteration - 1))
         generator = Generator(self.run, context, self.task, self.tokenizer, self.scorer, self.sizes["micro_batch_rows"])
         done = 0
 
@@ -118,11 +126,11 @@ class Stages:
                 f"{len(prompts)} of {len(mine)} prompts, {100 * len(solved) / len(prompts):.0f} % solved, "
                 f"{generated / sampling:,.0f} tokens/s, {memory:.1f} GB",
             )
+            self.sizes["micro_batch_rows"] = sampler.rows
             if self._stopping():
                 raise self._stopped(iteration, "generate")
 
-        generator.fill(store, mine, self._sampler(model), iteration, begin, seen)
-        self.sizes["micro_batch_rows"] = generator.rows
+        generator.fill(store, mine, sampler, iteration, begin, seen)
 
     def select(self, iteration: int) -> None:
         """Choose training data among the samples, and say what was found."""
@@ -131,13 +139,13 @@ class Stages:
         selection = self._selection(iteration)
         stats, folder = selection.stats, self._folder(iteration)
         if self.context.main:
-            _write(folder / "selected.json", stats)
+            _write(folder / "selected.json", {"made_with": asdict(self.settings.select), **stats})
             rows = [record for kept in selection.kept.values() for record in kept]
             text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in rows)
             (folder / "selected.jsonl").write_text(text, encoding="utf-8")
             log.info(
                 "iteration %d: %d of %d samples right, %.0f %% of %d prompts solved (%.0f %% always right), %.1f ways a solved "
-                "prompt, %d completions kept; entropy %.2f",
+                "prompt, %d completions kept; %.0f %% were cut off; entropy %.2f",
                 iteration,
                 stats["accepted"],
                 stats["samples"],
@@ -146,15 +154,24 @@ class Stages:
                 100 * stats["all_right_share"],
                 stats["paths_per_solved_prompt"],
                 stats["kept"],
+                100 * stats["truncated_share"],
                 stats["entropy"],
             )
+            if stats["truncated_share"] > MANY_CUT:
+                log.warning(
+                    "%.0f %% of the samples were cut off, and those are never accepted. Raise algo.sampling.max_new_tokens.",
+                    100 * stats["truncated_share"],
+                )
             log.info("%s", _histogram(stats["prompts_by_share_right"]))
+        self.context.barrier()  # no rank goes on before the files are there
         if not selection.kept:
+            answered = stats["answered_share"]
+            hint = "tell the answer (algo.hint_samples), " if hasattr(self.task, "hint") else ""
             raise ConfigError(
                 f"no completion of iteration {iteration} was accepted, so there is nothing to learn from: "
-                f"{100 * stats['answered_share']:.0f} % had an answer, {100 * stats['truncated_share']:.0f} % were cut off. "
-                "Take more samples (algo.samples_per_prompt, algo.second_round_samples), tell the answer "
-                "(algo.hint_samples), raise algo.sampling.max_new_tokens or lower algo.select.accept."
+                + (f"{100 * answered:.0f} % had an answer, " if answered is not None else "")
+                + f"{100 * stats['truncated_share']:.0f} % were cut off. Take more samples (algo.samples_per_prompt, "
+                f"algo.second_round_samples), {hint}raise algo.sampling.max_new_tokens or lower algo.select.accept."
             )
 
     def finetune(self, iteration: int) -> None:
@@ -162,6 +179,7 @@ class Stages:
         if self._finished(iteration):
             return
         settings, context, folder = self.settings, self.context, self._folder(iteration)
+        self._check_selected(folder / "selected.json")
         selection = self._selection(iteration)
         asked = {example.id: example for example in self.prompts.train}
         prompts = models.encode_prompts(self.tokenizer, [self.task.prompt(asked[i]) for i in selection.kept])
@@ -193,6 +211,7 @@ class Stages:
                 tuner.done,
                 f"loss {event['loss']:.4f}, {speed:,.0f} tokens/s",
             )
+            self.sizes["batch_rows"] = tuner.rows
             stopping = self._stopping()
             due = self.run.checkpoint.every and tuner.done % self.run.checkpoint.every == 0
             if context.main and tuner.done < tuner.total and (due or stopping):
@@ -202,7 +221,6 @@ class Stages:
                 raise self._stopped(iteration, "finetune")
 
         tuner.train(seen)
-        self.sizes["batch_rows"] = tuner.rows
         self.model = tuner.finish().eval()
         if context.main:
             _write(
@@ -219,7 +237,9 @@ class Stages:
         """Measure an iteration's model on the held-out and on the validation prompts; 0 = the base model."""
         path = self._folder(iteration) / "evaluation.json"
         record = self._measured_with()
-        if path.exists() and (saved := json.loads(path.read_text(encoding="utf-8")))["made_with"] == record:
+        saved = _read(path)
+        if saved.get("made_with") == json.loads(json.dumps(record)):
+            self._tell(saved)
             return saved
         self.context.barrier()  # no rank looks after rank 0 has written
         started = time.perf_counter()
@@ -240,8 +260,7 @@ class Stages:
         }
         if self.context.main:
             _write(path, found)
-            what = "base" if iteration == 0 else f"iteration {iteration}"
-            log.info("%s: held-out %s", what, ", ".join(f"{k} {v:.1f}" for k, v in found["metrics"].items()))
+        self._tell(found)
         self.context.barrier()
         self.step += 1
         if self.tracker:
@@ -257,6 +276,8 @@ class Stages:
                     "validation": validation,
                 }
             )
+        if self._stopping() and self.settings.stage == "all":
+            raise self._stopped(iteration, "evaluate")
         return found
 
     # --- the ends of a run
@@ -278,17 +299,13 @@ class Stages:
 
     def finish(self, best: int) -> report.Result:
         """Result, export and summary of the whole run, with the best iteration's model."""
-        first, last = (json.loads((self._folder(k) / "evaluation.json").read_text(encoding="utf-8")) for k in (0, best))
-        samples = [
-            record
-            for folder in sorted(self.context.out_dir.glob("iteration-*"))
-            for path in folder.glob("samples-*.jsonl")
-            for record in map(json.loads, path.read_text(encoding="utf-8").splitlines()[1:])
-        ]
-        steps = [
-            json.loads(p.read_text(encoding="utf-8"))["steps"]
-            for p in self.context.out_dir.glob("iteration-*/finetune.json")
-        ]
+        first, last = (_read(self._folder(k) / "evaluation.json") for k in (0, best))
+        done = [k for k in range(1, self.settings.iterations + 1) if self._finished(k)]
+        samples = [record for k in done for record in self._samples(k)]
+        steps = [_read(self._folder(k) / "finetune.json")["steps"] for k in done]
+        if self.context.main:
+            whose = f"of iteration {best}" if best else "the base: no iteration was better on the validation prompts"
+            log.info("the model is %s", whose)
         state = {
             "before": first,
             "step": sum(steps),
@@ -308,6 +325,7 @@ class Stages:
             evaluation,
             self.numbers.name,
             self.tracker,
+            best,
         )
 
     # --- inside
@@ -317,11 +335,13 @@ class Stages:
         first = iteration if self.settings.select.buffer == "last" else 1
         records: list[Record] = []
         for number in range(first, iteration + 1):
-            header = made_with(self.run, number)
-            records += merged(
-                self._folder(number), self.prompts.of(number, self.settings.prompts), header, self.settings
-            )
-        return select(records, self.settings.select)
+            records += self._samples(number)
+        return select(records, self.settings.select, hasattr(self.task, "answer"))
+
+    def _samples(self, iteration: int) -> list[Record]:
+        """All samples of an iteration. Raises: ConfigError where some are missing."""
+        prompts = self.prompts.of(iteration, self.settings.prompts)
+        return merged(self._folder(iteration), prompts, made_with(self.run, iteration), self.settings)
 
     def _finetuned_with(self) -> dict[str, Any]:
         """The settings that a fine-tuned model depends on, beside its samples."""
@@ -343,24 +363,44 @@ class Stages:
         if not (folder / "model").is_dir():
             return False
         path = folder / "finetune.json"
-        check_same(path, json.loads(path.read_text(encoding="utf-8"))["made_with"], self._finetuned_with())
+        if "made_with" not in (record := _read(path)):
+            raise ConfigError(
+                f"{path} is missing or damaged beside {folder}/model. Remove {folder}/model to make it again."
+            )
+        check_same(path, record["made_with"], self._finetuned_with())
         return True
 
     def _check_folder(self) -> None:
-        """Refuse to write over another run."""
-        settings, index = self.settings, self.settings.part()
-        if self.run.resume == "auto" or settings.stage in ("select", "finetune", "evaluate"):
-            return
-        present = (
-            self._folder(1).exists()
-            if settings.stage == "all"
-            else shard_path(self._folder(self.under_way()), *index).exists()
-        )
+        """Refuse to write over another run, or to look for one where there is none."""
+        settings, out_dir = self.settings, self.context.out_dir
+        resume.check_algorithm(self.run, out_dir)
+        present = any(out_dir.glob("iteration-*"))
+        if settings.stage == "generate":
+            present = shard_path(self._folder(self.under_way()), *settings.part()).exists()
         self.context.barrier()  # no rank looks after another has begun to write
-        if present:
+        if settings.stage in ("select", "finetune", "evaluate"):
+            if not present and settings.stage != "evaluate":
+                raise ConfigError(
+                    f"{out_dir} holds no samples for algo.stage={settings.stage}. Give the folder of algo.stage=generate: "
+                    "hydra.run.dir=FOLDER."
+                )
+        elif present and self.run.resume != "auto":
             raise ConfigError(
-                f"{self.context.out_dir} already holds a run. Use resume=auto to go on with it, or another hydra.run.dir."
+                f"{out_dir} already holds a run. Use resume=auto to go on with it, or another hydra.run.dir."
             )
+
+    def _check_training(self) -> None:
+        """Find mistakes in the settings of fine-tuning before hours of sampling."""
+        settings = self.settings
+        optim.optimizer(settings.optimizer, [torch.nn.Parameter(torch.zeros(1))], settings.lr)
+        if settings.lora.rank:
+            check_lora(self.model, settings.lora)
+
+    def _check_selected(self, path: Path) -> None:
+        """The stage `select` shows what fine-tuning will train on: both must have the same settings."""
+        if "made_with" not in (saved := _read(path)):
+            raise ConfigError(f"{path} is missing. Make it: algo.stage=select.")
+        check_same(path, saved["made_with"], asdict(self.settings.select))
 
     def _store(self, path: Path, iteration: int) -> Store:
         """The samples of a shard; rank 0 mends the file before the others read it."""
@@ -369,17 +409,13 @@ class Stages:
         self.context.barrier()
         return store or Store(path, header, writes=False)
 
-    def _kept_events(self, path: Path) -> list[dict[str, Any]]:
-        """What is logged and stays: not the fine-tuning steps after the checkpoint that they will be done again from."""
-        kept = []
-        for event in events(path):
-            if event["stage"] == "finetune" and not self._finished(event["iteration"]):
-                folder = self._folder(event["iteration"]) / "checkpoints"
-                saved = max((int(p.name.removeprefix("step-")) for p in folder.glob("step-????????")), default=0)
-                if event["train_step"] > saved:
-                    break
-            kept.append(event)
-        return kept
+    def _redone(self, event: dict[str, Any]) -> bool:
+        """Whether a logged event is a fine-tuning step after the checkpoint that it will be done again from."""
+        if event.get("stage") != "finetune" or self._finished(event["iteration"]):
+            return False
+        folder = self._folder(event["iteration"]) / "checkpoints"
+        saved = max((int(p.name.removeprefix("step-")) for p in folder.glob("step-????????")), default=0)
+        return event["train_step"] > saved
 
     def _at(self, iteration: int) -> Any:
         """The model of an iteration, 0 = the base; kept until another one is asked for."""
@@ -402,20 +438,21 @@ class Stages:
         optim.no_dropout(self.model)
 
     def _sampler(self, model: Any) -> Sampler:
-        compute = self.numbers.compute
         return Sampler(
-            model,
+            models.narrowed(model, self.numbers.compute),
             pad_id=self.tokenizer.pad_token_id,
             stop_ids=models.stop_ids(model, self.tokenizer),
             rows=self.settings.micro_batch_rows,
             compile_mode=self.run.opt.compile.mode if self.run.opt.compile.enabled else None,
-            autocast=compute if compute != torch.float32 and model.dtype == torch.float32 else None,
         )
 
     def _measured_with(self) -> dict[str, Any]:
         """The settings that an evaluation depends on, beside the model."""
         settings = self.settings
         return {
+            "seed": self.run.seed,
+            "model": asdict(self.run.model),
+            "task": self.run.task,
             "examples": len(self.prompts.held_out),
             "validation_prompts": len(self.prompts.validation),
             "pass_samples": settings.pass_samples,
@@ -433,6 +470,11 @@ class Stages:
             return found.metrics
         answered = sum(self.task.answer(text) is not None for text in found.completions)  # type: ignore[attr-defined]
         return found.metrics | {"answered": 100 * answered / len(found.completions)}
+
+    def _tell(self, found: dict[str, Any]) -> None:
+        if self.context.main:
+            what = f"iteration {found['iteration']}" if found["iteration"] else "base"
+            log.info("%s: held-out %s", what, ", ".join(f"{k} {v:.1f}" for k, v in found["metrics"].items()))
 
     def _begin(self, what: str, total: int, done: int, unit: str) -> None:
         if self.tracker:
@@ -458,13 +500,12 @@ class Stages:
 
 
 class _Sizes:
-    """Rows a forward, those that held after memory ran out; kept in RUN/sizes.json across a restart."""
+    """Rows a forward, those that held after memory ran out; kept in FOLDER/sizes.json across a restart."""
 
-    def __init__(self, context: Context, micro_batch_rows: int, batch_rows: int) -> None:
-        self.path = context.out_dir / "sizes.json"
-        self.writes = context.main
+    def __init__(self, folder: Path, writes: bool, micro_batch_rows: int, batch_rows: int) -> None:
+        self.path, self.writes = folder / "sizes.json", writes
         asked = {"micro_batch_rows": micro_batch_rows, "batch_rows": batch_rows}
-        held = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
+        held = _read(self.path)
         self.rows = {key: min(value, held.get(key, value)) for key, value in asked.items()}
 
     def __getitem__(self, key: str) -> int:
@@ -475,6 +516,11 @@ class _Sizes:
             self.rows[key] = rows
             if self.writes:
                 _write(self.path, self.rows)
+
+
+def _kept_events(path: Path, redone: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """What is logged, up to the first event that will come again."""
+    return list(itertools.takewhile(lambda event: not redone(event), events(path)))
 
 
 def _histogram(prompts: dict[str, int]) -> str:
@@ -491,3 +537,12 @@ def _write(path: Path, value: dict[str, Any]) -> None:
     beside = path.with_suffix(".tmp")
     beside.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(beside, path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What `_write` wrote; empty where there is no such file, or a damaged one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -16,7 +16,9 @@ import torch
 from conftest import ARCHITECTURES, ROOT, events, small_model
 from safetensors.torch import load_file
 
+from common import optim
 from common.config import ConfigError
+from common.precision import Precision
 from common.signals import EXIT_SIGNAL
 from common.tasks import Example
 from launch import compose, train
@@ -252,7 +254,7 @@ def test_steps_and_forwards_hold_every_tree_once():
     for packing in (None, 64):
         forwards = micro_batches(trees, 8, packing)
         rows = [row for forward in forwards for row in forward]
-        assert sorted(map(id, itertools.chain(*rows))) == sorted(map(id, trees))
+        assert sorted(map(repr, itertools.chain(*rows))) == sorted(map(repr, trees))
         if packing:
             assert all(sum(t.tokens for t in row) <= packing or len(row) == 1 for row in rows)
             assert len(rows) < len(trees) / 2
@@ -261,6 +263,15 @@ def test_steps_and_forwards_hold_every_tree_once():
 
 
 # --- the loop, through launch.py's own functions
+
+
+def test_a_tree_that_does_not_fit_is_cut_and_loses_nothing():
+    trees = some_trees()
+    alone = [row for forward in micro_batches(trees, 1, None) for row in forward]
+    assert all(len(tree.completions) == 1 for (tree,) in alone)
+    assert sorted((t.prompt, t.completions[0]) for (t,) in alone) == sorted(
+        (t.prompt, c) for t in trees for c in t.completions
+    )
 
 
 @pytest.fixture
@@ -369,8 +380,14 @@ def test_shards_are_merged_only_when_all_are_there_and_whole(letters, tmp_path):
 
 
 def test_a_stage_without_what_it_needs_says_which_is_next(letters):
-    with pytest.raises(ConfigError, match=r"has no samples yet. Make them: algo.stage=generate"):
+    with pytest.raises(ConfigError, match=r"holds no samples for algo.stage=select. Give the folder of"):
         letters("algo.stage=select")
+    letters("algo.stage=generate")
+    with pytest.raises(ConfigError, match=r"selected.json is missing. Make it: algo.stage=select"):
+        letters("algo.stage=finetune")
+    letters("algo.stage=select")
+    with pytest.raises(ConfigError, match=r"selected.json was made with other settings: keep_per_prompt was 4, is 1"):
+        letters("algo.stage=finetune", "algo.select.keep_per_prompt=1")
 
 
 def test_other_settings_do_not_go_on_with_a_run(letters):
@@ -449,8 +466,68 @@ def test_lora_trains_adapters_that_peft_loads(letters, tmp_path):
 
 def test_lora_targets_that_are_not_there_are_named(letters):
     pytest.importorskip("peft")
-    with pytest.raises(ConfigError, match=r"algo.lora.targets='nothing'"):
+    with pytest.raises(
+        ConfigError, match=r"algo.lora.targets='nothing': the model has no module 'nothing'. Modules: down"
+    ):
         letters("algo.lora.rank=4", "algo.lora.targets=nothing", "algo.iterations=1")
+    with pytest.raises(ConfigError, match=r"algo.optimizer.name='Foo' is not in torch.optim"):
+        letters("algo.optimizer.name=Foo", folder="other")
+
+
+def test_an_evaluation_of_other_settings_is_made_again(letters, tmp_path):
+    letters("algo.iterations=1")
+    before = json.loads((tmp_path / "run/iteration-0/evaluation.json").read_text())
+    result = letters("algo.iterations=1", "resume=auto", "evaluate.examples=8", "algo.pass_samples=3")
+    after = json.loads((tmp_path / "run/iteration-0/evaluation.json").read_text())
+    assert (len(before["completions"]), len(after["completions"])) == (16, 8)
+    assert set(result.metrics["after"]) == {"exact", "characters", "pass@1", "pass@3"}
+
+
+def test_a_folder_of_another_algorithm_is_left_alone(letters, tmp_path):
+    letters("algo.iterations=1")
+    other = ["algo=grpo", "hardware=cpu", "model.tiny.pretrain_steps=0", "algo.steps=1", "task=translate"]
+    with pytest.raises(ConfigError, match=r"holds a run of algo=rft. Use another hydra.run.dir"):
+        train(compose(other), tmp_path / "run")
+    (tmp_path / "run/tracker.json").write_text("")  # cut short by a kill
+    letters("algo.iterations=1", "resume=auto")
+
+
+def test_complete_shards_are_used_and_incomplete_ones_are_not_sampled_again(letters, tmp_path):
+    for index in (1, 2):
+        letters("algo.stage=generate", f"algo.shard={index}/2")
+    result = letters("algo.iterations=1", "resume=auto")
+    assert result.reward_evaluations == len(samples(tmp_path / "run"))
+    assert not (tmp_path / "run/iteration-1/samples-1-of-1.jsonl").exists()
+    letters("algo.stage=generate", "algo.shard=1/2", folder="half")
+    with pytest.raises(ConfigError, match=r"samples-2-of-2.jsonl is missing"):
+        letters("algo.iterations=1", "resume=auto", folder="half")
+
+
+def test_odd_line_ends_in_a_question_lose_nothing(in_cache, tmp_path):
+    from letters import Letters
+
+    class Odd(Letters):
+        def examples(self, split):
+            return [Example(e.id, e.question + "\u2028\x85", e.answer) for e in super().examples(split)]
+
+        def prompt(self, example):
+            return f"{example.question[:2]} =>"
+
+    result = train(composed("algo.iterations=1"), tmp_path / "run", Odd())
+    assert result is not None
+    assert result.reward_evaluations > 240
+
+
+def test_an_unused_rank_has_a_scaler_with_a_scale():
+    """Of two ranks one may have no row in the first step: its gradients are the other's, its scaler must still work."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    config = settings()
+    updater = optim.Updater([parameter], config, Precision(torch.float16, scaler=True), torch.device("cpu"))
+    updater.clear()
+    parameter.grad = torch.full((2,), 65536.0)
+    seen = updater.step(0.1)
+    assert math.isclose(seen["grad_norm"], 2**0.5, rel_tol=1e-5)
+    assert seen["overflow"] == 0
 
 
 def test_memory_that_runs_out_halves_the_rows_for_good(letters, tmp_path, monkeypatch):

@@ -58,7 +58,8 @@ def path_key(completion: str) -> str:
         kind = part.lastgroup
         after_number = len(run) % 2 == 1
         if kind == "number":
-            numbers.append(f"{'-' if negative else ''}{Decimal(part[0].replace(',', '')).normalize():f}")
+            value = Decimal(part[0].replace(",", "")).normalize()
+            numbers.append(f"{'-' if negative and value else ''}{value:f}")
             if after_number:
                 close()
             run.append(numbers[-1])

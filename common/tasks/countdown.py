@@ -140,6 +140,14 @@ class Countdown:
         """`reward` of each completion, in one pass."""
         return weighted({name: one(examples, completions) for name, one in self.components.items()}, self.weights)
 
+    def answer(self, completion: str) -> str | None:
+        """The expression as written; None if there is none."""
+        return expression(completion) or None
+
+    def path_key(self, completion: str) -> str:
+        """The expression without its spaces: here the way is the answer."""
+        return "".join(expression(completion).split())
+
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
         """Percent: solved first; expressions that have a value; the right numbers used; something given as an answer."""
         return {

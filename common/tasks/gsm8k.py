@@ -13,7 +13,7 @@ from typing import Any
 
 from common.config import ConfigError, choice
 from common.tasks import Example
-from common.tasks.answers import DECIMAL, DIGITS, decimal
+from common.tasks.answers import DECIMAL, DIGITS, decimal, path_key
 from common.tasks.data import read_jsonl
 
 MARK = "####"
@@ -81,6 +81,14 @@ class Gsm8k:
     def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         """`reward` of each completion."""
         return [self.reward(example, text) for example, text in zip(examples, completions, strict=True)]
+
+    def answer(self, completion: str) -> str | None:
+        """The final answer as written; None if there is none."""
+        return answer(completion)
+
+    def path_key(self, completion: str) -> str:
+        """The calculations on the way, see common.tasks.answers."""
+        return path_key(completion)
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
         """Percent: right answers first, then completions in which an answer was found."""

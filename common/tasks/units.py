@@ -26,8 +26,13 @@ log = logging.getLogger("clutch")
 
 SPLIT_SEED = 0  # apart from the run's seed, so that runs of a sweep measure on the same test rows
 LONGEST = 200  # characters between the tags
-# A number, and behind it the name of a unit: no further number, but the powers in m^2 and cm3.
-_ANSWER = re.compile(rf"\s*[=≈~]?\s*([-+−]?)\s*({SCIENTIFIC})((?:[^0-9]|(?<=[A-Za-z^*])[23])*)", re.DOTALL)
+# A number, and behind it the name of a unit, which begins with a letter: no further number, but the powers in m^2 and cm3.
+# Words that are numbers and the x of a product are no units.
+_ANSWER = re.compile(
+    rf"\s*[=≈~]?\s*([-+−]?)\s*({SCIENTIFIC})"
+    r"\s*[.,;]?\s*(?:(?![²³¹]|[xX]\s*[0-9]|(?:hundred|thousand|[mb]illion|dozen)\b)[°%]?[^\W\d_](?:[^0-9]|(?<=[A-Za-z^*])[23])*)?",
+    re.DOTALL | re.IGNORECASE,
+)
 
 _METRE, _KILOGRAM, _LITRE, _SECOND, _HOUR = Fraction(1), Fraction(1), Fraction(1), Fraction(1), Fraction(3600)
 _INCH, _POUND, _GALLON = Fraction("0.0254"), Fraction("0.45359237"), Fraction("3.785411784")
