@@ -129,7 +129,7 @@ def run(options: argparse.Namespace) -> measure.Report:
     """Time every row in turn."""
     device = measure.find_device(options.device)
     prompts, samples, new = (4, 3, 12) if options.quick else (PROMPTS, SAMPLES, NEW)
-    rows = 128 if device.type == "cpu" else prompts * samples
+    rows = prompts * samples
     repeats = options.repeats or (2 if options.quick else 5)
     work = Work(device, prompts, samples, new, rows)
     cases = [
