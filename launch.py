@@ -108,7 +108,7 @@ def to_run(config: DictConfig, overrides: list[str]) -> Run:
 
 
 def check_kind(run: Run) -> None:
-    """Raise ConfigError where a task that comes with the project is not of the algorithm's kind, naming those that are."""
+    """Raise ConfigError where a task of this project is not of the algorithm's kind, naming those that are."""
     wants_classes, target = run.algo.name == "classify", run.task["_target_"]
     if target.startswith(("common.tasks.", CLASS_TASKS)) and target.startswith(CLASS_TASKS) != wants_classes:
         of_kind = {
@@ -298,10 +298,17 @@ def _options(group: str, config_dir: str | None = None) -> tuple[str, ...]:
 
 
 def _chosen(arguments: list[str], group: str) -> str:
-    """What the arguments, or else the defaults list, choose for a group."""
+    """What the arguments, or else their experiment, or else the defaults list, choose for a group."""
     given = [a.split("=", 1)[1] for a in arguments if a.startswith(f"{group}=")]
     if given:
         return given[-1]
+    for argument in arguments:
+        path = CONF / "experiment" / f"{argument.partition('=')[2]}.yaml"
+        if argument.startswith("experiment=") and path.is_file():
+            experiment: Any = OmegaConf.load(path)
+            found = [item[f"override /{group}"] for item in experiment.defaults if f"override /{group}" in item]
+            if found:
+                return found[0]
     if group == "task":
         return DEFAULT_TASKS.get(_chosen(arguments, "algo"), "translate")
     defaults: Any = OmegaConf.load(CONF / "config.yaml")

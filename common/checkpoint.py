@@ -5,7 +5,8 @@ the SHA-256 of each. It is written beside its place, synced and renamed, so a fo
 afterwards, never half-written; `latest` finds damage by the hashes and goes back to the newest checkpoint without it.
 Nothing here unpickles objects: safetensors, JSON and `torch.load(weights_only=True)` only.
 
-`replacing`, `seal` and `problem` are the same guarantees for any folder; exports use them, and `cached`, for what is built once.
+`replacing`, `seal` and `problem` are the same guarantees for any folder; exports use them, and `cached` for what is
+built once.
 """
 
 import hashlib

@@ -28,7 +28,8 @@ log = logging.getLogger("clutch")
 class Result:
     """The outcome of a run, as in RUN/result.json. before, after: the held-out metric, in percent or BLEU points.
 
-    A classifier generates nothing and earns no rewards: both counts are 0, and `before` is what naming the most frequent class gets.
+    A classifier generates nothing and earns no rewards: both counts are 0, and `before` is what naming the most frequent
+    class gets.
     """
 
     algo: str

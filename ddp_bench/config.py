@@ -106,8 +106,8 @@ class ClassifyConfig:
             at_least("algo.patience", self.patience, 1)
             if not self.validation_share:
                 raise ConfigError(
-                    f"algo.patience={self.patience} has no effect with algo.validation_share=0: there is nothing to tell by "
-                    "when to stop. Set a share, for example 0.1, or algo.patience=null."
+                    f"algo.patience={self.patience} has no effect with algo.validation_share=0: there is nothing to "
+                    "tell by when to stop. Set a share, for example 0.1, or algo.patience=null."
                 )
 
 
@@ -117,5 +117,6 @@ def check_switches(run: Run, settings: ClassifyConfig, ranks: int) -> None:
         raise ConfigError("opt=offload has no effect with algo=classify: there is no reference model. Leave it out.")
     if settings.ddp.hook != "none" and ranks == 1:
         raise ConfigError(
-            f"algo.ddp.hook={settings.ddp.hook} has no effect with one rank: nothing is sent. Add 'opt=[ddp]', or leave it out."
+            f"algo.ddp.hook={settings.ddp.hook} has no effect with one rank: nothing is sent. Add 'opt=[ddp]', or "
+            "leave it out."
         )

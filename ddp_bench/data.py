@@ -52,7 +52,7 @@ class Ragged:
         return np.diff(self.offsets)
 
     def padded(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The rows, zeros behind them: [B, longest, ...], and their lengths, int64 [B]. One allocation, one copy a row."""
+        """The rows, zeros behind them: [B, longest, ...], and their lengths, int64 [B]. One allocation for all."""
         starts, ends = self.offsets[rows], self.offsets[np.asarray(rows) + 1]
         lengths = ends - starts
         out = np.zeros((len(rows), int(lengths.max()), *self.values.shape[1:]), self.values.dtype)
@@ -142,8 +142,8 @@ def trajectories(rows: Sequence[Labelled], max_tokens: int) -> Rows:
     longest = int(found.lengths.max()) + 1
     if longest > max_tokens:
         raise ConfigError(
-            f"algo.model.max_tokens={max_tokens} is too small: the longest trajectory has {longest} tokens, context and goal "
-            f"with it. Use algo.model.max_tokens={longest}."
+            f"algo.model.max_tokens={max_tokens} is too small: the longest trajectory has {longest} tokens, context "
+            f"and goal with it. Use algo.model.max_tokens={longest}."
         )
     return found
 
@@ -221,11 +221,11 @@ def held_out(rows: Rows, share: float, seed: int) -> tuple[list[int], list[int]]
 class Batches:
     """Which rows each batch holds: a function of (seed, epoch, position) alone, the same on every rank.
 
-    Every row comes exactly once an epoch; nothing is padded and nothing dropped, so the last batch may be smaller. Rows of
-    like length go together. A rank takes every world-th row of a batch, and none where there are fewer than ranks.
+    Every row comes exactly once an epoch; nothing is padded and nothing dropped, so the last batch may be smaller. Rows
+    of like length go together. A rank takes every world-th row of a batch, and none where there are fewer than ranks.
 
-    Args: rows: row numbers; lengths: of each of them; batch_rows: of all ranks together; bucket_batches: batches sorted by
-    length together, 1 = not sorted.
+    Args: rows: row numbers; lengths: of each of them; batch_rows: of all ranks together; bucket_batches: batches sorted
+    by length together, 1 = not sorted.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Transformer encoders that classify: pre-norm ("On Layer Normalization in the Transformer Architecture", arXiv:2002.04745),
-learnt positions, mean pooling over the tokens that are there.
+"""Transformer encoders that classify: pre-norm ("On Layer Normalization in the Transformer Architecture",
+arXiv:2002.04745), learnt positions, mean pooling over the tokens that are there.
 
     from ddp_bench.models import load
     classifier = load("outputs/mine/model")
@@ -91,16 +91,17 @@ class TextClassifier(nn.Module):
 class TrajectoryClassifier(nn.Module):
     """Context, states and goal -> logits; a token each, of three types, with positions counted through.
 
-    The padding between the regions stays where it is and is masked: attention does not ask in which column a token stands.
+    The padding between the regions stays where it is and is masked: attention does not ask in which column a token
+    stands.
     """
 
     def __init__(self, config: EncoderConfig, classes: int, state_size: int) -> None:
         super().__init__()
-        self.features = nn.Linear(state_size, config.size)
         self.types = nn.Embedding(3, config.size)  # context, states, goal
         self.positions = nn.Embedding(config.max_tokens, config.size)
         self.encoder = Encoder(config, classes)
         initialise(self)
+        self.features = nn.Linear(state_size, config.size)  # as torch draws it: 0.02 is too little for so few inputs
 
     def forward(
         self, context: Tensor, context_lengths: Tensor, states: Tensor, states_lengths: Tensor, goal: Tensor
@@ -152,7 +153,7 @@ def build(config: EncoderConfig, classes: int, tokenizer: Tokenizer | None, rows
 def export(
     model: nn.Module, config: EncoderConfig, classes: Sequence[str], tokenizer: Tokenizer | None, folder: Path
 ) -> None:
-    """Write model.safetensors, config.json and, for texts, tokenizer.json; whole or not at all. Raises: CheckpointError."""
+    """Write model.safetensors, config.json and, for texts, tokenizer.json. Raises: CheckpointError."""
     with replacing(folder) as temporary:
         save_file(
             {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()},

@@ -1,7 +1,7 @@
 """One exact optimizer step of a classifier on a batch shared out over ranks, and where its time goes.
 
-Every row of a batch weighs the same, whatever the ranks and forwards: a rank's loss is the sum over its rows, divided by the
-rows of all ranks and multiplied by the number of ranks, which DistributedDataParallel's mean then divides by.
+Every row of a batch weighs the same, whatever the ranks and forwards: a rank's loss is the sum over its rows, divided
+by the rows of all ranks and multiplied by the number of ranks, which DistributedDataParallel's mean then divides by.
 """
 
 import math
@@ -27,7 +27,7 @@ from ddp_bench.data import IGNORED, Batch, split, to
 
 
 class Clock:
-    """Marks on the timeline of a device: wall clock on a CPU, events on CUDA, where nothing waits until they are read."""
+    """Marks on the timeline of a device: wall clock on a CPU, events on CUDA, where only reading waits."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -121,13 +121,14 @@ class Stepper:
         value = total.item()
         if not (math.isfinite(value) and (math.isfinite(updated["grad_norm"]) or self.numbers.scaler)):
             raise RunStopped(
-                f"step {step + 1}: loss {value}, gradient norm {updated['grad_norm']}. Lower algo.lr, or leave opt=amp out.",
+                f"step {step + 1}: loss {value}, gradient norm {updated['grad_norm']}. Lower algo.lr, or leave "
+                "opt=amp out.",
                 EXIT_NUMBERS,
             )
         return {"loss": value, **updated}
 
     def _backward(self, batch: Batch, rows: int, micro: int, clock: Clock) -> Tensor:
-        """Accumulate gradients; they are exchanged once, with the last part. Returns this rank's share of the mean loss."""
+        """Accumulate gradients, exchanged once with the last part. Returns this rank's share of the mean loss."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         parts = split(batch, micro)
         half = self.numbers.compute != torch.float32
@@ -176,7 +177,7 @@ def wrapped(model: nn.Module, settings: ClassifyConfig, device: torch.device) ->
         state = powerSGD_hook.PowerSGDState(
             None,
             matrix_approximation_rank=settings.ddp.powersgd_rank,
-            start_powerSGD_iter=settings.ddp.powersgd_start,
+            start_powerSGD_iter=settings.ddp.powersgd_start + settings.ddp.static_graph,  # the look counts as a step
         )
         found.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif settings.ddp.hook != "none":

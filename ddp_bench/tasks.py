@@ -114,7 +114,8 @@ class Topics:
 
 
 class Trajectories:
-    """Paths of a point in the plane; the class is how it moves on after its context: to the left, to the right, to a goal, straight.
+    """Paths of a point in the plane; the class is how it moves on after its context: to the left, to the right, to a
+    goal, straight.
 
     States are (x, y, velocity x, velocity y), noisy; lengths vary.
     Args: rows, test_rows: of each split; longest: steps of a context and of a path at most; noise: of what is seen.
@@ -168,10 +169,10 @@ class Trajectories:
 class TextFiles:
     """Texts with labels from files, or from a dataset of the hub. Train texts that stand in the test rows are dropped.
 
-    Args: name: for reports; path: a folder with train.jsonl and test.jsonl (or .csv, or either with .gz), or an id for the
-    `datasets` library; train, test: files instead of it; text_field: one field or several, separated by commas, joined by
-    blanks; label_field: a class's name, or its number, counted from first_label; classes: names by number, None = those that
-    the training rows have, sorted; on_bad_row: error | skip.
+    Args: name: for reports; path: a folder with train.jsonl and test.jsonl (or .csv, or either with .gz), or an id for
+    the `datasets` library; train, test: files instead of it; text_field: one field or several, separated by commas,
+    joined by blanks; label_field: a class's name, or its number, counted from first_label; classes: names by number,
+    None = those that the training rows have, sorted; on_bad_row: error | skip.
     Raises: ConfigError for data that is missing or broken, with file and line.
     """
 
@@ -182,28 +183,27 @@ class TextFiles:
         text_field: str,
         label_field: str,
         on_bad_row: str,
-        classes: list[str] | None = None,
-        first_label: int = 0,
-        path: str | None = None,
-        train: str | None = None,
-        test: str | None = None,
+        classes: list[str] | None,
+        first_label: int,
+        path: str | None,
+        train: str | None,
+        test: str | None,
     ) -> None:
         choice("task.on_bad_row", on_bad_row, ("error", "skip"))
         self.name, self.skip = name, on_bad_row == "skip"
         self.text_fields, self.label_field = [field.strip() for field in text_field.split(",")], label_field
         self.first_label = first_label
         sources = {"train": ("task.train", train), "test": ("task.test", test)}
+        given = [f"{key}={file}" for key, file in sources.values() if file is not None]
         if path is not None:
+            if given:
+                raise ConfigError(f"{given[0]} has no effect with task.path={path}. Give one or the other.")
             sources = {split: ("task.path", _file(path, split)) for split in SPLITS}
-        elif missing := [key for key, file in sources.values() if file is None]:
+        elif len(given) < len(sources):
             raise ConfigError(
-                f"{missing[0]} is not set, and task={name} has no data of its own. Give "
-                + (
-                    "two files of JSON Lines or CSV, plain or .gz: task.train=FILE task.test=FILE."
-                    if name == "custom_text"
-                    else "a folder with train.jsonl and test.jsonl (or .csv, or either with .gz), or an id for the datasets "
-                    "library: task.path=FOLDER."
-                )
+                f"task={name} has no data of its own. Give a folder with train.jsonl and test.jsonl (or .csv, or "
+                "either with .gz) or an id for the datasets library, task.path=FOLDER; or two files, task.train=FILE "
+                "task.test=FILE."
             )
         found = {split: self._read(file, path, split, key) for split, (key, file) in sources.items()}
         self.classes = list(classes) if classes else _sorted({label for _, _, label in found["train"]})
@@ -292,8 +292,8 @@ def _file(path: str, split: str) -> str | None:
     if not folder.is_dir():
         if folder.is_absolute() or folder.exists() or path.startswith((".", "~")) or path.count("/") > 1:
             raise ConfigError(
-                f"task.path={path!r} is no folder; tried {folder.absolute()}. Give one with train.jsonl and test.jsonl, or an "
-                "id for the datasets library."
+                f"task.path={path!r} is no folder; tried {folder.absolute()}. Give one with train.jsonl and "
+                "test.jsonl, or an id for the datasets library."
             )
         return None
     found = [folder / f"{split}{suffix}" for suffix in SUFFIXES if (folder / f"{split}{suffix}").is_file()]

@@ -3,12 +3,12 @@
     python launch.py algo=classify
     python launch.py algo=classify task=ag_news task.path=data/ag_news 'opt=[amp,compile,ddp]'
 
-A transformer encoder trained from scratch, data-parallel with DistributedDataParallel (arXiv:2006.15704). Departures: ranks
-may have different numbers of rows, and two ranks do what one does at an equal batch; the order of rows and dropout are
-functions of seed and step, so a run that is killed goes on with the next batch.
+A transformer encoder trained from scratch, data-parallel with DistributedDataParallel (arXiv:2006.15704). Departures:
+ranks may have different numbers of rows, and two ranks do what one does at an equal batch; the order of rows and
+dropout are functions of seed and step, so a run that is killed goes on with the next batch.
 
-RUN/model is the best model, and checkpoints/ holds the newest weights and the best ones. predictions.jsonl and confusion.json are of
-the test rows, which nothing is chosen by.
+RUN/model is the best model, and checkpoints/ holds the newest weights and the best ones. predictions.jsonl and
+confusion.json are of the test rows, which nothing is chosen by.
 """
 
 import json
@@ -134,7 +134,7 @@ def shown(seen: dict[str, float], event: dict[str, Any], epoch: int, speed: floa
 
 
 def evaluate(model: Any, rows: Rows, chosen: Sequence[int], context: Context, stepper: Stepper) -> Tensor:
-    """Class probabilities of the rows `chosen`, float64 [len(chosen), classes] on the CPU, computed by all ranks together."""
+    """Class probabilities of the rows `chosen`, float64 [len(chosen), classes], from all ranks together."""
     mine = range(context.rank, len(chosen), context.world_size)
     found = torch.zeros(len(chosen), model.encoder.head.out_features, dtype=torch.float64)
     if mine:
@@ -161,7 +161,8 @@ def load(stepper: Stepper, saved: checkpoint.Checkpoint, rows: str) -> tuple[dic
     state = saved.state["run"]
     if state["rows"] != rows:
         raise ConfigError(
-            f"{saved.path} was made with other training rows. Give the same data, or start anew with another hydra.run.dir."
+            f"{saved.path} was made with other training rows. Give the same data, or start anew with another "
+            "hydra.run.dir."
         )
     restore(stepper.model, saved.tensors)
     assert saved.extra is not None
@@ -199,9 +200,9 @@ def plan(
     report.plan(
         {
             "algorithm": f"classify, {settings.epochs} epochs of {len(batches)} steps, lr {settings.lr:g}",
-            "task": f"{getattr(task, 'name', type(task).__name__)}: {len(task.classes)} classes, {trained:,} training rows, "
-            f"{validated:,} for validation, {len(data['test']):,} for the test; tokens {lengths.mean():.0f} on average, "
-            f"{lengths.max()} at most",
+            "task": f"{getattr(task, 'name', type(task).__name__)}: {len(task.classes)} classes, {trained:,} training "
+            f"rows, {validated:,} for validation, {len(data['test']):,} for the test; tokens {lengths.mean():.0f} on "
+            f"average, {lengths.max()} at most",
             "model": f"encoder, {settings.model.layers} layers of {settings.model.size}, {size / 1e6:.2f}M parameters",
             "device": f"{context.device.name}, {context.device.memory_gb:.0f} GB; hardware={run.hardware.name}",
             "numbers": f"{dtype}{', GradScaler' if dtype == 'float16' else ''}, masters float32"

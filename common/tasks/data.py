@@ -1,4 +1,4 @@
-"""Reading rows for tasks: text lines, parallel files, TSV, CSV, JSON Lines, and ids of the `datasets` library. No torch.
+"""Reading rows for tasks: text lines, parallel files, TSV, CSV, JSON Lines, ids of the `datasets` library. No torch.
 
 Files are plain or .gz (by their name), strictly UTF-8; a byte-order mark is dropped and CRLF is accepted. Only "\\n"
 ends a line: str.splitlines would also cut at U+2028 or a form feed inside a sentence, and so shift one parallel file
@@ -52,8 +52,8 @@ class Row:
 def read_lines(path: str, key: str, lenient: bool = False) -> list[str]:
     """The lines of a text file, without their ends.
 
-    Args: path: plain or .gz, relative to the working folder; key: the setting that gave it, for errors; lenient: bytes that
-    are not UTF-8 become lone surrogates, which `Row.text` refuses, so that only their row is lost.
+    Args: path: plain or .gz, relative to the working folder; key: the setting that gave it, for errors; lenient: bytes
+    that are not UTF-8 become lone surrogates, which `Row.text` refuses, so that only their row is lost.
     Raises: ConfigError if the file is missing, unreadable, empty, or not UTF-8.
     """
     raw = _read_bytes(path, key)
@@ -152,8 +152,8 @@ def read_csv(path: str, key: str, skipped: list[str] | None = None) -> list[Row]
 def read_jsonl(path: str, key: str, skipped: list[str] | None = None) -> list[Row]:
     """Rows of a JSON Lines file: one object a line. The fields of an object in it are named with a dot, as "a.b".
 
-    Blank lines are skipped. Args: as `read_lines`; skipped: None, or a list that takes the texts of the errors in single
-    rows, which are left out. Raises: ConfigError as `read_lines`, also for a line that is no JSON object.
+    Blank lines are skipped. Args: as `read_lines`; skipped: None, or a list that takes the texts of the errors in
+    single rows, which are left out. Raises: ConfigError as `read_lines`, also for a line that is no JSON object.
     """
     rows = []
     for number, line in enumerate(read_lines(path, key, lenient=skipped is not None), start=1):
