@@ -94,20 +94,21 @@ class Stepper:
         Args: batch: this rank's share, on the CPU; rows: of all ranks together; step: 0-based, of `steps`.
         Raises: RunStopped on NaN or infinity; ConfigError where memory does not even hold one row.
         """
-        # Dropout is a function of (seed, step, rank), so a resumed run draws what an unbroken one would.
-        torch.manual_seed((self.run.seed * 1_000_003 + step) * 1_000_003 + self.context.rank)
         self.model.train()
         batch = to(batch, self.device)
+        if self.wrapper is not None and not self.looked:
+            # A static graph is looked at in the first backward pass, which no_sync must not hide (pytorch#143580), nor
+            # may it keep the count of passes at one, or gradients are never exchanged again (pytorch#187732).
+            self.looked = True
+            (inputs, labels), *_ = split(batch, 1)
+            self._backward((inputs, torch.full_like(labels, IGNORED)), rows, 1, Clock(self.device))
+        # Dropout is a function of (seed, step, rank), so a resumed run draws what an unbroken one would.
+        torch.manual_seed(((self.run.seed * 1_000_003 + step) * 1_000_003 + self.context.rank) % 2**63)
 
         def attempt(micro: int) -> Tensor:
             self.updater.clear()
             return self._backward(batch, rows, micro, clock)
 
-        if self.wrapper is not None and not self.looked:
-            # A static graph is looked at in the first backward pass, which no_sync must not hide.
-            self.looked = True
-            (inputs, labels), *_ = split(batch, 1)
-            self._backward((inputs, torch.full_like(labels, IGNORED)), rows, 1, Clock(self.device))
         if self.wrapper is None:
             loss, self.rows = hardware.halving(attempt, self.rows, 1, "algo.model.max_tokens")
         else:  # a rank that repeated alone would leave the others waiting
