@@ -27,17 +27,32 @@ from omegaconf.errors import OmegaConfBaseException
 
 from common.config import ConfigError, Run, choice, typed, unknown_key
 from common.signals import EXIT_CONFIG, EXIT_INTERRUPTED, RunStopped
+from ddp_bench.config import ClassifyConfig
 from eggroll.config import EggrollConfig
 from grpo.config import GrpoConfig
 from rft.config import RftConfig
 
-# The algorithms: a closed set, so a plain dict. Each has NAME/train.py with train(run, context, task) -> Result.
-ALGORITHMS: dict[str, type] = {"eggroll": EggrollConfig, "grpo": GrpoConfig, "rft": RftConfig}
+# The algorithms: a closed set, so a plain dict. The package of each settings class has train.py with
+# train(run, context, task) -> Result.
+ALGORITHMS: dict[str, type] = {
+    "eggroll": EggrollConfig,
+    "grpo": GrpoConfig,
+    "rft": RftConfig,
+    "classify": ClassifyConfig,
+}
 
 # The task of each where none is chosen.
-DEFAULT_TASKS = {"eggroll": "translate", "grpo": "chess", "rft": "units"}
+DEFAULT_TASKS = {"eggroll": "translate", "grpo": "chess", "rft": "units", "classify": "topics"}
+
+# Settings of language models that train from rewards, which mean nothing to classify.
+NOT_FOR_CLASSIFY = {
+    "model": "the sizes are algo.model.*",
+    "scoring": "there are no rewards",
+    "evaluate": "it evaluates after each epoch",
+}
 
 CONF = Path(__file__).resolve().parent / "conf"
+CLASS_TASKS = "ddp_bench.tasks."  # where the class tasks of this project are; the other tasks have rewards
 
 
 def started() -> str:
@@ -79,11 +94,32 @@ def register() -> None:
     OmegaConf.register_new_resolver("clutch_env", from_environment, replace=True)
 
 
-def to_run(config: DictConfig) -> Run:
-    """The typed run; raises ConfigError."""
+def to_run(config: DictConfig, overrides: list[str]) -> Run:
+    """The typed run; raises ConfigError. overrides: what the command line gave, to refuse what has no effect."""
     name = config.algo.get("name") if OmegaConf.is_config(config.algo) else config.algo
     choice("algo", name, tuple(ALGORITHMS))
-    return typed(config, ALGORITHMS[name])
+    for override in overrides if name == "classify" else []:
+        key = override.partition("=")[0].lstrip("+")
+        if reason := NOT_FOR_CLASSIFY.get(key.partition(".")[0]):
+            raise ConfigError(f"{key} has no effect with algo=classify: {reason}. Leave it out.")
+    run = typed(config, ALGORITHMS[name])
+    check_kind(run)
+    return run
+
+
+def check_kind(run: Run) -> None:
+    """Raise ConfigError where a task of this project is not of the algorithm's kind, naming those that are."""
+    wants_classes, target = run.algo.name == "classify", run.task["_target_"]
+    if target.startswith(("common.tasks.", CLASS_TASKS)) and target.startswith(CLASS_TASKS) != wants_classes:
+        of_kind = {
+            path.stem: OmegaConf.load(path)["_target_"].startswith(CLASS_TASKS)  # type: ignore[index]
+            for path in sorted((CONF / "task").glob("*.yaml"))
+        }
+        fitting = [name for name, has_classes in of_kind.items() if has_classes == wants_classes]
+        raise ConfigError(
+            f"algo={run.algo.name} needs a {'class' if wants_classes else 'reward'} task, and {target} is a "
+            f"{'reward' if wants_classes else 'class'} task. Use one of task={', '.join(fitting)}."
+        )
 
 
 def compose(overrides: list[str], config_dir: str | None = None) -> Run:
@@ -98,7 +134,7 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Run:
         overrides = opened(overrides)
         check_groups(overrides)
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-            return to_run(hydra.compose("config", overrides=[*search, *overrides]))
+            return to_run(hydra.compose("config", overrides=[*search, *overrides]), overrides)
     except HYDRA_ERRORS as error:
         raise ConfigError(explain(error, overrides, config_dir)) from None
 
@@ -107,17 +143,19 @@ def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
     """Train in this process (or in the ranks of opt=ddp) and return the algorithm's `Result`.
 
     Args: run: from `compose`; out_dir: the run folder, made if needed; task: an object of one's own that has the
-    methods of common.tasks.Task; None = the one that run.task names.
+    methods of common.tasks.Task (for classify, of
+    ddp_bench.tasks.ClassTask); None = the one that run.task names.
     """
     from common.distributed import launch
 
-    return launch(f"{run.algo.name}.train:train", run, Path(out_dir), task)
+    package = type(run.algo).__module__.partition(".")[0]
+    return launch(f"{package}.train:train", run, Path(out_dir), task)
 
 
 @hydra.main(config_path="conf", config_name="config", version_base="1.3")
 def _main(config: DictConfig) -> None:
     try:
-        train(to_run(config), HydraConfig.get().runtime.output_dir)
+        train(to_run(config, list(HydraConfig.get().overrides.task)), HydraConfig.get().runtime.output_dir)
     except (ConfigError, RunStopped) as error:
         if HydraConfig.get().mode == RunMode.RUN:
             sys.exit(_end(error))  # past Hydra, which would print a line of its own first
@@ -260,10 +298,17 @@ def _options(group: str, config_dir: str | None = None) -> tuple[str, ...]:
 
 
 def _chosen(arguments: list[str], group: str) -> str:
-    """What the arguments, or else the defaults list, choose for a group."""
+    """What the arguments, or else their experiment, or else the defaults list, choose for a group."""
     given = [a.split("=", 1)[1] for a in arguments if a.startswith(f"{group}=")]
     if given:
         return given[-1]
+    for argument in arguments:
+        path = CONF / "experiment" / f"{argument.partition('=')[2]}.yaml"
+        if argument.startswith("experiment=") and path.is_file():
+            experiment: Any = OmegaConf.load(path)
+            found = [item[f"override /{group}"] for item in experiment.defaults if f"override /{group}" in item]
+            if found:
+                return found[0]
     if group == "task":
         return DEFAULT_TASKS.get(_chosen(arguments, "algo"), "translate")
     defaults: Any = OmegaConf.load(CONF / "config.yaml")

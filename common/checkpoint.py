@@ -5,7 +5,8 @@ the SHA-256 of each. It is written beside its place, synced and renamed, so a fo
 afterwards, never half-written; `latest` finds damage by the hashes and goes back to the newest checkpoint without it.
 Nothing here unpickles objects: safetensors, JSON and `torch.load(weights_only=True)` only.
 
-`replacing`, `seal` and `problem` are the same guarantees for any folder; exports and the cache of `common.models` use them.
+`replacing`, `seal` and `problem` are the same guarantees for any folder; exports use them, and `cached` for what is
+built once.
 """
 
 import hashlib
@@ -16,16 +17,19 @@ import pickle
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from common.config import ConfigError
 
 log = logging.getLogger("clutch")
 
@@ -186,6 +190,42 @@ def problem(folder: Path) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is damaged or foreign"
     return None
+
+
+def cached(name: str, what: str, build: Callable[[Path], dict[str, Any]], say: Callable[[str], None]) -> Path:
+    """The folder `name` of the cache, `$CLUTCH_CACHE` or `~/.cache/clutch`; built if it is not there or damaged.
+
+    Parallel processes build once, the others wait. Args: what: is kept, for errors; build: fills an empty folder and returns
+    the facts of its manifest; say: told where another process is waited for. Raises: ConfigError if nothing can be written.
+    """
+    cache = Path(os.environ.get("CLUTCH_CACHE") or "~/.cache/clutch").expanduser()
+    folder = cache / name
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(f"{folder}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            say(f"{folder} is being built by another process; waiting for it.")
+            lock.acquire()
+    except OSError as error:
+        raise ConfigError(
+            f"{what} is cached in {cache}, which cannot be written: {error.strerror or error}. "
+            "Set CLUTCH_CACHE to a folder that can."
+        ) from error
+    try:
+        if folder.exists():
+            damage = problem(folder)
+            if damage is None:
+                return folder
+            log.warning("%s in %s is built again: %s.", what, folder, damage)
+        for stale in cache.glob(f"{_TEMPORARY}{folder.name}-*"):  # of a build that was killed; ours is the only one now
+            shutil.rmtree(stale, ignore_errors=True)
+        with replacing(folder) as temporary:
+            seal(temporary, build(temporary))
+    finally:
+        lock.release()
+    return folder
 
 
 # --- inside ----------------------------------------------------------------------------------------------------------

@@ -237,6 +237,16 @@ class RftRows:
 
 
 @dataclass(kw_only=True)
+class ClassifyRows:
+    """Sizes of classify on this device."""
+
+    micro_batch_rows: int  # rows of one forward
+
+    def __post_init__(self) -> None:
+        at_least("hardware.classify.micro_batch_rows", self.micro_batch_rows, 1)
+
+
+@dataclass(kw_only=True)
 class HardwareConfig:
     """Facts about a device, and starting batch sizes for each algorithm."""
 
@@ -256,6 +266,7 @@ class HardwareConfig:
     eggroll: EggrollRows
     grpo: GrpoRows
     rft: RftRows
+    classify: ClassifyRows
 
     def __post_init__(self) -> None:
         choice("hardware.device", self.device, ("auto", "cpu", "cuda"))

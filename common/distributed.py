@@ -7,6 +7,7 @@ A worker is started by function, not by running the command again: in this proce
 import importlib
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -81,7 +82,9 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
     out_dir.mkdir(parents=True, exist_ok=True)
     if run.opt.ddp.backend == "nccl" and not hardware.local_devices(run.hardware):
         raise ConfigError("opt.ddp.backend=nccl needs CUDA devices. Use opt.ddp.backend=auto or gloo.")
+    hardware.check_visible(run.hardware)
     if "TORCHELASTIC_RUN_ID" in os.environ:
+        _check_torchrun(run)
         if run.opt.ddp.ranks is not None:
             raise ConfigError("opt.ddp.ranks has no effect under torchrun. Use torchrun --nproc_per_node.")
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -90,6 +93,25 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
     if ranks == 1:
         return _work(entry, run, Context(0, 1, hardware.find(run.hardware), out_dir), task)
     return _spawn(entry, run, out_dir, task, ranks)
+
+
+def _check_torchrun(run: Run) -> None:
+    """Raise ConfigError where torchrun started ranks that cannot each have a device or that are not one group."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # Of the job step, as "4" or "4(x2),1": a batch script alone has none, and its torchrun runs once.
+    tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if local > 1 and tasks and int(tasks[0]) > 1:
+        raise ConfigError(
+            f"srun started {tasks[0]} tasks on this node, and torchrun in each of them {local} ranks: "
+            f"{int(tasks[0]) * local} processes in {tasks[0]} groups that get in each other's way. Use srun --ntasks-per-node=1 "
+            f"with torchrun --nproc_per_node={local}, one torchrun a node."
+        )
+    devices = hardware.local_devices(run.hardware)
+    if devices and local > devices:
+        raise ConfigError(
+            f"torchrun --nproc_per_node={local}, but this node has {devices} CUDA devices. Use at most {devices}, or "
+            "give the job more (with Slurm: --gpus-per-node, not --gpus-per-task)."
+        )
 
 
 def _ranks(run: Run) -> int:

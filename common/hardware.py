@@ -29,6 +29,20 @@ def local_devices(config: HardwareConfig) -> int:
     return torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
 
 
+def check_visible(config: HardwareConfig) -> None:
+    """Raise ConfigError where CUDA_VISIBLE_DEVICES names devices that are not there: CUDA drops them without a word."""
+    text = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    named = [name.strip() for name in text.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
+    if not named or config.device == "cpu" or torch.version.cuda is None:
+        return
+    found = torch.cuda.device_count()
+    if found < len(named):
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={text} names {len(named)} devices, but CUDA finds {found} of them: one of these ordinals "
+            "does not exist on this node, or is named twice. Correct it (nvidia-smi -L lists them), or use hardware=cpu."
+        )
+
+
 def find(config: HardwareConfig, local_rank: int = 0) -> Device:
     """The device of a rank, and whether it is the preset's. Warns or raises nothing: see `check`."""
     if local_devices(config):
@@ -85,11 +99,14 @@ def fit_rows(rows: int, bytes_per_row: float, fixed_bytes: float, memory_gb: flo
     return max(multiple, fitting // multiple * multiple)
 
 
-def halving(action: Callable[[int], T], rows: int, floor: int) -> tuple[T, int]:
+def halving(
+    action: Callable[[int], T], rows: int, floor: int, shorter: str = "algo.sampling.max_new_tokens"
+) -> tuple[T, int]:
     """`action(rows)`, again with half the rows each time memory runs out. Returns its result and the rows that held.
 
     The draws of a step depend on addresses alone, so the repetition gives what a smaller start would have given.
-    Raises: ConfigError with advice at the floor.
+    Args: floor: fewest rows to try; shorter: the setting that makes sequences shorter. Raises: ConfigError with advice at
+    the floor.
     """
     while True:
         try:
@@ -101,8 +118,8 @@ def halving(action: Callable[[int], T], rows: int, floor: int) -> tuple[T, int]:
                 raise
             if rows <= floor:
                 raise ConfigError(
-                    f"out of memory even with {rows} rows a forward. Use a smaller model, lower "
-                    "algo.sampling.max_new_tokens, or add 'opt=[amp]'."
+                    f"out of memory even with {rows} rows a forward. Use a smaller model, lower {shorter}, or add "
+                    "'opt=[amp]'."
                 ) from error
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -14,10 +14,8 @@ import importlib.util
 import json
 import logging
 import math
-import os
 import random
 import re
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
@@ -49,7 +46,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as transformers_logging
 
-from common.checkpoint import problem, replacing, seal
+from common.checkpoint import cached, replacing
 from common.config import ConfigError, ModelConfig, TinyConfig
 from common.tasks import Messages, plain
 
@@ -243,8 +240,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def tiny(config: TinyConfig, task: Any, *, progress: bool = True) -> Path:
     """The folder of the tiny model for this task; built and pre-trained on the CPU if it is not in the cache.
 
-    Some come with the project (scripts/ship_tiny.py). The cache is `$CLUTCH_CACHE` or `~/.cache/clutch`; parallel processes build once, the others wait. A damaged entry is
-    rebuilt with a warning. Raises: ConfigError if the task cannot teach, a row is longer than `context`, or the cache
+    Some come with the project (scripts/ship_tiny.py), the others are kept as `common.checkpoint.cached` does.
+    Raises: ConfigError if the task cannot teach, a row is longer than `context`, or the cache
     cannot be written.
     """
     rows = _pretraining_rows(config, task)
@@ -252,40 +249,18 @@ def tiny(config: TinyConfig, task: Any, *, progress: bool = True) -> Path:
     for prompt, completion in rows:
         for part in (prompt, completion):
             digest.update(len(part).to_bytes(8, "little") + part)
-    cache = Path(os.environ.get("CLUTCH_CACHE") or "~/.cache/clutch").expanduser()
     name = f"tiny-{digest.hexdigest()[:16]}"
     if (ASSETS / name / "model.safetensors").exists():
         return ASSETS / name
-    folder = cache / name
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(f"{folder}.lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            _say(progress, f"{folder} is being built by another process; waiting for it.")
-            lock.acquire()
-    except OSError as error:
-        raise ConfigError(
-            f"model=tiny is cached in {cache}, which cannot be written: {error.strerror or error}. "
-            "Set CLUTCH_CACHE to a folder that can."
-        ) from error
-    try:
-        if folder.exists():
-            damage = problem(folder)
-            if damage is None:
-                return folder
-            log.warning("cached model %s is built again: %s.", folder, damage)
-        for stale in cache.glob(f".tmp-{folder.name}-*"):  # of a build that was killed; ours is the only one now
-            shutil.rmtree(stale, ignore_errors=True)
+
+    def build(folder: Path) -> dict[str, Any]:
         model = _pretrained(config, rows, progress)
-        with replacing(folder) as temporary, _bars(False):
-            model.save_pretrained(temporary)
-            byte_tokenizer().save_pretrained(temporary)
-            seal(temporary, {"task": type(task).__name__, "tiny": asdict(config)})
-    finally:
-        lock.release()
-    return folder
+        with _bars(False):
+            model.save_pretrained(folder)
+            byte_tokenizer().save_pretrained(folder)
+        return {"task": type(task).__name__, "tiny": asdict(config)}
+
+    return cached(name, "model=tiny", build, lambda text: _say(progress, text))
 
 
 def _pretraining_rows(config: TinyConfig, task: Any) -> list[tuple[bytes, bytes]]:

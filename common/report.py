@@ -26,7 +26,11 @@ log = logging.getLogger("clutch")
 
 @dataclass
 class Result:
-    """The outcome of a run, as in RUN/result.json. before, after: the held-out metric, in percent or BLEU points."""
+    """The outcome of a run, as in RUN/result.json. before, after: the held-out metric, in percent or BLEU points.
+
+    A classifier generates nothing and earns no rewards: both counts are 0, and `before` is what naming the most frequent
+    class gets.
+    """
 
     algo: str
     task: str
@@ -171,11 +175,15 @@ def profiled(run: Run, context: Context) -> Iterator[Callable[[], None]]:
         yield profiler.step
 
 
-def summary(result: Result, samples: list[dict[str, str]]) -> None:
-    """Print the end of a run: metric before and after, completions side by side, where everything is."""
+def summary(result: Result, samples: list[dict[str, str]], model: str | None = None) -> None:
+    """Print the end of a run: metric before and after, completions side by side, where everything is.
+
+    Args: model: where the model is and how to load it; None = a language model.
+    """
     log.info("")
-    log.info(side_by_side(samples))
-    log.info("")
+    if samples:
+        log.info(side_by_side(samples))
+        log.info("")
     rows = {
         f"held-out {result.metric}": f"{result.before:.2f} -> {result.after:.2f} ({result.after - result.before:+.2f})",
         **{
@@ -184,9 +192,13 @@ def summary(result: Result, samples: list[dict[str, str]]) -> None:
             if name != result.metric and name in result.metrics["after"]
         },
         "steps": f"{result.steps} in {result.seconds:.0f} s",
-        "generated": f"{result.generated_tokens:,} tokens, {result.reward_evaluations:,} rewards",
+        **(
+            {"generated": f"{result.generated_tokens:,} tokens, {result.reward_evaluations:,} rewards"}
+            if result.generated_tokens
+            else {}
+        ),
         "written to": result.folder,
-        "  model": f"{result.folder}/model (load it with from_pretrained)",
+        "  model": model or f"{result.folder}/model (load it with from_pretrained)",
         "  metrics": f"{result.folder}/metrics.jsonl",
         "  result": f"{result.folder}/result.json",
     }

@@ -16,7 +16,8 @@ log = logging.getLogger("clutch")
 # What may differ between a run and its continuation; anything else would make another run of it.
 FREE = (
     *("resume", "evaluate", "checkpoint", "tracker", "scoring", "opt", "hardware"),
-    *("algo.steps", "algo.rows_per_forward", "algo.micro_batch_rows"),
+    *("algo.steps", "algo.rows_per_forward", "algo.micro_batch_rows", "algo.ddp"),
+    *("algo.loader.workers", "algo.loader.prefetch"),
 )
 
 
@@ -69,12 +70,13 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
         for key, value in given["algo"].items()
         if isinstance(value, dict) and value.get("kind", "constant") != "constant"
     ]
-    if scheduled and found.state["config"]["algo"]["steps"] != given["algo"]["steps"]:
+    steps = given["algo"].get("steps")  # None where the run is counted in epochs, whose number must stay
+    if scheduled and steps is not None and found.state["config"]["algo"]["steps"] != steps:
         differing.append(
             f"algo.steps was {found.state['config']['algo']['steps']}, which algo.{scheduled[0]} depends on"
         )
-    if given["algo"]["steps"] < found.step:
-        differing.append(f"{found.step} steps are done already, algo.steps is {given['algo']['steps']}")
+    if steps is not None and steps < found.step:
+        differing.append(f"{found.step} steps are done already, algo.steps is {steps}")
     if differing:
         raise ConfigError(
             f"{found.path} was made with other settings: {'; '.join(differing)}. "

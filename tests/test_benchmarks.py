@@ -89,6 +89,22 @@ def test_eggroll_on_cuda(tmp_path):
     check(json.loads((tmp_path / "out.json").read_text()), done.stdout)
 
 
+def test_loader_shows_one_change_at_a_time(tmp_path):
+    path = tmp_path / "out.json"
+    done = benchmark("loader", "--quick", "--device", "cpu", "--json", str(path))
+    content = json.loads(path.read_text())
+    rows = {row["row"]: row for row in content["rows"]}
+    assert list(rows) == [
+        *("before", "+ collate pre-allocated", "+ forward without loop", "+ both"),
+        *("+ batch twice as large", "+ worker processes"),
+        *("collate: list and concatenate", "collate: pre-allocated"),
+    ]
+    assert all(row["value"] > 0 for row in rows.values())
+    assert rows["+ both"]["ratio"] > 2  # tiny sizes; far more in earnest
+    assert [figure["reached"] for figure in content["conditions"]["figures"]] == [None]
+    assert "both changes together" in done.stdout
+
+
 def test_rft_rows_do_the_same_work(tmp_path):
     path = tmp_path / "out.json"
     done = benchmark("rft", "--quick", "--device", "cpu", "--json", str(path))

@@ -83,8 +83,14 @@ class Teaches(Protocol):
 
 
 def build(node: dict[str, Any]) -> Task:
-    """The task that a configuration names: `_target_` and constructor arguments. The only node that is instantiated.
+    """The reward task that a configuration names. Raises: ConfigError as `instance`."""
+    return instance(node, ("examples", "prompt", "reward", "metrics"), "common/tasks/__init__.py")
 
+
+def instance(node: dict[str, Any], methods: Sequence[str], see: str) -> Any:
+    """What `_target_` and constructor arguments in a configuration make. The only node that is instantiated.
+
+    Args: methods: that it must have; see: where they are explained.
     Raises: ConfigError for a target that cannot be found, an unknown argument, or an object that is no task.
     """
     target = str(node["_target_"])
@@ -101,11 +107,9 @@ def build(node: dict[str, Any]) -> Task:
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):  # such a task checks by itself
         arguments = _checked(arguments, parameters.values())
     task = found(**arguments)
-    missing = [name for name in ("examples", "prompt", "reward", "metrics") if not callable(getattr(task, name, None))]
+    missing = [name for name in methods if not callable(getattr(task, name, None))]
     if missing:
-        raise ConfigError(
-            f"task._target_={target!r} has no method {missing[0]}. See common/tasks/__init__.py for the four."
-        )
+        raise ConfigError(f"task._target_={target!r} has no method {missing[0]}. See {see} for those it needs.")
     return task
 
 

@@ -1,4 +1,4 @@
-"""Reading rows for tasks: text lines, parallel files, TSV, JSON Lines, and ids of the `datasets` library. No torch.
+"""Reading rows for tasks: text lines, parallel files, TSV, CSV, JSON Lines, ids of the `datasets` library. No torch.
 
 Files are plain or .gz (by their name), strictly UTF-8; a byte-order mark is dropped and CRLF is accepted. Only "\\n"
 ends a line: str.splitlines would also cut at U+2028 or a form feed inside a sentence, and so shift one parallel file
@@ -7,6 +7,7 @@ the run starts.
 """
 
 import codecs
+import csv
 import difflib
 import gzip
 import json
@@ -48,10 +49,11 @@ class Row:
         return value
 
 
-def read_lines(path: str, key: str) -> list[str]:
+def read_lines(path: str, key: str, lenient: bool = False) -> list[str]:
     """The lines of a text file, without their ends.
 
-    Args: path: plain or .gz, relative to the working folder; key: the setting that gave it, for errors.
+    Args: path: plain or .gz, relative to the working folder; key: the setting that gave it, for errors; lenient: bytes
+    that are not UTF-8 become lone surrogates, which `Row.text` refuses, so that only their row is lost.
     Raises: ConfigError if the file is missing, unreadable, empty, or not UTF-8.
     """
     raw = _read_bytes(path, key)
@@ -59,7 +61,7 @@ def read_lines(path: str, key: str) -> list[str]:
     if not content:
         raise ConfigError(f"{key}={path!r} is empty. Give a file with one row a line.")
     try:
-        text = content.decode("utf-8")
+        text = content.decode("utf-8", "surrogateescape" if lenient else "strict")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         offset = error.start + len(raw) - len(content)
@@ -115,13 +117,46 @@ def read_tsv(path: str, key: str) -> list[Row]:
     return _not_empty(rows, f"{key}={path!r}")
 
 
-def read_jsonl(path: str, key: str) -> list[Row]:
+def read_csv(path: str, key: str, skipped: list[str] | None = None) -> list[Row]:
+    """Rows of a comma-separated file whose first line names the columns. Cells may be quoted, and hold line ends then.
+
+    Args and errors as `read_jsonl`; ConfigError also where a row has more or fewer cells, or a quote is not closed.
+    """
+    lines = read_lines(path, key, lenient=skipped is not None)
+    table = csv.reader((f"{line}\n" for line in lines), strict=True)
+    rows, names, begin = [], [], 1
+    try:
+        for cells in table:
+            begin, line = table.line_num + 1, begin  # a row is named by the line where it begins
+            if not names:
+                names = cells
+                if len(set(names)) < len(names):
+                    raise ConfigError(f"{key}={path!r}: line 1 names a column twice: {', '.join(names)}. Rename one.")
+            elif cells and len(cells) != len(names):
+                text = (
+                    f"{key}={path!r}: line {line} has {len(cells)} cells, but line 1 names {len(names)} columns: "
+                    f"{', '.join(names)}. Mend or remove it."
+                )
+                if skipped is None:
+                    raise ConfigError(text)
+                skipped.append(text)
+            elif cells:
+                rows.append(Row(f"{path!r} line {line}", dict(zip(names, cells, strict=True))))
+    except (
+        csv.Error
+    ) as error:  # a quote that is not closed takes in all that follows, so there is nothing to go on with
+        raise ConfigError(f"{key}={path!r}: line {begin}: {error}. Mend or remove it.") from None
+    return _not_empty(rows, f"{key}={path!r}")
+
+
+def read_jsonl(path: str, key: str, skipped: list[str] | None = None) -> list[Row]:
     """Rows of a JSON Lines file: one object a line. The fields of an object in it are named with a dot, as "a.b".
 
-    Blank lines are skipped. Args and errors as `read_lines`; ConfigError also for a line that is no JSON object.
+    Blank lines are skipped. Args: as `read_lines`; skipped: None, or a list that takes the texts of the errors in
+    single rows, which are left out. Raises: ConfigError as `read_lines`, also for a line that is no JSON object.
     """
     rows = []
-    for number, line in enumerate(read_lines(path, key), start=1):
+    for number, line in enumerate(read_lines(path, key, lenient=skipped is not None), start=1):
         if not line.strip():
             continue
         try:
@@ -129,11 +164,13 @@ def read_jsonl(path: str, key: str) -> list[Row]:
             problem = f"is JSON, but {type(value).__name__} and no object"
         except json.JSONDecodeError as error:
             value, problem = None, f"is not JSON ({error.msg}, column {error.colno})"
-        if not isinstance(value, dict):
-            raise ConfigError(
-                f'{key}={path!r}: line {number} {problem}. Each line must be one object, such as {{"question": "..."}}.'
-            )
-        rows.append(Row(f"{path!r} line {number}", _flat(value)))
+        if isinstance(value, dict):
+            rows.append(Row(f"{path!r} line {number}", _flat(value)))
+            continue
+        text = f'{key}={path!r}: line {number} {problem}. Each line must be one object, such as {{"question": "..."}}.'
+        if skipped is None:
+            raise ConfigError(text)
+        skipped.append(text)
     return _not_empty(rows, f"{key}={path!r}")
 
 

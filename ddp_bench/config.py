@@ -1,0 +1,122 @@
+"""Names, types and checks of conf/algo/classify.yaml."""
+
+from dataclasses import dataclass
+
+from common.config import ConfigError, OptimizerConfig, Run, ScheduleConfig, above, at_least, choice
+
+
+@dataclass(kw_only=True)
+class EncoderConfig:
+    """Sizes of the transformer encoder."""
+
+    size: int
+    heads: int
+    layers: int
+    feedforward: int
+    dropout: float
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        for key in ("size", "heads", "layers", "feedforward", "max_tokens"):
+            at_least(f"algo.model.{key}", getattr(self, key), 1)
+        at_least("algo.model.dropout", self.dropout, 0)
+        if self.dropout >= 1:
+            raise ConfigError(f"algo.model.dropout={self.dropout} is out of range. Give a value below 1.")
+        if self.size % self.heads:
+            raise ConfigError(f"algo.model.size={self.size} is not a multiple of algo.model.heads={self.heads}.")
+
+
+@dataclass(kw_only=True)
+class TokenizerConfig:
+    """The tokenizer that is trained on the training rows."""
+
+    kind: str
+    vocabulary: int
+    lowercase: bool
+
+    def __post_init__(self) -> None:
+        choice("algo.tokenizer.kind", self.kind, ("bpe", "wordpiece"))
+        at_least("algo.tokenizer.vocabulary", self.vocabulary, 300)
+
+
+@dataclass(kw_only=True)
+class LoaderConfig:
+    """How batches are made."""
+
+    workers: int | None
+    prefetch: int
+    bucket_batches: int
+
+    def __post_init__(self) -> None:
+        if self.workers is not None:
+            at_least("algo.loader.workers", self.workers, 0)
+        at_least("algo.loader.prefetch", self.prefetch, 1)
+        at_least("algo.loader.bucket_batches", self.bucket_batches, 1)
+
+
+@dataclass(kw_only=True)
+class WrapperConfig:
+    """DistributedDataParallel, used with more than one rank."""
+
+    static_graph: bool
+    gradient_as_bucket_view: bool
+    bucket_cap_mb: float
+    hook: str
+    powersgd_rank: int
+    powersgd_start: int
+
+    def __post_init__(self) -> None:
+        above("algo.ddp.bucket_cap_mb", self.bucket_cap_mb, 0)
+        choice("algo.ddp.hook", self.hook, ("none", "fp16", "bf16", "powersgd"))
+        at_least("algo.ddp.powersgd_rank", self.powersgd_rank, 1)
+        at_least("algo.ddp.powersgd_start", self.powersgd_start, 2)
+
+
+@dataclass(kw_only=True)
+class ClassifyConfig:
+    """Settings of classify; what each does stands beside its value in conf/algo/classify.yaml."""
+
+    name: str
+    epochs: int
+    batch_rows: int
+    micro_batch_rows: int
+    validation_share: float
+    patience: int | None
+    lr: float
+    lr_schedule: ScheduleConfig
+    warmup: float
+    optimizer: OptimizerConfig
+    grad_clip: float
+    label_smoothing: float
+    model: EncoderConfig
+    tokenizer: TokenizerConfig
+    loader: LoaderConfig
+    ddp: WrapperConfig
+
+    def __post_init__(self) -> None:
+        for key in ("epochs", "batch_rows", "micro_batch_rows"):
+            at_least(f"algo.{key}", getattr(self, key), 1)
+        for key in ("lr", "grad_clip"):
+            above(f"algo.{key}", getattr(self, key), 0)
+        for key in ("validation_share", "warmup", "label_smoothing"):
+            at_least(f"algo.{key}", getattr(self, key), 0)
+            if getattr(self, key) >= 1:
+                raise ConfigError(f"algo.{key}={getattr(self, key)} is a share. Give a value below 1.")
+        if self.patience is not None:
+            at_least("algo.patience", self.patience, 1)
+            if not self.validation_share:
+                raise ConfigError(
+                    f"algo.patience={self.patience} has no effect with algo.validation_share=0: there is nothing to "
+                    "tell by when to stop. Set a share, for example 0.1, or algo.patience=null."
+                )
+
+
+def check_switches(run: Run, settings: ClassifyConfig, ranks: int) -> None:
+    """Raise ConfigError for settings that have no effect with these, or with this number of ranks."""
+    if run.opt.offload.enabled:
+        raise ConfigError("opt=offload has no effect with algo=classify: there is no reference model. Leave it out.")
+    if settings.ddp.hook != "none" and ranks == 1:
+        raise ConfigError(
+            f"algo.ddp.hook={settings.ddp.hook} has no effect with one rank: nothing is sent. Add 'opt=[ddp]', or "
+            "leave it out."
+        )

@@ -1,0 +1,321 @@
+"""From labelled rows to batches: tokenizer, rows of varying length in one array, the order of batches, the loader."""
+
+import hashlib
+import json
+import logging
+import random
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from common import checkpoint
+from common.config import ConfigError
+from ddp_bench.config import LoaderConfig, TokenizerConfig
+from ddp_bench.tasks import ClassTask, Labelled, Trajectory
+
+log = logging.getLogger("clutch")
+
+PAD, UNKNOWN = "[PAD]", "[UNK]"  # ids 0 and 1
+FORMAT = 1  # part of the cache key: raise it when tokenising changes
+WORKERS_PER_GPU = 4
+IGNORED = -100  # label of a row that carries no loss
+
+# {argument of the model: tensor}, and labels int64 [B].
+Batch = tuple[dict[str, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of varying length, one after the other: values [sum of lengths, ...], offsets int64 [rows + 1]."""
+
+    values: np.ndarray
+    offsets: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[Any], dtype: Any) -> "Ragged":
+        """From a sequence of arrays or lists."""
+        lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
+        return cls(np.concatenate([np.asarray(row, dtype) for row in rows]), np.concatenate([[0], lengths.cumsum()]))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [rows]."""
+        return np.diff(self.offsets)
+
+    def padded(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The rows, zeros behind them: [B, longest, ...], and their lengths, int64 [B]. One allocation for all."""
+        starts, ends = self.offsets[rows], self.offsets[np.asarray(rows) + 1]
+        lengths = ends - starts
+        out = np.zeros((len(rows), int(lengths.max()), *self.values.shape[1:]), self.values.dtype)
+        for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            out[i, : end - start] = self.values[start:end]
+        return torch.from_numpy(out), torch.from_numpy(lengths)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows as the model takes them. fields: by argument name; a ragged one brings `NAME_lengths`. labels: int64 [rows].
+
+    It is what a DataLoader calls a dataset: a list of row numbers gives a batch.
+    """
+
+    fields: dict[str, Ragged | np.ndarray]
+    labels: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Length of each row over all of its ragged fields, int64 [rows]."""
+        found = np.zeros(len(self), np.int64)
+        for field in self.fields.values():
+            if isinstance(field, Ragged):
+                found += field.lengths
+        return found
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, rows: list[int]) -> Batch:
+        """The batch of these rows. No rows: one that carries no loss, so that its rank takes part all the same."""
+        inputs: dict[str, Tensor] = {}
+        chosen = rows or [0]
+        for name, field in self.fields.items():
+            if isinstance(field, Ragged):
+                inputs[name], inputs[f"{name}_lengths"] = field.padded(chosen)
+            else:
+                inputs[name] = torch.from_numpy(field[chosen])
+        return inputs, torch.from_numpy(self.labels[rows]) if rows else torch.tensor([IGNORED])
+
+    def digest(self) -> str:
+        """A hash of all rows, to tell whether a run goes on with the data that it began with."""
+        found = hashlib.sha256(np.ascontiguousarray(self.labels).data)
+        for field in self.fields.values():
+            for array in (field.values, field.offsets) if isinstance(field, Ragged) else (field,):
+                found.update(np.ascontiguousarray(array).data)
+        return found.hexdigest()[:16]
+
+
+def prepare(
+    task: ClassTask, tokenizer: TokenizerConfig, max_tokens: int, say: Any
+) -> tuple[dict[str, Rows], Tokenizer | None]:
+    """The splits "train" and "test" of a task, and the tokenizer of its texts (None for trajectories).
+
+    Args: max_tokens: longer texts are cut, longer trajectories refused; say: told where another process is waited for.
+    Raises: ConfigError for rows that are neither texts nor trajectories, or too long.
+    """
+    splits = {split: list(task.rows(split)) for split in ("train", "test")}
+    for split, rows in splits.items():
+        if not rows:
+            raise ConfigError(f'the task has no {split} rows. Its rows("{split}") must return some.')
+        wrong = next((row for row in rows if not 0 <= row.label < len(task.classes)), None)
+        if wrong is not None:
+            raise ConfigError(
+                f"a {split} row has the label {wrong.label}, but the task has {len(task.classes)} classes."
+            )
+    kinds = {type(row.value) for rows in splits.values() for row in rows}
+    if kinds == {str}:
+        return _texts(splits, tokenizer, max_tokens, say)
+    if kinds == {Trajectory}:
+        return {split: trajectories(rows, max_tokens) for split, rows in splits.items()}, None
+    names = ", ".join(sorted(kind.__name__ for kind in kinds))
+    raise ConfigError(f"the task's rows are {names}. All must be str, or all ddp_bench.tasks.Trajectory.")
+
+
+def trajectories(rows: Sequence[Labelled], max_tokens: int) -> Rows:
+    """Trajectories in arrays. Raises: ConfigError where one is longer than `max_tokens`, context and goal with it."""
+    found = Rows(
+        {
+            "context": Ragged.of([row.value.context for row in rows], np.float32),
+            "states": Ragged.of([row.value.states for row in rows], np.float32),
+            "goal": np.stack([row.value.goal for row in rows]).astype(np.float32),
+        },
+        np.array([row.label for row in rows], np.int64),
+    )
+    longest = int(found.lengths.max()) + 1
+    if longest > max_tokens:
+        raise ConfigError(
+            f"algo.model.max_tokens={max_tokens} is too small: the longest trajectory has {longest} tokens, context "
+            f"and goal with it. Use algo.model.max_tokens={longest}."
+        )
+    return found
+
+
+def _texts(
+    splits: dict[str, list[Labelled]], config: TokenizerConfig, max_tokens: int, say: Any
+) -> tuple[dict[str, Rows], Tokenizer]:
+    digest = hashlib.sha256(json.dumps([FORMAT, asdict(config), max_tokens], sort_keys=True).encode())
+    for split, rows in splits.items():
+        for row in rows:
+            text = row.value.encode()
+            digest.update(f"{split} {len(text)} ".encode() + text)
+
+    def build(folder: Path) -> dict[str, Any]:
+        tokenizer = trained(config, [row.value for row in splits["train"]])
+        tokenizer.enable_truncation(max_tokens)
+        arrays = {}
+        for split, rows in splits.items():
+            encoded = tokenizer.encode_batch([row.value for row in rows])
+            # A text of which the tokenizer leaves nothing, such as a control character, is one unknown token.
+            ids = Ragged.of([row.ids or [1] for row in encoded], np.int32)
+            arrays |= {f"{split}.values": ids.values, f"{split}.offsets": ids.offsets}
+        tokenizer.no_truncation()
+        tokenizer.save(str(folder / "tokenizer.json"))
+        save_file(arrays, folder / "rows.safetensors")
+        return {"tokenizer": asdict(config), "max_tokens": max_tokens}
+
+    folder = checkpoint.cached(f"text-{digest.hexdigest()[:16]}", "the tokenised text", build, say)
+    arrays = load_file(folder / "rows.safetensors")
+    found = {
+        split: Rows(
+            {"ids": Ragged(arrays[f"{split}.values"], arrays[f"{split}.offsets"])},
+            np.array([row.label for row in rows], np.int64),
+        )
+        for split, rows in splits.items()
+    }
+    return found, Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def trained(config: TokenizerConfig, texts: Sequence[str]) -> Tokenizer:
+    """A tokenizer trained on `texts`: id 0 pads, id 1 is unknown."""
+    steps = [normalizers.NFC(), *([normalizers.Lowercase()] if config.lowercase else [])]
+    options: dict[str, Any] = {
+        "vocab_size": config.vocabulary,
+        "special_tokens": [PAD, UNKNOWN],
+        "show_progress": False,
+    }
+    if config.kind == "bpe":
+        tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer: Any = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **options)
+    else:
+        tokenizer = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(**options)
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def held_out(rows: Rows, share: float, seed: int) -> tuple[list[int], list[int]]:
+    """Row numbers to train on and to validate with, drawn by `seed`. Raises: ConfigError where none would be left."""
+    order = list(range(len(rows)))
+    random.Random(f"validation {seed}").shuffle(order)
+    count = round(share * len(rows))
+    if share and not 0 < count < len(rows):
+        raise ConfigError(
+            f"algo.validation_share={share} of {len(rows)} training rows are {count}. Change it, or give more rows."
+        )
+    return sorted(order[count:]), sorted(order[:count])
+
+
+class Batches:
+    """Which rows each batch holds: a function of (seed, epoch, position) alone, the same on every rank.
+
+    Every row comes exactly once an epoch; nothing is padded and nothing dropped, so the last batch may be smaller. Rows
+    of like length go together. A rank takes every world-th row of a batch, and none where there are fewer than ranks.
+
+    Args: rows: row numbers; lengths: of each of them; batch_rows: of all ranks together; bucket_batches: batches sorted
+    by length together, 1 = not sorted.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        lengths: np.ndarray,
+        batch_rows: int,
+        bucket_batches: int,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        self.rows, self.lengths = list(rows), {row: int(lengths[row]) for row in rows}
+        self.batch_rows, self.pool, self.seed = batch_rows, batch_rows * bucket_batches, seed
+        self.rank, self.world = rank, world
+        self.step = 0  # where the next iteration begins; it goes to the end of that epoch
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return -(-len(self.rows) // self.batch_rows)
+
+    def epoch(self, epoch: int) -> list[list[int]]:
+        """The batches of an epoch, in order, of all ranks together."""
+        draw = random.Random(f"batches {self.seed} {epoch}")
+        order = list(self.rows)
+        draw.shuffle(order)
+        if self.pool > self.batch_rows:
+            pools = [order[i : i + self.pool] for i in range(0, len(order), self.pool)]
+            order = [row for pool in pools for row in sorted(pool, key=self.lengths.__getitem__)]
+        batches = [order[i : i + self.batch_rows] for i in range(0, len(order), self.batch_rows)]
+        draw.shuffle(batches)
+        return batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch, position = divmod(self.step, len(self))
+        for batch in self.epoch(epoch)[position:]:
+            yield batch[self.rank :: self.world]
+
+
+class Loader:
+    """Batches of a rank from a step on, without end: made by worker processes that stay, pinned for a GPU, kept ready.
+
+    Args: workers: None = WORKERS_PER_GPU on CUDA, and this process on a CPU, which computes there itself.
+    """
+
+    def __init__(self, rows: Rows, batches: Batches, config: LoaderConfig, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self.workers = config.workers if config.workers is not None else WORKERS_PER_GPU * cuda
+        self.batches, self.device = batches, device
+        options: dict[str, Any] = {"prefetch_factor": config.prefetch} if self.workers else {}
+        self.loader = DataLoader(
+            rows,  # type: ignore[arg-type]
+            batch_sampler=batches,  # type: ignore[arg-type]
+            collate_fn=_as_it_is,  # pyright: ignore[reportArgumentType] (the rows make the batch)
+            num_workers=self.workers,
+            persistent_workers=self.workers > 0,
+            pin_memory=cuda,
+            worker_init_fn=_deaf,
+            generator=torch.Generator(),  # else every epoch would draw from torch's own, which dropout uses
+            **options,
+        )
+
+    def from_step(self, step: int) -> Iterator[Batch]:
+        """The batches of `step`, step + 1, ..., on the CPU."""
+        while True:
+            self.batches.step = step
+            yield from self.loader
+            step += len(self.batches) - step % len(self.batches)
+
+
+def to(batch: Batch, device: torch.device) -> Batch:
+    """The batch on a device; from pinned memory without waiting."""
+    inputs, labels = batch
+    return {name: t.to(device, non_blocking=True) for name, t in inputs.items()}, labels.to(device, non_blocking=True)
+
+
+def split(batch: Batch, rows: int) -> list[Batch]:
+    """The batch in parts of at most `rows` rows."""
+    inputs, labels = batch
+    parts = [
+        dict(zip(inputs, part, strict=True)) for part in zip(*(t.split(rows) for t in inputs.values()), strict=True)
+    ]
+    return list(zip(parts, labels.split(rows), strict=True))
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def _deaf(worker: int) -> None:
+    """A worker leaves signals to the process that it works for, which finishes its step and saves."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,189 @@
+"""One exact optimizer step of a classifier on a batch shared out over ranks, and where its time goes.
+
+Every row of a batch weighs the same, whatever the ranks and forwards: a rank's loss is the sum over its rows, divided
+by the rows of all ranks and multiplied by the number of ranks, which DistributedDataParallel's mean then divides by.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from common import hardware, optim
+from common.config import ConfigError, Run
+from common.distributed import Context
+from common.precision import Precision
+from common.signals import EXIT_NUMBERS, RunStopped
+from ddp_bench.config import ClassifyConfig
+from ddp_bench.data import IGNORED, Batch, split, to
+
+
+class Clock:
+    """Marks on the timeline of a device: wall clock on a CPU, events on CUDA, where only reading waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.seconds: dict[str, float] = {}
+        self._spans: list[tuple[str, Any, Any]] = []
+
+    def mark(self) -> Any:
+        """Now."""
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, name: str, start: Any, end: Any) -> None:
+        """The time between two marks goes to `name`."""
+        self._spans.append((name, start, end))
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time the block under `name`; blocks of one name add up."""
+        start = self.mark()
+        yield
+        self.add(name, start, self.mark())
+
+    def read(self) -> dict[str, float]:
+        """Seconds by name; waits for the device."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        for name, start, end in self._spans:
+            span = start.elapsed_time(end) / 1000 if self.cuda else end - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + span
+        self._spans.clear()
+        return self.seconds
+
+
+class Stepper:
+    """Model, optimizer and what connects the ranks. model: plain, on the device, float32; trained in place."""
+
+    def __init__(self, model: Any, run: Run, context: Context, numbers: Precision) -> None:
+        self.model, self.run, self.context, self.numbers = model, run, context, numbers
+        self.settings: ClassifyConfig = run.algo
+        self.device = context.device.device
+        self.rows = self.settings.micro_batch_rows
+        model.encoder.recompute = run.opt.checkpointing.enabled
+        if run.opt.compile.enabled:
+            model.compile(mode=run.opt.compile.mode, dynamic=True)
+        self.forward: Any = model
+        self.wrapper: DistributedDataParallel | None = None
+        self.looked = not self.settings.ddp.static_graph
+        self.last_gradient: Any = None  # mark: when the backward pass had computed everything
+        if context.world_size > 1:
+            self.forward = self.wrapper = wrapped(model, self.settings, self.device)
+            for parameter in model.encoder.layers[0].parameters():  # nearly the last ones to have a gradient
+                parameter.register_post_accumulate_grad_hook(self._computed)
+            for module in model.children():
+                if module is not model.encoder:  # the embeddings, the very last
+                    module.weight.register_post_accumulate_grad_hook(self._computed)
+        self.updater = optim.Updater(list(model.parameters()), self.settings, numbers, self.device)
+
+    def step(self, batch: Batch, rows: int, step: int, steps: int, clock: Clock) -> dict[str, float]:
+        """One optimizer step. Returns what goes into the log, the same on every rank.
+
+        Args: batch: this rank's share, on the CPU; rows: of all ranks together; step: 0-based, of `steps`.
+        Raises: RunStopped on NaN or infinity; ConfigError where memory does not even hold one row.
+        """
+        self.model.train()
+        batch = to(batch, self.device)
+        if self.wrapper is not None and not self.looked:
+            # A static graph is looked at in the first backward pass, which no_sync must not hide (pytorch#143580), nor
+            # may it keep the count of passes at one, or gradients are never exchanged again (pytorch#187732).
+            self.looked = True
+            (inputs, labels), *_ = split(batch, 1)
+            self._backward((inputs, torch.full_like(labels, IGNORED)), rows, 1, Clock(self.device))
+        # Dropout is a function of (seed, step, rank), so a resumed run draws what an unbroken one would.
+        torch.manual_seed(((self.run.seed * 1_000_003 + step) * 1_000_003 + self.context.rank) % 2**63)
+
+        def attempt(micro: int) -> Tensor:
+            self.updater.clear()
+            return self._backward(batch, rows, micro, clock)
+
+        if self.wrapper is None:
+            loss, self.rows = hardware.halving(attempt, self.rows, 1, "algo.model.max_tokens")
+        else:  # a rank that repeated alone would leave the others waiting
+            loss, _ = hardware.halving(attempt, self.rows, self.rows, "algo.micro_batch_rows or algo.model.max_tokens")
+        with clock("exchange"):
+            total = self.context.sum(loss)
+        with clock("optimizer"):
+            warm = max(1, math.ceil(self.settings.warmup * steps))
+            factor = min(1.0, (step + 1) / warm) * self.settings.lr_schedule.factor(step, steps)
+            updated = self.updater.step(self.settings.lr * factor)
+        value = total.item()
+        if not (math.isfinite(value) and (math.isfinite(updated["grad_norm"]) or self.numbers.scaler)):
+            raise RunStopped(
+                f"step {step + 1}: loss {value}, gradient norm {updated['grad_norm']}. Lower algo.lr, or leave "
+                "opt=amp out.",
+                EXIT_NUMBERS,
+            )
+        return {"loss": value, **updated}
+
+    def _backward(self, batch: Batch, rows: int, micro: int, clock: Clock) -> Tensor:
+        """Accumulate gradients, exchanged once with the last part. Returns this rank's share of the mean loss."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        parts = split(batch, micro)
+        half = self.numbers.compute != torch.float32
+        for number, (inputs, labels) in enumerate(parts):
+            last = number == len(parts) - 1
+            with nullcontext() if last or self.wrapper is None else self.wrapper.no_sync():
+                with clock("forward"):
+                    with torch.autocast(self.device.type, self.numbers.compute, enabled=half):
+                        logits = self.forward(**inputs)
+                    loss = F.cross_entropy(
+                        logits.float(),
+                        labels,
+                        ignore_index=IGNORED,
+                        reduction="sum",
+                        label_smoothing=self.settings.label_smoothing,
+                    )
+                    total += loss.detach() / rows
+                start = clock.mark()
+                self.updater.scaler.scale(loss * (self.context.world_size / rows)).backward()
+                end = clock.mark()
+            if self.wrapper is not None and last:  # what was sent while gradients were computed does not count
+                clock.add("backward", start, self.last_gradient)
+                clock.add("communication", self.last_gradient, end)
+            else:
+                clock.add("backward", start, end)
+        return total
+
+    def _computed(self, _: Any) -> None:
+        if self.device.type == "cuda":
+            self.last_gradient = torch.cuda.Event(enable_timing=True)
+            self.last_gradient.record()
+        else:
+            self.last_gradient = time.perf_counter()
+
+
+def wrapped(model: nn.Module, settings: ClassifyConfig, device: torch.device) -> DistributedDataParallel:
+    """The model as every rank has it, gradients averaged over ranks as algo.ddp says."""
+    found = DistributedDataParallel(
+        model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        static_graph=settings.ddp.static_graph,
+        gradient_as_bucket_view=settings.ddp.gradient_as_bucket_view,
+        bucket_cap_mb=settings.ddp.bucket_cap_mb,
+    )
+    if settings.ddp.hook == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            None,
+            matrix_approximation_rank=settings.ddp.powersgd_rank,
+            start_powerSGD_iter=settings.ddp.powersgd_start + settings.ddp.static_graph,  # the look counts as a step
+        )
+        found.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif settings.ddp.hook != "none":
+        if settings.ddp.hook == "bf16" and dist.get_backend() != "nccl":
+            raise ConfigError("algo.ddp.hook=bf16 needs NCCL, and the ranks talk through gloo. Use algo.ddp.hook=fp16.")
+        hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+        found.register_comm_hook(None, hooks[settings.ddp.hook])
+    return found
