@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
         one = names.add_parser(name, help=line, description=line, parents=[options])
         if name == "grpo":
             one.add_argument("--model", choices=("small", "gpt2"), default="small", help="gpt2: 124M, for a GPU")
+            one.add_argument("--beta", type=float, default=0.02, help="weight of the KL; 0 = no reference model")
     return main
 
 

@@ -1,10 +1,11 @@
 """A GRPO step beside TRL's and beside one prompt at a time, on the same work: the project's second document, measured.
 
     python -m benchmarks grpo
+    python -m benchmarks grpo --beta 0
     python -m benchmarks grpo --model gpt2 --json grpo.json --repeats 9
 
 The work: 8 chess prompts of about 75 byte tokens x 8 samples x exactly 64 new tokens, temperature 1, a reward by edit distance,
-KL to a reference model, one AdamW step. Llama of d=256, 6 layers, 8 heads, byte vocabulary, random weights. --model gpt2: GPT-2 with
+KL to a reference model (--beta 0: none), one AdamW step. Llama of d=256, 6 layers, 8 heads, byte vocabulary, random weights. --model gpt2: GPT-2 with
 124M parameters and 50,257 tokens, 144 new tokens.
 
 The first table is the document's, cumulative: one prompt at a time (generate for each prompt, then its rows through the model);
@@ -51,7 +52,7 @@ SMALL: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_hidd
 QUICK: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 PROMPTS, SAMPLES = 8, 8
 NEW = {"small": 64, "quick": 8, "gpt2": 144}  # new tokens of every completion
-BETA, CLIP, LR = 0.02, 0.2, 1e-4
+CLIP, LR = 0.2, 1e-4
 PASSES = 4  # of the loss curve
 PHASES = ("rollout", "reward", "reference", "train", "update")
 PLAIN, OURS, PEER = "one prompt at a time", "float32", "TRL 1.16"
@@ -144,7 +145,7 @@ def run_of(work: dict[str, Any], *changes: str) -> Run:
             f"algo.samples_per_prompt={SAMPLES}",
             f"algo.sampling.max_new_tokens={work['new']}",
             f"algo.micro_batch_rows={PROMPTS * SAMPLES}",
-            f"algo.kl.beta={BETA}",
+            f"algo.kl.beta={work['beta']}",
             f"algo.lr={LR}",
             "algo.warmup_steps=0",
             "algo.loss=grpo",
@@ -241,13 +242,13 @@ def baseline(work: dict[str, Any]) -> dict[str, Any]:
         logits = of(input_ids=rows).logits[:, -work["new"] - 1 : -1]
         return torch.log_softmax(logits, -1).gather(2, rows[:, -work["new"] :, None])[..., 0]
 
-    def backward(rows: torch.Tensor, rewards: list[float], ref: torch.Tensor, old: torch.Tensor | None) -> Any:
+    def backward(rows: torch.Tensor, rewards: list[float], ref: torch.Tensor | None, old: torch.Tensor | None) -> Any:
         advantage = advantages(torch.tensor([rewards]), "group")[0].to(device)[:, None]
         logp = logps(model, rows)
         quotient = torch.exp(logp - (logp.detach() if old is None else old))
         surrogate = torch.minimum(quotient * advantage, quotient.clamp(1 - CLIP, 1 + CLIP) * advantage)
-        divergence = torch.exp(ref - logp) - (ref - logp) - 1
-        loss = (BETA * divergence - surrogate).mean() / PROMPTS
+        divergence = 0.0 if ref is None else torch.exp(ref - logp) - (ref - logp) - 1
+        loss = (work["beta"] * divergence - surrogate).mean() / PROMPTS
         loss.backward()
         return loss.item(), logp.detach()
 
@@ -274,7 +275,7 @@ def baseline(work: dict[str, Any]) -> dict[str, Any]:
                 texts = tokenizer.batch_decode(rows[:, prompt.shape[1] :], skip_special_tokens=True)
                 rewards = [task.reward(example, text) for text in texts]
             with clock("reference"), torch.no_grad():
-                ref = logps(reference, rows)
+                ref = logps(reference, rows) if work["beta"] else None
             with clock("train"):
                 backward(rows, rewards, ref, None)
         with clock("update"):
@@ -341,7 +342,7 @@ def peer(work: dict[str, Any]) -> dict[str, Any]:
         use_cpu=work["device"] == "cpu",
         bf16=False,
         learning_rate=LR,
-        beta=BETA,
+        beta=work["beta"],
         gradient_checkpointing=False,
         disable_tqdm=True,
     )
@@ -423,7 +424,7 @@ def run(options: argparse.Namespace) -> measure.Report:
     reasons: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         work = {"model": f"{folder}/model", "folder": folder, "name": name, "new": NEW[name], "steps": steps}
-        work["device"] = str(device.type)
+        work |= {"device": device.type, "beta": options.beta}
         sizes = folder_of(name, Path(work["model"]))
         if isinstance(problem := alone(work, kind="roll"), str):
             raise RuntimeError(f"the fixed rollout: {problem}")
@@ -449,7 +450,7 @@ def run(options: argparse.Namespace) -> measure.Report:
             else:
                 singles[case] = one
     measure.progress("")
-    return report(found, skipped, singles, reasons, sizes, steps, device)
+    return report(found, skipped, singles, reasons, sizes, steps, device, options.beta)
 
 
 def why_not(device: torch.device, quick: bool) -> dict[str, str]:
@@ -477,6 +478,7 @@ def report(
     sizes: dict[str, Any],
     steps: int,
     device: torch.device,
+    beta: float,
 ) -> measure.Report:
     """The tables and the JSON."""
     if OURS not in found:
@@ -524,6 +526,7 @@ def report(
     conditions = measure.conditions(
         device,
         sizes=sizes,
+        beta=beta,
         steps=steps,
         skipped=skipped | {f"{name} alone": reason for name, reason in reasons.items()},
         loss_deviation={name: deviation(one["losses"], losses) for name, one in everything.items()},
