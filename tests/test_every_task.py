@@ -29,7 +29,8 @@ def needs(task: str, folder) -> list[str]:
     """Settings of a task that has no embedded data."""
     if task == "gsm8k":
         rows = [
-            {"question": f"What is {i} plus {i}?", "answer": f"{i} + {i} = {2 * i}\n#### {2 * i}"} for i in range(20)
+            {"question": f"What is {i} plus {i}?", "answer": f"{i} + {i} = {2 * i}\n#### {2 * i}"}
+            for i in range(1000, 1020)  # numbers that random bytes do not hit
         ]
         for split in ("train", "test"):
             (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
