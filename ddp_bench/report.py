@@ -65,6 +65,7 @@ class Point:
     records: list[Record]
     mode: str = "one rank"  # strong | weak | unpaired: no run of one rank to compare with
     speedup: float | None = None
+    free: float | None = None  # the speed-up if communication took no time
     causes: list[str] = field(default_factory=list)  # the largest first
     advice: list[tuple[float, str]] = field(default_factory=list)  # predicted gain, what to do; best first
 
@@ -292,6 +293,9 @@ def compare(point: Point, points: list[Point]) -> None:
         point.mode = "unpaired"
         return
     point.speedup = point.number("rows_per_second") / base.number("rows_per_second")
+    if point.phases:
+        waited = lost(point, base)["communication"]
+        point.free = base_step(point, base) / max(1e-12, point.number("step_p50") - waited)
     point.causes = causes(point, base, points)
     point.advice = advice(point, base, points)
 
@@ -338,8 +342,8 @@ def causes(point: Point, base: Point, points: list[Point]) -> list[str]:
     order = [name for name in sorted(parts, key=lambda name: -parts[name]) if parts[name] > 0.05 * total]
     # Ranks that get too few cores also wait longer for each other, which looks like communication.
     forced = cores is not None and point.ranks * (threads or 1) > cores
-    free = base_step(point, base) / max(1e-12, total - parts["communication"])
-    if "compute" in order and (forced or (free < ENOUGH and not crowded)):
+    assert point.free is not None
+    if "compute" in order and (forced or (point.free < ENOUGH and not crowded)):
         order.remove("compute")
         order.insert(0, "compute")
     elif forced:
@@ -524,8 +528,11 @@ def section(point: Point) -> list[str]:
         if point.causes:
             lines.append(f"  cause: {point.causes[0]}: {EXPLAINED[point.causes[0]]}")
             lines += [f"  also: {cause}: {EXPLAINED[cause]}" for cause in point.causes[1:]]
+            lines.append(f"  if communication took no time: {point.free:.2f}x")
         elif not point.phases:
             lines.append("  cause: not known, the runs have no phase_seconds")
+        elif point.efficiency < 90:
+            lines.append("  cause: not in the phases of rank 0, which take no longer than they should")
         for number, (gain, text) in enumerate(point.advice, 1):
             lines.append(f"  {number}. gain {gain:.2f}x: {text}")
     return [*lines, ""]
@@ -543,7 +550,7 @@ def verdict(point: Point) -> str:
 
 
 EXPLAINED = {
-    "launch-bound": "the work of a step does not shrink with its rows; a faster link would not help",
+    "launch-bound": "the work of a step does not shrink with its rows",
     "communication-bound": "the ranks wait for gradients, or for each other",
     "loader-bound": "the ranks wait for batches",
     "oversubscribed cores": "the ranks share cores that one rank has for itself",
@@ -632,7 +639,12 @@ def draw_times(plt: Any, group: Group, warmup: int) -> Any:
                 axis.bar(range(len(heights)), heights, 0.65, bottom=bottoms, color=colour, label=name)
                 bottoms = [a + b for a, b in zip(bottoms, heights, strict=True)]
         axis.set_xticks(range(len(with_phases)), [short(point) for point in with_phases], fontsize=12)
-        axis.set(ylabel="time of a step (ms)", title=f"{group.name}: where a step's time goes")
+        what = unit(group.points[0])
+        axis.set(
+            xlabel=f"{what}s, rows of a step",
+            ylabel="time of a step (ms)",
+            title=f"{group.name}: where a step's time goes",
+        )
         axis.set_ylim(0, 1.25 * max([*bottoms, 1e-9]))
         axis.legend(ncols=3, fontsize=11, loc="upper center")
     return figure
@@ -640,8 +652,8 @@ def draw_times(plt: Any, group: Group, warmup: int) -> Any:
 
 def short(point: Point) -> str:
     """A point below a bar."""
-    mode = point.mode if point.mode in ("strong", "weak") else f"batch {point.batch_rows}"
-    return f"{point.ranks}\n{mode}{point.hook}"
+    mode = f"{point.mode}{point.hook}" if point.mode in ("strong", "weak") else ""
+    return f"{point.ranks}\n{point.batch_rows} rows\n{mode}"
 
 
 def draw_speedup(plt: Any, group: Group) -> Any:
@@ -654,27 +666,32 @@ def draw_speedup(plt: Any, group: Group) -> Any:
     axes[0].plot(ranks, ranks, "--", color="0.4", label="ideal")
     axes[1].axhline(100, linestyle="--", color="0.4", label="ideal")
     axes[1].axhline(80, linestyle=":", color="0.4", label="80 %: excellent")
-    for i, (mode, points) in enumerate(lines.items()):
-        style = {"color": COLOURS[i % 8], "marker": MARKERS[i % 8], "markersize": 9, "label": mode}
-        x = [point.ranks for point in points]
-        for axis, values, text, above in (
-            (axes[0], [point.speedup or 0 for point in points], "{:.2f}x", i % 2 == 0),
-            (axes[1], [point.efficiency or 0 for point in points], "{:.0f} %", i % 2 == 0),
-        ):
-            axis.plot(x, values, **style)
-            for place, value in zip(x[1:], values[1:], strict=True):
-                offset = (0, 10 if above else -22)
-                text_of = text.format(value)
-                axis.annotate(text_of, (place, value), offset, textcoords="offset points", ha="center", fontsize=12)
+    for axis, name, text in ((axes[0], "speedup", "{:.2f}x"), (axes[1], "efficiency", "{:.0f} %")):
+        for i, (mode, points) in enumerate(lines.items()):
+            values = [getattr(point, name) for point in points]
+            style = {"color": COLOURS[i % 8], "marker": MARKERS[i % 8], "markersize": 9, "label": mode}
+            axis.plot([point.ranks for point in points], values, **style)
+        for place in ranks[1:]:  # the lowest is labelled below and the highest above, so that no two meet
+            there = sorted(getattr(p, name) for points in lines.values() for p in points if p.ranks == place)
+            for value, offset in {there[-1]: 10, there[0]: -22}.items():
+                axis.annotate(
+                    text.format(value),
+                    (place, value),
+                    (0, offset),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=12,
+                    bbox={"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
+                )
     what = unit(group.points[0])
     axes[0].set(xlabel=f"{what}s", ylabel="speed-up in rows/s (x)", title=f"{group.name}: speed-up")
     axes[1].set(xlabel=f"{what}s", ylabel="efficiency (% of ideal)", title=f"{group.name}: efficiency")
     axes[1].set_ylim(0, max(115, *(1.15 * (p.efficiency or 0) for points in lines.values() for p in points)))
     axes[0].set_ylim(bottom=0)
-    for axis in axes:
+    for axis, place in zip(axes, ("upper left", "lower left"), strict=True):
         axis.set_xticks(ranks)
         axis.margins(x=0.12)
-        axis.legend(fontsize=12)
+        axis.legend(fontsize=12, loc=place)
     return figure
 
 
@@ -697,13 +714,17 @@ def scaled_lines(group: Group) -> dict[str, list[Point]]:
 def draw_throughput(plt: Any, group: Group) -> Any:
     """Rows a second of each point."""
     figure, axis = plt.subplots(figsize=(max(7.5, 1.6 * len(group.points)), 6), layout="constrained")
-    colours = {"one rank": COLOURS[7], "strong": COLOURS[0], "weak": COLOURS[1], "unpaired": COLOURS[4]}
+    colours = {"one rank": "0.45", "strong": COLOURS[0], "weak": COLOURS[1], "unpaired": COLOURS[4]}
     values = [point.number("rows_per_second") for point in group.points]
     bars = axis.bar(range(len(values)), values, 0.65, color=[colours[point.mode] for point in group.points])
     axis.bar_label(bars, [f"{value:,.0f}" for value in values], padding=3, fontsize=12)
-    axis.set_xticks(range(len(values)), [f"{short(p)}" for p in group.points], fontsize=12)
+    axis.set_xticks(range(len(values)), [short(point) for point in group.points], fontsize=12)
     axis.set_ylim(0, 1.12 * max(values))
-    axis.set(xlabel=f"{unit(group.points[0])}s", ylabel="throughput (rows/s)", title=f"{group.name}: throughput")
+    axis.set(
+        xlabel=f"{unit(group.points[0])}s, rows of a step",
+        ylabel="throughput (rows/s)",
+        title=f"{group.name}: throughput",
+    )
     axis.grid(axis="x", visible=False)
     return figure
 
@@ -722,6 +743,8 @@ def draw_accuracy(plt: Any, group: Group) -> Any:
                 record.accuracy,
                 color=COLOURS[i % 8],
                 marker=MARKERS[i % 8],
+                linewidth=max(1.5, 7 - 2 * i),  # curves should lie on each other, and the lower one still show
+                markersize=max(4, 14 - 3 * i),
                 label=named(point) if number == 0 else None,
             )
     axis.set(xlabel="epoch", ylabel="validation accuracy (%)", title=f"{group.name}: accuracy")

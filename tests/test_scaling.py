@@ -176,6 +176,7 @@ def test_document_004_small_model_is_launch_bound_and_wants_one_gpu(tmp_path):
     assert four.number("step_p50") == pytest.approx(0.01129, abs=1e-5)
     assert "cause: launch-bound: the work of a step does not shrink with its rows" in text
     assert four.causes == ["launch-bound", "communication-bound"]
+    assert "if communication took no time: 0.90x" in text
     assert "gain 2.17x: use one GPU (measured)" in text
     gains = [gain for gain, _ in four.advice]
     assert gains == sorted(gains, reverse=True)
