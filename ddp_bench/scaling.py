@@ -84,7 +84,8 @@ def check(run: Run, out_dir: Path) -> None:
     devices = hardware.local_devices(run.hardware)
     if devices and max(settings.scaling) > devices:
         raise ConfigError(
-            f"algo.scaling={settings.scaling}, but this node has {devices} CUDA devices. Use at most {devices}."
+            f"algo.scaling={settings.scaling}, but this node has {devices} CUDA devices. Use at most {devices}, or "
+            "hardware=cpu, which measures ranks that share the cores."
         )
     if any((out_dir / name).exists() for name in ("result.json", "scaling.json", "checkpoints")):
         raise ConfigError(f"{out_dir} already holds a run. Use another hydra.run.dir.")

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from conftest import ROOT, Launch
 
+from common import hardware
 from common.config import ConfigError
 from ddp_bench import report, scaling
 from launch import compose, train
@@ -274,6 +275,24 @@ def test_figures(tmp_path):
     ]
 
 
+@pytest.mark.usefixtures("in_cache")
+def test_real_runs_are_read(tmp_path):
+    settings = [setting for setting in TINY if "scaling" not in setting]
+    for ranks in (1, 2):
+        more = ["opt=[ddp]", f"opt.ddp.ranks={ranks}"] if ranks > 1 else []
+        train(compose([*settings, "algo.epochs=2", *more]), tmp_path / f"{ranks}")
+    records, incomplete = report.read(tmp_path, 1)
+    assert incomplete == []
+    (group,) = report.grouped(records)
+    one, two = group.points
+    assert (one.mode, two.mode, group.name) == ("one rank", "strong", "topics")
+    lines = [json.loads(line) for line in (tmp_path / "2" / "metrics.jsonl").read_text().splitlines()]
+    second = [line for line in lines if line["epoch"] > 1]
+    assert two.middle("epoch_seconds") == pytest.approx(sum(line["seconds"] for line in second))
+    assert two.speedup == pytest.approx(one.middle("epoch_seconds") / two.middle("epoch_seconds"))
+    assert 0 < sum(two.phases.values()) <= sum(line["seconds"] for line in second) / len(second)
+
+
 # --- the scaling run -------------------------------------------------------------------------------------------------
 
 TINY = [
@@ -341,6 +360,10 @@ def test_mistakes_that_a_run_finds(tmp_path, monkeypatch):
         ConfigError, match=r"algo\.batch_rows=500 makes batches of 500 rows with 1 ranks, and there are 268"
     ):
         train(compose([*TINY, "algo.batch_rows=500"]), tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(hardware, "local_devices", lambda _: 1)
+        with pytest.raises(ConfigError, match="this node has 1 CUDA devices"):
+            train(compose(TINY), tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     with pytest.raises(ConfigError, match="Run it without torchrun"):
         train(compose(TINY), tmp_path)
