@@ -343,7 +343,7 @@ def causes(point: Point, base: Point, points: list[Point]) -> list[str]:
     # Ranks that get too few cores also wait longer for each other, which looks like communication.
     forced = cores is not None and point.ranks * (threads or 1) > cores
     assert point.free is not None
-    if "compute" in order and (forced or (point.free < ENOUGH and not crowded)):
+    if "compute" in order and (forced or (crowded and cores is not None) or (point.free < ENOUGH and not crowded)):
         order.remove("compute")
         order.insert(0, "compute")
     elif forced:
@@ -380,12 +380,13 @@ def advice(point: Point, base: Point, points: list[Point]) -> list[tuple[float, 
     found: list[tuple[float, str]] = []
     if here and alone and point.causes:
         cause = point.causes[0]
-        if point.mode == "strong" and cause in ("launch-bound", "communication-bound"):
+        measured = same_share(point, base, points)
+        if point.mode == "strong" and (measured or cause in ("launch-bound", "communication-bound")):
             # Each rank then computes as many rows as the one rank did, and sends as often.
             larger = parts["communication"] + point.ranks * here.get("data", 0.0)
             larger += sum(alone.get(name, 0.0) for name in ("forward", "backward", "optimizer"))
             gain, how = point.ranks * step / max(larger, 1e-12), "predicted"
-            if (measured := same_share(point, base, points)) is not None:
+            if measured:
                 gain, how = measured.number("rows_per_second") / speed, "measured"
             text = f"algo.batch_rows={point.ranks * point.batch_rows}: more rows a rank; raise algo.lr, check accuracy"
             found.append((gain, f"{text} ({how})"))

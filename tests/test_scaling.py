@@ -205,6 +205,7 @@ def test_document_004_large_model_is_loader_bound(tmp_path):
         ({"forward": 0.45, "backward": 0.5, "communication": 0.05}, 2, "A100", "launch-bound"),
         ({"forward": 0.7, "backward": 0.6, "communication": 0.05}, 2, "A100", "oversubscribed cores"),
         ({"forward": 0.25, "backward": 0.25, "communication": 0.6}, 4, "CPU (2 cores)", "oversubscribed cores"),
+        ({"forward": 0.4, "backward": 0.4, "communication": 0.6}, 2, "CPU (2 cores)", "oversubscribed cores"),
         ({"forward": 0.25, "backward": 0.25, "communication": 0.02}, 2, "A100", None),
     ],
 )
@@ -223,7 +224,8 @@ def test_what_was_measured_is_not_predicted(tmp_path):
     _, strong, weak = group.points
     # The same rows a rank take longer than on one: what keeps the strong run from shrinking is shared, not launched.
     assert strong.causes[0] == weak.causes[0] == "oversubscribed cores"
-    assert strong.advice == [(pytest.approx(1.0), "use one GPU (measured)")]
+    more = "algo.batch_rows=64: more rows a rank; raise algo.lr, check accuracy (measured)"
+    assert strong.advice == [(pytest.approx(1.25), more), (pytest.approx(1.0), "use one GPU (measured)")]
     write_run(tmp_path / "better", 2, 5.0, {"forward": 0.5, "backward": 0.5}, batch_rows=64, task="imdb")
     write_run(tmp_path / "alone", 1, 10.0, {"forward": 0.5, "backward": 0.5}, task="imdb")
     write_run(tmp_path / "split", 2, 10.0, {"forward": 0.45, "backward": 0.5, "communication": 0.05}, task="imdb")
