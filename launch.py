@@ -51,6 +51,9 @@ NOT_FOR_CLASSIFY = {
     "evaluate": "it evaluates after each epoch",
 }
 
+# Settings of training, which mean nothing where algo.scaling measures steps.
+NOT_FOR_SCALING = ("algo.epochs", "algo.patience", "resume", "checkpoint", "tracker")
+
 CONF = Path(__file__).resolve().parent / "conf"
 CLASS_TASKS = "ddp_bench.tasks."  # where the class tasks of this project are; the other tasks have rewards
 
@@ -104,7 +107,21 @@ def to_run(config: DictConfig, overrides: list[str]) -> Run:
             raise ConfigError(f"{key} has no effect with algo=classify: {reason}. Leave it out.")
     run = typed(config, ALGORITHMS[name])
     check_kind(run)
+    check_scaling(run, overrides)
     return run
+
+
+def check_scaling(run: Run, overrides: list[str]) -> None:
+    """Raise ConfigError for settings of training where algo.scaling measures, and for the other way round."""
+    if run.algo.name != "classify":
+        return
+    for key in (override.partition("=")[0].lstrip("+") for override in overrides):
+        if run.algo.scaling is None and key.startswith("algo.scaling_"):
+            raise ConfigError(f"{key} has no effect without algo.scaling. Add for example 'algo.scaling=[1,2]'.")
+        if run.algo.scaling is not None and key.startswith(NOT_FOR_SCALING):
+            raise ConfigError(
+                f"{key} has no effect with algo.scaling, which measures steps and keeps no model. Leave it out."
+            )
 
 
 def check_kind(run: Run) -> None:
@@ -142,12 +159,18 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Run:
 def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
     """Train in this process (or in the ranks of opt=ddp) and return the algorithm's `Result`.
 
+    With algo.scaling, measure instead and return what RUN/scaling.json holds.
+
     Args: run: from `compose`; out_dir: the run folder, made if needed; task: an object of one's own that has the
     methods of common.tasks.Task (for classify, of
     ddp_bench.tasks.ClassTask); None = the one that run.task names.
     """
     from common.distributed import launch
 
+    if run.algo.name == "classify" and run.algo.scaling is not None:
+        from ddp_bench.scaling import scale
+
+        return scale(run, Path(out_dir).resolve(), task)
     package = type(run.algo).__module__.partition(".")[0]
     return launch(f"{package}.train:train", run, Path(out_dir), task)
 

@@ -92,6 +92,11 @@ class ClassifyConfig:
     tokenizer: TokenizerConfig
     loader: LoaderConfig
     ddp: WrapperConfig
+    scaling: list[int] | None
+    scaling_mode: str
+    scaling_steps: int
+    scaling_warmup: int
+    scaling_repeats: int
 
     def __post_init__(self) -> None:
         for key in ("epochs", "batch_rows", "micro_batch_rows"):
@@ -108,6 +113,16 @@ class ClassifyConfig:
                 raise ConfigError(
                     f"algo.patience={self.patience} has no effect with algo.validation_share=0: there is nothing to "
                     "tell by when to stop. Set a share, for example 0.1, or algo.patience=null."
+                )
+        choice("algo.scaling_mode", self.scaling_mode, ("strong", "weak", "both"))
+        for key, minimum in (("steps", 1), ("warmup", 0), ("repeats", 1)):
+            at_least(f"algo.scaling_{key}", getattr(self, f"scaling_{key}"), minimum)
+        if self.scaling is not None:
+            ranks = self.scaling
+            if len(ranks) < 2 or ranks[0] != 1 or sorted(set(ranks)) != ranks:
+                raise ConfigError(
+                    f"algo.scaling={ranks} must be numbers of ranks that begin with 1, what speed-up is told against, "
+                    "and grow. Use for example algo.scaling=[1,2,4]."
                 )
 
 

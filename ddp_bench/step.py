@@ -101,13 +101,13 @@ class Stepper:
             # may it keep the count of passes at one, or gradients are never exchanged again (pytorch#187732).
             self.looked = True
             (inputs, labels), *_ = split(batch, 1)
-            self._backward((inputs, torch.full_like(labels, IGNORED)), rows, 1, Clock(self.device))
+            self.backward((inputs, torch.full_like(labels, IGNORED)), rows, 1, Clock(self.device))
         # Dropout is a function of (seed, step, rank), so a resumed run draws what an unbroken one would.
         torch.manual_seed(((self.run.seed * 1_000_003 + step) * 1_000_003 + self.context.rank) % 2**63)
 
         def attempt(micro: int) -> Tensor:
             self.updater.clear()
-            return self._backward(batch, rows, micro, clock)
+            return self.backward(batch, rows, micro, clock)
 
         if self.wrapper is None:
             loss, self.rows = hardware.halving(attempt, self.rows, 1, "algo.model.max_tokens")
@@ -128,7 +128,7 @@ class Stepper:
             )
         return {"loss": value, **updated}
 
-    def _backward(self, batch: Batch, rows: int, micro: int, clock: Clock) -> Tensor:
+    def backward(self, batch: Batch, rows: int, micro: int, clock: Clock) -> Tensor:
         """Accumulate gradients, exchanged once with the last part. Returns this rank's share of the mean loss."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         parts = split(batch, micro)

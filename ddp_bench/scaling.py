@@ -1,0 +1,315 @@
+"""algo.scaling=[1,2,4]: the same training steps with one rank and with several, and where their time goes.
+
+    python launch.py algo=classify 'algo.scaling=[1,2]' algo.scaling_mode=both
+
+Each number of ranks is started on this node, and all of them again for each repeat, so that a device that slows down
+slows all. Strong scaling: algo.batch_rows is of all ranks. Weak: it is of each rank. Exposed communication is what the
+exchange of gradients adds to the backward pass: that pass on a batch with it, less the pass on the same batch under
+no_sync. Before the timing the loss of a few steps without dropout is compared at an equal batch of all ranks.
+"""
+
+import json
+import logging
+import os
+import statistics
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common import hardware, precision, report
+from common.config import ConfigError, Run
+from common.distributed import Context, launch
+from ddp_bench import models
+from ddp_bench.config import ClassifyConfig, check_switches
+from ddp_bench.data import Batches, Loader, Rows, held_out, prepare, to
+from ddp_bench.report import PHASES, grouped, quantile, told
+from ddp_bench.report import scaling as read_back
+from ddp_bench.step import Clock, Stepper
+from ddp_bench.tasks import ClassTask, made
+
+log = logging.getLogger("clutch")
+
+CHECKED = 10  # steps whose loss is compared
+ROUNDING = 2e-5  # largest difference of it, of 1 or of the loss where that is larger: sums in another order
+PROBED = 20  # batches whose backward pass is timed with and without the exchange
+
+
+def scale(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str, Any]:
+    """Measure, write RUN/scaling.json and print it. Returns what the file holds.
+
+    Raises: ConfigError for settings that cannot work.
+    """
+    settings: ClassifyConfig = run.algo
+    assert settings.scaling is not None
+    check(run, out_dir)
+    by_ranks: dict[int, list[dict[str, Any]]] = {ranks: [] for ranks in settings.scaling}
+    # Every rank has the cores that it has among the most of them: like a device, which does not shrink.
+    device = hardware.find(run.hardware)
+    threads = max(1, (os.cpu_count() or 1) // max(by_ranks)) if device.device.type == "cpu" else None
+    before = torch.get_num_threads()
+    try:
+        for _ in range(settings.scaling_repeats):
+            for ranks, found in by_ranks.items():
+                ddp = replace(run.opt.ddp, enabled=True, ranks=ranks)
+                one = replace(run, opt=replace(run.opt, ddp=ddp))
+                found.append(launch("ddp_bench.scaling:measure", one, out_dir, task))
+    finally:
+        torch.set_num_threads(before)
+    report.write_run(run, out_dir, device.name)
+    saved = summarised(run, device, threads, by_ranks)
+    beside = out_dir / "scaling.tmp"
+    beside.write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")
+    os.replace(beside, out_dir / "scaling.json")
+    tell(saved, out_dir)
+    return saved
+
+
+def check(run: Run, out_dir: Path) -> None:
+    """Raise ConfigError for what algo.scaling cannot go with here."""
+    settings: ClassifyConfig = run.algo
+    assert settings.scaling is not None
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError("algo.scaling starts its own ranks. Run it without torchrun: python launch.py ...")
+    if run.opt.ddp.ranks is not None:
+        raise ConfigError(
+            f"opt.ddp.ranks={run.opt.ddp.ranks} has no effect with algo.scaling={settings.scaling}. Leave it out."
+        )
+    if run.opt.profile.enabled:
+        raise ConfigError("opt=profile has no effect with algo.scaling: it would slow what is measured. Leave it out.")
+    check_switches(run, settings, max(settings.scaling))
+    devices = hardware.local_devices(run.hardware)
+    if devices and max(settings.scaling) > devices:
+        raise ConfigError(
+            f"algo.scaling={settings.scaling}, but this node has {devices} CUDA devices. Use at most {devices}, or "
+            "hardware=cpu, which measures ranks that share the cores."
+        )
+    if any((out_dir / name).exists() for name in ("result.json", "scaling.json", "checkpoints")):
+        raise ConfigError(f"{out_dir} already holds a run. Use another hydra.run.dir.")
+
+
+# --- in each rank ----------------------------------------------------------------------------------------------------
+
+
+def measure(run: Run, context: Context, task: ClassTask | None = None) -> dict[str, Any]:
+    """Losses and times of one number of ranks; times are those of each rank by itself."""
+    settings: ClassifyConfig = run.algo
+    assert settings.scaling is not None
+    device = context.device.device
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(settings.scaling)))
+    task = task or made(run.task)
+    torch.backends.cudnn.benchmark = device.type == "cuda"
+    data, tokenizer = prepare(task, settings.tokenizer, settings.model.max_tokens, log.info)
+    rows, _ = held_out(data["train"], settings.validation_share, run.seed)
+
+    def stepper(dropout: float) -> Stepper:
+        sizes = replace(settings.model, dropout=dropout)
+        model = models.build(sizes, len(task.classes), tokenizer, data["train"], run.seed).to(device)
+        return Stepper(model, run, context, precision.resolve(run.opt, device))
+
+    # Ranks draw dropout by themselves, so it is off where their loss must be that of one rank.
+    alike = stepper(0.0)
+    losses = losses_of(alike, Feed(run, context, data["train"], rows, settings.batch_rows))
+    times: dict[str, Any] = {}
+    for mode in ("strong", "weak"):
+        batch_rows = settings.batch_rows * (context.world_size if mode == "weak" else 1)
+        if settings.scaling_mode in (mode, "both") and not (times and context.world_size == 1):
+            if context.main:
+                ranks = f"{context.world_size} rank{'s' * (context.world_size > 1)}"
+                log.info("measuring %s, %d rows a step", ranks, batch_rows)
+            feed = Feed(run, context, data["train"], rows, batch_rows)
+            times[mode] = timed(stepper(settings.model.dropout), feed)
+    return {
+        "losses": losses,
+        "times": times,
+        "task": getattr(task, "name", type(task).__name__),
+        "parameters": sum(p.numel() for p in alike.model.parameters()),
+        "dtype": alike.numbers.name,
+        "training_rows": len(rows),
+    }
+
+
+class Feed:
+    """The batches of this rank, with the rows that all ranks have in each."""
+
+    def __init__(self, run: Run, context: Context, data: Rows, rows: list[int], batch_rows: int) -> None:
+        settings: ClassifyConfig = run.algo
+        if len(rows) < batch_rows:
+            raise ConfigError(
+                f"algo.batch_rows={settings.batch_rows} makes batches of {batch_rows} rows with {context.world_size} "
+                f"ranks, and there are {len(rows)} training rows. Lower it, or give more rows."
+            )
+        self.batch_rows = batch_rows
+        self.batches = Batches(
+            *(rows, data.lengths, batch_rows, settings.loader.bucket_batches, run.seed),
+            *(context.rank, context.world_size),
+        )
+        self.loader = Loader(data, self.batches, settings.loader, context.device.device).from_step(0)
+        self.step, self.order = 0, []
+
+    def take(self) -> tuple[Any, int]:
+        """The next batch, and its rows."""
+        epoch, position = divmod(self.step, len(self.batches))
+        self.order = self.order if self.order and position else self.batches.epoch(epoch)
+        self.step += 1
+        return next(self.loader), len(self.order[position])
+
+
+def losses_of(stepper: Stepper, feed: Feed) -> list[float]:
+    """The loss of the first steps."""
+    clock, found = Clock(stepper.device), []
+    for step in range(CHECKED):
+        batch, rows = feed.take()
+        found.append(stepper.step(batch, rows, step, CHECKED, clock)["loss"])
+    return found
+
+
+def timed(stepper: Stepper, feed: Feed) -> dict[str, Any]:
+    """Seconds of the steps after the warm-up and of their phases, of whole batches; exposed communication of a step."""
+    settings, spans = stepper.settings, []
+    steps, step = settings.scaling_warmup + settings.scaling_steps, 0
+    while len(spans) < settings.scaling_steps:
+        started, clock = time.perf_counter(), Clock(stepper.device)
+        batch, rows = feed.take()
+        waited = time.perf_counter() - started
+        stepper.step(batch, rows, min(step, steps - 1), steps, clock)
+        phases = {"data": waited, **clock.read()}
+        seconds = time.perf_counter() - started
+        if step >= settings.scaling_warmup and rows == feed.batch_rows:  # the last batch of an epoch may be smaller
+            spans.append({"seconds": seconds, **phases})
+        step += 1
+    return {"batch_rows": feed.batch_rows, "spans": spans, "exposed": exposed(stepper, feed)}
+
+
+def exposed(stepper: Stepper, feed: Feed) -> float:
+    """Seconds that the exchange of gradients adds to a backward pass: the median over batches of the difference."""
+    if stepper.wrapper is None:
+        return 0.0
+    found = []
+    for _ in range(PROBED):
+        batch, rows = feed.take()
+        batch, took = to(batch, stepper.device), {}
+        for together in (False, True):
+            stepper.updater.clear()
+            stepper.context.barrier()  # else a rank that is behind would look like communication of the others
+            clock = Clock(stepper.device)
+            with nullcontext() if together else stepper.wrapper.no_sync():
+                stepper.backward(batch, rows, stepper.rows, clock)
+            phases = clock.read()
+            took[together] = phases["backward"] + phases.get("communication", 0.0)
+        found.append(took[True] - took[False])
+    return max(0.0, statistics.median(found))
+
+
+# --- what comes of it ------------------------------------------------------------------------------------------------
+
+
+def summarised(
+    run: Run, device: hardware.Device, threads: int | None, by_ranks: dict[int, list[dict[str, Any]]]
+) -> dict[str, Any]:
+    """What scaling.json holds."""
+    settings: ClassifyConfig = run.algo
+    first = by_ranks[1][0]
+    runs = []
+    for ranks, repeats in by_ranks.items():
+        for mode in repeats[0]["times"]:
+            runs.append(
+                {"scaling": "one rank" if ranks == 1 else mode, "ranks": ranks}
+                | pooled([repeat["times"][mode] for repeat in repeats])
+            )
+    for found in runs:
+        found["speedup"] = found["rows_per_second"] / runs[0]["rows_per_second"]
+        found["efficiency_percent"] = 100 * found["speedup"] / found["ranks"]
+    apart = max(
+        abs(loss - alone) / max(1.0, abs(alone))
+        for repeats in by_ranks.values()
+        for repeat in repeats
+        for loss, alone in zip(repeat["losses"], first["losses"], strict=True)
+    )
+    exact = first["dtype"] == "float32" and not run.opt.tf32.enabled and settings.ddp.hook == "none"
+    opt = {name: value for name, value in asdict(run.opt).items() if name not in ("ddp", "profile")}
+    loader = asdict(settings.loader)
+    return {
+        "task": first["task"],
+        "model": f"encoder {settings.model.layers}x{settings.model.size}",
+        "parameters": first["parameters"],
+        "gradient_mb": 4 * first["parameters"] / 2**20,
+        "training_rows": first["training_rows"],
+        "device": device.name,
+        "dtype": first["dtype"],
+        "threads_per_rank": threads,
+        "settings": {"model": asdict(settings.model), "ddp": asdict(settings.ddp), "loader": loader, "opt": opt}
+        | {"task": run.task, "micro_batch_rows": settings.micro_batch_rows},
+        "steps": settings.scaling_steps,
+        "warmup_steps": settings.scaling_warmup,
+        "repeats": settings.scaling_repeats,
+        "versions": {"torch": str(torch.__version__), "cuda": torch.version.cuda},
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_"))},
+        "loss_check": {
+            "steps": CHECKED,
+            "largest_difference": apart,
+            "limit": ROUNDING if exact else None,  # other numbers and compressed gradients may differ by more
+            "same": apart <= ROUNDING if exact else None,
+        },
+        "runs": runs,
+    }
+
+
+def pooled(repeats: list[dict[str, Any]]) -> dict[str, Any]:
+    """The repeats of one measurement together."""
+    steps = [
+        {name: span.get(name, 0.0) for name in ("seconds", "data", "forward", "exchange", "optimizer")}
+        # The step's own mark of when the gradients were there cannot tell waiting from computing; the probe can.
+        | {"backward": max(0.0, span["backward"] + span.get("communication", 0.0) - repeat["exposed"])}
+        | {"communication": repeat["exposed"]}
+        for repeat in repeats
+        for span in repeat["spans"]
+    ]
+
+    def both(name: str) -> dict[str, float]:
+        values = [step[name] for step in steps]
+        return {"p50": quantile(values, 50), "p90": quantile(values, 90)}
+
+    medians = [statistics.median(span["seconds"] for span in repeat["spans"]) for repeat in repeats]
+    step_seconds: dict[str, Any] = {**both("seconds"), "p50_of_repeats": medians}
+    return {
+        "batch_rows": repeats[0]["batch_rows"],
+        "step_seconds": step_seconds,
+        "phase_seconds": {name: both(name) for name in PHASES},
+        "rows_per_second": repeats[0]["batch_rows"] / step_seconds["p50"],
+    }
+
+
+def tell(saved: dict[str, Any], out_dir: Path) -> None:
+    """Print the table, the check of the losses, the causes and what to do."""
+    rows = [
+        {
+            "scaling": run["scaling"],
+            "ranks": str(run["ranks"]),
+            "rows": str(run["batch_rows"]),
+            "p50": f"{1000 * run['step_seconds']['p50']:.2f}",
+            "p90": f"{1000 * run['step_seconds']['p90']:.2f}",
+            **{name: f"{1000 * run['phase_seconds'][name]['p50']:.2f}" for name in PHASES},
+            "rows/s": f"{run['rows_per_second']:.0f}",
+            "speed-up": f"{run['speedup']:.2f}x",
+            "efficiency": f"{run['efficiency_percent']:.0f} %",
+        }
+        for run in saved["runs"]
+    ]
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
+    log.info("\nmilliseconds of a step; phases are p50")
+    for row in ({name: name for name in widths}, *rows):
+        log.info("  ".join(row[name].rjust(width) for name, width in widths.items()))
+    log.info("")
+    losses = saved["loss_check"]
+    text = f"loss of {losses['steps']} steps at an equal batch: {losses['largest_difference']:.1e} apart at most"
+    if losses["same"] is False:
+        log.warning("%s, and float32 rounding is %.0e. The ranks do not compute what one does.", text, losses["limit"])
+    else:
+        log.info("%s%s", text, "" if losses["same"] is None else ", float32 rounding")
+    log.info("\n%s", told(grouped(read_back(out_dir)), []))
+    log.info("written to %s/scaling.json; figures: python -m ddp_bench.report --root %s", out_dir, out_dir)
