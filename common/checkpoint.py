@@ -162,6 +162,13 @@ def replacing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file beside its place and rename it: whole or not at all, a kill in between loses nothing."""
+    beside = path.with_suffix(".tmp")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
 def seal(folder: Path, facts: dict[str, Any]) -> None:
     """Write `manifest.json`: `facts` and the SHA-256 of every file in `folder`. Call it last inside `replacing`."""
     files = {path.name: _sha256(path) for path in sorted(folder.iterdir())}

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import platform
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 
+from common.checkpoint import write_text
 from common.config import Run
 from common.distributed import Context
 from common.tasks import Example, Task, plain
@@ -59,10 +59,7 @@ class Result:
 
     def save(self) -> None:
         """Write RUN/result.json, whole or not at all."""
-        path = Path(self.folder) / "result.json"
-        beside = path.with_suffix(".tmp")
-        beside.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        os.replace(beside, path)
+        write_text(Path(self.folder) / "result.json", json.dumps(asdict(self), indent=2) + "\n")
 
 
 def plan(rows: dict[str, str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from common.checkpoint import write_text
 from common.config import ConfigError, Run
 
 log = logging.getLogger("clutch")
@@ -147,9 +148,7 @@ def _cut(path: Path, steps: int) -> None:
     if not path.exists():
         return
     kept = [json.dumps(event) + "\n" for event in events(path) if event["step"] <= steps]
-    beside = path.with_suffix(".tmp")
-    beside.write_text("".join(kept), encoding="utf-8")
-    os.replace(beside, path)  # a kill in between loses nothing
+    write_text(path, "".join(kept))
 
 
 def _flat(event: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from common import hardware, precision, report
+from common.checkpoint import write_text
 from common.config import ConfigError, Run
 from common.distributed import Context, launch
 from ddp_bench import models
@@ -61,9 +62,7 @@ def scale(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str, A
         torch.set_num_threads(before)
     report.write_run(run, out_dir, device.name)
     saved = summarised(run, device, threads, by_ranks)
-    beside = out_dir / "scaling.tmp"
-    beside.write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")
-    os.replace(beside, out_dir / "scaling.json")
+    write_text(out_dir / "scaling.json", json.dumps(saved, indent=2) + "\n")
     tell(saved, out_dir)
     return saved
 

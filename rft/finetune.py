@@ -208,9 +208,8 @@ class Finetuner:
     def __init__(
         self, model: Any, trees: Sequence[Tree], run: Run, context: Context, numbers: Precision, folder: Any, seed: int
     ) -> None:
-        self.run, self.context, self.numbers, self.folder, self.seed = run, context, numbers, folder, seed
+        self.run, self.context, self.numbers, self.folder = run, context, numbers, folder
         self.settings: RftConfig = run.algo
-        self.trees = trees
         self.model = model
         self.lora: Any = None
         if self.settings.lora.rank:

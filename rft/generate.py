@@ -8,7 +8,6 @@ was cut short again as a whole, the same rows together, so that it ends with the
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from common import hardware, loop, models, resume
+from common import checkpoint, hardware, loop, models, resume
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.rollout import Completions, Sampler
@@ -93,7 +92,7 @@ def made_with(run: Run, iteration: int) -> dict[str, Any]:
 
 
 class Store:
-    """The samples of one shard, in memory and in its file. `path` is None on ranks that do not write."""
+    """The samples of one shard, in memory and in its file. `writes`: on rank 0 alone."""
 
     def __init__(self, path: Path, header: dict[str, Any], writes: bool) -> None:
         self.path, self.header, self.writes = path, header, writes
@@ -149,9 +148,7 @@ class Store:
     def _rewrite(self) -> None:
         """The header and what is held, beside the file and then in its place."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_suffix(".tmp")
-        beside.write_text(_line(self.header) + "".join(_line(r) for r in self.held.values()), encoding="utf-8")
-        os.replace(beside, self.path)
+        checkpoint.write_text(self.path, _line(self.header) + "".join(_line(r) for r in self.held.values()))
 
 
 def _line(value: dict[str, Any]) -> str:

@@ -4,7 +4,6 @@ import gc
 import itertools
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from common import hardware, logprobs, loop, models, optim, precision, report, resume
+from common.checkpoint import write_text
 from common.config import ConfigError, ModelConfig, Run
 from common.distributed import Context
 from common.evaluation import Evaluation, evaluate
@@ -534,9 +534,7 @@ def _histogram(prompts: dict[str, int]) -> str:
 def _write(path: Path, value: dict[str, Any]) -> None:
     """JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def _read(path: Path) -> dict[str, Any]:
