@@ -1,10 +1,10 @@
 """The sampler: prompts -> completions, on unmodified Hugging Face decoders. The hot path of three algorithms.
 
 A prompt is prefilled once for all its samples, and its keys and values are stored once: all rows of a prompt attend to them in
-one product (Hydragen, arXiv:2402.05099, has the same idea), so a step reads them once a group and not once a row. With one
-sample a prompt they lie in front of the row's own. The cache is allocated once, in slots; a finished row's slot goes to the
-next request. Keys are right-aligned: all rows write the same column, a row's valid columns end there, so a step's write is
-one slice and a newcomer starts at the current column.
+one product (Hydragen, arXiv:2402.05099, has the same idea), so a step reads them once a group and not once a row. What rows
+generate has a cache that is allocated once, in slots; a finished row's slot goes to the next request. Keys are right-aligned:
+all rows write the same column, a row's valid columns end there, so a step's write is one slice and a newcomer starts at the
+current column. Where prompts cannot be apart (see `Sampler.shares`), each row has its prompt in front of its own columns.
 
 The random draw of a token is a function of (seed, draw, prompt id, sample id, position), applied through the inverse CDF; so a
 sample does not depend on its neighbours, on the number of rows, or on where a run was resumed. Greedy output equals
@@ -161,6 +161,18 @@ class Prefix:
             return out
 
         self.keys, self.values = joined(self.keys, prompt.keys), joined(self.values, prompt.values)
+        self.remask(width)
+
+    def overwrite(self, places: list[int], prompt: PromptCache, lengths: list[int]) -> None:
+        """Put prompts no longer than the longest here in the place of others."""
+        for place, length in zip(places, lengths, strict=True):
+            self.lengths[place] = length
+        for stored, new in zip((*self.keys, *self.values), (*prompt.keys, *prompt.values), strict=True):
+            stored[places, :, stored.shape[2] - new.shape[2] :] = new
+        self.remask(self.keys[0].shape[2])
+
+    def remask(self, width: int) -> None:
+        """Hide the padding, and what lay there before."""
         self.mask = None
         if min(self.lengths) < width:
             device = self.keys[0].device
@@ -169,20 +181,18 @@ class Prefix:
             self.mask = additive(real, torch.float32)[:, None, None, :]
 
     def arrange(self, prompts: Tensor) -> None:
-        """Take note of the prompt of each row, int64 [rows]; -1 = the row is not in flight, what it gets is of no account."""
-        flying = (prompts >= 0).nonzero()[:, 0]
-        ordered, order = prompts[flying].sort(stable=True)
+        """Take note of the prompt of each row, int64 [rows]. That of a row that has ended may be any."""
+        ordered, rows = prompts.sort(stable=True)
         counts = ordered.bincount(minlength=len(self.lengths))
-        group = max(1, int(counts.max()))
-        self.shape = (len(self.lengths), group)
+        group = int(counts.max())
         among = torch.arange(len(ordered), device=prompts.device) - (counts.cumsum(0) - counts)[ordered]
         places = ordered * group + among
-        rows = flying[order]
+        self.shape = (len(self.lengths), group)
         self.rows = self.places = None
-        if len(rows) != len(prompts) or len(rows) != len(self.lengths) * group or not torch.equal(rows, places):
+        if len(rows) != len(self.lengths) * group or not torch.equal(rows, places):
             self.rows = torch.zeros(len(self.lengths) * group, dtype=torch.long, device=prompts.device)
             self.rows[places] = rows
-            self.places = torch.zeros_like(prompts)
+            self.places = torch.empty_like(prompts)
             self.places[rows] = places
 
     def gather(self, x: Tensor) -> Tensor:
@@ -339,11 +349,10 @@ class Sampler:
                 f"{self.context}. Lower algo.sampling.max_new_tokens to {max(0, self.context - longest)}, or shorten prompts."
             )
         half = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
-        shared = self.shares and samples_per_prompt > 1
-        with evaluating(self.model, ATTENTION if shared else None), torch.inference_mode(), half:
+        with evaluating(self.model, ATTENTION if self.shares else None), torch.inference_mode(), half:
             key = (seed, draw)
             made = _Grid(
-                self, prompts, sampling, samples_per_prompt, key, prompt_ids, first_sample, groups, logprobs, shared
+                self, prompts, sampling, samples_per_prompt, key, prompt_ids, first_sample, groups, logprobs
             ).run()
         # Out of inference mode a clone is an ordinary tensor, which a loss may use.
         logp = made.logprobs.clone() if made.logprobs is not None else None
@@ -373,7 +382,6 @@ class _Grid:
         first_sample: int,
         groups: int,
         logprobs: bool,
-        shared: bool,
     ) -> None:
         device = sampler.device
         self.sampler, self.prompts, self.sampling, self.groups = sampler, prompts, sampling, groups
@@ -393,8 +401,8 @@ class _Grid:
             self.uniforms = token_uniforms(*key, ids[request // samples], first_sample + request % samples, length)
         self.queued = [0] * groups  # the next request of each group
         # With a prefix, slots hold completions alone; else a row's prompt lies in front of its completion.
-        self.prefix = Prefix() if shared else None
-        self.first = 0 if shared else self.longest  # the column that the first tokens go to
+        self.prefix = Prefix() if sampler.shares else None
+        self.first = 0 if sampler.shares else self.longest  # the column that the first tokens go to
         spare = length if self.requests > self.slots else 0  # columns, so that shifts are rare
         self.cache = SlotCache(self.first + length + spare, groups * self.slots, self.prefix)
         self.cache.column = self.first
@@ -518,7 +526,7 @@ class _Grid:
         wanted = [list(range(q, q + n)) for q, n in zip(self.queued, take, strict=True)]  # requests, by group
         if self.held is not None:
             chosen = [q for q in wanted[0] if q // self.samples == self.held.prompt]
-            self.put(free, [chosen], self.held.logits, [[0] * len(chosen)], self.held.place)
+            self.put(free, [chosen], self.held.logits, [[0] * len(chosen)], [self.held.place])
             free = (self.request < 0).view(self.groups, self.slots)
             wanted[0] = wanted[0][len(chosen) :]
         needed = [sorted({q // self.samples for q in qs}) for qs in wanted]  # prompts, by group
@@ -531,28 +539,32 @@ class _Grid:
             if self.prefix is None:
                 self.put(free, wanted, logits, source, prompt)
             else:
-                place = self.settle(prompt, [len(self.prompts[i]) for i in flat])
-                self.put(free, wanted, logits, source, place)
+                places = self.settle(prompt, [len(self.prompts[i]) for i in flat])
+                self.put(free, wanted, logits, source, places)
                 # A slice holds all logits in memory; a copy does not.
-                self.held = _Held(ids[0][-1], place + width - 1, logits[width - 1 : width].clone())
+                self.held = _Held(ids[0][-1], places[width - 1], logits[width - 1 : width].clone())
         if self.groups > 1 or self.queued[0] % self.samples == 0:
             self.held = None
 
-    def settle(self, prompt: PromptCache, lengths: list[int]) -> int:
-        """Put `prompt` into the prefix, in the place of what no row needs any more. Returns the place of its first row."""
+    def settle(self, prompt: PromptCache, lengths: list[int]) -> list[int]:
+        """Put `prompt` into the prefix, in the place of what no row needs any more. Returns where its rows are."""
         assert self.prefix is not None
-        flying = self.request >= 0
-        keep = set(self.of_prompt[flying].tolist())
+        used = set(self.of_prompt[self.request >= 0].tolist())
         if self.held is not None and self.queued[0] % self.samples:
-            keep.add(self.held.place)
-        kept = sorted(keep)
-        place = torch.zeros(len(self.prefix.lengths) or 1, dtype=torch.long)
-        place[kept] = torch.arange(len(kept))
+            used.add(self.held.place)
+        unused = [place for place in range(len(self.prefix.lengths)) if place not in used]
+        if lengths and len(unused) >= len(lengths) and max(lengths) <= max(self.prefix.lengths):
+            places = unused[: len(lengths)]
+            self.prefix.overwrite(places, prompt, lengths)
+            return places
+        keep = sorted(used)
+        moved = torch.zeros(len(self.prefix.lengths) or 1, dtype=torch.long)
+        moved[keep] = torch.arange(len(keep))
         if self.held is not None:
-            self.held.place = int(place[self.held.place])
-        self.of_prompt = place.to(self.of_prompt.device)[self.of_prompt]
-        self.prefix.replace(kept, prompt, lengths)
-        return len(kept)
+            self.held.place = int(moved[self.held.place])
+        self.of_prompt = moved.to(self.of_prompt.device)[self.of_prompt]
+        self.prefix.replace(keep, prompt, lengths)
+        return list(range(len(keep), len(keep) + len(lengths)))
 
     def prefill(self, prompts: list[Sequence[int]]) -> tuple[PromptCache, Tensor]:
         """Run prompts through the model, padded on the left. Returns their cache and the last logits [n, V]."""
@@ -581,11 +593,11 @@ class _Grid:
         wanted: list[list[int]],
         logits: Tensor,
         source: list[list[int]],
-        prompt: PromptCache | int,
+        prompt: PromptCache | list[int],
     ) -> None:
         """Place prefilled requests in free slots and draw their first tokens.
 
-        source: by group, the row of `logits` of each request. prompt: what was prefilled, or where in the prefix it begins.
+        source: by group, the row of `logits` of each request. prompt: what was prefilled, or where in the prefix its rows are.
         """
         device = self.sampler.device
         rows, requests, origins, places = [], [], [], []
@@ -608,16 +620,12 @@ class _Grid:
         else:
             self.start[at] = self.cache.column
             self.offset[at] = lengths
-            self.of_prompt[at] = origin + prompt
-            self.arrange()
+            self.of_prompt[at] = torch.tensor(prompt, device=device)[origin]
+            assert self.prefix is not None
+            self.prefix.arrange(self.of_prompt)
         self.cache.first = int(self.start.min())
         self.record(at, logits[origin])
         self.retire()  # a first token may already be the stop
-
-    def arrange(self) -> None:
-        """Tell the prefix which rows belong to which of its prompts."""
-        assert self.prefix is not None
-        self.prefix.arrange(torch.where(self.request >= 0, self.of_prompt, -1))
 
     def shrink(self, free: Tensor, used: int) -> None:
         """Keep `used` slots a group, the busy ones first."""
@@ -630,7 +638,7 @@ class _Grid:
         self.cache.first = int(self.start.min())
         if self.prefix is not None:
             self.settle(PromptCache(), [])
-            self.arrange()
+            self.prefix.arrange(self.of_prompt)
 
     def shift(self) -> None:
         """Make room at the right end of the cache."""
@@ -656,15 +664,16 @@ def draw(
             return token, None
         logits = logits.float()
         return token, logits.gather(1, token[:, None])[:, 0] - logits.logsumexp(-1)
-    logp = torch.log_softmax(logits.float() / sampling.temperature, dim=-1)
-    probability = logp.exp()
+    if sampling.temperature != 1:
+        logits = logits.float() / sampling.temperature
+    policy = probability = torch.softmax(logits, dim=-1, dtype=torch.float32)
     if sampling.top_k or sampling.top_p < 1:
         probability = _cut(probability, sampling.top_k, sampling.top_p)
     cdf = probability.cumsum(-1)
     # The first token whose cumulative probability exceeds u; one of probability zero never is.
     token = torch.searchsorted(cdf, (uniform[:, None] * cdf[:, -1:]), right=True)[:, 0]
     token.clamp_(max=logits.shape[-1] - 1)
-    return token, logp.gather(1, token[:, None])[:, 0] if want_logprob else None
+    return token, policy.gather(1, token[:, None])[:, 0].log() if want_logprob else None
 
 
 def _cut(probability: Tensor, top_k: int, top_p: float) -> Tensor:
