@@ -128,7 +128,7 @@ def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str,
         # It is the CPU that takes the steps, whatever other devices are here.
         here = replace(run, hardware=replace(run.hardware, device="cpu"))
         found = launch("ddp_bench.predict:simulate", here, out_dir, task)
-        device = f"{run.hardware.name} of conf/hardware, simulated"
+        device = f"{run.hardware.name} of conf/hardware"
     else:
         found, link = measured(run, out_dir, task)
         device, threads = hardware.find(run.hardware).name, found["threads"]
@@ -289,7 +289,7 @@ def measured(run: Run, out_dir: Path, task: ClassTask | None) -> tuple[dict[str,
         overlap = bool(devices) or cores > ranks * (threads or 1)
         turns = 1.0 if devices else max(1.0, ranks / cores)  # ranks beyond the cores take turns
         # More ranks than were measured also share the cores that make batches.
-        making_cores = cores / ranks if devices and ranks > min(ranks, devices) else None
+        making_cores = cores / ranks if ranks > devices > 0 else None
         shares[mode, ranks] = summed(repeats, overlap, making_cores).scaled(turns)
     return parts[0] | {"shares": shares, "threads": threads}, link
 
@@ -539,21 +539,48 @@ def worded(run: Run, saved: dict[str, Any], shares: dict[Cell, Share], link: Lin
     how = "simulated from hardware facts, which is a guess" if saved["simulated"] else "measured"
     if settings.predict_times:
         how = "simulated, and scaled to the time of one rank that was given"
+    told_of = "\n".join(
+        short(saved["runs"], mode) for mode in ("strong", "weak") if settings.scaling_mode in (mode, "both")
+    )
     lines = [
         f"one device   {how}: {saved['device']}",
         f"link         {1e6 * link.alpha:.1f} us a hop, {link.beta / 1e9:.2f} GB/s: {link.source}",
-        f"gradients    {size:.1f} MB a step, in buckets of {cap:g} MB"
-        + ("; one bucket: nothing is sent before the backward pass ends" if size <= cap else ""),
+        f"gradients    {size:.1f} MB a step, in buckets of {cap:g} MB",
+        *(["             one bucket: nothing is sent before the backward pass ends"] if size <= cap else []),
         "",
         "predicted milliseconds of a step",
         table(saved["runs"]),
+        "",
+        told_of,
+        *crowded(settings, saved),
         "",
         told(grouped(read_back(out_dir / "prediction.json")), []),
     ]
     lines += buckets(settings, saved, shares, link)
     for found in saved["explained"]:
-        lines += diagnosed(found, saved["gradient_mb"])
+        lines += diagnosed(found, size)
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def short(runs: list[dict[str, Any]], mode: str) -> str:
+    """One line of advice: how many ranks, for one way to scale."""
+    best = max((run for run in runs if run["scaling"] == mode), key=lambda run: run["speedup"])
+    if best["speedup"] < ENOUGH:
+        return f"{mode}: use one. {best['ranks']} give {best['speedup']:.2f}x at most, and 1.2x is worth a second one"
+    enough = [run for run in runs if run["scaling"] == mode and run["efficiency_percent"] >= 80]
+    text = f"{mode}: {best['ranks']} are the fastest, {best['speedup']:.2f}x"
+    if best not in enough:
+        most = enough[-1]["ranks"] if enough else 1
+        text += f"; more than {most} use{'s' * (most == 1)} less than 80 % of what is booked"
+    return text
+
+
+def crowded(settings: ClassifyConfig, saved: dict[str, Any]) -> list[str]:
+    """A line where more ranks than cores were asked for on a CPU."""
+    cores, ranks = os.cpu_count() or 1, max(settings.predict or [1])
+    if saved["threads_per_rank"] is None or ranks <= cores:
+        return []
+    return [f"oversubscribed cores: {ranks} ranks and {cores} cores, so ranks take turns; more than {cores} cannot pay"]
 
 
 def buckets(settings: ClassifyConfig, saved: dict[str, Any], shares: dict[Cell, Share], link: Link) -> list[str]:
@@ -573,25 +600,26 @@ def buckets(settings: ClassifyConfig, saved: dict[str, Any], shares: dict[Cell, 
     return [*lines, ""] if lines else []
 
 
-def diagnosed(found: dict[str, Any], gradient_mb: float) -> list[str]:
-    """What the measured step of one number of ranks says, for people."""
+def diagnosed(found: dict[str, Any], sent_mb: float) -> list[str]:
+    """What the measured step of one number of ranks says, for people. sent_mb: of gradients, a step."""
     ranks, causes = found["ranks"], found["causes"]
     head = (
         f"measured elsewhere: {ranks} ranks, {1000 * found['measured_seconds']:.1f} ms a step, {found['speedup']:.2f}x"
     )
-    lines = [head, "=" * len(head), "", f"  cause: {', then '.join(causes) or 'as predicted'}"]
+    lines = [head, "=" * len(head), "", f"  cause: {', then '.join(causes) or 'none, it is as predicted'}"]
     lines.append(f"  predicted {1000 * found['predicted_seconds']:.1f} ms, {found['predicted_speedup']:.2f}x")
-    free = f"  if communication took no time: {found['free_speedup']:.2f}x"
+    lines.append(f"  if communication took no time: {found['free_speedup']:.2f}x")
     if "launch-bound" in causes:
-        free += ". A step of fewer rows takes as long: give each rank more rows, or use one GPU"
-    lines.append(free)
+        lines.append("  fewer rows take as long: give each rank more of them, or use one GPU")
     if "loader-or-socket-bound" in causes:
         lines += [
-            f"  {1000 * found['unexplained_seconds']:.1f} ms are neither computing nor the link: for {gradient_mb:.0f} MB of gradients to "
-            f"take them",
-            f"  the link would run at {found['needed_gbs']:.2f} GB/s. It gives {found['link_gbs']:.0f}, and PCIe 3 gives {PCIE / 1e9:.0f}: it is not its bandwidth.",
-            "  Look at: phase_seconds.data (loader); NCCL_DEBUG=INFO, which must not say NET/Socket; more processes than GPUs",
-            "  or cores (srun --ntasks=4 times torchrun --nproc_per_node=4 makes 16)",
+            f"  {1000 * found['unexplained_seconds']:.1f} ms are neither computing nor the link. It is not the bandwidth of the link: to be "
+            "all of that,",
+            f"  {sent_mb:.0f} MB would have to go at {found['needed_gbs']:.2f} GB/s. This link gives {found['link_gbs']:.0f}, PCIe 3 gives "
+            f"{PCIE / 1e9:.0f}. Look at",
+            "    phase_seconds.data: waiting for the loader",
+            "    NCCL_DEBUG=INFO: it must not say NET/Socket",
+            "    processes: srun --ntasks=4 with torchrun --nproc_per_node=4 makes 16 on 4 GPUs",
         ]
     elif found["unexplained_seconds"] > 0.2 * found["measured_seconds"]:
         lines.append(f"  a link of {found['needed_gbs']:.1f} GB/s would explain it: look at nvidia-smi topo -m")
