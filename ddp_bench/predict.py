@@ -20,6 +20,8 @@ import logging
 import os
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ from common.distributed import Context, launch
 from common.precision import Precision
 from ddp_bench import models
 from ddp_bench.config import ClassifyConfig
-from ddp_bench.data import WORKERS_PER_GPU, Rows, held_out, prepare, split, to
+from ddp_bench.data import WORKERS_PER_GPU, Rows, held_out, prepare, split
 from ddp_bench.report import ENOUGH, PHASES, grouped, quantile, told
 from ddp_bench.report import scaling as read_back
 from ddp_bench.scaling import Feed, check_alone, compare, described, pooled, table, timed
@@ -235,25 +237,28 @@ def prepared(
     return stepper, data["train"], rows, told_of
 
 
-def arrivals(stepper: Stepper, feed: Feed, clock: Clock) -> tuple[int, list[tuple[float, float]]]:
-    """Forwards of a step, and Share.ready of the last of them: from the first gradient (0) to the last (1)."""
-    batch, rows = feed.take()
-    parts = split(to(batch, stepper.device), stepper.rows)
+@contextmanager
+def arriving(stepper: Stepper, clock: Clock) -> Iterator[list[tuple[int, Any]]]:
+    """Note each gradient that a step makes: its numbers, and when it is there."""
     seen: list[tuple[int, Any]] = []
     handles = [
         parameter.register_post_accumulate_grad_hook(lambda p: seen.append((p.numel(), clock.mark())))
         for parameter in stepper.model.parameters()
     ]
-    stepper.updater.clear()
-    stepper.backward(parts[-1], rows, stepper.rows, clock)
+    yield seen
     for handle in handles:
         handle.remove()
+
+
+def arrived(stepper: Stepper, seen: list[tuple[int, Any]]) -> list[tuple[float, float]]:
+    """Share.ready from the last backward pass of what `arriving` noted: from its first gradient (0) to its last (1)."""
+    seen, clock = seen[-len(list(stepper.model.parameters())) :], Clock(stepper.device)
     for i, (_, mark) in enumerate(seen):
         clock.add(str(i), seen[0][1], mark)
     found = clock.read()
     last = max(found[str(len(seen) - 1)], 1e-12)
     size = 2 if stepper.settings.ddp.hook in HALF else 4  # bytes of a number
-    return len(parts), [(size * count, min(1.0, found[str(i)] / last)) for i, (count, _) in enumerate(seen)]
+    return [(size * count, min(1.0, found[str(i)] / last)) for i, (count, _) in enumerate(seen)]
 
 
 # --- measured --------------------------------------------------------------------------------------------------------
@@ -313,12 +318,15 @@ def neighbours(run: Run, context: Context, task: ClassTask | None = None) -> dic
         feed = Feed(run, replace(context, world_size=ranks), data, rows, batch_rows)
         context.barrier()  # else some would have no neighbours at first
         spans = timed(stepper, feed)["spans"]
-        passes, ready = arrivals(stepper, feed, Clock(device))
+        batch, of_all = feed.take()
+        clock = Clock(device)
+        with arriving(stepper, clock) as seen:
+            stepper.step(batch, of_all, 0, 1, clock)
         times[mode, ranks] = {
             "batch_rows": batch_rows,
             "spans": context.gather_objects(spans),
-            "passes": passes,
-            "ready": ready,
+            "passes": -(-len(batch[1]) // stepper.rows),
+            "ready": arrived(stepper, seen),
             "workers": settings.loader.workers
             if settings.loader.workers is not None
             else WORKERS_PER_GPU * (device.type == "cuda"),
@@ -457,21 +465,22 @@ def simulate(run: Run, context: Context, task: ClassTask | None = None) -> dict[
         log.info("simulating one of %d ranks, %d rows a step in all", ranks, batch_rows)
         feed = Feed(feeding, replace(context, world_size=ranks), data, rows, batch_rows)
         spans: list[dict[str, float]] = []
-        for step in range(1 + SIMULATED):
+        batch, of_all = feed.take()
+        # The first step makes the optimizer's state, which no later one does; one row is enough for that.
+        stepper.step(split(batch, 1)[0], of_all, 0, 1 + SIMULATED, Clock(stepper.device))
+        for step in range(1, 1 + SIMULATED):
             batch, of_all = feed.take()
             simulator = Simulator(ARITHMETIC * flops, MEMORY * bandwidth * 1e9)
             clock = SimulatedClock(simulator)
-            with _Fused(), simulator:
+            with _Fused(), arriving(stepper, clock) as seen, simulator:
                 start = clock.mark()
                 stepper.step(batch, of_all, step, 1 + SIMULATED, clock)
                 clock.add("seconds", start, clock.mark())
             spans.append(clock.read())
-        phases = {name: statistics.fmean(span.get(name, 0.0) for span in spans[1:]) for name in (*PHASES, "seconds")}
+        phases = {name: statistics.fmean(span.get(name, 0.0) for span in spans) for name in (*PHASES, "seconds")}
         seconds, made_in = phases.pop("seconds"), making(data, feed)
         phases["data"] = max(0.0, made_in / workers - seconds) if workers else made_in
-        simulator = Simulator(ARITHMETIC * flops, MEMORY * bandwidth * 1e9)
-        with _Fused(), simulator:
-            passes, ready = arrivals(stepper, feed, SimulatedClock(simulator))
+        passes, ready = -(-len(batch[1]) // stepper.rows), arrived(stepper, seen)
         total = seconds + phases["data"]
         shares[mode, ranks] = Share(phases, total, total, 0.0, passes, ready, overlap=True)
     return found | {"shares": shares, "dtype": dtype}
