@@ -558,7 +558,7 @@ def worded(run: Run, saved: dict[str, Any], shares: dict[Cell, Share], link: Lin
         *(["             one bucket: nothing is sent before the backward pass ends"] if size <= cap else []),
         "",
         "predicted milliseconds of a step",
-        table(saved["runs"]),
+        table(saved["runs"], phases=False),
         "",
         told_of,
         *crowded(settings, saved),

@@ -311,16 +311,16 @@ def tell(saved: dict[str, Any], out_dir: Path) -> None:
     log.info("written to %s/scaling.json; figures: python -m ddp_bench.report --root %s", out_dir, out_dir)
 
 
-def table(runs: list[dict[str, Any]]) -> str:
-    """A line for each of the runs of scaling.json or prediction.json."""
+def table(runs: list[dict[str, Any]], phases: bool = True) -> str:
+    """A line for each of the runs of scaling.json or prediction.json; with p90 and phases it is 130 wide, without 70."""
     rows = [
         {
             "scaling": run["scaling"],
             "ranks": str(run["ranks"]),
             "rows": str(run["batch_rows"]),
             "p50": f"{1000 * run['step_seconds']['p50']:.2f}",
-            "p90": f"{1000 * run['step_seconds']['p90']:.2f}",
-            **{name: f"{1000 * run['phase_seconds'][name]['p50']:.2f}" for name in PHASES},
+            **({"p90": f"{1000 * run['step_seconds']['p90']:.2f}"} if phases else {}),
+            **{name: f"{1000 * run['phase_seconds'][name]['p50']:.2f}" for name in PHASES if phases},
             "rows/s": f"{run['rows_per_second']:.0f}",
             "speed-up": f"{run['speedup']:.2f}x",
             "efficiency": f"{run['efficiency_percent']:.0f} %",
