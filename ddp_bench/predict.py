@@ -38,7 +38,7 @@ from torch.utils.flop_counter import flop_registry
 
 from common import hardware, precision, report
 from common.checkpoint import write_text
-from common.config import ConfigError, HardwareConfig, Run
+from common.config import ConfigError, DdpConfig, HardwareConfig, Run
 from common.distributed import Context, launch
 from common.precision import Precision
 from ddp_bench import models
@@ -127,8 +127,8 @@ def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str,
     simulating = absent(run) or bool(settings.predict_times)
     if simulating:
         link, threads = from_facts(run.hardware), None
-        # It is the CPU that takes the steps, whatever other devices are here.
-        here = replace(run, hardware=replace(run.hardware, device="cpu"))
+        # One process on the CPU takes the steps, whatever other devices are here.
+        here = replace(run, hardware=replace(run.hardware, device="cpu"), opt=replace(run.opt, ddp=DdpConfig()))
         found = launch("ddp_bench.predict:simulate", here, out_dir, task)
         device = f"{run.hardware.name} of conf/hardware"
     else:

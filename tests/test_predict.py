@@ -240,7 +240,7 @@ def test_a_device_that_was_not_there_is_compared_by_its_name():
 
 @pytest.mark.usefixtures("in_cache")
 def test_a_gpu_that_is_not_here_is_simulated(tmp_path):
-    saved = train(compose([*TINY[:1], "hardware=h100", *TINY[2:5], "opt=[amp]", "algo.predict=[2,8]"]), tmp_path)
+    saved = train(compose([*TINY[:1], "hardware=h100", *TINY[2:5], "opt=[amp,ddp]", "algo.predict=[2,8]"]), tmp_path)
     assert (saved["simulated"], saved["match"], saved["dtype"]) == (True, "H100", "bfloat16")
     strong = [run for run in saved["runs"] if run["scaling"] == "strong"]
     weak = [run for run in saved["runs"] if run["scaling"] == "weak"]
