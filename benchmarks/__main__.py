@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
             one.add_argument("--model", choices=("small", "gpt2", "0.5b"), help="default: small on a CPU, 0.5b on CUDA")
         if name == "grpo":
             one.add_argument("--model", choices=("small", "gpt2"), default="small", help="gpt2: 124M, for a GPU")
+            one.add_argument("--brief", action="store_true", help="without the switches: the first three rows")
             one.add_argument("--beta", type=float, default=0.02, help="weight of the KL; 0 = no reference model")
     return main
 
