@@ -2,6 +2,8 @@
 
     python -m benchmarks eggroll
     python -m benchmarks eggroll --json results.json --repeats 15
+    python -m benchmarks all --out results
+    python -m benchmarks compare benchmarks/results results
 
 A benchmark is a module of this package with `run(options) -> measure.Report`. It is imported when it is asked for, so that
 --help needs no torch.
@@ -46,12 +48,29 @@ def parser() -> argparse.ArgumentParser:
             one.add_argument("--model", choices=("small", "gpt2"), default="small", help="gpt2: 124M, for a GPU")
             one.add_argument("--brief", action="store_true", help="without the switches: the first three rows")
             one.add_argument("--beta", type=float, default=0.02, help="weight of the KL; 0 = no reference model")
+    every = names.add_parser("all", help="every benchmark that fits this device, one table, JSON in a folder")
+    every.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the results")
+    every.add_argument("--device", metavar="NAME", help="cpu or cuda; default: CUDA where there is any")
+    every.add_argument(
+        "--seconds", type=positive, default=480, metavar="N", help="for everything; default: %(default)s"
+    )
+    every.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works; proves no figure")
+    two = names.add_parser("compare", help="two results, or two folders of them, side by side")
+    two.add_argument("left", type=Path, metavar="A", help="file or folder")
+    two.add_argument("right", type=Path, metavar="B", help="file or folder")
     return main
 
 
 def main() -> None:
     """Run one benchmark, print its table, write its JSON."""
     options = parser().parse_args()
+    if options.name in ("all", "compare"):
+        together = importlib.import_module("benchmarks.together")
+        try:
+            (together.run_all if options.name == "all" else together.run_compare)(options)
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+        return
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)  # fail now, not after the measurement
     report = importlib.import_module(f"benchmarks.{options.name}").run(options)

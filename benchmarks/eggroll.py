@@ -409,7 +409,7 @@ def check(work: Work, timings: dict[str, Timing]) -> dict[str, str]:
 
 
 def reached(timings: dict[str, Timing], share: list[float], claim: bool) -> list[dict[str, Any]]:
-    """The issue's figures. claim: sizes and device are the issue's; else `reached` stays None."""
+    """The figures to reach. claim: sizes and device are the issue's; else `reached` stays None."""
     population = timings[POPULATION].seconds
 
     def over(row: str) -> list[float]:
@@ -516,7 +516,7 @@ def shown(
             "",
             measure.table(("", "s/step", "p90", "of a step"), parts),
             "",
-            f"Figures of issue 2, {stated}:",
+            f"Figures to reach, {stated}:",
             measure.table(("", "figure", "here", "p10 to p90", "reached"), figures),
         ]
     )

@@ -38,7 +38,7 @@ def benchmark(*arguments, code=0, **env):
 
 
 def check(content, printed):
-    """The form that issue 2 sets, and nothing claimed that was not measured."""
+    """The form that is set, and nothing claimed that was not measured."""
     assert set(content) == {"conditions", "rows"}
     conditions, rows = content["conditions"], content["rows"]
     for key in ("device", "threads", "torch", "transformers", "commit", "date", "sizes", "repeats", "dtype", "timing"):
