@@ -121,6 +121,19 @@ def stopped(context: Context, step: int, steps: int) -> RunStopped:
     )
 
 
+def measured_before(tracker: Tracker, task: Task, examples: list[Example], state: dict[str, Any]) -> None:
+    """Tell the tracker what the model could do before the first step. state: state["before"] is the first evaluation."""
+    metrics = state["before"]["metrics"]
+    tracker.measured(0, next(iter(metrics)), metrics)
+    tracker.completions("before", 0, report.completions(task, examples, state["before"]["completions"]))
+
+
+def measured(tracker: Tracker, task: Task, examples: list[Example], step: int, found: Evaluation) -> dict[str, Any]:
+    """Keep the completions of an evaluation after `step` steps. Returns what goes into the step's event."""
+    tracker.completions(f"step-{step:08d}", step, report.completions(task, examples, found.completions))
+    return {"metric": found.value, "metric_name": found.name, "metrics": found.metrics}
+
+
 def finish(
     run: Run,
     context: Context,
@@ -158,9 +171,13 @@ def finish(
         iteration=iteration,
     )
     if tracker:
-        tracker.summary({"before": result.before, "after": result.after})
-        tracker.close()
+        if iteration is None:  # RFT has measured after each
+            tracker.measured(state["step"], last.name, last.metrics)
+        tracker.completions("after", state["step"], report.completions(task, examples, last.completions))
+        tracker.summary(report.headline(result))
         models.export(model, tokenizer, context.out_dir / "model")
+        tracker.artifact("model", context.out_dir / "model", f"step-{state['step']}")
+        tracker.close()
         report.finish(result, task, examples, state["before"]["completions"], last.completions)
     context.barrier()
     return result

@@ -9,7 +9,7 @@ sample does not depend on its neighbours, on the number of rows, or on where a r
 `model.generate`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -159,6 +159,7 @@ class Sampler:
         self.autocast = autocast
         self.forward = torch.compile(model, mode=compile_mode, dynamic=True) if compile_mode else model
         self.context = context_length(model)
+        self.watch: Callable[[int], None] | None = None  # told how many rows have just finished
 
     @property
     def dtype(self) -> torch.dtype:
@@ -357,6 +358,8 @@ class _Grid:
         self.request[rows] = -1
         self.start[rows] = self.cache.column
         self.cache.first = int(self.start.min())
+        if self.sampler.watch:
+            self.sampler.watch(len(rows))
 
     def refill(self, free: Tensor, most: int) -> None:
         """Prefill `most` requests of each group and place them in free slots.

@@ -13,6 +13,7 @@ import logging
 import time
 from contextlib import closing
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,6 +91,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         if context.main:
             log.info("before: held-out %s %.2f", first.name, first.value)
     tracker = Tracker(run, context.out_dir, settings.steps, state["step"], state["tracker"]) if context.main else None
+    if tracker:
+        loop.measured_before(tracker, task, held_out, state)
     with (
         closed_on_error(tracker),
         closing(roller.scorer),
@@ -121,7 +124,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                 if due and not trouble:
                     with phases("evaluate"):
                         held = measure()
-                    event = {"metric": held.value, "metric_name": held.name, "metrics": held.metrics}
+                    if tracker:
+                        event = loop.measured(tracker, task, held_out, step + 1, held)
                 if tracker:
                     new = rollout.generated if step == first_step else 0
                     tracker.log(
@@ -151,8 +155,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             due = run.checkpoint.every and done // run.checkpoint.every > first_step // run.checkpoint.every
             if due or stopping or done == settings.steps:
                 with phases("checkpoint"):  # in the next step's record
-                    if context.main:
-                        policy.save(state)
+                    if tracker:
+                        tracker.artifact("checkpoint", policy.save(state), f"step-{done}")
                     context.barrier()
             if stopping and done < settings.steps:
                 raise loop.stopped(context, done - 1, settings.steps)
@@ -268,9 +272,9 @@ class Policy:
                 totals[name] += value
         return {name: value.item() for name, value in totals.items()}
 
-    def save(self, state: dict[str, Any]) -> None:
-        """Write a checkpoint with all that the next step needs."""
-        checkpoint.save(
+    def save(self, state: dict[str, Any]) -> Path:
+        """Write a checkpoint with all that the next step needs. Returns its folder."""
+        return checkpoint.save(
             self.context.out_dir / "checkpoints",
             state["step"],
             {name: parameter.detach() for name, parameter in self.model.named_parameters()},

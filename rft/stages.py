@@ -139,7 +139,10 @@ class Stages:
         selection = self._selection(iteration)
         stats, folder = selection.stats, self._folder(iteration)
         if self.context.main:
-            _write(folder / "selected.json", {"made_with": asdict(self.settings.select), **stats})
+            fresh = json.loads(json.dumps({"made_with": asdict(self.settings.select), **stats}))
+            if fresh != _read(folder / "selected.json"):  # else a run that was killed has logged it
+                self._write({"stage": "select", "iteration": iteration, **stats})
+            _write(folder / "selected.json", fresh)
             rows = [record for kept in selection.kept.values() for record in kept]
             text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in rows)
             (folder / "selected.jsonl").write_text(text, encoding="utf-8")
@@ -228,6 +231,8 @@ class Stages:
                 {"made_with": record, "steps": tuner.total, "completions": selection.stats["kept"]},
             )
             models.export(self.model, self.tokenizer, folder / "model")
+            if self.tracker:
+                self.tracker.artifact("model", folder / "model", f"iteration-{iteration}")
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         self.loaded = iteration
         self._prepare()
@@ -262,20 +267,21 @@ class Stages:
             _write(path, found)
         self._tell(found)
         self.context.barrier()
-        self.step += 1
+        self._write(
+            {
+                "stage": "evaluate",
+                "iteration": iteration,
+                "evaluate_seconds": time.perf_counter() - started,
+                "metric": held_out.value,
+                "metric_name": held_out.name,
+                "metrics": found["metrics"],
+                "validation": validation,
+            }
+        )
         if self.tracker:
-            self.tracker.write(
-                {
-                    "step": self.step,
-                    "stage": "evaluate",
-                    "iteration": iteration,
-                    "evaluate_seconds": time.perf_counter() - started,
-                    "metric": held_out.value,
-                    "metric_name": held_out.name,
-                    "metrics": found["metrics"],
-                    "validation": validation,
-                }
-            )
+            rows = report.completions(self.task, self.prompts.held_out, held_out.completions)
+            name = f"iteration-{iteration}" if iteration else "before"
+            self.tracker.completions(name, self.step, rows)
         if self._stopping() and self.settings.stage == "all":
             raise self._stopped(iteration, "evaluate")
         return found
@@ -479,6 +485,12 @@ class Stages:
     def _begin(self, what: str, total: int, done: int, unit: str) -> None:
         if self.tracker:
             self.tracker.begin(what, total, done, unit)
+
+    def _write(self, event: dict[str, Any]) -> None:
+        """An event that moves no progress line."""
+        self.step += 1
+        if self.tracker:
+            self.tracker.write({"step": self.step, **event})
 
     def _log(self, event: dict[str, Any], done: int, shown: str) -> None:
         """An event of sampling or fine-tuning, with its progress line."""
