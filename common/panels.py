@@ -58,7 +58,7 @@ PANELS = (
     Panel("metric", "Held-out measures", "percent, or points of 100", {"metrics/*": ""}, _REWARDS),
     Panel(
         *("metric", "Held-out measures", "percent, or points of 100"),
-        {"evaluate/metrics/*": "", "evaluate/validation": "validation"},
+        {"metrics/*": "", "evaluate/validation": "validation"},
         _RFT,
         x="iteration",
     ),

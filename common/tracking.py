@@ -21,7 +21,17 @@ from common.tasks import plain
 log = logging.getLogger("clutch")
 
 EVALUATIONS = "evaluations.jsonl"  # in the run folder: every held-out measure, the one before and the one after too
-KEPT = ("step", "stage", "iteration", "metric", "metric_name", "metrics")  # of an event with held-out measures
+KEPT = (
+    "step",
+    "stage",
+    "iteration",
+    "metric",
+    "metric_name",
+    "metrics",
+    "validation",
+)  # of an event with held-out measures
+# The same curve whatever the stage of a run, so that runs of different algorithms lie in one plot.
+SHARED = ("step", "iteration", "metric", "metric_name", "metrics", "generated_tokens", "reward_evaluations")
 TABLE_ROWS = 32  # of the completions that W&B and TensorBoard show; the files have all
 
 
@@ -243,12 +253,13 @@ def _cut(path: Path, steps: int) -> None:
 
 
 def flat(event: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"phase_seconds": {"rollout": 1}} -> {"phase_seconds/rollout": 1}; curves of different stages are different curves."""
+    """{"phase_seconds": {"rollout": 1}} -> {"phase_seconds/rollout": 1}, with the stage in front where there is one.
+
+    Curves of different stages are different curves, but for SHARED ones.
+    """
     if stage := event.get("stage"):
-        return {
-            "step": event["step"],
-            **flat({k: v for k, v in event.items() if k not in ("stage", "step")}, f"{stage}/"),
-        }
+        own = {key: value for key, value in event.items() if key not in (*SHARED, "stage")}
+        return flat({key: event[key] for key in SHARED if key in event}) | flat(own, f"{stage}/")
     found: dict[str, Any] = {}
     for key, value in event.items():
         if isinstance(value, dict):
@@ -283,9 +294,10 @@ class _Wandb:
         import wandb  # seconds to import, so only when asked for
 
         self.wandb, settings, sweep = wandb, run.tracker, sweep_of(out_dir)
-        mode = settings.mode or os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+        mode = settings.mode or os.environ.get("WANDB_MODE")
+        mode = mode or ("online" if wandb.login(prompt=False, verify=False) else "offline")
         offline = mode == "offline"
-        self.run = wandb.init(
+        options: dict[str, Any] = dict(
             project=settings.project,
             entity=settings.entity,
             name=str(out_dir.relative_to(sweep.parent)) if sweep else out_dir.name,
@@ -294,17 +306,24 @@ class _Wandb:
             id=state.get("id"),
             resume=None if offline else "allow",  # offline, W&B goes on by the id alone and warns of the other
             dir=out_dir,
-            mode=mode,  # type: ignore[arg-type]
+            mode=mode,
             config=asdict(run),
-            settings=wandb.Settings(quiet=True),
+            settings=wandb.Settings(silent=True),
         )
+        try:
+            self.run = wandb.init(**options)
+        except wandb.Error as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+            raise ConfigError(
+                f"tracker=wandb cannot start: {reason}. Run wandb login, or use tracker.mode=offline and wandb sync later."
+            ) from None
         self.id = self.run.id
         # What W&B already has is not sent again: offline it cannot tell.
         self.known = max(self.run.step, resumed + 1 if resumed else 0)
-        for axis in ("step", "epoch", "iteration", "evaluate/iteration", "generated_tokens", "reward_evaluations"):
+        for axis in ("step", "epoch", "iteration", "generated_tokens", "reward_evaluations"):
             self.run.define_metric(axis, hidden=axis != "generated_tokens")
         self.run.define_metric("*", step_metric="step")
-        self.run.define_metric("evaluate/*", step_metric="evaluate/iteration")
+        self.run.define_metric("evaluate/*", step_metric="iteration")
         self.run.define_metric("validation/*", step_metric="epoch")
         self.run.define_metric("metric", step_metric="step", summary="max,last")
         log.info("W&B: %s", f"offline; send it with: wandb sync {self._folder()}" if offline else self.run.url)

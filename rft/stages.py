@@ -63,6 +63,8 @@ class Stages:
         self.traced: Any = None
         self.events = _kept_events(self.written / "metrics.jsonl", self._redone)
         self.seconds = sum(event.get("seconds", 0.0) for event in self.events)
+        counted = ("generated_tokens", "reward_evaluations")
+        self.spent = {key: max((event.get(key, 0) for event in self.events), default=0) for key in counted}
         self.step = len(self.events)
         self.tracker: Tracker | None = None
         if context.main:
@@ -105,6 +107,8 @@ class Stages:
             solved = {record["prompt"] for record in held.values() if record["accepted"]}
             generated, accepted = sum(len(r["tokens"]) for r in fresh), sum(r["accepted"] for r in fresh)
             memory = hardware.peak_memory_gb(context.device.device)
+            self.spent["generated_tokens"] += generated
+            self.spent["reward_evaluations"] += len(fresh)
             self._log(
                 {
                     "stage": "generate",
@@ -120,6 +124,7 @@ class Stages:
                     "tokens_per_second": generated / sampling,
                     "samples_per_second": len(fresh) / sampling,
                     "accepted_per_minute": 60 * accepted / sampling,
+                    **self.spent,
                     "peak_memory_gb": memory,
                 },
                 done,
@@ -276,6 +281,7 @@ class Stages:
                 "metric_name": held_out.name,
                 "metrics": found["metrics"],
                 "validation": validation,
+                **self.spent,
             }
         )
         if self.tracker:
