@@ -100,6 +100,7 @@ def draw(
         series = {legend: xy for legend, xy in series.items() if len(xy[0]) > 0}
         if panel.kind == "stack":  # layers that stay at nothing would fill the legend
             series = {legend: xy for legend, xy in series.items() if sum(xy[1]) > 0.002 * _total(series)}
+        series = dict(list(series.items())[: len(plots.COLOURS)])  # the headline measure is the first
         if not series:
             continue
         path = out / f"{panel.name}.png"
@@ -285,8 +286,8 @@ def _completions(folder: Path) -> str:
         | {"answer": _short(str(old["answer"]))}
         for i, old in enumerate(first)
     ]
-    more = f" All {len(first)}, and those of each evaluation, are in completions/."
-    return f"## Held-out completions\n\nThe first {len(rows)}, greedy.{more}\n\n" + markdown_table(rows)
+    head = f"The first {len(rows)}, greedy. The others, and those of every evaluation, are in completions/."
+    return f"## Held-out completions\n\n{head}\n\n" + markdown_table(rows)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -108,6 +108,7 @@ PANELS = (
         *("kl", "Divergence", "nats a token"),
         {"kl": "from the reference", "ratio_kl": "from the policy that sampled"},
         _GRPO,
+        zero=True,
     ),
     Panel(
         "sampler_gap",

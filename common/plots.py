@@ -20,6 +20,8 @@ STYLE = {
 }
 SIZE = (7.5, 4.8)  # inches
 DPI = 110
+AREA = (0.15, 0.145, 0.825, 0.665)  # of the axes: left, bottom, width, height
+ROW = 66  # letters that a row of a legend has room for
 BINS = 800  # points of a curve at most; more are means of neighbours
 SMOOTHED = 40  # points from which on a curve has a running mean over it
 
@@ -32,7 +34,7 @@ def saved(path: Path) -> Iterator[Any]:
 
     with matplotlib.rc_context(STYLE):
         figure = Figure(SIZE, dpi=DPI)
-        axis = figure.add_axes((0.15, 0.145, 0.825, 0.665))
+        axis = figure.add_axes(AREA)
         yield axis
         figure.savefig(path)
 
@@ -50,16 +52,17 @@ def lines(
     for number, (legend, (x, y)) in enumerate(curves.items()):
         x, y = binned(x, y)
         colour = COLOURS[number % len(COLOURS)]
+        above = {"zorder": 3 - number / 100}  # the first curve is the one that counts
         if exact or len(x) < SMOOTHED:
             marks = {"marker": "o", "markersize": 8 if len(x) < 15 else 4} if len(x) < SMOOTHED else {}
-            axis.plot(x, y, color=colour, label=legend, **marks)
+            axis.plot(x, y, color=colour, label=legend, **marks, **above)
             continue
-        axis.plot(x, y, color=colour, linewidth=1, alpha=0.35)
+        axis.plot(x, y, color=colour, linewidth=1, alpha=0.35, **above)
         reach = len(y) // 20
         for n, (low, high) in enumerate(itertools.pairwise([-math.inf, *breaks, math.inf])):
             part = [(a, b) for a, b in zip(x, y, strict=True) if low <= a < high]
             mean = running_mean([b for _, b in part], reach)
-            axis.plot([a for a, _ in part], mean, color=colour, label=None if n else legend)
+            axis.plot([a for a, _ in part], mean, color=colour, label=None if n else legend, **above)
 
 
 def stack(axis: Any, x: Sequence[float], layers: dict[str, Sequence[float]]) -> None:
@@ -87,17 +90,22 @@ def finished(axis: Any, title: str, x: str, unit: str, zero: bool) -> None:
     axis.set_ylabel(unit)
     axis.margins(x=0.02)
     if zero:
-        axis.set_ylim(0, max(1.05 * axis.dataLim.ymax, 1e-12))
+        axis.set_ylim(0, 1.05 * axis.dataLim.ymax or 1.0)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")  # no power of ten apart, which a legend would cover
     handles, labels = axis.get_legend_handles_labels()
-    single = len(labels) < 2
-    axis.set_title(title, pad=10 if single else 30)
-    if not single:
-        axis.legend(
-            *(handles[:5], labels[:5]),
-            **{"loc": "lower left", "bbox_to_anchor": (-0.01, 0.985), "ncols": 5, "handlelength": 1.2},
-            **{"columnspacing": 1.0, "borderaxespad": 0.2, "handletextpad": 0.4},
-        )
+    if len(labels) < 2:
+        axis.set_title(title, pad=10)
+        return
+    columns = max(1, min(len(labels), ROW // (max(map(len, labels)) + 5)))
+    rows = -(-len(labels) // columns)
+    left, bottom, width, height = AREA
+    axis.set_position((left, bottom, width, height - 0.052 * (rows - 1)))
+    axis.set_title(title, pad=12 + 18 * rows)
+    axis.legend(
+        *(handles, labels),
+        **{"loc": "lower left", "bbox_to_anchor": (-0.01, 0.985), "ncols": columns, "handlelength": 1.2},
+        **{"columnspacing": 1.0, "borderaxespad": 0.2, "handletextpad": 0.4, "labelspacing": 0.3},
+    )
 
 
 def binned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:

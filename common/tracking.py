@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -52,7 +53,7 @@ class Phases:
 
 
 class Progress:
-    """A progress line: a bar on a terminal, a plain line now and then elsewhere. Its text is cut to the terminal's width.
+    """A progress line: a bar on a terminal, a plain line now and then elsewhere. What has no room in the terminal is left out.
 
     Args: what: before the count; total, done: in `unit`s; brief: for work inside a step: the bar goes when it is done, and
     where there is no bar nothing is said before ten seconds have passed.
@@ -65,13 +66,14 @@ class Progress:
         self.said = brief
         self.bar: Any = None
         if sys.stderr.isatty():
-            layout = f"{self.name} {{n_fmt}}/{{total_fmt}} |{{bar:10}}| {{remaining}} left{{postfix}}"
+            self.width = 10 if _columns() >= 100 else 6
+            layout = f"{self.name} {{n_fmt}}/{{total_fmt}} |{{bar:{self.width}}}| {{remaining}} left{{postfix}}"
             self.bar = tqdm(total=total, initial=done, bar_format=layout, leave=not brief, dynamic_ncols=True)
 
     def to(self, done: int, text: str = "", always: bool = False) -> None:
         """Move to `done` of `total`. always: say it even if a line was printed a moment ago."""
         if self.bar is not None:
-            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.set_postfix_str(self._cut(text), refresh=False)
             self.bar.update(done - self.bar.n)
             return
         now = time.monotonic()
@@ -82,10 +84,22 @@ class Progress:
             parts = [f"{tqdm.format_interval(left)} left", *([text] if text else [])]
             log.info("%s %d/%d: %s", self.name, done, self.total, ", ".join(parts))
 
+    def _cut(self, text: str) -> str:
+        """As many whole parts of `text` as the terminal has room for."""
+        head = f"{self.name} {self.total}/{self.total} |{' ' * self.width}| 0:00:00 left, "
+        while len(head) + len(text) >= _columns() and ", " in text:
+            text = text.rpartition(", ")[0]
+        return text
+
     def close(self) -> None:
         """End the line."""
         if self.bar is not None:
             self.bar.close()
+
+
+def _columns() -> int:
+    """Of the terminal."""
+    return shutil.get_terminal_size((80, 24)).columns
 
 
 class Tracker:
@@ -145,7 +159,8 @@ class Tracker:
 
     def _evaluated(self, record: dict[str, Any]) -> None:
         """Keep one line a step in RUN/evaluations.jsonl."""
-        self.held = [*(held for held in self.held if held["step"] != record["step"]), record]
+        others = (held for held in self.held if held["step"] != record["step"])
+        self.held = sorted((*others, record), key=lambda held: held["step"])
         write_text(self.out_dir / EVALUATIONS, "".join(json.dumps(held) + "\n" for held in self.held))
 
     def completions(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
@@ -342,7 +357,9 @@ class _Wandb:
 
     def artifact(self, kind: str, folder: Path, alias: str) -> None:
         artifact = self.wandb.Artifact(f"{kind}-{self.id}", type=kind)
-        artifact.add_dir(str(folder))
+        for path in sorted(folder.rglob("*")):  # add_dir prints
+            if path.is_file():
+                artifact.add_file(str(path), name=str(path.relative_to(folder)))
         self.run.log_artifact(artifact, aliases=["latest", alias])
 
     def summary(self, values: dict[str, Any]) -> None:
