@@ -93,9 +93,7 @@ def draw(
     made = []
     for panel in panels.of(algo):
         points = measured if any("metrics/" in name for name in panel.curves) else logged
-        names = sorted(
-            {name for _, values in points for name in values}, key=_order([n for _, v in points[:1] for n in v])
-        )
+        names = list(dict.fromkeys(name for _, values in points for name in values))
         series = {legend: _points(panel, name, points) for name, legend in panel.found(names).items()}
         series = {legend: xy for legend, xy in series.items() if len(xy[0]) > 0}
         if panel.kind == "stack":  # layers that stay at nothing would fill the legend
@@ -160,12 +158,6 @@ def _stage(panel: Panel) -> str:
 
 def _axis(panel: Panel) -> str:
     return f"{ORDERS[_stage(panel)]} (dotted: next iteration)" if panel.x == "order" else AXES[panel.x]
-
-
-def _order(first: list[str]) -> Any:
-    """Names in the order of the first event, others behind."""
-    places = {name: place for place, name in enumerate(first)}
-    return lambda name: (places.get(name, len(places)), name)
 
 
 def _total(series: dict[str, tuple[list[float], list[float]]]) -> float:
