@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import tempfile
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import transformers
 from torch import Tensor
 from tqdm import tqdm
 
@@ -220,6 +222,9 @@ def _logging(context: Context) -> None:
         printed = _Printed(sys.stdout)
         printed.setFormatter(_Plain())
         log.addHandler(printed)
+    else:  # what libraries warn of is the same on all ranks
+        warnings.simplefilter("ignore")
+        transformers.logging.set_verbosity_error()
 
 
 class _Printed(logging.StreamHandler[TextIO]):

@@ -172,8 +172,8 @@ def finish(
     )
     if tracker:
         if iteration is None:  # RFT has measured after each
-            tracker.measured(state["step"], last.name, last.metrics)
-        tracker.completions("after", state["step"], report.completions(task, examples, last.completions))
+            tracker.measured(tracker.step, last.name, last.metrics)
+        tracker.completions("after", tracker.step, report.completions(task, examples, last.completions))
         tracker.summary(report.headline(result))
         models.export(model, tokenizer, context.out_dir / "model")
         tracker.artifact("model", context.out_dir / "model", f"step-{state['step']}")

@@ -5,7 +5,7 @@ Figures are made without pyplot, so that a notebook keeps its own backend.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 # Okabe and Ito: told apart by the colour-blind.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 # Legible at half size, where a letter of 14 points is one of 7.
-STYLE = {
+STYLE: dict[Any, Any] = {
     **{"font.size": 14, "axes.titlesize": 15, "axes.titleweight": "bold", "axes.titlelocation": "left"},
     **{"axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True, "lines.linewidth": 2.5},
     **{"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 12},
@@ -41,7 +41,7 @@ def saved(path: Path) -> Iterator[Any]:
 
 def lines(
     axis: Any,
-    curves: dict[str, tuple[Sequence[float], Sequence[float]]],
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     exact: bool = False,
     breaks: Sequence[float] = (),
 ) -> None:
@@ -65,14 +65,14 @@ def lines(
             axis.plot([a for a, _ in part], mean, color=colour, label=None if n else legend, **above)
 
 
-def stack(axis: Any, x: Sequence[float], layers: dict[str, Sequence[float]]) -> None:
+def stack(axis: Any, x: Sequence[float], layers: Mapping[str, Sequence[float]]) -> None:
     """Draw layers on top of each other, the largest at the bottom."""
     ordered = sorted(layers, key=lambda name: -sum(layers[name]))
     means = [running_mean(binned(x, layers[name])[1], len(x) // 20) for name in ordered]
     axis.stackplot(binned(x, x)[0], means, labels=ordered, colors=COLOURS, linewidth=0)
 
 
-def bars(axis: Any, categories: Sequence[str], series: dict[str, Sequence[float]]) -> None:
+def bars(axis: Any, categories: Sequence[str], series: Mapping[str, Sequence[float]]) -> None:
     """Draw bars side by side: for each category one of each series."""
     width = 0.8 / len(series)
     for number, (legend, values) in enumerate(series.items()):

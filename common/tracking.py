@@ -112,7 +112,8 @@ class Tracker:
     def __init__(
         self, run: Run, out_dir: Path, steps: int | None, resumed: int = 0, state: dict[str, Any] | None = None
     ) -> None:
-        self.out_dir, self.resumed, self.artifacts = out_dir, resumed, run.tracker.artifacts
+        self.out_dir, self.artifacts = out_dir, run.tracker.artifacts
+        self.step = resumed  # of the last event
         for path in (out_dir / "metrics.jsonl", out_dir / EVALUATIONS):
             _cut(path, resumed)
         for path in (out_dir / "completions").glob("step-*.jsonl"):
@@ -133,6 +134,7 @@ class Tracker:
 
     def write(self, event: dict[str, Any]) -> None:
         """One event: a flat dict (phase seconds nested) with at least `step`, 1-based."""
+        self.step = event["step"]
         self.file.write(json.dumps(event) + "\n")
         self.file.flush()
         if self.sink:
@@ -174,7 +176,7 @@ class Tracker:
 
     def artifact(self, kind: str, folder: Path, alias: str) -> None:
         """With tracker.artifacts, upload `folder` as a new version of the run's artifact `kind`: checkpoint or model."""
-        if self.artifacts:
+        if self.sink and self.artifacts:
             self.sink.artifact(kind, folder, alias)
 
     def state(self) -> dict[str, Any]:

@@ -204,6 +204,7 @@ def test_what_would_end_a_cell_is_escaped():
     assert table == "| a | b |\n| --- | --- |\n| x\\|y | 1<br>2 |"
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # pydantic, of wandb-workspaces
 def test_the_dashboard_has_the_panels_of_each_algorithm():
     pytest.importorskip("wandb_workspaces")
     view = dashboard.workspace("team", "clutch", panels.ALGORITHMS)._to_model().spec.model_dump(by_alias=True)

@@ -190,6 +190,35 @@ def test_wandb_offline(launch, tmp_path):
                 assert secret.encode() not in path.read_bytes(), path
 
 
+def test_wandb_shows_the_stages_of_rft(launch, tmp_path):
+    """Its step is the event of the log, which stages, evaluations and tables share."""
+    out = tmp_path / "run"
+    rft = [*("algo=rft", "task=letters", "task.scoring=smooth", "algo.select.accept=0.2", "algo.pass_samples=0")]
+    rft += [
+        *SMALL[:6],
+        "evaluate.examples=4",
+        "algo.prompts=6",
+        "algo.validation_prompts=2",
+        "algo.samples_per_prompt=4",
+    ]
+    rft += ["algo.sampling.max_new_tokens=6", "algo.epochs=1", "algo.iterations=1", f"hydra.run.dir={out}"]
+    path = os.pathsep.join((str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
+    env = OFFLINE | {"HOME": str(tmp_path), "PYTHONPATH": path}
+    done = launch(*rft, "tracker=wandb", f"--config-dir={ROOT}/tests/conf", env=env)
+    assert "wandb:" not in done.stdout + done.stderr, "no step is logged out of order"
+    (folder,) = (out / "wandb").glob("offline-run-*")
+    seen, logged = Wandb(folder), events(out)
+    assert list(seen.history) == [event["step"] for event in logged]
+    for event in logged:
+        shown = seen.history[event["step"]]
+        assert {name: shown[name] for name in numbers(event)} == pytest.approx(numbers(event))
+    names = {name for shown in seen.history.values() for name in shown}
+    assert {"generate/accepted", "select/prompts_by_share_right/none", "finetune/loss", "metrics/exact"} <= names
+    assert {"iteration", "generated_tokens", "reward_evaluations"} <= names
+    for name in ("before", "iteration-1", "after"):
+        assert len(seen.table(f"completions/{name}")["data"]) == 4
+
+
 def test_wandb_jobs_of_a_sweep_are_a_group_and_ranks_are_one_run(launch, tmp_path):
     env = OFFLINE | {"HOME": str(tmp_path)}
     jobs = ("seed=0,1", "opt=[ddp]", "hydra.sweep.dir=sweep")
