@@ -88,14 +88,12 @@ def draw(
     out.mkdir(exist_ok=True)
     for path in out.glob("*.png"):  # of an earlier report, which may have had others
         path.unlink()
-    logged = [(event, numbers(event)) for event in history]
-    measured = [(event, numbers(event)) for event in evaluations]
+    logged, measured = columns(history), columns(evaluations)
     made = []
     for panel in panels.of(algo):
         points = measured if any("metrics/" in name for name in panel.curves) else logged
-        names = list(dict.fromkeys(name for _, values in points for name in values))
-        series = {legend: _points(panel, name, points) for name, legend in panel.found(names).items()}
-        series = {legend: xy for legend, xy in series.items() if len(xy[0]) > 0}
+        series = {legend: _points(panel, points[name]) for name, legend in panel.found(list(points)).items()}
+        series = {legend: xy for legend, xy in series.items() if xy[0]}
         if panel.kind == "stack":  # layers that stay at nothing would fill the legend
             series = {legend: xy for legend, xy in series.items() if sum(xy[1]) > 0.002 * _total(series)}
         series = dict(list(series.items())[: len(plots.COLOURS)])  # the headline measure is the first
@@ -120,7 +118,8 @@ def _draw(
         return
     if panel.kind == "stack":
         x = sorted({place for xs, _ in series.values() for place in xs})
-        layers = {legend: [dict(zip(*xy, strict=True)).get(p, 0.0) for p in x] for legend, xy in series.items()}
+        heights = {legend: dict(zip(*xy, strict=True)) for legend, xy in series.items()}
+        layers = {legend: [height.get(place, 0.0) for place in x] for legend, height in heights.items()}
         plots.stack(axis, x, layers)
         plots.finished(axis, panel.title, _axis(panel), panel.unit, True)
     else:
@@ -139,17 +138,24 @@ def _breaks(panel: Panel, history: Sequence[dict[str, Any]]) -> list[float]:
     return [n + 0.5 for n, (one, other) in enumerate(itertools.pairwise(iterations), 1) if one != other]
 
 
-def _points(
-    panel: Panel, name: str, points: list[tuple[dict[str, Any], dict[str, float]]]
-) -> tuple[list[float], list[float]]:
+def columns(history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[dict[str, Any], float]]]:
+    """By name, in the order in which names come up: each event that has the measure, and its value."""
+    found: dict[str, list[tuple[dict[str, Any], float]]] = {}
+    for event in history:
+        for name, value in numbers(event).items():
+            found.setdefault(name, []).append((event, value))
+    return found
+
+
+def _points(panel: Panel, column: list[tuple[dict[str, Any], float]]) -> tuple[list[float], list[float]]:
     """x and y of a measure, where it is finite."""
-    there = [(event, values[name]) for event, values in points if name in values]
-    x: list[float] = [
-        float(n if panel.x == "order" else event["step" if panel.x == "event" else panel.x])
-        for n, (event, _) in enumerate(there, 1)
+    key = "step" if panel.x == "event" else panel.x
+    kept = [
+        (float(n if panel.x == "order" else event[key]), panel.scale * value)
+        for n, (event, value) in enumerate(column, 1)
+        if math.isfinite(value)
     ]
-    kept = [(a, panel.scale * y) for a, (_, y) in zip(x, there, strict=True) if math.isfinite(y)]
-    return [a for a, _ in kept], [y for _, y in kept]
+    return [x for x, _ in kept], [y for _, y in kept]
 
 
 def _stage(panel: Panel) -> str:

@@ -90,7 +90,8 @@ def finished(axis: Any, title: str, x: str, unit: str, zero: bool) -> None:
     axis.set_ylabel(unit)
     axis.margins(x=0.02)
     if zero:
-        axis.set_ylim(0, 1.05 * axis.dataLim.ymax or 1.0)
+        room = 1.1 if axis.containers else 1.05  # bars have their number above them
+        axis.set_ylim(0, room * axis.dataLim.ymax or 1.0)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")  # no power of ten apart, which a legend would cover
     handles, labels = axis.get_legend_handles_labels()
     if len(labels) < 2:

@@ -188,13 +188,13 @@ class Tracker:
         if self.sink:
             self.sink.summary(values)
 
-    def close(self) -> None:
-        """Flush and end; safe to call again."""
+    def close(self, code: int = 0) -> None:
+        """Flush and end; safe to call again. code: of a run that failed, not 0."""
         if self.line:
             self.line.close()
         self.file.close()
         if self.sink:
-            self.sink.close()
+            self.sink.close(code)
             self.sink = None
 
 
@@ -229,7 +229,7 @@ def closed_on_error(tracker: Tracker | None) -> Iterator[None]:
         yield
     except BaseException as error:
         if tracker:
-            tracker.close()
+            tracker.close(error.code if isinstance(error, RunStopped) else 1)
             if isinstance(error, RunStopped) and (tracker.out_dir / "run.yaml").exists():
                 from common import pages  # which reads what is written here
 
@@ -311,6 +311,7 @@ class _Wandb:
         import wandb  # seconds to import, so only when asked for
 
         self.wandb, settings, sweep = wandb, run.tracker, sweep_of(out_dir)
+        wandb.setup(wandb.Settings(silent=True))  # what matters of its chatter is logged below
         mode = settings.mode or os.environ.get("WANDB_MODE")
         mode = mode or ("online" if wandb.login(prompt=False, verify=False) else "offline")
         offline = mode == "offline"
@@ -325,7 +326,6 @@ class _Wandb:
             dir=out_dir,
             mode=mode,
             config=asdict(run),
-            settings=wandb.Settings(silent=True),
         )
         try:
             self.run = wandb.init(**options)
@@ -367,8 +367,8 @@ class _Wandb:
     def summary(self, values: dict[str, Any]) -> None:
         self.run.summary.update(values)
 
-    def close(self) -> None:
-        self.run.finish()
+    def close(self, code: int) -> None:
+        self.run.finish(exit_code=code)
 
 
 class _TensorBoard:
@@ -395,5 +395,5 @@ class _TensorBoard:
             if isinstance(value, (int, float)):
                 self.writer.add_scalar(f"summary/{key}", value)
 
-    def close(self) -> None:
+    def close(self, code: int) -> None:
         self.writer.close()

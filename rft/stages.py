@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from common import hardware, logprobs, loop, models, optim, precision, report, resume
+from common import hardware, logprobs, loop, models, optim, pages, precision, report, resume
 from common.checkpoint import write_text
 from common.config import ConfigError, ModelConfig, Run
 from common.distributed import Context
@@ -306,6 +306,10 @@ class Stages:
         if self.tracker:
             self.tracker.close()
         if self.context.main:
+            if (
+                self.written == self.context.out_dir
+            ):  # shards run side by side: python -m common.report when all are done
+                pages.write_or_warn(self.context.out_dir)
             after = STAGES[(STAGES.index(self.settings.stage) + 1) % len(STAGES)]
             log.info("%s is done; %s. Next: algo.stage=%s", self.settings.stage, self.context.out_dir, after)
 

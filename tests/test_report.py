@@ -103,13 +103,13 @@ def test_points_are_what_was_logged(finished):
     history = events(finished["eggroll"])
     drift = next(panel for panel in panels.of("eggroll") if panel.name == "drift")
     idle = next(panel for panel in panels.of("eggroll") if panel.name == "zero_fitness")
-    points = [(event, numbers(event)) for event in history]
-    x, y = pages._points(drift, "drift", points)
+    points = pages.columns(history)
+    x, y = pages._points(drift, points["drift"])
     assert x == [1, 2, 3, 4]
     assert y == [event["drift"] for event in history]
-    assert pages._points(idle, "zero_fitness", points)[1] == [100 * event["zero_fitness"] for event in history]
-    points[1][1]["drift"] = float("nan")
-    assert pages._points(drift, "drift", points)[0] == [1, 3, 4]
+    assert pages._points(idle, points["zero_fitness"])[1] == [100 * event["zero_fitness"] for event in history]
+    points["drift"][1] = (history[1], float("nan"))
+    assert pages._points(drift, points["drift"])[0] == [1, 3, 4]
 
 
 def test_a_resumed_run_has_one_report_of_the_whole(in_cache, tmp_path):

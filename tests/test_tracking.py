@@ -18,6 +18,8 @@ from wandb_file import records
 
 from common import checkpoint
 from common.config import ConfigError
+from common.loop import Order
+from common.signals import EXIT_NUMBERS
 from common.tracking import numbers
 from launch import compose, train
 
@@ -132,6 +134,7 @@ class Wandb:
                 assert record.history.step.num not in self.history
                 self.history[record.history.step.num] = items
         self.artifacts = [(a.type, sorted(a.aliases)) for a in (r.artifact for r in found) if a.type]
+        self.exit = next(r.exit.exit_code for r in found if r.WhichOneof("record_type") == "exit")
         self.kinds = {record.WhichOneof("record_type") for record in found}
 
     def table(self, name):
@@ -157,6 +160,7 @@ def test_wandb_offline(launch, tmp_path):
     assert (seen.run.project, seen.run.job_type, seen.run.run_group) == ("clutch", "eggroll", "")
     assert seen.config["algo"]["prompts_per_step"] == 2
     assert seen.config["tracker"]["artifacts"] is True
+    assert seen.exit == 0
     assert seen.axes["*"] == "step"
     assert seen.axes["validation/*"] == "epoch"
     assert {"environment", "stats"} <= seen.kinds, "what the system does"
@@ -217,6 +221,20 @@ def test_wandb_shows_the_stages_of_rft(launch, tmp_path):
     assert {"iteration", "generated_tokens", "reward_evaluations"} <= names
     for name in ("before", "iteration-1", "after"):
         assert len(seen.table(f"completions/{name}")["data"]) == 4
+
+
+def test_wandb_is_told_that_a_run_failed(launch, tmp_path):
+    """And keeps what was logged until then."""
+    path = os.pathsep.join((str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
+    env = OFFLINE | {"HOME": str(tmp_path), "PYTHONPATH": path}
+    bad = Order(Letters().examples("train"), 0).take(2, 1)[0].id  # of the second step, two prompts each
+    fault = ["task=letters", "task.fault=infinite", f"task.fault_id={bad}"]
+    run = [*SMALL, *fault, "tracker=wandb", f"hydra.run.dir={tmp_path}/run", f"--config-dir={ROOT}/tests/conf"]
+    launch(*run, env=env, code=EXIT_NUMBERS)
+    (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    seen = Wandb(folder)
+    assert seen.exit == EXIT_NUMBERS
+    assert list(seen.history) == [0, 1]
 
 
 def test_wandb_jobs_of_a_sweep_are_a_group_and_ranks_are_one_run(launch, tmp_path):
