@@ -27,7 +27,7 @@ from common.rollout import Completions, Sampler
 from common.scoring import Scorer
 from common.signals import EXIT_NUMBERS, RunStopped, StopSignal
 from common.tasks import Example, Task, build
-from common.tracking import Phases, Tracker, closed_on_error
+from common.tracking import Phases, closed_on_error
 from eggroll.config import EggrollConfig, check_switches
 from eggroll.fitness import fitness
 from eggroll.noise import Noise
@@ -73,14 +73,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     def measure() -> Any:
         return evaluate(sampler, tokenizer, task, held_out, settings.sampling.max_new_tokens, context)
 
-    if "before" not in state:
-        first = measure()
-        state["before"] = {"metrics": first.metrics, "completions": first.completions}
-        if context.main:
-            log.info("before: held-out %s %.2f", first.name, first.value)
-    tracker = Tracker(run, context.out_dir, settings.steps, state["step"], state["tracker"]) if context.main else None
-    if tracker:
-        loop.measured_before(tracker, task, held_out, state)
+    tracker = loop.begin(run, context, task, held_out, state, settings.steps, measure)
     compiling: dict[str, float] = {}
     if run.opt.compile.enabled and state["step"] < settings.steps:
         # A rehearsal whose rewards are thrown away, so that the first step's time is that of a step.
@@ -121,8 +114,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             if run.evaluate.every and (step + 1) % run.evaluate.every == 0 and step + 1 < settings.steps:
                 with phases("evaluate"):
                     seen = measure()
-                if tracker:
-                    event |= loop.measured(tracker, task, held_out, step + 1, seen)
+                event |= loop.measured(tracker, task, held_out, step + 1, seen)
             if tracker:
                 tracker.log(
                     {

@@ -25,7 +25,7 @@ from common.evaluation import evaluate
 from common.rollout import Sampler
 from common.signals import EXIT_NUMBERS, RunStopped, StopSignal
 from common.tasks import Task, build
-from common.tracking import Phases, Tracker, closed_on_error
+from common.tracking import Phases, closed_on_error
 from grpo.config import GrpoConfig, check_switches
 from grpo.groups import Group, Roller
 from grpo.loss import Counts, advantages, policy_loss
@@ -85,14 +85,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     def measure() -> Any:
         return evaluate(sampler, tokenizer, task, held_out, settings.sampling.max_new_tokens, context)
 
-    if "before" not in state:
-        first = measure()
-        state["before"] = {"metrics": first.metrics, "completions": first.completions}
-        if context.main:
-            log.info("before: held-out %s %.2f", first.name, first.value)
-    tracker = Tracker(run, context.out_dir, settings.steps, state["step"], state["tracker"]) if context.main else None
-    if tracker:
-        loop.measured_before(tracker, task, held_out, state)
+    tracker = loop.begin(run, context, task, held_out, state, settings.steps, measure)
     with (
         closed_on_error(tracker),
         closing(roller.scorer),
@@ -124,8 +117,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                 if due and not trouble:
                     with phases("evaluate"):
                         held = measure()
-                    if tracker:
-                        event = loop.measured(tracker, task, held_out, step + 1, held)
+                    event = loop.measured(tracker, task, held_out, step + 1, held)
                 if tracker:
                     new = rollout.generated if step == first_step else 0
                     tracker.log(
