@@ -51,7 +51,7 @@ NOT_FOR_CLASSIFY = {
     "evaluate": "it evaluates after each epoch",
 }
 
-# Settings of training, which mean nothing where algo.scaling measures steps.
+# Settings of training, which mean nothing where algo.scaling measures steps or algo.predict predicts them.
 NOT_FOR_SCALING = ("algo.epochs", "algo.patience", "resume", "checkpoint", "tracker")
 
 CONF = Path(__file__).resolve().parent / "conf"
@@ -112,16 +112,19 @@ def to_run(config: DictConfig, overrides: list[str]) -> Run:
 
 
 def check_scaling(run: Run, overrides: list[str]) -> None:
-    """Raise ConfigError for settings of training where algo.scaling measures, and for the other way round."""
+    """Raise ConfigError for settings that the command gave and that its kind of classify run does not look at."""
     if run.algo.name != "classify":
         return
+    measuring = next((name for name in ("scaling", "predict") if getattr(run.algo, name) is not None), None)
     for key in (override.partition("=")[0].lstrip("+") for override in overrides):
-        if run.algo.scaling is None and key.startswith("algo.scaling_"):
+        if measuring is None and key.startswith("algo.scaling_"):
             raise ConfigError(f"{key} has no effect without algo.scaling. Add for example 'algo.scaling=[1,2]'.")
-        if run.algo.scaling is not None and key.startswith(NOT_FOR_SCALING):
+        if measuring is not None and key.startswith(NOT_FOR_SCALING):
             raise ConfigError(
-                f"{key} has no effect with algo.scaling, which measures steps and keeps no model. Leave it out."
+                f"{key} has no effect with algo.{measuring}, which measures steps and keeps no model. Leave it out."
             )
+        if key.startswith("algo.tokenizer") and run.task["_target_"] == "ddp_bench.tasks.Trajectories":
+            raise ConfigError(f"{key} has no effect with task=trajectories, which has no texts. Leave it out.")
 
 
 def check_kind(run: Run) -> None:
@@ -159,7 +162,7 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Run:
 def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
     """Train in this process (or in the ranks of opt=ddp) and return the algorithm's `Result`.
 
-    With algo.scaling, measure instead and return what RUN/scaling.json holds.
+    With algo.scaling, measure instead and return what RUN/scaling.json holds; with algo.predict, RUN/prediction.json.
 
     Args: run: from `compose`; out_dir: the run folder, made if needed; task: an object of one's own that has the
     methods of common.tasks.Task (for classify, of
@@ -171,6 +174,10 @@ def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
         from ddp_bench.scaling import scale
 
         return scale(run, Path(out_dir).resolve(), task)
+    if run.algo.name == "classify" and run.algo.predict is not None:
+        from ddp_bench.predict import predict
+
+        return predict(run, Path(out_dir).resolve(), task)
     package = type(run.algo).__module__.partition(".")[0]
     return launch(f"{package}.train:train", run, Path(out_dir), task)
 

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 BENCHMARKS = {
+    "sampler": "completions: `generate`, continuous batching, this project; equal lengths and spread ones",
     "eggroll": "a step's sampling: one at a time, member by member, the population in one forward",
     "grpo": "a GRPO step: one prompt at a time, TRL, this project and its switches, together and alone",
     "rft": "sampling for RFT: one question at a time, batched `generate`, this project and its switches",
@@ -39,8 +40,11 @@ def parser() -> argparse.ArgumentParser:
     names = main.add_subparsers(dest="name", metavar="NAME", required=True)
     for name, line in BENCHMARKS.items():
         one = names.add_parser(name, help=line, description=line, parents=[options])
+        if name == "sampler":
+            one.add_argument("--model", choices=("small", "gpt2", "0.5b"), help="default: small on a CPU, 0.5b on CUDA")
         if name == "grpo":
             one.add_argument("--model", choices=("small", "gpt2"), default="small", help="gpt2: 124M, for a GPU")
+            one.add_argument("--brief", action="store_true", help="without the switches: the first three rows")
             one.add_argument("--beta", type=float, default=0.02, help="weight of the KL; 0 = no reference model")
     return main
 

@@ -1,7 +1,7 @@
 """A GRPO step beside TRL's and beside one prompt at a time, on the same work: the project's second document, measured.
 
     python -m benchmarks grpo
-    python -m benchmarks grpo --beta 0
+    python -m benchmarks grpo --beta 0 --brief
     python -m benchmarks grpo --model gpt2 --json grpo.json --repeats 9
 
 The work: 8 chess prompts of about 75 byte tokens x 8 samples x exactly 64 new tokens, temperature 1, a reward by edit distance,
@@ -409,6 +409,8 @@ def run(options: argparse.Namespace) -> measure.Report:
     cases: dict[str, dict[str, Any]] = {PLAIN: {"kind": "baseline"}, PEER: {"kind": "peer"}}
     cases[OURS] = {"kind": "ours", "switches": [], "full": False}
     opts, others = [], []
+    if options.brief:
+        impossible |= dict.fromkeys((*CUMULATIVE.values(), *SWITCHES), "not with --brief")
     for case, switch in CUMULATIVE.items():
         if switch in impossible:
             continue

@@ -258,6 +258,8 @@ class HardwareConfig:
     compute_capability: float | None
     bandwidth_gbs: float | None  # memory bandwidth, GB/s
     link_gbs: float | None  # device-to-device link, GB/s, both directions together
+    allreduce_gbs: float | None  # bandwidth of an all-reduce, GB/s
+    hop_us: float | None  # of each of the 2 (ranks - 1) steps of an all-reduce
     power_w: float | None
     peak_tflops: PeakConfig
     p2p: bool  # direct device-to-device copies work

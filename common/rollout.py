@@ -1,8 +1,10 @@
 """The sampler: prompts -> completions, on unmodified Hugging Face decoders. The hot path of three algorithms.
 
-A prompt is prefilled once for all its samples. The cache is allocated once, in slots; a finished row's slot goes to the next
-request. Keys are right-aligned: all rows write the same column, a row's valid columns end there, so a step's write is one
-slice and a newcomer's prompt simply lands to the left of the current column.
+A prompt is prefilled once for all its samples, and its keys and values are stored once: all rows of a prompt attend to them in
+one product (Hydragen, arXiv:2402.05099, has the same idea), so a step reads them once a group and not once a row. What rows
+generate has a cache that is allocated once, in slots; a finished row's slot goes to the next request. Keys are right-aligned:
+all rows write the same column, a row's valid columns end there, so a step's write is one slice and a newcomer starts at the
+current column. Where prompts cannot be apart (see `Sampler.shares`), each row has its prompt in front of its own columns.
 
 The random draw of a token is a function of (seed, draw, prompt id, sample id, position), applied through the inverse CDF; so a
 sample does not depend on its neighbours, on the number of rows, or on where a run was resumed. Greedy output equals
@@ -16,12 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from common import logprobs
 from common.config import ConfigError, SamplingConfig
 from common.models import context_length
 from common.philox import token_uniforms
 
+ATTENTION = "clutch_slots"
 # A refill prefills a batch while the other rows wait, and a shrink copies the cache: both wait until it is worth it.
 REFILL_SHARE = 1 / 8  # of the slots
 SHRINK_SHARE = 3 / 4  # of the slots still in use
@@ -58,39 +64,47 @@ class Completions:
 class SlotCache:
     """Keys and values of all slots, [rows, heads, columns, head size] a layer, written at one common column.
 
-    Stands in for a transformers cache: a model's attention calls `update` and attends to what comes back.
+    Stands in for a transformers cache: a model's attention calls `update` and attends to what comes back, and to `prefix`
+    where there is one.
     """
 
-    def __init__(self, columns: int) -> None:
+    def __init__(self, columns: int, slots: int, prefix: "Prefix | None") -> None:
         self.columns = columns
+        self.slots = slots
+        self.prefix = prefix
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.first = 0  # columns before this one are valid in no row
         self.column = 0  # the next to be written
+        self.masked = True  # False: all rows attend to all columns from `first` on
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store one step of `layer`, [rows, heads, 1, size]; return all valid columns."""
+        self.allocate(layer, keys, values)
         stop = self.column + 1
         self.keys[layer][:, :, self.column : stop] = keys
         self.values[layer][:, :, self.column : stop] = values
         return self.keys[layer][:, :, self.first : stop], self.values[layer][:, :, self.first : stop]
 
-    def place(self, rows: Tensor | slice, prompt: "PromptCache", source: Tensor) -> None:
+    def allocate(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Make the slots of `layer`, of the shape and dtype of `keys` and `values`, unless they are there."""
+        if layer == len(self.keys):
+            self.keys.append(keys.new_zeros(self.slots, keys.shape[1], self.columns, keys.shape[3]))
+            self.values.append(values.new_zeros(self.slots, values.shape[1], self.columns, values.shape[3]))
+
+    def place(self, rows: Tensor, prompt: "PromptCache", source: Tensor) -> None:
         """Copy prefilled prompts (rows `source` of `prompt`) into `rows`, to end at the current column."""
         for layer, (keys, values) in enumerate(zip(prompt.keys, prompt.values, strict=True)):
-            if layer == len(self.keys):
-                slots = (prompt.slots, keys.shape[1], self.columns, keys.shape[3])
-                self.keys.append(keys.new_zeros(slots))
-                self.values.append(values.new_zeros(slots))
+            self.allocate(layer, keys, values)
             where = slice(self.column - keys.shape[2], self.column)
             self.keys[layer][rows, :, where] = keys[source]
             self.values[layer][rows, :, where] = values[source]
 
     def keep(self, rows: Tensor) -> None:
         """Drop all slots but `rows`."""
-        for layer in range(len(self.keys)):
-            self.keys[layer] = self.keys[layer][rows]
-            self.values[layer] = self.values[layer][rows]
+        self.keys = [stored[rows] for stored in self.keys]
+        self.values = [stored[rows] for stored in self.values]
+        self.slots = len(rows)
 
     def shift(self, by: int) -> None:
         """Move everything `by` columns to the left."""
@@ -102,8 +116,7 @@ class SlotCache:
 class PromptCache:
     """Collects the keys and values of one prefill."""
 
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
+    def __init__(self) -> None:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -114,14 +127,135 @@ class PromptCache:
         return keys, values
 
 
+class Prefix:
+    """Keys and values of the prompts in flight, [P, heads, T, size] a layer, padded on the left; and which rows share them.
+
+    Rows are looked at by prompt: [P, G], where G is the most rows that one prompt has.
+    """
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.lengths: list[int] = []  # tokens of each prompt
+        self.mask: Tensor | None = None  # additive [P, 1, 1, T]; None where all prompts are equally long
+        self.shape = (0, 0)  # P, G
+        self.rows: Tensor | None = None  # [P * G], the row at each place; None where rows lie in order already
+        self.places: Tensor | None = None  # [rows], the place of each row
+
+    def replace(self, keep: list[int], prompt: PromptCache, lengths: list[int]) -> None:
+        """Keep the prompts `keep`, in this order, and put those of `prompt` behind them."""
+        self.lengths = [self.lengths[index] for index in keep] + lengths
+        width = max(self.lengths)
+
+        def joined(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
+            if not new:
+                return [kept[keep, :, kept.shape[2] - width :] for kept in old]
+            out = []
+            for layer, tensor in enumerate(new):
+                stored = tensor.new_zeros(len(self.lengths), tensor.shape[1], width, tensor.shape[3])
+                if keep:
+                    columns = min(width, old[layer].shape[2])
+                    stored[: len(keep), :, width - columns :] = old[layer][keep, :, -columns:]
+                stored[len(keep) :, :, width - tensor.shape[2] :] = tensor
+                out.append(stored)
+            return out
+
+        self.keys, self.values = joined(self.keys, prompt.keys), joined(self.values, prompt.values)
+        self.remask(width)
+
+    def overwrite(self, places: list[int], prompt: PromptCache, lengths: list[int]) -> None:
+        """Put prompts no longer than the longest here in the place of others."""
+        for place, length in zip(places, lengths, strict=True):
+            self.lengths[place] = length
+        for stored, new in zip((*self.keys, *self.values), (*prompt.keys, *prompt.values), strict=True):
+            stored[places, :, stored.shape[2] - new.shape[2] :] = new
+        self.remask(self.keys[0].shape[2])
+
+    def remask(self, width: int) -> None:
+        """Hide the padding, and what lay there before."""
+        self.mask = None
+        if min(self.lengths) < width:
+            device = self.keys[0].device
+            first = torch.tensor([width - length for length in self.lengths], device=device)
+            real = torch.arange(width, device=device)[None, :] >= first[:, None]
+            self.mask = additive(real, torch.float32)[:, None, None, :]
+
+    def arrange(self, prompts: Tensor) -> None:
+        """Take note of the prompt of each row, int64 [rows]. That of a row that has ended may be any."""
+        ordered, rows = prompts.sort(stable=True)
+        counts = ordered.bincount(minlength=len(self.lengths))
+        group = int(counts.max())
+        among = torch.arange(len(ordered), device=prompts.device) - (counts.cumsum(0) - counts)[ordered]
+        places = ordered * group + among
+        self.shape = (len(self.lengths), group)
+        self.rows = self.places = None
+        if len(rows) != len(self.lengths) * group or not torch.equal(rows, places):
+            self.rows = torch.zeros(len(self.lengths) * group, dtype=torch.long, device=prompts.device)
+            self.rows[places] = rows
+            self.places = torch.empty_like(prompts)
+            self.places[rows] = places
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[rows, heads, each, n] -> by prompt [P, heads, G * each, n]."""
+        x = x if self.rows is None else x[self.rows]
+        return x.unflatten(0, self.shape).transpose(1, 2).flatten(2, 3)
+
+    def scatter(self, x: Tensor, each: int) -> Tensor:
+        """The way back: [P, heads, G * each, n] -> [rows, heads, each, n]."""
+        x = x.unflatten(2, (self.shape[1], each)).transpose(1, 2).flatten(0, 1)
+        return x if self.places is None else x[self.places]
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    slots: SlotCache | None = None,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one new token a row to its prompt and to its own tokens; called by the model's layers.
+
+    query: [rows, heads, 1, size]; key, value: [rows, key heads, T, size]. Elsewhere (prefill) it is transformers' own.
+    """
+    if slots is None or slots.prefix is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
+    prefix, layer = slots.prefix, int(module.layer_idx)  # type: ignore[arg-type]
+    each = query.shape[1] // key.shape[1]  # query heads that share a key head
+    query = query.reshape(query.shape[0], key.shape[1], each, query.shape[3])
+    query = query * (scaling if scaling is not None else query.shape[3] ** -0.5)
+    to_prompt = prefix.gather(query) @ prefix.keys[layer].transpose(2, 3)  # [P, h, G * each, prompt]
+    if prefix.mask is not None:
+        to_prompt = to_prompt + prefix.mask
+    to_own = query @ key.transpose(2, 3)  # [rows, h, each, T]
+    if slots.masked:
+        assert attention_mask is not None
+        to_own = to_own + attention_mask
+    scores = torch.cat((prefix.scatter(to_prompt, each), to_own), dim=3)
+    weights = torch.softmax(scores, dim=3, dtype=torch.float32).to(value.dtype)
+    width = to_prompt.shape[3]
+    from_prompt = prefix.gather(weights[..., :width]) @ prefix.values[layer]
+    out = prefix.scatter(from_prompt, each) + weights[..., width:] @ value  # [rows, h, each, size]
+    return out.flatten(1, 2)[:, None], None  # [rows, 1, heads, size]
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
 @contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Dropout off for the block, whatever the mode was."""
-    training = model.training
+def evaluating(model: PreTrainedModel, attention: str | None) -> Iterator[None]:
+    """Dropout off for the block, whatever the mode was; and another attention, if one is named."""
+    training, own = model.training, model.config._attn_implementation
     model.eval()
+    model.config._attn_implementation = attention or own
     try:
         yield
     finally:
+        model.config._attn_implementation = own
         model.train(training)
 
 
@@ -160,6 +294,13 @@ class Sampler:
         self.forward = torch.compile(model, mode=compile_mode, dynamic=True) if compile_mode else model
         self.context = context_length(model)
         self.watch: Callable[[int], None] | None = None  # told how many rows have just finished
+        # Rows can share a prompt's keys where the attention is one that this module can stand in for. Not when compiled: who
+        # shares with whom changes with every refill, and each shape would be compiled anew.
+        self.shares = (
+            compile_mode is None
+            and model._supports_attention_backend
+            and model.config._attn_implementation in ("sdpa", logprobs.ATTENTION)
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -209,7 +350,7 @@ class Sampler:
                 f"{self.context}. Lower algo.sampling.max_new_tokens to {max(0, self.context - longest)}, or shorten prompts."
             )
         half = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
-        with evaluating(self.model), torch.inference_mode(), half:
+        with evaluating(self.model, ATTENTION if self.shares else None), torch.inference_mode(), half:
             key = (seed, draw)
             made = _Grid(
                 self, prompts, sampling, samples_per_prompt, key, prompt_ids, first_sample, groups, logprobs
@@ -217,6 +358,15 @@ class Sampler:
         # Out of inference mode a clone is an ordinary tensor, which a loss may use.
         logp = made.logprobs.clone() if made.logprobs is not None else None
         return Completions(made.tokens.clone(), made.lengths.clone(), made.finished.clone(), logp)
+
+
+@dataclass
+class _Held:
+    """A prompt of the prefix whose samples are not all placed yet. logits: [1, V], of its first new token."""
+
+    prompt: int
+    place: int
+    logits: Tensor
 
 
 class _Grid:
@@ -251,18 +401,24 @@ class _Grid:
             request = torch.arange(self.requests, device=device)
             self.uniforms = token_uniforms(*key, ids[request // samples], first_sample + request % samples, length)
         self.queued = [0] * groups  # the next request of each group
+        # With a prefix, slots hold completions alone; else a row's prompt lies in front of its completion.
+        self.prefix = Prefix() if sampler.shares else None
+        self.first = 0 if sampler.shares else self.longest  # the column that the first tokens go to
         spare = length if self.requests > self.slots else 0  # columns, so that shifts are rare
-        self.cache = SlotCache(self.longest + length + spare)
-        self.cache.column = self.longest
+        self.cache = SlotCache(self.first + length + spare, groups * self.slots, self.prefix)
+        self.cache.column = self.first
         self.columns = torch.arange(self.cache.columns, device=device)
-        # Of each row: request in flight (-1 = none), its place in the output, first valid column, tokens so far, last token.
+        # Of each row: request in flight (-1 = none), its place in the output, first valid column, position in the sequence of
+        # what lies there, tokens so far, last token, prompt in the prefix.
         rows = groups * self.slots
         self.request = torch.full((rows,), -1, device=device)
         self.place = torch.zeros(rows, dtype=torch.long, device=device)
-        self.start = torch.full((rows,), self.longest, device=device)
+        self.start = torch.full((rows,), self.first, device=device)
+        self.offset = torch.zeros(rows, dtype=torch.long, device=device)
         self.count = torch.zeros(rows, dtype=torch.long, device=device)
         self.last = torch.zeros(rows, dtype=torch.long, device=device)
-        self.held: tuple[int, PromptCache, Tensor] | None = None  # a prompt whose samples are not all placed yet
+        self.of_prompt = torch.zeros(rows, dtype=torch.long, device=device)
+        self.held: _Held | None = None  # a prompt whose samples are not all placed yet
 
     def run(self) -> Completions:
         """Prefill, decode, look, refill or shrink, until every request is done."""
@@ -276,6 +432,7 @@ class _Grid:
                 if all(queued == self.requests for queued in self.queued):
                     break
                 continue  # every row ended with its first token; the queue goes on
+            self.cache.masked = bool((self.start != self.cache.first).any())
             self.mask = additive(self.columns[None, :] >= self.start[:, None], self.sampler.dtype)[:, None, None, :]
             for _ in range(min(look_every, self.cache.columns - self.cache.column)):
                 self.decode()
@@ -286,7 +443,7 @@ class _Grid:
     def decode(self) -> None:
         """One forward of all rows, one token each."""
         cache = self.cache
-        position = (cache.column - self.start)[:, None]
+        position = (cache.column - self.start + self.offset)[:, None]
         mask = self.mask[:, :, :, cache.first : cache.column + 1]
         logits = self.sampler.forward(
             input_ids=self.last[:, None],
@@ -294,6 +451,7 @@ class _Grid:
             position_ids=position,
             past_key_values=cache,
             use_cache=True,
+            **({} if self.prefix is None else {"slots": cache}),
         ).logits[:, -1]
         cache.column += 1
         self.record(torch.arange(len(self.last), device=logits.device), logits)
@@ -369,28 +527,47 @@ class _Grid:
         """
         take = [min(most, self.requests - q, int(f)) for q, f in zip(self.queued, free.sum(1).tolist(), strict=True)]
         wanted = [list(range(q, q + n)) for q, n in zip(self.queued, take, strict=True)]  # requests, by group
-        needed = [sorted({q // self.samples for q in qs}) for qs in wanted]  # prompts, by group
-        if self.held is not None and self.groups == 1 and needed[0] and needed[0][0] == self.held[0]:
-            index, prompt, logits = self.held
-            chosen = [q for q in wanted[0] if q // self.samples == index]
-            self.put(free, [chosen], prompt, logits, [[0] * len(chosen)])
+        if self.held is not None:
+            chosen = [q for q in wanted[0] if q // self.samples == self.held.prompt]
+            self.put(free, [chosen], self.held.logits, [[0] * len(chosen)], [self.held.place])
             free = (self.request < 0).view(self.groups, self.slots)
             wanted[0] = wanted[0][len(chosen) :]
-            needed[0] = needed[0][1:]
+        needed = [sorted({q // self.samples for q in qs}) for qs in wanted]  # prompts, by group
         width = max(len(p) for p in needed)
         if width:
             ids = [p + [p[-1] if p else 0] * (width - len(p)) for p in needed]  # dummies fill up
-            prompt, logits = self.prefill([self.prompts[i] for row in ids for i in row])
+            flat = [i for row in ids for i in row]
+            prompt, logits = self.prefill([self.prompts[i] for i in flat])
             source = [[g * width + ids[g].index(q // self.samples) for q in qs] for g, qs in enumerate(wanted)]
-            self.put(free, wanted, prompt, logits, source)
-            if self.groups == 1 and self.queued[0] < self.requests and self.queued[0] % self.samples:
-                kept = slice(width - 1, width)
-                alone = PromptCache(self.groups * self.slots)
-                alone.keys = [k[kept].clone() for k in prompt.keys]
-                alone.values = [v[kept].clone() for v in prompt.values]
-                self.held = (ids[0][-1], alone, logits[kept].clone())
+            if self.prefix is None:
+                self.put(free, wanted, logits, source, prompt)
             else:
-                self.held = None
+                places = self.settle(prompt, [len(self.prompts[i]) for i in flat])
+                self.put(free, wanted, logits, source, places)
+                # A slice holds all logits in memory; a copy does not.
+                self.held = _Held(ids[0][-1], places[width - 1], logits[width - 1 : width].clone())
+        if self.groups > 1 or self.queued[0] % self.samples == 0:
+            self.held = None
+
+    def settle(self, prompt: PromptCache, lengths: list[int]) -> list[int]:
+        """Put `prompt` into the prefix, in the place of what no row needs any more. Returns where its rows are."""
+        assert self.prefix is not None
+        used = set(self.of_prompt[self.request >= 0].tolist())
+        if self.held is not None and self.queued[0] % self.samples:
+            used.add(self.held.place)
+        unused = [place for place in range(len(self.prefix.lengths)) if place not in used]
+        if lengths and len(unused) >= len(lengths) and max(lengths) <= max(self.prefix.lengths):
+            places = unused[: len(lengths)]
+            self.prefix.overwrite(places, prompt, lengths)
+            return places
+        keep = sorted(used)
+        moved = torch.zeros(len(self.prefix.lengths) or 1, dtype=torch.long)
+        moved[keep] = torch.arange(len(keep))
+        if self.held is not None:
+            self.held.place = int(moved[self.held.place])
+        self.of_prompt = moved.to(self.of_prompt.device)[self.of_prompt]
+        self.prefix.replace(keep, prompt, lengths)
+        return list(range(len(keep), len(keep) + len(lengths)))
 
     def prefill(self, prompts: list[Sequence[int]]) -> tuple[PromptCache, Tensor]:
         """Run prompts through the model, padded on the left. Returns their cache and the last logits [n, V]."""
@@ -402,7 +579,7 @@ class _Grid:
         causal = (column[None, :] <= column[:, None])[None] & (column[None, None, :] >= first[:, None, None])
         mask = additive(causal | torch.eye(width, dtype=torch.bool, device=device)[None], self.sampler.dtype)[:, None]
         position = (column[None, :] - first[:, None]).clamp(min=0)
-        cache = PromptCache(self.groups * self.slots)
+        cache = PromptCache()
         logits = self.sampler.model(
             input_ids=ids,
             attention_mask=mask,
@@ -414,9 +591,17 @@ class _Grid:
         return cache, logits
 
     def put(
-        self, free: Tensor, wanted: list[list[int]], prompt: PromptCache, logits: Tensor, source: list[list[int]]
+        self,
+        free: Tensor,
+        wanted: list[list[int]],
+        logits: Tensor,
+        source: list[list[int]],
+        prompt: PromptCache | list[int],
     ) -> None:
-        """Place prefilled requests in free slots and draw their first tokens."""
+        """Place prefilled requests in free slots and draw their first tokens.
+
+        source: by group, the row of `logits` of each request. prompt: what was prefilled, or where in the prefix its rows are.
+        """
         device = self.sampler.device
         rows, requests, origins, places = [], [], [], []
         for group, (qs, froms) in enumerate(zip(wanted, source, strict=True)):
@@ -428,12 +613,19 @@ class _Grid:
                 places.append(group * self.requests + q)
             self.queued[group] += len(qs)
         at, origin = torch.tensor(rows, device=device), torch.tensor(origins, device=device)
-        self.cache.place(at, prompt, origin)
         lengths = torch.tensor([len(self.prompts[q // self.samples]) for q in requests], device=device)
         self.request[at] = torch.tensor(requests, device=device)
         self.place[at] = torch.tensor(places, device=device)
-        self.start[at] = self.cache.column - lengths
         self.count[at] = 0
+        if isinstance(prompt, PromptCache):
+            self.cache.place(at, prompt, origin)
+            self.start[at] = self.cache.column - lengths
+        else:
+            self.start[at] = self.cache.column
+            self.offset[at] = lengths
+            self.of_prompt[at] = torch.tensor(prompt, device=device)[origin]
+            assert self.prefix is not None
+            self.prefix.arrange(self.of_prompt)
         self.cache.first = int(self.start.min())
         self.record(at, logits[origin])
         self.retire()  # a first token may already be the stop
@@ -443,14 +635,17 @@ class _Grid:
         order = free.to(torch.int8).argsort(dim=1, stable=True)[:, :used]  # busy slots come first, in order
         rows = (order + torch.arange(self.groups, device=free.device)[:, None] * self.slots).flatten()
         self.cache.keep(rows)
-        for name in ("request", "place", "start", "count", "last"):
+        for name in ("request", "place", "start", "offset", "count", "last", "of_prompt"):
             setattr(self, name, getattr(self, name)[rows])
         self.slots = used
         self.cache.first = int(self.start.min())
+        if self.prefix is not None:
+            self.settle(PromptCache(), [])
+            self.prefix.arrange(self.of_prompt)
 
     def shift(self) -> None:
         """Make room at the right end of the cache."""
-        by = min(int(self.start.min()), self.cache.column - self.longest)
+        by = min(int(self.start.min()), self.cache.column - self.first)
         assert by > 0, "the cache is as long as the longest row"
         self.cache.shift(by)
         self.start -= by
@@ -472,15 +667,16 @@ def draw(
             return token, None
         logits = logits.float()
         return token, logits.gather(1, token[:, None])[:, 0] - logits.logsumexp(-1)
-    logp = torch.log_softmax(logits.float() / sampling.temperature, dim=-1)
-    probability = logp.exp()
+    if sampling.temperature != 1:
+        logits = logits.float() / sampling.temperature
+    policy = probability = torch.softmax(logits, dim=-1, dtype=torch.float32)
     if sampling.top_k or sampling.top_p < 1:
         probability = _cut(probability, sampling.top_k, sampling.top_p)
     cdf = probability.cumsum(-1)
     # The first token whose cumulative probability exceeds u; one of probability zero never is.
     token = torch.searchsorted(cdf, (uniform[:, None] * cdf[:, -1:]), right=True)[:, 0]
     token.clamp_(max=logits.shape[-1] - 1)
-    return token, logp.gather(1, token[:, None])[:, 0] if want_logprob else None
+    return token, policy.gather(1, token[:, None])[:, 0].log() if want_logprob else None
 
 
 def _cut(probability: Tensor, top_k: int, top_p: float) -> Tensor:

@@ -44,13 +44,14 @@ class LoaderConfig:
     """How batches are made."""
 
     workers: int | None
-    prefetch: int
+    prefetch: int | None
     bucket_batches: int
 
     def __post_init__(self) -> None:
         if self.workers is not None:
             at_least("algo.loader.workers", self.workers, 0)
-        at_least("algo.loader.prefetch", self.prefetch, 1)
+        if self.prefetch is not None:
+            at_least("algo.loader.prefetch", self.prefetch, 1)
         at_least("algo.loader.bucket_batches", self.bucket_batches, 1)
 
 
@@ -97,6 +98,8 @@ class ClassifyConfig:
     scaling_steps: int
     scaling_warmup: int
     scaling_repeats: int
+    predict: list[int] | None
+    predict_times: dict[int, float]
 
     def __post_init__(self) -> None:
         for key in ("epochs", "batch_rows", "micro_batch_rows"):
@@ -124,6 +127,40 @@ class ClassifyConfig:
                     f"algo.scaling={ranks} must be numbers of ranks that begin with 1, what speed-up is told against, "
                     "and grow. Use for example algo.scaling=[1,2,4]."
                 )
+        if self.predict is not None:
+            ranks = self.predict
+            if not ranks or ranks[0] < 2 or sorted(set(ranks)) != ranks:
+                raise ConfigError(
+                    f"algo.predict={ranks} must be numbers of ranks from 2 on, and grow; one rank is always told. Use for "
+                    "example algo.predict=[2,4,8]."
+                )
+            if self.scaling is not None:
+                raise ConfigError(
+                    f"algo.scaling={self.scaling} measures and algo.predict={ranks} predicts. Give one of them, and the other "
+                    "in a run of its own; ddp_bench.report puts them side by side."
+                )
+        self._check_times()
+
+    def _check_times(self) -> None:
+        if not self.predict_times:
+            return
+        if self.predict is None:
+            raise ConfigError(
+                "algo.predict_times has no effect without algo.predict. Add for example algo.predict=[4]."
+            )
+        for ranks, milliseconds in self.predict_times.items():
+            above(f"algo.predict_times.{ranks}", milliseconds, 0)
+            if ranks not in (1, *self.predict):
+                raise ConfigError(
+                    f"algo.predict_times names {ranks} ranks, and algo.predict={self.predict} does not. Add it there."
+                )
+        if 1 not in self.predict_times:
+            raise ConfigError(
+                "algo.predict_times has no time of one rank, which the others are told against. Use for example "
+                "'algo.predict_times={1: 5.2, 4: 11.3}'."
+            )
+        if self.scaling_mode == "weak":
+            raise ConfigError("algo.predict_times are of strong scaling. Use algo.scaling_mode=strong or both.")
 
 
 def check_switches(run: Run, settings: ClassifyConfig, ranks: int) -> None:

@@ -275,7 +275,12 @@ class Loader:
         cuda = device.type == "cuda"
         self.workers = config.workers if config.workers is not None else WORKERS_PER_GPU * cuda
         self.batches, self.device = batches, device
-        options: dict[str, Any] = {"prefetch_factor": config.prefetch} if self.workers else {}
+        if config.prefetch is not None and not self.workers:
+            raise ConfigError(
+                f"algo.loader.prefetch={config.prefetch} has no effect without algo.loader.workers: this process makes the "
+                "batches. Set algo.loader.workers, for example 2, or leave it out."
+            )
+        options: dict[str, Any] = {"prefetch_factor": config.prefetch} if self.workers else {}  # None = 2
         self.loader = DataLoader(
             rows,  # type: ignore[arg-type]
             batch_sampler=batches,  # type: ignore[arg-type]

@@ -3,8 +3,8 @@
     python -m ddp_bench.report --root outputs
     python -m ddp_bench.report --root outputs --out report --warmup 1 --datasets ag_news imdb
 
-Reads run folders (run.yaml, result.json, metrics.jsonl) and scaling runs (scaling.json) anywhere below --root, and puts
-those of one task with the same settings together. Speed-up is rows a second against one rank. Strong: the batch of all
+Reads run folders (run.yaml, result.json, metrics.jsonl), scaling runs (scaling.json) and predictions (prediction.json)
+anywhere below --root, and puts those of one task with the same settings together. Speed-up is rows a second against one rank. Strong: the batch of all
 ranks is that of the one rank; weak: the batch of each rank is. Training time alone counts, without validation.
 """
 
@@ -56,6 +56,8 @@ class Record:
     test: float | None = None  # accuracy of the test rows, percent
     threads: int | None = None  # a rank, where the measurement fixed them
     wrapper: dict[str, Any] = field(default_factory=dict)  # algo.ddp, where there is more than one rank
+    predicted: bool = False  # of algo.predict: nothing was run with these ranks
+    match: str | None = None  # what the name of the device holds that it was predicted for, where that was not there
 
 
 @dataclass
@@ -68,6 +70,7 @@ class Point:
     free: float | None = None  # the speed-up if communication took no time
     causes: list[str] = field(default_factory=list)  # the largest first
     advice: list[tuple[float, str]] = field(default_factory=list)  # predicted gain, what to do; best first
+    foreseen: float | None = None  # seconds of a step that algo.predict told for this measured point
 
     @property
     def ranks(self) -> int:
@@ -90,6 +93,16 @@ class Point:
         """Percent of the ideal speed-up."""
         return None if self.speedup is None else 100 * self.speedup / self.ranks
 
+    @property
+    def error(self) -> float | None:
+        """Percent by which the prediction is above what was measured."""
+        return None if self.foreseen is None else 100 * (self.foreseen / self.number("step_p50") - 1)
+
+    @property
+    def how(self) -> str:
+        """Where its numbers come from: measured or predicted."""
+        return "predicted" if self.records[0].predicted else "measured"
+
     def middle(self, name: str) -> float | None:
         """Median of a number over the records that have it."""
         values = [value for record in self.records if (value := getattr(record, name)) is not None]
@@ -111,7 +124,7 @@ class Point:
 
 @dataclass
 class Group:
-    """One task with one set of settings. name: in file names; points: by mode, then ranks."""
+    """One task with one set of settings. name: in file names; points: by mode, then ranks. All predicted, or all measured."""
 
     name: str
     task: str
@@ -130,14 +143,15 @@ def read(root: Path, warmup: int) -> tuple[list[Record], list[tuple[str, str]]]:
     """
     if not root.is_dir():
         raise ConfigError(f"--root {root} is no folder. Give the one that holds the run folders, for example outputs.")
-    names = ("run.yaml", "metrics.jsonl", "result.json", "scaling.json")
+    names = ("run.yaml", "metrics.jsonl", "result.json", "scaling.json", "prediction.json")
     folders = sorted({path.parent for name in names for path in root.rglob(name)})
     records: list[Record] = []
     incomplete: list[tuple[str, str]] = []
     for folder in folders:
         try:
-            if (folder / "scaling.json").exists():
-                records += scaling(folder)
+            table = next((folder / n for n in ("scaling.json", "prediction.json") if (folder / n).exists()), None)
+            if table is not None:
+                records += scaling(table)
             elif (found := finished(folder, warmup)) is not None:
                 records.append(found)
         except Incomplete as error:
@@ -188,13 +202,13 @@ def finished(folder: Path, warmup: int) -> Record | None:
     settings = {
         name: value
         for name, value in config["algo"].items()
-        if name not in NOT_A_GROUP and not name.startswith("scaling")
+        if name not in NOT_A_GROUP and not name.startswith(("scaling", "predict"))
     }
     return Record(
         folder=str(folder),
         task=result["task"],
         model=result["model"],
-        group=json.dumps([settings, opt, config["task"], result["device"], result["dtype"]], sort_keys=True),
+        group=json.dumps([settings, opt, config["task"], result["dtype"]], sort_keys=True),
         ranks=result["world_size"],
         batch_rows=batch,
         device=result["device"],
@@ -215,15 +229,15 @@ def finished(folder: Path, warmup: int) -> Record | None:
     )
 
 
-def scaling(folder: Path) -> list[Record]:
-    """The records of a scaling run."""
-    saved = json.loads((folder / "scaling.json").read_text(encoding="utf-8"))
+def scaling(path: Path) -> list[Record]:
+    """The records of a scaling.json or a prediction.json."""
+    saved = json.loads(path.read_text(encoding="utf-8"))
     return [
         Record(
-            folder=str(folder),
+            folder=str(path.parent),
             task=saved["task"],
             model=saved["model"],
-            group=json.dumps(["scaling", saved["settings"], saved["device"], saved["dtype"]], sort_keys=True),
+            group=json.dumps(["scaling", saved["settings"], saved["dtype"]], sort_keys=True),
             ranks=run["ranks"],
             batch_rows=run["batch_rows"],
             device=saved["device"],
@@ -235,6 +249,8 @@ def scaling(folder: Path) -> list[Record]:
             epoch_seconds=saved["training_rows"] / run["rows_per_second"],
             threads=saved["threads_per_rank"],
             wrapper=saved["settings"]["ddp"] if run["ranks"] > 1 else {},
+            predicted=path.name == "prediction.json",
+            match=saved.get("match"),
         )
         for run in saved["runs"]
     ]
@@ -253,14 +269,28 @@ def quantile(values: Sequence[float], percent: int) -> float:
 
 
 def grouped(records: Iterable[Record]) -> list[Group]:
-    """Records by task and settings, with speed-up, cause and advice at each point."""
-    keys: dict[tuple[str, str, str], list[Record]] = {}
+    """Records by task, settings and device, with speed-up, cause and advice at each point.
+
+    Predictions stand beside what was measured with the same settings; those of devices without any are groups of their own.
+    """
+    keys: dict[tuple[str, str, str, str, bool], list[Record]] = {}
     for record in records:
-        keys.setdefault((record.task, record.model, record.group), []).append(record)
+        key = (record.task, record.model, record.group, record.device, record.predicted)
+        keys.setdefault(key, []).append(record)
+    predicted = {key: keys.pop(key) for key in list(keys) if key[-1]}
+    foreseen: dict[tuple[str, str, str, str, bool], list[Record]] = {}
+    for key, members in predicted.items():
+        measured = [k for k in keys if k[:3] == key[:3] and like_device(members[0], k[3])]
+        for one in measured:
+            foreseen.setdefault(one, []).extend(members)
+        if not measured:
+            keys[key] = members
     groups, names = [], {}
-    tasks = [task for task, _, _ in keys]
-    for (task, model, _), members in sorted(keys.items()):
+    tasks = [key[0] for key in keys]
+    for key, members in sorted(keys.items()):
+        task, model, *_, is_predicted = key
         name = task if tasks.count(task) == 1 else f"{task}-{re.sub(r'[^A-Za-z0-9]+', '-', model)}"
+        name += "-predicted" * is_predicted
         names[name] = names.get(name, 0) + 1
         name = name if names[name] == 1 else f"{name}-{names[name]}"
         cells: dict[tuple[int, int, str], list[Record]] = {}
@@ -271,11 +301,23 @@ def grouped(records: Iterable[Record]) -> list[Group]:
         points = [Point(found) for _, found in sorted(cells.items())]
         for point in points:
             compare(point, points)
+            seconds = [
+                record.step_p50
+                for record in foreseen.get(key, [])
+                if (record.ranks, record.batch_rows, record.wrapper)
+                == (point.ranks, point.batch_rows, point.records[0].wrapper)
+            ]
+            point.foreseen = statistics.median(seconds) if seconds else None
         order = ("one rank", "strong", "weak", "unpaired")
         groups.append(
             Group(name, task, model, sorted(points, key=lambda p: (order.index(p.mode), p.ranks, p.batch_rows)))
         )
     return groups
+
+
+def like_device(predicted: Record, device: str) -> bool:
+    """Whether a prediction is for this device."""
+    return predicted.match.lower() in device.lower() if predicted.match else predicted.device == device
 
 
 def compare(point: Point, points: list[Point]) -> None:
@@ -373,10 +415,10 @@ def advice(point: Point, base: Point, points: list[Point]) -> list[tuple[float, 
         gain = base.number("rows_per_second") / speed
         # It stands even where it is a little slower: it costs a part.
         given = "" if gain >= 1 else f": {point.ranks} give only {1 / gain:.2f}x"
-        fewer = [(gain, f"use one {unit(point)}{given} (measured)")]
+        fewer = [(gain, f"use one {unit(point)}{given} ({point.how})")]
     elif best.number("rows_per_second") > 1.05 * speed:
         plural = "s" * (best.ranks > 1)
-        fewer = [(best.number("rows_per_second") / speed, f"use {best.ranks} {unit(point)}{plural} (measured)")]
+        fewer = [(best.number("rows_per_second") / speed, f"use {best.ranks} {unit(point)}{plural} ({point.how})")]
     found: list[tuple[float, str]] = []
     if here and alone and point.causes:
         cause = point.causes[0]
@@ -387,7 +429,7 @@ def advice(point: Point, base: Point, points: list[Point]) -> list[tuple[float, 
             larger += sum(alone.get(name, 0.0) for name in ("forward", "backward", "optimizer"))
             gain, how = point.ranks * step / max(larger, 1e-12), "predicted"
             if measured:
-                gain, how = measured.number("rows_per_second") / speed, "measured"
+                gain, how = measured.number("rows_per_second") / speed, measured.how
             text = f"algo.batch_rows={point.ranks * point.batch_rows}: more rows a rank; raise algo.lr, check accuracy"
             found.append((gain, f"{text} ({how})"))
         if "loader-bound" in point.causes:
@@ -428,6 +470,9 @@ def cells(group: Group, point: Point) -> dict[str, Any]:
         "rows_per_second": rounded(point.number("rows_per_second")),
         "speedup": rounded(point.speedup),
         "efficiency_percent": rounded(point.efficiency),
+        "how": point.how,
+        "predicted_step_seconds": rounded(point.foreseen),
+        "prediction_error_percent": rounded(point.error),
         **{f"{name}_seconds": rounded(point.phases.get(name)) for name in PHASES},
         "best_validation_accuracy_percent": rounded(statistics.median(accuracy) if accuracy else None),
         "test_accuracy_percent": rounded(point.middle("test")),
@@ -494,6 +539,7 @@ def told(groups: list[Group], incomplete: list[tuple[str, str]]) -> str:
     for group in groups:
         first = group.points[0].records[0]
         title = f"{group.name}: {group.model}, {first.dtype}, {first.device}"
+        title += " (predicted, not measured)" * first.predicted
         lines += [title, "=" * len(title), ""]
         for point in group.points:
             lines += section(point)
@@ -518,6 +564,11 @@ def section(point: Point) -> list[str]:
         f"  step {1000 * point.number('step_p50'):.2f} ms p50, {1000 * point.number('step_p90'):.2f} ms p90; "
         f"{point.number('rows_per_second'):.0f} rows/s" + (f"; epoch {epoch:.2f} s" if epoch is not None else ""),
     ]
+    if point.foreseen is not None:
+        lines.append(
+            f"  predicted {1000 * point.foreseen:.2f} ms, measured {1000 * point.number('step_p50'):.2f} ms: the prediction "
+            f"is {abs(point.error or 0):.1f} % too {'high' if (point.error or 0) > 0 else 'low'}"
+        )
     if point.phases:
         lines.append("  phases " + ", ".join(f"{name} {1000 * s:.2f} ms" for name, s in point.phases.items()))
     if point.mode == "unpaired":

@@ -71,22 +71,25 @@ def check(run: Run, out_dir: Path) -> None:
     """Raise ConfigError for what algo.scaling cannot go with here."""
     settings: ClassifyConfig = run.algo
     assert settings.scaling is not None
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ConfigError("algo.scaling starts its own ranks. Run it without torchrun: python launch.py ...")
-    if run.opt.ddp.ranks is not None:
-        raise ConfigError(
-            f"opt.ddp.ranks={run.opt.ddp.ranks} has no effect with algo.scaling={settings.scaling}. Leave it out."
-        )
-    if run.opt.profile.enabled:
-        raise ConfigError("opt=profile has no effect with algo.scaling: it would slow what is measured. Leave it out.")
-    check_switches(run, settings, max(settings.scaling))
+    check_alone(run, out_dir, "algo.scaling", settings.scaling)
     devices = hardware.local_devices(run.hardware)
     if devices and max(settings.scaling) > devices:
         raise ConfigError(
             f"algo.scaling={settings.scaling}, but this node has {devices} CUDA devices. Use at most {devices}, or "
             "hardware=cpu, which measures ranks that share the cores."
         )
-    if any((out_dir / name).exists() for name in ("result.json", "scaling.json", "checkpoints")):
+
+
+def check_alone(run: Run, out_dir: Path, key: str, ranks: list[int]) -> None:
+    """Raise ConfigError for what a run that starts its own ranks (algo.scaling, algo.predict) cannot go with."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError(f"{key} starts its own ranks. Run it without torchrun: python launch.py ...")
+    if run.opt.ddp.ranks is not None:
+        raise ConfigError(f"opt.ddp.ranks={run.opt.ddp.ranks} has no effect with {key}={ranks}. Leave it out.")
+    if run.opt.profile.enabled:
+        raise ConfigError(f"opt=profile has no effect with {key}: it would slow what is measured. Leave it out.")
+    check_switches(run, run.algo, max(ranks))
+    if any((out_dir / name).exists() for name in ("result.json", "scaling.json", "prediction.json", "checkpoints")):
         raise ConfigError(f"{out_dir} already holds a run. Use another hydra.run.dir.")
 
 
@@ -220,9 +223,7 @@ def summarised(
                 {"scaling": "one rank" if ranks == 1 else mode, "ranks": ranks}
                 | pooled([repeat["times"][mode] for repeat in repeats])
             )
-    for found in runs:
-        found["speedup"] = found["rows_per_second"] / runs[0]["rows_per_second"]
-        found["efficiency_percent"] = 100 * found["speedup"] / found["ranks"]
+    compare(runs)
     apart = max(
         abs(loss - alone) / max(1.0, abs(alone))
         for repeats in by_ranks.values()
@@ -230,23 +231,12 @@ def summarised(
         for loss, alone in zip(repeat["losses"], first["losses"], strict=True)
     )
     exact = first["dtype"] == "float32" and not run.opt.tf32.enabled and settings.ddp.hook == "none"
-    opt = {name: value for name, value in asdict(run.opt).items() if name not in ("ddp", "profile")}
-    loader = asdict(settings.loader)
-    return {
-        "task": first["task"],
-        "model": f"encoder {settings.model.layers}x{settings.model.size}",
-        "parameters": first["parameters"],
-        "gradient_mb": 4 * first["parameters"] / 2**20,
-        "training_rows": first["training_rows"],
+    return described(run, first) | {
         "device": device.name,
-        "dtype": first["dtype"],
         "threads_per_rank": threads,
-        "settings": {"model": asdict(settings.model), "ddp": asdict(settings.ddp), "loader": loader, "opt": opt}
-        | {"task": run.task, "micro_batch_rows": settings.micro_batch_rows},
         "steps": settings.scaling_steps,
         "warmup_steps": settings.scaling_warmup,
         "repeats": settings.scaling_repeats,
-        "versions": {"torch": str(torch.__version__), "cuda": torch.version.cuda},
         "environment": {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_"))},
         "loss_check": {
             "steps": CHECKED,
@@ -256,6 +246,31 @@ def summarised(
         },
         "runs": runs,
     }
+
+
+def described(run: Run, found: dict[str, Any]) -> dict[str, Any]:
+    """What was run, for scaling.json and prediction.json: equal settings are compared. found: what a rank told."""
+    settings: ClassifyConfig = run.algo
+    opt = {name: value for name, value in asdict(run.opt).items() if name not in ("ddp", "profile")}
+    loader = asdict(settings.loader)
+    return {
+        "task": found["task"],
+        "model": f"encoder {settings.model.layers}x{settings.model.size}",
+        "parameters": found["parameters"],
+        "gradient_mb": 4 * found["parameters"] / 2**20,
+        "training_rows": found["training_rows"],
+        "dtype": found["dtype"],
+        "settings": {"model": asdict(settings.model), "ddp": asdict(settings.ddp), "loader": loader, "opt": opt}
+        | {"task": run.task, "micro_batch_rows": settings.micro_batch_rows},
+        "versions": {"torch": str(torch.__version__), "cuda": torch.version.cuda},
+    }
+
+
+def compare(runs: list[dict[str, Any]]) -> None:
+    """Fill in speed-up and efficiency against the first, the one rank."""
+    for found in runs:
+        found["speedup"] = found["rows_per_second"] / runs[0]["rows_per_second"]
+        found["efficiency_percent"] = 100 * found["speedup"] / found["ranks"]
 
 
 def pooled(repeats: list[dict[str, Any]]) -> dict[str, Any]:
@@ -285,30 +300,33 @@ def pooled(repeats: list[dict[str, Any]]) -> dict[str, Any]:
 
 def tell(saved: dict[str, Any], out_dir: Path) -> None:
     """Print the table, the check of the losses, the causes and what to do."""
-    rows = [
-        {
-            "scaling": run["scaling"],
-            "ranks": str(run["ranks"]),
-            "rows": str(run["batch_rows"]),
-            "p50": f"{1000 * run['step_seconds']['p50']:.2f}",
-            "p90": f"{1000 * run['step_seconds']['p90']:.2f}",
-            **{name: f"{1000 * run['phase_seconds'][name]['p50']:.2f}" for name in PHASES},
-            "rows/s": f"{run['rows_per_second']:.0f}",
-            "speed-up": f"{run['speedup']:.2f}x",
-            "efficiency": f"{run['efficiency_percent']:.0f} %",
-        }
-        for run in saved["runs"]
-    ]
-    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
-    log.info("\nmilliseconds of a step; phases are p50")
-    for row in ({name: name for name in widths}, *rows):
-        log.info("  ".join(row[name].rjust(width) for name, width in widths.items()))
-    log.info("")
+    log.info("\nmilliseconds of a step; phases are p50\n%s\n", table(saved["runs"]))
     losses = saved["loss_check"]
     text = f"loss of {losses['steps']} steps at an equal batch: {losses['largest_difference']:.1e} apart at most"
     if losses["same"] is False:
         log.warning("%s, and float32 rounding is %.0e. The ranks do not compute what one does.", text, losses["limit"])
     else:
         log.info("%s%s", text, "" if losses["same"] is None else ", float32 rounding")
-    log.info("\n%s", told(grouped(read_back(out_dir)), []))
+    log.info("\n%s", told(grouped(read_back(out_dir / "scaling.json")), []))
     log.info("written to %s/scaling.json; figures: python -m ddp_bench.report --root %s", out_dir, out_dir)
+
+
+def table(runs: list[dict[str, Any]], phases: bool = True) -> str:
+    """A line for each of the runs of scaling.json or prediction.json; with p90 and phases it is 130 wide, without 70."""
+    rows = [
+        {
+            "scaling": run["scaling"],
+            "ranks": str(run["ranks"]),
+            "rows": str(run["batch_rows"]),
+            "p50": f"{1000 * run['step_seconds']['p50']:.2f}",
+            **({"p90": f"{1000 * run['step_seconds']['p90']:.2f}"} if phases else {}),
+            **{name: f"{1000 * run['phase_seconds'][name]['p50']:.2f}" for name in PHASES if phases},
+            "rows/s": f"{run['rows_per_second']:.0f}",
+            "speed-up": f"{run['speedup']:.2f}x",
+            "efficiency": f"{run['efficiency_percent']:.0f} %",
+        }
+        for run in runs
+    ]
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
+    lines = ({name: name for name in widths}, *rows)
+    return "\n".join("  ".join(row[name].rjust(width) for name, width in widths.items()) for row in lines)

@@ -291,6 +291,8 @@ MISTAKES = {
     "rewards. "
     "Leave it out.",
     "algo=classify algo.model.heads=3": "algo.model.size=128 is not a multiple of algo.model.heads=3.",
+    "algo=classify task=trajectories algo.tokenizer.vocabulary=900": "algo.tokenizer.vocabulary has no effect with "
+    "task=trajectories, which has no texts. Leave it out.",
     "algo=classify algo.validation_share=0": "algo.patience=2 has no effect with algo.validation_share=0: there is "
     "nothing to "
     "tell by when to stop. Set a share, for example 0.1, or algo.patience=null.",
@@ -311,6 +313,8 @@ RUN_MISTAKES = {
     "it out.",
     "opt=[ddp] algo.ddp.hook=bf16": "algo.ddp.hook=bf16 needs NCCL, and the ranks talk through gloo. Use "
     "algo.ddp.hook=fp16.",
+    "algo.loader.prefetch=4": "algo.loader.prefetch=4 has no effect without algo.loader.workers: this process makes the "
+    "batches. Set algo.loader.workers, for example 2, or leave it out.",
     "task=ag_news": "task=ag_news has no data of its own. Give a folder with train.jsonl and test.jsonl (or .csv, or "
     "either with "
     ".gz) or an id for the datasets library, task.path=FOLDER; or two files, task.train=FILE task.test=FILE.",

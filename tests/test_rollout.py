@@ -73,16 +73,38 @@ def test_looking_seldom_changes_nothing(monkeypatch):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_log_probabilities_are_the_models(name, temperature):
+@pytest.mark.parametrize("samples", [1, 3])
+def test_log_probabilities_are_the_models(name, temperature, samples):
+    """With a prompt in front of each row, and with one that its samples share."""
     model = small_model(name)
-    made = sampler(model, 4).generate(prompts(), sampling(temperature), logprobs=True)
-    for index, prompt in enumerate(prompts()):
+    made = sampler(model, 4).generate(prompts(), sampling(temperature), samples_per_prompt=samples, logprobs=True)
+    for index in range(len(prompts()) * samples):
+        prompt = prompts()[index // samples]
         length = int(made.lengths[index])
         completion = made.tokens[index, :length]
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt + completion.tolist()])).logits[0, len(prompt) - 1 : -1]
         logp = torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, completion[:, None])[:, 0]
         torch.testing.assert_close(made.logprobs[index, :length], logp, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("rows", "groups"), [(64, 1), (5, 1), (12, 3)])
+def test_a_shared_prompt_changes_nothing(name, rows, groups):
+    """Samples of a prompt attend to one copy of it; an attention that cannot do so has a copy in each row."""
+    model = small_model(name)
+    made = {}
+    for shares in (True, False):
+        with_prefix = sampler(model, rows)
+        assert with_prefix.shares
+        with_prefix.shares = shares
+        made[shares] = with_prefix.generate(
+            prompts(), sampling(1.0), samples_per_prompt=4, seed=3, groups=groups, logprobs=True
+        )
+    assert torch.equal(made[True].tokens, made[False].tokens)
+    assert torch.equal(made[True].lengths, made[False].lengths)
+    torch.testing.assert_close(made[True].logprobs, made[False].logprobs, rtol=0, atol=1e-5)
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_the_prompt_of_a_group_is_prefilled_once():

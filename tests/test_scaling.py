@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -129,6 +130,21 @@ def test_what_is_written(tmp_path, monkeypatch):
     table = (tmp_path / "out" / "summary_table.tex").read_text()
     assert r"ag\_news & encoder 2x128 & strong & 4 & 32 & 12.50 & 9600 & 3.20x & 80.0 \% & 81.5 \% \\" in table
     assert table.count(r"\begin{") == table.count(r"\end{") == 2
+
+
+def test_the_table_compiles_as_it_is(tmp_path):
+    if shutil.which("pdflatex") is None:
+        pytest.skip("pdflatex is not installed")
+    write_run(tmp_path / "one", 1, 40.0, SMALL_ALONE, task="a_b & 5 % of #1 {x} $2 \\d ~e^f")
+    report.write_tex(groups_of(tmp_path), tmp_path / "summary_table.tex")
+    done = subprocess.run(
+        ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "summary_table.tex"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "Overfull" not in done.stdout
 
 
 def test_latex_escapes():
