@@ -239,15 +239,13 @@ def test_wandb_is_told_that_a_run_failed(launch, tmp_path):
 
 def test_wandb_jobs_of_a_sweep_are_a_group_and_ranks_are_one_run(launch, tmp_path):
     env = OFFLINE | {"HOME": str(tmp_path)}
-    jobs = ("seed=0,1", "opt=[ddp]", "hydra.sweep.dir=sweep")
+    jobs = ("seed=3", "opt=[ddp]", "hydra.sweep.dir=sweep")
     done = launch("-m", *SMALL, "tracker=wandb", "algo.steps=1", *jobs, env=env)
-    folders = sorted((tmp_path / "sweep").glob("*/wandb/offline-run-*"))
-    assert [folder.parent.parent.name for folder in folders] == ["0", "1"]
-    runs = [Wandb(folder).run for folder in folders]
-    assert {run.run_group for run in runs} == {"sweep"}
-    assert [run.display_name for run in runs] == ["sweep/0", "sweep/1"]
+    (folder,) = (tmp_path / "sweep").glob("0/wandb/offline-run-*")
+    run = Wandb(folder).run
+    assert (run.run_group, run.display_name) == ("sweep", "sweep/0")
     for text in ("step 1/1: ", "before: held-out", "held-out bleu", "W&B: offline"):
-        assert done.stdout.count(text) == (4 if text == "held-out bleu" else 2), "once a job, whatever the ranks"
+        assert done.stdout.count(text) == (2 if text == "held-out bleu" else 1), "once, whatever the ranks"
 
 
 def test_wandb_online_without_a_key_says_what_to_do(launch, tmp_path):
