@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from common import hardware, logprobs, loop, models, optim, precision, report, resume
+from common import hardware, logprobs, loop, models, optim, pages, precision, report, resume
 from common.checkpoint import write_text
 from common.config import ConfigError, ModelConfig, Run
 from common.distributed import Context
@@ -63,6 +63,8 @@ class Stages:
         self.traced: Any = None
         self.events = _kept_events(self.written / "metrics.jsonl", self._redone)
         self.seconds = sum(event.get("seconds", 0.0) for event in self.events)
+        counted = ("generated_tokens", "reward_evaluations")
+        self.spent = {key: max((event.get(key, 0) for event in self.events), default=0) for key in counted}
         self.step = len(self.events)
         self.tracker: Tracker | None = None
         if context.main:
@@ -105,6 +107,8 @@ class Stages:
             solved = {record["prompt"] for record in held.values() if record["accepted"]}
             generated, accepted = sum(len(r["tokens"]) for r in fresh), sum(r["accepted"] for r in fresh)
             memory = hardware.peak_memory_gb(context.device.device)
+            self.spent["generated_tokens"] += generated
+            self.spent["reward_evaluations"] += len(fresh)
             self._log(
                 {
                     "stage": "generate",
@@ -120,6 +124,7 @@ class Stages:
                     "tokens_per_second": generated / sampling,
                     "samples_per_second": len(fresh) / sampling,
                     "accepted_per_minute": 60 * accepted / sampling,
+                    **self.spent,
                     "peak_memory_gb": memory,
                 },
                 done,
@@ -139,7 +144,10 @@ class Stages:
         selection = self._selection(iteration)
         stats, folder = selection.stats, self._folder(iteration)
         if self.context.main:
-            _write(folder / "selected.json", {"made_with": asdict(self.settings.select), **stats})
+            fresh = json.loads(json.dumps({"made_with": asdict(self.settings.select), **stats}))
+            if fresh != _read(folder / "selected.json"):  # else a run that was killed has logged it
+                self._write({"stage": "select", "iteration": iteration, **stats})
+            _write(folder / "selected.json", fresh)
             rows = [record for kept in selection.kept.values() for record in kept]
             text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in rows)
             (folder / "selected.jsonl").write_text(text, encoding="utf-8")
@@ -228,6 +236,8 @@ class Stages:
                 {"made_with": record, "steps": tuner.total, "completions": selection.stats["kept"]},
             )
             models.export(self.model, self.tokenizer, folder / "model")
+            if self.tracker:
+                self.tracker.artifact("model", folder / "model", f"iteration-{iteration}")
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         self.loaded = iteration
         self._prepare()
@@ -262,20 +272,22 @@ class Stages:
             _write(path, found)
         self._tell(found)
         self.context.barrier()
-        self.step += 1
+        self._write(
+            {
+                "stage": "evaluate",
+                "iteration": iteration,
+                "evaluate_seconds": time.perf_counter() - started,
+                "metric": held_out.value,
+                "metric_name": held_out.name,
+                "metrics": found["metrics"],
+                "validation": validation,
+                **self.spent,
+            }
+        )
         if self.tracker:
-            self.tracker.write(
-                {
-                    "step": self.step,
-                    "stage": "evaluate",
-                    "iteration": iteration,
-                    "evaluate_seconds": time.perf_counter() - started,
-                    "metric": held_out.value,
-                    "metric_name": held_out.name,
-                    "metrics": found["metrics"],
-                    "validation": validation,
-                }
-            )
+            rows = report.completions(self.task, self.prompts.held_out, held_out.completions)
+            name = f"iteration-{iteration}" if iteration else "before"
+            self.tracker.completions(name, self.step, rows)
         if self._stopping() and self.settings.stage == "all":
             raise self._stopped(iteration, "evaluate")
         return found
@@ -294,6 +306,10 @@ class Stages:
         if self.tracker:
             self.tracker.close()
         if self.context.main:
+            if (
+                self.written == self.context.out_dir
+            ):  # shards run side by side: python -m common.report when all are done
+                pages.write_or_warn(self.context.out_dir)
             after = STAGES[(STAGES.index(self.settings.stage) + 1) % len(STAGES)]
             log.info("%s is done; %s. Next: algo.stage=%s", self.settings.stage, self.context.out_dir, after)
 
@@ -479,6 +495,12 @@ class Stages:
     def _begin(self, what: str, total: int, done: int, unit: str) -> None:
         if self.tracker:
             self.tracker.begin(what, total, done, unit)
+
+    def _write(self, event: dict[str, Any]) -> None:
+        """An event that moves no progress line."""
+        self.step += 1
+        if self.tracker:
+            self.tracker.write({"step": self.step, **event})
 
     def _log(self, event: dict[str, Any], done: int, shown: str) -> None:
         """An event of sampling or fine-tuning, with its progress line."""
