@@ -134,7 +134,7 @@ class Work:
 
     def after(self, rows: int, workers: int = 0) -> Any:
         """Batches by the project's loader, without end."""
-        config = LoaderConfig(workers=workers, prefetch=2, bucket_batches=1)
+        config = LoaderConfig(workers=workers, prefetch=2 if workers else None, bucket_batches=1)
         return Loader(self.rows, self.order(rows), config, self.device).from_step(0)
 
 

@@ -55,8 +55,10 @@ def workspace(entity: str, project: str, algos: Sequence[str]) -> Any:
         blocks.BarPlot(title="Held-out metric after training", metrics=[blocks.SummaryMetric("after")]),
         blocks.ScalarChart(title="Gain", metric=blocks.SummaryMetric("gain"), groupby_aggfunc="mean"),
     ]
-    tables = [blocks.WeavePanelSummaryTable(table_name=f"completions/{name}") for name in ("before", "after")]
-    system = [blocks.LinePlot(title=title, metric_regex=pattern) for title, pattern in SYSTEM.items()]
+    tables: list[Any] = [
+        blocks.WeavePanelSummaryTable(table_name=f"completions/{name}") for name in ("before", "after")
+    ]
+    system: list[Any] = [blocks.LinePlot(title=title, metric_regex=pattern) for title, pattern in SYSTEM.items()]
     sections = [
         views.Section(name="All algorithms", panels=compared, is_open=True),
         *(views.Section(name=a, panels=[drawn(p) for p in panels.of(a)], is_open=len(algos) == 1) for a in algos),

@@ -23,14 +23,14 @@ from typing import Any
 import yaml
 
 from common.config import ConfigError
+from common.plots import COLOURS, STYLE
 from common.tracking import events
 
 PHASES = ("data", "forward", "backward", "communication", "exchange", "optimizer")
 ENOUGH = 1.2  # a speed-up below it is not worth a second device
 # Settings that change neither the time of a step nor what is computed in it, or that tell ranks and batch apart.
 NOT_A_GROUP = {"ddp", "batch_rows", "epochs", "patience", "lr", "lr_schedule", "warmup", "validation_share", "name"}
-# Okabe and Ito: told apart by the colour-blind, and in print by the markers.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
+# What colours tell apart on a screen, markers tell apart in print.
 MARKERS = "os^Dv<>P"
 
 
@@ -612,40 +612,31 @@ EXPLAINED = {
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def plots() -> Any:
-    """matplotlib.pyplot, drawing to files. Raises: ConfigError where it is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError(
-            "the figures need matplotlib, and it is not installed: pip install 'clutch[plots]'. The tables and "
-            "performance_report.txt are written."
-        ) from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    # Legible at half size, where a letter of 14 points is one of 7.
-    plt.rcParams.update({"font.size": 14, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True})
-    plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 2.5})
-    return plt
-
-
 def draw(group: Group, out: Path, warmup: int) -> list[Path]:
     """The figures of a group; those that it has nothing for are left out."""
-    plt = plots()
-    made = [
-        (f"{group.name}_epoch_time_detailed.png", draw_times(plt, group, warmup)),
-        (f"{group.name}_speedup_efficiency.png", draw_speedup(plt, group)),
-        (f"{group.name}_throughput.png", draw_throughput(plt, group)),
-        (f"{group.name}_accuracy.png", draw_accuracy(plt, group)),
-    ]
+    import matplotlib  # half a second
+
     paths = []
-    for name, figure in made:
-        if figure is not None:
-            figure.savefig(out / name, dpi=120)
-            plt.close(figure)
-            paths.append(out / name)
+    with matplotlib.rc_context(STYLE):
+        made = {
+            "epoch_time_detailed": draw_times(group, warmup),
+            "speedup_efficiency": draw_speedup(group),
+            "throughput": draw_throughput(group),
+            "accuracy": draw_accuracy(group),
+        }
+        for name, figure in made.items():
+            if figure is not None:
+                paths.append(out / f"{group.name}_{name}.png")
+                figure.savefig(paths[-1], dpi=120)
     return paths
+
+
+def panels_of(count: int, width: float) -> tuple[Any, list[Any]]:
+    """A figure with `count` axes side by side, each `width` inches wide."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * count, 6), layout="constrained")
+    return figure, list(figure.subplots(1, count, squeeze=False)[0])
 
 
 def named(point: Point) -> str:
@@ -654,15 +645,14 @@ def named(point: Point) -> str:
     return f"{point.ranks} {unit(point)}{'s' * (point.ranks > 1)}{mode}\n({point.batch_rows} rows a step)"
 
 
-def draw_times(plt: Any, group: Group, warmup: int) -> Any:
+def draw_times(group: Group, warmup: int) -> Any:
     """Seconds of each epoch, and beside them where a step's time goes."""
     curves = any(record.epochs for point in group.points for record in point.records)
     with_phases = [point for point in group.points if point.phases]
     panels = curves + bool(with_phases)
     if not panels:
         return None
-    figure, axes = plt.subplots(1, panels, figsize=(7.5 * panels, 6), layout="constrained", squeeze=False)
-    axes = list(axes[0])
+    figure, axes = panels_of(panels, 7.5)
     if curves:
         axis = axes.pop(0)
         for i, point in enumerate(group.points):
@@ -708,12 +698,12 @@ def short(point: Point) -> str:
     return f"{point.ranks}\n{point.batch_rows} rows\n{mode}"
 
 
-def draw_speedup(plt: Any, group: Group) -> Any:
+def draw_speedup(group: Group) -> Any:
     """Speed-up and efficiency by ranks, strong and weak, beside the ideal."""
     lines = scaled_lines(group)
     if not lines:
         return None
-    figure, axes = plt.subplots(1, 2, figsize=(15, 6), layout="constrained")
+    figure, axes = panels_of(2, 7.5)
     ranks = sorted({point.ranks for points in lines.values() for point in points})
     axes[0].plot(ranks, ranks, "--", color="0.4", label="ideal")
     axes[1].axhline(100, linestyle="--", color="0.4", label="ideal")
@@ -763,9 +753,9 @@ def scaled_lines(group: Group) -> dict[str, list[Point]]:
     return lines
 
 
-def draw_throughput(plt: Any, group: Group) -> Any:
+def draw_throughput(group: Group) -> Any:
     """Rows a second of each point."""
-    figure, axis = plt.subplots(figsize=(max(7.5, 1.6 * len(group.points)), 6), layout="constrained")
+    figure, [axis] = panels_of(1, max(7.5, 1.6 * len(group.points)))
     colours = {"one rank": "0.45", "strong": COLOURS[0], "weak": COLOURS[1], "unpaired": COLOURS[4]}
     values = [point.number("rows_per_second") for point in group.points]
     bars = axis.bar(range(len(values)), values, 0.65, color=[colours[point.mode] for point in group.points])
@@ -781,11 +771,11 @@ def draw_throughput(plt: Any, group: Group) -> Any:
     return figure
 
 
-def draw_accuracy(plt: Any, group: Group) -> Any:
+def draw_accuracy(group: Group) -> Any:
     """Validation accuracy by epoch: more ranks must not cost any."""
     if not any(record.accuracy for point in group.points for record in point.records):
         return None
-    figure, axis = plt.subplots(figsize=(8.5, 6), layout="constrained")
+    figure, [axis] = panels_of(1, 8.5)
     longest = 1
     for i, point in enumerate(group.points):
         for number, record in enumerate(record for record in point.records if record.accuracy):

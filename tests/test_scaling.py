@@ -274,16 +274,7 @@ def test_names_of_tasks_need_no_case():
     assert report.chosen([record], ["AGNews"]) == [record]
 
 
-def test_without_matplotlib_the_texts_are_written_all_the_same(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    write_run(tmp_path / "one")
-    with pytest.raises(ConfigError, match=r"pip install 'clutch\[plots\]'"):
-        report.write(tmp_path, tmp_path / "out")
-    assert (tmp_path / "out" / "summary_table.tex").exists()
-
-
 def test_figures(tmp_path):
-    pytest.importorskip("matplotlib")
     write_run(tmp_path / "one", 1, 40.0, SMALL_ALONE)
     write_run(tmp_path / "four", 4, 12.5, SMALL_FOUR)
     report.write(tmp_path, tmp_path / "out")
