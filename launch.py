@@ -130,6 +130,8 @@ def check_scaling(run: Run, overrides: list[str]) -> None:
 def check_kind(run: Run) -> None:
     """Raise ConfigError where a task of this project is not of the algorithm's kind, naming those that are."""
     wants_classes, target = run.algo.name == "classify", run.task["_target_"]
+    if not isinstance(target, str):
+        raise ConfigError(f"task._target_={target} names no class. Give one, such as my_module.MyTask.")
     if target.startswith(("common.tasks.", CLASS_TASKS)) and target.startswith(CLASS_TASKS) != wants_classes:
         of_kind = {
             path.stem: OmegaConf.load(path)["_target_"].startswith(CLASS_TASKS)  # type: ignore[index]

@@ -273,6 +273,7 @@ class HardwareConfig:
 
     def __post_init__(self) -> None:
         choice("hardware.device", self.device, ("auto", "cpu", "cuda"))
+        at_least("hardware.scoring_workers", self.scoring_workers, 1)
 
 
 @dataclass(kw_only=True)

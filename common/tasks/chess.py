@@ -21,7 +21,7 @@ from rapidfuzz.process import cpdist
 from common.config import ConfigError, at_least
 from common.tasks import Example
 from common.tasks.components import chosen, weighted
-from common.tasks.data import read_lines
+from common.tasks.data import named, read_lines
 
 FIELDS = ("board", "turn", "castling", "en_passant", "halfmove", "fullmove")
 SPLIT_SEED = 0  # apart from the run's seed, so that runs of a sweep measure on the same test rows
@@ -284,7 +284,7 @@ def _csv(lines: list[str], path: str, key: str) -> Iterator[_Line]:
     try:
         for column in ("FEN", "Moves"):
             if column not in (table.fieldnames or ()):
-                there = ", ".join(table.fieldnames or ())
+                there = named(table.fieldnames or ())
                 raise ConfigError(f"{key}={path!r}: line 1 names no column {column!r}. Columns there: {there}.")
         for row in table:
             if row["FEN"] is None or row["Moves"] is None:  # chess.Board(None) would be an empty board

@@ -12,7 +12,7 @@ import difflib
 import gzip
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ class Row:
         Args: name: of the field; key: the setting that named it, for errors ("task.source_field").
         Raises: ConfigError with the place, the field, and the fields that are there.
         """
-        there = f"Fields there: {', '.join(self.fields)}."
+        there = f"Fields there: {named(self.fields)}."
         if name not in self.fields:
             near = difflib.get_close_matches(name, self.fields, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -47,6 +47,13 @@ class Row:
         if any("\ud800" <= letter <= "\udfff" for letter in value):  # half a character: no tokenizer can encode it
             raise ConfigError(f"{key}={name!r} holds a lone surrogate in {self.where}. Remove the row, or repair it.")
         return value
+
+
+def named(names: Iterable[str]) -> str:
+    """Names for an error, however many and long they are."""
+    listed = [f"{name[:60]}..." if len(name) > 60 else name for name in names]
+    listed = [name if name.isprintable() else ascii(name) for name in listed]  # nothing that a terminal would act on
+    return ", ".join(listed[:12]) + (f" and {len(listed) - 12} more" if len(listed) > 12 else "")
 
 
 def read_lines(path: str, key: str, lenient: bool = False) -> list[str]:
@@ -102,7 +109,7 @@ def read_tsv(path: str, key: str) -> list[Row]:
     lines = read_lines(path, key)
     names = lines[0].split("\t")
     if len(set(names)) < len(names):
-        raise ConfigError(f"{key}={path!r}: line 1 names a column twice: {', '.join(names)}. Rename one.")
+        raise ConfigError(f"{key}={path!r}: line 1 names a column twice: {named(names)}. Rename one.")
     rows = []
     for number, line in enumerate(lines[1:], start=2):
         if not line.strip():
@@ -111,7 +118,7 @@ def read_tsv(path: str, key: str) -> list[Row]:
         if len(cells) != len(names):
             raise ConfigError(
                 f"{key}={path!r}: line {number} has {len(cells)} cells, but line 1 names {len(names)} columns: "
-                f"{', '.join(names)}. Separate the cells by one tab each."
+                f"{named(names)}. Separate the cells by one tab each."
             )
         rows.append(Row(f"{path!r} line {number}", dict(zip(names, cells, strict=True))))
     return _not_empty(rows, f"{key}={path!r}")
@@ -131,11 +138,11 @@ def read_csv(path: str, key: str, skipped: list[str] | None = None) -> list[Row]
             if not names:
                 names = cells
                 if len(set(names)) < len(names):
-                    raise ConfigError(f"{key}={path!r}: line 1 names a column twice: {', '.join(names)}. Rename one.")
+                    raise ConfigError(f"{key}={path!r}: line 1 names a column twice: {named(names)}. Rename one.")
             elif cells and len(cells) != len(names):
                 text = (
                     f"{key}={path!r}: line {line} has {len(cells)} cells, but line 1 names {len(names)} columns: "
-                    f"{', '.join(names)}. Mend or remove it."
+                    f"{named(names)}. Mend or remove it."
                 )
                 if skipped is None:
                     raise ConfigError(text)
@@ -161,12 +168,14 @@ def read_jsonl(path: str, key: str, skipped: list[str] | None = None) -> list[Ro
             continue
         try:
             value = json.loads(line)
+            if isinstance(value, dict):
+                rows.append(Row(f"{path!r} line {number}", _flat(value)))
+                continue
             problem = f"is JSON, but {type(value).__name__} and no object"
         except json.JSONDecodeError as error:
-            value, problem = None, f"is not JSON ({error.msg}, column {error.colno})"
-        if isinstance(value, dict):
-            rows.append(Row(f"{path!r} line {number}", _flat(value)))
-            continue
+            problem = f"is not JSON ({error.msg}, column {error.colno})"
+        except (ValueError, RecursionError):  # a number of thousands of digits; brackets in brackets
+            problem = "holds a number too long to read, or is nested too deep"
         text = f'{key}={path!r}: line {number} {problem}. Each line must be one object, such as {{"question": "..."}}.'
         if skipped is None:
             raise ConfigError(text)
@@ -182,8 +191,9 @@ def read_pairs(path: str, key: str) -> list[Row]:
     shape = 'Give a list of pairs, such as [["How many m are there per 2 km?", 2000.0]].'
     try:
         value = json.loads("\n".join(read_lines(path, key)))
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = f"{error.msg}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else "nested too deep"
+    except (ValueError, RecursionError) as error:
+        deep = "a number too long to read, or nested too deep"
+        reason = f"{error.msg}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else deep
         raise ConfigError(f"{key}={path!r} is not JSON ({reason}). {shape}") from None
     if not isinstance(value, list):
         raise ConfigError(f"{key}={path!r} is JSON, but {type(value).__name__} and no list. {shape}")
