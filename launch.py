@@ -179,7 +179,7 @@ def main() -> None:
     """
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, to be worded for users
-    arguments = sys.argv[1:] = opened(sys.argv[1:])
+    arguments = sys.argv[1:] = opened(located(sys.argv[1:]))
     try:
         check_groups(arguments)
         if not {"--cfg", "-c", "--help", "-h", "--info", "-i"} & set(arguments):
@@ -189,6 +189,15 @@ def main() -> None:
         sys.exit(_end(error))
     except HYDRA_ERRORS as error:
         sys.exit(_end(ConfigError(explain(error, arguments, _config_dir(arguments)))))
+    except Exception as error:
+        if not type(error).__module__.startswith("submitit."):
+            raise
+        print(
+            f"error: a job of the sweep ended without a word (killed, or out of time): {str(error).splitlines()[0]}\n"
+            "Others may go on. When they have ended: python -m common.compare SWEEP_FOLDER",
+            file=sys.stderr,
+        )
+        sys.exit(EXIT_CRASH)
     except KeyboardInterrupt:  # before the first step or after the last one, where there is nothing to save
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
@@ -213,6 +222,18 @@ def check_folder(arguments: list[str]) -> None:
                 raise ConfigError(
                     f"hydra.run.dir={value} cannot be made: {error.strerror}. Choose another folder."
                 ) from None
+
+
+def located(arguments: list[str]) -> list[str]:
+    """The arguments, with a relative --config-path that is a folder here made absolute: Hydra would start at launch.py's."""
+    found = list(arguments)
+    for position, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if flag in ("--config-path", "-cp") and equals and Path(value).is_dir():
+            found[position] = f"{flag}={Path(value).resolve()}"
+        elif flag in ("--config-path", "-cp") and not equals and Path(*arguments[position + 1 : position + 2]).is_dir():
+            found[position + 1] = str(Path(arguments[position + 1]).resolve())
+    return found
 
 
 def _config_dir(arguments: list[str]) -> str | None:

@@ -34,6 +34,8 @@ COSTS = {
 }
 # Overrides that make no other setting of a run.
 NOT_A_SETTING = ("seed", "resume", "hydra")
+# Settings of a run that its result names, where no override does.
+NAMED = ("algo", "task", "model")
 # Okabe and Ito: told apart by the colour-blind.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 DASHES = ("-", "--", ":", "-.")
@@ -53,7 +55,7 @@ class Run:
 
 @dataclass
 class Failure:
-    """A run without a result. code: its exit code; 0 = it is not known to have failed."""
+    """A run without a result. overrides: those that differ; code: its exit code, 0 = it is not known to have failed."""
 
     folder: Path
     overrides: dict[str, str]
@@ -83,12 +85,17 @@ def read(folders: Sequence[Path]) -> tuple[list[Run], list[Failure]]:
             why = json.loads((folder / FAILED).read_text(encoding="utf-8"))
             failures.append(Failure(folder, overrides, why["code"], why["error"]))
         elif not (folder / "result.json").exists():
-            failures.append(Failure(folder, overrides, 0, "no result.json: it has not ended, or measures something else"))
+            failures.append(
+                Failure(folder, overrides, 0, "no result.json: it has not ended, or measures something else")
+            )
         else:
             result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-            named = {key: str(result[key]) for key in ("algo", "task", "model")}
+            named = {key: str(result[key]) for key in NAMED}
             runs.append(Run(folder, seed, named | overrides, result, points(events(folder / "metrics.jsonl"), result)))
-    differing = _differing([run.overrides for run in runs])
+    given = [{k: v for k, v in of.overrides.items() if k not in NAMED} for of in (*runs, *failures)]
+    differing = _differing(given) | _differing([{k: run.overrides[k] for k in NAMED} for run in runs])
+    for failure in failures:
+        failure.overrides = {k: v for k, v in failure.overrides.items() if k in differing}
     for run in runs:
         run.setting = " ".join(f"{k}={v}" for k, v in run.overrides.items() if k in differing) or run.overrides["algo"]
     return runs, failures
@@ -135,20 +142,18 @@ def _differing(given: Sequence[dict[str, str]]) -> set[str]:
 def curve(runs: Sequence[Run], cost: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cost, mean and standard deviation over seeds of a setting's metric, each [points].
 
-    Runs are averaged at equal shares of their own cost: their curves begin and end together, and what ends here is the mean
-    of the results in the table.
+    The k-th measurements of all runs make a point. Where some run has fewer, its curve is read at the shares of its cost at
+    which the longest run was measured. Either way the curve ends in the mean of the results.
     """
-    totals = [max(run.points[-1][cost], 1e-12) for run in runs]
-    shares = [np.array([point[cost] / total for point in run.points]) for run, total in zip(runs, totals, strict=True)]
-    grid = np.unique(np.concatenate(shares).round(6))
-    values = np.array(
-        [
-            np.interp(grid, share, [point["value"] for point in run.points])
-            for run, share in zip(runs, shares, strict=True)
-        ]
-    )
-    deviation = values.std(0, ddof=1) if len(runs) > 1 else np.zeros(len(grid))
-    return grid * np.mean(totals), values.mean(0), deviation
+    costs = [np.array([point[cost] for point in run.points]) for run in runs]
+    values = [np.array([point["value"] for point in run.points]) for run in runs]
+    longest = max(costs, key=len)
+    if any(len(one) < len(longest) for one in costs):
+        share = longest / max(longest[-1], 1e-12)
+        values = [np.interp(share * of[-1], of, value) for of, value in zip(costs, values, strict=True)]
+        costs = [share * of[-1] for of in costs]
+    deviation = np.std(values, axis=0, ddof=1) if len(runs) > 1 else np.zeros(len(longest))
+    return np.mean(costs, axis=0), np.mean(values, axis=0), deviation
 
 
 def spread(values: Sequence[float], text: Callable[[float], str]) -> str:
@@ -237,8 +242,8 @@ def page(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> str:
         lines += [*_markdown(each), ""]
     lines += [
         "Mean ± standard deviation over the runs of a setting (n - 1). Costs are those of training: sampling, rewards and updates; "
-        "evaluation and pre-training are not in them. Curves are averaged at equal shares of each run's own cost. Every "
-        "measurement: [comparison.csv](comparison.csv).",
+        "evaluation and pre-training are not in them. A band is one standard deviation. Every measurement: "
+        "[comparison.csv](comparison.csv).",
         "",
     ]
     if failures:
@@ -299,8 +304,8 @@ def figure(runs: Sequence[Run], path: Path) -> None:
                     x, mean, deviation = curve(group, cost)
                     colour = COLOURS[number % len(COLOURS)]
                     dashes = DASHES[number // len(COLOURS) % len(DASHES)]
-                    seeds = f" ({len(group)} seeds)" if len(group) > 1 else ""
-                    axis.plot(x, mean, dashes, color=colour, label=setting + seeds, linewidth=2.2, marker="o", markersize=4)
+                    label = setting + (f" (mean of {len(group)})" if len(group) > 1 else "")
+                    axis.plot(x, mean, dashes, color=colour, label=label, linewidth=2.2, marker="o", markersize=4)
                     if len(group) > 1:
                         axis.fill_between(x, mean - deviation, mean + deviation, color=colour, alpha=0.15, linewidth=0)
                 axis.set_xlabel(COSTS[cost])
@@ -317,8 +322,12 @@ def figure(runs: Sequence[Run], path: Path) -> None:
 
 def main() -> int:
     """The command. Exit codes: 0 done, 2 a mistake."""
-    parser = argparse.ArgumentParser("python -m common.compare", description="Compare runs: comparison.md, .csv and .png.")
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="run folders, or folders that hold some")
+    parser = argparse.ArgumentParser(
+        "python -m common.compare", description="Compare runs: comparison.md, .csv and .png."
+    )
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="FOLDER", help="run folders, or folders that hold some"
+    )
     parser.add_argument("--out", type=Path, help="where to write; without it the only FOLDER, or else here")
     given = parser.parse_args()
     try:

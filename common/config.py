@@ -160,7 +160,9 @@ class BudgetConfig:
     def nearest(self, tokens: int, seconds: float) -> tuple[float, str]:
         """The share that is used of the limit that is nearest to its end, and that limit; 0 where there is no budget."""
         used = {"tokens": tokens, "seconds": seconds}
-        return max(((used[name] / getattr(self, name), text) for name, text in self.limits().items()), default=(0.0, ""))
+        return max(
+            ((used[name] / getattr(self, name), text) for name, text in self.limits().items()), default=(0.0, "")
+        )
 
 
 @dataclass(kw_only=True)

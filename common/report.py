@@ -48,7 +48,9 @@ class Result:
     folder: str
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)  # before and after, all measures
     iteration: int | None = None  # of RFT, whose model this is; 0 = the base's: none was better
-    ended_by: str | None = None  # the setting that ended the run, such as budget.tokens=200000; None = it did all its steps
+    ended_by: str | None = (
+        None  # the setting that ended the run, such as budget.tokens=200000; None = it did all its steps
+    )
 
     def model_and_tokenizer(self) -> tuple[Any, Any]:
         """The trained model and its tokenizer, loaded from RUN/model."""
