@@ -72,10 +72,10 @@ def read(folders: Sequence[Path]) -> tuple[list[Run], list[Failure]]:
     found: list[Path] = []
     for folder in folders:
         if not folder.is_dir():
-            raise ConfigError(f"{folder} is no folder. Give run folders, or a folder of them such as multirun/....")
+            raise ConfigError(f"{folder} is no folder. Give run folders, or a folder that holds some.")
         below = {path.parents[mark.count("/")] for mark in marks for path in folder.rglob(mark)}
         if not below:
-            raise ConfigError(f"{folder} holds no run. Give run folders, or a folder of them such as multirun/....")
+            raise ConfigError(f"{folder} holds no run. Give run folders, or a folder that holds some.")
         found += sorted(below, key=lambda path: (len(path.name), path))
     runs: list[Run] = []
     failures: list[Failure] = []

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
@@ -26,19 +27,20 @@ def failed(folder: Path, code: int, error: str) -> None:
 class Sweep(Callback):
     """Hydra's callback, chosen in conf/hydra/clutch.yaml; silent in a single run and on ranks other than 0.
 
-    Args: given: the command's overrides, to tell which ones differ between jobs.
+    Args: swept: keys that differ between jobs.
     """
 
-    def __init__(self, given: list[str] | None = None) -> None:
-        self.given = given or []
+    def __init__(self, swept: list[str] | None = None) -> None:
+        self.swept = swept or []
         resolvers.register()  # a job of submitit begins here, in a process of its own, before it composes
 
     def __reduce__(self) -> Any:
-        return Sweep, (self.given,)
+        return Sweep, (self.swept,)
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Remember what all jobs have in common."""
-        self.given = list(config.hydra.overrides.task)
+        """Remember what differs between the jobs."""
+        given = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
+        self.swept = [override.get_key_element() for override in given if override.is_sweep_override()]
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         """Say which job it is."""
@@ -66,7 +68,7 @@ class Sweep(Callback):
             sys.exit(failures[0].code)
 
     def _name(self, config: DictConfig) -> str:
-        own = [text for text in config.hydra.overrides.task if text not in self.given]
+        own = [text for text in config.hydra.overrides.task if text.partition("=")[0] in self.swept]
         return " ".join([f"job {config.hydra.job.num}", *own])
 
 

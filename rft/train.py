@@ -63,7 +63,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                 best, fallen = last, 0
             else:
                 fallen += 1
-            if fallen == settings.patience and iteration != settings.iterations:
+            more = iteration != settings.iterations and stages.spent(iteration + 1) is None
+            if fallen == settings.patience and more:
                 log.info(
                     "stopping after iteration %d: the validation %s was best after iteration %d",
                     iteration,

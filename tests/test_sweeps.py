@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, SMALL, events
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from common import compare
 from common.config import BudgetConfig, ConfigError
@@ -59,7 +61,9 @@ def test_mistakes_about_budgets_are_worded(given):
 
 
 def test_a_budget_of_one_stage_of_rft(tmp_path):
-    with pytest.raises(ConfigError, match=r"^a budget has no effect with algo\.stage=generate: it is one of a whole run"):
+    with pytest.raises(
+        ConfigError, match=r"^a budget has no effect with algo\.stage=generate: it is one of a whole run"
+    ):
         train(compose(["algo=rft", "algo.stage=generate", "budget.tokens=9", "model.tiny.pretrain_steps=0"]), tmp_path)
 
 
@@ -145,21 +149,59 @@ def test_a_budget_of_seconds_ends_a_run(in_cache, tmp_path, algo):
 # --- a sweep
 
 
-def own(cache: Path, more: dict[str, str] | None = None) -> dict[str, str]:
-    return {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"} | (more or {})
-
-
-def test_three_algorithms_at_an_equal_budget_in_one_command(launch, cache, tmp_path):
-    both = [text for text in LETTERS if not text.startswith("checkpoint")]
+def test_algorithms_at_an_equal_budget_in_one_command_and_a_run_again(launch, tmp_path):
+    env = {"PYTHONPATH": str(ROOT / "tests")}
     done = launch(
-        *("--config-dir", CONF, "-m", "algo=eggroll,grpo,rft", *both, "seed=1,2", "budget.tokens=6000"),
-        *("hydra.sweep.dir=sweep", "algo.sampling.temperature=1,-1"),
-        env=own(cache),
+        *("--config-dir", CONF, "-m", "algo=eggroll,grpo,rft,classify", *LETTERS[:3], *LETTERS[5:], "seed=1,2"),
+        *("budget.tokens=4000", "hydra.sweep.dir=sweep"),
+        env=env,
         code=2,
     )
     sweep = tmp_path / "sweep"
-    results = [json.loads((sweep / str(n) / "result.json").read_text()) for n in range(0, 12, 2) if n != 99]
-    assert len(results) == 6
+    results = [json.loads((sweep / str(n) / "result.json").read_text()) for n in range(6)]
+    assert [result["algo"] for result in results] == ["eggroll"] * 2 + ["grpo"] * 2 + ["rft"] * 2
+    for result in results:
+        assert result["ended_by"] == "budget.tokens=4000"
+        assert 4000 <= result["generated_tokens"] < 8000
+    for number, result in enumerate(results):
+        said = f"{result['before']:.2f} -> {result['after']:.2f}, {result['steps']} steps"
+        assert re.search(rf"^=== job {number} algo={result['algo']} seed=\d: exact {said}", done.stdout, flags=re.M)
+    # Those that failed are named, and did not stop the others.
+    assert json.loads((sweep / "6" / "failed.json").read_text())["code"] == 2
+    page = (sweep / "comparison.md").read_text()
+    for text in (done.stdout, page):
+        assert re.search(
+            r"^(- )?failed \(exit code 2\): .*6`? \(algo=classify\): \S+ has no effect with algo=classify",
+            text,
+            flags=re.M,
+        )
+    assert "Traceback" not in done.stderr
+    for algo in ("eggroll", "grpo", "rft"):
+        assert re.search(rf"^\| algo={algo} \| 2 \| ", page, flags=re.M)
+        assert re.search(rf"^algo={algo} +2 +\d", done.stdout, flags=re.M)
+    rows = list(csv.DictReader((sweep / "comparison.csv").read_text().splitlines()))
+    assert {row["setting"] for row in rows} == {"algo=eggroll", "algo=grpo", "algo=rft"}
+    assert (sweep / "comparison.png").read_bytes()[:4] == b"\x89PNG"
+
+    launch("-cp", "sweep/3/.hydra", "-cn", "config", "hydra.run.dir=again", env=env)
+    assert json.loads((tmp_path / "again" / "result.json").read_text())["after"] == results[3]["after"]
+    assert [e["reward"] for e in events(tmp_path / "again")] == [e["reward"] for e in events(sweep / "3")]
+
+
+def test_submitit_runs_jobs_side_by_side_that_share_the_tiny_model(launch, tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    small = [text for text in SMALL if not text.startswith(("model.tiny.pretrain", "algo.steps"))]
+    launch(
+        *("-m", "hydra/launcher=submitit_local", *small, "model.tiny.pretrain_steps=3", "algo.steps=1", "seed=1,2"),
+        env={"PYTHONPATH": str(ROOT), "CLUTCH_CACHE": str(tmp_path / "fresh")},
+    )
+    (sweep,) = (tmp_path / "multirun").iterdir()
+    assert [(sweep / name / "result.json").exists() for name in ("0", "1")] == [True, True]
+    assert "| algo=eggroll" not in (page := (sweep / "comparison.md").read_text())
+    assert re.search(r"^\| eggroll \| 2 \| ", page, flags=re.M), "seeds alone make one setting"
+    said = [path.read_text() for path in sweep.glob(".submitit/*/*_log.*")]
+    assert sum("pre-training the tiny model: 3 steps" in text for text in said) == 1
+    assert len([path for path in (tmp_path / "fresh").iterdir() if path.is_dir()]) == 1
 
 
 def job(folder: Path, number: int, seed: int, after: float, tokens: int, middle: bool = True, **given: str) -> Path:
@@ -179,3 +221,103 @@ def job(folder: Path, number: int, seed: int, after: float, tokens: int, middle:
     result |= {"steps": 2, "seconds": 2.0, "generated_tokens": tokens, "reward_evaluations": 10}
     (here / "result.json").write_text(json.dumps(result))
     return here
+
+
+def test_a_setting_is_what_differs_and_its_curve_the_mean_over_seeds(tmp_path):
+    for number, (seed, after, rate) in enumerate([(1, 30.0, "0.1"), (2, 34.0, "0.1"), (1, 50.0, "0.2")]):
+        job(tmp_path / "sweep", number, seed, after, 100 * (number + 1), algo__lr=rate)
+    gone = tmp_path / "sweep" / "3"
+    (gone / ".hydra").mkdir(parents=True)
+    (gone / ".hydra" / "overrides.yaml").write_text('["algo.lr=-1", "seed=1", "task=letters"]')
+    (gone / "failed.json").write_text('{"code": 2, "error": "algo.lr=-1.0 is out of range."}')
+    runs, failures = compare.read([tmp_path / "sweep"])
+    assert [(run.setting, run.seed) for run in runs] == [("algo.lr=0.1", 1), ("algo.lr=0.1", 2), ("algo.lr=0.2", 1)]
+    assert [(f.overrides, f.code) for f in failures] == [({"algo.lr": "-1"}, 2)]
+    x, mean, deviation = compare.curve(runs[:2], "generated_tokens")
+    assert (x.tolist(), mean.tolist()) == ([0, 75, 150], [10, 20, 32])
+    assert deviation.tolist() == [0, 0, pytest.approx(8**0.5)]
+    row = compare.table({"algo.lr=0.1": runs[:2]})[0]
+    assert (row["before"], row["after"], row["tokens"]) == ("10.00 ± 0.00", "32.00 ± 2.83", "150 ± 71")
+
+    # A run that was measured less often: read off where the other was measured.
+    job(tmp_path / "sweep", 4, 3, 42.0, 400, middle=False, algo__lr="0.1")
+    runs, _ = compare.read([tmp_path / "sweep"])
+    x, mean, _ = compare.curve(
+        [run for run in runs if run.seed != 2 and run.setting == "algo.lr=0.1"], "generated_tokens"
+    )
+    assert (x.tolist(), mean.tolist()) == ([0, 125, 250], [10, 23, 36])
+
+
+def test_the_points_of_rft_count_its_fine_tuning_steps_alone():
+    cost = {"generated_tokens": 60, "reward_evaluations": 6}
+    log = [
+        {"step": 1, "stage": "evaluate", "metric": 1.0, "metric_name": "exact"},
+        {"step": 2, "stage": "generate", "seconds": 3.0, **cost},
+        {"step": 3, "stage": "finetune", "seconds": 1.0},
+        {"step": 4, "stage": "finetune", "seconds": 1.0},
+        {"step": 5, "stage": "evaluate", "metric": 7.0, "metric_name": "exact", **cost},
+        {"step": 6, "stage": "finetune", "seconds": 1.0},
+        {"step": 7, "stage": "evaluate", "metric": 6.0, "metric_name": "exact", **cost},
+    ]
+    result = {"metric": "exact", "before": 1.0, "after": 7.0, "steps": 3, "seconds": 6.0, **cost}
+    # The result is the best iteration's, at the cost of all.
+    assert [(p["steps"], p["seconds"], p["generated_tokens"], p["value"]) for p in compare.points(log, result)] == [
+        *((0, 0, 0, 1), (2, 5, 60, 7), (3, 6, 60, 7)),
+    ]
+
+
+def test_the_command_compares_any_folders(tmp_path):
+    one, two = job(tmp_path, 1, 1, 30.0, 100, algo="grpo"), job(tmp_path, 2, 1, 31.0, 1234567, algo="eggroll")
+    (tmp_path / "empty").mkdir()
+
+    command = [sys.executable, "-m", "common.compare", str(one), str(two), "--out", "here"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^algo=eggroll +1 +10\.00 +31\.00 +2 +1\.23M +10 +2$", done.stdout, flags=re.M)
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert {path.name for path in (tmp_path / "here").iterdir()} == {
+        "comparison.md",
+        "comparison.csv",
+        "comparison.png",
+    }
+
+    with pytest.raises(ConfigError, match=r"empty holds no run\. Give run folders, or a folder that holds some\.$"):
+        compare.read([tmp_path / "empty"])
+
+
+# --- the page
+
+
+PAGE = (ROOT / "docs" / "sweeps.md").read_text().replace("\\\n", "")
+
+
+@pytest.mark.parametrize("command", re.findall(r"^ {4}python launch\.py (-m .*)$", PAGE, flags=re.M))
+def test_the_sweeps_of_the_page_compose(command):
+    given = shlex.split(command.replace("-m ", ""))
+    parsed = OverridesParser.create().parse_overrides([text for text in given if not text.startswith("hydra")])
+    jobs = [
+        [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
+        if o.is_sweep_override()
+        else [o.input_line]
+        for o in parsed
+    ]
+    for number in range(max(map(len, jobs))):
+        compose([values[number % len(values)] for values in jobs])
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("task=co", ["task=countdown"]), ("budget.", ["budget.seconds=", "budget.tokens="])],
+)
+def test_tab_completion_in_bash(typed, offered):
+    (install,) = re.findall(r"^ {4}(eval .*)$", PAGE, flags=re.M)
+    line = f"python launch.py {typed}"
+    script = (
+        f'python() {{ "{sys.executable}" "$@"; }}\n{install}\nunset -f python\nPATH="{Path(sys.executable).parent}:$PATH"\n'
+        f'COMP_LINE="{line}" COMP_POINT={len(line)} COMP_CWORD=2\n'
+        'hydra_bash_completion\nprintf "%s\\n" "${COMPREPLY[@]}"\n'
+    )
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == offered, done.stderr
