@@ -6,6 +6,7 @@ the dataclasses; after it nothing sees OmegaConf. No torch in here, so that `--h
 
 import difflib
 import math
+import os
 import re
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
@@ -402,13 +403,17 @@ class TrackerConfig:
 
     name: str  # jsonl | wandb | tensorboard
     project: str | None = None
+    entity: str | None = None  # wandb: user or team; null = the one of the key
     mode: str | None = None  # wandb: online | offline; null = online if a key is there
+    group: str | None = None  # wandb: null = the folder of the sweep, if the run is a job of one
+    job_type: str | None = None  # wandb: null = the algorithm
+    artifacts: bool = False  # wandb: upload checkpoints and the trained model
 
     def __post_init__(self) -> None:
         choice("tracker.name", self.name, ("jsonl", "wandb", "tensorboard"))
-        for key in ("project", "mode"):
+        for key in ("project", "entity", "mode", "group", "job_type", "artifacts"):
             value = getattr(self, key)
-            if value is not None and self.name != "wandb":
+            if value and self.name != "wandb":
                 raise ConfigError(f"tracker.{key}={value!r} has no effect with tracker={self.name}. Use tracker=wandb.")
         if self.mode is not None:
             choice("tracker.mode", self.mode, ("online", "offline"))
@@ -477,6 +482,7 @@ def typed(config: DictConfig, algo_schema: type) -> Run:
     except OmegaConfBaseException as error:
         raise ConfigError(_first_line(error)) from None
     plain.pop("hydra", None)
+    no_secrets(plain)
     algo, task = plain.pop("algo"), plain.pop("task")
     if not isinstance(task, dict) or not task.get("_target_"):
         raise ConfigError("task has no _target_. Choose one: task=translate, or see docs/tasks.md for your own.")
@@ -484,6 +490,25 @@ def typed(config: DictConfig, algo_schema: type) -> Run:
     run["algo"] = build(algo_schema, algo, "algo")
     run["task"] = task
     return Run(**run)
+
+
+_SECRET = re.compile(r"(^|[_-])(api_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
+
+
+def no_secrets(settings: dict[str, Any], prefix: str = "") -> None:
+    """Raise ConfigError where a setting holds a secret: by its key, or because it is what a variable of such a name holds.
+
+    A run's settings are written to run.yaml and into checkpoints, and sent to W&B.
+    """
+    held = [value for name, value in os.environ.items() if _SECRET.search(name) and len(value) >= 8]
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            no_secrets(value, f"{prefix}{key}.")
+        elif isinstance(value, str) and value and (_SECRET.search(str(key)) or any(h in value for h in held)):
+            raise ConfigError(
+                f"{prefix}{key} holds a secret, and settings are written to run.yaml, into checkpoints and to W&B. Leave it "
+                "out, and let the code that needs it read an environment variable (os.environ)."
+            )
 
 
 def build(schema: type[T], values: dict[str, Any], prefix: str) -> T:

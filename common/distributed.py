@@ -11,15 +11,18 @@ import re
 import signal
 import sys
 import tempfile
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import transformers
 from torch import Tensor
+from tqdm import tqdm
 
 from common import hardware
 from common.config import ConfigError, Run
@@ -216,9 +219,20 @@ def _logging(context: Context) -> None:
     written.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(written)
     if context.main:
-        printed = logging.StreamHandler(sys.stdout)
+        printed = _Printed(sys.stdout)
         printed.setFormatter(_Plain())
         log.addHandler(printed)
+    else:  # what libraries warn of is the same on all ranks
+        warnings.simplefilter("ignore")
+        transformers.logging.set_verbosity_error()
+
+
+class _Printed(logging.StreamHandler[TextIO]):
+    """Prints above a progress bar, not into it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(self.stream):
+            super().emit(record)
 
 
 class _Plain(logging.Formatter):

@@ -1,6 +1,7 @@
 """The held-out measure: greedy completions of test examples, scored by the task's metrics."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from common.distributed import Context
 from common.models import encode_prompts
 from common.rollout import Completions, Sampler
 from common.tasks import Example, Task
+from common.tracking import Progress
 
 
 @dataclass
@@ -44,7 +46,8 @@ def evaluate(
 
         def complete(rows: int) -> Completions:
             sampler.rows = rows
-            return sampler.generate(prompts, greedy)
+            with watched(sampler, "evaluating", len(prompts), context):
+                return sampler.generate(prompts, greedy)
 
         made, sampler.rows = hardware.halving(complete, sampler.rows, floor=1)
         texts, generated = made.texts(tokenizer), made.generated
@@ -53,3 +56,24 @@ def evaluate(
     for rank, (part, _) in enumerate(parts):
         completions[rank :: context.world_size] = part
     return Evaluation(task.metrics(examples, completions), completions, sum(count for _, count in parts))
+
+
+@contextmanager
+def watched(sampler: Sampler, what: str, total: int, context: Context) -> Iterator[None]:
+    """On rank 0, a progress line of what `sampler` completes in the block: `total` completions."""
+    if not context.main:
+        yield
+        return
+    line, done = Progress(what, total, unit="completion", brief=True), 0
+
+    def seen(rows: int) -> None:
+        nonlocal done
+        done += rows
+        line.to(done)
+
+    sampler.watch = seen
+    try:
+        yield
+    finally:
+        sampler.watch = None
+        line.close()

@@ -1,6 +1,7 @@
 """What every training loop needs around its steps: model and order of examples, checks, the ends of a run."""
 
 import json
+import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -15,6 +16,8 @@ from common.evaluation import Evaluation
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
 from common.tasks import Example, Task
 from common.tracking import Tracker
+
+log = logging.getLogger("clutch")
 
 
 def load(run: Run, task: Task, context: Context) -> tuple[Any, Any]:
@@ -183,6 +186,42 @@ def stopped(context: Context, step: int, steps: int | None) -> RunStopped:
     )
 
 
+def begin(
+    run: Run,
+    context: Context,
+    task: Task,
+    examples: list[Example],
+    state: dict[str, Any],
+    steps: int | None,
+    measure: Callable[[], Evaluation],
+) -> Tracker | None:
+    """Measure before the first step, unless the run is resumed. Returns the tracker, on rank 0.
+
+    Args: state: gets state["before"], the first evaluation; steps: of the whole run, None = a budget ends it.
+    """
+    if "before" not in state:
+        first = measure()
+        state["before"] = {"metrics": first.metrics, "completions": first.completions}
+        if context.main:
+            log.info("before: held-out %s %.2f", first.name, first.value)
+    if not context.main:
+        return None
+    tracker = Tracker(run, context.out_dir, steps, state["step"], state["tracker"])
+    metrics = state["before"]["metrics"]
+    tracker.measured(0, next(iter(metrics)), metrics)
+    tracker.completions("before", 0, report.completions(task, examples, state["before"]["completions"]))
+    return tracker
+
+
+def measured(
+    tracker: Tracker | None, task: Task, examples: list[Example], step: int, found: Evaluation
+) -> dict[str, Any]:
+    """Keep the completions of an evaluation after `step` steps, on rank 0. Returns what goes into the step's event."""
+    if tracker:
+        tracker.completions(f"step-{step:08d}", step, report.completions(task, examples, found.completions))
+    return {"metric": found.value, "metric_name": found.name, "metrics": found.metrics}
+
+
 def finish(
     run: Run,
     context: Context,
@@ -222,9 +261,13 @@ def finish(
         ended_by=ended_by,
     )
     if tracker:
-        tracker.summary({"before": result.before, "after": result.after})
-        tracker.close()
+        if iteration is None:  # RFT has measured after each
+            tracker.measured(tracker.step, last.name, last.metrics)
+        tracker.completions("after", tracker.step, report.completions(task, examples, last.completions))
+        tracker.summary(report.headline(result))
         models.export(model, tokenizer, context.out_dir / "model")
+        tracker.artifact("model", context.out_dir / "model", f"step-{state['step']}")
+        tracker.close()
         report.finish(result, task, examples, state["before"]["completions"], last.completions)
     context.barrier()
     return result

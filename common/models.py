@@ -76,7 +76,7 @@ def load(
     else:
         path, where = _source(config), f"model.path={config.path!r}"
     origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": False}
-    with _bars(progress and sys.stderr.isatty()):
+    with _bars(progress and config.path is not None and sys.stderr.isatty()):
         model = _model(config, path, where, origin, dtype)
         tokenizer = _tokenizer(config, path, where, origin)
     rows = model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportIndexIssue]

@@ -1,10 +1,12 @@
 """What a run leaves for people: the plan before it, the summary after it, run.yaml, result.json, completions."""
 
+import argparse
 import json
 import logging
 import platform
 import shutil
 import subprocess
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +18,9 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 
+from common import pages
 from common.checkpoint import write_text
-from common.config import Run
+from common.config import ConfigError, Run
 from common.distributed import Context
 from common.tasks import Example, Task, plain
 
@@ -99,13 +102,27 @@ def _commit() -> str | None:
     return head + ("+" if changed else "")
 
 
-def write_completions(out_dir: Path, name: str, rows: list[dict[str, Any]]) -> Path:
-    """RUN/completions/NAME.jsonl, one object a row."""
-    folder = out_dir / "completions"
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{name}.jsonl"
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return path
+def completions(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> list[dict[str, Any]]:
+    """What is kept of held-out completions, a row an example."""
+    return [
+        {"id": e.id, "prompt": task.prompt(e), "answer": e.answer, "completion": text}
+        for e, text in zip(examples, texts, strict=True)
+    ]
+
+
+def headline(result: Result) -> dict[str, Any]:
+    """The summary of a run for a tracker: the metric by its name, before and after, and what it took."""
+    return {
+        "before": result.before,
+        "after": result.after,
+        "gain": result.after - result.before,
+        "metric_name": result.metric,
+        **{f"after/{name}": value for name, value in result.metrics["after"].items()},
+        "steps": result.steps,
+        "seconds": result.seconds,
+        "generated_tokens": result.generated_tokens,
+        "reward_evaluations": result.reward_evaluations,
+    }
 
 
 def side_by_side(rows: list[dict[str, str]]) -> str:
@@ -138,13 +155,7 @@ def _visible(text: str) -> str:
 
 
 def finish(result: Result, task: Task, examples: Sequence[Example], before: list[str], after: list[str]) -> None:
-    """Write completions and result.json, and print the end of a run."""
-    for name, completions in (("before", before), ("after", after)):
-        rows = [
-            {"id": e.id, "prompt": task.prompt(e), "answer": e.answer, "completion": text}
-            for e, text in zip(examples, completions, strict=True)
-        ]
-        write_completions(Path(result.folder), name, rows)
+    """Write result.json and print the end of a run, with some completions side by side."""
     result.save()
     samples = [
         {"prompt": plain(task.prompt(e)), "before": old, "after": new, "answer": e.answer}
@@ -176,10 +187,11 @@ def profiled(run: Run, context: Context) -> Iterator[Callable[[], None]]:
 
 
 def summary(result: Result, samples: list[dict[str, str]], model: str | None = None) -> None:
-    """Print the end of a run: metric before and after, completions side by side, where everything is.
+    """Write the report, and print the end of a run: metric before and after, completions side by side, where all is.
 
     Args: model: where the model is and how to load it; None = a language model.
     """
+    reported = pages.write_or_warn(Path(result.folder))
     log.info("")
     if samples:
         log.info(side_by_side(samples))
@@ -199,8 +211,26 @@ def summary(result: Result, samples: list[dict[str, str]], model: str | None = N
             else {}
         ),
         "written to": result.folder,
+        **({"  report": f"{result.folder}/report.md (curves in plots/)"} if reported else {}),
         "  model": model or f"{result.folder}/model (load it with from_pretrained)",
         "  metrics": f"{result.folder}/metrics.jsonl",
         "  result": f"{result.folder}/result.json",
     }
     plan(rows)
+
+
+def main() -> int:
+    """Make the reports of run folders again. Exit codes: 0 done, 2 a mistake."""
+    parser = argparse.ArgumentParser("python -m common.report", description="Write RUN/report.md and RUN/plots again.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, of a killed run too")
+    try:
+        for folder in parser.parse_args().runs:
+            print(pages.write(folder))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

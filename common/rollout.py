@@ -11,7 +11,7 @@ sample does not depend on its neighbours, on the number of rows, or on where a r
 `model.generate`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -293,6 +293,7 @@ class Sampler:
         self.autocast = autocast
         self.forward = torch.compile(model, mode=compile_mode, dynamic=True) if compile_mode else model
         self.context = context_length(model)
+        self.watch: Callable[[int], None] | None = None  # told how many rows have just finished
         # Rows can share a prompt's keys where the attention is one that this module can stand in for. Not when compiled: who
         # shares with whom changes with every refill, and each shape would be compiled anew.
         self.shares = (
@@ -515,6 +516,8 @@ class _Grid:
         self.request[rows] = -1
         self.start[rows] = self.cache.column
         self.cache.first = int(self.start.min())
+        if self.sampler.watch:
+            self.sampler.watch(len(rows))
 
     def refill(self, free: Tensor, most: int) -> None:
         """Prefill `most` requests of each group and place them in free slots.

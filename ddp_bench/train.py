@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -114,8 +115,8 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> report.R
             traced()
             stopping = context.any(stop.name is not None)
             due = run.checkpoint.every and state["step"] % run.checkpoint.every == 0
-            if context.main and (due or stopping or event):
-                save(stepper, best, state)
+            if tracker and (due or stopping or event):
+                tracker.artifact("checkpoint", save(stepper, best, state), f"step-{step + 1}")
             if stopping and state["step"] < steps:
                 context.barrier()
                 raise loop.stopped(context, step, steps)
@@ -143,10 +144,10 @@ def evaluate(model: Any, rows: Rows, chosen: Sequence[int], context: Context, st
     return context.sum(found.to(context.device.device)).cpu()
 
 
-def save(stepper: Stepper, best: dict[str, Tensor], state: dict[str, Any]) -> None:
-    """Write a checkpoint with all that the next step needs, and the best weights so far."""
+def save(stepper: Stepper, best: dict[str, Tensor], state: dict[str, Any]) -> Path:
+    """Write a checkpoint with all that the next step needs, and the best weights so far. Returns its folder."""
     weights = {name: parameter.detach() for name, parameter in stepper.model.named_parameters()}
-    checkpoint.save(
+    return checkpoint.save(
         stepper.context.out_dir / "checkpoints",
         state["step"],
         weights | {f"{BEST}{name}": tensor for name, tensor in best.items()},
@@ -252,9 +253,10 @@ def finish(
         metrics={"before": before, "after": after, **({"validation": state["best"]} if state["best"] else {})},
     )
     if tracker:
-        tracker.summary({"before": result.before, "after": result.after})
-        tracker.close()
+        tracker.summary(report.headline(result))
         models.export(stepper.model, run.algo.model, task.classes, tokenizer, context.out_dir / "model")
+        tracker.artifact("model", context.out_dir / "model", f"step-{state['step']}")
+        tracker.close()
         predictions = probabilities.argmax(1)
         table = confusion(labels, predictions, len(task.classes))
         content = {"classes": task.classes, "rows_are": "true class", "table": table.tolist()}

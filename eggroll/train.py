@@ -13,6 +13,7 @@ import math
 import time
 from contextlib import closing
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from common.rollout import Completions, Sampler
 from common.scoring import Scorer
 from common.signals import EXIT_NUMBERS, RunStopped, StopSignal
 from common.tasks import Example, Task, build
-from common.tracking import Phases, Tracker, closed_on_error
+from common.tracking import Phases, closed_on_error
 from eggroll.config import EggrollConfig, check_switches
 from eggroll.fitness import fitness
 from eggroll.noise import Noise
@@ -72,12 +73,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     def measure() -> Any:
         return evaluate(sampler, tokenizer, task, held_out, settings.sampling.max_new_tokens, context)
 
-    if "before" not in state:
-        first = measure()
-        state["before"] = {"metrics": first.metrics, "completions": first.completions}
-        if context.main:
-            log.info("before: held-out %s %.2f", first.name, first.value)
-    tracker = Tracker(run, context.out_dir, settings.steps, state["step"], state["tracker"]) if context.main else None
+    tracker = loop.begin(run, context, task, held_out, state, settings.steps, measure)
     loop.start_line(tracker, run, state, settings.steps)
     spending = loop.Spending(run, context, state["generated"], state["seconds"])
     last = spending.spent or state["step"] == settings.steps
@@ -123,7 +119,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             if spending.evaluation_due(step + 1) and not last:
                 with phases("evaluate"):
                     seen = measure()
-                event |= {"metric": seen.value, "metric_name": seen.name, "metrics": seen.metrics}
+                event |= loop.measured(tracker, task, held_out, step + 1, seen)
             if tracker:
                 tracker.log(
                     {
@@ -149,8 +145,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                 state["tracker"] = tracker.state()
             stopping = context.any(stop.name is not None)
             due = run.checkpoint.every and (step + 1) % run.checkpoint.every == 0
-            if context.main and (due or stopping or last):
-                weights.save(run, context, state)
+            if tracker and (due or stopping or last):
+                tracker.artifact("checkpoint", weights.save(run, context, state), f"step-{step + 1}")
             context.barrier()
             traced()
             if stopping:
@@ -309,11 +305,11 @@ class Weights:
             started += initial.square().sum().cpu()
         return float((moved / started.clamp(min=1e-30)).sqrt())
 
-    def save(self, run: Run, context: Context, state: dict[str, Any]) -> None:
-        """Write a checkpoint with all that the next step needs."""
+    def save(self, run: Run, context: Context, state: dict[str, Any]) -> Path:
+        """Write a checkpoint with all that the next step needs. Returns its folder."""
         extra = {"optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}}
         tensors = {name: master.detach() for name, master in self.masters.items()}
-        checkpoint.save(
+        return checkpoint.save(
             context.out_dir / "checkpoints",
             state["step"],
             tensors,

@@ -14,6 +14,7 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from common.evaluation import evaluate
 from common.rollout import Sampler
 from common.signals import EXIT_NUMBERS, RunStopped, StopSignal
 from common.tasks import Task, build
-from common.tracking import Phases, Tracker, closed_on_error
+from common.tracking import Phases, closed_on_error
 from grpo.config import GrpoConfig, check_switches
 from grpo.groups import Group, Roller
 from grpo.loss import Counts, advantages, policy_loss
@@ -85,12 +86,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     def measure() -> Any:
         return evaluate(sampler, tokenizer, task, held_out, settings.sampling.max_new_tokens, context)
 
-    if "before" not in state:
-        first = measure()
-        state["before"] = {"metrics": first.metrics, "completions": first.completions}
-        if context.main:
-            log.info("before: held-out %s %.2f", first.name, first.value)
-    tracker = Tracker(run, context.out_dir, settings.steps, state["step"], state["tracker"]) if context.main else None
+    tracker = loop.begin(run, context, task, held_out, state, settings.steps, measure)
     loop.start_line(tracker, run, state, settings.steps)
     spending = loop.Spending(run, context, state["generated"], state["seconds"])
     with (
@@ -125,7 +121,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                 if spending.evaluation_due(step + 1) and step + 1 != settings.steps and not trouble:
                     with phases("evaluate"):
                         held = measure()
-                    event = {"metric": held.value, "metric_name": held.name, "metrics": held.metrics}
+                    event = loop.measured(tracker, task, held_out, step + 1, held)
                 if tracker:
                     new = rollout.generated if step == first_step else 0
                     tracker.log(
@@ -157,8 +153,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             last = spending.spent or done == settings.steps
             if due or stopping or last:
                 with phases("checkpoint"):  # in the next step's record
-                    if context.main:
-                        policy.save(state)
+                    if tracker:
+                        tracker.artifact("checkpoint", policy.save(state), f"step-{done}")
                     context.barrier()
             if stopping and not last:
                 raise loop.stopped(context, done - 1, settings.steps)
@@ -277,9 +273,9 @@ class Policy:
                 totals[name] += value
         return {name: value.item() for name, value in totals.items()}
 
-    def save(self, state: dict[str, Any]) -> None:
-        """Write a checkpoint with all that the next step needs."""
-        checkpoint.save(
+    def save(self, state: dict[str, Any]) -> Path:
+        """Write a checkpoint with all that the next step needs. Returns its folder."""
+        return checkpoint.save(
             self.context.out_dir / "checkpoints",
             state["step"],
             {name: parameter.detach() for name, parameter in self.model.named_parameters()},

@@ -6,6 +6,7 @@ from typing import Any
 from common import hardware, models
 from common.config import Run
 from common.distributed import Context
+from common.evaluation import watched
 from common.rollout import Completions, Sampler
 from common.scoring import Scorer
 from common.tasks import Example, Task
@@ -32,13 +33,14 @@ def pass_rates(
 
         def sample(rows: int) -> Completions:
             sampler.rows = rows
-            return sampler.generate(
-                prompts,
-                settings.sampling,
-                samples_per_prompt=count,
-                seed=run.seed,
-                prompt_ids=[example.id for example in mine],
-            )
+            with watched(sampler, f"pass@{count}", len(mine) * count, context):
+                return sampler.generate(
+                    prompts,
+                    settings.sampling,
+                    samples_per_prompt=count,
+                    seed=run.seed,
+                    prompt_ids=[example.id for example in mine],
+                )
 
         made, sampler.rows = hardware.halving(sample, sampler.rows, floor=1)
         repeated = [example for example in mine for _ in range(count)]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from common import hardware, logprobs, loop, models, optim, precision, report, resume
+from common import hardware, logprobs, loop, models, optim, pages, precision, report, resume
 from common.checkpoint import write_text
 from common.config import BudgetConfig, ConfigError, ModelConfig, Run
 from common.distributed import Context
@@ -156,7 +156,10 @@ class Stages:
         selection = self._selection(iteration)
         stats, folder = selection.stats, self._folder(iteration)
         if self.context.main:
-            _write(folder / "selected.json", {"made_with": asdict(self.settings.select), **stats})
+            fresh = json.loads(json.dumps({"made_with": asdict(self.settings.select), **stats}))
+            if fresh != _read(folder / "selected.json"):  # else a run that was killed has logged it
+                self._write({"stage": "select", "iteration": iteration, **stats})
+            _write(folder / "selected.json", fresh)
             rows = [record for kept in selection.kept.values() for record in kept]
             text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in rows)
             (folder / "selected.jsonl").write_text(text, encoding="utf-8")
@@ -251,6 +254,8 @@ class Stages:
                 {"made_with": record, "steps": tuner.done, "completions": selection.stats["kept"]},
             )
             models.export(self.model, self.tokenizer, folder / "model")
+            if self.tracker:
+                self.tracker.artifact("model", folder / "model", f"iteration-{iteration}")
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         self.loaded = iteration
         self._prepare()
@@ -285,21 +290,22 @@ class Stages:
             _write(path, found)
         self._tell(found)
         self.context.barrier()
-        self.step += 1
+        self._write(
+            {
+                "stage": "evaluate",
+                "iteration": iteration,
+                "evaluate_seconds": time.perf_counter() - started,
+                "metric": held_out.value,
+                "metric_name": held_out.name,
+                "metrics": found["metrics"],
+                "validation": validation,
+                **self.used,
+            }
+        )
         if self.tracker:
-            self.tracker.write(
-                {
-                    "step": self.step,
-                    "stage": "evaluate",
-                    "iteration": iteration,
-                    "evaluate_seconds": time.perf_counter() - started,
-                    "metric": held_out.value,
-                    "metric_name": held_out.name,
-                    "metrics": found["metrics"],
-                    "validation": validation,
-                    **self.used,
-                }
-            )
+            rows = report.completions(self.task, self.prompts.held_out, held_out.completions)
+            name = f"iteration-{iteration}" if iteration else "before"
+            self.tracker.completions(name, self.step, rows)
         if self._stopping() and self.settings.stage == "all":
             raise self._stopped(iteration, "evaluate")
         return found
@@ -318,6 +324,10 @@ class Stages:
         if self.tracker:
             self.tracker.close()
         if self.context.main:
+            if (
+                self.written == self.context.out_dir
+            ):  # shards run side by side: python -m common.report when all are done
+                pages.write_or_warn(self.context.out_dir)
             after = STAGES[(STAGES.index(self.settings.stage) + 1) % len(STAGES)]
             log.info("%s is done; %s. Next: algo.stage=%s", self.settings.stage, self.context.out_dir, after)
 
@@ -530,6 +540,12 @@ class Stages:
     def _begin(self, what: str, total: int, done: int, unit: str) -> None:
         if self.tracker:
             self.tracker.begin(what, total, done, unit)
+
+    def _write(self, event: dict[str, Any]) -> None:
+        """An event that moves no progress line."""
+        self.step += 1
+        if self.tracker:
+            self.tracker.write({"step": self.step, **event})
 
     def _log(self, event: dict[str, Any], done: int, shown: str) -> None:
         """An event of sampling or fine-tuning, with its progress line."""

@@ -126,7 +126,8 @@ def test_a_run_puts_everything_into_its_folder(launch, in_cache, tmp_path):
     done = launch(*FAST, f"hydra.run.dir={out}", env={"PYTHONPATH": str(poison)})
     assert {path.name for path in tmp_path.iterdir()} == {"mine", "poison"}
     assert {path.name for path in out.iterdir()} == {
-        *(".hydra", "run.yaml", "run.log", "metrics.jsonl", "result.json", "checkpoints", "completions", "model")
+        *(".hydra", "run.yaml", "run.log", "metrics.jsonl", "result.json", "checkpoints", "completions", "model"),
+        *("report.md", "plots", "evaluations.jsonl"),
     }
     result = json.loads((out / "result.json").read_text())
     assert set(result) >= {

@@ -324,7 +324,10 @@ def test_two_iterations_teach_the_letters(letters, tmp_path):
         assert all(row["accepted"] and row["finished"] and row["reward"] == 1 for row in rows)
     assert result.reward_evaluations == len(samples(folder, 1)) + len(samples(folder, 2))
     stages = [event["stage"] for event in events(folder)]
-    assert [k for k, _ in itertools.groupby(stages)] == ["evaluate", *(["generate", "finetune", "evaluate"] * 2)]
+    assert [k for k, _ in itertools.groupby(stages)] == [
+        "evaluate",
+        *(["generate", "select", "finetune", "evaluate"] * 2),
+    ]
     assert [event["step"] for event in events(folder)] == list(range(1, len(stages) + 1))
     model, _ = result.model_and_tokenizer()
     assert torch.equal(model.state_dict()["model.norm.weight"], weights(folder)["model.norm.weight"])
