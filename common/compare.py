@@ -179,13 +179,14 @@ def _measures(runs: Sequence[Run]) -> Iterator[tuple[str, dict[str, list[Run]]]]
     yield from kinds.items()
 
 
-def table(settings: dict[str, list[Run]]) -> list[dict[str, str]]:
-    """A row a setting."""
+def table(settings: dict[str, list[Run]], narrow: bool = False) -> list[dict[str, str]]:
+    """A row a setting. narrow: for a terminal, costs without their spread."""
     rows = []
     for setting, runs in settings.items():
 
         def column(key: str, text: Callable[[float], str], runs: list[Run] = runs) -> str:
-            return spread([run.result[key] for run in runs], text)
+            values = [run.result[key] for run in runs]
+            return text(statistics.fmean(values)) if narrow and key in COSTS else spread(values, text)
 
         rows.append(
             {
@@ -208,8 +209,8 @@ def table(settings: dict[str, list[Run]]) -> list[dict[str, str]]:
 def report(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> None:
     """Write comparison.md, .csv and .png into `out`, and print the table and what has no result."""
     for kind, settings in _measures(runs):
-        print(f"held-out {kind}, mean ± standard deviation over the runs of a setting\n")
-        print(side_by_side(table(settings)) + "\n")
+        print(f"held-out {kind}, mean ± deviation over the runs of a setting\n")
+        print(side_by_side(table(settings, narrow=True)) + "\n")
     for failure in failures:
         print(f"{_state(failure)}: {failure.folder}{_described(failure)}: {failure.error}")
     if not runs:

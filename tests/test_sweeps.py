@@ -204,6 +204,17 @@ def test_submitit_runs_jobs_side_by_side_that_share_the_tiny_model(launch, tmp_p
     assert len([path for path in (tmp_path / "fresh").iterdir() if path.is_dir()]) == 1
 
 
+@pytest.mark.slurm
+def test_submitit_sends_a_sweep_to_slurm(launch, tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    if shutil.which("sinfo") is None or subprocess.run(["sinfo"], capture_output=True).returncode:
+        pytest.skip("no Slurm is up")
+    given = [f"hydra.launcher.{text}" for text in ("mem_gb=2", "cpus_per_task=1", "timeout_min=10")]
+    launch("-m", "hydra/launcher=submitit_slurm", *given, *SMALL, "seed=1,2", env={"PYTHONPATH": str(ROOT)})
+    (sweep,) = (tmp_path / "multirun").iterdir()
+    assert re.search(r"^\| eggroll \| 2 \| ", (sweep / "comparison.md").read_text(), flags=re.M)
+
+
 def job(folder: Path, number: int, seed: int, after: float, tokens: int, middle: bool = True, **given: str) -> Path:
     """A run folder as a sweep leaves it, with two steps of a second each."""
     here = folder / str(number)
