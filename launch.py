@@ -11,8 +11,8 @@ Imports no torch: that happens in the worker, so `--help` and `--cfg job` answer
 import os
 import re
 import sys
+import traceback
 from dataclasses import fields, is_dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from common import sweep
 from common.config import ConfigError, Run, choice, typed, unknown_key
-from common.signals import EXIT_CONFIG, EXIT_INTERRUPTED, RunStopped
+from common.signals import EXIT_CONFIG, EXIT_CRASH, EXIT_INTERRUPTED, EXIT_SIGNAL, RunStopped
+from conf import resolvers
+from conf.resolvers import DEFAULT_TASKS
 from ddp_bench.config import ClassifyConfig
 from eggroll.config import EggrollConfig
 from grpo.config import GrpoConfig
@@ -41,14 +44,12 @@ ALGORITHMS: dict[str, type] = {
     "classify": ClassifyConfig,
 }
 
-# The task of each where none is chosen.
-DEFAULT_TASKS = {"eggroll": "translate", "grpo": "chess", "rft": "units", "classify": "topics"}
-
 # Settings of language models that train from rewards, which mean nothing to classify.
 NOT_FOR_CLASSIFY = {
     "model": "the sizes are algo.model.*",
     "scoring": "there are no rewards",
     "evaluate": "it evaluates after each epoch",
+    "budget": "it generates nothing, and algo.epochs ends it",
 }
 
 # Settings of training, which mean nothing where algo.scaling measures steps or algo.predict predicts them.
@@ -58,43 +59,13 @@ CONF = Path(__file__).resolve().parent / "conf"
 CLASS_TASKS = "ddp_bench.tasks."  # where the class tasks of this project are; the other tasks have rewards
 
 
-def started() -> str:
-    """Time stamp for the run folder; the same for all ranks that one torchrun started on this node."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return "torchrun_" + datetime.fromtimestamp(os.stat(f"/proc/{os.getppid()}").st_ctime).strftime(
-            "%Y-%m-%d_%H-%M-%S-%f"
-        )
-    return _STARTED
-
-
-_STARTED = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
-
-
-def rank0_only(text: str) -> str | None:
-    """`text` on rank 0, None elsewhere, so that one rank alone writes .hydra/."""
-    return text if int(os.environ.get("RANK", "0")) == 0 else None
-
-
-def from_environment(name: str, default: int) -> int:
-    """The integer in an environment variable, or `default` where it is not set. Raises: ConfigError."""
-    text = os.environ.get(name, "")
-    if not text:
-        return default
-    if not text.isascii() or not text.isdigit():
-        raise ConfigError(f"the environment variable {name}={text!r} is no number. Set it to one, or unset it.")
-    return int(text)
-
-
 def register() -> None:
     """Tell Hydra the schemas and resolvers; safe to call again."""
     store = ConfigStore.instance()
     store.store(name="run_schema", node=Run)
     for name, schema in ALGORITHMS.items():
         store.store(group="schema/algo", name=name, node=schema)
-    OmegaConf.register_new_resolver("clutch_started", started, replace=True)
-    OmegaConf.register_new_resolver("clutch_task", lambda algo: DEFAULT_TASKS.get(algo, "translate"), replace=True)
-    OmegaConf.register_new_resolver("clutch_rank0", rank0_only, replace=True)
-    OmegaConf.register_new_resolver("clutch_env", from_environment, replace=True)
+    resolvers.register()
 
 
 def to_run(config: DictConfig, overrides: list[str]) -> Run:
@@ -186,19 +157,31 @@ def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
 
 @hydra.main(config_path="conf", config_name="config", version_base="1.3")
 def _main(config: DictConfig) -> None:
+    settings = HydraConfig.get()
+    folder = Path(settings.runtime.output_dir)
     try:
-        train(to_run(config, list(HydraConfig.get().overrides.task)), HydraConfig.get().runtime.output_dir)
+        train(to_run(config, list(settings.overrides.task)), folder)
     except (ConfigError, RunStopped) as error:
-        if HydraConfig.get().mode == RunMode.RUN:
-            sys.exit(_end(error))  # past Hydra, which would print a line of its own first
-        raise  # a sweep goes on with its other jobs, and Hydra names this one
+        code = _end(error)
+        here = settings.runtime.choices["hydra/launcher"] == "basic"
+        if settings.mode == RunMode.RUN or (code == EXIT_SIGNAL and here):  # who stops a job wants the sweep to stop
+            sys.exit(code)  # past Hydra, which would print a line of its own first
+        sweep.failed(folder, code, str(error))
+    except Exception as error:
+        if settings.mode == RunMode.RUN:
+            raise
+        traceback.print_exc()
+        sweep.failed(folder, EXIT_CRASH, f"{type(error).__name__}: {error}")
 
 
 def main() -> None:
-    """The command line. Exit codes: 0 done, 2 a mistake in the configuration, others in common/signals.py."""
+    """The command line. Exit codes: 0 done, 2 a mistake in the configuration, others in common/signals.py.
+
+    A sweep goes on after a job that fails, and exits with the code of the first that did.
+    """
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, to be worded for users
-    arguments = sys.argv[1:] = opened(sys.argv[1:])
+    arguments = sys.argv[1:] = opened(located(sys.argv[1:]))
     try:
         check_groups(arguments)
         if not {"--cfg", "-c", "--help", "-h", "--info", "-i"} & set(arguments):
@@ -208,6 +191,15 @@ def main() -> None:
         sys.exit(_end(error))
     except HYDRA_ERRORS as error:
         sys.exit(_end(ConfigError(explain(error, arguments, _config_dir(arguments)))))
+    except Exception as error:
+        if not type(error).__module__.startswith("submitit."):
+            raise
+        print(
+            f"error: a job of the sweep ended without a word (killed, or out of time): {str(error).splitlines()[0]}\n"
+            "Others may go on. When they have ended: python -m common.compare SWEEP_FOLDER",
+            file=sys.stderr,
+        )
+        sys.exit(EXIT_CRASH)
     except KeyboardInterrupt:  # before the first step or after the last one, where there is nothing to save
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
@@ -232,6 +224,18 @@ def check_folder(arguments: list[str]) -> None:
                 raise ConfigError(
                     f"hydra.run.dir={value} cannot be made: {error.strerror}. Choose another folder."
                 ) from None
+
+
+def located(arguments: list[str]) -> list[str]:
+    """The arguments, with a relative --config-path that is a folder here made absolute: Hydra would start at launch.py's."""
+    found = list(arguments)
+    for position, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if flag in ("--config-path", "-cp") and equals and Path(value).is_dir():
+            found[position] = f"{flag}={Path(value).resolve()}"
+        elif flag in ("--config-path", "-cp") and not equals and Path(*arguments[position + 1 : position + 2]).is_dir():
+            found[position + 1] = str(Path(arguments[position + 1]).resolve())
+    return found
 
 
 def _config_dir(arguments: list[str]) -> str | None:

@@ -91,8 +91,16 @@ class ScheduleConfig:
         if self.kind == "exponential" and self.end == 0:
             raise ConfigError("schedule.end=0 is out of range for schedule.kind=exponential. Give a value above 0.")
 
-    def factor(self, step: int, steps: int) -> float:
-        """The factor at 0-based `step` of `steps`."""
+    @property
+    def changes(self) -> bool:
+        """Whether the factor is not always 1."""
+        return self.kind != "constant"
+
+    def factor(self, step: int, steps: int | None) -> float:
+        """The factor at 0-based `step` of `steps`; None = a number that is not known, for a constant."""
+        if steps is None:
+            assert not self.changes, "Run checks it"
+            return 1.0
         progress = step / max(1, steps - 1)
         if self.kind == "linear":
             return 1 + (self.end - 1) * progress
@@ -119,12 +127,43 @@ class OptimizerConfig:
 class EvaluateConfig:
     """The held-out measure."""
 
-    every: int  # steps; 0 = only before and after
+    every: int | None  # steps; 0 = only before and after; null = at each tenth of the budget
     examples: int  # how many held-out examples
 
     def __post_init__(self) -> None:
-        at_least("evaluate.every", self.every, 0)
+        if self.every is not None:
+            at_least("evaluate.every", self.every, 0)
         at_least("evaluate.examples", self.examples, 1)
+
+
+@dataclass(kw_only=True)
+class BudgetConfig:
+    """What training may use: sampling, rewards and updates, without evaluation and pre-training. null = no limit."""
+
+    tokens: int | None  # generated, by all ranks
+    seconds: float | None  # as result.json counts them
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if getattr(self, item.name) is not None:
+                above(f"budget.{item.name}", getattr(self, item.name), 0)
+
+    @property
+    def given(self) -> bool:
+        """Whether there is one."""
+        return self.tokens is not None or self.seconds is not None
+
+    def limits(self) -> dict[str, str]:
+        """What is given, as text by key: {"tokens": "budget.tokens=200000"}."""
+        given = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: f"budget.{name}={limit:.12g}" for name, limit in given.items() if limit is not None}
+
+    def nearest(self, tokens: int, seconds: float) -> tuple[float, str]:
+        """The share that is used of the limit that is nearest to its end, and that limit; 0 where there is no budget."""
+        used = {"tokens": tokens, "seconds": seconds}
+        return max(
+            ((used[name] / getattr(self, name), text) for name, text in self.limits().items()), default=(0.0, "")
+        )
 
 
 @dataclass(kw_only=True)
@@ -401,6 +440,7 @@ class Run:
 
     seed: int
     resume: str  # no | auto | a run folder
+    budget: BudgetConfig
     evaluate: EvaluateConfig
     checkpoint: CheckpointConfig
     scoring: ScoringConfig
@@ -415,6 +455,15 @@ class Run:
         at_least("seed", self.seed, 0)
         if self.seed >= 2**63:
             raise ConfigError(f"seed={self.seed} is too large. Give a value below 2**63.")
+        for key in ("steps", "iterations"):
+            if getattr(self.algo, key, 0) is None and not self.budget.given:
+                raise ConfigError(f"algo.{key} is null, so nothing ends the run. Give a number, or a budget.")
+        scheduled = [f.name for f in fields(self.algo) if getattr(getattr(self.algo, f.name), "changes", False)]
+        if scheduled and getattr(self.algo, "steps", 0) is None:
+            raise ConfigError(
+                f"algo.{scheduled[0]} goes over algo.steps, which a budget leaves open. Give algo.steps too; the budget may "
+                "end the run earlier."
+            )
 
 
 # --- conversion --------------------------------------------------------------------------------------------------

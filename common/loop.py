@@ -115,10 +115,72 @@ def not_finite(context: Context, step: int, what: str, value: float, example: Ex
     )
 
 
-def stopped(context: Context, step: int, steps: int) -> RunStopped:
+class Spending:
+    """What of `run.budget` is used, on every rank alike. Without a budget nothing ever is.
+
+    Args: tokens, seconds: what the run used before it was interrupted.
+    """
+
+    def __init__(self, run: Run, context: Context, tokens: int, seconds: float) -> None:
+        self.run, self.context = run, context
+        self.before, self.share = 0.0, 0.0
+        self.add(tokens, seconds)
+
+    def add(self, tokens: int, seconds: float) -> bool:
+        """Take note of what is used in all. Returns whether the budget is spent."""
+        found = self.run.budget.nearest(tokens, seconds)
+        if self.run.budget.seconds is not None:  # clocks of ranks differ
+            found = max(self.context.gather_objects(found))
+        self.before, (self.share, self.limit) = self.share, found
+        return self.spent
+
+    @property
+    def spent(self) -> bool:
+        """Whether the run is to end."""
+        return self.share >= 1
+
+    @property
+    def ended_by(self) -> str | None:
+        """For result.json: the limit that ended the run; None where it is not spent."""
+        return self.limit if self.spent else None
+
+    def evaluation_due(self, step: int) -> bool:
+        """Whether to measure after 1-based `step`, apart from the end of the run."""
+        every = self.run.evaluate.every
+        if every is not None:
+            return every > 0 and step % every == 0 and not self.spent
+        return int(TENTHS * self.share) > int(TENTHS * self.before) and not self.spent
+
+
+TENTHS = 10
+
+
+def start_line(tracker: Tracker | None, run: Run, state: dict[str, Any], steps: int | None) -> None:
+    """Where a budget and not `steps` ends the run, let the progress line count what is used of it."""
+    if tracker and steps is None:
+        unit = "token" if run.budget.tokens is not None else "second"
+        tracker.begin("", round(getattr(run.budget, f"{unit}s")), done(run, state, steps) or 0, unit)
+
+
+def done(run: Run, state: dict[str, Any], steps: int | None) -> int | None:
+    """How far the progress line of `start_line` is; None = the step."""
+    if steps is not None:
+        return None
+    return state["generated"] if run.budget.tokens is not None else round(state["seconds"])
+
+
+def length(run: Run, count: int | None, what: str) -> str:
+    """For the plan, how long a run is: "60 steps", "60 steps, or budget.tokens=200000", "steps until budget.tokens=200000"."""
+    limits = list(run.budget.limits().values())
+    if count is None:
+        return f"{what} until {' or '.join(limits)}"
+    return " or ".join([f"{count} {what}", *limits])
+
+
+def stopped(context: Context, step: int, steps: int | None) -> RunStopped:
     """The end of a run by a signal, after saving. step: 0-based, the last one done."""
     return RunStopped(
-        f"stopped after step {step + 1} of {steps}, saved in {context.out_dir}/checkpoints. "
+        f"stopped after step {step + 1}{f' of {steps}' if steps else ''}, saved in {context.out_dir}/checkpoints. "
         f"Go on with hydra.run.dir={context.out_dir} resume=auto.",
         EXIT_SIGNAL,
     )
@@ -130,12 +192,12 @@ def begin(
     task: Task,
     examples: list[Example],
     state: dict[str, Any],
-    steps: int,
+    steps: int | None,
     measure: Callable[[], Evaluation],
 ) -> Tracker | None:
     """Measure before the first step, unless the run is resumed. Returns the tracker, on rank 0.
 
-    Args: state: gets state["before"], the first evaluation; steps: of the whole run.
+    Args: state: gets state["before"], the first evaluation; steps: of the whole run, None = a budget ends it.
     """
     if "before" not in state:
         first = measure()
@@ -172,10 +234,11 @@ def finish(
     dtype: str,
     tracker: Tracker | None,
     iteration: int | None = None,
+    ended_by: str | None = None,
 ) -> report.Result:
     """The end of a run that did all its steps: result, export, summary.
 
-    Args: state: state["before"] is the first evaluation; iteration: see report.Result.
+    Args: state: state["before"] is the first evaluation; iteration, ended_by: see report.Result.
     """
     before = state["before"]["metrics"]
     result = report.Result(
@@ -195,6 +258,7 @@ def finish(
         folder=str(context.out_dir),
         metrics={"before": before, "after": last.metrics},
         iteration=iteration,
+        ended_by=ended_by,
     )
     if tracker:
         if iteration is None:  # RFT has measured after each

@@ -51,6 +51,9 @@ class Result:
     folder: str
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)  # before and after, all measures
     iteration: int | None = None  # of RFT, whose model this is; 0 = the base's: none was better
+    ended_by: str | None = (
+        None  # the setting that ended the run, such as budget.tokens=200000; None = it did all its steps
+    )
 
     def model_and_tokenizer(self) -> tuple[Any, Any]:
         """The trained model and its tokenizer, loaded from RUN/model."""
@@ -200,7 +203,8 @@ def summary(result: Result, samples: list[dict[str, str]], model: str | None = N
             for name, value in result.metrics["before"].items()
             if name != result.metric and name in result.metrics["after"]
         },
-        "steps": f"{result.steps} in {result.seconds:.0f} s",
+        "steps": f"{result.steps} in {result.seconds:.0f} s"
+        + (f", ended by {result.ended_by}" if result.ended_by else ""),
         **(
             {"generated": f"{result.generated_tokens:,} tokens, {result.reward_evaluations:,} rewards"}
             if result.generated_tokens

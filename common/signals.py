@@ -7,6 +7,7 @@ import time
 from types import FrameType
 from typing import Any
 
+EXIT_CRASH = 1  # what Python exits with after a traceback
 EXIT_CONFIG = 2  # a mistake in the configuration; nothing was run
 EXIT_NUMBERS = 3  # NaN or infinity in rewards, fitness or weights; the last good checkpoint stands
 EXIT_INTERRUPTED = 130  # Ctrl-C where there is nothing to save: before the first step, or after the last

@@ -41,7 +41,7 @@ class EggrollConfig:
     """Settings of EGGROLL; what each does stands beside its value in conf/algo/eggroll.yaml."""
 
     name: str
-    steps: int
+    steps: int | None
     members: int
     prompts_per_step: int
     samples_per_prompt: int
@@ -60,7 +60,8 @@ class EggrollConfig:
     sampling: SamplingConfig
 
     def __post_init__(self) -> None:
-        at_least("algo.steps", self.steps, 1)
+        if self.steps is not None:
+            at_least("algo.steps", self.steps, 1)
         at_least("algo.members", self.members, 2)
         for key in ("prompts_per_step", "samples_per_prompt", "rank", "noise_reuse"):
             at_least(f"algo.{key}", getattr(self, key), 1)

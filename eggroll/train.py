@@ -74,8 +74,11 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         return evaluate(sampler, tokenizer, task, held_out, settings.sampling.max_new_tokens, context)
 
     tracker = loop.begin(run, context, task, held_out, state, settings.steps, measure)
+    loop.start_line(tracker, run, state, settings.steps)
+    spending = loop.Spending(run, context, state["generated"], state["seconds"])
+    last = spending.spent or state["step"] == settings.steps
     compiling: dict[str, float] = {}
-    if run.opt.compile.enabled and state["step"] < settings.steps:
+    if run.opt.compile.enabled and not last:
         # A rehearsal whose rewards are thrown away, so that the first step's time is that of a step.
         began = time.perf_counter()
         rehearsed = order.take(state["step"] * settings.prompts_per_step, settings.prompts_per_step)
@@ -89,7 +92,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         StopSignal() as stop,
         report.profiled(run, context) as traced,
     ):
-        for step in range(state["step"], settings.steps):
+        while not last:
+            step = state["step"]
             started, phases = time.perf_counter(), Phases()
             sigma = settings.sigma * settings.sigma_schedule.factor(step, settings.steps)
             lr = settings.lr * settings.lr_schedule.factor(step, settings.steps)
@@ -111,7 +115,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             compiling = {}
             seconds = time.perf_counter() - started  # of training: an evaluation's tokens are not counted either
             state["seconds"] += seconds
-            if run.evaluate.every and (step + 1) % run.evaluate.every == 0 and step + 1 < settings.steps:
+            last = spending.add(state["generated"], state["seconds"]) or step + 1 == settings.steps
+            if spending.evaluation_due(step + 1) and not last:
                 with phases("evaluate"):
                     seen = measure()
                 event |= loop.measured(tracker, task, held_out, step + 1, seen)
@@ -134,19 +139,23 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                         "samples_per_second": rewards.numel() / seconds,
                         "peak_memory_gb": hardware.peak_memory_gb(device),
                         **event,
-                    }
+                    },
+                    loop.done(run, state, settings.steps),
                 )
                 state["tracker"] = tracker.state()
             stopping = context.any(stop.name is not None)
             due = run.checkpoint.every and (step + 1) % run.checkpoint.every == 0
-            if tracker and (due or stopping or step + 1 == settings.steps):
+            if tracker and (due or stopping or last):
                 tracker.artifact("checkpoint", weights.save(run, context, state), f"step-{step + 1}")
             context.barrier()
             traced()
             if stopping:
                 raise loop.stopped(context, step, settings.steps)
 
-    return loop.finish(run, context, task, model, tokenizer, held_out, state, measure(), numbers.name, tracker)
+    return loop.finish(
+        *(run, context, task, model, tokenizer, held_out, state, measure(), numbers.name, tracker),
+        ended_by=spending.ended_by,
+    )
 
 
 class Population:
@@ -365,7 +374,7 @@ def plan(
     compiled = f", compiled ({run.opt.compile.mode})" if run.opt.compile.enabled else ""
     report.plan(
         {
-            "algorithm": f"eggroll, {settings.steps} steps, rank {settings.rank}, sigma {settings.sigma:g}, lr {settings.lr:g}",
+            "algorithm": f"eggroll, {loop.length(run, settings.steps, 'steps')}, rank {settings.rank}, sigma {settings.sigma:g}, lr {settings.lr:g}",
             "task": f"{getattr(task, 'name', type(task).__name__)}: {len(order.examples):,} training examples, {len(held_out)} held out",
             "model": f"{run.model.path or run.model.name}, {size / 1e6:.2f}M parameters, {perturbed / 1e6:.2f}M perturbed",
             "device": f"{context.device.name}, {context.device.memory_gb:.0f} GB; hardware={run.hardware.name}",

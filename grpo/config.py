@@ -70,7 +70,7 @@ class GrpoConfig:
     """Settings of GRPO; what each does stands beside its value in conf/algo/grpo.yaml."""
 
     name: str
-    steps: int
+    steps: int | None
     prompts_per_step: int
     samples_per_prompt: int
     passes: int
@@ -97,7 +97,9 @@ class GrpoConfig:
     sampling: SamplingConfig
 
     def __post_init__(self) -> None:
-        for key in ("steps", "prompts_per_step", "passes", "rows_per_forward", "micro_batch_rows"):
+        if self.steps is not None:
+            at_least("algo.steps", self.steps, 1)
+        for key in ("prompts_per_step", "passes", "rows_per_forward", "micro_batch_rows"):
             at_least(f"algo.{key}", getattr(self, key), 1)
         at_least("algo.samples_per_prompt", self.samples_per_prompt, 2)
         for key in ("resample_rounds", "overlong_buffer", "warmup_steps"):

@@ -72,7 +72,7 @@ def plan(
     if context.main:
         report.plan(
             {
-                "algorithm": f"grpo, loss {settings.loss}, {settings.steps} optimizer steps, {settings.passes} a rollout, "
+                "algorithm": f"grpo, loss {settings.loss}, {loop.length(run, settings.steps, 'optimizer steps')}, {settings.passes} a rollout, "
                 f"lr {settings.lr:g}",
                 "task": f"{getattr(task, 'name', type(task).__name__)}: {len(order.examples):,} training examples, "
                 f"{len(held_out)} held out",

@@ -10,6 +10,7 @@ the prompt is computed once a group in training as in sampling; no dropout anywh
 
 import copy
 import logging
+import sys
 import time
 from contextlib import closing
 from dataclasses import asdict
@@ -62,7 +63,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     if resumed is not None:
         policy.load(resumed)
         state = resumed.state["run"]
-        if state["passes_left"] and settings.steps > state["step"]:
+        if state["passes_left"] and settings.steps != state["step"]:
             raise ConfigError(
                 f"algo.steps={settings.steps} goes on from step {state['step']}, which ended a run with {state['passes_left']} "
                 f"of algo.passes={settings.passes} over its last rollout to come; that rollout is gone. Start anew with "
@@ -86,6 +87,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         return evaluate(sampler, tokenizer, task, held_out, settings.sampling.max_new_tokens, context)
 
     tracker = loop.begin(run, context, task, held_out, state, settings.steps, measure)
+    loop.start_line(tracker, run, state, settings.steps)
+    spending = loop.Spending(run, context, state["generated"], state["seconds"])
     with (
         closed_on_error(tracker),
         closing(roller.scorer),
@@ -93,7 +96,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         report.profiled(run, context) as traced,
     ):
         phases = Phases()
-        while state["step"] < settings.steps:
+        while state["step"] != settings.steps and not spending.spent:
             started, first_step = time.perf_counter(), state["step"]
             rollout, state["cursor"] = roller.roll(first_step, state["cursor"], phases)
             state["generated"] += rollout.generated
@@ -106,15 +109,16 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             # By group: log-probabilities of the policy that sampled, as the trainer computed them in the first pass.
             olds: dict[int, list[Any]] = {}
             passes = settings.passes if rollout.groups else 1
-            for step in range(first_step, min(first_step + passes, settings.steps)):
+            final = min(first_step + passes, settings.steps or sys.maxsize)  # a budget never cuts a rollout's passes
+            for step in range(first_step, final):
                 seen = policy.step(step, rollout.groups, advantage, olds, phases) if rollout.groups else {}
                 trouble = (guards.trouble(seen) or settings.stop_at.crossed(seen)) if seen else None
                 state["step"] = step + 1
                 event: dict[str, Any] = {}
                 seconds = time.perf_counter() - started  # of training: an evaluation's tokens are not counted either
                 state["seconds"] += seconds
-                due = run.evaluate.every and (step + 1) % run.evaluate.every == 0 and step + 1 < settings.steps
-                if due and not trouble:
+                spending.add(state["generated"], state["seconds"])
+                if spending.evaluation_due(step + 1) and step + 1 != settings.steps and not trouble:
                     with phases("evaluate"):
                         held = measure()
                     event = loop.measured(tracker, task, held_out, step + 1, held)
@@ -133,7 +137,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                             "samples_per_second": (rollout.completions if step == first_step else 0) / seconds,
                             "peak_memory_gb": hardware.peak_memory_gb(device),
                             **event,
-                        }
+                        },
+                        loop.done(run, state, settings.steps),
                     )
                     state["tracker"] = tracker.state()
                 if trouble:
@@ -145,17 +150,21 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             state["passes_left"] = passes - (done - first_step)  # above 0 where the last step came before the last pass
             stopping = context.any(stop.name is not None)
             due = run.checkpoint.every and done // run.checkpoint.every > first_step // run.checkpoint.every
-            if due or stopping or done == settings.steps:
+            last = spending.spent or done == settings.steps
+            if due or stopping or last:
                 with phases("checkpoint"):  # in the next step's record
                     if tracker:
                         tracker.artifact("checkpoint", policy.save(state), f"step-{done}")
                     context.barrier()
-            if stopping and done < settings.steps:
+            if stopping and not last:
                 raise loop.stopped(context, done - 1, settings.steps)
 
     if tracker:
         tracker.summary({"last_checkpoint_seconds": phases.seconds.get("checkpoint", 0.0)})
-    return loop.finish(run, context, task, model, tokenizer, held_out, state, measure(), numbers.name, tracker)
+    return loop.finish(
+        *(run, context, task, model, tokenizer, held_out, state, measure(), numbers.name, tracker),
+        ended_by=spending.ended_by,
+    )
 
 
 class Policy:

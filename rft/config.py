@@ -68,7 +68,7 @@ class RftConfig:
     name: str
     stage: str
     shard: str | None
-    iterations: int
+    iterations: int | None
     prompts: int | None
     validation_prompts: int
     samples_per_prompt: int
@@ -98,7 +98,7 @@ class RftConfig:
     def __post_init__(self) -> None:
         choice("algo.stage", self.stage, ("all", *STAGES))
         for key in (
-            *("iterations", "samples_per_prompt", "prompts_per_batch", "chunk_size", "micro_batch_rows"),
+            *("samples_per_prompt", "prompts_per_batch", "chunk_size", "micro_batch_rows"),
             *("empty_cache_every", "epochs", "batch_rows", "accumulate", "pack_tokens", "patience"),
         ):
             at_least(f"algo.{key}", getattr(self, key), 1)
@@ -106,8 +106,9 @@ class RftConfig:
             at_least(f"algo.{key}", getattr(self, key), 0)
         for key in ("lr", "grad_clip"):
             above(f"algo.{key}", getattr(self, key), 0)
-        if self.prompts is not None:
-            at_least("algo.prompts", self.prompts, 1)
+        for key in ("iterations", "prompts"):
+            if getattr(self, key) is not None:
+                at_least(f"algo.{key}", getattr(self, key), 1)
         if self.warmup >= 1:
             raise ConfigError(f"algo.warmup={self.warmup} is a share of the steps. Give a value below 1.")
         choice("algo.start_from", self.start_from, ("base", "last"))
@@ -147,6 +148,10 @@ def check_switches(run: Run, settings: RftConfig) -> None:
         raise ConfigError(
             f"evaluate.every={run.evaluate.every} has no effect with algo=rft, which evaluates after each iteration. "
             "Leave it out."
+        )
+    if run.budget.given and settings.stage != "all":
+        raise ConfigError(
+            f"a budget has no effect with algo.stage={settings.stage}: it is one of a whole run. Leave it out."
         )
     if run.resume not in ("no", "auto"):
         raise ConfigError(

@@ -255,14 +255,15 @@ class Finetuner:
             keep=self.run.checkpoint.keep,
         )
 
-    def train(self, seen: Callable[..., None]) -> None:
-        """All steps that are left. Calls `seen(event, phases)` on every rank after each; it may raise to stop."""
+    def train(self, seen: Callable[..., bool]) -> None:
+        """All steps that are left. Calls `seen(event, phases)` on every rank after each; it returns True to end."""
         flat = [trees for epoch in self.epochs for trees in epoch]
         for step in range(self.done, self.total):
             started, phases = time.perf_counter(), Phases()
             event = self.step(flat[step], step, phases)
             self.done = step + 1
-            seen(event | {"seconds": time.perf_counter() - started}, phases.seconds)
+            if seen(event | {"seconds": time.perf_counter() - started}, phases.seconds):
+                return
 
     def step(self, trees: Sequence[Tree], step: int, phases: Phases) -> dict[str, float]:
         """One optimizer step on `trees`: the mean loss over all of their completion tokens, whatever the forwards."""

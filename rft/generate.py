@@ -175,10 +175,12 @@ def sharding(folder: Path) -> set[int]:
     return {int(path.stem.rsplit("-", 1)[1]) for path in folder.glob("samples-*-of-*.jsonl")}
 
 
-def merged(folder: Path, examples: Sequence[Example], header: dict[str, Any], settings: RftConfig) -> list[Record]:
+def merged(
+    folder: Path, examples: Sequence[Example], header: dict[str, Any], settings: RftConfig, whole: bool = True
+) -> list[Record]:
     """The samples of all shards of an iteration, by prompt and sample.
 
-    Raises: ConfigError where a shard is missing or not done, or was made with other settings.
+    Raises: ConfigError where a shard is missing or, if they are to be `whole`, not done, or was made with other settings.
     """
     counts = sharding(folder)
     if not counts:
@@ -195,7 +197,7 @@ def merged(folder: Path, examples: Sequence[Example], header: dict[str, Any], se
         if not path.exists():
             raise ConfigError(f"{path} is missing. Make it: {stage}.")
         held = Store(path, header, writes=False).held
-        if missing(examples[index - 1 :: of], held, settings):
+        if whole and missing(examples[index - 1 :: of], held, settings):
             raise ConfigError(f"{path} is not complete. Go on with it: {stage} resume=auto.")
         records |= held
     return [records[key] for key in sorted(records)]
@@ -227,13 +229,13 @@ class Generator:
         sampler: Sampler,
         iteration: int,
         begin: Callable[[str, int], None],
-        seen: Callable[[list[Record], float, float, dict[str, float]], None],
+        seen: Callable[[list[Record], float, float, dict[str, float]], bool],
     ) -> None:
         """Make all that is missing, a chunk a rank at a time.
 
         Args: begin: called before each round with its name and the number of samples to come. seen: called on every rank
         after each wave of chunks with their samples, the seconds of sampling, all seconds since the last call, and those by
-        phase; it may raise to stop.
+        phase; it may raise to stop the run, or return True to end the sampling after the wave that is under way.
         """
         context, size = self.context, self.context.world_size
         sampler.rows, waves = self.rows, 0
@@ -241,10 +243,12 @@ class Generator:
             store.drop(todo)
             begin(todo[0].round, sum(len(chunk.keys()) for chunk in todo))
             last: _Made | None = None
+            ending = False
             started, phases = time.perf_counter(), Phases()
             for start in range(0, len(todo) + size, size):
                 # The rewards of a wave are computed, in a pool of workers, while the next one is sampled.
-                mine = todo[start + context.rank] if start + context.rank < len(todo) else None
+                was_ending = ending
+                mine = todo[start + context.rank] if start + context.rank < len(todo) and not ending else None
                 made = self._sample(mine, sampler, iteration, phases) if mine else None
                 if start > 0:
                     with phases("reward"):
@@ -255,12 +259,17 @@ class Generator:
                     self._check_finite(fresh, examples, iteration)
                     with phases("write"):
                         store.add(fresh)
-                    seen(fresh, max(seconds for _, seconds in parts), time.perf_counter() - started, phases.seconds)
+                    sampling = max(seconds for _, seconds in parts)
+                    ending |= seen(fresh, sampling, time.perf_counter() - started, phases.seconds)
                     started, phases = time.perf_counter(), Phases()
                     waves += 1
                     if waves % self.settings.empty_cache_every == 0 and torch.cuda.is_available():
                         torch.cuda.empty_cache()
+                if was_ending:
+                    break
                 last = made
+            if ending:
+                break
         self.rows = sampler.rows
 
     def _sample(self, chunk: Chunk, sampler: Sampler, iteration: int, phases: Phases) -> _Made:

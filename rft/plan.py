@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from common import hardware, logprobs, report
+from common import hardware, logprobs, loop, report
 from common.config import Run
 from common.distributed import Context
 from common.precision import Precision
@@ -63,7 +63,7 @@ def plan(
             counts = given == str(getattr(settings, key))
             variables.append(f"{name}={given}" + ("" if counts else f" (overridden: {getattr(settings, key)})"))
     lines = {
-        "algorithm": f"rft, {settings.iterations} iterations from the {settings.start_from} weights"
+        "algorithm": f"rft, {loop.length(run, settings.iterations, 'iterations')}, from the {settings.start_from} weights"
         + (f"; stage {settings.stage}" if settings.stage != "all" else "")
         + (f", shard {settings.shard}" if settings.shard else ""),
         "task": f"{getattr(task, 'name', type(task).__name__)}: {len(prompts.train):,} training prompts, {taken:,} an "

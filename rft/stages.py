@@ -5,7 +5,9 @@ import itertools
 import json
 import logging
 import shutil
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 
 from common import hardware, logprobs, loop, models, optim, pages, precision, report, resume
 from common.checkpoint import write_text
-from common.config import ConfigError, ModelConfig, Run
+from common.config import BudgetConfig, ConfigError, ModelConfig, Run
 from common.distributed import Context
 from common.evaluation import Evaluation, evaluate
 from common.rollout import Sampler
@@ -62,9 +64,11 @@ class Stages:
         self.stop: Any = None
         self.traced: Any = None
         self.events = _kept_events(self.written / "metrics.jsonl", self._redone)
-        self.seconds = sum(event.get("seconds", 0.0) for event in self.events)
+        self.seconds: Counter[int] = Counter()  # by iteration
+        for event in self.events:
+            self.seconds[event["iteration"]] += event.get("seconds", 0.0)
         counted = ("generated_tokens", "reward_evaluations")
-        self.spent = {key: max((event.get(key, 0) for event in self.events), default=0) for key in counted}
+        self.used = {key: max((event.get(key, 0) for event in self.events), default=0) for key in counted}
         self.step = len(self.events)
         self.tracker: Tracker | None = None
         if context.main:
@@ -88,7 +92,7 @@ class Stages:
             self._samples(iteration)  # made in other shards, whole or an error
             return
         store = self._store(shard_path(folder, index, of), iteration)
-        if not missing(mine, store.held, settings):
+        if not missing(mine, store.held, settings) or self._cut(iteration):
             return
         sampler = self._sampler(self._at(iteration - 1))
         generator = Generator(self.run, context, self.task, self.tokenizer, self.scorer, self.sizes["micro_batch_rows"])
@@ -99,7 +103,7 @@ class Stages:
             done = 0
             self._begin(f"iteration {iteration}, {name} samples", samples, 0, "sample")
 
-        def seen(fresh: list[Record], sampling: float, seconds: float, phases: dict[str, float]) -> None:
+        def seen(fresh: list[Record], sampling: float, seconds: float, phases: dict[str, float]) -> bool:
             nonlocal done
             done += len(fresh)
             held = store.held
@@ -107,8 +111,8 @@ class Stages:
             solved = {record["prompt"] for record in held.values() if record["accepted"]}
             generated, accepted = sum(len(r["tokens"]) for r in fresh), sum(r["accepted"] for r in fresh)
             memory = hardware.peak_memory_gb(context.device.device)
-            self.spent["generated_tokens"] += generated
-            self.spent["reward_evaluations"] += len(fresh)
+            self.used["generated_tokens"] += generated
+            self.used["reward_evaluations"] += len(fresh)
             self._log(
                 {
                     "stage": "generate",
@@ -124,7 +128,7 @@ class Stages:
                     "tokens_per_second": generated / sampling,
                     "samples_per_second": len(fresh) / sampling,
                     "accepted_per_minute": 60 * accepted / sampling,
-                    **self.spent,
+                    **self.used,
                     "peak_memory_gb": memory,
                 },
                 done,
@@ -134,8 +138,16 @@ class Stages:
             self.sizes["micro_batch_rows"] = sampler.rows
             if self._stopping():
                 raise self._stopped(iteration, "generate")
+            return self._used(for_samples)[0] >= 1
 
-        generator.fill(store, mine, sampler, iteration, begin, seen)
+        for_samples = self._for_sampling(iteration)
+        if not store.held or self._used(for_samples)[0] < 1:  # a run that goes on may have used all of it
+            generator.fill(store, mine, sampler, iteration, begin, seen)
+        if missing(mine, store.held, settings):
+            if context.main:
+                _write(folder / "budget.json", {"samples": len(store.held), "used": self.used})
+                log.info("iteration %d: the budget for samples is spent after %d of them", iteration, len(store.held))
+            context.barrier()
 
     def select(self, iteration: int) -> None:
         """Choose training data among the samples, and say what was found."""
@@ -203,8 +215,9 @@ class Stages:
         tuner.resume(record, check_same)
         self.loaded = -1  # neither the base nor an iteration's model any more
         self._begin(f"iteration {iteration}, fine-tuning", tuner.total, tuner.done, "step")
+        for_training = replace(self.run.budget, tokens=None)  # it generates none
 
-        def seen(event: dict[str, float], phases: dict[str, float]) -> None:
+        def seen(event: dict[str, float], phases: dict[str, float]) -> bool:
             speed = event["trained_tokens"] / event["seconds"]
             self._log(
                 {
@@ -221,19 +234,24 @@ class Stages:
             )
             self.sizes["batch_rows"] = tuner.rows
             stopping = self._stopping()
+            enough = self._used(for_training)[0] >= 1
             due = self.run.checkpoint.every and tuner.done % self.run.checkpoint.every == 0
             if context.main and tuner.done < tuner.total and (due or stopping):
                 tuner.save({"made_with": record, "iteration": iteration})
             context.barrier()
             if stopping and tuner.done < tuner.total:
                 raise self._stopped(iteration, "finetune")
+            return enough
 
-        tuner.train(seen)
+        if not tuner.done or self._used(for_training)[0] < 1:  # a run that goes on may have used all of it
+            tuner.train(seen)
+        if context.main and tuner.done < tuner.total:
+            log.info("iteration %d: the budget is spent after %d of %d steps", iteration, tuner.done, tuner.total)
         self.model = tuner.finish().eval()
         if context.main:
             _write(
                 folder / "finetune.json",
-                {"made_with": record, "steps": tuner.total, "completions": selection.stats["kept"]},
+                {"made_with": record, "steps": tuner.done, "completions": selection.stats["kept"]},
             )
             models.export(self.model, self.tokenizer, folder / "model")
             if self.tracker:
@@ -281,7 +299,7 @@ class Stages:
                 "metric_name": held_out.name,
                 "metrics": found["metrics"],
                 "validation": validation,
-                **self.spent,
+                **self.used,
             }
         )
         if self.tracker:
@@ -313,10 +331,11 @@ class Stages:
             after = STAGES[(STAGES.index(self.settings.stage) + 1) % len(STAGES)]
             log.info("%s is done; %s. Next: algo.stage=%s", self.settings.stage, self.context.out_dir, after)
 
-    def finish(self, best: int) -> report.Result:
-        """Result, export and summary of the whole run, with the best iteration's model."""
+    def finish(self, best: int, ended_by: str | None = None) -> report.Result:
+        """Result, export and summary of the whole run, with the best iteration's model. ended_by: see report.Result."""
         first, last = (_read(self._folder(k) / "evaluation.json") for k in (0, best))
-        done = [k for k in range(1, self.settings.iterations + 1) if self._finished(k)]
+        iterations = range(1, (self.settings.iterations or sys.maxsize) + 1)
+        done = list(itertools.takewhile(self._finished, iterations))
         samples = [record for k in done for record in self._samples(k)]
         steps = [_read(self._folder(k) / "finetune.json")["steps"] for k in done]
         if self.context.main:
@@ -325,7 +344,7 @@ class Stages:
         state = {
             "before": first,
             "step": sum(steps),
-            "seconds": self.seconds,
+            "seconds": self.seconds.total(),
             "generated": sum(len(record["tokens"]) for record in samples),
             "evaluations": len(samples),
         }
@@ -342,7 +361,32 @@ class Stages:
             self.numbers.name,
             self.tracker,
             best,
+            ended_by,
         )
+
+    # --- the budget
+
+    def spent(self, iteration: int) -> str | None:
+        """The limit that leaves nothing for an iteration that has not begun, such as budget.tokens=200000; None = go on."""
+        used, limit = self._used(self.run.budget)
+        return limit if used >= 1 and not sharding(self._folder(iteration)) else None
+
+    def _used(self, budget: BudgetConfig) -> tuple[float, str]:
+        """The share that is used of the limit that is nearest to its end, and that limit; on every rank the same."""
+        found = budget.nearest(self.used["generated_tokens"], self.seconds.total())
+        return max(self.context.gather_objects(found)) if budget.seconds is not None else found  # their clocks differ
+
+    def _for_sampling(self, iteration: int) -> BudgetConfig:
+        """Of the seconds that are left before an iteration, half are for its samples."""
+        budget = self.run.budget
+        if budget.seconds is None:
+            return budget
+        before = self.seconds.total() - self.seconds[iteration]
+        return replace(budget, seconds=(before + budget.seconds) / 2)
+
+    def _cut(self, iteration: int) -> bool:
+        """Whether the budget ended the sampling of an iteration."""
+        return (self._folder(iteration) / "budget.json").exists()
 
     # --- inside
 
@@ -357,7 +401,8 @@ class Stages:
     def _samples(self, iteration: int) -> list[Record]:
         """All samples of an iteration. Raises: ConfigError where some are missing."""
         prompts = self.prompts.of(iteration, self.settings.prompts)
-        return merged(self._folder(iteration), prompts, made_with(self.run, iteration), self.settings)
+        made = made_with(self.run, iteration)
+        return merged(self._folder(iteration), prompts, made, self.settings, whole=not self._cut(iteration))
 
     def _finetuned_with(self) -> dict[str, Any]:
         """The settings that a fine-tuned model depends on, beside its samples."""
@@ -505,7 +550,7 @@ class Stages:
     def _log(self, event: dict[str, Any], done: int, shown: str) -> None:
         """An event of sampling or fine-tuning, with its progress line."""
         self.step += 1
-        self.seconds += event["seconds"]
+        self.seconds[event["iteration"]] += event["seconds"]
         if self.tracker:
             self.tracker.log({"step": self.step, **event}, done, shown)
         self.traced()

@@ -13,6 +13,7 @@ model. What is there is not made again, so a run that was killed goes on with re
 """
 
 import logging
+import sys
 from contextlib import closing
 
 from common import report
@@ -51,7 +52,9 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             getattr(stages, settings.stage)(stages.under_way())
             return stages.leave()
         best, fallen = stages.evaluate(0), 0
-        for iteration in range(1, settings.iterations + 1):
+        for iteration in range(1, (settings.iterations or sys.maxsize) + 1):
+            if (ended_by := stages.spent(iteration)) is not None:
+                break
             stages.generate(iteration)
             stages.select(iteration)
             stages.finetune(iteration)
@@ -60,12 +63,14 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                 best, fallen = last, 0
             else:
                 fallen += 1
-            if fallen == settings.patience and iteration < settings.iterations:
+            more = iteration != settings.iterations and stages.spent(iteration + 1) is None
+            if fallen == settings.patience and more:
                 log.info(
                     "stopping after iteration %d: the validation %s was best after iteration %d",
                     iteration,
                     best["metric"],
                     best["iteration"],
                 )
+                ended_by = f"algo.patience={settings.patience}"
                 break
-    return stages.finish(best["iteration"])
+    return stages.finish(best["iteration"], ended_by)

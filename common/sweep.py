@@ -1,0 +1,88 @@
+"""What a sweep (-m) does around its jobs: a line for each, failures kept beside the others, the comparison at its end."""
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobReturn
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from conf import resolvers
+
+FAILED = "failed.json"  # in the folder of a job that failed: its exit code, and why
+
+
+def failed(folder: Path, code: int, error: str) -> None:
+    """Note why a job failed, for the process that launched it."""
+    if _main():
+        (folder / FAILED).write_text(json.dumps({"code": code, "error": error}, indent=2) + "\n", encoding="utf-8")
+
+
+class Sweep(Callback):
+    """Hydra's callback, chosen in conf/hydra/clutch.yaml; silent in a single run and on ranks other than 0.
+
+    Args: swept: keys that differ between jobs.
+    """
+
+    def __init__(self, swept: list[str] | None = None) -> None:
+        self.swept = swept or []
+        resolvers.register()  # a job of submitit begins here, in a process of its own, before it composes
+
+    def __reduce__(self) -> Any:
+        return Sweep, (self.swept,)
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Remember what differs between the jobs."""
+        given = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
+        self.swept = [override.get_key_element() for override in given if override.is_sweep_override()]
+
+    def on_job_start(self, config: DictConfig, **_: Any) -> None:
+        """Say which job it is."""
+        if config.hydra.mode == RunMode.MULTIRUN and _main():
+            (Path(config.hydra.runtime.output_dir) / FAILED).unlink(missing_ok=True)
+            print(f"\n=== {self._name(config)}", flush=True)
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+        """Say in a line how it ended."""
+        if config.hydra.mode == RunMode.MULTIRUN and _main():
+            print(f"=== {self._name(config)}: {_outcome(Path(config.hydra.runtime.output_dir))}", flush=True)
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        """Write the comparison and list what failed; the exit code is that of the first job that did."""
+        if not _main():
+            return
+        from common import compare  # torch comes with it
+
+        folder = Path(str(config.hydra.sweep.dir))
+        runs, failures = compare.read([folder])
+        print()
+        compare.report(runs, failures, folder)
+        if failures:
+            print(f"again: python -m common.compare {shlex.quote(str(folder))}", file=sys.stderr)
+            sys.exit(failures[0].code)
+
+    def _name(self, config: DictConfig) -> str:
+        own = [text for text in config.hydra.overrides.task if text.partition("=")[0] in self.swept]
+        return " ".join([f"job {config.hydra.job.num}", *own])
+
+
+def _main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _outcome(folder: Path) -> str:
+    if (folder / FAILED).exists():
+        return "failed: " + json.loads((folder / FAILED).read_text(encoding="utf-8"))["error"]
+    if not (folder / "result.json").exists():
+        return f"done, in {folder}"
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    return (
+        f"{result['metric']} {result['before']:.2f} -> {result['after']:.2f}, {result['steps']} steps, {result['seconds']:.0f} s"
+        + (f", ended by {result['ended_by']}" if result.get("ended_by") else "")
+    )

@@ -1,0 +1,55 @@
+"""What conf/*.yaml writes as ${clutch_...:}: values that are known when a command runs. Imports no torch."""
+
+import os
+from datetime import datetime
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from common.config import ConfigError
+
+# The task of each algorithm where none is chosen.
+DEFAULT_TASKS = {"eggroll": "translate", "grpo": "chess", "rft": "units", "classify": "topics"}
+
+
+def register() -> None:
+    """Tell OmegaConf; safe to call again."""
+    # Cached in the config, so that the jobs of a sweep put their folders below that of the process that launched them.
+    OmegaConf.register_new_resolver("clutch_started", started, replace=True, use_cache=True)
+    OmegaConf.register_new_resolver("clutch_task", lambda algo: DEFAULT_TASKS.get(algo, "translate"), replace=True)
+    OmegaConf.register_new_resolver("clutch_rank0", rank0_only, replace=True)
+    OmegaConf.register_new_resolver("clutch_env", from_environment, replace=True)
+    OmegaConf.register_new_resolver("clutch_without_budget", without_budget, replace=True)
+
+
+def started() -> str:
+    """Time stamp for the run folder; the same for all ranks that one torchrun started on this node."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return "torchrun_" + datetime.fromtimestamp(os.stat(f"/proc/{os.getppid()}").st_ctime).strftime(
+            "%Y-%m-%d_%H-%M-%S-%f"
+        )
+    return _STARTED
+
+
+_STARTED = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
+
+
+def rank0_only(text: str) -> str | None:
+    """`text` on rank 0, None elsewhere, so that one rank alone writes .hydra/."""
+    return text if int(os.environ.get("RANK", "0")) == 0 else None
+
+
+def from_environment(name: str, default: int) -> int:
+    """The integer in an environment variable, or `default` where it is not set. Raises: ConfigError."""
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    if not text.isascii() or not text.isdigit():
+        raise ConfigError(f"the environment variable {name}={text!r} is no number. Set it to one, or unset it.")
+    return int(text)
+
+
+def without_budget(value: Any, *, _root_: DictConfig) -> Any:
+    """`value` where no budget is given, else None: the budget alone ends the run."""
+    given = (OmegaConf.select(_root_, f"budget.{name}") for name in ("tokens", "seconds"))
+    return None if any(limit is not None for limit in given) else value
