@@ -18,7 +18,7 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 
-from common import pages
+from common import models, pages
 from common.checkpoint import write_text
 from common.config import ConfigError, Run
 from common.distributed import Context
@@ -73,7 +73,7 @@ def plan(rows: dict[str, str]) -> None:
 
 
 def write_run(run: Run, out_dir: Path, device: str) -> None:
-    """RUN/run.yaml: the resolved configuration, versions, commit and device."""
+    """RUN/run.yaml: the resolved configuration, versions, commits of this code and of a model of the hub, device."""
     record = {
         "config": asdict(run),
         "versions": {
@@ -82,6 +82,7 @@ def write_run(run: Run, out_dir: Path, device: str) -> None:
             "transformers": transformers.__version__,
         },
         "commit": _commit(),
+        "model_commit": models.commit(run.model),
         "device": device,
     }
     (out_dir / "run.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(record)), encoding="utf-8")
