@@ -115,7 +115,7 @@ def answer_all(given: argparse.Namespace) -> None:
         form = "through its chat template" if chat and tokenizer.chat_template else "as plain text"
         print(f"{given.model}: prompts go in {form}, each alone. Ctrl-D ends.")
         if shown is not None:
-            print(f"One of the run's: {plain(shown[-1:]) if isinstance(shown, list) else shown}")
+            print(f"One of the run's: {(plain(shown[-1:]) if isinstance(shown, list) else shown).strip()}")
     for number, text in enumerate(prompts(given.prompt)):
         ids = models.encode_prompts(tokenizer, [prompt_like(text, shown, given.system, chat)])[0]
         room = sampler.context - len(ids)
@@ -130,10 +130,10 @@ def answer_all(given: argparse.Namespace) -> None:
 
 def main() -> int:
     """The command line. Exit codes: 0 done, 2 a mistake, 130 Ctrl-C."""
-    logging.getLogger("clutch").addHandler(logging.NullHandler())
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # of its retries; what comes of them is said below
     try:
         answer_all(parser().parse_args())
-    except ConfigError as error:
+    except ValueError as error:  # ConfigError, and a prompt that is no token at all
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG
     except KeyboardInterrupt:

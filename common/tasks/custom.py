@@ -10,7 +10,6 @@ import logging
 import random
 import re
 import string
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -148,7 +147,6 @@ class Custom:
             split: [replace(example, id=position) for position, example in enumerate(found)]
             for split, found in (("train", kept), ("test", test))
         }
-        self._distinct = sorted({example.answer for example in kept})
 
     def examples(self, split: str) -> Sequence[Example]:
         """The rows of `split`, "train" or "test": `question` is the prompt with its fields filled in."""
@@ -166,12 +164,14 @@ class Custom:
         return self.prompt(replace(example, question=f"{example.question} (The answer is {example.answer}.)"))
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
-        """The right answer with probability task.share_right, else that of another row."""
+        """The right answer with probability task.share_right, else the same backwards (twice, where that is no other text).
+
+        So the base has learnt what the answers are, and says them the wrong way round more often than not.
+        """
         completion = example.answer
-        if draw.random() >= self.config.share_right and len(self._distinct) > 1:
-            own = bisect_left(self._distinct, completion)
-            other = draw.randrange(len(self._distinct) - 1)
-            completion = self._distinct[other if other < own else other + 1]
+        if draw.random() >= self.config.share_right:
+            backwards = completion[::-1]
+            completion = backwards if backwards != completion else completion * 2
         return plain(self.prompt(example)), completion
 
     def reward(self, example: Example, completion: str) -> float:
