@@ -480,13 +480,21 @@ def _with_adapter(model: PreTrainedModel, given: str, where: str) -> PreTrainedM
     import peft
 
     try:
-        with warnings.catch_warnings():
+        with peft_of_today():
             warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
             return peft.PeftModel.from_pretrained(model, folder).merge_and_unload(safe_merge=True)  # pyright: ignore
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, UserWarning) as error:
         raise ConfigError(
             f"{key} does not go into {where}: {_first_line(error)} It must be an adapter of this very model, whole."
         ) from error
+
+
+@contextmanager
+def peft_of_today() -> Iterator[None]:
+    """Meanwhile peft 0.21 may look at a property that transformers 5.23 has renamed, without a warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
 
 
 def _check_causal(config: Any, where: str) -> None:
