@@ -209,7 +209,7 @@ def summary(result: Result, samples: list[dict[str, str]], model: str | None = N
         ),
         "written to": result.folder,
         **({"  report": f"{result.folder}/report.md (curves in plots/)"} if reported else {}),
-        "  model": model or f"{result.folder}/model (load it with from_pretrained)",
+        "  model": model or f"{result.folder}/model (to try it: python -m common.chat RUN)",
         "  metrics": f"{result.folder}/metrics.jsonl",
         "  result": f"{result.folder}/result.json",
     }

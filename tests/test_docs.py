@@ -15,9 +15,10 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, SMALL
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+import launch
 from launch import compose
 
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -210,6 +211,18 @@ def test_the_settings_in_the_right_column_of_sources():
                 composed([*needed, *found], None if "algo=" in code else algo)
                 checked += 1
     assert checked > 50
+
+
+def test_the_python_page_runs(in_cache, tmp_path, monkeypatch, capsys):
+    """All its blocks, one after the other as in a notebook, with a smaller model and fewer steps."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "compose", lambda overrides: compose([*overrides, *SMALL]))
+    space: dict = {}
+    for lines, _, language in blocks((ROOT / "docs" / "python.md").read_text()):
+        if language == "python":
+            exec("\n".join(lines), space)
+    assert (tmp_path / "outputs" / "vowels" / "result.json").is_file()
+    assert "bleu 0.0 ->" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
