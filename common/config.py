@@ -211,6 +211,7 @@ class ModelConfig:
     path: str | None  # hub id or local folder
     revision: str | None  # git revision on the hub; pin it for a run worth repeating
     gguf_file: str | None  # file name inside `path`
+    lora: str | None  # folder of an adapter that is merged into it
     attention: str  # attn_implementation of transformers
     tiny: TinyConfig | None = None
 

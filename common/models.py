@@ -18,6 +18,7 @@ import random
 import re
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
@@ -55,6 +57,7 @@ log = logging.getLogger("clutch")
 PAD, EOS = 256, 257  # ids of the byte tokenizer; ids below are the bytes themselves
 # Tiny models that take minutes to make, in float16.
 ASSETS = Path(__file__).parent / "assets"
+ADAPTER = "adapter_config.json"  # what tells the folder of a peft adapter
 TINY_FORMAT = 1  # part of the cache key: raise it when building or training changes
 POOL_BATCHES = 16  # batches that are sorted by length together
 WARMUP = 0.05  # share of the pre-training steps
@@ -79,6 +82,10 @@ def load(
     with _bars(progress and config.path is not None and sys.stderr.isatty()):
         model = _model(config, path, where, origin, dtype)
         tokenizer = _tokenizer(config, path, where, origin)
+    if config.lora is not None:
+        model = _with_adapter(model, config.lora, where)
+    if progress and (found := commit(config)):
+        log.info("%s is at commit %s (model.revision=COMMIT pins it)", where, found)
     rows = model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportIndexIssue]
     largest = max(tokenizer.get_vocab().values())
     if largest >= rows:
@@ -96,6 +103,17 @@ def load(
     # `to` is typed by a decorator that loses its first argument.
     model.to(device)  # pyright: ignore[reportArgumentType]
     return model.eval(), tokenizer
+
+
+def commit(config: ModelConfig) -> str | None:
+    """The commit that a model of the hub has been loaded from, as the hub's cache knows it; None for a local one."""
+    if config.path is None or Path(config.path).expanduser().exists():
+        return None
+    found = try_to_load_from_cache(config.path, config.gguf_file or "config.json", revision=config.revision)
+    if not isinstance(found, str):
+        return None
+    parts = Path(found).parts
+    return parts[len(parts) - parts[::-1].index("snapshots")]  # .../snapshots/COMMIT/config.json
 
 
 def context_length(model: PreTrainedModel) -> int:
@@ -387,6 +405,11 @@ def _source(config: ModelConfig) -> str:
             )
         )
     if local.is_dir():
+        if not (local / wanted).is_file() and (local / ADAPTER).is_file():
+            raise ConfigError(
+                f"{given} is an adapter and no model. Give the model that it belongs to, and the adapter on top: "
+                f"model=hf model.path=FOLDER_OR_HUB_ID model.lora={config.path}."
+            )
         if not (local / wanted).is_file():
             inside = ", ".join(sorted(entry.name for entry in local.iterdir())[:8]) or "nothing"
             key = "model.gguf_file" if config.gguf_file else given
@@ -438,6 +461,40 @@ def _model(config: ModelConfig, path: str, where: str, origin: dict[str, Any], d
     if config.gguf_file and hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are plain now, and an export must say so
     return model
+
+
+def _with_adapter(model: PreTrainedModel, given: str, where: str) -> PreTrainedModel:
+    """`model` with the LoRA adapter of a folder merged into its weights. Raises ConfigError."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(f"model.lora={given!r} needs a package: pip install 'clutch[lora]'.")
+    folder, key = Path(given).expanduser(), f"model.lora={given!r}"
+    settings = folder / ADAPTER
+    if not settings.is_file():
+        raise ConfigError(
+            f"{key} is no folder with a LoRA adapter: there is no {settings.absolute()}. Give the folder that peft's "
+            "save_pretrained wrote, or RUN/iteration-K/adapter of algo=rft; one on the hub comes with: hf download ID --local-dir FOLDER."
+        )
+    kind = json.loads(settings.read_text(encoding="utf-8")).get("peft_type")
+    if kind != "LORA":
+        raise ConfigError(f"{key} holds an adapter of the kind {kind}, which is not merged here. Give a LoRA adapter.")
+    import peft
+
+    try:
+        with peft_of_today():
+            warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
+            return peft.PeftModel.from_pretrained(model, folder).merge_and_unload(safe_merge=True)  # pyright: ignore
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, UserWarning) as error:
+        raise ConfigError(
+            f"{key} does not go into {where}: {_first_line(error)} It must be an adapter of this very model, whole."
+        ) from error
+
+
+@contextmanager
+def peft_of_today() -> Iterator[None]:
+    """Meanwhile peft 0.21 may look at a property that transformers 5.23 has renamed, without a warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
 
 
 def _check_causal(config: Any, where: str) -> None:

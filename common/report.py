@@ -18,7 +18,7 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 
-from common import pages
+from common import models, pages
 from common.checkpoint import write_text
 from common.config import ConfigError, Run
 from common.distributed import Context
@@ -76,7 +76,7 @@ def plan(rows: dict[str, str]) -> None:
 
 
 def write_run(run: Run, out_dir: Path, device: str) -> None:
-    """RUN/run.yaml: the resolved configuration, versions, commit and device."""
+    """RUN/run.yaml: the resolved configuration, versions, commits of this code and of a model of the hub, device."""
     record = {
         "config": asdict(run),
         "versions": {
@@ -85,6 +85,7 @@ def write_run(run: Run, out_dir: Path, device: str) -> None:
             "transformers": transformers.__version__,
         },
         "commit": _commit(),
+        "model_commit": models.commit(run.model),
         "device": device,
     }
     (out_dir / "run.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(record)), encoding="utf-8")
@@ -212,7 +213,7 @@ def summary(result: Result, samples: list[dict[str, str]], model: str | None = N
         ),
         "written to": result.folder,
         **({"  report": f"{result.folder}/report.md (curves in plots/)"} if reported else {}),
-        "  model": model or f"{result.folder}/model (load it with from_pretrained)",
+        "  model": model or f"{result.folder}/model (to try it: python -m common.chat RUN)",
         "  metrics": f"{result.folder}/metrics.jsonl",
         "  result": f"{result.folder}/result.json",
     }

@@ -10,7 +10,6 @@ import logging
 import math
 import random
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from torch import Tensor
 from common import checkpoint, hardware, logprobs, optim
 from common.config import ConfigError, Run
 from common.distributed import Context
+from common.models import peft_of_today
 from common.precision import Precision
 from common.rollout import additive
 from common.signals import EXIT_NUMBERS, RunStopped
@@ -188,9 +188,7 @@ def with_lora(model: Any, config: LoraConfig) -> Any:
         task_type="CAUSAL_LM",
         lora_dropout=0.0,
     )
-    with warnings.catch_warnings():
-        # peft 0.21 looks at a property that transformers 5.23 has renamed.
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+    with peft_of_today():
         return peft.get_peft_model(model, adapters)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from common import hardware, logprobs, loop, models, optim, pages, precision, report, resume
 from common.checkpoint import write_text
-from common.config import BudgetConfig, ConfigError, ModelConfig, Run
+from common.config import BudgetConfig, ConfigError, Run
 from common.distributed import Context
 from common.evaluation import Evaluation, evaluate
 from common.rollout import Sampler
@@ -485,10 +485,8 @@ class Stages:
             gc.collect()
             run, path = self.run, self._folder(iteration) / "model"
             if iteration > 0:
-                local = ModelConfig(
-                    name="hf", path=str(path), revision=None, gguf_file=None, attention=run.model.attention
-                )
-                run = replace(run, model=local)
+                options: dict[str, Any] = {"revision": None, "gguf_file": None, "lora": None, "tiny": None}
+                run = replace(run, model=replace(run.model, name="hf", path=str(path), **options))
             self.model, _ = loop.load(run, self.task, self.context)
             self.loaded = iteration
             self._prepare()

@@ -36,6 +36,9 @@ def needs(task: str, folder) -> list[str]:
             (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             rows = [{"question": row["question"].replace("plus", "and"), "answer": row["answer"]} for row in rows]
         return [f"task.path={folder}"]
+    if task == "custom":
+        own = ["task.prompt_field=words", "task.answer_field=number", "task.reward=levenshtein"]
+        return [f"task.path={ROOT}/examples/own_data/numbers.csv", *own]
     if task == "chess":
         return ["task.positions=64", "task.test_positions=8"]
     return []

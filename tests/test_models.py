@@ -64,12 +64,12 @@ def tiny_config(**changes):
 
 def tiny_model(**changes):
     return ModelConfig(
-        name="tiny", path=None, revision=None, gguf_file=None, attention="sdpa", tiny=tiny_config(**changes)
+        name="tiny", path=None, revision=None, gguf_file=None, lora=None, attention="sdpa", tiny=tiny_config(**changes)
     )
 
 
 def folder_model(path, **changes):
-    values = {"revision": None, "gguf_file": None, "attention": "sdpa"} | changes
+    values = {"revision": None, "gguf_file": None, "lora": None, "attention": "sdpa"} | changes
     return ModelConfig(name="hf", path=str(path), **values)
 
 

@@ -1,4 +1,4 @@
-"""Reading rows for tasks: text lines, parallel files, TSV, CSV, JSON Lines, ids of the `datasets` library. No torch.
+"""Reading rows for tasks: text lines, parallel files, TSV, CSV, JSON Lines, Parquet, the `datasets` library. No torch.
 
 Files are plain or .gz (by their name), strictly UTF-8; a byte-order mark is dropped and CRLF is accepted. Only "\\n"
 ends a line: str.splitlines would also cut at U+2028 or a form feed inside a sentence, and so shift one parallel file
@@ -10,10 +10,13 @@ import codecs
 import csv
 import difflib
 import gzip
+import io
 import json
+import math
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +30,11 @@ class Row:
     where: str
     fields: dict[str, Any]
 
-    def text(self, name: str, key: str) -> str:
+    def text(self, name: str, key: str, *, numbers: bool = False, blank: bool = False) -> str:
         """The field `name`, which must be a string that is not blank.
 
-        Args: name: of the field; key: the setting that named it, for errors ("task.source_field").
+        Args: name: of the field; key: the setting that named it, for errors ("task.source_field"); numbers: a number is
+        taken too, as text ("0.5", and "2" for 2.0); blank: so is an empty text.
         Raises: ConfigError with the place, the field, and the fields that are there.
         """
         there = f"Fields there: {named(self.fields)}."
@@ -39,10 +43,12 @@ class Row:
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"{key}={name!r} is not a field of {self.where}.{hint} {there}")
         value = self.fields[name]
+        if numbers and isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+            value = f"{value:.0f}" if value == int(value) else f"{Decimal(repr(value)):f}"
         if not isinstance(value, str):
             kind = type(value).__name__
             raise ConfigError(f"{key}={name!r} is no text in {self.where}, but {kind}: {value!r:.60}. {there}")
-        if not value.strip():
+        if not (value.strip() or blank):
             raise ConfigError(f"{key}={name!r} is empty in {self.where}. Remove the row, or fill it in. {there}")
         if any("\ud800" <= letter <= "\udfff" for letter in value):  # half a character: no tokenizer can encode it
             raise ConfigError(f"{key}={name!r} holds a lone surrogate in {self.where}. Remove the row, or repair it.")
@@ -205,8 +211,28 @@ def read_pairs(path: str, key: str) -> list[Row]:
     return _not_empty(rows, f"{key}={path!r}")
 
 
+def read_parquet(path: str, key: str) -> list[Row]:
+    """Rows of a Parquet file; "a.b" names a field of a struct.
+
+    Args and errors as `read_lines`; ConfigError also where pyarrow is not installed, or cannot read the file.
+    """
+    content = _read_bytes(path, key)
+    try:
+        import pyarrow  # pyright: ignore[reportMissingImports] (an optional dependency, slow to import)
+        from pyarrow import parquet  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ConfigError(f"{key}={path!r} needs the package pyarrow. Install it: pip install pyarrow") from None
+    try:
+        table = parquet.read_table(io.BytesIO(content))
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = str(error).strip().splitlines()[0].removesuffix(".")
+        raise ConfigError(f"{key}={path!r} is no Parquet file that can be read: {reason}.") from None
+    rows = [Row(f"{path!r} row {number}", _flat(row)) for number, row in enumerate(table.to_pylist(), start=1)]
+    return _not_empty(rows, f"{key}={path!r}")
+
+
 def read_dataset(name: str, config: str | None, split: str, key: str) -> list[Row]:
-    """Rows of one split of a dataset on the Hugging Face hub, or of a local folder that `datasets` can load.
+    """Rows of one split of a dataset on the Hugging Face hub, of a local folder that `datasets` can load, or of one saved.
 
     A dataset's own code is never run (no trust_remote_code). Fields of a nested field are named with a dot, as
     "translation.de".
@@ -218,8 +244,16 @@ def read_dataset(name: str, config: str | None, split: str, key: str) -> list[Ro
         import datasets  # pyright: ignore[reportMissingImports] (an optional dependency, slow to import)
     except ImportError:
         raise ConfigError(f"{key}={name!r} needs the `datasets` library. Install it: pip install datasets") from None
+    folder = Path(name).expanduser()
     try:
-        loaded = datasets.load_dataset(name, config, split=split)
+        if any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):  # by save_to_disk
+            saved: Any = datasets.load_from_disk(str(folder))
+            splits = saved if isinstance(saved, dict) else {"train": saved}
+            if split not in splits:
+                raise ValueError(f"it has the splits {', '.join(splits)}")
+            loaded = splits[split]
+        else:
+            loaded = datasets.load_dataset(str(folder) if folder.is_dir() else name, config, split=split)
     except (OSError, ValueError, RuntimeError) as error:  # its own errors derive from these
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         chosen = f"split={split}" if config is None else f"config={config}, split={split}"

@@ -6,7 +6,7 @@ one exactly (as fractions: 0.5 is 1/2, and 1,000 is 1000.00), else 0; how it got
 
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class Gsm8k:
             raise ConfigError(f"task.template={template!r} does not hold {{question}}. Add it.")
         choice("task.check", check, ("numeric", "math_verify"))
         if check == "math_verify":
-            _math_verify()
+            math_verify()
         self.template, self.check = template, check
         rows = {split: _read(path, split) for split in ("train", "test")}
         tested = {question for question, _, _ in rows["test"]}
@@ -76,7 +76,7 @@ class Gsm8k:
         value = number(found)
         if value is not None and value == example.extra["value"]:
             return 1.0
-        return float(self.check == "math_verify" and _same(example.answer, found))
+        return float(self.check == "math_verify" and same(example.answer, found))
 
     def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         """`reward` of each completion."""
@@ -164,22 +164,23 @@ def _read(path: str, split: str) -> list[tuple[str, str, Fraction]]:
 # --- math-verify: answers that are equal as mathematics but not written as one number -------------------------------
 
 
-def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]]:
+def math_verify(key: str = "task.check='math_verify'", other: str = "task.check=numeric") -> tuple[Any, Any]:
+    """math-verify's parse and verify. Raises: ConfigError, worded for the setting `key`, if it is not installed."""
     try:
         from math_verify import parse, verify  # pyright: ignore[reportMissingImports] (an optional dependency)
     except ImportError:
         raise ConfigError(
-            "task.check='math_verify' needs the package math-verify. Install it: pip install 'math-verify[antlr4_9_3]' "
-            "(Hydra needs antlr 4.9.3 too). Or leave task.check=numeric."
+            f"{key} needs the package math-verify. Install it: pip install 'math-verify[antlr4_9_3]' "
+            f"(Hydra needs antlr 4.9.3 too). Or use {other}."
         ) from None
     return parse, verify
 
 
-def _same(wanted: str, given: str) -> bool:
+def same(wanted: str, given: str) -> bool:
     """Whether math-verify finds them equal. Powers and factorials are refused: sympy would compute them."""
     if any(sign in given for sign in ("^", "**", "!", "e+", "E+")) or sum(map(str.isdigit, given)) > DIGITS:
         return False
-    parse, verify = _math_verify()
+    parse, verify = math_verify()
     # its time limit is a signal, which only the main thread gets; in a thread scoring.timeout_seconds holds
     limit = SECONDS if threading.current_thread() is threading.main_thread() else None
     try:

@@ -4,25 +4,22 @@ Without data the task makes its own: English number words below 1000 into Spanis
 lines are short, the rule is learnable, and half-right answers earn half a reward. Its pre-training text mixes Spanish
 with German, so the base model can do both and has yet to learn that Spanish is wanted.
 
-Sentence BLEU is sacrebleu's, with its usual settings (13a tokens, exponential smoothing, effective order); the
-held-out measures are corpus BLEU and chrF at sacrebleu's defaults, so their numbers compare with published ones.
+Rewards and held-out measures are those of common/tasks/similarity.py.
 """
 
 import inspect
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import Levenshtein
 from num2words import num2words
-from sacrebleu.metrics import BLEU, CHRF
 
 from common.config import ConfigError, at_least, build, choice
 from common.tasks import Example
 from common.tasks.data import Row, read_dataset, read_jsonl, read_parallel, read_tsv
+from common.tasks.similarity import SIMILARITIES, text_metrics
 
 NUMBERS = 1000  # the embedded rows: 0 to 999
 SPLIT_SEED = 0  # apart from the run's seed, so that runs of a sweep measure on the same test rows
@@ -74,7 +71,7 @@ class TranslateConfig:
     holdout: int | None
 
     def __post_init__(self) -> None:
-        choice("task.reward", self.reward, tuple(_REWARDS))
+        choice("task.reward", self.reward, tuple(SIMILARITIES))
         if "{source}" not in self.template:
             raise ConfigError(
                 f"task.template={self.template!r} does not hold {{source}}, the place of the text to translate. "
@@ -155,7 +152,7 @@ class Translate:
 
     def reward(self, example: Example, completion: str) -> float:
         """Score in [0, 1] by task.reward. White space around the completion does not count."""
-        return _REWARDS[self.config.reward](completion.strip(), example.answer)
+        return SIMILARITIES[self.config.reward](completion.strip(), example.answer)
 
     def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         """`reward` of each completion."""
@@ -166,15 +163,7 @@ class Translate:
 
         BLEU counts up to four words in a row, so it is 0 for a set whose answers all have fewer than four.
         """
-        hypotheses = [completion.strip() for completion in completions]
-        references = [example.answer for example in examples]
-        exact = sum(given == wanted for given, wanted in zip(hypotheses, references, strict=True))
-        return {
-            # force: do not warn of tokenized full stops, which here are the model's; the score is the same
-            "bleu": min(100.0, BLEU(force=True).corpus_score(hypotheses, [references]).score),
-            "chrf": min(100.0, CHRF().corpus_score(hypotheses, [references]).score),
-            "exact": 100 * exact / len(references),
-        }
+        return text_metrics([completion.strip() for completion in completions], [e.answer for e in examples])
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
         """Prompt and completion: the right target with probability task.share_right, else a wrong one.
@@ -190,43 +179,6 @@ class Translate:
             other = draw.randrange(len(rows) - 1)
             completion = rows[other if other < example.id else other + 1].answer
         return self.prompt(example), completion
-
-
-# --- rewards: completion and target, both stripped -> [0, 1] ------------------------------------------------------
-
-
-def _levenshtein(completion: str, target: str) -> float:
-    return Levenshtein.ratio(completion, target)
-
-
-def _exact(completion: str, target: str) -> float:
-    return float(completion == target)
-
-
-def _bleu(completion: str, target: str) -> float:
-    # rounding inside sacrebleu can give a little over 100
-    return min(1.0, _bleu_against(target).corpus_score([completion], None).score / 100)
-
-
-def _chrf(completion: str, target: str) -> float:
-    return min(1.0, _chrf_against(target).corpus_score([completion], None).score / 100)
-
-
-# A target is scored against many completions (members, samples), so its n-grams are counted once. sacrebleu's public
-# way to keep them is `references=`, which ties a metric object to its reference. One object for all targets counts anew
-# for each completion: 1.3 times the time for BLEU, 1.6 for chrF (captions of 60 characters, one CPU core).
-# A step has far fewer targets than are kept here.
-@lru_cache(maxsize=1024)
-def _bleu_against(target: str) -> BLEU:
-    return BLEU(effective_order=True, references=[[target]])
-
-
-@lru_cache(maxsize=1024)
-def _chrf_against(target: str) -> CHRF:
-    return CHRF(references=[[target]])
-
-
-_REWARDS = {"levenshtein": _levenshtein, "chrf": _chrf, "bleu": _bleu, "exact": _exact}
 
 
 # --- rows ----------------------------------------------------------------------------------------------------------

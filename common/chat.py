@@ -1,0 +1,146 @@
+"""Try a model: complete prompts that are typed, piped or given.
+
+    python -m common.chat outputs/mine                        # type prompts; Ctrl-D ends
+    python -m common.chat outputs/mine --prompt "seven =>"
+    cat prompts.txt | python -m common.chat FOLDER_OR_HUB_ID  # a line a prompt
+
+For the result of a run a prompt takes the form of those it was trained on: the same system text and examples, or plain text. For other models
+it is a conversation where the tokenizer has a chat template. Each prompt stands alone; the sampler is that of the runs.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common import models
+from common.config import ConfigError, ModelConfig, SamplingConfig
+from common.precision import native_bf16
+from common.rollout import Sampler
+from common.signals import EXIT_CONFIG, EXIT_INTERRUPTED
+from common.tasks import Messages, plain
+
+
+def model_of(given: str) -> tuple[str, str | Messages | None]:
+    """The model's folder or hub id, and a prompt as the run had them; None where `given` is no run folder.
+
+    Raises: ConfigError for a run that has no language model (yet).
+    """
+    folder = Path(given).expanduser()
+    if not (folder / "run.yaml").is_file():
+        return given, None
+    if not (folder / "model" / "config.json").is_file():
+        raise ConfigError(
+            f"{given} has no model/ yet: the run has not ended. Go on with it (hydra.run.dir={given} resume=auto), or give "
+            "the folder of a model."
+        )
+    result = folder / "result.json"
+    if result.is_file() and json.loads(result.read_text(encoding="utf-8"))["algo"] == "classify":
+        raise ConfigError(
+            f"{given} holds a classifier, which completes nothing. See docs/classify.md for how to ask it."
+        )
+    rows = folder / "completions" / "after.jsonl"
+    first = rows.read_text(encoding="utf-8").split("\n", 1)[0] if rows.is_file() else ""
+    return str(folder / "model"), json.loads(first)["prompt"] if first else None
+
+
+def prompt_like(text: str, shown: str | Messages | None, system: str | None, chat: bool) -> str | Messages:
+    """`text` as a prompt. shown: one of the run's; system: text instead of the run's; chat: of a conversation."""
+    if not chat:
+        return text
+    before = [m for m in shown[:-1] if system is None or m["role"] != "system"] if isinstance(shown, list) else []
+    first = [{"role": "system", "content": system}] if system else []
+    return [*first, *before, {"role": "user", "content": text}]
+
+
+def prompts(given: str | None) -> Iterator[str]:
+    """The prompt that was given, else those on standard input, a line each."""
+    if given is not None:
+        yield given
+        return
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            break
+        if line.strip():
+            yield line
+    if sys.stdin.isatty():
+        print()
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    found = argparse.ArgumentParser(
+        "python -m common.chat", description="Try a model that a run trained, or any other."
+    )
+    found.add_argument("model", metavar="MODEL", help="a run folder, a model folder, or an id of the Hugging Face hub")
+    found.add_argument("--prompt", help="complete this one and end; without it, lines of standard input")
+    found.add_argument("--system", help="system text; for a run's model, instead of the run's")
+    found.add_argument("--plain", action="store_true", help="no chat template: the model goes on with the text")
+    found.add_argument("--temperature", type=float, default=0.7, help="0 = the most likely token each time (0.7)")
+    found.add_argument(
+        "--max-new-tokens", type=int, default=256, help="longest answer (256; less where the context is short)"
+    )
+    found.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+    found.add_argument("--lora", help="folder of a LoRA adapter on top")
+    found.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    return found
+
+
+def answer_all(given: argparse.Namespace) -> None:
+    """Load the model and print a completion of each prompt. Raises: ConfigError."""
+    path, shown = model_of(given.model)
+    if given.plain and given.system:
+        raise ConfigError("--system has no effect with --plain. Leave out one of them.")
+    sampling = SamplingConfig(max_new_tokens=given.max_new_tokens, temperature=given.temperature, top_p=1.0, top_k=0)
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: there is no CUDA device. Use --device cpu.")
+    device = torch.device("cuda" if given.device != "cpu" and torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" and native_bf16(device) else torch.float32
+    options: dict[str, Any] = {"revision": None, "gguf_file": None, "attention": "sdpa"}
+    config = ModelConfig(name="hf", path=path, lora=given.lora, **options)
+    model, tokenizer = models.load(config, None, dtype, device, progress=False)
+    stop = models.stop_ids(model, tokenizer)
+    sampler = Sampler(model, pad_id=tokenizer.pad_token_id, stop_ids=stop, rows=1)  # type: ignore[arg-type]
+    trained_plain = isinstance(shown, str)
+    chat = not given.plain and not trained_plain and (shown is not None or tokenizer.chat_template is not None)
+    chat = chat or given.system is not None
+    if given.prompt is None and sys.stdin.isatty():
+        form = "through its chat template" if chat and tokenizer.chat_template else "as plain text"
+        print(f"{given.model}: prompts go in {form}, each alone. Ctrl-D ends.")
+        if shown is not None:
+            print(f"One of the run's: {(plain(shown[-1:]) if isinstance(shown, list) else shown).strip()}")
+    for number, text in enumerate(prompts(given.prompt)):
+        ids = models.encode_prompts(tokenizer, [prompt_like(text, shown, given.system, chat)])[0]
+        room = sampler.context - len(ids)
+        if room < 1:
+            raise ConfigError(
+                f"a prompt of {len(ids)} tokens fills the model's context of {sampler.context}. Shorten it."
+            )
+        sampling.max_new_tokens = min(given.max_new_tokens, room)
+        made = sampler.generate([ids], sampling, seed=given.seed, draw=number)
+        print(made.texts(tokenizer)[0].strip(), flush=True)
+
+
+def main() -> int:
+    """The command line. Exit codes: 0 done, 2 a mistake, 130 Ctrl-C."""
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # of its retries; what comes of them is said below
+    try:
+        answer_all(parser().parse_args())
+    except ValueError as error:  # ConfigError, and a prompt that is no token at all
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
