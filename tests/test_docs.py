@@ -69,7 +69,9 @@ def commands() -> list[Command]:
                 continue
             joined: list[str] = []
             for line in lines:
-                if joined and line.startswith(" ") and not joined[-1].startswith(("prompt", "held-out")):
+                if joined and joined[-1].endswith("\\"):
+                    joined[-1] = joined[-1][:-1] + line.strip()
+                elif joined and line.startswith(" ") and not joined[-1].startswith(("prompt", "held-out")):
                     joined[-1] += " " + line.strip()  # goes on
                 elif line.strip():
                     joined.append(line)
@@ -95,7 +97,8 @@ def words(line: str) -> list[str]:
         return []
     for sign in ("|", "&&"):
         while sign in found:
-            found = found[found.index(sign) + 1 :]
+            at = found.index(sign)
+            found = found[:at] if found[at + 1 :] == ["source"] else found[at + 1 :]
     for sign in (">",):
         found = found[: found.index(sign)] if sign in found else found
     while found and re.match(r"[A-Z_]+=", found[0]):
@@ -135,7 +138,7 @@ def once(overrides: tuple[str, ...], folder: str | None) -> None:
 
 def composed(arguments: list[str], algo: str | None = None) -> None:
     """Compose every job that the arguments of launch.py name."""
-    if {"--help", "-sc", "-cp"} & set(arguments):
+    if {"--help", "-sc", "-cp", "-p"} & set(arguments):
         return
     arguments = [a for a in arguments if a not in ("--cfg", "job", "-m", "--multirun", "...")]
     folder = None
