@@ -21,9 +21,10 @@ import yaml
 
 from common.checkpoint import write_text
 from common.config import ConfigError
+from common.plots import COLOURS, STYLE
 from common.report import side_by_side
 from common.sweep import FAILED
-from common.tracking import events
+from common.tracking import events, markdown_table
 
 # What a run is measured against, as in result.json, and the title of its axis.
 COSTS = {
@@ -36,8 +37,6 @@ COSTS = {
 NOT_A_SETTING = ("seed", "resume", "hydra")
 # Settings of a run that its result names, where no override does.
 NAMED = ("algo", "task", "model")
-# Okabe and Ito: told apart by the colour-blind.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 DASHES = ("-", "--", ":", "-.")
 
 
@@ -227,7 +226,7 @@ def page(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> str:
     """The text of comparison.md."""
     lines = ["# Comparison", "", "![held-out metric against cost](comparison.png)", ""]
     for kind, settings in _measures(runs):
-        lines += [f"## Held-out {kind}", "", *_markdown(table(settings)), ""]
+        lines += [f"## Held-out {kind}", "", markdown_table(table(settings)), ""]
         each = [
             {
                 "setting": run.setting,
@@ -240,7 +239,7 @@ def page(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> str:
             for group in settings.values()
             for run in group
         ]
-        lines += [*_markdown(each), ""]
+        lines += [markdown_table(each), ""]
     lines += [
         "Mean ± standard deviation over the runs of a setting (n - 1). Costs are those of training: sampling, rewards and updates; "
         "evaluation and pre-training are not in them. A band is one standard deviation. Every measurement: "
@@ -260,12 +259,6 @@ def _state(failure: Failure) -> str:
 
 def _described(failure: Failure) -> str:
     return f" ({' '.join(f'{key}={value}' for key, value in failure.overrides.items())})" if failure.overrides else ""
-
-
-def _markdown(rows: Sequence[dict[str, str]]) -> list[str]:
-    head = list(rows[0])
-    cells = [head, ["---"] * len(head), *([row[name].replace("|", "\\|") for name in head] for row in rows)]
-    return [f"| {' | '.join(line)} |" for line in cells]
 
 
 def _write_csv(runs: Sequence[Run], path: Path) -> None:
@@ -291,11 +284,7 @@ def figure(runs: Sequence[Run], path: Path) -> None:
     most = max(len(settings) for _, settings in measures)
     rows = len(measures) * -(-len(costs) // 2)
     below = 0.3 + 0.26 * most  # inches of the legend
-    style: dict[Any, Any] = {
-        **{"font.size": 12, "axes.titlesize": 13, "axes.titlelocation": "left", "axes.titleweight": "bold"},
-        **{"axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False},
-    }
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(STYLE):
         drawn = Figure((11, rows * 3.6 + len(measures) * below), dpi=110, layout="constrained")
         parts = drawn.subfigures(len(measures), 1, squeeze=False)[:, 0]
         for part, (kind, settings) in zip(parts, measures, strict=True):
@@ -306,7 +295,7 @@ def figure(runs: Sequence[Run], path: Path) -> None:
                     colour = COLOURS[number % len(COLOURS)]
                     dashes = DASHES[number // len(COLOURS) % len(DASHES)]
                     label = setting + (f" (mean of {len(group)})" if len(group) > 1 else "")
-                    axis.plot(x, mean, dashes, color=colour, label=label, linewidth=2.2, marker="o", markersize=4)
+                    axis.plot(x, mean, dashes, color=colour, label=label, marker="o", markersize=4)
                     if len(group) > 1:
                         axis.fill_between(x, mean - deviation, mean + deviation, color=colour, alpha=0.15, linewidth=0)
                 axis.set_xlabel(COSTS[cost])
