@@ -155,6 +155,11 @@ class Spending:
 TENTHS = 10
 
 
+def reached(step: int, steps: int | None) -> bool:
+    """Whether a run of `steps` ends at `step`, both counted from 1."""
+    return steps is not None and step >= steps
+
+
 def start_line(tracker: Tracker | None, run: Run, state: dict[str, Any], steps: int | None) -> None:
     """Where a budget and not `steps` ends the run, let the progress line count what is used of it."""
     if tracker and steps is None:

@@ -76,7 +76,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     tracker = loop.begin(run, context, task, held_out, state, settings.steps, measure)
     loop.start_line(tracker, run, state, settings.steps)
     spending = loop.Spending(run, context, state["generated"], state["seconds"])
-    last = spending.spent or state["step"] == settings.steps
+    last = spending.spent or loop.reached(state["step"], settings.steps)
     compiling: dict[str, float] = {}
     if run.opt.compile.enabled and not last:
         # A rehearsal whose rewards are thrown away, so that the first step's time is that of a step.
@@ -115,7 +115,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             compiling = {}
             seconds = time.perf_counter() - started  # of training: an evaluation's tokens are not counted either
             state["seconds"] += seconds
-            last = spending.add(state["generated"], state["seconds"]) or step + 1 == settings.steps
+            last = spending.add(state["generated"], state["seconds"]) or loop.reached(step + 1, settings.steps)
             if spending.evaluation_due(step + 1) and not last:
                 with phases("evaluate"):
                     seen = measure()

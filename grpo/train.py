@@ -63,7 +63,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     if resumed is not None:
         policy.load(resumed)
         state = resumed.state["run"]
-        if state["passes_left"] and settings.steps != state["step"]:
+        if state["passes_left"] and not loop.reached(state["step"], settings.steps):
             raise ConfigError(
                 f"algo.steps={settings.steps} goes on from step {state['step']}, which ended a run with {state['passes_left']} "
                 f"of algo.passes={settings.passes} over its last rollout to come; that rollout is gone. Start anew with "
@@ -96,7 +96,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         report.profiled(run, context) as traced,
     ):
         phases = Phases()
-        while state["step"] != settings.steps and not spending.spent:
+        while not loop.reached(state["step"], settings.steps) and not spending.spent:
             started, first_step = time.perf_counter(), state["step"]
             rollout, state["cursor"] = roller.roll(first_step, state["cursor"], phases)
             state["generated"] += rollout.generated
@@ -118,7 +118,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                 seconds = time.perf_counter() - started  # of training: an evaluation's tokens are not counted either
                 state["seconds"] += seconds
                 spending.add(state["generated"], state["seconds"])
-                if spending.evaluation_due(step + 1) and step + 1 != settings.steps and not trouble:
+                if spending.evaluation_due(step + 1) and not loop.reached(step + 1, settings.steps) and not trouble:
                     with phases("evaluate"):
                         held = measure()
                     event = loop.measured(tracker, task, held_out, step + 1, held)
@@ -150,7 +150,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             state["passes_left"] = passes - (done - first_step)  # above 0 where the last step came before the last pass
             stopping = context.any(stop.name is not None)
             due = run.checkpoint.every and done // run.checkpoint.every > first_step // run.checkpoint.every
-            last = spending.spent or done == settings.steps
+            last = spending.spent or loop.reached(done, settings.steps)
             if due or stopping or last:
                 with phases("checkpoint"):  # in the next step's record
                     if tracker:
