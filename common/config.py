@@ -29,6 +29,17 @@ def choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{key}={value!r} is not a choice.{hint} Choices: {', '.join(choices)}.")
 
 
+def flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The same fields with nested ones as "outer.inner"."""
+    out: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            out |= flat(value, f"{prefix}{name}.")
+        else:
+            out[f"{prefix}{name}"] = value
+    return out
+
+
 def at_least(key: str, value: float, minimum: float) -> None:
     """Raise ConfigError unless `value` is finite and >= `minimum`."""
     if not (value >= minimum and math.isfinite(value)):

@@ -4,6 +4,7 @@ A worker is started by function, not by running the command again: in this proce
 `opt=ddp`, or the process that torchrun started.
 """
 
+import errno
 import importlib
 import logging
 import os
@@ -12,7 +13,7 @@ import signal
 import sys
 import tempfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,13 +26,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common import hardware
-from common.config import ConfigError, Run
-from common.signals import EXIT_CONFIG, RunStopped
+from common.checkpoint import CheckpointError
+from common.config import ConfigError, Run, flat
+from common.signals import EXIT_CONFIG, EXIT_WRITE, RunStopped
 
 log = logging.getLogger("clutch")
 
 # A rank may wait this long for another: rank 0 pre-trains the tiny model while the others stand at a barrier.
 TIMEOUT = timedelta(minutes=20)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the quota, the largest file allowed
 
 
 @dataclass(frozen=True)
@@ -170,9 +173,11 @@ def _spawned(
 ) -> None:
     try:
         result = _grouped(entry, run, out_dir, task, local_rank, ranks, local_rank, meeting)
-    except RunStopped as stopped:  # in all ranks alike
+    except RunStopped as stopped:
         reports.put(stopped)
-        return
+        if stopped.code == EXIT_WRITE:  # in this rank alone: leaving with a code ends the others, which wait for it
+            sys.exit(EXIT_WRITE)
+        return  # else in all ranks alike
     except ConfigError as error:  # perhaps in this rank alone: leaving with a code ends the others, which wait for it
         reports.put(error)
         sys.exit(EXIT_CONFIG)
@@ -203,8 +208,31 @@ def _grouped(
 def _work(entry: str, run: Run, context: Context, task: Any) -> Any:
     _logging(context)
     hardware.check(run.hardware, run.opt, context.device)
+    _agree(run, context)
     module, function = entry.split(":")
-    return getattr(importlib.import_module(module), function)(run, context, task)
+    train = getattr(importlib.import_module(module), function)
+    try:
+        return train(run, context, task)
+    except (CheckpointError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in FULL:
+            raise
+        raise RunStopped(
+            f"{error} Earlier checkpoints stand. Make room, then go on with hydra.run.dir={context.out_dir} resume=auto.",
+            EXIT_WRITE,
+        ) from error
+
+
+def _agree(run: Run, context: Context) -> None:
+    """Raise ConfigError where ranks, which torchrun lets compose each for itself, have other settings than rank 0."""
+    mine = {"hydra.run.dir": str(context.out_dir)} | flat(asdict(run))
+    every = context.gather_objects(mine)
+    for rank, theirs in enumerate(every):
+        differing = next((key for key in {**every[0], **theirs} if every[0].get(key) != theirs.get(key)), None)
+        if differing is not None:
+            raise ConfigError(
+                f"{differing} is {every[0].get(differing)!r} on rank 0 and {theirs.get(differing)!r} on rank {rank}. "
+                "Start all ranks with the same command and the same version of the files in conf/."
+            )
 
 
 def _logging(context: Context) -> None:

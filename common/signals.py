@@ -10,6 +10,9 @@ from typing import Any
 EXIT_CRASH = 1  # what Python exits with after a traceback
 EXIT_CONFIG = 2  # a mistake in the configuration; nothing was run
 EXIT_NUMBERS = 3  # NaN or infinity in rewards, fitness or weights; the last good checkpoint stands
+EXIT_WRITE = (
+    4  # a file of the run could not be written, for example because the disk is full; earlier checkpoints stand
+)
 EXIT_INTERRUPTED = 130  # Ctrl-C where there is nothing to save: before the first step, or after the last
 EXIT_SIGNAL = 75  # stopped by a signal after saving; resume=auto goes on (EX_TEMPFAIL: try again)
 

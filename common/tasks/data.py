@@ -20,7 +20,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from common.config import ConfigError
+from common.config import ConfigError, flat
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ def read_jsonl(path: str, key: str, skipped: list[str] | None = None) -> list[Ro
         try:
             value = json.loads(line)
             if isinstance(value, dict):
-                rows.append(Row(f"{path!r} line {number}", _flat(value)))
+                rows.append(Row(f"{path!r} line {number}", flat(value)))
                 continue
             problem = f"is JSON, but {type(value).__name__} and no object"
         except json.JSONDecodeError as error:
@@ -227,7 +227,7 @@ def read_parquet(path: str, key: str) -> list[Row]:
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).strip().splitlines()[0].removesuffix(".")
         raise ConfigError(f"{key}={path!r} is no Parquet file that can be read: {reason}.") from None
-    rows = [Row(f"{path!r} row {number}", _flat(row)) for number, row in enumerate(table.to_pylist(), start=1)]
+    rows = [Row(f"{path!r} row {number}", flat(row)) for number, row in enumerate(table.to_pylist(), start=1)]
     return _not_empty(rows, f"{key}={path!r}")
 
 
@@ -261,7 +261,7 @@ def read_dataset(name: str, config: str | None, split: str, key: str) -> list[Ro
             f"{key}={name!r} cannot be loaded ({chosen}): {reason.removesuffix('.')}. Check the id, the configuration "
             "and the split, and that the hub can be reached; or give local files."
         ) from None
-    rows = [Row(f"{name!r} split {split} row {number}", _flat(dict(row))) for number, row in enumerate(loaded)]
+    rows = [Row(f"{name!r} split {split} row {number}", flat(dict(row))) for number, row in enumerate(loaded)]
     return _not_empty(rows, f"{key}={name!r} split {split}")
 
 
@@ -286,17 +286,6 @@ def _read_bytes(path: str, key: str) -> bytes:
             f"{key}={path!r} is not a whole gzip file: {reason}; tried {absolute}. "
             "Fetch or compress it again, or rename it without .gz if it is plain text."
         ) from None
-
-
-def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The same fields with nested ones as "outer.inner", so that a setting can name them."""
-    out: dict[str, Any] = {}
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            out |= _flat(value, f"{prefix}{name}.")
-        else:
-            out[f"{prefix}{name}"] = value
-    return out
 
 
 def _not_empty(rows: Sequence[Row], what: str) -> list[Row]:
