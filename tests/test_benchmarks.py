@@ -156,6 +156,43 @@ def test_grpo(tmp_path):
     assert done.stderr == ""
 
 
+def test_sampler(tmp_path):
+    done = benchmark("sampler", "--quick", "--device", "cpu", "--json", str(tmp_path / "out.json"))
+    content = json.loads((tmp_path / "out.json").read_text())
+    ratios = {row["row"]: row["ratio"] for row in content["rows"] if row["against"]}
+    assert set(ratios) == {
+        *("equal lengths: this project", "spread lengths: this project", "spread lengths: this project, too"),
+        "spread lengths: continuous batching",
+    }
+    assert all(ratio > 0 for ratio in ratios.values())
+    drawn = content["conditions"]["mean_length"]
+    assert all(4 < drawn[row] < 24 for row in ("generate", "continuous batching", "this project"))  # longest is 24
+    assert "decode, share of the bandwidth roofline" in done.stdout
+
+
+def test_results_side_by_side(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    for side, value in (("a", 2.0), ("b", 3.0)):
+        rows = [{"benchmark": "x", "row": "y", "value": value, "unit": "s", "against": None, "ratio": None}]
+        content = {"conditions": {"device": side, "torch": "2"}, "rows": rows}
+        (tmp_path / side / "x.json").write_text(json.dumps(content))
+    done = benchmark("compare", str(tmp_path / "a"), str(tmp_path / "b"))
+    assert "y  2.00  3.00     s   1.50" in done.stdout
+    assert "differs: device: a | b" in done.stdout
+    assert "torch" not in done.stdout
+    (tmp_path / "b" / "x.json").write_text("{}")
+    assert "is no result of a benchmark" in benchmark("compare", *(str(tmp_path / x) for x in "ab"), code=1).stderr
+    assert "holds no results" in benchmark("compare", "nowhere", str(tmp_path / "a"), code=1).stderr
+
+
+@pytest.mark.slow
+def test_all_in_one_go(tmp_path):
+    done = benchmark("all", "--quick", "--device", "cpu", "--out", str(tmp_path / "out"))
+    assert {path.stem for path in (tmp_path / "out").glob("*.json")} == {"sampler", "grpo", "eggroll", "loader", "rft"}
+    assert "sampler: spread lengths: this project / generate" in done.stdout
+
+
 def test_gpt2s_vocabulary_decodes():
     tokenizer = grpo.widened(models.byte_tokenizer(), 50257)
     assert len(tokenizer) == 50257
