@@ -283,7 +283,7 @@ MISTAKES = {
     "algo=classify task=units": "algo=classify needs a class task, and common.tasks.units.Units is a reward task. "
     "Use one of task=ag_news, custom_text, imdb, topics, trajectories.",
     "algo=rft task=topics": "algo=rft needs a reward task, and ddp_bench.tasks.Topics is a class task. "
-    "Use one of task=chess, countdown, gsm8k, translate, units.",
+    "Use one of task=chess, countdown, custom, gsm8k, translate, units.",
     "algo=classify model=gpt2": "model has no effect with algo=classify: the sizes are algo.model.*. Leave it out.",
     "algo=classify evaluate.every=3": "evaluate.every has no effect with algo=classify: it evaluates after each epoch. "
     "Leave it out.",
