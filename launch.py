@@ -217,13 +217,11 @@ def check_folder(arguments: list[str]) -> None:
     """Raise ConfigError where the run folder that is asked for cannot be made."""
     for argument in arguments:
         key, _, value = argument.partition("=")
-        if key == "hydra.run.dir" and value and "${" not in value:
+        if key in ("hydra.run.dir", "hydra.sweep.dir") and value and "${" not in value:
             try:
                 Path(value.strip("'\"")).mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise ConfigError(
-                    f"hydra.run.dir={value} cannot be made: {error.strerror}. Choose another folder."
-                ) from None
+                raise ConfigError(f"{key}={value} cannot be made: {error.strerror}. Choose another folder.") from None
 
 
 def located(arguments: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ import numpy as np
 import yaml
 
 from common.checkpoint import write_text
-from common.config import ConfigError
+from common.config import ConfigError, flat
 from common.plots import COLOURS, STYLE
 from common.report import side_by_side
 from common.sweep import FAILED
@@ -34,7 +34,7 @@ COSTS = {
     "seconds": "seconds of training",
 }
 # Overrides that make no other setting of a run.
-NOT_A_SETTING = ("seed", "resume", "hydra")
+NOT_A_SETTING = ("seed", "resume", "hydra", "tracker", "checkpoint")
 # Settings of a run that its result names, where no override does.
 NAMED = ("algo", "task", "model")
 DASHES = ("-", "--", ":", "-.")
@@ -42,13 +42,18 @@ DASHES = ("-", "--", ":", "-.")
 
 @dataclass
 class Run:
-    """A run that has a result. overrides: by key, without the seed; points: each a measurement and its COSTS so far."""
+    """A run that has a result.
+
+    overrides: by key, without the seed; config: all settings but NOT_A_SETTING, dotted; points: each a measurement and its
+    COSTS so far.
+    """
 
     folder: Path
     seed: int | None
     overrides: dict[str, str]
     result: dict[str, Any]
     points: list[dict[str, float]]
+    config: dict[str, Any]
     setting: str = ""
 
 
@@ -79,7 +84,7 @@ def read(folders: Sequence[Path]) -> tuple[list[Run], list[Failure]]:
     runs: list[Run] = []
     failures: list[Failure] = []
     for folder in dict.fromkeys(found):
-        overrides, seed = _overrides(folder)
+        overrides, config, seed = _settings(folder)
         if (folder / FAILED).exists():
             why = json.loads((folder / FAILED).read_text(encoding="utf-8"))
             failures.append(Failure(folder, overrides, why["code"], why["error"]))
@@ -88,16 +93,47 @@ def read(folders: Sequence[Path]) -> tuple[list[Run], list[Failure]]:
                 Failure(folder, overrides, 0, "no result.json: it has not ended, or measures something else")
             )
         else:
-            result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-            named = {key: str(result[key]) for key in NAMED}
-            runs.append(Run(folder, seed, named | overrides, result, points(events(folder / "metrics.jsonl"), result)))
+            try:
+                result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+                named = {key: str(result[key]) for key in NAMED}
+                measured = points(events(folder / "metrics.jsonl"), result)
+            except (ValueError, KeyError, TypeError) as error:
+                failures.append(
+                    Failure(folder, overrides, 0, f"its result.json or metrics.jsonl is damaged: {error!r:.80}")
+                )
+                continue
+            runs.append(Run(folder, seed, named | overrides, result, measured, config))
     given = [{k: v for k, v in of.overrides.items() if k not in NAMED} for of in (*runs, *failures)]
     differing = _differing(given) | _differing([{k: run.overrides[k] for k in NAMED} for run in runs])
     for failure in failures:
         failure.overrides = {k: v for k, v in failure.overrides.items() if k in differing}
     for run in runs:
         run.setting = " ".join(f"{k}={v}" for k, v in run.overrides.items() if k in differing) or run.overrides["algo"]
+    _tell_apart(runs)
     return runs, failures
+
+
+def _tell_apart(runs: Sequence[Run]) -> None:
+    """Give runs of one configuration one name, and those of several several: overrides alone say neither.
+
+    A run that was repeated with -cp has no overrides, and one that was told a default has one too many.
+    """
+    same: dict[str, list[Run]] = {}
+    for run in runs:
+        same.setdefault(json.dumps(run.config, sort_keys=True, default=str), []).append(run)
+    for group in same.values():
+        shortest = min((run.setting for run in group), key=len)
+        for run in group:
+            run.setting = shortest
+    named: dict[str, list[list[Run]]] = {}
+    for group in same.values():
+        named.setdefault(group[0].setting, []).append(group)
+    for groups in named.values():
+        differing = _differing([group[0].config for group in groups])
+        for group in groups if len(groups) > 1 else []:
+            more = [f"{key}={group[0].config.get(key)}" for key in group[0].config if key in differing][:4]
+            for run in group:
+                run.setting += " " + " ".join(more)
 
 
 def points(log: Sequence[dict[str, Any]], result: dict[str, Any]) -> list[dict[str, float]]:
@@ -120,19 +156,24 @@ def points(log: Sequence[dict[str, Any]], result: dict[str, Any]) -> list[dict[s
     return [*found, {**{cost: result[cost] for cost in COSTS}, "value": result["after"]}]
 
 
-def _overrides(folder: Path) -> tuple[dict[str, str], int | None]:
-    """What the command gave for a run, and its seed."""
-    path, seed = folder / ".hydra" / "overrides.yaml", None
+def _settings(folder: Path) -> tuple[dict[str, str], dict[str, Any], int | None]:
+    """What the command gave for a run, all its settings, dotted, and its seed."""
+    path, seed, config = folder / ".hydra" / "overrides.yaml", None, {}
     given = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else []
     pairs = {key.lstrip("+"): value for key, _, value in (text.partition("=") for text in given)}
     if (folder / "run.yaml").exists():
-        seed = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))["config"]["seed"]
-    return {key: value for key, value in pairs.items() if key.split(".")[0] not in NOT_A_SETTING}, seed
+        config = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))["config"]
+        seed = config["seed"]
+
+    def kept(settings: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in settings.items() if key.split(".")[0] not in NOT_A_SETTING}
+
+    return kept(pairs), kept(flat(config)), seed
 
 
-def _differing(given: Sequence[dict[str, str]]) -> set[str]:
+def _differing(given: Sequence[dict[str, Any]]) -> set[str]:
     keys = {key for overrides in given for key in overrides}
-    return {key for key in keys if len({overrides.get(key) for overrides in given}) > 1}
+    return {key for key in keys if len({str(overrides.get(key)) for overrides in given}) > 1}
 
 
 # --- mean and spread -------------------------------------------------------------------------------------------------

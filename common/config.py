@@ -507,6 +507,8 @@ def typed(config: DictConfig, algo_schema: type) -> Run:
 
 _SECRET = re.compile(r"(^|[_-])(api_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
 
+_OF_TEXT = re.compile(r"(pad|eos|bos|unk|sep|cls|mask|stop|start|end)_token$", re.IGNORECASE)  # a tokenizer's
+
 
 def no_secrets(settings: dict[str, Any], prefix: str = "") -> None:
     """Raise ConfigError where a setting holds a secret: by its key, or because it is what a variable of such a name holds.
@@ -517,7 +519,9 @@ def no_secrets(settings: dict[str, Any], prefix: str = "") -> None:
     for key, value in settings.items():
         if isinstance(value, dict):
             no_secrets(value, f"{prefix}{key}.")
-        elif isinstance(value, str) and value and (_SECRET.search(str(key)) or any(h in value for h in held)):
+        elif not isinstance(value, str) or not value:
+            continue
+        elif (_SECRET.search(str(key)) and not _OF_TEXT.search(str(key))) or any(h in value for h in held):
             raise ConfigError(
                 f"{prefix}{key} holds a secret, and settings are written to run.yaml, into checkpoints and to W&B. Leave it "
                 "out, and let the code that needs it read an environment variable (os.environ)."

@@ -171,7 +171,12 @@ def done(run: Run, state: dict[str, Any], steps: int | None) -> int | None:
     """How far the progress line of `start_line` is; None = the step."""
     if steps is not None:
         return None
-    return state["generated"] if run.budget.tokens is not None else round(state["seconds"])
+    used, limit = (
+        (state["generated"], run.budget.tokens)
+        if run.budget.tokens is not None
+        else (state["seconds"], run.budget.seconds)
+    )
+    return round(min(used, limit or used))  # the last step goes beyond the budget
 
 
 def length(run: Run, count: int | None, what: str) -> str:

@@ -68,8 +68,9 @@ def lines(
 def stack(axis: Any, x: Sequence[float], layers: Mapping[str, Sequence[float]]) -> None:
     """Draw layers on top of each other, the largest at the bottom."""
     ordered = sorted(layers, key=lambda name: -sum(layers[name]))
-    means = [running_mean(binned(x, layers[name])[1], len(x) // 20) for name in ordered]
-    axis.stackplot(binned(x, x)[0], means, labels=ordered, colors=COLOURS, linewidth=0)
+    places = binned(x, x)[0]
+    means = [running_mean(binned(x, layers[name])[1], len(places) // 20) for name in ordered]
+    axis.stackplot(places, means, labels=ordered, colors=COLOURS, linewidth=0)
 
 
 def bars(axis: Any, categories: Sequence[str], series: Mapping[str, Sequence[float]]) -> None:
@@ -94,7 +95,7 @@ def finished(axis: Any, title: str, x: str, unit: str, zero: bool) -> None:
         axis.set_ylim(0, room * axis.dataLim.ymax or 1.0)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")  # no power of ten apart, which a legend would cover
     handles, labels = axis.get_legend_handles_labels()
-    if len(labels) < 2:
+    if len(labels) < 2 and not axis.collections:  # one layer of a stack has a name too
         axis.set_title(title, pad=10)
         return
     columns = max(1, min(len(labels), ROW // (max(map(len, labels)) + 5)))

@@ -44,12 +44,19 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
     check_algorithm(run, context.out_dir)
     context.barrier()  # no rank looks while another may still write
     present = any(own.glob("step-*"))
+    finished = context.out_dir / "result.json"
+    if finished.exists() and not present:
+        raise ConfigError(
+            f"{context.out_dir} holds a run that has ended, without its checkpoints. Use another hydra.run.dir."
+        )
     if run.resume == "no":
         if present:
             raise ConfigError(
                 f"{context.out_dir} already holds a run. Use resume=auto to go on with it, or another hydra.run.dir."
             )
         return None
+    if run.resume != "auto" and not Path(run.resume).exists():
+        raise ConfigError(f"resume={run.resume} does not exist. Give a run folder, or resume=auto or no.")
     found = checkpoint.latest(own)
     if found is None and present:
         raise ConfigError(
@@ -84,8 +91,12 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
             f"{found.path} was made with other settings: {'; '.join(differing)}. "
             "Give the same ones, or start anew with another hydra.run.dir."
         )
+    if not found.path.is_relative_to(own):
+        found.state["run"]["tracker"] = {}  # another run, which must not write into the first one's record
     if context.main:
         log.info("resuming after step %d from %s", found.step, found.path)
+        if steps is None or steps > found.step:
+            finished.unlink(missing_ok=True)  # no longer what the run came to
     return found
 
 

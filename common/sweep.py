@@ -65,7 +65,7 @@ class Sweep(Callback):
         compare.report(runs, failures, folder)
         if failures:
             print(f"again: python -m common.compare {shlex.quote(str(folder))}", file=sys.stderr)
-            sys.exit(failures[0].code)
+            sys.exit(next((failure.code for failure in failures if failure.code), 0))
 
     def _name(self, config: DictConfig) -> str:
         own = [text for text in config.hydra.overrides.task if text.partition("=")[0] in self.swept]

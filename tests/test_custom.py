@@ -14,6 +14,7 @@ from conftest import ROOT, SMALL
 
 from common.config import ConfigError
 from common.tasks import build
+from common.tasks.data import Row
 from launch import compose, train
 
 ROWS = [{"question": f"{i} and {i}", "answer": str(2 * i), "note": {"of": f"n{i}"}, "blank": ""} for i in range(20)]
@@ -300,3 +301,9 @@ def test_the_example_folder_works_from_elsewhere(launch, tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads((folder / "out" / "result.json").read_text())
     assert (result["task"], result["metric"]) == ("acronyms", "exact")
+
+
+def test_whole_numbers_stay_as_they_are():
+    for number in (12345678901234567890, 10**400, -3, 0):
+        assert Row("here", {"a": number}).text("a", "task.answer_field", numbers=True) == str(number)
+    assert Row("here", {"a": 2.0}).text("a", "task.answer_field", numbers=True) == "2"

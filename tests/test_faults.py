@@ -1,6 +1,7 @@
 """Runs that go wrong from outside: a full disk, ranks that were started differently."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -54,3 +55,14 @@ def test_ranks_with_other_settings_are_named_before_they_start(cache, tmp_path):
     errors = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2], errors
     assert "error: algo.sigma is 0.01 on rank 0 and 0.02 on rank 1. Start all ranks with the same command" in errors[0]
+
+
+def test_a_finished_run_without_its_checkpoints_is_not_overwritten(launch, tmp_path):
+    out = tmp_path / "out"
+    launch("algo=eggroll", *SMALL, f"hydra.run.dir={out}", "algo.steps=1")
+    shutil.rmtree(out / "checkpoints")
+    before = (out / "result.json").read_bytes()
+    for more in ("seed=7", "resume=auto"):
+        done = launch("algo=eggroll", *SMALL, f"hydra.run.dir={out}", "algo.steps=1", more, code=2)
+        assert "holds a run that has ended, without its checkpoints" in done.stderr
+    assert (out / "result.json").read_bytes() == before

@@ -215,13 +215,28 @@ def test_submitit_sends_a_sweep_to_slurm(launch, tmp_path):
     assert re.search(r"^\| eggroll \| 2 \| ", (sweep / "comparison.md").read_text(), flags=re.M)
 
 
+def test_a_setting_is_told_by_its_configuration_where_overrides_do_not(tmp_path):
+    """A run repeated with -cp has no overrides: it joins its first one, and leaves those of other settings alone."""
+    folders = [job(tmp_path, number, 1, 30.0, 100, algo__lr=str(0.1 + number // 2)) for number in range(4)]
+    for folder in folders[1::2]:
+        (folder / ".hydra" / "overrides.yaml").write_text("[]")
+    runs, _ = compare.read([tmp_path])
+    assert [run.setting for run in runs][0::2] == [run.setting for run in runs][1::2]
+    assert len({run.setting for run in runs}) == 2
+    (folders[0] / "result.json").write_text("{")
+    runs, failures = compare.read([tmp_path])
+    assert len(runs) == 3
+    assert "damaged" in failures[0].error
+
+
 def job(folder: Path, number: int, seed: int, after: float, tokens: int, middle: bool = True, **given: str) -> Path:
     """A run folder as a sweep leaves it, with two steps of a second each."""
     here = folder / str(number)
     (here / ".hydra").mkdir(parents=True)
     overrides = [f"{key.replace('__', '.')}={value}" for key, value in given.items()] + [f"seed={seed}", "task=letters"]
     (here / ".hydra" / "overrides.yaml").write_text(json.dumps(overrides))
-    (here / "run.yaml").write_text(json.dumps({"config": {"seed": seed}}))
+    config = {key.replace("__", "."): value for key, value in given.items()}
+    (here / "run.yaml").write_text(json.dumps({"config": {"seed": seed, **config}}))
     measured = {"metric": 20.0, "metric_name": "exact"} if middle else {}
     log = [
         {"step": 1, "seconds": 1.0, "generated_tokens": tokens // 2, "reward_evaluations": 5, **measured},

@@ -43,7 +43,9 @@ class Row:
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"{key}={name!r} is not a field of {self.where}.{hint} {there}")
         value = self.fields[name]
-        if numbers and isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        if numbers and isinstance(value, int) and not isinstance(value, bool):
+            value = str(value)
+        elif numbers and isinstance(value, float) and math.isfinite(value):
             value = f"{value:.0f}" if value == int(value) else f"{Decimal(repr(value)):f}"
         if not isinstance(value, str):
             kind = type(value).__name__
@@ -254,7 +256,7 @@ def read_dataset(name: str, config: str | None, split: str, key: str) -> list[Ro
             loaded = splits[split]
         else:
             loaded = datasets.load_dataset(str(folder) if folder.is_dir() else name, config, split=split)
-    except (OSError, ValueError, RuntimeError) as error:  # its own errors derive from these
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # pyright: ignore[reportAttributeAccessIssue]
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         chosen = f"split={split}" if config is None else f"config={config}, split={split}"
         raise ConfigError(
