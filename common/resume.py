@@ -56,7 +56,7 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
             )
         return None
     if run.resume != "auto" and not Path(run.resume).exists():
-        raise ConfigError(f"resume={run.resume} does not exist. Give a run folder, or resume=auto or no.")
+        raise ConfigError(f"resume={run.resume}: no valid checkpoint there. Give a run folder, or resume=auto or no.")
     found = checkpoint.latest(own)
     if found is None and present:
         raise ConfigError(
