@@ -118,6 +118,18 @@ def test_rft_rows_do_the_same_work(tmp_path):
     assert "this project against generate, batched" in done.stdout
 
 
+def test_grpo_in_brief(tmp_path):
+    done = benchmark("grpo", "--quick", "--brief", "--device", "cpu", "--json", str(tmp_path / "out.json"))
+    content = json.loads((tmp_path / "out.json").read_text())
+    values = {row["row"]: row["value"] for row in content["rows"] if row["benchmark"] == "grpo"}
+    assert values[grpo.PLAIN] > 0
+    assert values[grpo.OURS] > 0
+    assert content["conditions"]["loss_deviation"][grpo.PLAIN] < 1e-4
+    assert content["conditions"]["skipped"]["+ 2 ranks"] == "not with --brief"
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
 def test_grpo(tmp_path):
     """Every row that a CPU has, tiny; the loss curves are the check that all of them do the same work."""
     done = benchmark("grpo", "--quick", "--device", "cpu", "--json", str(tmp_path / "out.json"))

@@ -197,7 +197,7 @@ def one_rank(tmp_path_factory, cache):
 @pytest.mark.parametrize(
     "more",
     [
-        [],
+        pytest.param([], marks=pytest.mark.slow),
         ["algo.micro_batch_rows=5", "algo.loader.workers=1"],  # parts of a batch, which are not exchanged (no_sync)
         ["algo.micro_batch_rows=5", "algo.ddp.static_graph=false", "algo.ddp.gradient_as_bucket_view=false"],
     ],

@@ -211,7 +211,9 @@ def test_kill_9_and_resume_ends_with_the_same_bits(own_task, unbroken, tmp_path)
     assert after["metrics"] == before["metrics"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)], ids=["SIGTERM", "SIGINT"]
+)
 def test_a_signal_saves_and_the_run_goes_on(own_task, unbroken, tmp_path, number):
     with started(own_task, tmp_path, "checkpoint.every=0") as process:
         wait_for_step(process, tmp_path, 5)

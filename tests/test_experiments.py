@@ -60,7 +60,17 @@ def test_an_experiment_says_what_came_of_it(path):
         assert re.search(what, measured[1]), f"{what} is not in {measured[1]}"
 
 
-@pytest.mark.parametrize("name", sorted(set(TOY) - {"rft_smollm2_units"}))
+# Presets that differ from another one in numbers alone; the others run each time.
+LIKE_ANOTHER = {"rft_balanced", "rft_quality"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_ANOTHER else [])
+        for name in sorted(set(TOY) - {"rft_smollm2_units"})
+    ],
+)
 def test_an_experiment_runs(name, in_cache, tmp_path, monkeypatch):
     if name == "eggroll_multi30k":
         if not (SHARED / "data").is_dir():

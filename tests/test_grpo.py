@@ -143,7 +143,9 @@ def test_micro_batches_and_checkpointing_change_nothing(tmp_path, in_cache):
 
 
 @pytest.mark.parametrize(
-    "changes", [[], ["algo.passes=2", "algo.kl.beta=0.05", "algo.loss=grpo"]], ids=["plain", "passes and kl"]
+    "changes",
+    [pytest.param([], marks=pytest.mark.slow), ["algo.passes=2", "algo.kl.beta=0.05", "algo.loss=grpo"]],
+    ids=["plain", "passes and kl"],
 )
 def test_two_ranks_end_where_one_ends(launch: Launch, tmp_path, changes):
     launch(*SMALL, *changes, "hydra.run.dir=one")
@@ -157,7 +159,7 @@ def test_two_ranks_end_where_one_ends(launch: Launch, tmp_path, changes):
     assert one["after"] == two["after"]
 
 
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("passes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_killed_and_resumed_equals_unbroken(launch: Launch, tmp_path, cache, passes):
     arguments = [*SMALL, "algo.steps=8", f"algo.passes={passes}", "checkpoint.every=2"]
     launch(*arguments, "hydra.run.dir=whole")

@@ -83,7 +83,7 @@ def test_the_limit_that_is_nearest_to_its_end_counts():
     assert BudgetConfig(tokens=None, seconds=None).nearest(10**9, 1e9) == (0.0, "")
 
 
-@pytest.mark.parametrize("algo", ["eggroll", "grpo"])
+@pytest.mark.parametrize("algo", ["eggroll", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_a_budget_of_tokens_ends_a_run_and_a_resumed_one_counts_what_it_had_used(in_cache, tmp_path, algo):
     whole = train(letters(algo, "budget.tokens=1500"), tmp_path / "whole")
     log = events(tmp_path / "whole")
