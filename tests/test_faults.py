@@ -16,7 +16,11 @@ def command(*arguments):
     return [sys.executable, str(ROOT / "launch.py"), "algo=eggroll", *SMALL, *arguments]
 
 
-@pytest.mark.parametrize("more", [[], ["opt=[ddp]", "opt.ddp.ranks=2"]], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize(
+    "more",
+    [[], pytest.param(["opt=[ddp]", "opt.ddp.ranks=2"], marks=pytest.mark.slow)],
+    ids=["one rank", "two ranks"],
+)
 def test_a_disk_that_fills_up_leaves_the_last_checkpoint(launch, cache, tmp_path, more):
     """A limit on the size of files stands for it: the log fits, weights do not."""
     out = tmp_path / "out"

@@ -46,6 +46,9 @@ HOSTILE = [
 ]
 
 
+DATASETS = types.SimpleNamespace(DatasetsError=KeyError)  # stands for datasets.exceptions
+
+
 def make(**changed: Any) -> Translate:
     return Translate(**{**SETTINGS, **changed})
 
@@ -322,7 +325,7 @@ def test_a_dataset_id(tmp_path, monkeypatch):
         rows = ROWS if kwargs["split"] == "train" else TESTS
         return [{"translation": {"en": a, "de": b}} for a, b in rows]
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset, exceptions=DATASETS))
     named = {"source_field": "translation.en", "target_field": "translation.de"}
     task = make(dataset="some/id", dataset_config="de-en", dataset_test_split="validation", **named)
     assert asked == [(("some/id", "de-en"), {"split": "train"}), (("some/id", "de-en"), {"split": "validation"})]
@@ -347,7 +350,7 @@ def test_dataset_errors(monkeypatch):
             return []
         raise FileNotFoundError("Dataset 'nope' doesn't exist on the Hub.\nmore")
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset, exceptions=DATASETS))
     next_step = "Check the id, the configuration and the split, and that the hub can be reached; or give local files."
     assert error(read_dataset, "nope", None, "train", "task.dataset") == (
         f"task.dataset='nope' cannot be loaded (split=train): Dataset 'nope' doesn't exist on the Hub. {next_step}"

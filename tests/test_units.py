@@ -472,7 +472,7 @@ SHAPE = 'Give a list of pairs, such as [["How many m are there per 2 km?", 2000.
     ("content", "text"),
     [
         ("{", f"is not JSON (Expecting property name enclosed in double quotes, line 1). {SHAPE}"),
-        ("[" * 100_000, f"is not JSON (nested too deep). {SHAPE}"),
+        ("[" * 100_000, f"is not JSON (a number too long to read, or nested too deep). {SHAPE}"),
         ("{}", f"is JSON, but dict and no list. {SHAPE}"),
         ("[]", "has no rows. Give data with at least one row."),
         ('[["a", 1], ["b"]]', f": row 2 is no pair: ['b']. {SHAPE}"),
