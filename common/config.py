@@ -29,12 +29,12 @@ def choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{key}={value!r} is not a choice.{hint} Choices: {', '.join(choices)}.")
 
 
-def flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The same fields with nested ones as "outer.inner"."""
+def flat(fields: dict[str, Any], prefix: str = "", separator: str = ".") -> dict[str, Any]:
+    """The same fields with nested ones as "outer.inner", all of them behind `prefix`."""
     out: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, dict):
-            out |= flat(value, f"{prefix}{name}.")
+            out |= flat(value, f"{prefix}{name}{separator}", separator)
         else:
             out[f"{prefix}{name}"] = value
     return out
@@ -470,12 +470,16 @@ class Run:
         for key in ("steps", "iterations"):
             if getattr(self.algo, key, 0) is None and not self.budget.given:
                 raise ConfigError(f"algo.{key} is null, so nothing ends the run. Give a number, or a budget.")
-        scheduled = [f.name for f in fields(self.algo) if getattr(getattr(self.algo, f.name), "changes", False)]
-        if scheduled and getattr(self.algo, "steps", 0) is None:
+        if self.scheduled and getattr(self.algo, "steps", 0) is None:
             raise ConfigError(
-                f"algo.{scheduled[0]} goes over algo.steps, which a budget leaves open. Give algo.steps too; the budget may "
+                f"algo.{self.scheduled[0]} goes over algo.steps, which a budget leaves open. Give algo.steps too; the budget may "
                 "end the run earlier."
             )
+
+    @property
+    def scheduled(self) -> list[str]:
+        """Names of the algorithm's schedules that change something over its steps."""
+        return [f.name for f in fields(self.algo) if getattr(getattr(self.algo, f.name), "changes", False)]
 
 
 # --- conversion --------------------------------------------------------------------------------------------------

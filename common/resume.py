@@ -74,15 +74,10 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
         return None
     given = asdict(run)
     differing = differences(found.state["config"], given)
-    scheduled = [
-        key
-        for key, value in given["algo"].items()
-        if isinstance(value, dict) and value.get("kind", "constant") != "constant"
-    ]
     steps = given["algo"].get("steps")  # None where the run is counted in epochs, whose number must stay
-    if scheduled and steps is not None and found.state["config"]["algo"]["steps"] != steps:
+    if run.scheduled and steps is not None and found.state["config"]["algo"]["steps"] != steps:
         differing.append(
-            f"algo.steps was {found.state['config']['algo']['steps']}, which algo.{scheduled[0]} depends on"
+            f"algo.steps was {found.state['config']['algo']['steps']}, which algo.{run.scheduled[0]} depends on"
         )
     if steps is not None and steps < found.step:
         differing.append(f"{found.step} steps are done already, algo.steps is {steps}")

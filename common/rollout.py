@@ -221,9 +221,10 @@ def _attention(
 
     query: [rows, heads, 1, size]; key, value: [rows, key heads, T, size]. Elsewhere (prefill) it is transformers' own.
     """
-    if slots is None or slots.prefix is None:
+    if slots is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
     prefix, layer = slots.prefix, int(module.layer_idx)  # type: ignore[arg-type]
+    assert prefix is not None
     each = query.shape[1] // key.shape[1]  # query heads that share a key head
     query = query.reshape(query.shape[0], key.shape[1], each, query.shape[3])
     query = query * (scaling if scaling is not None else query.shape[3] ** -0.5)

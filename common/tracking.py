@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from common.checkpoint import write_text
-from common.config import ConfigError, Run
+from common.config import ConfigError, Run, flat
 from common.signals import RunStopped
 from common.tasks import plain
 
@@ -269,26 +269,18 @@ def _cut(path: Path, steps: int) -> None:
     write_text(path, "".join(kept))
 
 
-def flat(event: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"phase_seconds": {"rollout": 1}} -> {"phase_seconds/rollout": 1}, with the stage in front where there is one.
+def numbers(event: dict[str, Any]) -> dict[str, float]:
+    """The numbers of an event under the names that W&B, TensorBoard and the report show, without the step.
 
-    Curves of different stages are different curves, but for SHARED ones.
+    {"phase_seconds": {"rollout": 1}} -> {"phase_seconds/rollout": 1}, with the stage in front where there is one: curves of
+    different stages are different curves, but for SHARED ones.
     """
     if stage := event.get("stage"):
         own = {key: value for key, value in event.items() if key not in (*SHARED, "stage")}
-        return flat({key: event[key] for key in SHARED if key in event}) | flat(own, f"{stage}/")
-    found: dict[str, Any] = {}
-    for key, value in event.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{key}/")
-        else:
-            found[prefix + key] = value
-    return found
-
-
-def numbers(event: dict[str, Any]) -> dict[str, float]:
-    """The numbers of an event under the names that W&B, TensorBoard and the report show, without the step."""
-    return {key: v for key, v in flat(event).items() if isinstance(v, (int, float)) and key != "step"}
+        named = flat({key: event[key] for key in SHARED if key in event}, separator="/") | flat(own, f"{stage}/", "/")
+    else:
+        named = flat(event, separator="/")
+    return {key: v for key, v in named.items() if isinstance(v, (int, float)) and key != "step"}
 
 
 def _sink(run: Run, out_dir: Path, resumed: int, state: dict[str, Any]) -> Any:

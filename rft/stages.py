@@ -331,11 +331,15 @@ class Stages:
             after = STAGES[(STAGES.index(self.settings.stage) + 1) % len(STAGES)]
             log.info("%s is done; %s. Next: algo.stage=%s", self.settings.stage, self.context.out_dir, after)
 
+    @property
+    def iterations(self) -> range:
+        """Their numbers; no end in sight where a budget is to end the run."""
+        return range(1, (self.settings.iterations or sys.maxsize) + 1)
+
     def finish(self, best: int, ended_by: str | None = None) -> report.Result:
         """Result, export and summary of the whole run, with the best iteration's model. ended_by: see report.Result."""
         first, last = (_read(self._folder(k) / "evaluation.json") for k in (0, best))
-        iterations = range(1, (self.settings.iterations or sys.maxsize) + 1)
-        done = list(itertools.takewhile(self._finished, iterations))
+        done = list(itertools.takewhile(self._finished, self.iterations))
         samples = [record for k in done for record in self._samples(k)]
         steps = [_read(self._folder(k) / "finetune.json")["steps"] for k in done]
         if self.context.main:

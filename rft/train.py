@@ -13,7 +13,6 @@ model. What is there is not made again, so a run that was killed goes on with re
 """
 
 import logging
-import sys
 from contextlib import closing
 
 from common import report
@@ -52,7 +51,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             getattr(stages, settings.stage)(stages.under_way())
             return stages.leave()
         best, fallen = stages.evaluate(0), 0
-        for iteration in range(1, (settings.iterations or sys.maxsize) + 1):
+        for iteration in stages.iterations:
             if (ended_by := stages.spent(iteration)) is not None:
                 break
             stages.generate(iteration)
