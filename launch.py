@@ -10,6 +10,7 @@ Imports no torch: that happens in the worker, so `--help` and `--cfg job` answer
 
 import os
 import re
+import shlex
 import sys
 import traceback
 from dataclasses import fields, is_dataclass
@@ -25,7 +26,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from common import sweep
+from common import slurm, sweep
 from common.config import ConfigError, Run, choice, typed, unknown_key
 from common.signals import EXIT_CONFIG, EXIT_CRASH, EXIT_INTERRUPTED, EXIT_SIGNAL, RunStopped
 from conf import resolvers
@@ -77,6 +78,11 @@ def to_run(config: DictConfig, overrides: list[str]) -> Run:
         if reason := NOT_FOR_CLASSIFY.get(key.partition(".")[0]):
             raise ConfigError(f"{key} has no effect with algo=classify: {reason}. Leave it out.")
     run = typed(config, ALGORITHMS[name])
+    given = next((override for override in overrides if override.lstrip("+").startswith("slurm.")), None)
+    if given and run.slurm.script is None:
+        raise ConfigError(
+            f"{given} has no effect without slurm.script, the batch script to write. Add slurm.script=FILE."
+        )
     check_kind(run)
     check_scaling(run, overrides)
     return run
@@ -160,7 +166,12 @@ def _main(config: DictConfig) -> None:
     settings = HydraConfig.get()
     folder = Path(settings.runtime.output_dir)
     try:
-        train(to_run(config, list(settings.overrides.task)), folder)
+        run = to_run(config, list(settings.overrides.task))
+        if run.slurm.script is not None:  # main has dealt with that of the command line
+            raise ConfigError(
+                "slurm.script goes on the command line, and not with -m. Sweeps: hydra/launcher=submitit_slurm."
+            )
+        train(run, folder)
     except (ConfigError, RunStopped) as error:
         code = _end(error)
         here = settings.runtime.choices["hydra/launcher"] == "basic"
@@ -183,7 +194,10 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, to be worded for users
     arguments = sys.argv[1:] = opened(located(sys.argv[1:]))
     try:
+        slurm.adopt()
         check_groups(arguments)
+        if any(argument.startswith("slurm.script=") for argument in arguments):
+            return submit(arguments)
         if not {"--cfg", "-c", "--help", "-h", "--info", "-i"} & set(arguments):
             check_folder(arguments)
         _main()
@@ -203,6 +217,20 @@ def main() -> None:
     except KeyboardInterrupt:  # before the first step or after the last one, where there is nothing to save
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
+
+
+def submit(arguments: list[str]) -> None:
+    """Check the command and write a batch script for it: slurm.script=FILE. Raises: ConfigError."""
+    config_dir = _config_dir(arguments)
+    for argument in arguments:
+        if argument.startswith("-") and argument.partition("=")[0] not in ("--config-dir", "-cd"):
+            raise ConfigError(
+                f"{argument} does not go with slurm.script, which writes a batch script for one run. Leave it out. "
+                "Sweeps: hydra/launcher=submitit_slurm -m."
+            )
+    settings = [a for a in arguments if "=" in a and not a.startswith(("-", "hydra."))]
+    written = slurm.write(compose(settings, config_dir), arguments)
+    print(f"{written} is written. Read it, then: sbatch {shlex.quote(str(written))}")
 
 
 def _end(error: ConfigError | RunStopped) -> int:
@@ -257,7 +285,7 @@ def opened(arguments: list[str]) -> list[str]:
 
     Hydra takes a key that no file has for a mistake; in these dicts every key is the user's.
     """
-    dicts = {f"algo.{name}" for schema in ALGORITHMS.values() for name in _dicts(schema)}
+    dicts = {f"algo.{name}" for schema in ALGORITHMS.values() for name in _dicts(schema)} | {"slurm.options"}
     keys = [argument.partition("=")[0] for argument in arguments]
     below = [any(key == name or key.startswith(f"{name}.") for name in dicts) for key in keys]
     return [f"++{argument}" if is_open else argument for argument, is_open in zip(arguments, below, strict=True)]

@@ -356,9 +356,11 @@ class DdpConfig:
     enabled: bool = False
     ranks: int | None = None  # null = one for each device
     backend: str = "auto"  # auto | gloo | nccl
+    arrival_seconds: float = 300  # ranks wait this long for each other at the start
 
     def __post_init__(self) -> None:
         choice("opt.ddp.backend", self.backend, ("auto", "gloo", "nccl"))
+        above("opt.ddp.arrival_seconds", self.arrival_seconds, 0)
         if self.ranks is not None:
             at_least("opt.ddp.ranks", self.ranks, 1)
 
@@ -372,6 +374,31 @@ class ProfileConfig:
 
     def __post_init__(self) -> None:
         at_least("opt.profile.steps", self.steps, 1)
+
+
+@dataclass(kw_only=True)
+class SlurmConfig:
+    """A batch script for one run: common/slurm.py."""
+
+    script: str | None
+    nodes: int
+    gpus_per_node: int | None  # null = 1, or 0 with hardware=cpu
+    ranks_per_node: int | None  # null = one for each GPU
+    cpus_per_rank: int
+    time: str
+    partition: str | None
+    account: str | None
+    warn_seconds: int
+    options: dict[str, Any]
+    setup: list[str]
+
+    def __post_init__(self) -> None:
+        for key in ("nodes", "cpus_per_rank", "warn_seconds"):
+            at_least(f"slurm.{key}", getattr(self, key), 1)
+        if self.gpus_per_node is not None:
+            at_least("slurm.gpus_per_node", self.gpus_per_node, 0)
+        if self.ranks_per_node is not None:
+            at_least("slurm.ranks_per_node", self.ranks_per_node, 1)
 
 
 @dataclass(kw_only=True)
@@ -460,6 +487,7 @@ class Run:
     model: ModelConfig
     opt: OptConfig = field(default_factory=OptConfig)
     tracker: TrackerConfig
+    slurm: SlurmConfig
     algo: Any
     task: dict[str, Any]
 

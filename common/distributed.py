@@ -5,6 +5,7 @@ A worker is started by function, not by running the command again: in this proce
 """
 
 import errno
+import hashlib
 import importlib
 import logging
 import os
@@ -25,7 +26,7 @@ import transformers
 from torch import Tensor
 from tqdm import tqdm
 
-from common import hardware
+from common import hardware, slurm
 from common.checkpoint import CheckpointError
 from common.config import ConfigError, Run, flat
 from common.signals import EXIT_CONFIG, EXIT_WRITE, RunStopped
@@ -34,6 +35,7 @@ log = logging.getLogger("clutch")
 
 # A rank may wait this long for another: rank 0 pre-trains the tiny model while the others stand at a barrier.
 TIMEOUT = timedelta(minutes=20)
+PACKAGES = ("common", "eggroll", "grpo", "rft", "ddp_bench")  # what ranks must have the same version of
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the quota, the largest file allowed
 
 
@@ -89,8 +91,8 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
     if run.opt.ddp.backend == "nccl" and not hardware.local_devices(run.hardware):
         raise ConfigError("opt.ddp.backend=nccl needs CUDA devices. Use opt.ddp.backend=auto or gloo.")
     hardware.check_visible(run.hardware)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        _check_torchrun(run)
+    if slurm.ranked():
+        _check_started(run)
         if run.opt.ddp.ranks is not None:
             raise ConfigError("opt.ddp.ranks has no effect under torchrun. Use torchrun --nproc_per_node.")
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -101,12 +103,12 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
     return _spawn(entry, run, out_dir, task, ranks)
 
 
-def _check_torchrun(run: Run) -> None:
-    """Raise ConfigError where torchrun started ranks that cannot each have a device or that are not one group."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+def _check_started(run: Run) -> None:
+    """Raise ConfigError where torchrun or srun started ranks that cannot each have a device or that are not one group."""
+    local, torchrun = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "TORCHELASTIC_RUN_ID" in os.environ
     # Of the job step, as "4" or "4(x2),1": a batch script alone has none, and its torchrun runs once.
     tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    if local > 1 and tasks and int(tasks[0]) > 1:
+    if torchrun and local > 1 and tasks and int(tasks[0]) > 1:
         raise ConfigError(
             f"srun started {tasks[0]} tasks on this node, and torchrun in each of them {local} ranks: "
             f"{int(tasks[0]) * local} processes in {tasks[0]} groups that get in each other's way. Use srun --ntasks-per-node=1 "
@@ -114,8 +116,9 @@ def _check_torchrun(run: Run) -> None:
         )
     devices = hardware.local_devices(run.hardware)
     if devices and local > devices:
+        started = f"torchrun --nproc_per_node={local}" if torchrun else f"srun started {local} ranks on this node"
         raise ConfigError(
-            f"torchrun --nproc_per_node={local}, but this node has {devices} CUDA devices. Use at most {devices}, or "
+            f"{started}, but this node has {devices} CUDA devices. Use at most {devices}, or "
             "give the job more (with Slurm: --gpus-per-node, not --gpus-per-task)."
         )
 
@@ -192,17 +195,36 @@ def _grouped(
     if found.device.type == "cuda":
         torch.cuda.set_device(found.device)
     else:
-        # Ranks on one machine share its cores; threads beyond that slow all of them.
+        # Ranks on one machine share its cores, or have those that Slurm gave them; threads beyond that slow all of them.
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+        given = int(os.environ.get("SLURM_CPUS_PER_TASK", os.cpu_count() or 1))
+        torch.set_num_threads(max(1, min((os.cpu_count() or 1) // local_world, given)))
     backend = run.opt.ddp.backend
     if backend == "auto":
         backend = "nccl" if found.device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world, timeout=TIMEOUT)
+    _meet(run, backend, meeting, rank, world)
     try:
         return _work(entry, run, Context(rank, world, found, out_dir), task)
     finally:
         dist.destroy_process_group()
+
+
+def _meet(run: Run, backend: str, meeting: str, rank: int, world: int) -> None:
+    """Start the process group. Raises: ConfigError where ranks do not find each other in time."""
+    wait = timedelta(seconds=run.opt.ddp.arrival_seconds)
+    try:
+        store, rank, world = next(dist.rendezvous(meeting, rank, world, timeout=wait))
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        if "EADDRINUSE" in str(error):
+            raise ConfigError(
+                f"the ranks cannot meet at {where}: another program uses that port. Give another one, as MASTER_PORT or to torchrun."
+            ) from None
+        raise ConfigError(
+            f"rank {rank} of {world} waited {run.opt.ddp.arrival_seconds:g} s for the others at {where} (opt.ddp.arrival_seconds): "
+            f"{str(error).splitlines()[0]} Look whether every node has started its ranks and can reach that address."
+        ) from None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
 
 
 def _work(entry: str, run: Run, context: Context, task: Any) -> Any:
@@ -224,15 +246,27 @@ def _work(entry: str, run: Run, context: Context, task: Any) -> Any:
 
 def _agree(run: Run, context: Context) -> None:
     """Raise ConfigError where ranks, which torchrun lets compose each for itself, have other settings than rank 0."""
-    mine = {"hydra.run.dir": str(context.out_dir)} | flat(asdict(run))
+    mine = {"hydra.run.dir": str(context.out_dir), "code": _code()} | flat(asdict(run))
     every = context.gather_objects(mine)
     for rank, theirs in enumerate(every):
         differing = next((key for key in {**every[0], **theirs} if every[0].get(key) != theirs.get(key)), None)
+        if differing == "code":
+            raise ConfigError(
+                f"the code of clutch differs on rank {rank} from that on rank 0. Give all nodes one checkout on a shared disk, or the "
+                "same commit."
+            )
         if differing is not None:
             raise ConfigError(
                 f"{differing} is {every[0].get(differing)!r} on rank 0 and {theirs.get(differing)!r} on rank {rank}. "
                 "Start all ranks with the same command and the same version of the files in conf/."
             )
+
+
+def _code() -> str:
+    """Hash of this project's modules."""
+    root = Path(__file__).resolve().parent.parent
+    files = sorted(path for package in PACKAGES for path in (root / package).rglob("*.py"))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def _logging(context: Context) -> None:

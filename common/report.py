@@ -183,7 +183,7 @@ def profiled(run: Run, context: Context) -> Iterator[Callable[[], None]]:
         )
 
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=run.opt.profile.steps, repeat=1)
-    with torch.profiler.profile(schedule=schedule, on_trace_ready=done) as profiler:
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=done, record_shapes=True) as profiler:
         yield profiler.step
 
 

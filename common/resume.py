@@ -15,7 +15,7 @@ log = logging.getLogger("clutch")
 
 # What may differ between a run and its continuation; anything else would make another run of it.
 FREE = (
-    *("resume", "budget", "evaluate", "checkpoint", "tracker", "scoring", "opt", "hardware"),
+    *("resume", "budget", "evaluate", "checkpoint", "tracker", "scoring", "opt", "hardware", "slurm"),
     *("algo.steps", "algo.rows_per_forward", "algo.micro_batch_rows", "algo.ddp"),
     *("algo.loader.workers", "algo.loader.prefetch"),
     *("algo.scaling", "algo.scaling_mode", "algo.scaling_steps", "algo.scaling_warmup", "algo.scaling_repeats"),

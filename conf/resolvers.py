@@ -23,7 +23,9 @@ def register() -> None:
 
 
 def started() -> str:
-    """Time stamp for the run folder; the same for all ranks that one torchrun started on this node."""
+    """Time stamp for the run folder; the same for all ranks that one torchrun, or one srun, started on this node."""
+    if "RANK" in os.environ and "SLURM_PROCID" in os.environ:
+        return f"slurm_{os.environ['SLURM_JOB_ID']}_{os.environ['SLURM_STEP_ID']}"
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return "torchrun_" + datetime.fromtimestamp(os.stat(f"/proc/{os.getppid()}").st_ctime).strftime(
             "%Y-%m-%d_%H-%M-%S-%f"

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -633,3 +634,14 @@ def diagnosed(found: dict[str, Any], sent_mb: float) -> list[str]:
     elif found["unexplained_seconds"] > 0.2 * found["measured_seconds"]:
         lines.append(f"  a link of {found['needed_gbs']:.1f} GB/s would explain it: look at nvidia-smi topo -m")
     return [*lines, ""]
+
+
+def main() -> int:
+    """The command python -m ddp_bench.predict: from facts alone, all four algorithms and many more devices."""
+    from ddp_bench import capacity
+
+    return capacity.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

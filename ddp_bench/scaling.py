@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from common import hardware, precision, report
+from common import hardware, precision, report, slurm
 from common.checkpoint import write_text
 from common.config import ConfigError, Run
 from common.distributed import Context, launch
@@ -82,8 +82,8 @@ def check(run: Run, out_dir: Path) -> None:
 
 def check_alone(run: Run, out_dir: Path, key: str, ranks: list[int]) -> None:
     """Raise ConfigError for what a run that starts its own ranks (algo.scaling, algo.predict) cannot go with."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ConfigError(f"{key} starts its own ranks. Run it without torchrun: python launch.py ...")
+    if slurm.ranked():
+        raise ConfigError(f"{key} starts its own ranks. Run it without torchrun or srun: python launch.py ...")
     if run.opt.ddp.ranks is not None:
         raise ConfigError(f"opt.ddp.ranks={run.opt.ddp.ranks} has no effect with {key}={ranks}. Leave it out.")
     if run.opt.profile.enabled:

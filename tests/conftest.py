@@ -2,8 +2,11 @@
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -65,21 +68,71 @@ def shared_data() -> Path:
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture
-def launch(cache: Path, tmp_path: Path) -> Launch:
-    """Run launch.py as a user does, from another folder. Returns the finished process; asserts its exit code."""
+class Warm:
+    """tests/warm.py: started at the first command, and again after one that took too long."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[str] | None = None
 
     def run(
-        *arguments: str, code: int | None = 0, env: dict[str, str] | None = None
+        self, arguments: list[str], folder: Path, environment: dict[str, str], seconds: float
     ) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "launch.py"), *arguments],
-            cwd=tmp_path,
-            env=os.environ | {"CLUTCH_CACHE": str(cache)} | (env or {}),
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        if self.process is None:
+            command = [sys.executable, str(ROOT / "tests/warm.py")]
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with tempfile.TemporaryDirectory() as printed:
+            files = [f"{printed}/stdout", f"{printed}/stderr"]
+            request = {"arguments": arguments, "folder": str(folder), "environment": environment}
+            self.process.stdin.write(json.dumps(request | {"stdout": files[0], "stderr": files[1]}) + "\n")
+            self.process.stdin.flush()
+            ready, _, _ = select.select([self.process.stdout], [], [], seconds)
+            out, err = (Path(file).read_text() if Path(file).exists() else "" for file in files)
+            if not ready:
+                self.stop()
+                pytest.fail(f"{arguments} takes more than {seconds} s\n{out}\n{err}")
+            return subprocess.CompletedProcess(arguments, int(self.process.stdout.readline()), out, err)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.communicate()
+            self.process = None
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Warm]:
+    """Commands without their imports."""
+    process = Warm()
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def launch(cache: Path, tmp_path: Path, warm: Warm) -> Launch:
+    """Run launch.py as a user does, from another folder. Returns the finished process; asserts its exit code.
+
+    fresh: in a new interpreter; else in a fork of one, which saves the seconds of its imports.
+    """
+
+    def run(
+        *arguments: str, code: int | None = 0, env: dict[str, str] | None = None, fresh: bool = False
+    ) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"CLUTCH_CACHE": str(cache)} | (env or {})
+        if fresh:
+            done = subprocess.run(
+                [sys.executable, str(ROOT / "launch.py"), *arguments],
+                cwd=tmp_path,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
+        else:
+            done = warm.run(list(arguments), tmp_path, dict(environment), 300)
         assert code is None or done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 

@@ -340,7 +340,8 @@ def test_rows_and_labels_that_cannot_be(tmp_path):
 
 def test_srun_times_torchrun_is_refused(monkeypatch, tmp_path):
     run = compose(SMALL)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    for key in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(key, "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for tasks in ("4", "4(x2)", "4,1"):
         monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
@@ -352,18 +353,19 @@ def test_srun_times_torchrun_is_refused(monkeypatch, tmp_path):
             "each other's way. Use srun --ntasks-per-node=1 with torchrun --nproc_per_node=4, one torchrun a node."
         )
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1(x2)")  # one torchrun a node
-    distributed._check_torchrun(run)
+    distributed._check_started(run)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4")
-    distributed._check_torchrun(run)
+    distributed._check_started(run)
 
 
 def test_more_ranks_than_devices(monkeypatch):
     run = compose(["algo=classify"])
     monkeypatch.setattr(hardware, "local_devices", lambda _: 1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(ConfigError) as caught:
-        distributed._check_torchrun(run)
+        distributed._check_started(run)
     assert str(caught.value) == (
         "torchrun --nproc_per_node=4, but this node has 1 CUDA devices. Use at most 1, or give the job more (with "
         "Slurm: "

@@ -1,58 +1,216 @@
-"""The batch scripts against a real Slurm. They skip where none is up."""
+"""Batch scripts; and jobs on a real Slurm, which skip where none with two nodes is up (.ci/run starts one)."""
 
 import json
 import os
 import shutil
+import socket
 import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, events
+from conftest import ROOT, SMALL, events
+from safetensors.torch import load_file
 
-TINY = ["hardware=cpu", "algo.epochs=1", "task.rows=300", "task.test_rows=60", "algo.model.size=32"]
-TINY += ["algo.model.feedforward=64", "algo.tokenizer.vocabulary=600"]
+from common import slurm
+from common.config import ConfigError
+from launch import compose
+
+CLASSIFY = ["algo.epochs=1", "task.rows=300", "task.test_rows=60", "algo.model.size=32", "algo.model.feedforward=64"]
+CLASSIFY += ["algo.tokenizer.vocabulary=600"]
+TWO_NODES = ["slurm.nodes=2", "slurm.gpus_per_node=0", "slurm.cpus_per_rank=1"]
+GRPO = [setting for setting in SMALL if not setting.startswith(("algo.members", "algo.rows"))]
+GRPO += ["task=translate", "algo.samples_per_prompt=4", "algo.micro_batch_rows=8"]
 
 
-def nodes() -> int:
-    """Idle nodes of a Slurm that answers here; 0 where there is none."""
+# --- the script ------------------------------------------------------------------------------------------------------
+
+
+def test_a_script_says_what_the_command_says(tmp_path, launch):
+    settings = [
+        "algo=grpo",
+        "task=chess",
+        "hardware=a100_40g",
+        "opt=[amp,ddp]",
+        "slurm.nodes=2",
+        "slurm.gpus_per_node=8",
+    ]
+    more = ["slurm.partition=gpu", "slurm.options.qos=long", 'slurm.setup=["module load cuda"]']
+    done = launch("slurm.script=jobs/chess.sbatch", *settings, *more)
+    assert done.stdout == "jobs/chess.sbatch is written. Read it, then: sbatch jobs/chess.sbatch\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["jobs"], "nothing else is left"
+    lines = (tmp_path / "jobs/chess.sbatch").read_text().splitlines()
+    for option in ("nodes=2", "ntasks-per-node=8", "gpus-per-node=8", "partition=gpu", "qos=long", "signal=USR1@120"):
+        assert f"#SBATCH --{option}" in lines
+    assert "module load cuda" in lines
+    assert f"cd {tmp_path}" in lines
+    command = next(line for line in lines if "launch.py" in line and "srun" not in line and not line.startswith("#"))
+    assert "algo=grpo task=chess hardware=a100_40g 'opt=[amp,ddp]' resume=auto " in command
+    assert '"hydra.run.dir=outputs/grpo_chess_$SLURM_JOB_ID" && code=0' in command
+    assert "slurm." not in command
+    launch("slurm.script=jobs/chess.sbatch", *settings)  # its own may be written again
+    assert subprocess.run(["bash", "-n", tmp_path / "jobs/chess.sbatch"]).returncode == 0
+
+
+def test_a_folder_and_a_resume_of_ones_own_stay():
+    run = compose(["slurm.script=x", "hardware=cpu"])
+    text = slurm.script(run, ["hydra.run.dir=/disk/mine", "resume=outputs/old", "task.path=a b"])
+    assert "hydra.run.dir=/disk/mine resume=outputs/old 'task.path=a b' && code" in text
+    assert "gpus-per-node" not in text
+    assert "--ntasks-per-node=1\n" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (["slurm.nodes=2"], "slurm.nodes=2 has no effect without slurm.script, the batch script to write."),
+        (
+            ["slurm.script=a/b", "-m", "seed=1,2"],
+            "-m does not go with slurm.script, which writes a batch script for one run.",
+        ),
+        (
+            ["slurm.script=own.sh"],
+            "slurm.script=own.sh is there already, and is no script of launch.py. Choose another name.",
+        ),
+        (["slurm.script=own.sh/x"], "slurm.script=own.sh/x cannot be written: "),
+        (["slurm.script=x", "slurm.gpus_per_node=1", "slurm.ranks_per_node=2"], "each rank has a device of its own."),
+        (["slurm.script=x", "algo.sgima=1"], "algo.sgima is not a setting. Did you mean 'sigma'?"),
+    ],
+)
+def test_scripts_that_are_refused(launch, tmp_path, settings, text):
+    (tmp_path / "own.sh").write_text("#!/bin/bash\nrm -rf precious\n")
+    assert text in launch(*settings, code=2).stderr
+    assert (tmp_path / "own.sh").read_text() == "#!/bin/bash\nrm -rf precious\n"
+
+
+def test_ranks_of_srun(monkeypatch):
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(key, raising=False)
+    given = {"STEP_NUM_TASKS": "5", "STEP_NUM_NODES": "2", "PROCID": "4", "LOCALID": "0", "JOB_ID": "20017"}
+    for key, value in (given | {"STEP_TASKS_PER_NODE": "4,1"}).items():
+        monkeypatch.setenv(f"SLURM_{key}", value)
+    before = dict(os.environ)
+    with pytest.raises(
+        ConfigError, match="srun started 5 ranks on 2 nodes, and MASTER_ADDR does not say where they meet"
+    ):
+        slurm.adopt()
+    monkeypatch.setenv("MASTER_ADDR", "n1")
+    try:
+        slurm.adopt()
+        found = {
+            key: os.environ[key] for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+        }
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    expected = {"RANK": "4", "WORLD_SIZE": "5", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": "20017"}
+    assert found == expected
+
+
+# --- on a real Slurm -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def slurm_nodes() -> None:
+    """Skip where no Slurm with two idle nodes answers."""
     if shutil.which("sbatch") is None:
-        return 0
+        pytest.skip("no Slurm is installed here")
     done = subprocess.run(["sinfo", "-h", "-t", "idle", "-o", "%D"], capture_output=True, text=True, timeout=20)
-    return sum(map(int, done.stdout.split())) if done.returncode == 0 else 0
-
-
-def submit(script: str, out: Path, cache: Path, count: int) -> str:
-    """Run a script of this project as a user would, on CPUs; returns what the job printed."""
-    printed = out.parent / "job.out"
-    resources = [f"--nodes={count}", "--gpus-per-node=0", "--cpus-per-task=1", f"--output={printed}"]
-    done = subprocess.run(
-        ["sbatch", "--wait", *resources, f"scripts/{script}", *TINY, f"hydra.run.dir={out}"],
-        cwd=ROOT,
-        env=os.environ | {"CLUTCH_CACHE": str(cache)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    text = printed.read_text() if printed.exists() else ""
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}{text}"
-    return text
-
-
-@pytest.mark.slurm
-def test_two_nodes_train_together(cache, tmp_path):
-    if nodes() < 2:
+    if done.returncode or sum(map(int, done.stdout.split())) < 2:
         pytest.skip("no Slurm with two idle nodes is up")
-    text = submit("classify_ddp.sbatch", tmp_path / "out", cache, 2)
-    result = json.loads((tmp_path / "out" / "result.json").read_text())
-    assert result["world_size"] == 2
-    assert len(events(tmp_path / "out")) == result["steps"], "one rank writes"
-    assert (tmp_path / "out" / "rank-1.log").exists(), "both ranks have one folder"
-    assert text.count("held-out accuracy") == 1
+
+
+def submit(settings: list[str], out: Path, cache: Path) -> str:
+    """Write a script for two nodes as a user would and submit it; returns the number of the job."""
+    path = out.parent / f"{out.name}.sbatch"
+    words = [f"slurm.script={path}", *TWO_NODES, f"slurm.options.output={out}.out", f"hydra.run.dir={out}"]
+    words += [f'slurm.setup=["export CLUTCH_CACHE={cache}"]']
+    command = [sys.executable, str(ROOT / "launch.py"), *words, "hardware=cpu", *settings]
+    subprocess.run(command, cwd=out.parent, check=True, capture_output=True, timeout=60)
+    done = subprocess.run(["sbatch", "--parsable", path], check=True, capture_output=True, text=True, timeout=20)
+    return done.stdout.strip()
+
+
+def until(condition: Callable[[], bool], out: Path, what: str, seconds: float = 150) -> None:
+    """Wait for `condition`; fail with what the job printed."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            printed = Path(f"{out}.out")
+            queue = subprocess.run(["squeue"], capture_output=True, text=True).stdout
+            pytest.fail(f"{what}\n{queue}\n{printed.read_text() if printed.exists() else ''}")
+        time.sleep(0.2)
+
+
+def released(job: str) -> bool:
+    """Let a job that is back in the queue start at once: Slurm would wait two minutes."""
+    state = subprocess.run(["squeue", "-h", "-j", job, "-o", "%T"], capture_output=True, text=True).stdout.strip()
+    return state == "PENDING" and not subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"]).returncode
+
+
+def steps(out: Path) -> int:
+    return len((out / "metrics.jsonl").read_text().splitlines()) if (out / "metrics.jsonl").exists() else 0
 
 
 @pytest.mark.slurm
-def test_one_device(cache, tmp_path):
-    if nodes() < 1:
-        pytest.skip("no Slurm with an idle node is up")
-    submit("classify.sbatch", tmp_path / "out", cache, 1)
-    assert json.loads((tmp_path / "out" / "result.json").read_text())["world_size"] == 1
+@pytest.mark.parametrize(
+    ("algorithm", "how"),
+    [
+        (["algo=grpo", *GRPO], "scancel --signal=USR1 {job}"),  # as Slurm itself warns before the time is up
+        (["algo=eggroll", *SMALL], "scontrol requeue {job}"),
+    ],
+)
+def test_a_preempted_job_ends_where_an_unbroken_one_does(slurm_nodes, cache, tmp_path, launch, algorithm, how):
+    settings = [*algorithm, "algo.steps=40", "checkpoint.every=5"]
+    launch(
+        *settings, "opt=[ddp]", "opt.ddp.ranks=2", f"hydra.run.dir={tmp_path}/unbroken", env={"OMP_NUM_THREADS": "1"}
+    )
+    out = tmp_path / "out"
+    job = submit(settings, out, cache)
+    until(lambda: steps(out) >= 8, out, "the job takes no steps")
+    subprocess.run(how.format(job=job).split(), check=True, timeout=20)
+    until(lambda: released(job), out, "the job is not back in the queue")
+    until(lambda: (out / "result.json").exists(), out, "the job did not go on")
+    result = json.loads((out / "result.json").read_text())
+    assert result["world_size"] == 2
+    assert [event["step"] for event in events(out) if event["step"]] == list(range(1, 41)), (
+        "no step is missing or doubled"
+    )
+    log = (out / "run.log").read_text()
+    assert "resuming after step" in log, "one folder, on from the checkpoint"
+    assert (out / "rank-1.log").exists()
+    ours, theirs = (load_file(folder / "model/model.safetensors") for folder in (out, tmp_path / "unbroken"))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].equal(theirs[name]) for name in ours)
+
+
+@pytest.mark.slurm
+def test_classify_on_two_nodes(slurm_nodes, cache, tmp_path):
+    out = tmp_path / "out"
+    submit(["algo=classify", *CLASSIFY], out, cache)
+    until(lambda: (out / "result.json").exists(), out, "the job did not end")
+    result = json.loads((out / "result.json").read_text())
+    assert result["world_size"] == 2
+    assert len(events(out)) == result["steps"], "one rank writes"
+    until(lambda: Path(f"{out}.out").read_text().count("held-out accuracy") == 1, out, "one rank prints")
+
+
+# --- where ranks do not meet -----------------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_and_a_rank_that_never_comes(launch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        first = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        first |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = ["algo=eggroll", *SMALL, "opt=[ddp]", "opt.ddp.arrival_seconds=2"]
+        done = launch(*command, code=2, env=first)
+        assert f"error: the ranks cannot meet at 127.0.0.1:{port}: another program uses that port." in done.stderr
+    done = launch(*command, code=2, env=first)
+    expected = f"error: rank 0 of 2 waited 2 s for the others at 127.0.0.1:{port} (opt.ddp.arrival_seconds): "
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,128 @@
+"""One big run on Slurm: a batch script for it, and the ranks that srun starts.
+
+    python launch.py slurm.script=chess.sbatch slurm.nodes=2 slurm.gpus_per_node=8 algo=grpo task=chess 'opt=[amp,ddp]'
+    sbatch chess.sbatch
+
+srun is the one launcher: it starts a rank a device, and each rank tells torch.distributed who it is. Slurm's warning (SIGUSR1)
+so reaches the ranks themselves; they save and exit with 75, and the script puts the job back into the queue. It then goes on in
+the same run folder. Sweeps are another matter: hydra/launcher=submitit_slurm. No torch in here.
+"""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from common.config import ConfigError, Run
+from common.signals import EXIT_SIGNAL
+
+LEFT_BEHIND = 300  # seconds that ranks may go on after the first has ended: rank 0 writes what comes out, others wait in vain for a dead one
+WARNED_EARLY = 128 + 10  # SIGUSR1 before the first step, where nothing handles it yet
+
+
+def write(run: Run, arguments: list[str]) -> Path:
+    """Write the batch script run.slurm.script for the command `arguments`. Returns its path.
+
+    Raises: ConfigError where a script is there already that this did not write, or where it cannot be written.
+    """
+    assert run.slurm.script is not None
+    path = Path(run.slurm.script)
+    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(_HEAD):
+        raise ConfigError(f"slurm.script={path} is there already, and is no script of launch.py. Choose another name.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(script(run, arguments), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"slurm.script={path} cannot be written: {error.strerror}. Choose another file.") from None
+    return path
+
+
+_HEAD = "#!/bin/bash\n# Written by launch.py slurm.script="
+
+
+def script(run: Run, arguments: list[str]) -> str:
+    """The batch script. arguments: those of launch.py; the ones that begin with slurm. are left out."""
+    settings = run.slurm
+    gpus = settings.gpus_per_node
+    if gpus is None:
+        gpus = 0 if run.hardware.name == "cpu" else 1
+    ranks = settings.ranks_per_node or max(1, gpus)
+    if gpus and ranks > gpus:
+        raise ConfigError(
+            f"slurm.ranks_per_node={ranks}, but slurm.gpus_per_node={gpus}: each rank has a device of its own. Ask for "
+            f"slurm.gpus_per_node={ranks}."
+        )
+    kept = [argument for argument in arguments if not argument.lstrip("+").startswith("slurm.")]
+    keys = {argument.partition("=")[0].lstrip("+") for argument in kept}
+    name = f"{run.algo.name}_{run.task.get('name') or run.task['_target_'].rpartition('.')[2].lower()}"
+    command = [sys.executable, str(Path(__file__).resolve().parent.parent / "launch.py"), *kept]
+    if "resume" not in keys:
+        command.append("resume=auto")
+    words = [shlex.quote(word) for word in command]
+    if "hydra.run.dir" not in keys:  # a job keeps its number when it is queued again, and so its folder
+        words.append(f'"hydra.run.dir=outputs/{name}_$SLURM_JOB_ID"')
+    options = {
+        "job-name": name,
+        "output": "%x_%j.out",
+        "open-mode": "append",
+        "nodes": settings.nodes,
+        "ntasks-per-node": ranks,
+        "cpus-per-task": settings.cpus_per_rank,
+        "gpus-per-node": gpus or None,
+        "time": settings.time,
+        "partition": settings.partition,
+        "account": settings.account,
+        "signal": f"USR1@{settings.warn_seconds}",
+        **settings.options,
+    }
+    lines = [f"{_HEAD}{settings.script}; submit it with: sbatch {shlex.quote(str(settings.script))}"]
+    lines += [f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None]
+    lines += ["#SBATCH --requeue", "set -euo pipefail", *settings.setup, f"cd {shlex.quote(os.getcwd())}"]
+    lines += _MEETING.splitlines()
+    lines += [f"srun --kill-on-bad-exit=0 --wait={LEFT_BEHIND} --cpus-per-task={settings.cpus_per_rank} \\"]
+    lines += ["    " + " ".join(words) + " && code=0 || code=$?"]
+    lines += _AGAIN.splitlines()
+    return "\n".join(lines) + "\n"
+
+
+_MEETING = """\
+# The ranks meet on the first node, at a port that other jobs of that node do not have.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR=$(scontrol show node --oneliner "$first" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+# Slurm warns all ranks before it takes the nodes away: they finish the step, save, and exit."""
+
+_AGAIN = f"""\
+if [ "$code" = {EXIT_SIGNAL} ] || [ "$code" = {WARNED_EARLY} ]; then
+    echo "stopped by a signal: back into the queue, then on from the newest checkpoint"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code\""""
+
+
+def adopt() -> None:
+    """Set what torch.distributed reads (RANK, WORLD_SIZE, ...) where srun started several ranks. Under torchrun nothing.
+
+    Raises: ConfigError where ranks of several nodes are not told where to meet.
+    """
+    environment = os.environ
+    ranks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    if ranks == 1 or "RANK" in environment:
+        return
+    if environment.get("SLURM_STEP_NUM_NODES", "1") == "1":
+        environment.setdefault("MASTER_ADDR", "127.0.0.1")
+    if "MASTER_ADDR" not in environment:
+        raise ConfigError(
+            f"srun started {ranks} ranks on {environment['SLURM_STEP_NUM_NODES']} nodes, and MASTER_ADDR does not say where they "
+            "meet. Set it to the address of the first node, or let launch.py write the batch script: slurm.script=FILE."
+        )
+    environment.setdefault("MASTER_PORT", str(20000 + int(environment["SLURM_JOB_ID"]) % 20000))
+    environment["RANK"], environment["WORLD_SIZE"] = environment["SLURM_PROCID"], str(ranks)
+    environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
+    # As "4" or "4(x2),1": nodes in turn. The script gives every node as many.
+    environment["LOCAL_WORLD_SIZE"] = environment["SLURM_STEP_TASKS_PER_NODE"].partition("(")[0].partition(",")[0]
+
+
+def ranked() -> bool:
+    """Whether another program started this rank: torchrun, or srun after `adopt`."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
