@@ -10,8 +10,10 @@ Imports no torch: that happens in the worker, so `--help` and `--cfg job` answer
 
 import os
 import re
+import shutil
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -163,6 +165,13 @@ def _main(config: DictConfig) -> None:
         train(to_run(config, list(settings.overrides.task)), folder)
     except (ConfigError, RunStopped) as error:
         code = _end(error)
+        if settings.mode == RunMode.RUN and [path.name for path in folder.iterdir()] == [".hydra"]:
+            shutil.rmtree(folder, ignore_errors=True)  # a mistake found before the run began leaves nothing behind
+        if settings.mode == RunMode.MULTIRUN and code == EXIT_SIGNAL:
+            print(
+                f"The whole sweep: the same command with hydra.sweep.dir={settings.sweep.dir} resume=auto.",
+                file=sys.stderr,
+            )
         here = settings.runtime.choices["hydra/launcher"] == "basic"
         if settings.mode == RunMode.RUN or (code == EXIT_SIGNAL and here):  # who stops a job wants the sweep to stop
             sys.exit(code)  # past Hydra, which would print a line of its own first
@@ -214,14 +223,26 @@ def _end(error: ConfigError | RunStopped) -> int:
 
 
 def check_folder(arguments: list[str]) -> None:
-    """Raise ConfigError where the run folder that is asked for cannot be made."""
+    """Raise ConfigError where the run folder that is asked for cannot be made, or is not the one that is used."""
+    sweep_asked = bool({"-m", "--multirun"} & set(arguments))
     for argument in arguments:
         key, _, value = argument.partition("=")
-        if key in ("hydra.run.dir", "hydra.sweep.dir") and value and "${" not in value:
+        if key not in ("hydra.run.dir", "hydra.sweep.dir"):
+            continue
+        if (key == "hydra.sweep.dir") != sweep_asked:
+            other = "hydra.sweep.dir" if sweep_asked else "hydra.run.dir"
+            raise ConfigError(f"{key}={value} has no effect {'with' if sweep_asked else 'without'} -m. Use {other}.")
+        if value and "${" not in value and os.environ.get("RANK", "0") == "0":
+            folder = Path(value.strip("'\""))
+            missing = [path for path in (folder, *folder.parents) if not path.exists()]
             try:
-                Path(value.strip("'\"")).mkdir(parents=True, exist_ok=True)
+                folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(f"{key}={value} cannot be made: {error.strerror}. Choose another folder.") from None
+            finally:
+                for path in missing:  # a mistake in another setting is to leave nothing behind
+                    with suppress(OSError):
+                        path.rmdir()
 
 
 def located(arguments: list[str]) -> list[str]:

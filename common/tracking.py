@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import shutil
 import sys
@@ -135,7 +136,7 @@ class Tracker:
     def write(self, event: dict[str, Any]) -> None:
         """One event: a flat dict (phase seconds nested) with at least `step`, 1-based."""
         self.step = event["step"]
-        self.file.write(json.dumps(event) + "\n")
+        self.file.write(json.dumps(_json(event)) + "\n")
         self.file.flush()
         if self.sink:
             self.sink.log(numbers(event), event["step"])
@@ -196,6 +197,13 @@ class Tracker:
         if self.sink:
             self.sink.close(code)
             self.sink = None
+
+
+def _json(value: Any) -> Any:
+    """The same with null for NaN and infinity, which JSON has not."""
+    if isinstance(value, dict):
+        return {key: _json(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _shown(event: dict[str, Any], held: dict[str, Any] | None) -> str:
