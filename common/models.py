@@ -273,6 +273,8 @@ def tiny(config: TinyConfig, task: Any, *, progress: bool = True) -> Path:
 
     def build(folder: Path) -> dict[str, Any]:
         model = _pretrained(config, rows, progress)
+        # Each node without a shared cache builds its own, and transformers would save on rank 0 alone.
+        model.should_save_on_this_rank = lambda is_main_process: True
         with _bars(False):
             model.save_pretrained(folder)
             byte_tokenizer().save_pretrained(folder)

@@ -1,8 +1,10 @@
 """NaN and infinity in rewards, logits, loss and gradients; guards on what drifts."""
 
+import importlib
 import json
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ import torch.distributed as dist
 from conftest import SMALL, events, small_model
 from letters import Letters
 
-from common import checkpoint
+from common import checkpoint, loop
 from common.config import ConfigError, SamplingConfig
+from common.distributed import launch
 from common.rollout import Sampler
 from common.signals import EXIT_NUMBERS, RunStopped
 from ddp_bench.step import Stepper
@@ -52,29 +55,88 @@ class OnRank1(Letters):
         return super().reward(example, completion)
 
 
-@pytest.mark.parametrize("arguments", [EGGROLL, GRPO], ids=["eggroll", "grpo"])
-def test_a_reward_that_is_not_finite_on_one_rank_skips_the_step_on_all(arguments, tmp_path):
-    given = [*arguments, *SKIP, *RANKS, "checkpoint.keep=9"]
-    result = train(compose(given), tmp_path, OnRank1("smooth"))
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory, cache):
+    """What two ranks came to, started once for all: see `on_two_ranks`. The folder, and their results."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLUTCH_CACHE", str(cache))
+        torch.set_num_threads(1)
+        return folder, launch("test_finite:on_two_ranks", compose([*EGGROLL, *RANKS]), folder)
+
+
+def on_two_ranks(run, context, _):
+    """Runs in each of two ranks."""
+    runs = {
+        "eggroll": (EGGROLL, OnRank1("smooth")),
+        "grpo": (GRPO, OnRank1("smooth")),
+        "loss": (GRPO, BadLossOnRank1("smooth")),
+    }
+    found = {}
+    for name, (arguments, task) in runs.items():
+        out = context.out_dir / name
+        if context.main:
+            out.mkdir()
+        context.barrier()
+        given = compose([*arguments, *SKIP, *RANKS, "checkpoint.keep=9"])
+        train_here = importlib.import_module(f"{given.algo.name}.train").train
+        found[name] = train_here(given, replace(context, out_dir=out), task)
+    run.model.tiny.pretrain_steps = 1
+    for task in (OtherRows("smooth"), OtherWeights("smooth")):
+        try:
+            loop.load(run, task, context)
+        except ConfigError as error:
+            found[type(task).__name__] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("algo", ["eggroll", "grpo"])
+def test_a_reward_that_is_not_finite_on_one_rank_skips_the_step_on_all(algo, two_ranks):
+    folder, result = two_ranks[0] / algo, two_ranks[1][algo]
     assert (result.steps, result.skipped_steps) == (4, 1)
-    assert json.loads((tmp_path / "result.json").read_text())["skipped_steps"] == 1
-    assert [event["skipped_steps"] for event in events(tmp_path)] == [0, 0, 1, 1]
-    assert [event["reward"] is None for event in events(tmp_path)] == [False, False, True, False]
-    moved = [not same(weights(tmp_path, step), weights(tmp_path, step + 1)) for step in (1, 2, 3)]
+    assert json.loads((folder / "result.json").read_text())["skipped_steps"] == 1
+    assert [event["skipped_steps"] for event in events(folder)] == [0, 0, 1, 1]
+    assert [event["reward"] is None for event in events(folder)] == [False, False, True, False]
+    moved = [not same(weights(folder, step), weights(folder, step + 1)) for step in (1, 2, 3)]
     assert moved == [True, False, True]
-    kept = rows(tmp_path)
+    kept = rows(folder)
     assert {(row["step"], row["rank"], row["id"], row["what"]) for row in kept} == {
         (3, 1, FAULTY, "a reward or logits")
     }
     assert {(row["reward"], row["logits"]) for row in kept} == {("inf", "finite")}
     assert all(row["prompt"].endswith("=>") and isinstance(row["completion"], str) for row in kept)
-    log = (tmp_path / "run.log").read_text()
-    assert f"step 3 is left out (1 of 2): a reward or logits on example {FAULTY}. The rows are in {tmp_path}" in log
-    # Gone on with from before that step, it is met again and counted once.
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all(two_ranks):
+    folder, result = two_ranks[0] / "loss", two_ranks[1]["loss"]
+    assert (result.steps, result.skipped_steps) == (4, 1)
+    assert [event["loss"] is None for event in events(folder)] == [False, False, True, False]
+    assert same(weights(folder, 2), weights(folder, 3))
+    assert not same(weights(folder, 3), weights(folder, 4))
+    assert {row["what"] for row in rows(folder)} == {"loss nan, gradient norm nan"}
+
+
+def test_other_data_or_weights_on_a_rank_are_found_before_the_first_step(two_ranks):
+    for name, what in {"OtherRows": "rows of the task", "OtherWeights": "weights of the model"}.items():
+        assert two_ranks[1][name].startswith(
+            f"the {what} on rank 1 are not those of rank 0, so the ranks would train apart. Give all ranks the same files"
+        )
+
+
+@pytest.mark.parametrize("arguments", [EGGROLL, GRPO], ids=["eggroll", "grpo"])
+def test_a_step_that_was_left_out_is_met_again_by_a_run_that_goes_on_from_before(arguments, tmp_path):
+    given = [*arguments, *SKIP, "checkpoint.keep=9"]
+    train(compose(given), tmp_path, OnRank1("smooth"))
+    kept, end = rows(tmp_path), weights(tmp_path, 4)
+    assert (
+        f"step 3 is left out (1 of 2): a reward or logits on example {FAULTY}. The rows are in {tmp_path}"
+        in (tmp_path / "run.log").read_text()
+    )
     for step in (3, 4):
         (tmp_path / "checkpoints" / f"step-{step:08d}" / "manifest.json").unlink()
     again = train(compose([*given, "resume=auto"]), tmp_path, OnRank1("smooth"))
     assert (again.skipped_steps, rows(tmp_path)) == (1, kept)
+    assert same(weights(tmp_path, 4), end)
 
 
 class Never(Letters):
@@ -106,15 +168,6 @@ class BadLossOnRank1(Letters):
         if split == "test" and dist.is_initialized() and dist.get_rank() == 1 and "bad" not in whole.__name__:
             module.policy_loss = bad
         return super().examples(split)
-
-
-def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all(tmp_path):
-    result = train(compose([*GRPO, *SKIP, *RANKS, "checkpoint.keep=9"]), tmp_path, BadLossOnRank1("smooth"))
-    assert (result.steps, result.skipped_steps) == (4, 1)
-    assert [event["loss"] is None for event in events(tmp_path)] == [False, False, True, False]
-    assert same(weights(tmp_path, 2), weights(tmp_path, 3))
-    assert not same(weights(tmp_path, 3), weights(tmp_path, 4))
-    assert {row["what"] for row in rows(tmp_path)} == {"loss nan, gradient norm nan"}
 
 
 def test_rft_counts_a_sample_without_a_finite_reward_as_wrong(tmp_path, monkeypatch):
@@ -268,12 +321,3 @@ class OtherRows(Letters):
 class OtherWeights(Letters):
     def pretraining(self, example, draw):
         return self.prompt(example), "a" if dist.get_rank() == 1 else "b"
-
-
-@pytest.mark.parametrize(
-    ("task", "what"), [(OtherRows("smooth"), "rows of the task"), (OtherWeights("smooth"), "weights of the model")]
-)
-def test_other_data_or_weights_on_a_rank_are_found_before_the_first_step(task, what, tmp_path):
-    with pytest.raises(ConfigError, match=rf"^the {what} on rank 1 are not those of rank 0, so the ranks would train"):
-        train(compose([*EGGROLL, *RANKS, "model.tiny.pretrain_steps=1"]), tmp_path, task)
-    assert not (tmp_path / "metrics.jsonl").exists()
