@@ -129,6 +129,7 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> report.R
             stopping = context.any(stop.name is not None)
             due = run.checkpoint.every and state["step"] % run.checkpoint.every == 0
             if tracker and (due or stopping or event):
+                tracker.sync()
                 tracker.artifact("checkpoint", save(stepper, best, state), f"step-{step + 1}")
             if stopping and state["step"] < steps:
                 context.barrier()

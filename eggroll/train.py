@@ -157,6 +157,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             stopping = context.any(stop.name is not None)
             due = run.checkpoint.every and (step + 1) % run.checkpoint.every == 0
             if tracker and (due or stopping or last):
+                tracker.sync()
                 tracker.artifact("checkpoint", weights.save(run, context, state), f"step-{step + 1}")
             context.barrier()
             traced()

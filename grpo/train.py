@@ -168,6 +168,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             if due or stopping or last:
                 with phases("checkpoint"):  # in the next step's record
                     if tracker:
+                        tracker.sync()
                         tracker.artifact("checkpoint", policy.save(state), f"step-{done}")
                     context.barrier()
             if stopping and not last:

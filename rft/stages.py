@@ -260,7 +260,8 @@ class Stages:
             stopping = self._stopping()
             enough = self._used(for_training)[0] >= 1
             due = self.run.checkpoint.every and tuner.done % self.run.checkpoint.every == 0
-            if context.main and tuner.done < tuner.total and (due or stopping):
+            if self.tracker and tuner.done < tuner.total and (due or stopping):
+                self.tracker.sync()
                 tuner.save({"made_with": record, "iteration": iteration})
             context.barrier()
             if stopping and tuner.done < tuner.total:
@@ -272,14 +273,14 @@ class Stages:
         if context.main and tuner.done < tuner.total:
             log.info("iteration %d: the budget is spent after %d of %d steps", iteration, tuner.done, tuner.total)
         self.model = tuner.finish().eval()
-        if context.main:
+        if self.tracker:
+            self.tracker.sync()
             _write(
                 folder / "finetune.json",
                 {"made_with": record, "steps": tuner.done, "completions": selection.stats["kept"]},
             )
             models.export(self.model, self.tokenizer, folder / "model")
-            if self.tracker:
-                self.tracker.artifact("model", folder / "model", f"iteration-{iteration}")
+            self.tracker.artifact("model", folder / "model", f"iteration-{iteration}")
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         self.loaded = iteration
         self._prepare()

@@ -129,11 +129,17 @@ def _half_written(folder: Path) -> list[Path]:
 
 
 def _tear(folder: Path, draw: random.Random) -> None:
-    """Cut the newest log in the middle of its last line, as a power cut would leave it."""
+    """Cut the newest log in the middle of its last line, as a power cut would leave it.
+
+    Not where a checkpoint or a model is newer: before one is written, the log is synced to disk.
+    """
     newest = max(_lines(folder), key=lambda name: Path(name).stat().st_mtime_ns, default=None)
     if newest is None:
         return
     path = Path(newest)
+    saved = (*folder.rglob("manifest.json"), *folder.rglob("model.safetensors"))
+    if any(other.stat().st_mtime_ns > path.stat().st_mtime_ns for other in saved):
+        return
     last = path.read_bytes().rstrip(b"\n").rpartition(b"\n")[2]
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - draw.randint(1, max(1, len(last))))

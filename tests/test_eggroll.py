@@ -293,11 +293,12 @@ def test_a_nan_reward_stops_the_run_and_names_the_row(own_task, launch, tmp_path
         code=EXIT_NUMBERS,
         env={"PYTHONPATH": str(TESTS)},
     )
-    record = json.loads((out / "not_finite.json").read_text())
-    assert (record["step"], record["what"], record["value"]) == (3, "the reward of member 0", "nan")
-    assert record["example"]["id"] == FAULTY
+    kept = [json.loads(line) for line in (out / "not_finite.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["member"], row["id"], row["reward"]) for row in kept] == [
+        (3, member, FAULTY, "nan") for member in range(8)
+    ]
     assert done.stderr == (
-        f"step 3: the reward of member 0 on example {FAULTY} is nan. The row is in {out}/not_finite.json. "
+        f"step 3: a reward or logits on example {FAULTY}. The rows are in {out}/not_finite.jsonl. "
         f"Last good checkpoint: {out}/checkpoints/step-00000002.\n"
     )
     assert [event["step"] for event in events(out)] == [1, 2]

@@ -290,9 +290,9 @@ def test_a_run_that_ended_between_two_passes_does_not_go_on(tmp_path, in_cache):
 
 
 def test_a_reward_that_is_not_finite_stops_with_the_row(tmp_path, in_cache):
-    with pytest.raises(loop.RunStopped, match=r"step 1: the reward of a completion on example \d+ is nan"):
+    with pytest.raises(loop.RunStopped, match=r"step 1: a reward or logits on example \d+, \d+, \d+\. The rows"):
         train(compose(SMALL), tmp_path / "out", task=Fixed(float("nan")))
-    assert json.loads((tmp_path / "out" / "not_finite.json").read_text())["value"] == "nan"
+    assert '"reward": "nan"' in (tmp_path / "out" / "not_finite.jsonl").read_text()
 
 
 def test_fp16_that_overflows_for_good_stops():
@@ -314,9 +314,10 @@ def test_fp16_that_overflows_for_good_stops():
     assert [text is None for text in found] == [True] * 19 + [False]
 
     without = {k: v for k, v in overflow.items() if k not in ("loss_scale", "overflow")}
-    assert "gradient norm inf" in (Guards(scaled=False).trouble(without) or "")
-    assert "loss nan" in (Guards(scaled=True).trouble(seen | {"loss": float("nan")}) or "")
-    stop_at = StopAtConfig(ratio_kl=0.1, entropy_below=0.5)
+    assert "gradient norm inf" in (Guards(scaled=False).not_finite(without) or "")
+    assert Guards(scaled=True).not_finite(overflow) is None
+    assert "loss nan" in (Guards(scaled=True).not_finite(seen | {"loss": float("nan")}) or "")
+    stop_at = StopAtConfig(kl=None, ratio_kl=0.1, entropy_below=0.5)
     assert stop_at.crossed(seen) is None
     assert "algo.stop_at.ratio_kl=0.1" in (stop_at.crossed(seen | {"ratio_kl": 0.2}) or "")
     assert "algo.stop_at.entropy_below=0.5" in (stop_at.crossed(seen | {"entropy": 0.2}) or "")

@@ -21,13 +21,13 @@ TINY = [text for text in SMALL if text.startswith(("hardware", "model.tiny"))]
 # evaluations on the way, the best weights so far, several epochs.
 RUNS = {
     "eggroll": [
-        *("algo=eggroll", "task=letters", "task.scoring=smooth", *SMALL, "algo.steps=60", "algo.sigma=0.1"),
+        *("algo=eggroll", "task=letters", "task.scoring=smooth", *SMALL, "algo.steps=100", "algo.sigma=0.1"),
         *("algo.optimizer.name=Adam", "algo.lr=0.003", "algo.noise_reuse=3", "algo.sampling.temperature=1.0"),
         *("algo.lr_schedule={kind: cosine, end: 0.1}", "algo.sigma_schedule={kind: linear, end: 0.5}"),
         *("checkpoint.every=2", "evaluate.every=7"),
     ],
     "grpo": [
-        *("algo=grpo", "task=letters", "task.scoring=smooth", *TINY, "algo.prompts_per_step=3", "algo.steps=60"),
+        *("algo=grpo", "task=letters", "task.scoring=smooth", *TINY, "algo.prompts_per_step=3", "algo.steps=100"),
         *("algo.samples_per_prompt=4", "algo.sampling.max_new_tokens=8", "algo.passes=2", "algo.kl.beta=0.01"),
         *("algo.warmup_steps=5", "algo.lr_schedule={kind: linear, end: 0.1}", "checkpoint.every=2", "evaluate.every=7"),
         "evaluate.examples=8",
@@ -42,7 +42,7 @@ RUNS = {
     ],
     "classify": [
         *("algo=classify", "hardware=cpu", "task.rows=298", "task.test_rows=60", "algo.batch_rows=33"),
-        *("algo.epochs=6", "algo.model.size=32", "algo.model.feedforward=64", "algo.tokenizer.vocabulary=600"),
+        *("algo.epochs=8", "algo.model.size=32", "algo.model.feedforward=64", "algo.tokenizer.vocabulary=600"),
         *("algo.lr=3e-3", "algo.patience=6", "algo.warmup=0.1", "checkpoint.every=2"),
     ],
 }

@@ -528,7 +528,7 @@ def test_an_unused_rank_has_a_scaler_with_a_scale():
     updater = optim.Updater([parameter], config, Precision(torch.float16, scaler=True), torch.device("cpu"))
     updater.clear()
     parameter.grad = torch.full((2,), 65536.0)
-    seen = updater.step(0.1)
+    seen = updater.step(0.1, 1.0)
     assert math.isclose(seen["grad_norm"], 2**0.5, rel_tol=1e-5)
     assert seen["overflow"] == 0
 
