@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from common import sweep
-from common.config import ConfigError, Run, choice, typed, unknown_key
+from common.config import ConfigError, Run, choice, no_secrets, typed, unknown_key
 from common.signals import EXIT_CONFIG, EXIT_CRASH, EXIT_INTERRUPTED, EXIT_SIGNAL, RunStopped
 from conf import resolvers
 from conf.resolvers import DEFAULT_TASKS
@@ -192,6 +192,7 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, to be worded for users
     arguments = sys.argv[1:] = opened(located(sys.argv[1:]))
     try:
+        check_secrets(arguments)
         check_groups(arguments)
         if not {"--cfg", "-c", "--help", "-h", "--info", "-i"} & set(arguments):
             check_folder(arguments)
@@ -220,6 +221,15 @@ def _end(error: ConfigError | RunStopped) -> int:
     if os.environ.get("RANK", "0") == "0":  # under torchrun every rank comes here with the same text
         print(error if isinstance(error, RunStopped) else f"error: {error}", file=sys.stderr)
     return code
+
+
+def check_secrets(arguments: list[str]) -> None:
+    """Raise ConfigError for a secret among the overrides, before Hydra writes them down."""
+    for argument in arguments:
+        key, equals, value = argument.lstrip("+~").partition("=")
+        if equals and not key.startswith("-"):
+            outer, _, name = key.rpartition(".")
+            no_secrets({name: value}, f"{outer}." if outer else "")
 
 
 def check_folder(arguments: list[str]) -> None:

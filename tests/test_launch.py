@@ -50,7 +50,7 @@ def test_answers_without_importing_torch(tmp_path, arguments, shown):
 
 ALGO = (
     "name, steps, members, prompts_per_step, samples_per_prompt, rows_per_forward, rank, sigma, lr, mirrored, "
-    "noise_reuse, fitness, noise, optimizer, lr_schedule, sigma_schedule, weight_decay, sampling"
+    "noise_reuse, fitness, noise, optimizer, lr_schedule, sigma_schedule, weight_decay, stop_at, sampling"
 )
 TASK = (
     "reward, template, share_right, source, target, test_source, test_target, path, test_path, dataset, "
