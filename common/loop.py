@@ -138,6 +138,8 @@ class Spending:
         if self.run.budget.seconds is not None:  # clocks of ranks differ
             found = max(self.context.gather_objects(found))
         self.before, (self.share, self.limit) = self.share, found
+        if self.context.main and self.before < 1:
+            warn_if_overshot(self.share, self.limit)
         return self.spent
 
     @property
@@ -159,6 +161,17 @@ class Spending:
 
 
 TENTHS = 10
+OVERSHOT = 1.1  # share of a budget from which on it is worth a warning
+
+
+def warn_if_overshot(share: float, limit: str) -> None:
+    """Say that a budget was far below what is spent at once. share: used of it; limit: its text, as budget.tokens=100."""
+    if share > OVERSHOT:
+        log.warning(
+            "%s is overshot: %.3g times as much is used, because what is under way is never cut short. Raise it, or make steps "
+            "smaller.",
+            *(limit, share),
+        )
 
 
 def reached(step: int, steps: int | None) -> bool:

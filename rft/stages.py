@@ -64,6 +64,9 @@ class Stages:
         self._check_training()
         self.stop: Any = None
         self.traced: Any = None
+        if context.main and self.settings.stage == "all":
+            self._reopen()
+        context.barrier()
         self.events = self._logged()
         context.barrier()  # no rank reads the log after rank 0 has begun to write it
         self.seconds: Counter[int] = Counter()  # by iteration
@@ -157,10 +160,13 @@ class Stages:
                 log.info("iteration %d: the budget for samples is spent after %d of them", iteration, len(store.held))
             context.barrier()
 
-    def select(self, iteration: int) -> None:
-        """Choose training data among the samples, and say what was found."""
+    def select(self, iteration: int) -> bool:
+        """Choose training data among the samples, and say what was found. Returns whether there is any.
+
+        Raises: ConfigError where there is none, unless a budget ended the sampling.
+        """
         if self._finished(iteration):
-            return
+            return True
         selection = self._selection(iteration)
         stats, folder = selection.stats, self._folder(iteration)
         if self.context.main:
@@ -192,6 +198,10 @@ class Stages:
                 )
             log.info("%s", _histogram(stats["prompts_by_share_right"]))
         self.context.barrier()  # no rank goes on before the files are there
+        if not selection.kept and self._cut(iteration):
+            if self.context.main:
+                log.warning("iteration %d: none of the samples that the budget allowed was accepted", iteration)
+            return False
         if not selection.kept:
             answered = stats["answered_share"]
             hint = "tell the answer (algo.hint_samples), " if hasattr(self.task, "hint") else ""
@@ -201,6 +211,7 @@ class Stages:
                 + f"{100 * stats['truncated_share']:.0f} % were cut off. Take more samples (algo.samples_per_prompt, "
                 f"algo.second_round_samples), {hint}raise algo.sampling.max_new_tokens or lower algo.select.accept."
             )
+        return True
 
     def finetune(self, iteration: int) -> None:
         """Train on the selected completions; leaves the model in RUN/iteration-K/model."""
@@ -277,7 +288,8 @@ class Stages:
             self.tracker.sync()
             _write(
                 folder / "finetune.json",
-                {"made_with": record, "steps": tuner.done, "completions": selection.stats["kept"]},
+                {"made_with": record, "steps": tuner.done, "completions": selection.stats["kept"]}
+                | ({"cut": True} if tuner.done < tuner.total else {}),
             )
             models.export(self.model, self.tokenizer, folder / "model")
             self.tracker.artifact("model", folder / "model", f"iteration-{iteration}")
@@ -367,15 +379,18 @@ class Stages:
         done = list(itertools.takewhile(self._finished, self.iterations))
         samples = [record for k in done for record in self._samples(k)]
         steps = [_read(self._folder(k) / "finetune.json")["steps"] for k in done]
+        used = self._used(self.run.budget)
         if self.context.main:
+            loop.warn_if_overshot(*used)
             whose = f"of iteration {best}" if best else "the base: no iteration was better on the validation prompts"
             log.info("the model is %s", whose)
         state = {
             "before": first,
             "step": sum(steps),
             "seconds": self.seconds.total(),
-            "generated": sum(len(record["tokens"]) for record in samples),
-            "evaluations": len(samples),
+            # Shards are logged apart, and samples that nothing came of are in the log alone.
+            "generated": max(sum(len(record["tokens"]) for record in samples), self.used["generated_tokens"]),
+            "evaluations": max(len(samples), self.used["reward_evaluations"]),
             "skipped": self.unusual.skipped,
         }
         evaluation = Evaluation(last["metrics"], last["completions"], 0)
@@ -499,6 +514,31 @@ class Stages:
         store = Store(path, header, writes=True) if self.context.main else None
         self.context.barrier()
         return store or Store(path, header, writes=False)
+
+    def _reopen(self) -> None:
+        """Take up an iteration that a smaller budget had cut short, as if it had not been cut."""
+        last = max(
+            (int(path.name.removeprefix("iteration-")) for path in self.context.out_dir.glob("iteration-*")), default=0
+        )
+        found = events(self.written / "metrics.jsonl")
+        tokens = max((event.get("generated_tokens", 0) for event in found), default=0)
+        seconds = sum(event.get("seconds", 0.0) for event in found)
+        if not last or not self.was_cut(last) or self.run.budget.nearest(tokens, seconds)[0] >= 1:
+            return
+        folder = self._folder(last)
+        log.info("iteration %d goes on: the budget that cut it short is no longer spent", last)
+        for name in ("model", "adapter", "checkpoints"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        for name in ("finetune.json", "evaluation.json", "selected.json", "selected.jsonl", "budget.json"):
+            (folder / name).unlink(missing_ok=True)
+
+    def was_cut(self, iteration: int) -> bool:
+        """Whether the budget ended the sampling or the fine-tuning of an iteration."""
+        return self._cut(iteration) or _read(self._folder(iteration) / "finetune.json").get("cut", False)
+
+    def limit(self) -> str:
+        """Of the budget, the limit that is nearest to its end, such as budget.tokens=200000."""
+        return self._used(self.run.budget)[1]
 
     def _logged(self) -> list[dict[str, Any]]:
         """The events of an interrupted run, without those that will come again."""
