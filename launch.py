@@ -311,6 +311,8 @@ def check_groups(arguments: list[str]) -> None:
         group = argument.partition("=")[0].lstrip("+")
         if group == "experiment" or not (CONF / group).is_dir() or "=" not in argument:
             continue
+        if ".." in Path(argument.partition("=")[2]).parts:  # the choice of a task is part of the output folder's name
+            raise ConfigError(f"{argument} leads out of the folder of the choices. Give the name of a file there.")
         choices = _options(group)
         override = OverridesParser.create().parse_override(argument)
         if override.is_sweep_override():
