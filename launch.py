@@ -11,8 +11,10 @@ Imports no torch: that happens in the worker, so `--help` and `--cfg job` answer
 import os
 import re
 import shlex
+import shutil
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from common import slurm, sweep
-from common.config import ConfigError, Run, choice, typed, unknown_key
+from common.config import ConfigError, Run, choice, no_secrets, typed, unknown_key
 from common.signals import EXIT_CONFIG, EXIT_CRASH, EXIT_INTERRUPTED, EXIT_SIGNAL, RunStopped
 from conf import resolvers
 from conf.resolvers import DEFAULT_TASKS
@@ -174,6 +176,13 @@ def _main(config: DictConfig) -> None:
         train(run, folder)
     except (ConfigError, RunStopped) as error:
         code = _end(error)
+        if settings.mode == RunMode.RUN and [path.name for path in folder.iterdir()] == [".hydra"]:
+            shutil.rmtree(folder, ignore_errors=True)  # a mistake found before the run began leaves nothing behind
+        if settings.mode == RunMode.MULTIRUN and code == EXIT_SIGNAL:
+            print(
+                f"The whole sweep: the same command with hydra.sweep.dir={settings.sweep.dir} resume=auto.",
+                file=sys.stderr,
+            )
         here = settings.runtime.choices["hydra/launcher"] == "basic"
         if settings.mode == RunMode.RUN or (code == EXIT_SIGNAL and here):  # who stops a job wants the sweep to stop
             sys.exit(code)  # past Hydra, which would print a line of its own first
@@ -195,6 +204,7 @@ def main() -> None:
     arguments = sys.argv[1:] = opened(located(sys.argv[1:]))
     try:
         slurm.adopt()
+        check_secrets(arguments)
         check_groups(arguments)
         if any(argument.startswith("slurm.script=") for argument in arguments):
             return submit(arguments)
@@ -241,15 +251,36 @@ def _end(error: ConfigError | RunStopped) -> int:
     return code
 
 
+def check_secrets(arguments: list[str]) -> None:
+    """Raise ConfigError for a secret among the overrides, before Hydra writes them down."""
+    for argument in arguments:
+        key, equals, value = argument.lstrip("+~").partition("=")
+        if equals and not key.startswith("-"):
+            outer, _, name = key.rpartition(".")
+            no_secrets({name: value}, f"{outer}." if outer else "")
+
+
 def check_folder(arguments: list[str]) -> None:
-    """Raise ConfigError where the run folder that is asked for cannot be made."""
+    """Raise ConfigError where the run folder that is asked for cannot be made, or is not the one that is used."""
+    sweep_asked = bool({"-m", "--multirun"} & set(arguments))
     for argument in arguments:
         key, _, value = argument.partition("=")
-        if key in ("hydra.run.dir", "hydra.sweep.dir") and value and "${" not in value:
+        if key not in ("hydra.run.dir", "hydra.sweep.dir"):
+            continue
+        if (key == "hydra.sweep.dir") != sweep_asked:
+            other = "hydra.sweep.dir" if sweep_asked else "hydra.run.dir"
+            raise ConfigError(f"{key}={value} has no effect {'with' if sweep_asked else 'without'} -m. Use {other}.")
+        if value and "${" not in value and os.environ.get("RANK", "0") == "0":
+            folder = Path(value.strip("'\""))
+            missing = [path for path in (folder, *folder.parents) if not path.exists()]
             try:
-                Path(value.strip("'\"")).mkdir(parents=True, exist_ok=True)
+                folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(f"{key}={value} cannot be made: {error.strerror}. Choose another folder.") from None
+            finally:
+                for path in missing:  # a mistake in another setting is to leave nothing behind
+                    with suppress(OSError):
+                        path.rmdir()
 
 
 def located(arguments: list[str]) -> list[str]:
@@ -308,6 +339,8 @@ def check_groups(arguments: list[str]) -> None:
         group = argument.partition("=")[0].lstrip("+")
         if group == "experiment" or not (CONF / group).is_dir() or "=" not in argument:
             continue
+        if ".." in Path(argument.partition("=")[2]).parts:  # the choice of a task is part of the output folder's name
+            raise ConfigError(f"{argument} leads out of the folder of the choices. Give the name of a file there.")
         choices = _options(group)
         override = OverridesParser.create().parse_override(argument)
         if override.is_sweep_override():

@@ -26,7 +26,7 @@ from benchmarks.measure import Case, Report, Row, Timing
 from common.config import OptimizerConfig, SamplingConfig, ScheduleConfig
 from common.precision import native_bf16
 from common.rollout import Sampler
-from eggroll.config import EggrollConfig, NoiseConfig
+from eggroll.config import EggrollConfig, NoiseConfig, StopAtConfig
 from eggroll.fitness import fitness
 from eggroll.noise import Noise
 from eggroll.train import Weights
@@ -122,6 +122,7 @@ def settings(sizes: Sizes) -> EggrollConfig:
         lr_schedule=constant,
         sigma_schedule=constant,
         weight_decay=0.0,
+        stop_at=StopAtConfig(drift=None),
         sampling=SamplingConfig(max_new_tokens=sizes.new_tokens, temperature=0.0, top_p=1.0, top_k=0),
     )
 

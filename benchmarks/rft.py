@@ -114,7 +114,7 @@ class Work:
         def once() -> dict[str, int]:
             with tempfile.TemporaryDirectory() as folder:
                 store = Store(Path(folder) / "samples.jsonl", {}, writes=True)
-                generator.fill(store, self.examples, sampler, 1, lambda *_: None, lambda *_: False)
+                generator.fill(store, self.examples, sampler, 1, lambda *_: None, lambda *_: False, lambda *_: None)
                 held = store.held.values()
                 return {
                     "samples": len(held),

@@ -367,6 +367,9 @@ def main() -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {error.filename} cannot be written: {error.strerror}. Give another --out.", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -460,6 +460,27 @@ class TrackerConfig:
 
 
 @dataclass(kw_only=True)
+class NotFiniteConfig:
+    """What a run does about NaN and infinity."""
+
+    policy: str  # stop | skip
+    max_skips: int | None  # steps
+
+    def __post_init__(self) -> None:
+        choice("not_finite.policy", self.policy, ("stop", "skip"))
+        if self.max_skips is not None:
+            at_least("not_finite.max_skips", self.max_skips, 1)
+        if self.policy == "stop" and self.max_skips is not None:
+            raise ConfigError(
+                f"not_finite.max_skips={self.max_skips} has no effect with not_finite.policy=stop. Add not_finite.policy=skip."
+            )
+        if self.policy == "skip" and self.max_skips is None:
+            raise ConfigError(
+                "not_finite.policy=skip needs a number of steps that may be left out: not_finite.max_skips=5."
+            )
+
+
+@dataclass(kw_only=True)
 class ScoringConfig:
     """Who computes rewards."""
 
@@ -483,6 +504,7 @@ class Run:
     evaluate: EvaluateConfig
     checkpoint: CheckpointConfig
     scoring: ScoringConfig
+    not_finite: NotFiniteConfig
     hardware: HardwareConfig
     model: ModelConfig
     opt: OptConfig = field(default_factory=OptConfig)

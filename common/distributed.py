@@ -29,7 +29,7 @@ from tqdm import tqdm
 from common import hardware, slurm
 from common.checkpoint import CheckpointError
 from common.config import ConfigError, Run, flat
-from common.signals import EXIT_CONFIG, EXIT_WRITE, RunStopped
+from common.signals import EXIT_CONFIG, EXIT_CRASH, EXIT_WRITE, RunStopped
 
 log = logging.getLogger("clutch")
 
@@ -156,7 +156,14 @@ def _spawn(entry: str, run: Run, out_dir: Path, task: Any, ranks: int) -> Any:
         try:
             while not workers.join():
                 pass
-        except (mp.ProcessRaisedException, mp.ProcessExitedException):
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            if reports.empty() and isinstance(error, mp.ProcessExitedException) and error.signal_name:
+                written = out_dir / ("run.log" if error.error_index == 0 else f"rank-{error.error_index}.log")
+                raise RunStopped(
+                    f"rank {error.error_index} was killed from outside ({error.signal_name}; where memory runs out, the system does "
+                    f"that), so the others were stopped. Its log: {written}. Go on with hydra.run.dir={out_dir} resume=auto.",
+                    EXIT_CRASH,
+                ) from None
             if reports.empty():
                 raise
         finally:

@@ -10,6 +10,7 @@ from common.config import SamplingConfig
 from common.distributed import Context
 from common.models import encode_prompts
 from common.rollout import Completions, Sampler
+from common.signals import EXIT_NUMBERS, RunStopped
 from common.tasks import Example, Task
 from common.tracking import Progress
 
@@ -36,10 +37,13 @@ class Evaluation:
 def evaluate(
     sampler: Sampler, tokenizer: Any, task: Task, examples: Sequence[Example], max_new_tokens: int, context: Context
 ) -> Evaluation:
-    """Complete `examples` greedily, shared out over the ranks. Every rank returns the same."""
+    """Complete `examples` greedily, shared out over the ranks. Every rank returns the same.
+
+    Raises: RunStopped where the model's logits are NaN or infinite.
+    """
     mine = examples[context.rank :: context.world_size]
     texts: list[str] = []
-    generated = 0
+    generated, broken = 0, []
     if mine:
         greedy = SamplingConfig(max_new_tokens=max_new_tokens, temperature=0.0, top_p=1.0, top_k=0)
         prompts = encode_prompts(tokenizer, [task.prompt(e) for e in mine])
@@ -51,11 +55,18 @@ def evaluate(
 
         made, sampler.rows = hardware.halving(complete, sampler.rows, floor=1)
         texts, generated = made.texts(tokenizer), made.generated
-    parts = context.gather_objects((texts, generated))
+        broken = [example.id for example, bad in zip(mine, made.broken.tolist(), strict=True) if bad]
+    parts = context.gather_objects((texts, generated, broken))
+    if ids := [example for _, _, found in parts for example in found]:
+        raise RunStopped(
+            f"evaluation: the model's logits are not finite, on {len(ids)} of {len(examples)} test examples (the first: "
+            f"{ids[0]}). The model is broken: go back to a checkpoint with a lower algo.lr, or leave out opt=amp.",
+            EXIT_NUMBERS,
+        )
     completions = [""] * len(examples)
-    for rank, (part, _) in enumerate(parts):
+    for rank, (part, _, _) in enumerate(parts):
         completions[rank :: context.world_size] = part
-    return Evaluation(task.metrics(examples, completions), completions, sum(count for _, count in parts))
+    return Evaluation(task.metrics(examples, completions), completions, sum(count for _, count, _ in parts))
 
 
 @contextmanager

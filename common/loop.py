@@ -1,10 +1,9 @@
 """What every training loop needs around its steps: model and order of examples, checks, the ends of a run."""
 
-import json
+import hashlib
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from common import checkpoint, models, report
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.evaluation import Evaluation
-from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
+from common.signals import EXIT_SIGNAL, RunStopped
 from common.tasks import Example, Task
 from common.tracking import Tracker
 
@@ -27,7 +26,29 @@ def load(run: Run, task: Task, context: Context) -> tuple[Any, Any]:
     loaded = models.load(run.model, task, torch.float32, context.device.device, progress=context.main)
     if context.main:
         context.barrier()
+    if context.world_size > 1:
+        rows = [(e.id, e.question, e.answer) for split in ("train", "test") for e in task.examples(split)]
+        same_on_all_ranks(
+            context, "rows of the task", hashlib.sha256(repr(rows).encode("utf-8", "replace")).hexdigest()
+        )
+        same_on_all_ranks(context, "weights of the model", _fingerprint(loaded[0]))
     return loaded
+
+
+def same_on_all_ranks(context: Context, what: str, found: Any) -> None:
+    """Raise ConfigError where `found`, a digest of `what`, is not that of rank 0: the nodes have other files, say."""
+    every = context.gather_objects(found)
+    other = next((rank for rank, theirs in enumerate(every) if theirs != every[0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"the {what} on rank {other} are not those of rank 0, so the ranks would train apart. Give all ranks the same files, "
+            "and a task whose rows do not depend on the machine, the time or chance."
+        )
+
+
+def _fingerprint(model: torch.nn.Module) -> list[int]:
+    """A number a parameter, summed on the device: other weights have others, but for a freak of chance."""
+    return [int(p.detach().view(torch.int32).sum(dtype=torch.int64)) for p in model.parameters()]
 
 
 class Order:
@@ -100,21 +121,6 @@ def last_good(context: Context) -> str:
     return f"Last good checkpoint: {found.path}." if found else "No checkpoint was written before."
 
 
-def not_finite(context: Context, step: int, what: str, value: float, example: Example, **more: Any) -> RunStopped:
-    """The end of a run on NaN or infinity; the row is written to RUN/not_finite.json.
-
-    Args: step: 0-based; what: "the reward of member 3", say; more: goes into the file.
-    """
-    path = context.out_dir / "not_finite.json"
-    if context.main:
-        record = {"step": step + 1, "what": what, "value": str(value), "example": asdict(example), **more}
-        path.write_text(json.dumps(record, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-    return RunStopped(
-        f"step {step + 1}: {what} on example {example.id} is {value}. The row is in {path}. {last_good(context)}",
-        EXIT_NUMBERS,
-    )
-
-
 class Spending:
     """What of `run.budget` is used, on every rank alike. Without a budget nothing ever is.
 
@@ -132,6 +138,8 @@ class Spending:
         if self.run.budget.seconds is not None:  # clocks of ranks differ
             found = max(self.context.gather_objects(found))
         self.before, (self.share, self.limit) = self.share, found
+        if self.context.main and self.before < 1:
+            warn_if_overshot(self.share, self.limit)
         return self.spent
 
     @property
@@ -153,6 +161,17 @@ class Spending:
 
 
 TENTHS = 10
+OVERSHOT = 1.1  # share of a budget from which on it is worth a warning
+
+
+def warn_if_overshot(share: float, limit: str) -> None:
+    """Say that a budget was far below what is spent at once. share: used of it; limit: its text, as budget.tokens=100."""
+    if share > OVERSHOT:
+        log.warning(
+            "%s is overshot: %.3g times as much is used, because what is under way is never cut short. Raise it, or make steps "
+            "smaller.",
+            *(limit, share),
+        )
 
 
 def reached(step: int, steps: int | None) -> bool:
@@ -269,6 +288,7 @@ def finish(
         metrics={"before": before, "after": last.metrics},
         iteration=iteration,
         ended_by=ended_by,
+        skipped_steps=state["skipped"],
     )
     if tracker:
         if iteration is None:  # RFT has measured after each

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
@@ -273,6 +274,8 @@ def tiny(config: TinyConfig, task: Any, *, progress: bool = True) -> Path:
 
     def build(folder: Path) -> dict[str, Any]:
         model = _pretrained(config, rows, progress)
+        # Each node without a shared cache builds its own, and transformers would save on rank 0 alone.
+        model.should_save_on_this_rank = lambda is_main_process: True
         with _bars(False):
             model.save_pretrained(folder)
             byte_tokenizer().save_pretrained(folder)
@@ -450,8 +453,13 @@ def _model(config: ModelConfig, path: str, where: str, origin: dict[str, Any], d
         model, info = loaded
     except ConfigError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"{where} could not be loaded: {_first_line(error)} {_advice(path, error)}") from error
+    except (
+        *(OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError),
+        *(SafetensorError, StrictDataclassError),
+    ) as error:
+        # What a wrong config.json is told is in the cause: "Validation error for field 'hidden_size':" says little.
+        reason = (error.__cause__ if isinstance(error, StrictDataclassError) else None) or error
+        raise ConfigError(f"{where} could not be loaded: {_first_line(reason)} {_advice(path, error)}") from error
     if info["missing_keys"] or info["mismatched_keys"]:
         names = sorted(str(name) for name in [*info["missing_keys"], *info["mismatched_keys"]])
         raise ConfigError(
@@ -587,5 +595,5 @@ def _say(shown: bool, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:") + "."

@@ -48,13 +48,19 @@ OVERFLOWS = 20  # in a row; a scale that starts at 65,536 is below 1 by then, bu
 class Guards:
     """Looks at the numbers of each step. scaled: gradients are fp16 with a GradScaler, which skips steps that overflow."""
 
+    ADVICE = "Lower algo.lr, or leave out opt=amp."
+
     def __init__(self, scaled: bool) -> None:
         self.scaled, self.overflows = scaled, 0
 
+    def not_finite(self, seen: dict[str, float]) -> str | None:
+        """What of `seen` is NaN or infinity, where a step was not made for it; an overflow of a GradScaler is none."""
+        if math.isfinite(seen["loss"]) and (math.isfinite(seen["grad_norm"]) or self.scaled):
+            return None
+        return f"loss {seen['loss']}, gradient norm {seen['grad_norm']}"
+
     def trouble(self, seen: dict[str, float]) -> str | None:
         """Why a run must stop after a step that logged `seen`, and what to do about it; None where it may go on."""
-        if not math.isfinite(seen["loss"]) or not (math.isfinite(seen["grad_norm"]) or self.scaled):
-            return f"loss {seen['loss']}, gradient norm {seen['grad_norm']}. Lower algo.lr, or leave out opt=amp."
         self.overflows = self.overflows + 1 if seen.get("overflow") else 0
         if self.overflows >= OVERFLOWS or seen.get("loss_scale", 1.0) < 1:
             return (
@@ -81,17 +87,20 @@ class Updater:
         # A rank may have no row in a step: its scaler must know its scale all the same.
         self.scaler.scale(torch.zeros((), device=self.parameters[0].device))
 
-    def step(self, lr: float) -> dict[str, float]:
-        """Clip and apply the gradients, which are those of all ranks already. Returns what goes into the log."""
+    def step(self, lr: float, loss: float) -> dict[str, float]:
+        """Clip and apply the gradients, unless they or the loss are not finite. Returns what goes into the log.
+
+        Gradients and loss are those of all ranks already, so that all ranks do the same.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.grad_clip).item()
         scale = self.scaler.get_scale()
-        if math.isfinite(norm) or self.numbers.scaler:  # with a scaler an overflow skips the step and is counted
+        if math.isfinite(loss) and (math.isfinite(norm) or self.numbers.scaler):  # a scaler skips what overflows
             self.scaler.step(self.optimizer)
-            self.scaler.update()
-        seen = {"grad_norm": norm, "lr": lr}
+        self.scaler.update()
+        seen = {"loss": loss, "grad_norm": norm, "lr": lr}
         if self.numbers.scaler:
             seen |= {"loss_scale": scale, "overflow": float(self.scaler.get_scale() < scale)}
         return seen

@@ -54,6 +54,7 @@ class Result:
     ended_by: str | None = (
         None  # the setting that ended the run, such as budget.tokens=200000; None = it did all its steps
     )
+    skipped_steps: int = 0  # left out because numbers were not finite (not_finite.policy=skip)
 
     def model_and_tokenizer(self) -> tuple[Any, Any]:
         """The trained model and its tokenizer, loaded from RUN/model."""
@@ -205,7 +206,8 @@ def summary(result: Result, samples: list[dict[str, str]], model: str | None = N
             if name != result.metric and name in result.metrics["after"]
         },
         "steps": f"{result.steps} in {result.seconds:.0f} s"
-        + (f", ended by {result.ended_by}" if result.ended_by else ""),
+        + (f", ended by {result.ended_by}" if result.ended_by else "")
+        + (f", {result.skipped_steps} left out: see not_finite.jsonl" if result.skipped_steps else ""),
         **(
             {"generated": f"{result.generated_tokens:,} tokens, {result.reward_evaluations:,} rewards"}
             if result.generated_tokens

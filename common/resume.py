@@ -15,7 +15,7 @@ log = logging.getLogger("clutch")
 
 # What may differ between a run and its continuation; anything else would make another run of it.
 FREE = (
-    *("resume", "budget", "evaluate", "checkpoint", "tracker", "scoring", "opt", "hardware", "slurm"),
+    *("resume", "budget", "evaluate", "checkpoint", "tracker", "scoring", "not_finite", "opt", "hardware", "slurm"),
     *("algo.steps", "algo.rows_per_forward", "algo.micro_batch_rows", "algo.ddp"),
     *("algo.loader.workers", "algo.loader.prefetch"),
     *("algo.scaling", "algo.scaling_mode", "algo.scaling_steps", "algo.scaling_warmup", "algo.scaling_repeats"),
@@ -62,6 +62,11 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
         raise ConfigError(
             f"all checkpoints in {own} are damaged (see the warnings), and starting anew would overwrite the run. "
             "Move them away to do that, or use another hydra.run.dir."
+        )
+    if found is not None and run.resume != "auto" and not Path(run.resume).resolve().samefile(context.out_dir):
+        log.warning(
+            "resume=%s is not looked at: %s has checkpoints of its own. To begin there again, use another hydra.run.dir.",
+            *(run.resume, context.out_dir),
         )
     if found is None and run.resume != "auto":
         root = Path(run.resume)

@@ -42,6 +42,7 @@ class Completions:
     tokens: int64 [N, L], padded with the pad id after `lengths`; the stop token, where there is one, is included.
     lengths: int64 [N]. finished: bool [N], False where max_new_tokens cut the row off.
     logprobs: float32 [N, L], of the sampled tokens under the tempered distribution; None if not asked for.
+    broken: bool [N], True where the model's logits were not finite, so that the row says nothing.
     generated: tokens the model produced in all, those thrown away after a row's end not counted.
     """
 
@@ -49,6 +50,7 @@ class Completions:
     lengths: Tensor
     finished: Tensor
     logprobs: Tensor | None
+    broken: Tensor
 
     @property
     def generated(self) -> int:
@@ -358,7 +360,7 @@ class Sampler:
             ).run()
         # Out of inference mode a clone is an ordinary tensor, which a loss may use.
         logp = made.logprobs.clone() if made.logprobs is not None else None
-        return Completions(made.tokens.clone(), made.lengths.clone(), made.finished.clone(), logp)
+        return Completions(made.tokens.clone(), made.lengths.clone(), made.finished.clone(), logp, made.broken.clone())
 
 
 @dataclass
@@ -396,6 +398,7 @@ class _Grid:
         self.logprobs = torch.zeros((total, length), device=device) if logprobs else None
         self.lengths = torch.zeros(total, dtype=torch.long, device=device)
         self.finished = torch.zeros(total, dtype=torch.bool, device=device)
+        self.broken = torch.zeros(total, dtype=torch.bool, device=device)
         self.uniforms = None
         if sampling.temperature > 0:
             ids = torch.tensor(list(prompt_ids) if prompt_ids is not None else range(len(prompts)), device=device)
@@ -437,7 +440,7 @@ class _Grid:
             self.mask = additive(self.columns[None, :] >= self.start[:, None], self.sampler.dtype)[:, None, None, :]
             for _ in range(min(look_every, self.cache.columns - self.cache.column)):
                 self.decode()
-        return Completions(self.tokens, self.lengths, self.finished, self.logprobs)
+        return Completions(self.tokens, self.lengths, self.finished, self.logprobs, self.broken)
 
     # --- one step
 
@@ -467,6 +470,7 @@ class _Grid:
         token, logprob = draw(logits, self.sampling, uniform, self.logprobs is not None)
         alive = (self.request[rows] >= 0) & (self.count[rows] < self.sampling.max_new_tokens)
         place = self.place[rows]
+        self.broken[place] |= alive & ~torch.isfinite(logits.amax(-1))
         self.tokens[place, step] = torch.where(alive, token, self.tokens[place, step])
         if self.logprobs is not None and logprob is not None:
             self.logprobs[place, step] = torch.where(alive, logprob, self.logprobs[place, step])

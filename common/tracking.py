@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import shutil
 import sys
@@ -135,12 +136,16 @@ class Tracker:
     def write(self, event: dict[str, Any]) -> None:
         """One event: a flat dict (phase seconds nested) with at least `step`, 1-based."""
         self.step = event["step"]
-        self.file.write(json.dumps(event) + "\n")
+        self.file.write(json.dumps(_json(event)) + "\n")
         self.file.flush()
         if self.sink:
             self.sink.log(numbers(event), event["step"])
         if "metrics" in event:
             self._evaluated({key: event[key] for key in event if key in KEPT})
+
+    def sync(self) -> None:
+        """Bring what is logged to the disk: before a checkpoint, so that after a power cut no event before it is missing."""
+        os.fsync(self.file.fileno())
 
     def log(self, event: dict[str, Any], done: int | None = None, shown: str | None = None) -> None:
         """Write an event and move the progress line.
@@ -196,6 +201,13 @@ class Tracker:
         if self.sink:
             self.sink.close(code)
             self.sink = None
+
+
+def _json(value: Any) -> Any:
+    """The same with null for NaN and infinity, which JSON has not."""
+    if isinstance(value, dict):
+        return {key: _json(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _shown(event: dict[str, Any], held: dict[str, Any] | None) -> str:

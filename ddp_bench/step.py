@@ -21,7 +21,6 @@ from common import hardware, optim
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.precision import Precision
-from common.signals import EXIT_NUMBERS, RunStopped
 from ddp_bench.config import ClassifyConfig
 from ddp_bench.data import IGNORED, Batch, split, to
 
@@ -92,7 +91,8 @@ class Stepper:
         """One optimizer step. Returns what goes into the log, the same on every rank.
 
         Args: batch: this rank's share, on the CPU; rows: of all ranks together; step: 0-based, of `steps`.
-        Raises: RunStopped on NaN or infinity; ConfigError where memory does not even hold one row.
+        Where loss or gradient are NaN or infinite, they are returned and no rank makes the step.
+        Raises: ConfigError where memory does not even hold one row.
         """
         self.model.train()
         batch = to(batch, self.device)
@@ -118,15 +118,8 @@ class Stepper:
         with clock("optimizer"):
             warm = max(1, math.ceil(self.settings.warmup * steps))
             factor = min(1.0, (step + 1) / warm) * self.settings.lr_schedule.factor(step, steps)
-            updated = self.updater.step(self.settings.lr * factor)
-        value = total.item()
-        if not (math.isfinite(value) and (math.isfinite(updated["grad_norm"]) or self.numbers.scaler)):
-            raise RunStopped(
-                f"step {step + 1}: loss {value}, gradient norm {updated['grad_norm']}. Lower algo.lr, or leave "
-                "opt=amp out.",
-                EXIT_NUMBERS,
-            )
-        return {"loss": value, **updated}
+            seen = self.updater.step(self.settings.lr * factor, total.item())
+        return seen
 
     def backward(self, batch: Batch, rows: int, micro: int, clock: Clock) -> Tensor:
         """Accumulate gradients, exchanged once with the last part. Returns this rank's share of the mean loss."""

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import checkpoint, hardware, loop, precision, report, resume
+from common import checkpoint, hardware, loop, optim, precision, report, resume
 from common.config import ConfigError, Run
 from common.distributed import Context
-from common.signals import StopSignal
+from common.finite import NotFinite
+from common.signals import EXIT_NUMBERS, RunStopped, StopSignal
 from common.tracking import Tracker, closed_on_error
 from ddp_bench import models
 from ddp_bench.config import ClassifyConfig, check_switches
@@ -51,6 +52,7 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> report.R
     numbers = precision.resolve(run.opt, device)
     torch.backends.cudnn.benchmark = device.type == "cuda"
     data, tokenizer = prepare(task, settings.tokenizer, settings.model.max_tokens, log.info)
+    loop.same_on_all_ranks(context, "rows of the task", data["train"].digest() + data["test"].digest())
     rows, validation = held_out(data["train"], settings.validation_share, run.seed)
     model = models.build(settings.model, len(task.classes), tokenizer, data["train"], run.seed).to(device)
     stepper = Stepper(model, run, context, numbers)
@@ -62,11 +64,13 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> report.R
     loader = Loader(data["train"], batches, settings.loader, device)
     steps = settings.epochs * len(batches)
     state: dict[str, Any] = {"step": 0, "seconds": 0.0, "waited": 0, "best": None, "tracker": {}}
-    state["rows"] = data["train"].digest()
+    state |= {"skipped": 0, "rows": data["train"].digest()}
     best: dict[str, Tensor] = {}
     resumed = resume.find(run, context)
     if resumed is not None:
-        state, best = load(stepper, resumed, state["rows"])
+        saved, best = load(stepper, resumed, state["rows"])
+        state |= saved
+    guards, unusual = optim.Guards(numbers.scaler), NotFinite(run, context, state["skipped"])
     plan(run, context, task, data, len(rows), len(validation), model, loader, numbers.name)
 
     tracker = Tracker(run, context.out_dir, steps, state["step"], state["tracker"]) if context.main else None
@@ -79,11 +83,17 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> report.R
             batch = next(feed)
             waited = time.perf_counter() - started
             seen = stepper.step(batch, len(order[position]), step, steps, clock)
+            if (what := guards.not_finite(seen)) is not None:
+                mine = order[position][context.rank :: context.world_size]
+                trouble = unusual.met(step + 1, what, offending(stepper, task, data["train"], mine), guards.ADVICE)
+            else:
+                trouble = guards.trouble(seen)
+            state["skipped"] = unusual.skipped
             phases = {"data": waited, **clock.read()}
             seconds = time.perf_counter() - started
             state["step"], state["seconds"] = step + 1, state["seconds"] + seconds
             event: dict[str, Any] = {}
-            if position == len(batches) - 1:
+            if position == len(batches) - 1 and not trouble:
                 event["epoch_done"] = epoch + 1
                 if validation:
                     held = evaluate(model, data["train"], validation, context, stepper)
@@ -107,15 +117,19 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> report.R
                         "samples_per_second": len(order[position]) / seconds,
                         "tokens_per_second": tokens / seconds,
                         "peak_memory_gb": hardware.peak_memory_gb(device),
+                        "skipped_steps": state["skipped"],
                         **event,
                     },
                     shown=shown(seen, event, epoch, len(order[position]) / seconds),
                 )
                 state["tracker"] = tracker.state()
+            if trouble is not None:
+                raise RunStopped(f"step {step + 1}: {trouble} {loop.last_good(context)}", EXIT_NUMBERS)
             traced()
             stopping = context.any(stop.name is not None)
             due = run.checkpoint.every and state["step"] % run.checkpoint.every == 0
             if tracker and (due or stopping or event):
+                tracker.sync()
                 tracker.artifact("checkpoint", save(stepper, best, state), f"step-{step + 1}")
             if stopping and state["step"] < steps:
                 context.barrier()
@@ -124,6 +138,19 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> report.R
     if best:
         restore(model, best)
     return finish(run, context, task, data, stepper, tokenizer, state, tracker)
+
+
+def offending(stepper: Stepper, task: ClassTask, rows: Rows, chosen: Sequence[int]) -> list[dict[str, Any]]:
+    """The training rows among `chosen` whose probabilities are not finite; all of them where only their gradient is not."""
+    if not chosen:
+        return []
+    found = models.probabilities_of(stepper.model, rows, chosen, stepper.rows, stepper.numbers.compute)
+    broken = [row for row, part in zip(chosen, found, strict=True) if not torch.isfinite(part).all()]
+    given = list(task.rows("train"))
+    return [
+        {"id": row, "prompt": str(given[row].value), "answer": task.classes[given[row].label]}
+        for row in broken or chosen
+    ]
 
 
 def shown(seen: dict[str, float], event: dict[str, Any], epoch: int, speed: float) -> str:
@@ -250,6 +277,7 @@ def finish(
         device=context.device.name,
         dtype=stepper.numbers.name,
         folder=str(context.out_dir),
+        skipped_steps=state["skipped"],
         metrics={"before": before, "after": after, **({"validation": state["best"]} if state["best"] else {})},
     )
     if tracker:

@@ -37,6 +37,25 @@ class NoiseConfig:
 
 
 @dataclass(kw_only=True)
+class StopAtConfig:
+    """Guards; null = off."""
+
+    drift: float | None
+
+    def crossed(self, drift: float) -> str | None:
+        """What to say where the drift is beyond its bound; None where it is within."""
+        if self.drift is None or drift <= self.drift:
+            return None
+        return (
+            f"drift {drift:.3g} is above algo.stop_at.drift={self.drift:g}. Lower algo.lr or raise algo.weight_decay."
+        )
+
+    def __post_init__(self) -> None:
+        if self.drift is not None:
+            above("algo.stop_at.drift", self.drift, 0)
+
+
+@dataclass(kw_only=True)
 class EggrollConfig:
     """Settings of EGGROLL; what each does stands beside its value in conf/algo/eggroll.yaml."""
 
@@ -57,6 +76,7 @@ class EggrollConfig:
     lr_schedule: ScheduleConfig
     sigma_schedule: ScheduleConfig
     weight_decay: float
+    stop_at: StopAtConfig
     sampling: SamplingConfig
 
     def __post_init__(self) -> None:

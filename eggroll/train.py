@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import checkpoint, hardware, loop, models, optim, precision, report, resume
+from common import checkpoint, finite, hardware, loop, models, optim, precision, report, resume
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.evaluation import evaluate
@@ -53,10 +53,11 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     weights = Weights(model, noise, settings, numbers.compute, offload=run.opt.offload.enabled)
 
     resumed = resume.find(run, context)
-    state: dict[str, Any] = {"step": 0, "seconds": 0.0, "generated": 0, "evaluations": 0, "tracker": {}}
+    state: dict[str, Any] = {"step": 0, "seconds": 0.0, "generated": 0, "evaluations": 0, "skipped": 0, "tracker": {}}
     if resumed is not None:
         weights.load(resumed)
-        state = resumed.state["run"]
+        state |= resumed.state["run"]
+    unusual = finite.NotFinite(run, context, state["skipped"])
 
     order = loop.Order(task.examples("train"), run.seed)
     held_out = loop.held_out(task, run)
@@ -101,12 +102,20 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             examples = order.take(step * settings.prompts_per_step, settings.prompts_per_step)
 
             rewards, generated = population.rewards(examples, step, draw, sigma, phases)  # [members, rows a member]
-            population.check_finite(rewards, examples, step)
-            shaped = fitness(rewards, settings.fitness, settings.samples_per_prompt)  # [members]
-            with phases("update"):
-                drift = weights.update(noise, draw, shaped, lr)
-            if not math.isfinite(drift):
-                raise RunStopped(f"step {step + 1}: weights are not finite. {loop.last_good(context)}", EXIT_NUMBERS)
+            moved, trouble = {}, None
+            if torch.isfinite(rewards).all():
+                shaped = fitness(rewards, settings.fitness, settings.samples_per_prompt)  # [members]
+                with phases("update"):
+                    drift = weights.update(noise, draw, shaped, lr)
+                if not math.isfinite(drift):
+                    raise RunStopped(
+                        f"step {step + 1}: weights are not finite. {loop.last_good(context)}", EXIT_NUMBERS
+                    )
+                moved = {"zero_fitness": without_influence(shaped, settings.mirrored), "drift": drift}
+                trouble = settings.stop_at.crossed(drift)
+            elif (trouble := unusual.met(step + 1, "a reward or logits", population.offending)) is not None:
+                raise RunStopped(f"step {step + 1}: {trouble} {loop.last_good(context)}", EXIT_NUMBERS)
+            state["skipped"] = unusual.skipped
 
             state["step"] = step + 1
             state["generated"] += generated
@@ -116,7 +125,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             seconds = time.perf_counter() - started  # of training: an evaluation's tokens are not counted either
             state["seconds"] += seconds
             last = spending.add(state["generated"], state["seconds"]) or loop.reached(step + 1, settings.steps)
-            if spending.evaluation_due(step + 1) and not last:
+            if spending.evaluation_due(step + 1) and not last and not trouble:
                 with phases("evaluate"):
                     seen = measure()
                 event |= loop.measured(tracker, task, held_out, step + 1, seen)
@@ -129,12 +138,12 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                         "reward": rewards.mean().item(),
                         "reward_best": rewards.mean(1).max().item(),
                         "reward_std": rewards.mean(1).std(correction=0).item(),
-                        "zero_fitness": without_influence(shaped, settings.mirrored),
-                        "drift": drift,
+                        **moved,
                         "sigma": sigma,
                         "lr": lr,
                         "generated_tokens": state["generated"],
                         "reward_evaluations": state["evaluations"],
+                        "skipped_steps": state["skipped"],
                         "tokens_per_second": generated / seconds,
                         "samples_per_second": rewards.numel() / seconds,
                         "peak_memory_gb": hardware.peak_memory_gb(device),
@@ -143,9 +152,12 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                     loop.done(run, state, settings.steps),
                 )
                 state["tracker"] = tracker.state()
+            if trouble:
+                raise RunStopped(f"step {step + 1}: {trouble} {loop.last_good(context)}", EXIT_NUMBERS)
             stopping = context.any(stop.name is not None)
             due = run.checkpoint.every and (step + 1) % run.checkpoint.every == 0
             if tracker and (due or stopping or last):
+                tracker.sync()
                 tracker.artifact("checkpoint", weights.save(run, context, state), f"step-{step + 1}")
             context.barrier()
             traced()
@@ -168,17 +180,20 @@ class Population:
         self.sampler, self.noise, self.tokenizer = sampler, noise, tokenizer
         self.task, self.context, self.seed, self.rows = task, context, run.seed, rows
         self.scorer = Scorer(task, run.scoring)
-        self.offending: str | None = None  # this rank's first completion whose reward is not finite
+        self.offending: list[dict[str, Any]] = []  # this rank's rows of the step that are not finite
 
     def rewards(
         self, examples: list[Example], step: int, draw: int, sigma: float, phases: Phases
     ) -> tuple[Tensor, int]:
-        """Rewards float64 [members, prompts * samples], on every rank the same, and tokens generated by all ranks."""
+        """Rewards float64 [members, prompts * samples], on every rank the same, and tokens generated by all ranks.
+
+        The reward of a row whose logits were not finite is NaN.
+        """
         settings, context = self.settings, self.context
         prompts = models.encode_prompts(self.tokenizer, [self.task.prompt(example) for example in examples])
         repeated = [example for example in examples for _ in range(settings.samples_per_prompt)]
         rewards = torch.zeros(settings.members, len(repeated), dtype=torch.float64)
-        generated = 0
+        generated, self.offending = 0, []
         for members in chunks(settings, self.rows, context.world_size)[context.rank :: context.world_size]:
 
             def sample(rows: int, members: range = members) -> list[Completions]:
@@ -205,9 +220,13 @@ class Population:
                 generated += sum(part.generated for part in made)
             with phases("reward"):
                 scores = self.scorer.submit(repeated * len(members), texts).result().rewards
-                self.offending = self.offending or next(
-                    (t for t, s in zip(texts, scores, strict=True) if not math.isfinite(s)), None
-                )
+                broken = [bad for part in made for bad in part.broken.tolist()]
+                for row, (score, bad) in enumerate(zip(scores, broken, strict=True)):
+                    if bad or not math.isfinite(score):
+                        member, place = divmod(row, len(repeated))
+                        found = finite.row(self.task, repeated[place], texts[row], score, bad)
+                        self.offending.append({"member": members[member], **found})
+                        scores[row] = math.nan
                 rewards[members.start : members.stop] = torch.tensor(scores, dtype=torch.float64).view(len(members), -1)
         with phases("exchange"):
             held = torch.zeros(context.world_size, dtype=torch.float64)
@@ -217,22 +236,6 @@ class Population:
         # A rank whose memory ran out takes fewer rows from now on, and so must all: members are shared out by them.
         self.rows = int(totals[rewards.numel() + 1 :].min())
         return totals[: rewards.numel()].view_as(rewards), int(totals[rewards.numel()])
-
-    def check_finite(self, rewards: Tensor, examples: list[Example], step: int) -> None:
-        """Stop on a reward that is NaN or infinite. rewards [members, rows a member], the same on all ranks."""
-        if torch.isfinite(rewards).all():
-            return
-        member, row = (~torch.isfinite(rewards)).nonzero()[0].tolist()
-        example = examples[row * len(examples) // rewards.shape[1]]
-        texts = [text for text in self.context.gather_objects(self.offending) if text is not None]
-        raise loop.not_finite(
-            self.context,
-            step,
-            f"the reward of member {member}",
-            rewards[member, row].item(),
-            example,
-            completion=texts[0] if texts else None,
-        )
 
 
 def chunks(settings: EggrollConfig, rows: int, ranks: int) -> list[range]:

@@ -42,11 +42,14 @@ class KlConfig:
 class StopAtConfig:
     """Guards; null = off."""
 
+    kl: float | None
     ratio_kl: float | None
     entropy_below: float | None
 
     def crossed(self, seen: dict[str, float]) -> str | None:
         """Which bound the numbers of a step are beyond, and what to do about it; None where they are within."""
+        if self.kl is not None and seen["kl"] > self.kl:
+            return f"kl {seen['kl']:.3g} is above algo.stop_at.kl={self.kl:g}. Lower algo.lr or raise algo.kl.beta."
         if self.ratio_kl is not None and seen["ratio_kl"] > self.ratio_kl:
             return (
                 f"ratio_kl {seen['ratio_kl']:.3g} is above algo.stop_at.ratio_kl={self.ratio_kl:g}. "
@@ -60,7 +63,7 @@ class StopAtConfig:
         return None
 
     def __post_init__(self) -> None:
-        for key in ("ratio_kl", "entropy_below"):
+        for key in ("kl", "ratio_kl", "entropy_below"):
             if getattr(self, key) is not None:
                 above(f"algo.stop_at.{key}", getattr(self, key), 0)
 
@@ -116,6 +119,11 @@ class GrpoConfig:
             above("algo.delta", self.delta, 1 + self.epsilon_high)
         if self.loss == "cispo" and (self.dual_clip is not None or self.delta is not None):
             raise ConfigError("algo.dual_clip and algo.delta have no effect with algo.loss=cispo. Set them to null.")
+        if self.stop_at.kl is not None and not (self.kl.beta and self.kl.where == "loss"):
+            raise ConfigError(
+                f"algo.stop_at.kl={self.stop_at.kl:g} has no effect without algo.kl.beta above 0 and algo.kl.where=loss: there the KL "
+                "to the reference model is measured. Set algo.kl.beta, for example 0.001, or leave it out."
+            )
         if self.passes == 1:
             off_policy = {"dual_clip": self.dual_clip, "delta": self.delta, "stop_at.ratio_kl": self.stop_at.ratio_kl}
             for key, value in off_policy.items():

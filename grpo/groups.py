@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import hardware, logprobs, loop, models
+from common import finite, hardware, logprobs, loop, models
 from common.config import Run
 from common.distributed import Context
 from common.precision import Precision
@@ -35,7 +35,7 @@ class Group:
     logprobs: list[list[float]]  # of the sampler
     finished: list[bool]
     carries: list[bool]  # whether there is loss on it
-    rewards: list[float]  # what the advantage is made of
+    rewards: list[float]  # what the advantage is made of; NaN where the logits were not finite
     scores: list[float]  # the task's own
     reference: list[list[float]] | None  # log-probabilities of the reference model
     dead: str | None  # see `why_dead`
@@ -72,6 +72,8 @@ class Rollout:
     truncated: float  # share
     components: dict[str, float]  # mean scores by component of the reward
     component_seconds: dict[str, float]
+    finite: bool  # whether all rewards and logits are
+    offending: list[dict[str, Any]]  # this rank's rows that are not
 
     def record(self) -> dict[str, Any]:
         """What goes into the log."""
@@ -123,6 +125,7 @@ class Roller:
     def roll(self, step: int, cursor: int, phases: Phases) -> tuple[Rollout, int]:
         """Groups for one step, from position `cursor` of the training order on. Returns the next position too."""
         live: list[Group] = []
+        offending: list[dict[str, Any]] = []
         seen: list[Group] = []
         components: list[dict[str, list[float]]] = []
         seconds: dict[str, float] = {}
@@ -139,21 +142,16 @@ class Roller:
                 components.append(of_components)
                 for name, value in of_seconds.items():
                     seconds[name] = seconds.get(name, 0.0) + value
+            offending += self._offending(mine)
             fresh = [group for group in groups if group is not None]
             seen += fresh
             live += [group for group in fresh if not group.dead or self.settings.resample_rounds == 0]
             rounds += 1
         scores = torch.tensor([group.scores for group in seen], dtype=torch.float64)
-        for group in seen:
-            for score, tokens in zip(group.scores, group.completions, strict=True):
-                if not math.isfinite(score):
-                    text = self.tokenizer.decode(tokens)
-                    raise loop.not_finite(
-                        self.context, step, "the reward of a completion", score, group.example, completion=text
-                    )
+        sound = all(math.isfinite(reward) for group in seen for reward in (*group.scores, *group.rewards))
         names = components[0] if components else {}
         return Rollout(
-            groups=live if any(not group.dead for group in live) else [],
+            groups=live if sound and any(not group.dead for group in live) else [],
             seen=len(seen),
             dead=Counter(group.dead for group in seen if group.dead),
             rounds=rounds,
@@ -164,7 +162,18 @@ class Roller:
             truncated=1 - sum(sum(group.finished) for group in seen) / scores.numel(),
             components={n: _mean([v for part in components for v in part.get(n, [])]) for n in names},
             component_seconds=seconds,
+            finite=sound,
+            offending=offending,
         ), cursor
+
+    def _offending(self, groups: list[Group]) -> list[dict[str, Any]]:
+        """The rows of `groups` whose rewards are not finite."""
+        return [
+            finite.row(self.task, group.example, self.tokenizer.decode(tokens), score, broken=math.isfinite(score))
+            for group in groups
+            for tokens, score, reward in zip(group.completions, group.scores, group.rewards, strict=True)
+            if not (math.isfinite(score) and math.isfinite(reward))
+        ]
 
     def _sample(self, examples: list[Example], start: int, step: int, phases: Phases) -> tuple[list[Group], Any]:
         """This rank's share of `examples`: sampled, scored, and looked at by the reference model meanwhile.
@@ -222,6 +231,7 @@ class Roller:
             for row, (logp, ref) in enumerate(zip(logps, reference, strict=True)):
                 divergence = kl(torch.tensor(logp), torch.tensor(ref), settings.kl.estimator, settings.kl.clamp)
                 rewards[row] -= settings.kl.beta * divergence.sum().double()
+        rewards[made.broken.cpu()] = math.nan  # a policy without finite logits has drawn nothing
         finished = made.finished.tolist()
         groups = []
         for index, example in enumerate(mine):

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from common import checkpoint, hardware, logprobs, loop, models, optim, precision, report, resume
+from common import checkpoint, finite, hardware, logprobs, loop, models, optim, precision, report, resume
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.evaluation import evaluate
@@ -59,10 +59,10 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
 
     resumed = resume.find(run, context)
     state: dict[str, Any] = {"step": 0, "cursor": 0, "passes_left": 0, "seconds": 0.0, "tracker": {}}
-    state |= {"generated": 0, "evaluations": 0}
+    state |= {"generated": 0, "evaluations": 0, "skipped": 0}
     if resumed is not None:
         policy.load(resumed)
-        state = resumed.state["run"]
+        state |= resumed.state["run"]
         if state["passes_left"] and not loop.reached(state["step"], settings.steps):
             raise ConfigError(
                 f"algo.steps={settings.steps} goes on from step {state['step']}, which ended a run with {state['passes_left']} "
@@ -70,6 +70,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                 "another hydra.run.dir."
             )
 
+    unusual = finite.NotFinite(run, context, state["skipped"])
     order = loop.Order(task.examples("train"), run.seed)
     held_out = loop.held_out(task, run)
     sampler = Sampler(
@@ -103,8 +104,13 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             state["evaluations"] += rollout.completions
             rewards = torch.tensor([group.rewards for group in rollout.groups], dtype=torch.float64)
             advantage = advantages(rewards, settings.advantage) if rollout.groups else rewards
-            if not rollout.groups and context.main:
+            refused = None
+            if not rollout.finite:
+                refused = unusual.met(first_step + 1, "a reward or logits", rollout.offending)
+            elif not rollout.groups and context.main:
                 log.warning("step %d: %s", first_step + 1, rollout.nothing_to_learn())
+            if refused is not None:
+                raise RunStopped(f"step {first_step + 1}: {refused} {loop.last_good(context)}", EXIT_NUMBERS)
 
             # By group: log-probabilities of the policy that sampled, as the trainer computed them in the first pass.
             olds: dict[int, list[Any]] = {}
@@ -112,7 +118,14 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             final = min(first_step + passes, settings.steps or sys.maxsize)  # a budget never cuts a rollout's passes
             for step in range(first_step, final):
                 seen = policy.step(step, rollout.groups, advantage, olds, phases) if rollout.groups else {}
-                trouble = (guards.trouble(seen) or settings.stop_at.crossed(seen)) if seen else None
+                trouble = None
+                if seen and (what := guards.not_finite(seen)) is not None:
+                    trouble = unusual.met(
+                        step + 1, what, policy.offending(task, rollout.groups, tokenizer), guards.ADVICE
+                    )
+                elif seen:
+                    trouble = guards.trouble(seen) or settings.stop_at.crossed(seen)
+                state["skipped"] = unusual.skipped
                 state["step"] = step + 1
                 event: dict[str, Any] = {}
                 seconds = time.perf_counter() - started  # of training: an evaluation's tokens are not counted either
@@ -133,6 +146,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                             **seen,
                             "generated_tokens": state["generated"],
                             "reward_evaluations": state["evaluations"],
+                            "skipped_steps": state["skipped"],
                             "tokens_per_second": new / seconds,
                             "samples_per_second": (rollout.completions if step == first_step else 0) / seconds,
                             "peak_memory_gb": hardware.peak_memory_gb(device),
@@ -154,6 +168,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             if due or stopping or last:
                 with phases("checkpoint"):  # in the next step's record
                     if tracker:
+                        tracker.sync()
                         tracker.artifact("checkpoint", policy.save(state), f"step-{done}")
                     context.barrier()
             if stopping and not last:
@@ -176,6 +191,8 @@ class Policy:
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.updater = optim.Updater(parameters, self.settings, numbers, context.device.device)
         self.rows = self.settings.micro_batch_rows
+        # Of each micro-batch of the last step: its rows, and whether their log-probabilities are not finite, on the device.
+        self.watched: list[tuple[list[tuple[int, int]], torch.Tensor]] = []
         if run.opt.checkpointing.enabled:
             optim.checkpoint_activations(model)
 
@@ -190,6 +207,7 @@ class Policy:
 
         def attempt(rows: int) -> dict[str, float]:
             self.updater.clear()
+            self.watched.clear()
             if first_pass:  # what an attempt that ran out of memory left: the ratio is to be exactly 1
                 olds.clear()
             return self._backward(groups, advantage, olds, rows)
@@ -208,13 +226,23 @@ class Policy:
             summed = self.context.sum(torch.tensor([totals[n] for n in names], dtype=torch.float64, device=device))
             totals = dict(zip(names, summed.tolist(), strict=True))
         with phases("update"):
-            updated = self.updater.step(self.lr(step))
+            updated = self.updater.step(self.lr(step), totals["loss"])
         tokens = max(1.0, totals["tokens"])
         return {
-            "loss": totals["loss"],
             **updated,
             **{shown: totals[name] / tokens for name, shown in PER_TOKEN.items()},
         }
+
+    def offending(self, task: Task, groups: list[Group], tokenizer: Any) -> list[dict[str, Any]]:
+        """The rows of this rank whose log-probabilities are not finite; all of them where only their gradient is not."""
+        watched = [pair for keys, bad in self.watched for pair in zip(keys, bad.tolist(), strict=True)]
+        broken = [key for key, is_bad in watched if is_bad]
+        found = []
+        for index, row in sorted(broken or [key for key, _ in watched]):
+            group = groups[index]
+            text = tokenizer.decode(group.completions[row])
+            found.append(finite.row(task, group.example, text, group.scores[row], bool(broken)))
+        return found
 
     def lr(self, step: int) -> float:
         """The learning rate of a 0-based step: linear warm-up, then the schedule."""
@@ -252,6 +280,7 @@ class Policy:
             with torch.autocast(device.type, self.numbers.compute, enabled=half):
                 logp, entropy = logprobs.token_logprobs(self.model, laid, settings.sampling.temperature)
             key = [(index, row) for index, part in batch for row in range(len(groups[index].completions))[part]]
+            self.watched.append((key, (~torch.isfinite(logp.detach()) & mask).any(1)))
             if all(index in olds and olds[index][row] is not None for index, row in key):
                 old = padded([olds[index][row].tolist() for index, row in key])
             else:

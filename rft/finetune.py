@@ -200,14 +200,24 @@ class Finetuner:
     """One fine-tuning: the weights, their optimizer and the steps still to do.
 
     Args: model: plain, float32; trained in place (with LoRA, `finish` merges the adapters into it). folder: where its
-    checkpoints and adapter go. seed: of the order, and of the adapters' first values.
+    checkpoints and adapter go. seed: of the order, and of the adapters' first values. unusual: called where a step was not made, with what is not finite
+    and this rank's trees behind it; it may raise to stop the run.
     """
 
     def __init__(
-        self, model: Any, trees: Sequence[Tree], run: Run, context: Context, numbers: Precision, folder: Any, seed: int
+        self,
+        model: Any,
+        trees: Sequence[Tree],
+        run: Run,
+        context: Context,
+        numbers: Precision,
+        folder: Any,
+        seed: int,
+        unusual: Callable[[str, list[Tree]], None],
     ) -> None:
         self.run, self.context, self.numbers, self.folder = run, context, numbers, folder
         self.settings: RftConfig = run.algo
+        self.unusual = unusual
         self.model = model
         self.lora: Any = None
         if self.settings.lora.rank:
@@ -289,11 +299,19 @@ class Finetuner:
         with phases("update"):
             warm = max(1, math.ceil(settings.warmup * self.total))
             factor = min(1.0, (step + 1) / warm) * settings.lr_schedule.factor(step, self.total)
-            updated = self.updater.step(settings.lr * factor)
-        seen = {"loss": loss, **updated}
-        if (trouble := self.guards.trouble(seen)) is not None:
+            seen = self.updater.step(settings.lr * factor, loss)
+        if (what := self.guards.not_finite(seen)) is not None:
+            self.unusual(what, self._offending(mine))
+        elif (trouble := self.guards.trouble(seen)) is not None:
             raise RunStopped(f"fine-tuning step {step + 1}: {trouble}", EXIT_NUMBERS)
         return seen | {"trained_tokens": tokens, "epoch": (step + 1) / self.total * settings.epochs}
+
+    @torch.no_grad()
+    def _offending(self, trees: Sequence[Tree]) -> list[Tree]:
+        """Those whose loss is not finite; all of them where only their gradient is not."""
+        device, dtype = self.context.device.device, self.numbers.compute
+        alone = (token_losses(self.model.base_model, self.model, lay([[tree]], device), dtype) for tree in trees)
+        return [tree for tree, loss in zip(trees, alone, strict=True) if not torch.isfinite(loss).all()] or list(trees)
 
     def finish(self) -> Any:
         """The plain model after training. With LoRA the adapter is written to FOLDER/adapter and merged."""

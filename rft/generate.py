@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from common import checkpoint, hardware, loop, models, resume
+from common import checkpoint, finite, hardware, models, resume
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.rollout import Completions, Sampler
@@ -138,6 +138,12 @@ class Store:
         if stale and self.writes:
             self._rewrite()
 
+    def keep(self, count: int) -> None:
+        """Forget all samples but the first `count`."""
+        self.held = dict(list(self.held.items())[:count])
+        if self.writes:
+            self._rewrite()
+
     def add(self, records: Sequence[Record]) -> None:
         """Keep a chunk's samples, in one write."""
         self.held |= {(record["prompt"], record["sample"]): record for record in records}
@@ -230,12 +236,14 @@ class Generator:
         iteration: int,
         begin: Callable[[str, int], None],
         seen: Callable[[list[Record], float, float, dict[str, float]], bool],
+        unusual: Callable[[list[dict[str, Any]]], None],
     ) -> None:
         """Make all that is missing, a chunk a rank at a time.
 
         Args: begin: called before each round with its name and the number of samples to come. seen: called on every rank
         after each wave of chunks with their samples, the seconds of sampling, all seconds since the last call, and those by
-        phase; it may raise to stop the run, or return True to end the sampling after the wave that is under way.
+        phase; it may raise to stop the run, or return True to end the sampling after the wave that is under way. unusual: called
+        on every rank with its samples of a wave whose rewards or logits are not finite, where any rank has some; it may raise.
         """
         context, size = self.context, self.context.world_size
         sampler.rows, waves = self.rows, 0
@@ -252,14 +260,15 @@ class Generator:
                 made = self._sample(mine, sampler, iteration, phases) if mine else None
                 if start > 0:
                     with phases("reward"):
-                        records = self._records(last) if last else []
+                        records, offending = self._records(last) if last else ([], [])
                     with phases("exchange"):
-                        parts = context.gather_objects((records, last.seconds if last else 0.0))
-                    fresh = [record for part, _ in parts for record in part]
-                    self._check_finite(fresh, examples, iteration)
+                        parts = context.gather_objects((records, last.seconds if last else 0.0, bool(offending)))
+                    fresh = [record for part, _, _ in parts for record in part]
+                    if any(bad for _, _, bad in parts):
+                        unusual(offending)
                     with phases("write"):
                         store.add(fresh)
-                    sampling = max(seconds for _, seconds in parts)
+                    sampling = max(seconds for _, seconds, _ in parts)
                     ending |= seen(fresh, sampling, time.perf_counter() - started, phases.seconds)
                     started, phases = time.perf_counter(), Phases()
                     waves += 1
@@ -298,7 +307,8 @@ class Generator:
         with phases("reward"):
             return _Made(chunk, made, texts, self.scorer.submit(repeated, texts), seconds)
 
-    def _records(self, made: _Made) -> list[Record]:
+    def _records(self, made: _Made) -> tuple[list[Record], list[dict[str, Any]]]:
+        """The samples, and those whose reward or logits are not finite, which count as wrong."""
         scored, completions = made.pending.result(), made.completions
         assert completions.logprobs is not None
         lengths = completions.lengths.tolist()
@@ -306,9 +316,17 @@ class Generator:
         answer = getattr(self.task, "answer", lambda text: None)
         path_key = getattr(self.task, "path_key", lambda text: "")
         by_id = {example.id: example for example in made.chunk.examples}
-        records = []
+        records: list[Record] = []
+        offending: list[dict[str, Any]] = []
+        broken = completions.broken.tolist()
         for row, (prompt, sample) in enumerate(made.chunk.keys()):
             example, text, finished = by_id[prompt], made.texts[row], bool(completions.finished[row])
+            reward = scored.rewards[row]
+            if sound := math.isfinite(reward) and not broken[row]:
+                accepted = self.settings.select.accepts(reward, finished)
+            else:
+                accepted = False
+                offending.append({"sample": sample, **finite.row(self.task, example, text, reward, broken[row])})
             records.append(
                 {
                     "prompt": prompt,
@@ -318,25 +336,12 @@ class Generator:
                     "answer": example.answer,
                     "completion": text,
                     "parsed": answer(text),
-                    "reward": scored.rewards[row],
+                    "reward": reward if sound else 0.0,
                     "finished": finished,
-                    "accepted": self.settings.select.accepts(scored.rewards[row], finished),
+                    "accepted": accepted,
                     "path": path_key(text),
-                    "entropy": round(entropy[row], 4),
+                    "entropy": round(entropy[row], 4) if math.isfinite(entropy[row]) else 0.0,
                     "tokens": completions.tokens[row, : lengths[row]].tolist(),
                 }
             )
-        return records
-
-    def _check_finite(self, records: Sequence[Record], examples: Sequence[Example], iteration: int) -> None:
-        for record in records:
-            if not math.isfinite(record["reward"]):
-                example = next(e for e in examples if e.id == record["prompt"])
-                raise loop.not_finite(
-                    self.context,
-                    iteration - 1,
-                    "the reward of a completion",
-                    record["reward"],
-                    example,
-                    completion=record["completion"],
-                )
+        return records, offending

@@ -20,9 +20,10 @@ from common.checkpoint import write_text
 from common.config import BudgetConfig, ConfigError, Run
 from common.distributed import Context
 from common.evaluation import Evaluation, evaluate
+from common.finite import NotFinite
 from common.rollout import Sampler
 from common.scoring import Scorer
-from common.signals import EXIT_SIGNAL, RunStopped
+from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
 from common.tasks import Example, Task
 from common.tracking import Tracker, events
 from rft.config import STAGES, RftConfig
@@ -63,11 +64,16 @@ class Stages:
         self._check_training()
         self.stop: Any = None
         self.traced: Any = None
-        self.events = _kept_events(self.written / "metrics.jsonl", self._redone)
+        if context.main and self.settings.stage == "all":
+            self._reopen()
+        context.barrier()
+        self.events = self._logged()
+        context.barrier()  # no rank reads the log after rank 0 has begun to write it
         self.seconds: Counter[int] = Counter()  # by iteration
         for event in self.events:
             self.seconds[event["iteration"]] += event.get("seconds", 0.0)
         counted = ("generated_tokens", "reward_evaluations")
+        self.unusual = NotFinite(run, context, max((event.get("skipped_steps", 0) for event in self.events), default=0))
         self.used = {key: max((event.get(key, 0) for event in self.events), default=0) for key in counted}
         self.step = len(self.events)
         self.tracker: Tracker | None = None
@@ -92,6 +98,7 @@ class Stages:
             self._samples(iteration)  # made in other shards, whole or an error
             return
         store = self._store(shard_path(folder, index, of), iteration)
+        self._as_logged(store, iteration)
         if not missing(mine, store.held, settings) or self._cut(iteration):
             return
         sampler = self._sampler(self._at(iteration - 1))
@@ -123,12 +130,14 @@ class Stages:
                     "reward": sum(record["reward"] for record in fresh) / len(fresh),
                     "accepted": accepted / len(fresh),
                     "prompts": len(prompts),
+                    "samples": len(held),
                     "solved": len(solved) / len(prompts),
                     "entropy": sum(record["entropy"] for record in fresh) / len(fresh),
                     "tokens_per_second": generated / sampling,
                     "samples_per_second": len(fresh) / sampling,
                     "accepted_per_minute": 60 * accepted / sampling,
                     **self.used,
+                    "skipped_steps": self.unusual.skipped,
                     "peak_memory_gb": memory,
                 },
                 done,
@@ -142,17 +151,22 @@ class Stages:
 
         for_samples = self._for_sampling(iteration)
         if not store.held or self._used(for_samples)[0] < 1:  # a run that goes on may have used all of it
-            generator.fill(store, mine, sampler, iteration, begin, seen)
+            generator.fill(
+                store, mine, sampler, iteration, begin, seen, lambda rows: self._met("a reward or logits", rows)
+            )
         if missing(mine, store.held, settings):
             if context.main:
                 _write(folder / "budget.json", {"samples": len(store.held), "used": self.used})
                 log.info("iteration %d: the budget for samples is spent after %d of them", iteration, len(store.held))
             context.barrier()
 
-    def select(self, iteration: int) -> None:
-        """Choose training data among the samples, and say what was found."""
+    def select(self, iteration: int) -> bool:
+        """Choose training data among the samples, and say what was found. Returns whether there is any.
+
+        Raises: ConfigError where there is none, unless a budget ended the sampling.
+        """
         if self._finished(iteration):
-            return
+            return True
         selection = self._selection(iteration)
         stats, folder = selection.stats, self._folder(iteration)
         if self.context.main:
@@ -184,6 +198,10 @@ class Stages:
                 )
             log.info("%s", _histogram(stats["prompts_by_share_right"]))
         self.context.barrier()  # no rank goes on before the files are there
+        if not selection.kept and self._cut(iteration):
+            if self.context.main:
+                log.warning("iteration %d: none of the samples that the budget allowed was accepted", iteration)
+            return False
         if not selection.kept:
             answered = stats["answered_share"]
             hint = "tell the answer (algo.hint_samples), " if hasattr(self.task, "hint") else ""
@@ -193,6 +211,7 @@ class Stages:
                 + f"{100 * stats['truncated_share']:.0f} % were cut off. Take more samples (algo.samples_per_prompt, "
                 f"algo.second_round_samples), {hint}raise algo.sampling.max_new_tokens or lower algo.select.accept."
             )
+        return True
 
     def finetune(self, iteration: int) -> None:
         """Train on the selected completions; leaves the model in RUN/iteration-K/model."""
@@ -209,7 +228,22 @@ class Stages:
         ]
         start = 0 if settings.start_from == "base" else iteration - 1
         model = self._at(start)
-        tuner = Finetuner(model, trees, self.run, context, self.numbers, folder, self.run.seed + iteration)
+        ids = dict(zip(map(tuple, prompts), selection.kept, strict=True))
+
+        def unusual(what: str, behind: list[Tree]) -> None:
+            rows = [
+                {
+                    "id": ids[tuple(tree.prompt)],
+                    "prompt": self.tokenizer.decode(tree.prompt),
+                    "completion": self.tokenizer.decode(tokens),
+                }
+                for tree in behind
+                for tokens in tree.completions
+            ]
+            self._met(what, rows, optim.Guards.ADVICE)
+
+        seed = self.run.seed + iteration
+        tuner = Finetuner(model, trees, self.run, context, self.numbers, folder, seed, unusual)
         tuner.rows = self.sizes["batch_rows"]
         record = self._finetuned_with()
         tuner.resume(record, check_same)
@@ -226,6 +260,7 @@ class Stages:
                     "train_step": tuner.done,
                     **event,
                     "phase_seconds": phases,
+                    "skipped_steps": self.unusual.skipped,
                     "tokens_per_second": speed,
                     "peak_memory_gb": hardware.peak_memory_gb(context.device.device),
                 },
@@ -236,7 +271,8 @@ class Stages:
             stopping = self._stopping()
             enough = self._used(for_training)[0] >= 1
             due = self.run.checkpoint.every and tuner.done % self.run.checkpoint.every == 0
-            if context.main and tuner.done < tuner.total and (due or stopping):
+            if self.tracker and tuner.done < tuner.total and (due or stopping):
+                self.tracker.sync()
                 tuner.save({"made_with": record, "iteration": iteration})
             context.barrier()
             if stopping and tuner.done < tuner.total:
@@ -248,14 +284,15 @@ class Stages:
         if context.main and tuner.done < tuner.total:
             log.info("iteration %d: the budget is spent after %d of %d steps", iteration, tuner.done, tuner.total)
         self.model = tuner.finish().eval()
-        if context.main:
+        if self.tracker:
+            self.tracker.sync()
             _write(
                 folder / "finetune.json",
-                {"made_with": record, "steps": tuner.done, "completions": selection.stats["kept"]},
+                {"made_with": record, "steps": tuner.done, "completions": selection.stats["kept"]}
+                | ({"cut": True} if tuner.done < tuner.total else {}),
             )
             models.export(self.model, self.tokenizer, folder / "model")
-            if self.tracker:
-                self.tracker.artifact("model", folder / "model", f"iteration-{iteration}")
+            self.tracker.artifact("model", folder / "model", f"iteration-{iteration}")
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         self.loaded = iteration
         self._prepare()
@@ -286,10 +323,6 @@ class Stages:
             "validation": validation,
             "completions": held_out.completions,
         }
-        if self.context.main:
-            _write(path, found)
-        self._tell(found)
-        self.context.barrier()
         self._write(
             {
                 "stage": "evaluate",
@@ -306,6 +339,10 @@ class Stages:
             rows = report.completions(self.task, self.prompts.held_out, held_out.completions)
             name = f"iteration-{iteration}" if iteration else "before"
             self.tracker.completions(name, self.step, rows)
+        if self.context.main:
+            _write(path, found)  # last: with it the evaluation is done
+        self._tell(found)
+        self.context.barrier()
         if self._stopping() and self.settings.stage == "all":
             raise self._stopped(iteration, "evaluate")
         return found
@@ -342,15 +379,19 @@ class Stages:
         done = list(itertools.takewhile(self._finished, self.iterations))
         samples = [record for k in done for record in self._samples(k)]
         steps = [_read(self._folder(k) / "finetune.json")["steps"] for k in done]
+        used = self._used(self.run.budget)
         if self.context.main:
+            loop.warn_if_overshot(*used)
             whose = f"of iteration {best}" if best else "the base: no iteration was better on the validation prompts"
             log.info("the model is %s", whose)
         state = {
             "before": first,
             "step": sum(steps),
             "seconds": self.seconds.total(),
-            "generated": sum(len(record["tokens"]) for record in samples),
-            "evaluations": len(samples),
+            # Shards are logged apart, and samples that nothing came of are in the log alone.
+            "generated": max(sum(len(record["tokens"]) for record in samples), self.used["generated_tokens"]),
+            "evaluations": max(len(samples), self.used["reward_evaluations"]),
+            "skipped": self.unusual.skipped,
         }
         evaluation = Evaluation(last["metrics"], last["completions"], 0)
         return loop.finish(
@@ -474,6 +515,65 @@ class Stages:
         self.context.barrier()
         return store or Store(path, header, writes=False)
 
+    def _reopen(self) -> None:
+        """Take up an iteration that a smaller budget had cut short, as if it had not been cut."""
+        last = max(
+            (int(path.name.removeprefix("iteration-")) for path in self.context.out_dir.glob("iteration-*")), default=0
+        )
+        found = events(self.written / "metrics.jsonl")
+        tokens = max((event.get("generated_tokens", 0) for event in found), default=0)
+        seconds = sum(event.get("seconds", 0.0) for event in found)
+        if not last or not self.was_cut(last) or self.run.budget.nearest(tokens, seconds)[0] >= 1:
+            return
+        folder = self._folder(last)
+        log.info("iteration %d goes on: the budget that cut it short is no longer spent", last)
+        for name in ("model", "adapter", "checkpoints"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        for name in ("finetune.json", "evaluation.json", "selected.json", "selected.jsonl", "budget.json"):
+            (folder / name).unlink(missing_ok=True)
+
+    def was_cut(self, iteration: int) -> bool:
+        """Whether the budget ended the sampling or the fine-tuning of an iteration."""
+        return self._cut(iteration) or _read(self._folder(iteration) / "finetune.json").get("cut", False)
+
+    def limit(self) -> str:
+        """Of the budget, the limit that is nearest to its end, such as budget.tokens=200000."""
+        return self._used(self.run.budget)[1]
+
+    def _logged(self) -> list[dict[str, Any]]:
+        """The events of an interrupted run, without those that will come again."""
+        path = self.written / "metrics.jsonl"
+        self.continued = path.exists()
+        found = _kept_events(path, self._redone)
+        while found and not self._came_to_be(found[-1]):
+            found.pop()
+        return found
+
+    def _came_to_be(self, event: dict[str, Any]) -> bool:
+        """Whether what the last event tells of is there: a kill may have come between the two."""
+        iteration = event["iteration"]
+        folder = self._folder(iteration)
+        if event["stage"] == "evaluate":
+            return (folder / "evaluation.json").exists()
+        if event["stage"] == "select" and not self._finished(iteration):
+            told = {key: value for key, value in event.items() if key not in ("step", "stage", "iteration")}
+            saved = _read(folder / "selected.json")
+            return told == {key: value for key, value in saved.items() if key != "made_with"}
+        path = shard_path(folder, *self.settings.part())
+        if event["stage"] == "generate" and path.exists() and not self._finished(iteration):
+            return path.read_bytes().count(b"\n") - 1 >= event.get("samples", 0)
+        return True
+
+    def _as_logged(self, store: Store, iteration: int) -> None:
+        """Drop the samples of a wave whose event a kill prevented: both are made again, as in a run that was not killed."""
+        of_iteration = [e for e in self.events if e["stage"] == "generate" and e["iteration"] == iteration]
+        logged = of_iteration[-1].get("samples") if of_iteration else 0
+        settings = self.settings
+        wave = settings.prompts_per_batch * settings.chunk_size * self.context.world_size
+        # More than a wave comes from elsewhere, such as a file that was copied into this folder.
+        if self.continued and logged is not None and 0 < len(store.held) - logged <= wave:
+            store.keep(logged)
+
     def _redone(self, event: dict[str, Any]) -> bool:
         """Whether a logged event is a fine-tuning step after the checkpoint that it will be done again from."""
         if event.get("stage") != "finetune" or self._finished(event["iteration"]):
@@ -556,6 +656,11 @@ class Stages:
         if self.tracker:
             self.tracker.log({"step": self.step, **event}, done, shown)
         self.traced()
+
+    def _met(self, what: str, rows: list[dict[str, Any]], advice: str = "") -> None:
+        """Numbers that are not finite, in the step whose event comes next; on all ranks together."""
+        if (trouble := self.unusual.met(self.step + 1, what, rows, advice)) is not None:
+            raise RunStopped(f"step {self.step + 1}: {trouble}", EXIT_NUMBERS)
 
     def _stopping(self) -> bool:
         return self.context.any(self.stop.name is not None)

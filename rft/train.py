@@ -55,7 +55,9 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             if (ended_by := stages.spent(iteration)) is not None:
                 break
             stages.generate(iteration)
-            stages.select(iteration)
+            if not stages.select(iteration):
+                ended_by = stages.limit()
+                break
             stages.finetune(iteration)
             last = stages.evaluate(iteration)
             if not settings.validation_prompts or last["validation"] > best["validation"]:
@@ -72,4 +74,6 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                 )
                 ended_by = f"algo.patience={settings.patience}"
                 break
+        if ended_by is None and stages.was_cut(iteration):
+            ended_by = stages.limit()
     return stages.finish(best["iteration"], ended_by)

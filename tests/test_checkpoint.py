@@ -19,6 +19,7 @@ import torch
 from common import checkpoint
 from common.checkpoint import CheckpointError, latest, load, save
 
+pytestmark = pytest.mark.faults
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 

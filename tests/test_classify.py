@@ -257,6 +257,7 @@ def killed(cache: Path, folder: Path, steps: int, number: int) -> subprocess.Pop
     return process
 
 
+@pytest.mark.faults
 def test_killed_in_mid_epoch_and_resumed_it_ends_the_same(launch: Launch, cache, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     launch(*LONGER, f"hydra.run.dir={whole}")

@@ -91,10 +91,10 @@ def test_the_rows_of_the_document():
 MISTAKES = {
     "algo.sgima=1": "algo.sgima is not a setting. Did you mean 'sigma'? Settings here: name, steps, members, "
     "prompts_per_step, samples_per_prompt, rows_per_forward, rank, sigma, lr, mirrored, noise_reuse, fitness, noise, "
-    "optimizer, lr_schedule, sigma_schedule, weight_decay, sampling.",
+    "optimizer, lr_schedule, sigma_schedule, weight_decay, stop_at, sampling.",
     "+algo.lrr=3": "algo.lrr is not a setting. Did you mean 'lr'? Settings here: name, steps, members, "
     "prompts_per_step, samples_per_prompt, rows_per_forward, rank, sigma, lr, mirrored, noise_reuse, fitness, noise, "
-    "optimizer, lr_schedule, sigma_schedule, weight_decay, sampling.",
+    "optimizer, lr_schedule, sigma_schedule, weight_decay, stop_at, sampling.",
     "sede=1": "sede is not a setting. Did you mean 'seed'? Settings here: seed, resume, budget, evaluate, checkpoint, scoring, "
     "hardware, model, opt, tracker, algo, task.",
     "algo.sigma=high": "algo.sigma=high: Value 'high' of type 'str' could not be converted to Float.",

@@ -217,6 +217,7 @@ def test_use_all_false_lets_numbers_out():
 
 
 @pytest.mark.parametrize("completion", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.faults
 def test_hostile_completions_earn_nothing(task, completion):
     assert task.reward(PROBLEM, completion) == 0
     assert task.metrics([PROBLEM], [completion])["solved"] == 0

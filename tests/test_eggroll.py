@@ -180,6 +180,7 @@ def go_on(own_task: Path, out: Path, *overrides: str):
     return train(compose([*LONG, "resume=auto", *overrides], str(own_task)), out)
 
 
+@pytest.mark.faults
 def test_kill_9_and_resume_ends_with_the_same_bits(own_task, unbroken, tmp_path):
     """Killed twice, the second time while it resumes; the newest checkpoint is damaged between the two."""
     step = random.randrange(9, 40)
@@ -214,6 +215,7 @@ def test_kill_9_and_resume_ends_with_the_same_bits(own_task, unbroken, tmp_path)
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)], ids=["SIGTERM", "SIGINT"]
 )
+@pytest.mark.faults
 def test_a_signal_saves_and_the_run_goes_on(own_task, unbroken, tmp_path, number):
     with started(own_task, tmp_path, "checkpoint.every=0") as process:
         wait_for_step(process, tmp_path, 5)
@@ -231,6 +233,7 @@ def test_a_signal_saves_and_the_run_goes_on(own_task, unbroken, tmp_path, number
     assert timeless(tmp_path) == timeless(unbroken)
 
 
+@pytest.mark.faults
 def test_a_signal_to_the_parent_stops_all_ranks(own_task, unbroken, tmp_path):
     """One rank then goes on with the run of two. tests/test_launch.py sends Ctrl-C to ranks of torchrun."""
     with started(own_task, tmp_path, "checkpoint.every=0", "opt=[ddp]") as process:
@@ -244,6 +247,7 @@ def test_a_signal_to_the_parent_stops_all_ranks(own_task, unbroken, tmp_path):
     assert same_bits(tmp_path, unbroken)
 
 
+@pytest.mark.faults
 def test_resume_refuses_other_settings(tmp_path):
     run_here(tmp_path / "first", "algo.steps=2")
     with pytest.raises(ConfigError) as caught:
@@ -285,6 +289,7 @@ random.Random("order 0 0").shuffle(_ORDER)  # seed 0, epoch 0
 FAULTY = _ORDER[5]  # a row of the third step
 
 
+@pytest.mark.faults
 def test_a_nan_reward_stops_the_run_and_names_the_row(own_task, launch, tmp_path):
     out = tmp_path / "run"
     done = launch(
@@ -293,11 +298,12 @@ def test_a_nan_reward_stops_the_run_and_names_the_row(own_task, launch, tmp_path
         code=EXIT_NUMBERS,
         env={"PYTHONPATH": str(TESTS)},
     )
-    record = json.loads((out / "not_finite.json").read_text())
-    assert (record["step"], record["what"], record["value"]) == (3, "the reward of member 0", "nan")
-    assert record["example"]["id"] == FAULTY
+    kept = [json.loads(line) for line in (out / "not_finite.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["member"], row["id"], row["reward"]) for row in kept] == [
+        (3, member, FAULTY, "nan") for member in range(8)
+    ]
     assert done.stderr == (
-        f"step 3: the reward of member 0 on example {FAULTY} is nan. The row is in {out}/not_finite.json. "
+        f"step 3: a reward or logits on example {FAULTY}. The rows are in {out}/not_finite.jsonl. "
         f"Last good checkpoint: {out}/checkpoints/step-00000002.\n"
     )
     assert [event["step"] for event in events(out)] == [1, 2]
@@ -309,6 +315,7 @@ def fails(tmp_path: Path, task: object, *overrides: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.faults
 def test_a_reward_that_raises(tmp_path):
     said = fails(tmp_path, Letters(fault="raises", fault_id=FAULTY))
     assert said.startswith(
@@ -317,6 +324,7 @@ def test_a_reward_that_raises(tmp_path):
     assert said.endswith("A reward must score any text; give 0 where it cannot.")
 
 
+@pytest.mark.faults
 def test_a_reward_that_is_text(tmp_path):
     assert fails(tmp_path, Letters(fault="text", fault_id=FAULTY)) == (
         f"the reward of Letters for example {FAULTY} is 'good', not a number in [0, 1]."
@@ -334,6 +342,7 @@ class Batched(Letters):
         return [self.reward(example, text) for example, text in zip(examples, completions, strict=True)]
 
 
+@pytest.mark.faults
 def test_a_batch_of_rewards(tmp_path):
     run_here(tmp_path / "one", "algo.steps=2", task=Letters("smooth"))
     run_here(tmp_path / "many", "algo.steps=2", task=Batched("smooth"))
@@ -345,6 +354,7 @@ def test_a_batch_of_rewards(tmp_path):
     assert said.startswith("Batched.rewards raised ZeroDivisionError: by zero, on 8 completions (the first: example ")
 
 
+@pytest.mark.faults
 def test_a_mistake_on_one_rank_ends_all(tmp_path, capfd):
     """And with the text of that rank's error, not with a traceback of the other, which waits for it."""
     said = fails(tmp_path, Letters(fault="raises", fault_id=FAULTY), "opt=[ddp]")
@@ -491,6 +501,7 @@ def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, above_rows: int) -> list[
     return tried
 
 
+@pytest.mark.faults
 def test_out_of_memory_halves_the_rows(tmp_path, monkeypatch):
     run_here(tmp_path / "smaller", "algo.steps=3", "algo.rows_per_forward=4")
     tried = run_out_of_memory(monkeypatch, above_rows=4)
@@ -512,6 +523,7 @@ class ShortOnRank1(Letters):
         return super().examples(split)
 
 
+@pytest.mark.faults
 def test_ranks_agree_on_the_rows_when_one_runs_out_of_memory(tmp_path):
     """Members are shared out by rows, so a rank that goes on with fewer on its own would leave some out."""
     run_here(tmp_path / "one", "algo.steps=3")
@@ -524,6 +536,7 @@ def test_ranks_agree_on_the_rows_when_one_runs_out_of_memory(tmp_path):
     )
 
 
+@pytest.mark.faults
 def test_out_of_memory_at_the_floor_gives_advice(tmp_path, monkeypatch):
     tried = run_out_of_memory(monkeypatch, above_rows=0)
     with pytest.raises(ConfigError) as caught:
@@ -573,12 +586,14 @@ def test_learning(tmp_path):
     assert sum(e["reward"] for e in log[-5:]) > sum(e["reward"] for e in log[:5])
 
 
+@pytest.mark.faults
 def test_a_run_that_is_not_finite_stops(tmp_path):
     with pytest.raises(RunStopped, match=r"step 1: weights are not finite. No checkpoint was written before\.") as stop:
         run_here(tmp_path, "algo.lr=1e38", "algo.steps=2")
     assert stop.value.code == EXIT_NUMBERS
 
 
+@pytest.mark.faults
 def test_all_checkpoints_damaged_is_no_fresh_start(launch, tmp_path):
     """Nothing is overwritten by a run that cannot go on."""
     out = tmp_path / "run"

@@ -5,16 +5,27 @@ import itertools
 import json
 import math
 import random
+import shutil
+import tracemalloc
 import warnings
 
 import chess
 import hydra
 import pytest
+import torch
+from conftest import small_model
+from hypothesis import given
+from hypothesis import settings as settings_of
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 
 import launch
-from common.config import ConfigError
-from common.tasks import build
+from common.config import ConfigError, ModelConfig
+from common.models import byte_tokenizer, load
+from common.tasks import build, data
+
+pytestmark = pytest.mark.faults
 
 # --- settings --------------------------------------------------------------------------------------------------------
 
@@ -220,3 +231,175 @@ def read(node: dict, algo: str) -> None:
         assert math.isfinite(score)
         assert 0 <= score <= 1
     assert all(math.isfinite(value) for value in loaded.metrics(examples[:1], [HOSTILE[0]]).values())
+
+
+def test_a_line_without_end_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    """A sparse file of a gigabyte, and a small gzip file that would be a large one; the limit is lower than its real 64 MiB."""
+    monkeypatch.setattr(data, "LONGEST_LINE", 2**20)
+    for name in ("rows.jsonl", "rows.csv", "rows.tsv", "rows.jsonl.gz"):
+        path = tmp_path / name
+        if name.endswith(".gz"):
+            path.write_bytes(gzip.compress(b"\0" * 2**22) * 4)
+        else:
+            with path.open("wb") as file:
+                file.write(b'{"question": "a", "answer": "b"}\n')
+                file.truncate(2**30)
+        node = node_of("custom", f"task.path={path}", "task.prompt_field=question", "task.answer_field=answer")
+        tracemalloc.start()
+        error = refused(lambda node=node: build(node))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        line = 1 if name.endswith(".gz") else 2
+        assert error is not None
+        assert f"{name}': line {line} is longer than 1 MiB. Give one row a line" in error
+        assert peak < 2**23, f"{peak / 2**20:.0f} MiB"
+
+
+# --- completions -----------------------------------------------------------------------------------------------------
+
+
+def node_of(task: str, *overrides: str) -> dict:
+    return launch.compose(["algo=grpo", f"task={task}", *overrides]).task
+
+
+@pytest.fixture(scope="module")
+def every_reward(tmp_path_factory) -> dict:
+    """Each task with a reward, and an example of it; task=custom with each of its rewards that needs no other package."""
+    folder = tmp_path_factory.mktemp("rows")
+    (folder / "train.jsonl").write_bytes(jsonl(map(question, range(20))))
+    (folder / "test.jsonl").write_bytes(jsonl(map(question, range(50, 60))))
+    tasks = {}
+    for name in ("translate, tsv", "chess, csv", "units", "countdown"):
+        task, setting, more, file, good = FILES[name]
+        (folder / file).write_bytes(good)
+        changes = {key: value for key, value in more.items() if value is not None}
+        tasks[task] = build(node_of(task) | changes | {setting: str(folder / file)})
+    tasks["gsm8k"] = build(node_of("gsm8k", f"task.path={folder}"))
+    fields = [f"task.path={folder}/train.jsonl", "task.prompt_field=question", "task.answer_field=answer"]
+    for reward in ("exact", "numeric", "levenshtein", "bleu", "chrf"):
+        tasks[f"custom {reward}"] = build(node_of("custom", *fields, f"task.reward={reward}"))
+    return {name: (task, task.examples("test")[0]) for name, task in tasks.items()}
+
+
+PIECES = st.sampled_from(
+    [
+        *HOSTILE,
+        "<answer>",
+        "</answer>",
+        "\\boxed{",
+        "####",
+        "1e99",
+        "-",
+        "+",
+        "/",
+        "0",
+        "9" * 400,
+        "=",
+        "٣",
+        "½",
+        "e2e4",
+    ]
+)
+TEXTS = st.one_of(
+    st.text(max_size=60),  # surrogates too
+    st.binary(max_size=60).map(lambda raw: raw.decode("utf-8", "replace")),
+    st.lists(st.one_of(PIECES, st.text(max_size=4)), max_size=8).map("".join),
+)
+
+
+@settings_of(max_examples=60, deadline=None, derandomize=True)
+@given(texts=st.lists(TEXTS, min_size=1, max_size=3))
+def test_any_completion_has_a_score_in_every_task(every_reward, texts):
+    for name, (task, example) in every_reward.items():
+        scores = [task.reward(example, text) for text in texts]
+        assert all(0 <= score <= 1 for score in scores), (name, scores)
+        if hasattr(task, "rewards"):
+            assert list(task.rewards([example] * len(texts), texts)) == pytest.approx(scores), name
+        measured = task.metrics([example] * len(texts), texts)
+        assert all(0 <= value <= 100 + 1e-9 for value in measured.values()), (name, measured)
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+def changed(name: str, **fields):
+    """Change fields of a JSON file; None removes one."""
+
+    def change(folder):
+        found = json.loads((folder / name).read_text()) | fields
+        (folder / name).write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+
+    return change
+
+
+def written(name: str, content: bytes | None):
+    return lambda folder: (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
+
+
+def cut(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-500])
+
+
+def fewer_rows(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: t[:100] if t.shape[0] == 258 else t for name, t in tensors.items()}, folder / "model.safetensors")
+
+
+# What is wrong with a model folder, and what must be said of it; None = it loads all the same.
+FOLDERS = {
+    "whole": (lambda folder: None, None),
+    "no config": (written("config.json", None), "is not a model folder: it has no config.json"),
+    "empty config": (written("config.json", b""), "could not be loaded"),
+    "config of another program": (written("config.json", b'{"a": 1}'), "could not be loaded"),
+    "config that is a list": (written("config.json", b"[]"), "could not be loaded"),
+    "config that is binary": (written("config.json", b"\xff\xfe\0"), "could not be loaded"),
+    "unknown kind": (changed("config.json", model_type="nothing"), "could not be loaded"),
+    "sizes as texts": (changed("config.json", hidden_size="many"), "could not be loaded"),
+    "negative sizes": (changed("config.json", num_hidden_layers=-1), None),
+    "heads that do not fit": (changed("config.json", num_attention_heads=5, num_key_value_heads=5), ""),
+    "encoder": (changed("config.json", model_type="bert", architectures=["BertModel"]), "is not a causal language mod"),
+    "another decoder": (changed("config.json", model_type="gpt2", architectures=["GPT2LMHeadModel"]), ""),
+    "no weights": (written("model.safetensors", None), "could not be loaded"),
+    "empty weights": (written("model.safetensors", b""), "could not be loaded"),
+    "cut weights": (cut, "could not be loaded"),
+    "weights that are a pickle": (written("model.safetensors", b"\x80\x04K\x01."), "could not be loaded"),
+    "fewer embeddings than ids": (fewer_rows, ""),
+    "no tokenizer": (written("tokenizer.json", None), "has no tokenizer that can be loaded"),
+    "tokenizer that is no JSON": (written("tokenizer.json", b"{"), "has no tokenizer that can be loaded"),
+    "tokenizer of another program": (written("tokenizer.json", b"{}"), "has no tokenizer that can be loaded"),
+    "tokenizer_config that is a list": (written("tokenizer_config.json", b"[]"), "has no tokenizer that can be loaded"),
+    "no pad token": (changed("tokenizer_config.json", pad_token=None), None),
+    "neither pad nor eos": (
+        changed("tokenizer_config.json", pad_token=None, eos_token=None),
+        "neither a pad token nor",
+    ),
+    "generation config that is no JSON": (written("generation_config.json", b"{"), ""),
+}
+
+
+@pytest.fixture(scope="module")
+def good_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    small_model("llama", 258).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("what", FOLDERS)
+def test_a_damaged_model_folder_is_loaded_or_named(what, good_model, tmp_path):
+    damage, words = FOLDERS[what]
+    folder = tmp_path / "model"
+    shutil.copytree(good_model, folder)
+    damage(folder)
+    config = ModelConfig(
+        **{"name": "hf", "path": str(folder), "revision": None, "gguf_file": None, "lora": None, "attention": "sdpa"}
+    )
+    error = refused(lambda: load(config, None, torch.float32, torch.device("cpu"), progress=False))
+    if error is None:
+        assert not words, "it should not have been loaded"
+        return
+    assert words is not None, error
+    assert str(folder) in error
+    assert words in error
+    assert error.isprintable(), error

@@ -50,7 +50,7 @@ def test_answers_without_importing_torch(tmp_path, arguments, shown):
 
 ALGO = (
     "name, steps, members, prompts_per_step, samples_per_prompt, rows_per_forward, rank, sigma, lr, mirrored, "
-    "noise_reuse, fitness, noise, optimizer, lr_schedule, sigma_schedule, weight_decay, sampling"
+    "noise_reuse, fitness, noise, optimizer, lr_schedule, sigma_schedule, weight_decay, stop_at, sampling"
 )
 TASK = (
     "reward, template, share_right, source, target, test_source, test_target, path, test_path, dataset, "
@@ -178,6 +178,7 @@ def test_a_sweep_is_checked_before_its_first_job(launch, tmp_path):
     assert not list(tmp_path.glob("sweep/*/metrics.jsonl"))
 
 
+@pytest.mark.faults
 def test_torchrun_makes_one_folder_and_ctrl_c_saves(cache, tmp_path):
     """Ctrl-C as a terminal sends it, to the whole group; torchrun passes it on to its workers once more."""
     process = subprocess.Popen(
@@ -216,6 +217,7 @@ def test_torchrun_makes_one_folder_and_ctrl_c_saves(cache, tmp_path):
     assert (result.steps, result.world_size) == (step + 1, 1)
 
 
+@pytest.mark.faults
 def test_a_repeated_signal_is_one_wish_for_a_while():
     interrupt = signal.getsignal(signal.SIGINT)  # ignored where the tests run in the background
     heard = []

@@ -528,11 +528,12 @@ def test_an_unused_rank_has_a_scaler_with_a_scale():
     updater = optim.Updater([parameter], config, Precision(torch.float16, scaler=True), torch.device("cpu"))
     updater.clear()
     parameter.grad = torch.full((2,), 65536.0)
-    seen = updater.step(0.1)
+    seen = updater.step(0.1, 1.0)
     assert math.isclose(seen["grad_norm"], 2**0.5, rel_tol=1e-5)
     assert seen["overflow"] == 0
 
 
+@pytest.mark.faults
 def test_memory_that_runs_out_halves_the_rows_for_good(letters, tmp_path, monkeypatch):
     letters("algo.iterations=1", folder="whole")
     real = finetune.lay
@@ -644,6 +645,7 @@ def lines_of(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+@pytest.mark.faults
 def test_killed_at_several_points_and_resumed_it_ends_the_same(cache, command, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     command(f"hydra.run.dir={whole}")
@@ -670,6 +672,7 @@ def test_killed_at_several_points_and_resumed_it_ends_the_same(cache, command, t
     assert trained == [(e["iteration"], e["train_step"]) for e in events(whole) if e["stage"] == "finetune"]
 
 
+@pytest.mark.faults
 def test_sigterm_saves_and_says_how_to_go_on(cache, command, tmp_path):
     folder = tmp_path / "run"
     process = start(cache, "algo.iterations=1", "algo.epochs=30", f"hydra.run.dir={folder}")

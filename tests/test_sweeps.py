@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, SMALL, events
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from killing import differing
 
 from common import compare
 from common.config import BudgetConfig, ConfigError
@@ -128,6 +129,35 @@ def test_a_budget_ends_the_sampling_of_rft_which_learns_from_what_it_has(in_cach
     more = train(letters("rft", "budget.tokens=2500", "resume=auto"), tmp_path / "run")
     assert more.generated_tokens >= 2500
     assert sum(e["stage"] == "finetune" for e in events(tmp_path / "run")) == more.steps > result.steps
+
+
+def test_an_iteration_that_a_budget_cut_goes_on_when_it_is_raised(in_cache, tmp_path):
+    """And ends where a run ends that had the larger budget from the start."""
+    train(letters("rft", "budget.tokens=2000", "algo.iterations=1"), tmp_path / "whole")
+    cut = train(letters("rft", "budget.tokens=500", "algo.iterations=1"), tmp_path / "parts")
+    assert cut.ended_by == "budget.tokens=500", "though it did all its iterations"
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(letters("rft", "budget.tokens=2000", "algo.iterations=1", "resume=auto"), parts)
+    assert differing(whole, parts) == []
+    assert "iteration 1 goes on: the budget that cut it short is no longer spent" in (parts / "run.log").read_text()
+
+
+def test_a_budget_that_ends_before_anything_is_accepted_leaves_the_base(in_cache, tmp_path):
+    result = train(letters("rft", "budget.tokens=10", "task.scoring=smooth"), tmp_path)
+    assert (result.ended_by, result.iteration, result.steps) == ("budget.tokens=10", 0, 0)
+    assert result.generated_tokens > 10
+    assert result.after == result.before
+    log = (tmp_path / "run.log").read_text()
+    assert "none of the samples that the budget allowed was accepted" in log
+    assert "WARNING budget.tokens=10 is overshot: " in log
+    again = train(letters("rft", "budget.tokens=10", "task.scoring=smooth", "resume=auto"), tmp_path)
+    assert (again.ended_by, again.generated_tokens) == (result.ended_by, result.generated_tokens)
+
+
+def test_a_budget_far_below_a_step_is_overshot_with_a_warning(in_cache, tmp_path):
+    result = train(letters("eggroll", "budget.tokens=3"), tmp_path)
+    log = (tmp_path / "run.log").read_text()
+    assert f"budget.tokens=3 is overshot: {result.generated_tokens / 3:.3g} times as much is used" in log
 
 
 @pytest.mark.parametrize("algo", OF)

@@ -33,7 +33,7 @@ READERS: dict[str, Callable[[str, str], list[Row]]] = {
     ".tsv": read_tsv,
     ".parquet": read_parquet,
 }
-_SCIENTIFIC = re.compile(rf"-?{answers.SCIENTIFIC}")  # which gsm8k.answer would cut at the e
+_SCIENTIFIC = re.compile(rf"(?<![\w.])-?(?:{answers.SCIENTIFIC})(?!\w)")
 # The held-out measure that leads, where it is not the reward's namesake: one that the reward does not train.
 _HEADLINE = {"bleu": "chrf", "chrf": "bleu"}
 
@@ -205,7 +205,11 @@ class Custom:
         """What is looked at of a completion; None where there is nothing."""
         text = _whole(completion)
         if self.config.reward == "numeric":
-            return text if _SCIENTIFIC.fullmatch(text) else gsm8k.answer(text)
+            found = gsm8k.answer(text)
+            marked = gsm8k.MARK in text or "\\boxed{" in text
+            exponents = [] if marked or found is None else list(_SCIENTIFIC.finditer(text))
+            # gsm8k.answer knows no exponents: of 6e3 it has the 3, and of 6e-3 the -3 or the 3.
+            return exponents[-1][0] if exponents and exponents[-1][0].endswith(found or "") else found
         return _final(text) if self.config.reward == "math" else text or None
 
     def path_key(self, completion: str) -> str:

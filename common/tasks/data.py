@@ -22,6 +22,8 @@ from typing import Any
 
 from common.config import ConfigError, flat
 
+LONGEST_LINE = 2**26  # bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -69,9 +71,9 @@ def read_lines(path: str, key: str, lenient: bool = False) -> list[str]:
 
     Args: path: plain or .gz, relative to the working folder; key: the setting that gave it, for errors; lenient: bytes
     that are not UTF-8 become lone surrogates, which `Row.text` refuses, so that only their row is lost.
-    Raises: ConfigError if the file is missing, unreadable, empty, or not UTF-8.
+    Raises: ConfigError if the file is missing, unreadable, empty, or not UTF-8, or where a line is longer than LONGEST_LINE.
     """
-    raw = _read_bytes(path, key)
+    raw = _read_bytes(path, key, LONGEST_LINE)
     content = raw.removeprefix(codecs.BOM_UTF8)
     if not content:
         raise ConfigError(f"{key}={path!r} is empty. Give a file with one row a line.")
@@ -267,22 +269,33 @@ def read_dataset(name: str, config: str | None, split: str, key: str) -> list[Ro
     return _not_empty(rows, f"{key}={name!r} split {split}")
 
 
-def _read_bytes(path: str, key: str) -> bytes:
+def _read_bytes(path: str, key: str, longest_line: int | None = None) -> bytes:
+    """The content of a file, unzipped where it ends in .gz. A line that is too long is refused before it is read whole."""
     absolute = Path(path).expanduser().absolute()
+    zipped = absolute.suffix == ".gz"
+    lines: list[bytes] = []
     try:
-        content = absolute.read_bytes()
+        with gzip.open(absolute) if zipped else absolute.open("rb") as file:
+            if longest_line is None:
+                return file.read()
+            while line := file.readline(longest_line + 1):
+                if len(line) > longest_line:
+                    raise ConfigError(
+                        f"{key}={path!r}: line {len(lines) + 1} is longer than {longest_line / 2**20:.0f} MiB. Give one row a line; "
+                        "a file without line ends is no such file."
+                    )
+                lines.append(line)
+        return b"".join(lines)
     except FileNotFoundError:
         raise ConfigError(
             f"{key}={path!r} does not exist; tried {absolute}. "
             "Correct the path: a relative one starts at the folder where the command runs."
         ) from None
-    except OSError as error:
-        raise ConfigError(f"{key}={path!r} cannot be read: {error.strerror}; tried {absolute}. Give a file.") from None
-    if absolute.suffix != ".gz":
-        return content
-    try:
-        return gzip.decompress(content)
-    except (OSError, EOFError, zlib.error) as error:  # not gzip, cut short, damaged
+    except (OSError, EOFError, zlib.error) as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise ConfigError(
+                f"{key}={path!r} cannot be read: {error.strerror}; tried {absolute}. Give a file."
+            ) from None
         reason = str(error).removesuffix(".")
         raise ConfigError(
             f"{key}={path!r} is not a whole gzip file: {reason}; tried {absolute}. "

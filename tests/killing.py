@@ -1,0 +1,174 @@
+"""Runs that are killed again and again: `until_done` drives launch.py, `differing` says what an unbroken run has otherwise.
+
+command = [sys.executable, "launch.py", "algo=eggroll", ...]
+kills = until_done(command, folder, seed=0, kills=20)
+assert differing(unbroken, folder) == []
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MOMENTS = ("start", "append", "torn", "rollout", "save")
+STEPS = 5  # lines of the log that an attempt may get on before it is killed, at most
+# What the clock and the machine decide, wherever it stands in an event or a result.
+TIMES = {
+    *("seconds", "phase_seconds", "component_seconds", "evaluate_seconds", "compile_seconds", "peak_memory_gb"),
+    *("tokens_per_second", "samples_per_second", "accepted_per_minute", "folder"),
+}
+# What a run leaves that an interruption must not change; of the rest a part is compared below.
+FILES = (
+    *("model/*.safetensors", "completions/*.jsonl", "predictions.jsonl", "confusion.json", "not_finite.jsonl"),
+    *("iteration-*/samples-*.jsonl", "iteration-*/selected.jsonl", "iteration-*/selected.json"),
+    *("iteration-*/evaluation.json", "iteration-*/finetune.json", "iteration-*/model/*.safetensors"),
+)
+
+
+@dataclass
+class Kill:
+    """One kill: when it was to come, how many lines the log had, and whether a checkpoint was being written just then."""
+
+    moment: str
+    lines: int
+    half_written: bool
+
+
+def until_done(
+    command: Sequence[str],
+    folder: Path,
+    *,
+    seed: int,
+    kills: int,
+    moments: Sequence[str] = MOMENTS,
+    variants: Sequence[Sequence[str]] = ((),),
+    environment: dict[str, str] | None = None,
+    timeout: float = 600,
+) -> list[Kill]:
+    """Run `command` with resume=auto in `folder`, kill -9 it and all its processes, and again, until it ends by itself.
+
+    Args: command: launch.py and its arguments, without the folder; kills: how often at most; moments: of MOMENTS, drawn by
+    `seed`: while it starts or resumes, at the moment when a line is appended, the same with that line cut short, in between
+    lines, and while a checkpoint or a model is written; variants: arguments added in turn, attempt by attempt (another
+    number of ranks, say); timeout: seconds of one attempt.
+    Returns: the kills that hit. Raises: AssertionError where an attempt ends with a code other than 0, or not in time.
+    """
+    draw, made, attempt = random.Random(seed), [], 0
+    while True:
+        moment = draw.choice(moments) if len(made) < kills else "never"
+        given = [*command, f"hydra.run.dir={folder}", "resume=auto", *variants[attempt % len(variants)]]
+        attempt += 1
+        process = subprocess.Popen(
+            given,
+            env=os.environ | (environment or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            text=True,
+        )
+        try:
+            hit = _wait(process, folder, moment, draw, timeout)
+        finally:
+            _kill(process)
+        said = process.communicate()[0]
+        if not hit:
+            assert process.returncode == 0, f"attempt {attempt} ended with {process.returncode}:\n{said}"
+            return made
+        if moment == "torn":
+            _tear(folder, draw)
+        made.append(Kill(moment, sum(_lines(folder).values()), bool(_half_written(folder))))
+
+
+def _wait(process: subprocess.Popen[str], folder: Path, moment: str, draw: random.Random, timeout: float) -> bool:
+    """Return at the moment, True; or when the process has ended, False."""
+    began, until = time.monotonic(), time.monotonic() + timeout
+    before, more = sum(_lines(folder).values()), draw.randint(1, STEPS)
+    if moment == "start":
+        until = min(until, began + draw.uniform(0, 8))
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            return False
+        if moment == "save" and _half_written(folder) and sum(_lines(folder).values()) >= before + more - 1:
+            return True
+        if moment in ("append", "torn", "rollout") and sum(_lines(folder).values()) >= before + more:
+            time.sleep(draw.uniform(0, 0.05) if moment == "rollout" else 0)
+            return True
+        time.sleep(0.0005 if moment != "never" else 0.05)
+    assert moment == "start", f"nothing happened in {timeout} s, waiting for {moment}"
+    return True
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _lines(folder: Path) -> Counter[str]:
+    """Lines of each log that only grows: metrics and samples."""
+    found: Counter[str] = Counter()
+    for path in (*folder.glob("metrics.jsonl"), *folder.glob("iteration-*/samples-*.jsonl")):
+        try:
+            found[str(path)] = path.read_bytes().count(b"\n")
+        except FileNotFoundError:  # it is being replaced
+            continue
+    return found
+
+
+def _half_written(folder: Path) -> list[Path]:
+    return [*folder.glob(".tmp-*"), *folder.glob("*/.tmp-*"), *folder.glob("*/*/.tmp-*")]
+
+
+def _tear(folder: Path, draw: random.Random) -> None:
+    """Cut the newest log in the middle of its last line, as a power cut would leave it.
+
+    Not where a checkpoint or a model is newer: before one is written, the log is synced to disk.
+    """
+    newest = max(_lines(folder), key=lambda name: Path(name).stat().st_mtime_ns, default=None)
+    if newest is None:
+        return
+    path = Path(newest)
+    saved = (*folder.rglob("manifest.json"), *folder.rglob("model.safetensors"))
+    if any(other.stat().st_mtime_ns > path.stat().st_mtime_ns for other in saved):
+        return
+    last = path.read_bytes().rstrip(b"\n").rpartition(b"\n")[2]
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - draw.randint(1, max(1, len(last))))
+
+
+def differing(one: Path, other: Path, metrics: bool = True) -> list[str]:
+    """Names of what two run folders have otherwise: weights, samples, completions, and metrics apart from times; [] = nothing.
+
+    metrics: False = leave out what counts forwards, where runs had different numbers of ranks.
+    """
+    first, second = (_kept(folder, metrics) for folder in (one, other))
+    return sorted(name for name in {**first, **second} if first.get(name) != second.get(name))
+
+
+def _kept(folder: Path, metrics: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for pattern in FILES
+        for path in folder.glob(pattern)
+    }
+    for name in ("metrics.jsonl", "evaluations.jsonl") if metrics else ():
+        if (folder / name).exists():
+            lines = (folder / name).read_text(encoding="utf-8").splitlines()
+            found |= {f"{name}:{number}": _timeless(json.loads(line)) for number, line in enumerate(lines, 1)}
+    if (folder / "result.json").exists():
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        found["result.json"] = {k: v for k, v in _timeless(result).items() if metrics or k != "world_size"}
+    return found
+
+
+def _timeless(event: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in event.items() if key not in TIMES}
