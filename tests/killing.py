@@ -14,7 +14,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,8 @@ def until_done(
     moments: Sequence[str] = MOMENTS,
     variants: Sequence[Sequence[str]] = ((),),
     environment: dict[str, str] | None = None,
+    signals: Sequence[int] = (signal.SIGKILL,),
+    between: Callable[[random.Random], None] = lambda _: None,
     timeout: float = 600,
 ) -> list[Kill]:
     """Run `command` with resume=auto in `folder`, kill -9 it and all its processes, and again, until it ends by itself.
@@ -59,7 +61,8 @@ def until_done(
     Args: command: launch.py and its arguments, without the folder; kills: how often at most; moments: of MOMENTS, drawn by
     `seed`: while it starts or resumes, at the moment when a line is appended, the same with that line cut short, in between
     lines, and while a checkpoint or a model is written; variants: arguments added in turn, attempt by attempt (another
-    number of ranks, say); timeout: seconds of one attempt.
+    number of ranks, say); signals: drawn from too; those but SIGKILL go to the first process alone, which has to end in good
+    time; between: called after each kill; timeout: seconds of one attempt.
     Returns: the kills that hit. Raises: AssertionError where an attempt ends with a code other than 0, or not in time.
     """
     draw, made, attempt = random.Random(seed), [], 0
@@ -77,6 +80,10 @@ def until_done(
         )
         try:
             hit = _wait(process, folder, moment, draw, timeout)
+            number = draw.choice(signals) if hit and moment != "torn" else signal.SIGKILL
+            if hit and number != signal.SIGKILL:
+                process.send_signal(number)
+                process.wait(120)
         finally:
             _kill(process)
         said = process.communicate()[0]
@@ -85,7 +92,14 @@ def until_done(
             return made
         if moment == "torn":
             _tear(folder, draw)
-        made.append(Kill(moment, sum(_lines(folder).values()), bool(_half_written(folder))))
+        between(draw)
+        made.append(
+            Kill(
+                f"{moment}" if number == signal.SIGKILL else f"{moment}, {signal.Signals(number).name}",
+                sum(_lines(folder).values()),
+                bool(_half_written(folder)),
+            )
+        )
 
 
 def _wait(process: subprocess.Popen[str], folder: Path, moment: str, draw: random.Random, timeout: float) -> bool:
