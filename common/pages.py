@@ -8,6 +8,7 @@ So it is the same after a kill and a resume as after an unbroken run, and can be
 import itertools
 import json
 import logging
+import os
 import math
 import shlex
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ LONGEST = 600  # characters of a completion shown; the files have all
 def write_or_warn(folder: Path) -> bool:
     """Write the report of a run that must not fail for it. Returns whether it is there."""
     try:
-        write(folder)
+        write(folder, figures=os.environ.get("CLUTCH_PLOTS") != "0")
     except Exception as error:
         log.warning(
             "%s/report.md could not be written (%s: %s). The run itself is not touched by it. Again: python -m common.report %s",
@@ -49,8 +50,8 @@ def write_or_warn(folder: Path) -> bool:
     return True
 
 
-def write(folder: Path) -> Path:
-    """Write FOLDER/report.md and FOLDER/plots/*.png. Returns the path of the page.
+def write(folder: Path, figures: bool = True) -> Path:
+    """Write FOLDER/report.md and, with `figures`, FOLDER/plots/*.png. Returns the path of the page.
 
     Raises: ConfigError where `folder` is no run folder.
     """
@@ -61,12 +62,12 @@ def write(folder: Path) -> Path:
     )
     result = json.loads((folder / "result.json").read_text()) if (folder / "result.json").exists() else None
     history, evaluations = events(folder / "metrics.jsonl"), events(folder / EVALUATIONS)
-    figures = draw(folder / "plots", saved["config"]["algo"]["name"], history, evaluations)
+    drawn = draw(folder / "plots", saved["config"]["algo"]["name"], history, evaluations) if figures else []
     parts = [
         _head(folder, saved, result, history),
         _facts(saved, result, history),
         _measures(result, evaluations),
-        _figures(figures),
+        _figures(drawn),
         _time(history),
         _completions(folder / "completions"),
         _confusion(folder / "confusion.json"),

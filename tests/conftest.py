@@ -12,6 +12,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes with two threads each slow all of them
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("CLUTCH_PLOTS", "0")  # half a second of each run; tests of what a run leaves draw them
 
 import pytest
 import torch

@@ -117,7 +117,7 @@ def test_topics_reach_ninety_percent_in_seconds(tmp_path):
     assert time.monotonic() - started < 90
     assert {path.name for path in tmp_path.iterdir()} == {
         *("run.yaml", "run.log", "metrics.jsonl", "result.json", "checkpoints", "model"),
-        *("predictions.jsonl", "confusion.json", "report.md", "plots"),
+        *("predictions.jsonl", "confusion.json", "report.md"),
     }
     log = events(tmp_path)
     assert [event["step"] for event in log] == list(range(1, result.steps + 1))

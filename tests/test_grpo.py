@@ -126,15 +126,13 @@ def test_micro_batches_and_checkpointing_change_nothing(tmp_path, in_cache):
     """The gradient of a step has one exact denominator."""
     for name, changes in {
         "whole": ["algo.micro_batch_rows=12"],
-        "group": ["algo.micro_batch_rows=4"],
         "split": ["algo.micro_batch_rows=3"],
-        "single": ["algo.micro_batch_rows=1"],
         "recomputed": ["algo.micro_batch_rows=4", "opt=checkpointing"],
     }.items():
         for loss in LOSSES:
             train(compose([*SMALL, "algo.steps=2", f"algo.loss={loss}", *changes]), tmp_path / f"{name}-{loss}")
     for loss in LOSSES:
-        for name in ("group", "split", "single", "recomputed"):
+        for name in ("split", "recomputed"):
             for one, whole in zip(events(tmp_path / f"{name}-{loss}"), events(tmp_path / f"whole-{loss}"), strict=True):
                 # Adam forgives a gradient of another scale; its norm does not.
                 assert one["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)

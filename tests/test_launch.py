@@ -123,7 +123,7 @@ def test_a_run_puts_everything_into_its_folder(launch, in_cache, tmp_path):
     for name in ("wandb", "tensorboard"):
         (poison / name).mkdir(parents=True)
         (poison / name / "__init__.py").write_text("raise RuntimeError('imported')\n")
-    done = launch(*FAST, f"hydra.run.dir={out}", env={"PYTHONPATH": str(poison)}, fresh=True)
+    done = launch(*FAST, f"hydra.run.dir={out}", env={"PYTHONPATH": str(poison), "CLUTCH_PLOTS": "1"}, fresh=True)
     assert {path.name for path in tmp_path.iterdir()} == {"mine", "poison"}
     assert {path.name for path in out.iterdir()} == {
         *(".hydra", "run.yaml", "run.log", "metrics.jsonl", "result.json", "checkpoints", "completions", "model"),

@@ -43,6 +43,13 @@ RUNS = {
 CONDITIONAL = {"dead", "components"}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def drawn():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("CLUTCH_PLOTS", raising=False)
+        yield
+
+
 @pytest.fixture(scope="module")
 def finished(cache, tmp_path_factory):
     """The folder of a finished run of each algorithm."""
