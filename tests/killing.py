@@ -130,7 +130,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 def _lines(folder: Path) -> Counter[str]:
     """Lines of each log that only grows: metrics and samples."""
     found: Counter[str] = Counter()
-    for path in (*folder.glob("metrics.jsonl"), *folder.glob("iteration-*/samples-*.jsonl")):
+    for path in _glob(folder, "metrics.jsonl", "iteration-*/samples-*.jsonl"):
         try:
             found[str(path)] = path.read_bytes().count(b"\n")
         except FileNotFoundError:  # it is being replaced
@@ -139,7 +139,14 @@ def _lines(folder: Path) -> Counter[str]:
 
 
 def _half_written(folder: Path) -> list[Path]:
-    return [*folder.glob(".tmp-*"), *folder.glob("*/.tmp-*"), *folder.glob("*/*/.tmp-*")]
+    return _glob(folder, ".tmp-*", "*/.tmp-*", "*/*/.tmp-*")
+
+
+def _glob(folder: Path, *patterns: str) -> list[Path]:
+    """What is there, while the run makes and removes folders."""
+    with contextlib.suppress(FileNotFoundError):
+        return [path for pattern in patterns for path in folder.glob(pattern)]
+    return []
 
 
 def _tear(folder: Path, draw: random.Random) -> None:
