@@ -309,6 +309,8 @@ def test_the_example_folder_works_from_elsewhere(launch, tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads((folder / "out" / "result.json").read_text())
     assert (result["task"], result["metric"]) == ("acronyms", "exact")
+    told = (folder / "out" / "report.md").read_text()
+    assert f"python launch.py --config-dir {folder}/conf task=acronyms task.length=2 hardware=cpu" in told
 
 
 def test_whole_numbers_stay_as_they_are():
