@@ -11,12 +11,15 @@ it is a conversation where the tokenizer has a chat template. Each prompt stands
 import argparse
 import json
 import logging
+import os
+import string
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from common import models
 from common.config import ConfigError, ModelConfig, SamplingConfig
@@ -49,6 +52,21 @@ def model_of(given: str) -> tuple[str, str | Messages | None]:
     return str(folder / "model"), json.loads(first)["prompt"] if first else None
 
 
+def template_of(given: str) -> tuple[str, str] | None:
+    """What stands before and after the only field of the run's task.template; None without one, or with several fields."""
+    path = Path(given).expanduser() / "run.yaml"
+    saved = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    template = (saved["config"].get("task") or {}).get("template") if saved else None
+    if not template:
+        return None
+    parts = list(string.Formatter().parse(template))
+    fields = [number for number, (_, name, _, _) in enumerate(parts) if name]
+    if len(fields) != 1:
+        return None
+    texts = [text for text, _, _, _ in parts]
+    return "".join(texts[: fields[0] + 1]), "".join(texts[fields[0] + 1 :])
+
+
 def prompt_like(text: str, shown: str | Messages | None, system: str | None, chat: bool) -> str | Messages:
     """`text` as a prompt. shown: one of the run's; system: text instead of the run's; chat: of a conversation."""
     if not chat:
@@ -59,19 +77,30 @@ def prompt_like(text: str, shown: str | Messages | None, system: str | None, cha
 
 
 def prompts(given: str | None) -> Iterator[str]:
-    """The prompt that was given, else those on standard input, a line each."""
+    """The prompt that was given, else those on standard input, a line each; blank ones are none. Raises: ConfigError."""
     if given is not None:
         yield given
         return
+    if not sys.stdin.isatty():
+        for number, raw in enumerate(sys.stdin.buffer, start=1):
+            try:
+                line = raw.decode().removesuffix("\n").removesuffix("\r")
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f"line {number} of standard input is not UTF-8: byte 0x{raw[error.start]:02x}. Convert it, for example with "
+                    "iconv -f LATIN1 -t UTF-8."
+                ) from None
+            if line.strip():
+                yield line
+        return
     while True:
         try:
-            line = input("> " if sys.stdin.isatty() else "")
+            line = input("> ")
         except EOFError:
             break
         if line.strip():
             yield line
-    if sys.stdin.isatty():
-        print()
+    print()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -115,8 +144,12 @@ def answer_all(given: argparse.Namespace) -> None:
         form = "through its chat template" if chat and tokenizer.chat_template else "as plain text"
         print(f"{given.model}: prompts go in {form}, each alone. Ctrl-D ends.")
         if shown is not None:
-            print(f"One of the run's: {(plain(shown[-1:]) if isinstance(shown, list) else shown).strip()}")
-    for number, text in enumerate(prompts(given.prompt)):
+            print(
+                f"One of the run's{', task.template filled in' if template_of(given.model) else ''}: {(plain(shown[-1:]) if isinstance(shown, list) else shown).strip()}"
+            )
+    before, after = template_of(given.model) or ("", "")
+    for number, typed in enumerate(prompts(given.prompt)):
+        text = typed if given.plain else f"{before}{typed}{after}"
         ids = models.encode_prompts(tokenizer, [prompt_like(text, shown, given.system, chat)])[0]
         room = sampler.context - len(ids)
         if room < 1:
@@ -139,6 +172,8 @@ def main() -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:  # who reads has enough; Python would complain once more when it closes the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

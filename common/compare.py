@@ -343,7 +343,7 @@ def figure(runs: Sequence[Run], path: Path) -> None:
                 axis.set_xlim(left=0)
                 axis.xaxis.set_major_formatter(EngFormatter(sep=""))
             for axis in axes[: len(costs) : 2]:
-                axis.set_ylabel(kind.partition(": ")[2])
+                axis.set_ylabel(f"{kind.partition(': ')[2]} (of 100)")
             for axis in axes[len(costs) :]:
                 axis.set_visible(False)
             part.suptitle(f"held-out {kind}", x=0.01, ha="left", fontweight="bold")

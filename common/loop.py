@@ -237,7 +237,7 @@ def begin(
         return None
     tracker = Tracker(run, context.out_dir, steps, state["step"], state["tracker"])
     metrics = state["before"]["metrics"]
-    tracker.measured(0, next(iter(metrics)), metrics)
+    tracker.measured(0, next(iter(metrics)), metrics, generated_tokens=0, reward_evaluations=0)
     tracker.completions("before", 0, report.completions(task, examples, state["before"]["completions"]))
     return tracker
 

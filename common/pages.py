@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+import conf
 from common import panels, plots
 from common.checkpoint import write_text
 from common.config import ConfigError
@@ -176,23 +177,43 @@ def _total(series: dict[str, tuple[list[float], list[float]]]) -> float:
 
 def _head(folder: Path, saved: dict[str, Any], result: dict[str, Any] | None, history: list[dict[str, Any]]) -> str:
     config = saved["config"]
+    measured = next((name for name in ("prediction", "scaling") if (folder / f"{name}.json").exists()), None)
     if result:
         title = (
             f"# {result['algo']} on {result['task']}: {result['metric']} {result['before']:.2f} → {result['after']:.2f}"
         )
     else:
         target = str(config["task"]["_target_"]).rsplit(".", 1)[-1]
-        title = f"# {config['algo']['name']} on {target}: not finished"
+        title = f"# {config['algo']['name']} on {target}: {measured or 'not finished'}"
     lines = [title]
-    if not result:
+    if measured and (folder / f"{measured}.txt").exists():
+        lines.append("```\n" + (folder / f"{measured}.txt").read_text(encoding="utf-8").strip() + "\n```")
+    elif measured:
+        lines.append(f"The times are in {measured}.json.")
+    elif not result:
         steps = config["algo"].get("steps")
         done = f"{history[-1]['step'] if history else 0}{f' of {steps}' if steps else ''} steps are logged"
         lines.append(f"{done}. Go on with `hydra.run.dir={shlex.quote(str(folder))} resume=auto`.")
-    overrides = folder / ".hydra" / "overrides.yaml"
-    if overrides.exists():
-        arguments = yaml.safe_load(overrides.read_text(encoding="utf-8")) or []
-        lines.append("```\npython launch.py " + " ".join(map(shlex.quote, arguments)) + "\n```")
+    if (folder / ".hydra" / "overrides.yaml").exists():
+        lines.append("```\npython launch.py " + " ".join(map(shlex.quote, _arguments(folder))) + "\n```")
     return "\n\n".join(lines)
+
+
+def _arguments(folder: Path) -> list[str]:
+    """Of the command that made a run, its own folders of YAML files too."""
+
+    def kept(name: str) -> Any:
+        path = folder / ".hydra" / name
+        return yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    settings: Any = (kept("hydra.yaml") or {}).get("hydra")
+    found: list[str] = []
+    for source in settings["runtime"]["config_sources"] if settings else []:
+        if source["provider"] == "command-line":
+            found += ["--config-dir", source["path"]]
+        elif source["provider"] == "main" and Path(source["path"]) != Path(conf.__file__).parent:
+            found += ["-cp", source["path"], "-cn", settings["job"]["config_name"]]
+    return [*found, *(kept("overrides.yaml") or [])]
 
 
 def _facts(saved: dict[str, Any], result: dict[str, Any] | None, history: list[dict[str, Any]]) -> str:

@@ -467,10 +467,10 @@ class _Grid:
         # `look` reads no further than the first stop token.
         step.clamp_(max=self.sampling.max_new_tokens - 1)
         uniform = self.uniforms[self.request[rows].clamp(min=0), step] if self.uniforms is not None else None
-        token, logprob = draw(logits, self.sampling, uniform, self.logprobs is not None)
+        token, logprob, sound = draw(logits, self.sampling, uniform, self.logprobs is not None)
         alive = (self.request[rows] >= 0) & (self.count[rows] < self.sampling.max_new_tokens)
         place = self.place[rows]
-        self.broken[place] |= alive & ~torch.isfinite(logits.amax(-1))
+        self.broken[place] |= alive & ~sound
         self.tokens[place, step] = torch.where(alive, token, self.tokens[place, step])
         if self.logprobs is not None and logprob is not None:
             self.logprobs[place, step] = torch.where(alive, logprob, self.logprobs[place, step])
@@ -659,19 +659,19 @@ class _Grid:
 
 def draw(
     logits: Tensor, sampling: SamplingConfig, uniform: Tensor | None, want_logprob: bool
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """One token a row by the inverse CDF of the tempered (and cut) distribution.
 
     Args: logits [n, V]; uniform: float32 [n] in [0, 1), None = greedy.
     Returns: token int64 [n]; its log-probability float32 [n] under the tempered distribution before top-k and top-p
-    (that of the policy, as a trainer computes it), or None. Greedy: under the untempered one.
+    (that of the policy, as a trainer computes it), or None (greedy: under the untempered one); whether the row's logits are
+    finite, bool [n]: a greedy token is the one that is not, and a softmax over one that is not is NaN throughout.
     """
     if uniform is None:
         token = logits.argmax(-1)
-        if not want_logprob:
-            return token, None
-        logits = logits.float()
-        return token, logits.gather(1, token[:, None])[:, 0] - logits.logsumexp(-1)
+        largest = logits.gather(1, token[:, None])[:, 0].float()
+        logprob = largest - logits.float().logsumexp(-1) if want_logprob else None
+        return token, logprob, torch.isfinite(largest)
     if sampling.temperature != 1:
         logits = logits.float() / sampling.temperature
     policy = probability = torch.softmax(logits, dim=-1, dtype=torch.float32)
@@ -681,7 +681,8 @@ def draw(
     # The first token whose cumulative probability exceeds u; one of probability zero never is.
     token = torch.searchsorted(cdf, (uniform[:, None] * cdf[:, -1:]), right=True)[:, 0]
     token.clamp_(max=logits.shape[-1] - 1)
-    return token, policy.gather(1, token[:, None])[:, 0].log() if want_logprob else None
+    logprob = policy.gather(1, token[:, None])[:, 0].log() if want_logprob else None
+    return token, logprob, torch.isfinite(policy[:, 0])
 
 
 def _cut(probability: Tensor, top_k: int, top_p: float) -> Tensor:

@@ -157,12 +157,15 @@ class Tracker:
         text = _shown(event, self.held[-1] if self.held else None) if shown is None else shown
         self.line.to(int(event["step"]) if done is None else done, text, always="metric" in event)
 
-    def measured(self, step: int, name: str, metrics: dict[str, float]) -> None:
-        """Held-out measures that no event has: those before the first step and after the last. name: the headline's."""
+    def measured(self, step: int, name: str, metrics: dict[str, float], **used: int) -> None:
+        """Held-out measures that no event has: those before the first step and after the last.
+
+        Args: name: the headline's; used: what it took so far, for curves against it.
+        """
         record = {"step": step, "metric": metrics[name], "metric_name": name, "metrics": metrics}
         self._evaluated(record)
         if self.sink:
-            self.sink.log(numbers(record), step)
+            self.sink.log(numbers(record) | used, step)
 
     def _evaluated(self, record: dict[str, Any]) -> None:
         """Keep one line a step in RUN/evaluations.jsonl."""
@@ -340,7 +343,7 @@ class _Wandb:
             ) from None
         self.id = self.run.id
         # What W&B already has is not sent again: offline it cannot tell.
-        self.known = max(self.run.step, resumed + 1 if resumed else 0)
+        self.known, self.resumed = max(self.run.step, resumed + 1 if resumed else 0), resumed
         for axis in ("step", "epoch", "iteration", "generated_tokens", "reward_evaluations"):
             self.run.define_metric(axis, hidden=axis != "generated_tokens")
         self.run.define_metric("*", step_metric="step")
@@ -352,14 +355,14 @@ class _Wandb:
     def _folder(self) -> Path:
         return Path(self.run.settings.sync_dir)
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        if step >= self.known:
-            self.run.log({"step": step, **values}, step=step)
+    def log(self, values: dict[str, Any], step: int) -> None:
+        # What comes at the step that a run was resumed at is its end: no event has that step again.
+        if step >= self.known or step == self.resumed > 0:
+            self.run.log({"step": step, **values}, step=max(step, self.known))
 
     def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
-        if step >= self.known:
-            table = self.wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-            self.run.log({"step": step, name: table}, step=step)
+        table = self.wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self.log({name: table}, step)
 
     def artifact(self, kind: str, folder: Path, alias: str) -> None:
         artifact = self.wandb.Artifact(f"{kind}-{self.id}", type=kind)

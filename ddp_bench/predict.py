@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import yaml
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -37,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+import conf
 from common import hardware, precision, report
 from common.checkpoint import write_text
 from common.config import ConfigError, DdpConfig, HardwareConfig, Run
@@ -127,6 +129,7 @@ def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str,
     check(run, out_dir)
     simulating = absent(run) or bool(settings.predict_times)
     if simulating:
+        check_timing(settings)
         link, threads = from_facts(run.hardware), None
         # One process on the CPU takes the steps, whatever other devices are here.
         here = replace(run, hardware=replace(run.hardware, device="cpu"), opt=replace(run.opt, ddp=DdpConfig()))
@@ -172,6 +175,18 @@ def check(run: Run, out_dir: Path) -> None:
             f"opt=compile can be measured on a {run.hardware.name}, not simulated. Leave it out: with fewer launches a step is "
             "shorter than what is then predicted."
         )
+
+
+def check_timing(settings: ClassifyConfig) -> None:
+    """Raise ConfigError where settings of the timing were changed, and steps are simulated, so that nothing is timed."""
+    shipped = Path(conf.__file__).parent / "algo" / "classify.yaml"
+    defaults = yaml.safe_load(shipped.read_text(encoding="utf-8"))["algo"]
+    for key in ("scaling_steps", "scaling_warmup", "scaling_repeats"):
+        if (given := getattr(settings, key)) != defaults[key]:
+            raise ConfigError(
+                f"algo.{key}={given} has no effect here: the GPU is not on this node, so its steps are simulated and not timed. "
+                "Leave it out."
+            )
 
 
 def absent(run: Run) -> bool:

@@ -1,5 +1,6 @@
 """Names, types and checks of conf/algo/rft.yaml."""
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -45,7 +46,7 @@ class SelectConfig:
 
     def accepts(self, reward: float, finished: bool) -> bool:
         """Whether a completion is right; one that was cut off never is. The slack is that of a weighted mean's rounding."""
-        return finished and reward >= self.accept - 1e-9
+        return finished and self.accept - 1e-9 <= reward < math.inf
 
 
 @dataclass(kw_only=True)

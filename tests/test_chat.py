@@ -72,6 +72,33 @@ def test_lines_of_a_pipe(folder):
     assert done.stdout[:half] == done.stdout[half:]  # the blank line is no prompt
 
 
+def test_bytes_that_are_no_text_and_a_reader_that_leaves(folder):
+    call = [sys.executable, "-m", "common.chat", str(folder), "--max-new-tokens", "4", "--temperature", "0"]
+    done = subprocess.run(call, input=b"ab\n\xff\n", capture_output=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.decode() == (
+        "error: line 2 of standard input is not UTF-8: byte 0xff. Convert it, for example with iconv -f LATIN1 -t UTF-8.\n"
+    )
+    process = subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    process.stdout.close()
+    process.stdin.write(b"ab\n" * 20)
+    process.stdin.close()
+    assert (process.stderr.read(), process.wait(60)) == (b"", 0)
+    process.stderr.close()
+
+
+def test_the_template_of_a_run_is_filled_in(run_folder):
+    for template, parts in {
+        "Q: {question}\\nA {{x}}:": ("Q: ", "\\nA {x}:"),
+        "{question}": ("", ""),
+        "{a} and {b}": None,
+    }.items():
+        (run_folder / "run.yaml").write_text(json.dumps({"config": {"task": {"template": template}}}))
+        assert chat.template_of(str(run_folder)) == parts
+    (run_folder / "run.yaml").write_text("config: {}\n")
+    assert chat.template_of(str(run_folder)) is None
+
+
 def test_a_terminal_has_a_prompt_and_ends_with_ctrl_d(folder):
     ours, theirs = pty.openpty()
     call = [sys.executable, "-m", "common.chat", str(folder), "--max-new-tokens", "2"]

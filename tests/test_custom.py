@@ -133,6 +133,14 @@ def test_it_teaches_the_answer_both_ways_round(data):
         ("numeric", "5 * 2 = 10\n#### 10", "\\boxed{10}", 1),
         ("numeric", "6000", "<answer>6e3</answer>", 1),
         ("numeric", "0.00001", "1e-05", 1),
+        ("numeric", "6000", "It is 6e3.", 1),
+        ("numeric", "0.006", "6e-3 it is, I think", 1),
+        ("numeric", "-0.006", "x = -6E-3", 1),
+        ("numeric", "3", "It is 6e3.", 0),
+        ("numeric", "6000", "#### 6e3", 1),
+        ("numeric", "3", "6e3 or rather 3", 1),
+        ("numeric", "0.75", "so 3/4", 1),
+        ("numeric", "0.75", "1e2, no: 3/4", 1),
         ("numeric", "3", "no idea", 0),
         ("numeric", "-3", "it is -3", 1),
         ("levenshtein", "abcd", "abc", 6 / 7),
@@ -301,6 +309,8 @@ def test_the_example_folder_works_from_elsewhere(launch, tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads((folder / "out" / "result.json").read_text())
     assert (result["task"], result["metric"]) == ("acronyms", "exact")
+    told = (folder / "out" / "report.md").read_text()
+    assert f"python launch.py --config-dir {folder}/conf task=acronyms task.length=2 hardware=cpu" in told
 
 
 def test_whole_numbers_stay_as_they_are():

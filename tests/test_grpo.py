@@ -262,15 +262,6 @@ def test_completions_without_loss_are_nothing_to_learn_from(tmp_path, in_cache):
     assert "6 cut off as a whole (raise algo.sampling.max_new_tokens)" in (tmp_path / "out" / "run.log").read_text()
 
 
-@pytest.mark.faults
-def test_the_step_that_trips_a_guard_is_logged(tmp_path, in_cache):
-    with pytest.raises(loop.RunStopped, match=r"step 1: entropy \S+ is below algo.stop_at.entropy_below=99"):
-        train(compose([*SMALL, "algo.stop_at.entropy_below=99", "evaluate.every=1"]), tmp_path / "out")
-    (event,) = events(tmp_path / "out")
-    assert event["entropy"] < 99
-    assert "metric" not in event
-
-
 def test_a_checkpoint_is_a_phase_of_the_next_step(tmp_path, in_cache):
     train(compose([*SMALL, "algo.steps=3", "checkpoint.every=2"]), tmp_path / "out")
     assert ["checkpoint" in event["phase_seconds"] for event in events(tmp_path / "out")] == [False, False, True]

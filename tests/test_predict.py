@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_scaling import TINY as SCALING_TINY
 
+from common import pages
 from common.config import ConfigError
 from ddp_bench import predict, report
 from ddp_bench.predict import Link, Share, Simulator, exposed, fitted, peak, summed
@@ -248,7 +249,14 @@ def test_a_gpu_that_is_not_here_is_simulated(tmp_path):
     # So small a model is launched, not computed: more GPUs do not make a step shorter, but take more rows in it.
     assert all(run["speedup"] < 1.1 for run in strong)
     assert weak[1]["speedup"] > 5
-    assert "strong: use one" in (tmp_path / "prediction.txt").read_text()
+    said = (tmp_path / "prediction.txt").read_text()
+    assert "strong: use one" in said
+    page = pages.write(tmp_path).read_text()
+    assert page.startswith("# classify on Topics: prediction\n")
+    assert said.strip() in page
+    assert "not finished" not in page
+    with pytest.raises(ConfigError, match=r"algo\.scaling_repeats=2 has no effect here: the GPU is not on this node"):
+        train(compose([*TINY[:1], "hardware=h100", "algo.predict=[2]", "algo.scaling_repeats=2"]), tmp_path / "other")
 
 
 MISTAKES = {

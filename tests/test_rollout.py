@@ -125,7 +125,7 @@ def test_draw_follows_the_distribution():
     n = 40_000
     u = torch.rand(n, generator=torch.Generator().manual_seed(0))
     expected = torch.softmax(logits / 0.7, -1)
-    token, logp = draw(logits.expand(n, 4), sampling(0.7), u, True)
+    token, logp, _ = draw(logits.expand(n, 4), sampling(0.7), u, True)
     torch.testing.assert_close(torch.bincount(token, minlength=4) / n, expected, rtol=0, atol=0.01)
     torch.testing.assert_close(logp, expected.log()[token])
 
@@ -137,7 +137,7 @@ def test_top_k_and_top_p_cut():
     assert draw(logits.expand(1000, 4), sampling(1.0, top_p=0.71), u, False)[0].unique().tolist() == [0, 1, 2]
     assert draw(logits.expand(1000, 4), sampling(1.0, top_p=0.69), u, False)[0].unique().tolist() == [0, 1]
     # Kept tokens share the whole interval in proportion.
-    token, _ = draw(logits.expand(1000, 4), sampling(1.0, top_k=2), u, False)
+    token, _, _ = draw(logits.expand(1000, 4), sampling(1.0, top_k=2), u, False)
     assert abs((token == 0).double().mean() - 4 / 7) < 0.01
 
 

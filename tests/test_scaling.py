@@ -267,6 +267,12 @@ def test_the_command_and_its_mistakes(tmp_path):
     assert "holds no finished classify run" in done.stderr
     assert "3 whole epochs, of which --warmup 3 leaves none" in done.stderr
     assert command("--root", str(tmp_path), "--warmup", "-1").returncode == 2
+    (tmp_path / "file").write_text("")
+    done = command("--root", str(tmp_path), "--warmup", "0", "--out", f"{tmp_path}/file")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"error: {tmp_path}/file cannot be written: File exists. Give another --out.\n",
+    )
 
 
 def test_names_of_tasks_need_no_case():

@@ -322,7 +322,7 @@ def test_the_points_of_rft_count_its_fine_tuning_steps_alone():
     ]
 
 
-def test_the_command_compares_any_folders(tmp_path):
+def test_the_command_compares_any_folders(tmp_path, monkeypatch, capsys):
     one, two = job(tmp_path, 1, 1, 30.0, 100, algo="grpo"), job(tmp_path, 2, 1, 31.0, 1234567, algo="eggroll")
     (tmp_path / "empty").mkdir()
 
@@ -338,6 +338,9 @@ def test_the_command_compares_any_folders(tmp_path):
         "comparison.png",
     }
 
+    monkeypatch.setattr(sys, "argv", ["compare", str(one), str(two), "--out", "/dev/null/x"])
+    assert compare.main() == 2
+    assert capsys.readouterr().err == "error: /dev/null/x cannot be written: Not a directory. Give another --out.\n"
     with pytest.raises(ConfigError, match=r"empty holds no run\. Give run folders, or a folder that holds some\.$"):
         compare.read([tmp_path / "empty"])
 

@@ -194,6 +194,20 @@ def test_wandb_offline(launch, tmp_path):
                 assert secret.encode() not in path.read_bytes(), path
 
 
+@pytest.mark.slow
+def test_wandb_has_the_end_of_a_run_that_was_killed_after_its_last_checkpoint(launch, tmp_path):
+    out, env = tmp_path / "run", OFFLINE | {"HOME": str(tmp_path)}
+    for more in ([], ["resume=auto"]):
+        launch(*SMALL, "tracker=wandb", f"hydra.run.dir={out}", "algo.steps=2", *more, env=env)
+    _, later = (
+        Wandb(folder) for folder in sorted((out / "wandb").glob("offline-run-*"), key=lambda f: f.stat().st_mtime)
+    )
+    result = json.loads((out / "result.json").read_text())
+    assert [values["step"] for values in later.history.values()] == [2]
+    assert next(iter(later.history.values()))["metric"] == result["after"]
+    assert later.table("completions/after")["data"]
+
+
 def test_wandb_shows_the_stages_of_rft(launch, tmp_path):
     """Its step is the event of the log, which stages, evaluations and tables share."""
     out = tmp_path / "run"
