@@ -8,8 +8,8 @@ So it is the same after a kill and a resume as after an unbroken run, and can be
 import itertools
 import json
 import logging
-import os
 import math
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
