@@ -96,7 +96,7 @@ MISTAKES = {
     "prompts_per_step, samples_per_prompt, rows_per_forward, rank, sigma, lr, mirrored, noise_reuse, fitness, noise, "
     "optimizer, lr_schedule, sigma_schedule, weight_decay, stop_at, sampling.",
     "sede=1": "sede is not a setting. Did you mean 'seed'? Settings here: seed, resume, budget, evaluate, checkpoint, scoring, "
-    "hardware, model, opt, tracker, algo, task.",
+    "not_finite, hardware, model, opt, tracker, algo, task.",
     "algo.sigma=high": "algo.sigma=high: Value 'high' of type 'str' could not be converted to Float.",
     "algo.steps=1.5": "algo.steps=1.5: Value '1.5' of type 'float' could not be converted to Integer.",
     "opt=[amp,cmpile]": "opt='cmpile' is not a choice. Did you mean 'compile'? Choices: amp, checkpointing, compile, ddp, "
