@@ -66,6 +66,8 @@ def by_step(out) -> dict[int, dict[str, float]]:
     for line in (out / "evaluations.jsonl").read_text().splitlines():
         record = json.loads(line)
         shown[record["step"]] = shown.get(record["step"], {}) | tracked(record)
+    if 0 in shown:  # so that curves against what was used begin there
+        shown[0] |= {"generated_tokens": 0, "reward_evaluations": 0}
     return shown
 
 
