@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import traceback
 from contextlib import suppress
@@ -30,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from common import slurm, sweep
 from common.config import ConfigError, Run, choice, no_secrets, typed, unknown_key
-from common.signals import EXIT_CONFIG, EXIT_CRASH, EXIT_INTERRUPTED, EXIT_SIGNAL, RunStopped
+from common.signals import EXIT_CONFIG, EXIT_CRASH, EXIT_INTERRUPTED, EXIT_SIGNAL, RunStopped, StopSignal
 from conf import resolvers
 from conf.resolvers import DEFAULT_TASKS
 from ddp_bench.config import ClassifyConfig
@@ -167,6 +168,7 @@ def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
 def _main(config: DictConfig) -> None:
     settings = HydraConfig.get()
     folder = Path(settings.runtime.output_dir)
+    warned = signal.getsignal(signal.SIGUSR2)  # in a job of submitit, what puts it back into the queue
     try:
         run = to_run(config, list(settings.overrides.task))
         if run.slurm.script is not None:  # main has dealt with that of the command line
@@ -183,6 +185,9 @@ def _main(config: DictConfig) -> None:
                 f"The whole sweep: the same command with hydra.sweep.dir={settings.sweep.dir} resume=auto.",
                 file=sys.stderr,
             )
+        if code == EXIT_SIGNAL and StopSignal.last == signal.SIGUSR2 and callable(warned):
+            signal.signal(signal.SIGUSR2, warned)
+            signal.raise_signal(signal.SIGUSR2)  # all is saved: submitit may have the process now
         here = settings.runtime.choices["hydra/launcher"] == "basic"
         if settings.mode == RunMode.RUN or (code == EXIT_SIGNAL and here):  # who stops a job wants the sweep to stop
             sys.exit(code)  # past Hydra, which would print a line of its own first

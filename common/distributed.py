@@ -29,7 +29,7 @@ from tqdm import tqdm
 from common import hardware, slurm
 from common.checkpoint import CheckpointError
 from common.config import ConfigError, Run, flat
-from common.signals import EXIT_CONFIG, EXIT_CRASH, EXIT_WRITE, RunStopped
+from common.signals import EXIT_CONFIG, EXIT_CRASH, EXIT_WRITE, RunStopped, StopSignal, taken
 
 log = logging.getLogger("clutch")
 
@@ -148,11 +148,15 @@ def _spawn(entry: str, run: Run, out_dir: Path, task: Any, ranks: int) -> Any:
 
         # Ctrl-C in a terminal reaches the workers by itself; a signal sent to this process alone does not.
         def forward(number: int, _: Any) -> None:
+            StopSignal.last = number
+            number = (
+                signal.SIGUSR1 if number == signal.SIGUSR2 else number
+            )  # which is submitit's, and means nothing to a rank
             for worker in workers.processes:
                 if worker is not None and worker.pid is not None and worker.is_alive():
                     os.kill(worker.pid, number)
 
-        previous = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+        previous = {n: signal.signal(n, forward) for n in taken()}
         try:
             while not workers.join():
                 pass

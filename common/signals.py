@@ -1,4 +1,4 @@
-"""Exit codes, and stopping at the end of a step on SIGTERM, SIGUSR1 or Ctrl-C."""
+"""Exit codes, and stopping at the end of a step on SIGTERM, SIGUSR1 or Ctrl-C, and in a job of submitit on its SIGUSR2."""
 
 import os
 import signal
@@ -28,6 +28,14 @@ class RunStopped(Exception):
         return self.args[0]
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+def taken() -> tuple[signal.Signals, ...]:
+    """The signals that ask for a stop. SIGUSR2 does where it means something already: submitit warns its jobs with it."""
+    return (*SIGNALS, signal.SIGUSR2) if callable(signal.getsignal(signal.SIGUSR2)) else SIGNALS
+
+
 class StopSignal:
     """Remembers that a stop was asked for, so that a loop can finish its step; asking again later exits at once.
 
@@ -36,7 +44,8 @@ class StopSignal:
 
     # One Ctrl-C often comes twice: from the terminal, and passed on by torchrun or by the process that spawned the ranks.
     SAME = 2.0  # seconds in which further signals are the same wish
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    # What asked the last run of this process to stop.
+    last: int | None = None
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -54,10 +63,11 @@ class StopSignal:
             os.kill(os.getpid(), number)
             return
         self.name, self._since = signal.Signals(number).name, time.monotonic()
+        StopSignal.last = number
         print(f"{self.name}: finishing this step, then saving. Again to exit now.", file=sys.stderr, flush=True)
 
     def __enter__(self) -> "StopSignal":
-        for number in self.SIGNALS:
+        for number in taken():
             try:
                 self._previous[number] = signal.signal(number, self._handle)
             except ValueError:  # not the main thread: the caller's own handling stands

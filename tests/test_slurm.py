@@ -145,9 +145,12 @@ def until(condition: Callable[[], bool], out: Path, what: str, seconds: float = 
 
 
 def released(job: str) -> bool:
-    """Let a job that is back in the queue start at once: Slurm would wait two minutes."""
+    """Let a job that is back in the queue start soon: Slurm would wait two minutes, so that the nodes have forgotten it."""
     state = subprocess.run(["squeue", "-h", "-j", job, "-o", "%T"], capture_output=True, text=True).stdout.strip()
-    return state == "PENDING" and not subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"]).returncode
+    if state != "PENDING":
+        return False
+    time.sleep(5)
+    return not subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"]).returncode
 
 
 def steps(out: Path) -> int:
@@ -195,6 +198,35 @@ def test_classify_on_two_nodes(slurm_nodes, cache, tmp_path):
     assert result["world_size"] == 2
     assert len(events(out)) == result["steps"], "one rank writes"
     until(lambda: Path(f"{out}.out").read_text().count("held-out accuracy") == 1, out, "one rank prints")
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_a_job_of_a_sweep_that_submitit_warns_goes_on(slurm_nodes, cache, tmp_path, launch):
+    settings = [*SMALL, "seed=3", "algo.steps=100", "checkpoint.every=0"]
+    launch(*settings, f"hydra.run.dir={tmp_path}/unbroken", env={"OMP_NUM_THREADS": "1"})
+    given = [
+        f"hydra.launcher.{text}" for text in ("mem_gb=2", "cpus_per_task=1", "timeout_min=60", "max_num_timeout=3")
+    ]
+    sweep = tmp_path / "sweep"
+    command = [sys.executable, str(ROOT / "launch.py"), "-m", "hydra/launcher=submitit_slurm", *given, *settings]
+    environment = os.environ | {"CLUTCH_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [*command, f"hydra.sweep.dir={sweep}", "resume=auto"], env=environment, cwd=tmp_path
+    ) as process:
+        try:
+            until(lambda: steps(sweep / "0") >= 8, sweep, "the job takes no steps")
+            queue = subprocess.run(["squeue", "-h", "-o", "%A"], capture_output=True, text=True, check=True)
+            (job,) = queue.stdout.split()
+            subprocess.run(["scancel", "--signal=USR2", job], check=True, timeout=20)
+            until(lambda: released(job), sweep, "the job is not back in the queue")
+            assert process.wait(240) == 0
+        finally:
+            process.kill()
+    assert "resuming after step" in (sweep / "0/run.log").read_text()
+    assert [event["step"] for event in events(sweep / "0") if event["step"]] == list(range(1, 101))
+    ours, theirs = (load_file(folder / "model/model.safetensors") for folder in (sweep / "0", tmp_path / "unbroken"))
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
 
 
 # --- where ranks do not meet -----------------------------------------------------------------------------------------
