@@ -1,7 +1,7 @@
 """Workers, process group, and what ranks say to each other.
 
 A worker is started by function, not by running the command again: in this process when there is one, spawned for
-`opt=ddp`, or the process that torchrun started.
+`opt=ddp` and `opt=fsdp`, or the process that torchrun started.
 """
 
 import errno
@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tqdm import tqdm
 
 from common import hardware
@@ -45,6 +46,7 @@ class Context:
     world_size: int
     device: hardware.Device
     out_dir: Path
+    mesh: DeviceMesh | None = None  # [replicate, shard], with opt=fsdp
 
     @property
     def main(self) -> bool:
@@ -86,16 +88,20 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
     """
     out_dir = out_dir.resolve()
     out_dir.mkdir(parents=True, exist_ok=True)
-    if run.opt.ddp.backend == "nccl" and not hardware.local_devices(run.hardware):
-        raise ConfigError("opt.ddp.backend=nccl needs CUDA devices. Use opt.ddp.backend=auto or gloo.")
+    switch, workers = run.opt.workers
+    if workers.backend == "nccl" and not hardware.local_devices(run.hardware):
+        raise ConfigError(f"opt.{switch}.backend=nccl needs CUDA devices. Use opt.{switch}.backend=auto or gloo.")
     hardware.check_visible(run.hardware)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _check_torchrun(run)
-        if run.opt.ddp.ranks is not None:
-            raise ConfigError("opt.ddp.ranks has no effect under torchrun. Use torchrun --nproc_per_node.")
+        if workers.ranks is not None:
+            raise ConfigError(f"opt.{switch}.ranks has no effect under torchrun. Use torchrun --nproc_per_node.")
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         return _grouped(entry, run, out_dir, task, rank, world, int(os.environ["LOCAL_RANK"]), "env://")
     ranks = _ranks(run)
+    if ranks == 1 and run.opt.fsdp.enabled:  # a group of one: its shards are whole, and so are its checkpoints' contents
+        with tempfile.TemporaryDirectory() as folder:
+            return _grouped(entry, run, out_dir, task, 0, 1, 0, f"file://{folder}/meeting")
     if ranks == 1:
         return _work(entry, run, Context(0, 1, hardware.find(run.hardware), out_dir), task)
     return _spawn(entry, run, out_dir, task, ranks)
@@ -121,16 +127,17 @@ def _check_torchrun(run: Run) -> None:
 
 
 def _ranks(run: Run) -> int:
-    if not run.opt.ddp.enabled:
+    switch, workers = run.opt.workers
+    if not workers.enabled:
         return 1
     devices = hardware.local_devices(run.hardware)
-    if run.opt.ddp.ranks is None:
+    if workers.ranks is None:
         return devices or 2
-    if devices and run.opt.ddp.ranks > devices:
+    if devices and workers.ranks > devices:
         raise ConfigError(
-            f"opt.ddp.ranks={run.opt.ddp.ranks}, but this node has {devices} CUDA devices. Use at most {devices}."
+            f"opt.{switch}.ranks={workers.ranks}, but this node has {devices} CUDA devices. Use at most {devices}."
         )
-    return run.opt.ddp.ranks
+    return workers.ranks
 
 
 def _spawn(entry: str, run: Run, out_dir: Path, task: Any, ranks: int) -> Any:
@@ -191,18 +198,34 @@ def _grouped(
     found = hardware.find(run.hardware, local_rank)
     if found.device.type == "cuda":
         torch.cuda.set_device(found.device)
-    else:
+    elif world > 1:
         # Ranks on one machine share its cores; threads beyond that slow all of them.
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
-    backend = run.opt.ddp.backend
+    _, workers = run.opt.workers
+    backend = workers.backend
     if backend == "auto":
         backend = "nccl" if found.device.type == "cuda" else "gloo"
+    if backend == "nccl" and run.opt.fsdp.cpu_offload:
+        backend = "cpu:gloo,cuda:nccl"  # what is on the CPU has norms of all ranks too
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world, timeout=TIMEOUT)
     try:
-        return _work(entry, run, Context(rank, world, found, out_dir), task)
+        return _work(entry, run, Context(rank, world, found, out_dir, _mesh(run, world, found.device.type)), task)
     finally:
         dist.destroy_process_group()
+
+
+def _mesh(run: Run, world: int, device: str) -> DeviceMesh | None:
+    """With opt=fsdp, the ranks as [replicate, shard]: each row holds one copy of the weights."""
+    if not run.opt.fsdp.enabled:
+        return None
+    each = run.opt.fsdp.ranks_per_group or world
+    if world % each:
+        raise ConfigError(
+            f"opt.fsdp.ranks_per_group={each} does not divide the {world} ranks. Use one of "
+            f"{', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}."
+        )
+    return init_device_mesh(device, (world // each, each), mesh_dim_names=("replicate", "shard"))
 
 
 def _work(entry: str, run: Run, context: Context, task: Any) -> Any:

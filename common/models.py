@@ -213,16 +213,21 @@ def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return copied
 
 
-def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def export(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> None:
     """Write a Hugging Face folder in the model's dtype that `from_pretrained` loads; whole or not at all.
 
-    An earlier export at `folder` is replaced. Raises: ConfigError if `folder` holds something else; CheckpointError with
+    An earlier export at `folder` is replaced. Args: weights: of a sharded model, gathered. Raises: ConfigError if `folder` holds something else; CheckpointError with
     path and reason on I/O errors.
     """
     if folder.exists() and not (folder / "config.json").is_file() and (folder.is_file() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not a model folder. Give a new folder, or remove this one.")
     with replacing(folder) as temporary, _savable(model), _bars(False):
-        model.save_pretrained(temporary)
+        model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
 
 

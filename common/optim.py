@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from common.config import ConfigError, OptimizerConfig
@@ -86,7 +87,8 @@ class Updater:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.grad_clip).item()
+        total = nn.utils.clip_grad_norm_(self.parameters, self.grad_clip)
+        norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
         scale = self.scaler.get_scale()
         if math.isfinite(norm) or self.numbers.scaler:  # with a scaler an overflow skips the step and is counted
             self.scaler.step(self.optimizer)
@@ -99,6 +101,19 @@ class Updater:
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+
+    def fresh(self) -> dict[str, Any]:
+        """`state` as it is after a first step, which optimizers make their tensors in; weights stay what they are."""
+        before = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        for group, lr in zip(self.optimizer.param_groups, before, strict=True):
+            group["lr"] = lr
+        return self.state()
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over what `state` returned."""
@@ -115,8 +130,12 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Add the gradients of all ranks, in buckets. Ranks may have run different numbers of backward passes, none too."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    """Add the gradients of all ranks, in buckets. Ranks may have run different numbers of backward passes, none too.
+
+    Those of sharded weights have been added in the backward passes.
+    """
+    parameters = list(parameters)
+    if not dist.is_initialized() or dist.get_world_size() == 1 or isinstance(parameters[0], DTensor):
         return
     bucket: list[Tensor] = []
     size = 0

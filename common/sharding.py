@@ -1,0 +1,324 @@
+"""opt=fsdp: weights, gradients and optimizer state shared out over ranks, by torch's own FSDP2 (`fully_shard`).
+
+Each block, and what is outside the blocks, is a group that is gathered before its forward and given back after it; its
+gradients are summed over ranks as they come. Whoever uses a model that may be sharded does it by four rules:
+
+- a computation that touches weights outside `model(...)` goes through `inside`;
+- forwards without a backward pass go into `forwards`, in which ranks may make different numbers of them;
+- all ranks make the same number of backward passes (`common.logprobs.keep_step` fills up);
+- `save`, `restore` and `whole` are called on all ranks.
+
+On a plain model each of them does what there was before. Checkpoints are written by torch.distributed.checkpoint as
+safetensors, a file a rank, and read by any number of ranks, sharded or not.
+"""
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from common import checkpoint
+from common.config import ConfigError, Run
+from common.distributed import Context
+from common.precision import Precision
+
+T = TypeVar("T")
+
+
+@dataclass
+class Shards:
+    """How a model is shared out. mesh: [replicate, shard]; dtype: of gathered weights; rollout: opt.fsdp.rollout."""
+
+    mesh: DeviceMesh
+    device: torch.device
+    dtype: torch.dtype
+    rollout: str
+    in_step: bool = False  # whether ranks tell each other of each forward
+
+    def any(self, flag: bool) -> bool:
+        """True on all ranks that share the weights if it is true on one."""
+        value = torch.tensor([int(flag)], device=self.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.mesh.get_group("shard"))
+        return bool(value.item())
+
+
+def shard(models: list[Any], run: Run, context: Context, numbers: Precision) -> None:
+    """With opt=fsdp, share `models` (plain, float32, on any device) out over ranks, in place; None among them is skipped.
+
+    Masters stay float32; blocks are gathered in the dtype of `numbers` and their gradients summed in float32.
+    Raises: ConfigError for settings that do not go together.
+    """
+    if context.mesh is None:
+        return
+    if numbers.scaler and run.opt.fsdp.cpu_offload:
+        raise ConfigError(
+            "opt.fsdp.cpu_offload=true does not go with fp16, whose gradients are unscaled on the device. Leave out opt=amp, or "
+            "use a device with native bfloat16."
+        )
+    offload = CPUOffloadPolicy() if run.opt.fsdp.cpu_offload else OffloadPolicy()
+    half = numbers.compute if numbers.compute != torch.float32 else None
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+    for model in models:
+        if model is None:
+            continue
+        for part in [*blocks(model), model]:
+            fully_shard(part, mesh=context.mesh, mp_policy=policy, offload_policy=offload)
+            # Sums, as algorithms divide by counts of all ranks themselves. Not by a factor of 1, which only NCCL can.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+        model.shards = Shards(context.mesh, context.device.device, numbers.compute, run.opt.fsdp.rollout)
+        model.inside = types.MethodType(_call, model)
+        register_fsdp_forward_method(model, "inside")
+
+
+def _call(model: Any, function: Callable[..., T], *args: Any) -> T:
+    return function(model, *args)
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated parts of a model: the members of its outermost module lists."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        found += list(child) if isinstance(child, nn.ModuleList) else blocks(child)
+    return found
+
+
+def of(model: Any) -> Shards | None:
+    """How `model` is shared out; None for a plain one."""
+    return getattr(model, "shards", None)
+
+
+def device(model: Any) -> torch.device:
+    """Where `model` computes; its parameters may be elsewhere."""
+    shards = of(model)
+    return shards.device if shards else next(model.parameters()).device
+
+
+def dtype(model: Any) -> torch.dtype:
+    """Of the weights in a forward."""
+    shards = of(model)
+    return shards.dtype if shards else next(model.parameters()).dtype
+
+
+def inference(model: Any) -> Any:
+    """The context of forwards without a backward pass. Weights gathered in inference mode could never be trained."""
+    return torch.no_grad() if of(model) else torch.inference_mode()
+
+
+def floor(model: Any, rows: int, lowest: int) -> int:
+    """Fewest rows to try when memory runs out: a rank that repeats a forward alone would leave the others waiting."""
+    return rows if of(model) else lowest
+
+
+def inside(model: Any, function: Callable[..., T], *args: Any) -> T:
+    """`function(model, *args)` as one forward of `model`, with the weights outside its blocks gathered meanwhile."""
+    shards = of(model)
+    if shards is None:
+        return function(model, *args)
+    if shards.in_step:
+        shards.any(True)
+    return model.inside(function, *args)
+
+
+@contextmanager
+def forwards(model: Any, idle: Callable[[], Any] | None = None) -> Iterator[None]:
+    """For forwards without a backward pass, of which each rank may make another number.
+
+    With opt.fsdp.rollout=gathered the weights are whole meanwhile. With layerwise each forward gathers them, which takes all
+    ranks: one that has left the block makes idle forwards until the last one has.
+    Args: idle: makes a forward that nobody needs; None = of one token.
+    """
+    shards = of(model)
+    if shards is None:
+        yield
+        return
+    if shards.rollout == "gathered":
+        parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
+        model.inside(lambda _: None)  # what FSDP makes at the first forward
+        model.set_reshard_after_forward(False)
+        for part in parts:
+            part.unshard()
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.reshard()
+            model.set_reshard_after_forward(True)
+            model.set_reshard_after_forward(False, recurse=False)  # the backward pass begins with the head
+        return
+
+    def announce(*_: Any) -> None:
+        shards.any(True)
+
+    ids = torch.zeros(1, 1, dtype=torch.long, device=shards.device)
+    hook = model.register_forward_pre_hook(announce, prepend=True)
+    shards.in_step = True
+    try:
+        yield
+        hook.remove()
+        shards.in_step = False
+        with torch.no_grad():
+            while shards.any(False):
+                idle() if idle else model(input_ids=ids, use_cache=False)
+    finally:
+        hook.remove()
+        shards.in_step = False
+        model.reshard()  # the root stays gathered after a forward, which an update would not reach
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def local_bytes(tensors: Any) -> int:
+    """Bytes of tensors in nested dicts and lists, of DTensors this rank's share."""
+    found = {id(t): t for t in _tensors(tensors, "").values()}
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in found.values())
+
+
+def gathered_bytes(model: Any, rollout: bool) -> int:
+    """Bytes of gathered weights at a time: all of them in a gathered rollout, else two blocks and what is outside."""
+    shards = of(model)
+    if shards is None:
+        return 0
+    size, each = shards.dtype.itemsize, [sum(p.numel() for p in b.parameters()) for b in blocks(model)]
+    total = sum(p.numel() for p in model.parameters())
+    return size * (total if rollout and shards.rollout == "gathered" else total - sum(each) + 2 * max(each, default=0))
+
+
+def share(model: Any) -> int:
+    """Ranks that hold one copy of the weights between them; 1 for a plain model."""
+    shards = of(model)
+    return shards.mesh.size(1) if shards else 1
+
+
+# --- checkpoints and export ------------------------------------------------------------------------------------------
+
+
+def save(
+    context: Context,
+    root: Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    state: dict[str, Any],
+    extra: dict[str, Any],
+    keep: int,
+) -> Path:
+    """`checkpoint.save` for weights that may be sharded; called on all ranks. Returns the folder.
+
+    Where they are, the tensors of `extra` lie beside them, a safetensors file a rank.
+    """
+    if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        if context.main:
+            return checkpoint.save(root, step, tensors, state, extra, keep)
+        return checkpoint.folder_of(root, step)
+    parts = {**tensors, **_tensors(extra, EXTRA)}
+
+    def write(folder: Path | None) -> None:
+        told = context.gather_objects(folder)[0]
+        writer = dcp.HuggingFaceStorageWriter(str(told), save_distributed=True)
+        dcp.save(parts, storage_writer=writer)
+
+    if context.main:
+        folder = checkpoint.save(root, step, {}, state, _without_tensors(extra), keep, write=write)
+    else:
+        write(None)
+        folder = checkpoint.folder_of(root, step)
+    context.barrier()
+    return folder
+
+
+EXTRA = "extra"
+
+
+def restore(saved: checkpoint.Checkpoint, tensors: dict[str, Tensor], fresh: Callable[[], dict[str, Any]]) -> Any:
+    """Fill `tensors`, sharded or not, from a checkpoint written either way. Returns its `extra`.
+
+    Args: fresh: makes an `extra` of the same structure, to be filled; called where one side is sharded.
+    """
+    sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    with torch.no_grad():
+        if not saved.sharded:
+            for name, tensor in tensors.items():
+                _copy(saved.tensors[name], tensor)
+            if not sharded:
+                return saved.extra
+            extra = fresh()
+            held = _tensors(saved.extra, EXTRA)
+            for name, tensor in _tensors(extra, EXTRA).items():
+                _copy(held[name], tensor)
+            return _merged(extra, saved.extra)
+        extra = fresh()
+        reader = dcp.HuggingFaceStorageReader(str(saved.path))
+        dcp.load({**tensors, **_tensors(extra, EXTRA)}, storage_reader=reader, no_dist=not sharded)
+        return _merged(extra, saved.extra)
+
+
+def whole(model: Any) -> dict[str, Tensor] | None:
+    """The weights of a sharded model by name, on the CPU of rank 0 (empty on others), tied ones once; None for a plain one.
+
+    Called on all ranks.
+    """
+    if of(model) is None:
+        return None
+    main, found = dist.get_rank() == 0, {}
+    for name, parameter in model.named_parameters():
+        full = parameter.detach().full_tensor()
+        if main:
+            found[name] = full.cpu()
+    for name, buffer in model.named_buffers():
+        if main and name in model.state_dict():
+            found[name] = buffer.cpu()
+    return found
+
+
+def _copy(full: Tensor, into: Tensor) -> None:
+    """The whole `full`, which every rank has, into a tensor that may be sharded."""
+    if isinstance(into, DTensor):
+        full = full.to(into.device, into.dtype)
+        full = distribute_tensor(full, into.device_mesh, into.placements, src_data_rank=None)
+    into.copy_(full)
+
+
+def _tensors(nested: Any, prefix: str) -> dict[str, Tensor]:
+    """The tensors in nested dicts and lists, by path."""
+    if isinstance(nested, Tensor):
+        return {prefix: nested}
+    items = nested.items() if isinstance(nested, dict) else enumerate(nested) if isinstance(nested, list) else ()
+    return {name: t for key, value in items for name, t in _tensors(value, f"{prefix}/{key}").items()}
+
+
+def _without_tensors(nested: Any) -> Any:
+    """The same dicts and lists, with None for each tensor."""
+    if isinstance(nested, dict):
+        return {key: _without_tensors(value) for key, value in nested.items()}
+    if isinstance(nested, list):
+        return [_without_tensors(value) for value in nested]
+    return None if isinstance(nested, Tensor) else nested
+
+
+def _merged(filled: Any, saved: Any) -> Any:
+    """The tensors of `filled`, and all else of `saved`."""
+    if isinstance(filled, Tensor):
+        return filled
+    if isinstance(filled, dict) and isinstance(saved, dict):
+        return {key: _merged(filled.get(key), value) for key, value in saved.items()}
+    if isinstance(filled, list) and isinstance(saved, list):
+        return [_merged(mine, theirs) for mine, theirs in zip(filled, saved, strict=True)]
+    return saved
