@@ -48,6 +48,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as transformers_logging
 
+from common import sharding
 from common.checkpoint import cached, replacing
 from common.config import ConfigError, ModelConfig, TinyConfig
 from common.tasks import Messages, plain
@@ -201,11 +202,11 @@ def _conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> lis
 
 
 def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """`model` itself for float32, else a copy with its parameters in `dtype`, to sample from.
+    """`model` itself for float32 or where it is sharded, else a copy with its parameters in `dtype`, to sample from.
 
     Under autocast the weights would be cast anew for every token. Buffers stay: rotary frequencies in bf16 are off by 0.4 %.
     """
-    if dtype == torch.float32:
+    if dtype == torch.float32 or sharding.of(model):
         return model
     copied = copy.deepcopy(model).requires_grad_(False)
     for parameter in copied.parameters():

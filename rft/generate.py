@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from common import checkpoint, hardware, loop, models, resume
+from common import checkpoint, hardware, loop, models, resume, sharding
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.rollout import Completions, Sampler
@@ -249,7 +249,8 @@ class Generator:
                 # The rewards of a wave are computed, in a pool of workers, while the next one is sampled.
                 was_ending = ending
                 mine = todo[start + context.rank] if start + context.rank < len(todo) and not ending else None
-                made = self._sample(mine, sampler, iteration, phases) if mine else None
+                with sharding.forwards(sampler.model):
+                    made = self._sample(mine, sampler, iteration, phases) if mine else None
                 if start > 0:
                     with phases("reward"):
                         records = self._records(last) if last else []
@@ -291,7 +292,7 @@ class Generator:
 
         started = time.perf_counter()
         with phases("rollout"):
-            made, self.rows = hardware.halving(sample, self.rows, floor=1)
+            made, self.rows = hardware.halving(sample, self.rows, sharding.floor(sampler.model, self.rows, 1))
             texts = made.texts(self.tokenizer)
         seconds = time.perf_counter() - started
         repeated = [example for example in chunk.examples for _ in range(chunk.count)]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from common import hardware, logprobs, loop, models, optim, pages, precision, report, resume
+from common import hardware, logprobs, loop, models, optim, pages, precision, report, resume, sharding
 from common.checkpoint import write_text
 from common.config import BudgetConfig, ConfigError, Run
 from common.distributed import Context
@@ -236,7 +236,7 @@ class Stages:
             stopping = self._stopping()
             enough = self._used(for_training)[0] >= 1
             due = self.run.checkpoint.every and tuner.done % self.run.checkpoint.every == 0
-            if context.main and tuner.done < tuner.total and (due or stopping):
+            if tuner.done < tuner.total and (due or stopping):
                 tuner.save({"made_with": record, "iteration": iteration})
             context.barrier()
             if stopping and tuner.done < tuner.total:
@@ -248,12 +248,13 @@ class Stages:
         if context.main and tuner.done < tuner.total:
             log.info("iteration %d: the budget is spent after %d of %d steps", iteration, tuner.done, tuner.total)
         self.model = tuner.finish().eval()
+        weights = sharding.whole(self.model)
         if context.main:
             _write(
                 folder / "finetune.json",
                 {"made_with": record, "steps": tuner.done, "completions": selection.stats["kept"]},
             )
-            models.export(self.model, self.tokenizer, folder / "model")
+            models.export(self.model, self.tokenizer, folder / "model", weights)
             if self.tracker:
                 self.tracker.artifact("model", folder / "model", f"iteration-{iteration}")
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
@@ -497,8 +498,11 @@ class Stages:
         return self.model
 
     def _prepare(self) -> None:
+        if sharding.of(self.model):  # fine-tuned in place
+            return
         logprobs.prepare(self.model)
         optim.no_dropout(self.model)
+        sharding.shard([self.model], self.run, self.context, self.numbers)
 
     def _sampler(self, model: Any) -> Sampler:
         return Sampler(
