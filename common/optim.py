@@ -104,15 +104,7 @@ class Updater:
 
     def fresh(self) -> dict[str, Any]:
         """`state` as it is after a first step, which optimizers make their tensors in; weights stay what they are."""
-        before = [group["lr"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.0
-        for parameter in self.parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        for group, lr in zip(self.optimizer.param_groups, before, strict=True):
-            group["lr"] = lr
+        step_nowhere(self.optimizer)
         return self.state()
 
     def load(self, state: dict[str, Any]) -> None:
@@ -120,6 +112,19 @@ class Updater:
         self.optimizer.load_state_dict(state["optimizer"])
         if state["scaler"]:  # empty where the run so far needed none
             self.scaler.load_state_dict(state["scaler"])
+
+
+def step_nowhere(optimizer: torch.optim.Optimizer) -> None:
+    """A step that changes no weight: optimizers make their state in the first one, and a checkpoint is read into it."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

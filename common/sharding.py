@@ -13,7 +13,7 @@ safetensors, a file a rank, and read by any number of ranks, sharded or not.
 """
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,13 +183,56 @@ def forwards(model: Any, idle: Callable[[], Any] | None = None) -> Iterator[None
         model.reshard()  # the root stays gathered after a forward, which an update would not reach
 
 
+def each(model: Any, items: Iterable[T]) -> Iterator[T]:
+    """`items`, of which each rank may have another number, with a body that makes forwards of `model`: see `forwards`."""
+    with forwards(model):
+        yield from items
+
+
+# --- the shards of one rank ------------------------------------------------------------------------------------------
+
+
+def rows(tensor: Tensor) -> range:
+    """Which rows (of the first dimension) of the whole tensor this rank holds; all of them unless it is sharded."""
+    whole = tensor.shape[0]
+    if not isinstance(tensor, DTensor):
+        return range(whole)
+    mesh = tensor.device_mesh
+    each = -(-whole // mesh.size(1))
+    start = min(whole, mesh.get_local_rank("shard") * each)
+    held = range(start, min(whole, start + each))
+    assert len(held) == local(tensor).shape[0], "FSDP shares out rows in chunks, the last of them smaller"
+    return held
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like(tensor: Tensor, part: Tensor) -> Tensor:
+    """`part`, what this rank holds, as a tensor shared out like `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return part
+    shape, stride = tensor.shape, tensor.stride()
+    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+
+
+def total(model: Any, value: Tensor) -> Tensor:
+    """The sum of `value` over the ranks that hold a copy of the weights between them; in place."""
+    shards = of(model)
+    if shards:
+        dist.all_reduce(value, group=shards.mesh.get_group("shard"))
+    return value
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
 def local_bytes(tensors: Any) -> int:
     """Bytes of tensors in nested dicts and lists, of DTensors this rank's share."""
     found = {id(t): t for t in _tensors(tensors, "").values()}
-    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in found.values())
+    return sum(local(t).nbytes for t in found.values())
 
 
 def gathered_bytes(model: Any, rollout: bool) -> int:
@@ -268,6 +311,14 @@ def restore(saved: checkpoint.Checkpoint, tensors: dict[str, Tensor], fresh: Cal
         reader = dcp.HuggingFaceStorageReader(str(saved.path))
         dcp.load({**tensors, **_tensors(extra, EXTRA)}, storage_reader=reader, no_dist=not sharded)
         return _merged(extra, saved.extra)
+
+
+def names(saved: checkpoint.Checkpoint) -> set[str]:
+    """Of the weights in a checkpoint, written either way."""
+    if not saved.sharded:
+        return set(saved.tensors)
+    held = dcp.HuggingFaceStorageReader(str(saved.path)).read_metadata().state_dict_metadata
+    return {name for name in held if not name.startswith(f"{EXTRA}/")}
 
 
 def whole(model: Any) -> dict[str, Tensor] | None:

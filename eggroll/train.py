@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import checkpoint, hardware, loop, models, optim, precision, report, resume
+from common import checkpoint, hardware, loop, models, optim, precision, report, resume, sharding
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.evaluation import evaluate
@@ -47,6 +47,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     numbers = precision.resolve(run.opt, device)
     model, tokenizer = loop.load(run, task, context)
     model.requires_grad_(False)
+    sharding.shard([model], run, context, numbers)
     noise = Noise(model, settings.noise, rank=settings.rank, mirrored=settings.mirrored, seed=run.seed)
     if settings.rank != 1 and all(address.policy == "full" for address in noise.addresses):
         raise ConfigError(f"algo.rank={settings.rank} has no effect: nothing has low-rank noise. Set algo.rank=1.")
@@ -145,8 +146,10 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                 state["tracker"] = tracker.state()
             stopping = context.any(stop.name is not None)
             due = run.checkpoint.every and (step + 1) % run.checkpoint.every == 0
-            if tracker and (due or stopping or last):
-                tracker.artifact("checkpoint", weights.save(run, context, state), f"step-{step + 1}")
+            if due or stopping or last:
+                saved = weights.save(run, context, state)
+                if tracker:
+                    tracker.artifact("checkpoint", saved, f"step-{step + 1}")
             context.barrier()
             traced()
             if stopping:
@@ -179,7 +182,8 @@ class Population:
         repeated = [example for example in examples for _ in range(settings.samples_per_prompt)]
         rewards = torch.zeros(settings.members, len(repeated), dtype=torch.float64)
         generated = 0
-        for members in chunks(settings, self.rows, context.world_size)[context.rank :: context.world_size]:
+        mine = chunks(settings, self.rows, context.world_size)[context.rank :: context.world_size]
+        for members in sharding.each(self.sampler.model, mine):
 
             def sample(rows: int, members: range = members) -> list[Completions]:
                 self.sampler.rows = rows
@@ -200,7 +204,8 @@ class Population:
                 return made
 
             with phases("rollout"):
-                made, self.rows = hardware.halving(sample, self.rows, floor=2 if settings.mirrored else 1)
+                floor = sharding.floor(self.sampler.model, self.rows, 2 if settings.mirrored else 1)
+                made, self.rows = hardware.halving(sample, self.rows, floor)
                 texts = [text for part in made for text in part.texts(self.tokenizer)]
                 generated += sum(part.generated for part in made)
             with phases("reward"):
@@ -264,13 +269,13 @@ class Weights:
     def __init__(
         self, model: torch.nn.Module, noise: Noise, settings: EggrollConfig, compute: torch.dtype, offload: bool
     ) -> None:
-        self.settings, self.compute = settings, compute
+        self.settings, self.compute, self.model = settings, compute, model
         names = [address.name for address in noise.addresses]
         parameters = dict(model.named_parameters())
         self.initial = {
             n: parameters[n].detach().to("cpu" if offload else parameters[n].device, copy=True) for n in names
         }
-        if compute == torch.float32:
+        if compute == torch.float32 or sharding.of(model):
             self.masters = {n: parameters[n] for n in names}
         else:
             self.masters = {n: parameters[n].detach().clone() for n in names}
@@ -292,6 +297,7 @@ class Weights:
         for name, gradient in noise.gradients(draw, shaped):
             master, optimizer = self.masters[name], self.optimizers[name]
             initial = self.initial[name].to(master.device)
+            gradient = sharding.like(master, gradient)
             if self.settings.weight_decay:
                 gradient.add_(master - initial, alpha=self.settings.weight_decay)
             master.grad = gradient
@@ -299,35 +305,45 @@ class Weights:
                 group["lr"] = lr
             optimizer.step()
             master.grad = None
-            if self.compute != torch.float32:
+            if self.used[name] is not master:
                 self.used[name].copy_(master)
-            moved += (master - initial).square().sum().cpu()
-            started += initial.square().sum().cpu()
-        return float((moved / started.clamp(min=1e-30)).sqrt())
+            moved += sharding.local(master - initial).square().sum().cpu()
+            started += sharding.local(initial).square().sum().cpu()
+        both = sharding.total(self.model, torch.stack((moved, started)).to(noise.device))
+        return float((both[0] / both[1].clamp(min=1e-30)).sqrt())
 
     def save(self, run: Run, context: Context, state: dict[str, Any]) -> Path:
-        """Write a checkpoint with all that the next step needs. Returns its folder."""
-        extra = {"optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}}
+        """Write a checkpoint with all that the next step needs. Every rank calls it. Returns its folder."""
         tensors = {name: master.detach() for name, master in self.masters.items()}
-        return checkpoint.save(
+        return sharding.save(
+            context,
             context.out_dir / "checkpoints",
             state["step"],
             tensors,
             {"run": state, "config": asdict(run)},
-            extra,
+            self.extra(),
             keep=run.checkpoint.keep,
         )
+
+    def extra(self) -> dict[str, Any]:
+        """Beside the weights, what a checkpoint holds."""
+        return {"optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}}
+
+    def fresh(self) -> dict[str, Any]:
+        """`extra` as it is after a first step."""
+        for optimizer in self.optimizers.values():
+            optim.step_nowhere(optimizer)
+        return self.extra()
 
     @torch.no_grad()
     def load(self, saved: checkpoint.Checkpoint) -> None:
         """Take over a checkpoint's weights and optimizers."""
-        if set(saved.tensors) != set(self.masters):
+        if sharding.names(saved) != set(self.masters):
             raise ConfigError(f"{saved.path} holds other parameters than this run perturbs. Start with resume=no.")
+        extra = sharding.restore(saved, dict(self.masters), self.fresh)
         for name, master in self.masters.items():
-            master.copy_(saved.tensors[name])
             self.used[name].copy_(master)
-            assert saved.extra is not None
-            self.optimizers[name].load_state_dict(saved.extra["optimizers"][name])
+            self.optimizers[name].load_state_dict(extra["optimizers"][name])
 
 
 def without_influence(shaped: Tensor, mirrored: bool) -> float:

@@ -170,7 +170,7 @@ def shard_path(folder: Path, index: int, of: int) -> Path:
     return folder / f"samples-{index}-of-{of}.jsonl"
 
 
-def sharding(folder: Path) -> set[int]:
+def shard_counts(folder: Path) -> set[int]:
     """In how many shards there are samples; several numbers where that was changed."""
     return {int(path.stem.rsplit("-", 1)[1]) for path in folder.glob("samples-*-of-*.jsonl")}
 
@@ -182,7 +182,7 @@ def merged(
 
     Raises: ConfigError where a shard is missing or, if they are to be `whole`, not done, or was made with other settings.
     """
-    counts = sharding(folder)
+    counts = shard_counts(folder)
     if not counts:
         raise ConfigError(f"{folder} has no samples yet. Make them: algo.stage=generate.")
     if len(counts) > 1:

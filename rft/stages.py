@@ -28,7 +28,7 @@ from common.tracking import Tracker, events
 from rft.config import STAGES, RftConfig
 from rft.evaluate import pass_rates
 from rft.finetune import Finetuner, Tree, check_lora
-from rft.generate import Generator, Record, Store, check_same, made_with, merged, missing, shard_path, sharding
+from rft.generate import Generator, Record, Store, check_same, made_with, merged, missing, shard_counts, shard_path
 from rft.plan import fitted, plan
 from rft.prompts import split
 from rft.select import Selection, select
@@ -88,7 +88,7 @@ class Stages:
         if settings.select.buffer == "all":
             for earlier in range(1, iteration):
                 self._samples(earlier)  # they will be needed: found missing now, not after hours
-        if sharding(folder) - {of}:
+        if shard_counts(folder) - {of}:
             self._samples(iteration)  # made in other shards, whole or an error
             return
         store = self._store(shard_path(folder, index, of), iteration)
@@ -374,7 +374,7 @@ class Stages:
     def spent(self, iteration: int) -> str | None:
         """The limit that leaves nothing for an iteration that has not begun, such as budget.tokens=200000; None = go on."""
         used, limit = self._used(self.run.budget)
-        return limit if used >= 1 and not sharding(self._folder(iteration)) else None
+        return limit if used >= 1 and not shard_counts(self._folder(iteration)) else None
 
     def _used(self, budget: BudgetConfig) -> tuple[float, str]:
         """The share that is used of the limit that is nearest to its end, and that limit; on every rank the same."""
