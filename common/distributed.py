@@ -99,7 +99,9 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         return _grouped(entry, run, out_dir, task, rank, world, int(os.environ["LOCAL_RANK"]), "env://")
     ranks = _ranks(run)
-    if ranks == 1 and run.opt.fsdp.enabled:  # a group of one: its shards are whole, and so are its checkpoints' contents
+    if (
+        ranks == 1 and run.opt.fsdp.enabled
+    ):  # a group of one: its shards are whole, and so are its checkpoints' contents
         with tempfile.TemporaryDirectory() as folder:
             return _grouped(entry, run, out_dir, task, 0, 1, 0, f"file://{folder}/meeting")
     if ranks == 1:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from common import sharding
 from common.config import ConfigError, OptimizerConfig
 from common.precision import Precision
 
@@ -75,6 +76,7 @@ class Updater:
         self.parameters, self.grad_clip, self.numbers = parameters, settings.grad_clip, numbers
         self.optimizer = optimizer(settings.optimizer, parameters, settings.lr)
         self.scaler = torch.amp.GradScaler(device.type, enabled=numbers.scaler)  # type: ignore[attr-defined]
+        self.memory_gb: float | None = None  # of weights, gradients and optimizer state on this rank
 
     def clear(self) -> None:
         """Forget gradients."""
@@ -93,7 +95,10 @@ class Updater:
         if math.isfinite(norm) or self.numbers.scaler:  # with a scaler an overflow skips the step and is counted
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        seen = {"grad_norm": norm, "lr": lr}
+        if self.memory_gb is None:
+            parts = [[p, p.grad] for p in self.parameters]
+            self.memory_gb = sharding.measured({"weights": parts, "optimizer": self.optimizer.state_dict()})
+        seen = {"grad_norm": norm, "lr": lr, "state_memory_gb": self.memory_gb}
         if self.numbers.scaler:
             seen |= {"loss_scale": scale, "overflow": float(self.scaler.get_scale() < scale)}
         return seen

@@ -12,7 +12,9 @@ On a plain model each of them does what there was before. Checkpoints are writte
 safetensors, a file a rank, and read by any number of ranks, sharded or not.
 """
 
+import logging
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,9 +39,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from common import checkpoint
 from common.config import ConfigError, Run
 from common.distributed import Context
+from common.hardware import peak_memory_gb
 from common.precision import Precision
 
 T = TypeVar("T")
+log = logging.getLogger("clutch")
 
 
 @dataclass
@@ -229,20 +233,41 @@ def total(model: Any, value: Tensor) -> Tensor:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def local_bytes(tensors: Any) -> int:
-    """Bytes of tensors in nested dicts and lists, of DTensors this rank's share."""
-    found = {id(t): t for t in _tensors(tensors, "").values()}
-    return sum(local(t).nbytes for t in found.values())
+def measured(parts: Any) -> float:
+    """GB (2**30 bytes) that this rank holds of tensors in nested dicts and lists; says so where they are sharded."""
+    found = {id(tensor): tensor for tensor in _tensors(parts, "").values()}.values()
+    here = sum(local(tensor).nbytes for tensor in found)
+    if any(isinstance(tensor, DTensor) for tensor in found):
+        whole = sum(tensor.numel() * tensor.dtype.itemsize for tensor in found)
+        log.info("measured: %s. Peak so far %.2f GB", _beside(here, whole), peak_memory_gb(next(iter(found)).device))
+    return here / 2**30
 
 
-def gathered_bytes(model: Any, rollout: bool) -> int:
-    """Bytes of gathered weights at a time: all of them in a gathered rollout, else two blocks and what is outside."""
+def planned(model: Any, whole: float) -> str:
+    """For the plan, what a rank holds of `whole` bytes, beside what it would without; empty for a plain model."""
+    return f"; {_beside(whole / share(model), whole)}" if of(model) else ""
+
+
+def _beside(here: float, whole: float) -> str:
+    unit, name = (2**30, "GB") if whole >= 2**30 else (2**20, "MB")
+    return f"training state {here / unit:.2f} {name} a rank, with opt=ddp {whole / unit:.2f} {name}"
+
+
+def gathered_bytes(model: Any, rollout: bool) -> float:
+    """Bytes of weights that are gathered at a time: all of them in a gathered rollout, else what is outside the blocks and two
+    blocks, in training with their gradients; 0 for a plain model."""
     shards = of(model)
     if shards is None:
         return 0
-    size, each = shards.dtype.itemsize, [sum(p.numel() for p in b.parameters()) for b in blocks(model)]
-    total = sum(p.numel() for p in model.parameters())
-    return size * (total if rollout and shards.rollout == "gathered" else total - sum(each) + 2 * max(each, default=0))
+    each, total = [sum(p.numel() for p in block.parameters()) for block in blocks(model)], parameters(model)
+    if rollout and shards.rollout == "gathered":
+        return shards.dtype.itemsize * total
+    return (shards.dtype.itemsize + 4 * (not rollout)) * (total - sum(each) + 2 * max(each, default=0))
+
+
+def parameters(model: Any) -> int:
+    """How many the whole model has."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def share(model: Any) -> int:
@@ -309,7 +334,11 @@ def restore(saved: checkpoint.Checkpoint, tensors: dict[str, Tensor], fresh: Cal
             return _merged(extra, saved.extra)
         extra = fresh()
         reader = dcp.HuggingFaceStorageReader(str(saved.path))
-        dcp.load({**tensors, **_tensors(extra, EXTRA)}, storage_reader=reader, no_dist=not sharded)
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "torch.distributed is disabled", UserWarning
+            )  # that is what no_dist asks for
+            dcp.load({**tensors, **_tensors(extra, EXTRA)}, storage_reader=reader, no_dist=not sharded)
         return _merged(extra, saved.extra)
 
 

@@ -218,7 +218,9 @@ def plan(
             "numbers": f"{dtype}{', GradScaler' if dtype == 'float16' else ''}, masters float32"
             f"{', compiled' if run.opt.compile.enabled else ''}",
             "ranks": f"{context.world_size}"
-            + (f", {4 * size / 2**20:.1f} MB of gradients a step, hook {ddp.hook}" if context.world_size > 1 else ""),
+            + (f", {4 * size / 2**20:.1f} MB of gradients a step" if context.world_size > 1 else "")
+            + (f", hook {ddp.hook}" if context.world_size > 1 and context.mesh is None else ""),
+            **({"memory": sharding.planned(model, 16 * size).removeprefix("; ")} if sharding.of(model) else {}),
             "batch": f"{settings.batch_rows} rows: {share} a rank, in {forwards} forward{'s' * (forwards > 1)}",
             "loader": f"{loader.workers} worker processes a rank" if loader.workers else "in this process",
             "folder": str(context.out_dir),

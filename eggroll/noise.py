@@ -378,7 +378,9 @@ class _LowRankLinear:
         if self.plain is None:
             return self.base(x).add_(noise.view(shape))
         # The shared product adds itself to the noise: one pass over the output less than the other way round.
-        return noise.view(-1, self.out_features).addmm_(x.reshape(-1, self.in_features), self.plain.weight.T).view(shape)
+        return (
+            noise.view(-1, self.out_features).addmm_(x.reshape(-1, self.in_features), self.plain.weight.T).view(shape)
+        )
 
 
 class _SharedInput:

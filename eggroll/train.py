@@ -132,6 +132,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                         "reward_std": rewards.mean(1).std(correction=0).item(),
                         "zero_fitness": without_influence(shaped, settings.mirrored),
                         "drift": drift,
+                        "state_memory_gb": weights.memory_gb,
                         "sigma": sigma,
                         "lr": lr,
                         "generated_tokens": state["generated"],
@@ -270,6 +271,7 @@ class Weights:
         self, model: torch.nn.Module, noise: Noise, settings: EggrollConfig, compute: torch.dtype, offload: bool
     ) -> None:
         self.settings, self.compute, self.model = settings, compute, model
+        self.memory_gb: float | None = None  # of weights and optimizer state on this rank
         names = [address.name for address in noise.addresses]
         parameters = dict(model.named_parameters())
         self.initial = {
@@ -309,6 +311,8 @@ class Weights:
                 self.used[name].copy_(master)
             moved += sharding.local(master - initial).square().sum().cpu()
             started += sharding.local(initial).square().sum().cpu()
+        if self.memory_gb is None:
+            self.memory_gb = sharding.measured([self.masters, self.used, self.initial, self.extra()])
         both = sharding.total(self.model, torch.stack((moved, started)).to(noise.device))
         return float((both[0] / both[1].clamp(min=1e-30)).sqrt())
 
@@ -381,7 +385,12 @@ def plan(
         2 if settings.mirrored else 1
     )
     drawn = 4 * sum(4 * a.blocks for a in noise.addresses) * chunk_directions
-    fixed = size * sampler.dtype.itemsize + perturbed * (4 + 4 * (dtype != "float32")) + drawn
+    if sharding.of(sampler.model):
+        whole = 4 * size + 4 * perturbed  # masters and initial weights
+        fixed = whole / sharding.share(sampler.model) + sharding.gathered_bytes(sampler.model, rollout=True) + drawn
+    else:
+        whole = size * sampler.dtype.itemsize + perturbed * (4 + 4 * (dtype != "float32"))
+        fixed = whole + drawn
     share = context.world_size if context.device.device.type == "cpu" else 1  # ranks of a CPU share its memory
     pair = 2 if settings.mirrored else 1
     rows = hardware.fit_rows(settings.rows_per_forward, row, fixed, context.device.memory_gb / share, pair)
@@ -400,7 +409,7 @@ def plan(
             f"{tokens} new tokens at most",
             "forwards": f"{len(forwards)} a step, {used} rows each (algo.rows_per_forward={rows}), "
             f"{-(-len(forwards) // context.world_size)} a rank",
-            "memory": f"about {(fixed + used * row) / 2**30:.2f} GB a rank",
+            "memory": f"about {(fixed + used * row) / 2**30:.2f} GB a rank{sharding.planned(sampler.model, whole)}",
             "folder": str(context.out_dir),
         }
     )

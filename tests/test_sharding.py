@@ -60,7 +60,12 @@ def start(out: Path, folder: str, overrides: list[str]):
 
 
 def work(rank: int, out: Path, ports: dict[str, int]) -> None:
-    os.environ |= {"TORCHELASTIC_RUN_ID": "test", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {
+        "TORCHELASTIC_RUN_ID": "test",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     for folder, overrides in PAIR.items():
         os.environ["MASTER_PORT"] = str(ports[folder])
@@ -171,7 +176,7 @@ def test_a_sharded_checkpoint_is_one_folder_of_safetensors_with_hashes(runs, tmp
     shutil.copytree(saved.path, damaged)
     shard = next(damaged.glob("shard-00002*"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
-    with pytest.raises(checkpoint.CheckpointError, match="shard-00002.* is damaged"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"shard-00002.* is damaged"):
         checkpoint.load(damaged)
 
 
