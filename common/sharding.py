@@ -154,18 +154,8 @@ def forwards(model: Any, idle: Callable[[], Any] | None = None) -> Iterator[None
         yield
         return
     if shards.rollout == "gathered":
-        parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
-        model.inside(lambda _: None)  # what FSDP makes at the first forward
-        model.set_reshard_after_forward(False)
-        for part in parts:
-            part.unshard()
-        try:
+        with gathered(model):
             yield
-        finally:
-            for part in parts:
-                part.reshard()
-            model.set_reshard_after_forward(True)
-            model.set_reshard_after_forward(False, recurse=False)  # the backward pass begins with the head
         return
 
     def announce(*_: Any) -> None:
@@ -185,6 +175,25 @@ def forwards(model: Any, idle: Callable[[], Any] | None = None) -> Iterator[None
         hook.remove()
         shards.in_step = False
         model.reshard()  # the root stays gathered after a forward, which an update would not reach
+
+
+@contextmanager
+def gathered(model: Any) -> Iterator[None]:
+    """Meanwhile the weights of a sharded model are whole on every rank; what is written to them is lost."""
+    parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    if parts:
+        model.inside(lambda _: None)  # what FSDP makes at the first forward
+        model.set_reshard_after_forward(False)
+    for part in parts:
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.reshard()
+        if parts:
+            model.set_reshard_after_forward(True)
+            model.set_reshard_after_forward(False, recurse=False)  # the backward pass begins with the head
 
 
 def each(model: Any, items: Iterable[T]) -> Iterator[T]:

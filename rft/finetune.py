@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from common import checkpoint, hardware, logprobs, optim, sharding
 from common.config import ConfigError, Run
@@ -191,8 +192,23 @@ def with_lora(model: Any, config: LoraConfig) -> Any:
         task_type="CAUSAL_LM",
         lora_dropout=0.0,
     )
-    with peft_of_today():
-        return peft.get_peft_model(model, adapters)
+    with peft_of_today(), sharding.gathered(model):  # peft takes a sharded weight for one of tensor parallelism
+        found = peft.get_peft_model(model, adapters)
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):  # peft has frozen what was gathered of it; adapters are whole on every rank
+            parameter.requires_grad_(False)
+    return found
+
+
+@torch.no_grad()
+def merge_rows(model: Any) -> None:
+    """Add adapters, which every rank has, to the rows of the sharded weights that this rank holds."""
+    for module in model.modules():
+        if hasattr(module, "get_delta_weight"):
+            weight = module.base_layer.weight
+            rows = sharding.rows(weight)
+            for adapter in module.active_adapters:
+                sharding.local(weight).add_(module.get_delta_weight(adapter)[rows.start : rows.stop])
 
 
 def _targets(config: LoraConfig) -> list[str]:
@@ -305,4 +321,7 @@ class Finetuner:
         if self.context.main:
             with checkpoint.replacing(self.folder / "adapter") as temporary:
                 self.lora.save_pretrained(temporary)
+        if sharding.of(self.model):
+            merge_rows(self.model)
+            return self.lora.unload()
         return self.lora.merge_and_unload()
