@@ -224,10 +224,11 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def like(tensor: Tensor, part: Tensor) -> Tensor:
-    """`part`, what this rank holds, as a tensor shared out like `tensor`."""
+    """`part`, what this rank holds, as a tensor shared out like `tensor` and in the same place."""
     if not isinstance(tensor, DTensor):
         return part
     shape, stride = tensor.shape, tensor.stride()
+    part = part.to(local(tensor).device)
     return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
 
@@ -310,7 +311,11 @@ def save(
     def write(folder: Path | None) -> None:
         told = context.gather_objects(folder)[0]
         writer = dcp.HuggingFaceStorageWriter(str(told), save_distributed=True)
-        dcp.save(parts, storage_writer=writer)
+        try:
+            dcp.save(parts, storage_writer=writer)
+        except dcp.CheckpointException as error:  # on all ranks, with what went wrong on each
+            reasons = [str(failure[0]) for failure in error.failures.values()]
+            raise checkpoint.CheckpointError(f"{told} could not be written: {reasons[0]}.") from None
 
     if context.main:
         folder = checkpoint.save(root, step, {}, state, _without_tensors(extra), keep, write=write)
@@ -364,11 +369,13 @@ def whole(model: Any) -> dict[str, Tensor] | None:
 
     Called on all ranks.
     """
-    if of(model) is None:
+    shards = of(model)
+    if shards is None:
         return None
     main, found = dist.get_rank() == 0, {}
     for name, parameter in model.named_parameters():
-        full = parameter.detach().full_tensor()
+        full = parameter.detach().to(shards.device)
+        full = full.full_tensor() if isinstance(full, DTensor) else full
         if main:
             found[name] = full.cpu()
     for name, buffer in model.named_buffers():
