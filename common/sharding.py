@@ -314,8 +314,9 @@ def save(
         try:
             dcp.save(parts, storage_writer=writer)
         except dcp.CheckpointException as error:  # on all ranks, with what went wrong on each
-            reasons = [str(failure[0]) for failure in error.failures.values()]
-            raise checkpoint.CheckpointError(f"{told} could not be written: {reasons[0]}.") from None
+            raise checkpoint.CheckpointError(
+                f"{checkpoint.folder_of(root, step)} could not be written: {_first(error)}."
+            ) from None
 
     if context.main:
         folder = checkpoint.save(root, step, {}, state, _without_tensors(extra), keep, write=write)
@@ -352,7 +353,12 @@ def restore(saved: checkpoint.Checkpoint, tensors: dict[str, Tensor], fresh: Cal
             warnings.filterwarnings(
                 "ignore", "torch.distributed is disabled", UserWarning
             )  # that is what no_dist asks for
-            dcp.load({**tensors, **_tensors(extra, EXTRA)}, storage_reader=reader, no_dist=not sharded)
+            try:
+                dcp.load({**tensors, **_tensors(extra, EXTRA)}, storage_reader=reader, no_dist=not sharded)
+            except dcp.CheckpointException as error:
+                raise ConfigError(
+                    f"{saved.path} does not go into this run: {_first(error)}. Start anew with another hydra.run.dir."
+                ) from None
         return _merged(extra, saved.extra)
 
 
@@ -390,6 +396,11 @@ def _copy(full: Tensor, into: Tensor) -> None:
         full = full.to(into.device, into.dtype)
         full = distribute_tensor(full, into.device_mesh, into.placements, src_data_rank=None)
     into.copy_(full)
+
+
+def _first(error: dcp.CheckpointException) -> str:
+    """What went wrong on the first rank that says so."""
+    return str(next(iter(error.failures.values()))[0]).rstrip(".")
 
 
 def _tensors(nested: Any, prefix: str) -> dict[str, Tensor]:

@@ -312,7 +312,9 @@ class Weights:
             moved += sharding.local(master - initial).square().sum().cpu()
             started += sharding.local(initial).square().sum().cpu()
         if self.memory_gb is None:
-            self.memory_gb = sharding.measured([self.masters, self.used, self.initial, self.extra()])
+            self.memory_gb = sharding.measured(
+                [list(self.model.parameters()), self.masters, self.initial, self.extra()]
+            )
         both = sharding.total(self.model, torch.stack((moved, started)).to(noise.device))
         return float((both[0] / both[1].clamp(min=1e-30)).sqrt())
 
