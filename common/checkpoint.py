@@ -1,8 +1,9 @@
 """Checkpoints that survive kill -9, a full disk and a flipped bit.
 
 A checkpoint is a folder `step-00000120`: `tensors.safetensors`, `state.json`, perhaps `extra.pt`, and `manifest.json` with
-the SHA-256 of each; of sharded weights there is one safetensors file a rank in its place (common/sharding.py). It is written beside its place, synced and renamed, so a folder of that name is whole or damaged
-afterwards, never half-written; `latest` finds damage by the hashes and goes back to the newest checkpoint without it.
+the SHA-256 of each; of sharded weights there is a safetensors file a rank instead (common/sharding.py). It is written
+beside its place, synced and renamed, so a folder of that name is whole or damaged afterwards, never half-written;
+`latest` finds damage by the hashes and goes back to the newest checkpoint without it.
 Nothing here unpickles objects: safetensors, JSON and `torch.load(weights_only=True)` only.
 
 `replacing`, `seal` and `problem` are the same guarantees for any folder; exports use them, and `cached` for what is
