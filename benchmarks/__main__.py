@@ -19,6 +19,7 @@ BENCHMARKS = {
     "eggroll": "a step's sampling: one at a time, member by member, the population in one forward",
     "grpo": "a GRPO step: one prompt at a time, TRL, this project and its switches, together and alone",
     "rft": "sampling for RFT: one question at a time, batched `generate`, this project and its switches",
+    "sharding": "opt=fsdp beside opt=ddp: a rollout, a training step and memory, two ranks",
     "loader": "a training iteration on sequences of varying length: lists and loops, then without",
 }
 

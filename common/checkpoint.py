@@ -1,8 +1,9 @@
 """Checkpoints that survive kill -9, a full disk and a flipped bit.
 
 A checkpoint is a folder `step-00000120`: `tensors.safetensors`, `state.json`, perhaps `extra.pt`, and `manifest.json` with
-the SHA-256 of each. It is written beside its place, synced and renamed, so a folder of that name is whole or damaged
-afterwards, never half-written; `latest` finds damage by the hashes and goes back to the newest checkpoint without it.
+the SHA-256 of each; of sharded weights there is a safetensors file a rank instead (common/sharding.py). It is written
+beside its place, synced and renamed, so a folder of that name is whole or damaged afterwards, never half-written;
+`latest` finds damage by the hashes and goes back to the newest checkpoint without it.
 Nothing here unpickles objects: safetensors, JSON and `torch.load(weights_only=True)` only.
 
 `replacing`, `seal` and `problem` are the same guarantees for any folder; exports use them, and `cached` for what is
@@ -55,15 +56,23 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     state: dict[str, Any]
     extra: dict[str, Any] | None
+    sharded: bool = False  # its tensors are in a file a rank, which common/sharding.py reads; `tensors` is empty
 
 
 def save(
-    root: Path, step: int, tensors: dict[str, Tensor], state: dict[str, Any], extra: dict[str, Any] | None, keep: int
+    root: Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    state: dict[str, Any],
+    extra: dict[str, Any] | None,
+    keep: int,
+    write: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write checkpoint `step` below `root`, then remove all but the newest `keep` up to it. One writer a root.
 
     Args: root: made if needed; tensors: any device, dtype, layout; tied or overlapping ones are fine; state: JSON (string
-    keys, lists); extra: what `torch.load(weights_only=True)` reads: optimizer state, generator states; keep: >= 1.
+    keys, lists); extra: what `torch.load(weights_only=True)` reads: optimizer state, generator states; keep: >= 1;
+    write: puts safetensors files of its own into the folder, in place of `tensors` (see common/sharding.py).
     Returns: the folder. A checkpoint of the same step is replaced; it stays readable until the new one is in place.
     Checkpoints of later steps, left by a run that went back, are not touched.
     Raises: CheckpointError with path and reason on any I/O error, with all earlier checkpoints as they were;
@@ -73,17 +82,25 @@ def save(
     assert step >= 0
     weights, tied = _separate(tensors)
     state_text = json.dumps(state, indent=1)
-    folder = root / f"step-{step:08d}"
+    folder = folder_of(root, step)
     for stale in root.glob(f"{_TEMPORARY}*"):  # first: a killed writer's leftovers may be what fills the disk
         shutil.rmtree(stale, ignore_errors=True)
     with replacing(folder) as temporary:
-        save_file(weights, temporary / TENSORS, metadata={"tied": json.dumps(tied)})
+        if write is None:
+            save_file(weights, temporary / TENSORS, metadata={"tied": json.dumps(tied)})
+        else:
+            write(temporary)
         (temporary / STATE).write_text(state_text, encoding="utf-8")
         if extra is not None:
             _save_extra(extra, temporary / EXTRA)
-        seal(temporary, {"step": step})
+        seal(temporary, {"step": step} | ({"sharded": True} if write else {}))
     _prune(root, step, keep)
     return folder
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """Where checkpoint `step` below `root` is."""
+    return root / f"step-{step:08d}"
 
 
 def latest(root: Path) -> Checkpoint | None:
@@ -116,10 +133,8 @@ def load(path: Path) -> Checkpoint:
         name = _NAME.fullmatch(path.name)
         if name and int(name[1]) != step:
             raise CheckpointError(f"checkpoint {path} is not valid: foreign, it holds step {step}.")
-        with safe_open(path / TENSORS, framework="pt", device="cpu") as reader:
-            tied = json.loads((reader.metadata() or {})["tied"])
-            tensors = {key: reader.get_tensor(key) for key in reader.keys()}  # noqa: SIM118 (not a dict)
-        tensors |= {alias: tensors[key] for alias, key in tied.items()}
+        sharded = manifest.get("sharded", False)
+        tensors = {} if sharded else _stored(path)
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
         extra = torch.load(path / EXTRA, map_location="cpu", weights_only=True) if EXTRA in files else None
     except CheckpointError:
@@ -129,7 +144,7 @@ def load(path: Path) -> Checkpoint:
     except Exception as error:  # hashes are right, so another program wrote it: anything can be in there
         reason = f"foreign, {type(error).__name__}: {_first_line(error)}"
         raise CheckpointError(f"checkpoint {path} is not valid: {reason}.") from error
-    return Checkpoint(path=path, step=step, tensors=tensors, state=state, extra=extra)
+    return Checkpoint(path=path, step=step, tensors=tensors, state=state, extra=extra, sharded=sharded)
 
 
 # --- folders that are whole or absent --------------------------------------------------------------------------------
@@ -252,6 +267,14 @@ def _separate(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
         # A clone also when it is contiguous already: it may be a view of a storage that another name views too.
         stored[name] = tensor.clone(memory_format=torch.contiguous_format).cpu()
     return stored, tied
+
+
+def _stored(folder: Path) -> dict[str, Tensor]:
+    """What `_separate` took apart."""
+    with safe_open(folder / TENSORS, framework="pt", device="cpu") as reader:
+        tied = json.loads((reader.metadata() or {})["tied"])
+        tensors = {key: reader.get_tensor(key) for key in reader.keys()}  # noqa: SIM118 (not a dict)
+    return tensors | {alias: tensors[key] for alias, key in tied.items()}
 
 
 def _save_extra(extra: dict[str, Any], path: Path) -> None:

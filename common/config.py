@@ -366,6 +366,27 @@ class DdpConfig:
 
 
 @dataclass(kw_only=True)
+class FsdpConfig:
+    """Workers on this node that share out weights, gradients and optimizer state."""
+
+    enabled: bool = False
+    ranks: int | None = None  # null = one for each device
+    backend: str = "auto"  # auto | gloo | nccl
+    ranks_per_group: int | None = None  # that share one copy of the weights; null = all
+    rollout: str = "gathered"  # gathered | layerwise
+    cpu_offload: bool = False
+    arrival_seconds: float = 300  # ranks wait this long for each other at the start
+
+    def __post_init__(self) -> None:
+        choice("opt.fsdp.backend", self.backend, ("auto", "gloo", "nccl"))
+        choice("opt.fsdp.rollout", self.rollout, ("gathered", "layerwise"))
+        above("opt.fsdp.arrival_seconds", self.arrival_seconds, 0)
+        for key in ("ranks", "ranks_per_group"):
+            if getattr(self, key) is not None:
+                at_least(f"opt.fsdp.{key}", getattr(self, key), 1)
+
+
+@dataclass(kw_only=True)
 class ProfileConfig:
     """A torch.profiler trace of a few steps."""
 
@@ -408,6 +429,13 @@ class SwitchConfig:
     enabled: bool = False
 
 
+NOT_WITH_FSDP = {
+    "ddp": "with ddp every rank has all weights, with fsdp a share of them. Use one of them",
+    "compile": "gathering weights between blocks breaks the graph. Leave compile out, or use opt=ddp",
+    "offload": "what it would move is shared out already. Leave it out; opt.fsdp.cpu_offload=true moves all weights",
+}
+
+
 @dataclass(kw_only=True)
 class OptConfig:
     """The optimisation switches; each conf/opt file writes under its own key."""
@@ -415,6 +443,7 @@ class OptConfig:
     amp: AmpConfig = field(default_factory=AmpConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     ddp: DdpConfig = field(default_factory=DdpConfig)
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     tf32: SwitchConfig = field(default_factory=SwitchConfig)
     checkpointing: SwitchConfig = field(default_factory=SwitchConfig)
     offload: SwitchConfig = field(default_factory=SwitchConfig)
@@ -431,6 +460,16 @@ class OptConfig:
                         f"opt.{switch.name}.{option.name}={given} has no effect: {switch.name} is off. "
                         f"Add it: 'opt=[{switch.name},...]'."
                     )
+        if not self.fsdp.enabled:
+            return
+        for name, why in NOT_WITH_FSDP.items():
+            if getattr(self, name).enabled:
+                raise ConfigError(f"opt=fsdp and opt={name} do not go together: {why}.")
+
+    @property
+    def workers(self) -> tuple[str, DdpConfig | FsdpConfig]:
+        """The switch that says how many ranks there are: its name, and its settings."""
+        return ("fsdp", self.fsdp) if self.fsdp.enabled else ("ddp", self.ddp)
 
     def enabled(self) -> list[str]:
         """Names of the switches that are on."""

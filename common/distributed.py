@@ -1,7 +1,7 @@
 """Workers, process group, and what ranks say to each other.
 
 A worker is started by function, not by running the command again: in this process when there is one, spawned for
-`opt=ddp`, or the process that torchrun started.
+`opt=ddp` and `opt=fsdp`, or the process that torchrun started.
 """
 
 import errno
@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tqdm import tqdm
 
 from common import hardware, slurm
@@ -47,6 +48,7 @@ class Context:
     world_size: int
     device: hardware.Device
     out_dir: Path
+    mesh: DeviceMesh | None = None  # [replicate, shard], with opt=fsdp
 
     @property
     def main(self) -> bool:
@@ -88,16 +90,22 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
     """
     out_dir = out_dir.resolve()
     out_dir.mkdir(parents=True, exist_ok=True)
-    if run.opt.ddp.backend == "nccl" and not hardware.local_devices(run.hardware):
-        raise ConfigError("opt.ddp.backend=nccl needs CUDA devices. Use opt.ddp.backend=auto or gloo.")
+    switch, workers = run.opt.workers
+    if workers.backend == "nccl" and not hardware.local_devices(run.hardware):
+        raise ConfigError(f"opt.{switch}.backend=nccl needs CUDA devices. Use opt.{switch}.backend=auto or gloo.")
     hardware.check_visible(run.hardware)
     if slurm.ranked():
         _check_started(run)
-        if run.opt.ddp.ranks is not None:
-            raise ConfigError("opt.ddp.ranks has no effect under torchrun. Use torchrun --nproc_per_node.")
+        if workers.ranks is not None:
+            raise ConfigError(f"opt.{switch}.ranks has no effect under torchrun. Use torchrun --nproc_per_node.")
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         return _grouped(entry, run, out_dir, task, rank, world, int(os.environ["LOCAL_RANK"]), "env://")
     ranks = _ranks(run)
+    if (
+        ranks == 1 and run.opt.fsdp.enabled
+    ):  # a group of one: its shards are whole, and so are its checkpoints' contents
+        with tempfile.TemporaryDirectory() as folder:
+            return _grouped(entry, run, out_dir, task, 0, 1, 0, f"file://{folder}/meeting")
     if ranks == 1:
         return _work(entry, run, Context(0, 1, hardware.find(run.hardware), out_dir), task)
     return _spawn(entry, run, out_dir, task, ranks)
@@ -124,16 +132,17 @@ def _check_started(run: Run) -> None:
 
 
 def _ranks(run: Run) -> int:
-    if not run.opt.ddp.enabled:
+    switch, workers = run.opt.workers
+    if not workers.enabled:
         return 1
     devices = hardware.local_devices(run.hardware)
-    if run.opt.ddp.ranks is None:
+    if workers.ranks is None:
         return devices or 2
-    if devices and run.opt.ddp.ranks > devices:
+    if devices and workers.ranks > devices:
         raise ConfigError(
-            f"opt.ddp.ranks={run.opt.ddp.ranks}, but this node has {devices} CUDA devices. Use at most {devices}."
+            f"opt.{switch}.ranks={workers.ranks}, but this node has {devices} CUDA devices. Use at most {devices}."
         )
-    return run.opt.ddp.ranks
+    return workers.ranks
 
 
 def _spawn(entry: str, run: Run, out_dir: Path, task: Any, ranks: int) -> Any:
@@ -205,24 +214,27 @@ def _grouped(
     found = hardware.find(run.hardware, local_rank)
     if found.device.type == "cuda":
         torch.cuda.set_device(found.device)
-    else:
+    elif world > 1:
         # Ranks on one machine share its cores, or have those that Slurm gave them; threads beyond that slow all of them.
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         given = int(os.environ.get("SLURM_CPUS_PER_TASK", os.cpu_count() or 1))
         torch.set_num_threads(max(1, min((os.cpu_count() or 1) // local_world, given)))
-    backend = run.opt.ddp.backend
+    switch, workers = run.opt.workers
+    backend = workers.backend
     if backend == "auto":
         backend = "nccl" if found.device.type == "cuda" else "gloo"
-    _meet(run, backend, meeting, rank, world)
+    if backend == "nccl" and run.opt.fsdp.cpu_offload:
+        backend = "cpu:gloo,cuda:nccl"  # what is on the CPU has norms of all ranks too
+    _meet(switch, workers.arrival_seconds, backend, meeting, rank, world)
     try:
-        return _work(entry, run, Context(rank, world, found, out_dir), task)
+        return _work(entry, run, Context(rank, world, found, out_dir, _mesh(run, world, found.device.type)), task)
     finally:
         dist.destroy_process_group()
 
 
-def _meet(run: Run, backend: str, meeting: str, rank: int, world: int) -> None:
+def _meet(switch: str, seconds: float, backend: str, meeting: str, rank: int, world: int) -> None:
     """Start the process group. Raises: ConfigError where ranks do not find each other in time."""
-    wait = timedelta(seconds=run.opt.ddp.arrival_seconds)
+    wait = timedelta(seconds=seconds)
     try:
         store, rank, world = next(dist.rendezvous(meeting, rank, world, timeout=wait))
     except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -232,10 +244,23 @@ def _meet(run: Run, backend: str, meeting: str, rank: int, world: int) -> None:
                 f"the ranks cannot meet at {where}: another program uses that port. Give another one, as MASTER_PORT or to torchrun."
             ) from None
         raise ConfigError(
-            f"rank {rank} of {world} waited {run.opt.ddp.arrival_seconds:g} s for the others at {where} (opt.ddp.arrival_seconds): "
+            f"rank {rank} of {world} waited {seconds:g} s for the others at {where} (opt.{switch}.arrival_seconds): "
             f"{str(error).splitlines()[0]} Look whether every node has started its ranks and can reach that address."
         ) from None
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+
+
+def _mesh(run: Run, world: int, device: str) -> DeviceMesh | None:
+    """With opt=fsdp, the ranks as [replicate, shard]: each row holds one copy of the weights."""
+    if not run.opt.fsdp.enabled:
+        return None
+    each = run.opt.fsdp.ranks_per_group or world
+    if world % each:
+        raise ConfigError(
+            f"opt.fsdp.ranks_per_group={each} does not divide the {world} ranks. Use one of "
+            f"{', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}."
+        )
+    return init_device_mesh(device, (world // each, each), mesh_dim_names=("replicate", "shard"))
 
 
 def _work(entry: str, run: Run, context: Context, task: Any) -> Any:

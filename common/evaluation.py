@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from common import hardware
+from common import hardware, sharding
 from common.config import SamplingConfig
 from common.distributed import Context
 from common.models import encode_prompts
@@ -41,21 +41,8 @@ def evaluate(
 
     Raises: RunStopped where the model's logits are NaN or infinite.
     """
-    mine = examples[context.rank :: context.world_size]
-    texts: list[str] = []
-    generated, broken = 0, []
-    if mine:
-        greedy = SamplingConfig(max_new_tokens=max_new_tokens, temperature=0.0, top_p=1.0, top_k=0)
-        prompts = encode_prompts(tokenizer, [task.prompt(e) for e in mine])
-
-        def complete(rows: int) -> Completions:
-            sampler.rows = rows
-            with watched(sampler, "evaluating", len(prompts), context):
-                return sampler.generate(prompts, greedy)
-
-        made, sampler.rows = hardware.halving(complete, sampler.rows, floor=1)
-        texts, generated = made.texts(tokenizer), made.generated
-        broken = [example.id for example, bad in zip(mine, made.broken.tolist(), strict=True) if bad]
+    with sharding.forwards(sampler.model):
+        texts, generated, broken = _completed(sampler, tokenizer, task, examples, max_new_tokens, context)
     parts = context.gather_objects((texts, generated, broken))
     if ids := [example for _, _, found in parts for example in found]:
         raise RunStopped(
@@ -67,6 +54,26 @@ def evaluate(
     for rank, (part, _, _) in enumerate(parts):
         completions[rank :: context.world_size] = part
     return Evaluation(task.metrics(examples, completions), completions, sum(count for _, count, _ in parts))
+
+
+def _completed(
+    sampler: Sampler, tokenizer: Any, task: Task, examples: Sequence[Example], max_new_tokens: int, context: Context
+) -> tuple[list[str], int, list[Any]]:
+    """This rank's share of the completions, how many tokens they have, and the ids of examples with logits that are not finite."""
+    mine = examples[context.rank :: context.world_size]
+    if not mine:
+        return [], 0, []
+    greedy = SamplingConfig(max_new_tokens=max_new_tokens, temperature=0.0, top_p=1.0, top_k=0)
+    prompts = encode_prompts(tokenizer, [task.prompt(e) for e in mine])
+
+    def complete(rows: int) -> Completions:
+        sampler.rows = rows
+        with watched(sampler, "evaluating", len(prompts), context):
+            return sampler.generate(prompts, greedy)
+
+    made, sampler.rows = hardware.halving(complete, sampler.rows, sharding.floor(sampler.model, sampler.rows, 1))
+    broken = [example.id for example, bad in zip(mine, made.broken.tolist(), strict=True) if bad]
+    return made.texts(tokenizer), made.generated, broken
 
 
 @contextmanager

@@ -81,6 +81,8 @@ def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
             )
     if opt.offload.enabled and found.device.type == "cpu":
         raise ConfigError("opt=offload has no effect on a CPU: there is no other memory. Leave it out.")
+    if opt.fsdp.cpu_offload and found.device.type == "cpu":
+        raise ConfigError("opt.fsdp.cpu_offload=true has no effect on a CPU: there is no other memory. Leave it out.")
     if opt.compile.enabled and not config.compile and found.matches:
         raise ConfigError(
             f"opt=compile is not for hardware={config.name}: its compiler needs compute capability 8.0. Leave it out."

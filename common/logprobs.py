@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from common import sharding
 from common.config import ConfigError
 
 ATTENTION = "clutch_shared_prompt"
@@ -162,7 +163,7 @@ def hidden_states(model: PreTrainedModel, groups: Groups) -> Tensor:
     n, prompt, size, length = groups.sizes
     assert model.config._attn_implementation == ATTENTION, "call prepare(model) first"
     kind = groups.ids.device.type  # masks are cast here, not in each layer
-    groups = groups.cast(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype)
+    groups = groups.cast(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else sharding.dtype(model))
     states = model.base_model(
         input_ids=groups.ids, position_ids=groups.positions, use_cache=False, groups=groups
     ).last_hidden_state
@@ -176,6 +177,10 @@ def token_logprobs(model: PreTrainedModel, groups: Groups, temperature: float) -
 
     Logits are divided by `temperature` (that of sampling; 1 for greedy runs) and never exist for more than `LOGITS` floats.
     """
+    return sharding.inside(model, _token_logprobs, groups, temperature)
+
+
+def _token_logprobs(model: PreTrainedModel, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
     states = hidden_states(model, groups)[groups.mask]  # [tokens, d]
     out = []
     for values in head_logprobs(model, states, groups.completions[groups.mask], temperature):
@@ -183,6 +188,13 @@ def token_logprobs(model: PreTrainedModel, groups: Groups, temperature: float) -
         padded[groups.mask] = values
         out.append(padded)
     return out[0], out[1]
+
+
+def keep_step(model: PreTrainedModel, passes: int, device: torch.device) -> None:
+    """Forward and backward passes that add nothing, on a sharded model: all ranks must make the same number of them."""
+    for _ in range(passes):
+        logp, _entropy = token_logprobs(model, group([[0]], [[[0]]], device), 1.0)
+        (0.0 * logp.sum()).backward()
 
 
 def head_logprobs(model: PreTrainedModel, states: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

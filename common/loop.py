@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from common import checkpoint, models, report
+from common import checkpoint, models, report, sharding
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.evaluation import Evaluation
@@ -20,10 +20,14 @@ log = logging.getLogger("clutch")
 
 
 def load(run: Run, task: Task, context: Context) -> tuple[Any, Any]:
-    """Model in float32 and tokenizer; rank 0 first, so that it alone builds or downloads."""
+    """Model in float32 and tokenizer; rank 0 first, so that it alone builds or downloads.
+
+    With opt=fsdp on the CPU: the device need not hold all of it, and `sharding.shard` takes it there block by block.
+    """
     if not context.main:
         context.barrier()
-    loaded = models.load(run.model, task, torch.float32, context.device.device, progress=context.main)
+    device = context.device.device if context.mesh is None else torch.device("cpu")
+    loaded = models.load(run.model, task, torch.float32, device, progress=context.main)
     if context.main:
         context.barrier()
     if context.world_size > 1:
@@ -290,12 +294,13 @@ def finish(
         ended_by=ended_by,
         skipped_steps=state["skipped"],
     )
+    weights = sharding.whole(model)
     if tracker:
         if iteration is None:  # RFT has measured after each
             tracker.measured(tracker.step, last.name, last.metrics)
         tracker.completions("after", tracker.step, report.completions(task, examples, last.completions))
         tracker.summary(report.headline(result))
-        models.export(model, tokenizer, context.out_dir / "model")
+        models.export(model, tokenizer, context.out_dir / "model", weights)
         tracker.artifact("model", context.out_dir / "model", f"step-{state['step']}")
         tracker.close()
         report.finish(result, task, examples, state["before"]["completions"], last.completions)

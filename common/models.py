@@ -49,6 +49,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as transformers_logging
 
+from common import sharding
 from common.checkpoint import cached, replacing
 from common.config import ConfigError, ModelConfig, TinyConfig
 from common.tasks import Messages, plain
@@ -202,11 +203,11 @@ def _conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> lis
 
 
 def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """`model` itself for float32, else a copy with its parameters in `dtype`, to sample from.
+    """`model` itself for float32 or where it is sharded, else a copy with its parameters in `dtype`, to sample from.
 
     Under autocast the weights would be cast anew for every token. Buffers stay: rotary frequencies in bf16 are off by 0.4 %.
     """
-    if dtype == torch.float32:
+    if dtype == torch.float32 or sharding.of(model):
         return model
     copied = copy.deepcopy(model).requires_grad_(False)
     for parameter in copied.parameters():
@@ -214,16 +215,21 @@ def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return copied
 
 
-def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def export(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> None:
     """Write a Hugging Face folder in the model's dtype that `from_pretrained` loads; whole or not at all.
 
-    An earlier export at `folder` is replaced. Raises: ConfigError if `folder` holds something else; CheckpointError with
+    An earlier export at `folder` is replaced. Args: weights: of a sharded model, gathered. Raises: ConfigError if `folder` holds something else; CheckpointError with
     path and reason on I/O errors.
     """
     if folder.exists() and not (folder / "config.json").is_file() and (folder.is_file() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not a model folder. Give a new folder, or remove this one.")
     with replacing(folder) as temporary, _savable(model), _bars(False):
-        model.save_pretrained(temporary)
+        model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from common import sharding
 from common.config import ConfigError, OptimizerConfig
 from common.precision import Precision
 
@@ -80,6 +82,7 @@ class Updater:
         self.parameters, self.grad_clip, self.numbers = parameters, settings.grad_clip, numbers
         self.optimizer = optimizer(settings.optimizer, parameters, settings.lr)
         self.scaler = torch.amp.GradScaler(device.type, enabled=numbers.scaler)  # type: ignore[attr-defined]
+        self.memory_gb: float | None = None  # of weights, gradients and optimizer state on this rank
 
     def clear(self) -> None:
         """Forget gradients."""
@@ -95,12 +98,16 @@ class Updater:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.grad_clip).item()
+        total = nn.utils.clip_grad_norm_(self.parameters, self.grad_clip)
+        norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
         scale = self.scaler.get_scale()
         if math.isfinite(loss) and (math.isfinite(norm) or self.numbers.scaler):  # a scaler skips what overflows
             self.scaler.step(self.optimizer)
         self.scaler.update()
-        seen = {"loss": loss, "grad_norm": norm, "lr": lr}
+        if self.memory_gb is None:
+            parts = [[p, p.grad] for p in self.parameters]
+            self.memory_gb = sharding.measured({"weights": parts, "optimizer": self.optimizer.state_dict()})
+        seen = {"loss": loss, "grad_norm": norm, "lr": lr, "state_memory_gb": self.memory_gb}
         if self.numbers.scaler:
             seen |= {"loss_scale": scale, "overflow": float(self.scaler.get_scale() < scale)}
         return seen
@@ -109,11 +116,29 @@ class Updater:
         """For a checkpoint."""
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
+    def fresh(self) -> dict[str, Any]:
+        """`state` as it is after a first step, which optimizers make their tensors in; weights stay what they are."""
+        step_nowhere(self.optimizer)
+        return self.state()
+
     def load(self, state: dict[str, Any]) -> None:
         """Take over what `state` returned."""
         self.optimizer.load_state_dict(state["optimizer"])
         if state["scaler"]:  # empty where the run so far needed none
             self.scaler.load_state_dict(state["scaler"])
+
+
+def step_nowhere(optimizer: torch.optim.Optimizer) -> None:
+    """A step that changes no weight: optimizers make their state in the first one, and a checkpoint is read into it."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
@@ -124,8 +149,12 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Add the gradients of all ranks, in buckets. Ranks may have run different numbers of backward passes, none too."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    """Add the gradients of all ranks, in buckets. Ranks may have run different numbers of backward passes, none too.
+
+    Those of sharded weights have been added in the backward passes.
+    """
+    parameters = list(parameters)
+    if not dist.is_initialized() or dist.get_world_size() == 1 or isinstance(parameters[0], DTensor):
         return
     bucket: list[Tensor] = []
     size = 0

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from common import logprobs
+from common import logprobs, sharding
 from common.config import ConfigError, SamplingConfig
 from common.models import context_length
 from common.philox import token_uniforms
@@ -289,7 +289,7 @@ class Sampler:
         autocast: torch.dtype | None = None,
     ) -> None:
         self.model = model
-        self.device = next(model.parameters()).device
+        self.device = sharding.device(model)
         self.pad_id = pad_id
         self.stop_ids = torch.tensor(list(stop_ids), device=self.device)
         self.rows = rows
@@ -308,7 +308,7 @@ class Sampler:
     @property
     def dtype(self) -> torch.dtype:
         """Of the activations, and so of the cache."""
-        return self.autocast or self.model.dtype
+        return self.autocast or sharding.dtype(self.model)
 
     def bytes_per_row(self, prompt_tokens: int, new_tokens: int) -> float:
         """An estimate of the memory that one more row takes: its cache, and the activations of its prefill."""
@@ -353,7 +353,7 @@ class Sampler:
                 f"{self.context}. Lower algo.sampling.max_new_tokens to {max(0, self.context - longest)}, or shorten prompts."
             )
         half = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
-        with evaluating(self.model, ATTENTION if self.shares else None), torch.inference_mode(), half:
+        with evaluating(self.model, ATTENTION if self.shares else None), sharding.inference(self.model), half:
             key = (seed, draw)
             made = _Grid(
                 self, prompts, sampling, samples_per_prompt, key, prompt_ids, first_sample, groups, logprobs

@@ -167,6 +167,11 @@ def check_switches(run: Run, settings: ClassifyConfig, ranks: int) -> None:
     """Raise ConfigError for settings that have no effect with these, or with this number of ranks."""
     if run.opt.offload.enabled:
         raise ConfigError("opt=offload has no effect with algo=classify: there is no reference model. Leave it out.")
+    if settings.ddp.hook != "none" and run.opt.fsdp.enabled:
+        raise ConfigError(
+            f"algo.ddp.hook={settings.ddp.hook} is of DistributedDataParallel, which opt=fsdp replaces. Use opt=[ddp] for it, "
+            "or leave it out."
+        )
     if settings.ddp.hook != "none" and ranks == 1:
         raise ConfigError(
             f"algo.ddp.hook={settings.ddp.hook} has no effect with one rank: nothing is sent. Add 'opt=[ddp]', or "

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 
+from common import sharding
 from common.checkpoint import replacing
 from common.config import ConfigError
 from ddp_bench.config import EncoderConfig
@@ -151,15 +152,24 @@ def build(config: EncoderConfig, classes: int, tokenizer: Tokenizer | None, rows
 
 
 def export(
-    model: nn.Module, config: EncoderConfig, classes: Sequence[str], tokenizer: Tokenizer | None, folder: Path
+    model: nn.Module,
+    config: EncoderConfig,
+    classes: Sequence[str],
+    tokenizer: Tokenizer | None,
+    folder: Path,
+    weights: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write model.safetensors, config.json and, for texts, tokenizer.json. Raises: CheckpointError."""
+    """Write model.safetensors, config.json and, for texts, tokenizer.json. Raises: CheckpointError.
+
+    Args: weights: of a sharded model, gathered.
+    """
     with replacing(folder) as temporary:
         save_file(
-            {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()},
+            {name: t.detach().cpu().contiguous() for name, t in (weights or model.state_dict()).items()},
             temporary / "model.safetensors",
         )
-        facts: dict[str, Any] = {"kind": type(model).__name__, "classes": list(classes), "model": asdict(config)}
+        kind = type(model).__name__.removeprefix("FSDP")  # which fully_shard puts in front
+        facts: dict[str, Any] = {"kind": kind, "classes": list(classes), "model": asdict(config)}
         if tokenizer is not None:
             tokenizer.save(str(temporary / "tokenizer.json"))
         (temporary / "config.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
@@ -210,7 +220,6 @@ def load(folder: str | Path, device: str = "cpu") -> Classifier:
     return Classifier(model.to(device).eval(), config, classes, tokenizer)
 
 
-@torch.inference_mode()
 def probabilities_of(
     model: nn.Module, rows: Rows, chosen: Sequence[int], batch_rows: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
@@ -218,17 +227,18 @@ def probabilities_of(
 
     Rows of like length go together. Args: batch_rows: of a forward; dtype: of autocast.
     """
-    device = next(model.parameters()).device
+    device = sharding.device(model)
     training = model.training
     model.eval()
     lengths = rows.lengths
     order = sorted(range(len(chosen)), key=lambda i: lengths[chosen[i]])
     found: list[Tensor] = []
-    for start in range(0, len(order), batch_rows):
-        inputs, _ = rows.__getitems__([chosen[i] for i in order[start : start + batch_rows]])
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            logits = model(**{name: tensor.to(device) for name, tensor in inputs.items()})
-        found.append(logits.float())
+    with sharding.inference(model):
+        for start in range(0, len(order), batch_rows):
+            inputs, _ = rows.__getitems__([chosen[i] for i in order[start : start + batch_rows]])
+            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                logits = model(**{name: tensor.to(device) for name, tensor in inputs.items()})
+            found.append(logits.float())
     model.train(training)
     probabilities = torch.cat(found).double().softmax(1).cpu()
     out = torch.empty_like(probabilities)

@@ -86,6 +86,8 @@ def check_alone(run: Run, out_dir: Path, key: str, ranks: list[int]) -> None:
         raise ConfigError(f"{key} starts its own ranks. Run it without torchrun or srun: python launch.py ...")
     if run.opt.ddp.ranks is not None:
         raise ConfigError(f"opt.ddp.ranks={run.opt.ddp.ranks} has no effect with {key}={ranks}. Leave it out.")
+    if run.opt.fsdp.enabled:
+        raise ConfigError(f"opt=fsdp has no effect with {key}, which is of DistributedDataParallel. Leave it out.")
     if run.opt.profile.enabled:
         raise ConfigError(f"opt=profile has no effect with {key}: it would slow what is measured. Leave it out.")
     check_switches(run, run.algo, max(ranks))

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from common import hardware, optim
+from common import hardware, optim, sharding
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.precision import Precision
@@ -78,7 +78,9 @@ class Stepper:
         self.wrapper: DistributedDataParallel | None = None
         self.looked = not self.settings.ddp.static_graph
         self.last_gradient: Any = None  # mark: when the backward pass had computed everything
-        if context.world_size > 1:
+        if context.mesh is not None:
+            sharding.shard([model], run, context, numbers)
+        elif context.world_size > 1:
             self.forward = self.wrapper = wrapped(model, self.settings, self.device)
             for parameter in model.encoder.layers[0].parameters():  # nearly the last ones to have a gradient
                 parameter.register_post_accumulate_grad_hook(self._computed)
@@ -109,7 +111,7 @@ class Stepper:
             self.updater.clear()
             return self.backward(batch, rows, micro, clock)
 
-        if self.wrapper is None:
+        if self.context.world_size == 1 and not sharding.of(self.model):
             loss, self.rows = hardware.halving(attempt, self.rows, 1, "algo.model.max_tokens")
         else:  # a rank that repeated alone would leave the others waiting
             loss, _ = hardware.halving(attempt, self.rows, self.rows, "algo.micro_batch_rows or algo.model.max_tokens")
@@ -125,6 +127,12 @@ class Stepper:
         """Accumulate gradients, exchanged once with the last part. Returns this rank's share of the mean loss."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         parts = split(batch, micro)
+        if sharding.of(self.model):  # all ranks make the same number of passes
+            (inputs, labels), *_ = parts
+            most = -(-rows // self.context.world_size)
+            parts += [(inputs, torch.full_like(labels, IGNORED))] * (-(-most // micro) - len(parts))
+        # DistributedDataParallel's gradient is a mean over ranks, FSDP's a sum.
+        scale = (self.context.world_size if self.wrapper is not None else 1) / rows
         half = self.numbers.compute != torch.float32
         for number, (inputs, labels) in enumerate(parts):
             last = number == len(parts) - 1
@@ -141,7 +149,7 @@ class Stepper:
                     )
                     total += loss.detach() / rows
                 start = clock.mark()
-                self.updater.scaler.scale(loss * (self.context.world_size / rows)).backward()
+                self.updater.scaler.scale(loss * scale).backward()
                 end = clock.mark()
             if self.wrapper is not None and last:  # what was sent while gradients were computed does not count
                 clock.add("backward", start, self.last_gradient)

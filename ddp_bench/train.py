@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import checkpoint, hardware, loop, optim, precision, report, resume
+from common import checkpoint, hardware, loop, optim, precision, report, resume, sharding
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.finite import NotFinite
@@ -54,7 +54,8 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> report.R
     data, tokenizer = prepare(task, settings.tokenizer, settings.model.max_tokens, log.info)
     loop.same_on_all_ranks(context, "rows of the task", data["train"].digest() + data["test"].digest())
     rows, validation = held_out(data["train"], settings.validation_share, run.seed)
-    model = models.build(settings.model, len(task.classes), tokenizer, data["train"], run.seed).to(device)
+    model = models.build(settings.model, len(task.classes), tokenizer, data["train"], run.seed)
+    model.to(device if context.mesh is None else "cpu")  # sharding takes it there block by block
     stepper = Stepper(model, run, context, numbers)
 
     batches = Batches(
@@ -128,9 +129,12 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> report.R
             traced()
             stopping = context.any(stop.name is not None)
             due = run.checkpoint.every and state["step"] % run.checkpoint.every == 0
-            if tracker and (due or stopping or event):
-                tracker.sync()
-                tracker.artifact("checkpoint", save(stepper, best, state), f"step-{step + 1}")
+            if due or stopping or event:
+                if tracker:
+                    tracker.sync()
+                saved = save(stepper, best, state)
+                if tracker:
+                    tracker.artifact("checkpoint", saved, f"step-{step + 1}")
             if stopping and state["step"] < steps:
                 context.barrier()
                 raise loop.stopped(context, step, steps)
@@ -142,9 +146,12 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> report.R
 
 def offending(stepper: Stepper, task: ClassTask, rows: Rows, chosen: Sequence[int]) -> list[dict[str, Any]]:
     """The training rows among `chosen` whose probabilities are not finite; all of them where only their gradient is not."""
-    if not chosen:
-        return []
-    found = models.probabilities_of(stepper.model, rows, chosen, stepper.rows, stepper.numbers.compute)
+
+    def probabilities(which: Sequence[int]) -> Any:
+        return models.probabilities_of(stepper.model, rows, which, stepper.rows, stepper.numbers.compute)
+
+    with sharding.forwards(stepper.model, idle=lambda: probabilities([0])):
+        found = probabilities(chosen) if chosen else []
     broken = [row for row, part in zip(chosen, found, strict=True) if not torch.isfinite(part).all()]
     given = list(task.rows("train"))
     return [
@@ -165,16 +172,21 @@ def evaluate(model: Any, rows: Rows, chosen: Sequence[int], context: Context, st
     """Class probabilities of the rows `chosen`, float64 [len(chosen), classes], from all ranks together."""
     mine = range(context.rank, len(chosen), context.world_size)
     found = torch.zeros(len(chosen), model.encoder.head.out_features, dtype=torch.float64)
-    if mine:
-        mine_rows = [chosen[i] for i in mine]
-        found[list(mine)] = models.probabilities_of(model, rows, mine_rows, stepper.rows, stepper.numbers.compute)
+
+    def probabilities(numbers: Sequence[int]) -> Tensor:
+        return models.probabilities_of(model, rows, numbers, stepper.rows, stepper.numbers.compute)
+
+    with sharding.forwards(model, idle=lambda: probabilities([0])):
+        if mine:
+            found[list(mine)] = probabilities([chosen[i] for i in mine])
     return context.sum(found.to(context.device.device)).cpu()
 
 
 def save(stepper: Stepper, best: dict[str, Tensor], state: dict[str, Any]) -> Path:
-    """Write a checkpoint with all that the next step needs, and the best weights so far. Returns its folder."""
+    """Write a checkpoint with all that the next step needs, and the best weights so far. Every rank calls it. Returns its folder."""
     weights = {name: parameter.detach() for name, parameter in stepper.model.named_parameters()}
-    return checkpoint.save(
+    return sharding.save(
+        stepper.context,
         stepper.context.out_dir / "checkpoints",
         state["step"],
         weights | {f"{BEST}{name}": tensor for name, tensor in best.items()},
@@ -192,10 +204,11 @@ def load(stepper: Stepper, saved: checkpoint.Checkpoint, rows: str) -> tuple[dic
             f"{saved.path} was made with other training rows. Give the same data, or start anew with another "
             "hydra.run.dir."
         )
-    restore(stepper.model, saved.tensors)
-    assert saved.extra is not None
-    stepper.updater.load(saved.extra)
-    return state, {name.removeprefix(BEST): t for name, t in saved.tensors.items() if name.startswith(BEST)}
+    weights: dict[str, Tensor] = dict(stepper.model.named_parameters())
+    best = {name: torch.empty_like(t, requires_grad=False) for name, t in weights.items()} if state["best"] else {}
+    both = weights | {f"{BEST}{name}": tensor for name, tensor in best.items()}
+    stepper.updater.load(sharding.restore(saved, both, stepper.updater.fresh))
+    return state, best
 
 
 @torch.no_grad()
@@ -236,7 +249,9 @@ def plan(
             "numbers": f"{dtype}{', GradScaler' if dtype == 'float16' else ''}, masters float32"
             f"{', compiled' if run.opt.compile.enabled else ''}",
             "ranks": f"{context.world_size}"
-            + (f", {4 * size / 2**20:.1f} MB of gradients a step, hook {ddp.hook}" if context.world_size > 1 else ""),
+            + (f", {4 * size / 2**20:.1f} MB of gradients a step" if context.world_size > 1 else "")
+            + (f", hook {ddp.hook}" if context.world_size > 1 and context.mesh is None else ""),
+            **({"memory": sharding.planned(model, 16 * size).removeprefix("; ")} if sharding.of(model) else {}),
             "batch": f"{settings.batch_rows} rows: {share} a rank, in {forwards} forward{'s' * (forwards > 1)}",
             "loader": f"{loader.workers} worker processes a rank" if loader.workers else "in this process",
             "folder": str(context.out_dir),
@@ -258,6 +273,7 @@ def finish(
     """Test, export and summarise. `before` is what naming the most frequent training class would get."""
     test, labels = data["test"], torch.from_numpy(data["test"].labels)
     probabilities = evaluate(stepper.model, test, range(len(test)), context, stepper)
+    weights = sharding.whole(stepper.model)
     after = measures(labels, probabilities)
     guess = torch.full_like(labels, majority(task.rows("train")))
     before = measures(labels, torch.nn.functional.one_hot(guess, len(task.classes)).double())
@@ -282,7 +298,7 @@ def finish(
     )
     if tracker:
         tracker.summary(report.headline(result))
-        models.export(stepper.model, run.algo.model, task.classes, tokenizer, context.out_dir / "model")
+        models.export(stepper.model, run.algo.model, task.classes, tokenizer, context.out_dir / "model", weights)
         tracker.artifact("model", context.out_dir / "model", f"step-{state['step']}")
         tracker.close()
         predictions = probabilities.argmax(1)

@@ -16,7 +16,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from common import sharding
 from common.config import ConfigError
 from common.philox import normals
 from eggroll.config import NoiseConfig
@@ -120,6 +121,38 @@ def addresses(model: nn.Module, noise: NoiseConfig, rank: int) -> list[Address]:
     return found
 
 
+@dataclass(frozen=True)
+class _Share:
+    """The rows of a parameter that this rank holds, all of them unless it is sharded: what an update here is made of.
+
+    address: of the rows as if they were the parameter. block: int64 [K], the blocks that hold their numbers; where these
+    are not all numbers of the parameter, column: int64 [address.numbers], where each is in what is drawn of the blocks.
+    """
+
+    address: Address
+    block: Tensor
+    column: Tensor | None
+
+    @classmethod
+    def of(cls, address: Address, parameter: Tensor, device: torch.device) -> "_Share":
+        rows, (whole, *others) = sharding.rows(parameter), address.shape
+        if len(rows) == whole:
+            return cls(address, torch.arange(address.blocks, device=device), None)
+        if address.policy == "lowrank":
+            starts = [(k * whole + rows.start, len(rows)) for k in range(address.rank)]
+            parts = [*starts, (address.rank * whole, address.rank * others[0])]  # of A^T its columns, of B^T all
+        else:
+            parts = [(rows.start * math.prod(others), len(rows) * math.prod(others))]
+        numbers = torch.cat([torch.arange(start, start + count, device=device) for start, count in parts])
+        block = torch.unique(numbers // 4)
+        column = torch.searchsorted(block, numbers // 4) * 4 + numbers % 4
+        return cls(replace(address, shape=(len(rows), *others)), block, column)
+
+    def pick(self, noise: Tensor) -> Tensor:
+        """What was drawn of the blocks [D, 4 * K] -> the numbers of the rows [D, >= numbers]."""
+        return noise if self.column is None else noise[:, self.column]
+
+
 class Noise:
     """The noise of one run on one model.
 
@@ -129,16 +162,12 @@ class Noise:
     def __init__(self, model: nn.Module, config: NoiseConfig, *, rank: int, mirrored: bool, seed: int) -> None:
         self.model, self.mirrored, self.seed = model, mirrored, seed
         self.addresses = addresses(model, config, rank)
-        self.device = next(model.parameters()).device
+        self.device = sharding.device(model)
         self.sites = _sites(model, self.addresses)
         self.inputs = _shared_inputs(model, [s.module for s in self.sites if isinstance(s.module, (nn.Linear, Conv1D))])
-        self._ids = {
-            address.name: (
-                torch.full((address.blocks,), address.number, device=self.device),
-                torch.arange(address.blocks, device=self.device),
-            )
-            for address in self.addresses
-        }
+        self._blocks = {a.name: torch.arange(a.blocks, device=self.device) for a in self.addresses}
+        parameters = dict(model.named_parameters())
+        self._shares = [_Share.of(a, parameters[a.name], self.device) for a in self.addresses]
         self._perturbed: dict[tuple[int, torch.dtype], _Perturbed] = {}
 
     def draw(
@@ -148,12 +177,25 @@ class Noise:
 
         Args: draw: which noise of the run (the step, unless it is reused); directions: int64 [D].
         """
-        parameter = torch.cat([self._ids[a.name][0] for a in addresses])
-        block = torch.cat([self._ids[a.name][1] for a in addresses])
+        return self._normals(draw, addresses, [self._blocks[a.name] for a in addresses], directions, buffer)
+
+    def _normals(
+        self,
+        draw: int,
+        addresses: Sequence[Address],
+        blocks: list[Tensor],
+        directions: Tensor,
+        buffer: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Normals of the given blocks of each parameter."""
+        sizes = [len(block) for block in blocks]
+        numbers = torch.tensor([address.number for address in addresses], device=self.device)
+        parameter = numbers.repeat_interleave(torch.tensor(sizes, device=self.device), output_size=sum(sizes))
         if buffer is None:
-            buffer = torch.empty(len(directions), 4 * len(block), device=self.device)
-        normals(self.seed, draw, parameter, block, directions, buffer)
-        return list(buffer.split([4 * a.blocks for a in addresses], dim=1))
+            buffer = torch.empty(len(directions), 4 * sum(sizes), device=self.device)
+        if sum(sizes):
+            normals(self.seed, draw, parameter, torch.cat(blocks), directions, buffer)
+        return list(buffer.split([4 * size for size in sizes], dim=1))
 
     @contextmanager
     def members(self, draw: int, members: range, sigma: float) -> Iterator[None]:
@@ -165,7 +207,7 @@ class Noise:
         assert members.start % per_direction == 0
         assert len(members) % per_direction == 0
         first, count = members.start // per_direction, len(members) // per_direction
-        dtype = next(self.model.parameters()).dtype
+        dtype = sharding.dtype(self.model)
         if (count, dtype) not in self._perturbed:
             self._perturbed[count, dtype] = _Perturbed(self, count, dtype)
         perturbed = self._perturbed[count, dtype]
@@ -181,6 +223,7 @@ class Noise:
     def gradients(self, draw: int, fitness: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The ES gradient (to be descended) of each perturbed parameter: -1/N sum_i f_i s_i E_i, float32.
 
+        Of a sharded parameter that of the rows that this rank holds; only the noise that they need is made.
         Streamed: noise is made again for as many parameters or directions as fit `UPDATE_BUFFER`.
 
         Args: fitness: [N] of all members, on every rank the same.
@@ -190,29 +233,29 @@ class Noise:
         weights = (fitness[0::2] - fitness[1::2] if self.mirrored else fitness) / -len(fitness)  # [D]
         directions = torch.arange(len(weights), device=self.device)
         for batch in self._batches(len(directions)):
-            step = max(1, UPDATE_BUFFER // (4 * sum(a.blocks for a in batch)))
+            step = max(1, UPDATE_BUFFER // max(1, 4 * sum(len(share.block) for share in batch)))
+            whose, blocks = [share.address for share in batch], [share.block for share in batch]
             totals: list[Tensor | None] = [None] * len(batch)
             for start in range(0, len(directions), step):
                 part = slice(start, start + step)
-                for index, (address, noise) in enumerate(
-                    zip(batch, self.draw(draw, batch, directions[part]), strict=True)
-                ):
-                    product = _weighted_sum(address, noise, weights[part])
+                made = self._normals(draw, whose, blocks, directions[part])
+                for index, (share, noise) in enumerate(zip(batch, made, strict=True)):
+                    product = _weighted_sum(share.address, share.pick(noise), weights[part])
                     total = totals[index]
                     totals[index] = product if total is None else total.add_(product)
-            for address, total in zip(batch, totals, strict=True):
+            for address, total in zip(whose, totals, strict=True):
                 assert total is not None
                 yield address.name, total
 
-    def _batches(self, directions: int) -> Iterator[list[Address]]:
-        batch: list[Address] = []
+    def _batches(self, directions: int) -> Iterator[list[_Share]]:
+        batch: list[_Share] = []
         size = 0
-        for address in self.addresses:
-            numbers = 4 * address.blocks * directions
+        for share in self._shares:
+            numbers = 4 * len(share.block) * directions
             if batch and size + numbers > UPDATE_BUFFER:
                 yield batch
                 batch, size = [], 0
-            batch.append(address)
+            batch.append(share)
             size += numbers
         yield batch
 
@@ -300,8 +343,7 @@ class _LowRankLinear:
         self.transposed = isinstance(module, Conv1D)  # keeps [in, out], nn.Linear [out, in]
         out_features, in_features = self.address.shape[::-1] if self.transposed else self.address.shape
         self.base = _Bias(module, population, names)
-        plain = isinstance(module, nn.Linear) and module.bias is None
-        self.weight_t = module.weight.T if plain else None
+        self.plain = module if isinstance(module, nn.Linear) and module.bias is None else None
         self.population, self.directions, self.members = population, population.directions, population.members
         self.signs = self.members // self.directions
         self.in_features, self.out_features, self.rank = in_features, out_features, self.address.rank
@@ -333,10 +375,12 @@ class _LowRankLinear:
         else:
             by_member = u.unflatten(2, (self.signs, -1)).permute(0, 2, 3, 1).reshape(self.members, -1, self.rank)
             noise = torch.bmm(by_member, self.out_t)
-        if self.weight_t is None:
+        if self.plain is None:
             return self.base(x).add_(noise.view(shape))
         # The shared product adds itself to the noise: one pass over the output less than the other way round.
-        return noise.view(-1, self.out_features).addmm_(x.reshape(-1, self.in_features), self.weight_t).view(shape)
+        return (
+            noise.view(-1, self.out_features).addmm_(x.reshape(-1, self.in_features), self.plain.weight.T).view(shape)
+        )
 
 
 class _SharedInput:
@@ -540,7 +584,8 @@ def _shared_inputs(model: nn.Module, layers: list[nn.Module]) -> dict[int, int]:
     training = model.training
     try:
         model.eval()
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device), use_cache=False)
+        with sharding.forwards(model):
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=sharding.device(model)), use_cache=False)
     finally:
         model.train(training)
         for hook in hooks:

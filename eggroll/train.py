@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import checkpoint, finite, hardware, loop, models, optim, precision, report, resume
+from common import checkpoint, finite, hardware, loop, models, optim, precision, report, resume, sharding
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.evaluation import evaluate
@@ -47,6 +47,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     numbers = precision.resolve(run.opt, device)
     model, tokenizer = loop.load(run, task, context)
     model.requires_grad_(False)
+    sharding.shard([model], run, context, numbers)
     noise = Noise(model, settings.noise, rank=settings.rank, mirrored=settings.mirrored, seed=run.seed)
     if settings.rank != 1 and all(address.policy == "full" for address in noise.addresses):
         raise ConfigError(f"algo.rank={settings.rank} has no effect: nothing has low-rank noise. Set algo.rank=1.")
@@ -139,6 +140,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                         "reward_best": rewards.mean(1).max().item(),
                         "reward_std": rewards.mean(1).std(correction=0).item(),
                         **moved,
+                        "state_memory_gb": weights.memory_gb,
                         "sigma": sigma,
                         "lr": lr,
                         "generated_tokens": state["generated"],
@@ -156,9 +158,12 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                 raise RunStopped(f"step {step + 1}: {trouble} {loop.last_good(context)}", EXIT_NUMBERS)
             stopping = context.any(stop.name is not None)
             due = run.checkpoint.every and (step + 1) % run.checkpoint.every == 0
-            if tracker and (due or stopping or last):
-                tracker.sync()
-                tracker.artifact("checkpoint", weights.save(run, context, state), f"step-{step + 1}")
+            if due or stopping or last:
+                if tracker:
+                    tracker.sync()
+                saved = weights.save(run, context, state)
+                if tracker:
+                    tracker.artifact("checkpoint", saved, f"step-{step + 1}")
             context.barrier()
             traced()
             if stopping:
@@ -194,7 +199,8 @@ class Population:
         repeated = [example for example in examples for _ in range(settings.samples_per_prompt)]
         rewards = torch.zeros(settings.members, len(repeated), dtype=torch.float64)
         generated, self.offending = 0, []
-        for members in chunks(settings, self.rows, context.world_size)[context.rank :: context.world_size]:
+        mine = chunks(settings, self.rows, context.world_size)[context.rank :: context.world_size]
+        for members in sharding.each(self.sampler.model, mine):
 
             def sample(rows: int, members: range = members) -> list[Completions]:
                 self.sampler.rows = rows
@@ -215,7 +221,8 @@ class Population:
                 return made
 
             with phases("rollout"):
-                made, self.rows = hardware.halving(sample, self.rows, floor=2 if settings.mirrored else 1)
+                floor = sharding.floor(self.sampler.model, self.rows, 2 if settings.mirrored else 1)
+                made, self.rows = hardware.halving(sample, self.rows, floor)
                 texts = [text for part in made for text in part.texts(self.tokenizer)]
                 generated += sum(part.generated for part in made)
             with phases("reward"):
@@ -267,13 +274,14 @@ class Weights:
     def __init__(
         self, model: torch.nn.Module, noise: Noise, settings: EggrollConfig, compute: torch.dtype, offload: bool
     ) -> None:
-        self.settings, self.compute = settings, compute
+        self.settings, self.compute, self.model = settings, compute, model
+        self.memory_gb: float | None = None  # of weights and optimizer state on this rank
         names = [address.name for address in noise.addresses]
         parameters = dict(model.named_parameters())
         self.initial = {
             n: parameters[n].detach().to("cpu" if offload else parameters[n].device, copy=True) for n in names
         }
-        if compute == torch.float32:
+        if compute == torch.float32 or sharding.of(model):
             self.masters = {n: parameters[n] for n in names}
         else:
             self.masters = {n: parameters[n].detach().clone() for n in names}
@@ -295,6 +303,7 @@ class Weights:
         for name, gradient in noise.gradients(draw, shaped):
             master, optimizer = self.masters[name], self.optimizers[name]
             initial = self.initial[name].to(master.device)
+            gradient = sharding.like(master, gradient)
             if self.settings.weight_decay:
                 gradient.add_(master - initial, alpha=self.settings.weight_decay)
             master.grad = gradient
@@ -302,35 +311,49 @@ class Weights:
                 group["lr"] = lr
             optimizer.step()
             master.grad = None
-            if self.compute != torch.float32:
+            if self.used[name] is not master:
                 self.used[name].copy_(master)
-            moved += (master - initial).square().sum().cpu()
-            started += initial.square().sum().cpu()
-        return float((moved / started.clamp(min=1e-30)).sqrt())
+            moved += sharding.local(master - initial).square().sum().cpu()
+            started += sharding.local(initial).square().sum().cpu()
+        if self.memory_gb is None:
+            self.memory_gb = sharding.measured(
+                [list(self.model.parameters()), self.masters, self.initial, self.extra()]
+            )
+        both = sharding.total(self.model, torch.stack((moved, started)).to(noise.device))
+        return float((both[0] / both[1].clamp(min=1e-30)).sqrt())
 
     def save(self, run: Run, context: Context, state: dict[str, Any]) -> Path:
-        """Write a checkpoint with all that the next step needs. Returns its folder."""
-        extra = {"optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}}
+        """Write a checkpoint with all that the next step needs. Every rank calls it. Returns its folder."""
         tensors = {name: master.detach() for name, master in self.masters.items()}
-        return checkpoint.save(
+        return sharding.save(
+            context,
             context.out_dir / "checkpoints",
             state["step"],
             tensors,
             {"run": state, "config": asdict(run)},
-            extra,
+            self.extra(),
             keep=run.checkpoint.keep,
         )
+
+    def extra(self) -> dict[str, Any]:
+        """Beside the weights, what a checkpoint holds."""
+        return {"optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}}
+
+    def fresh(self) -> dict[str, Any]:
+        """`extra` as it is after a first step."""
+        for optimizer in self.optimizers.values():
+            optim.step_nowhere(optimizer)
+        return self.extra()
 
     @torch.no_grad()
     def load(self, saved: checkpoint.Checkpoint) -> None:
         """Take over a checkpoint's weights and optimizers."""
-        if set(saved.tensors) != set(self.masters):
+        if sharding.names(saved) != set(self.masters):
             raise ConfigError(f"{saved.path} holds other parameters than this run perturbs. Start with resume=no.")
+        extra = sharding.restore(saved, dict(self.masters), self.fresh)
         for name, master in self.masters.items():
-            master.copy_(saved.tensors[name])
             self.used[name].copy_(master)
-            assert saved.extra is not None
-            self.optimizers[name].load_state_dict(saved.extra["optimizers"][name])
+            self.optimizers[name].load_state_dict(extra["optimizers"][name])
 
 
 def without_influence(shaped: Tensor, mirrored: bool) -> float:
@@ -368,7 +391,12 @@ def plan(
         2 if settings.mirrored else 1
     )
     drawn = 4 * sum(4 * a.blocks for a in noise.addresses) * chunk_directions
-    fixed = size * sampler.dtype.itemsize + perturbed * (4 + 4 * (dtype != "float32")) + drawn
+    if sharding.of(sampler.model):
+        whole = 4 * size + 4 * perturbed  # masters and initial weights
+        fixed = whole / sharding.share(sampler.model) + sharding.gathered_bytes(sampler.model, rollout=True) + drawn
+    else:
+        whole = size * sampler.dtype.itemsize + perturbed * (4 + 4 * (dtype != "float32"))
+        fixed = whole + drawn
     share = context.world_size if context.device.device.type == "cpu" else 1  # ranks of a CPU share its memory
     pair = 2 if settings.mirrored else 1
     rows = hardware.fit_rows(settings.rows_per_forward, row, fixed, context.device.memory_gb / share, pair)
@@ -387,7 +415,7 @@ def plan(
             f"{tokens} new tokens at most",
             "forwards": f"{len(forwards)} a step, {used} rows each (algo.rows_per_forward={rows}), "
             f"{-(-len(forwards) // context.world_size)} a rank",
-            "memory": f"about {(fixed + used * row) / 2**30:.2f} GB a rank",
+            "memory": f"about {(fixed + used * row) / 2**30:.2f} GB a rank{sharding.planned(sampler.model, whole)}",
             "folder": str(context.out_dir),
         }
     )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import finite, hardware, logprobs, loop, models
+from common import finite, hardware, logprobs, loop, models, sharding
 from common.config import Run
 from common.distributed import Context
 from common.precision import Precision
@@ -183,8 +183,6 @@ class Roller:
         """
         settings, share = self.settings, slice(self.context.rank, None, self.context.world_size)
         mine, positions = examples[share], list(range(start, start + len(examples)))[share]
-        if not mine:
-            return [], self.scorer.nothing()
         prompts = models.encode_prompts(self.tokenizer, [self.task.prompt(example) for example in mine])
 
         def sample(rows: int) -> Completions:
@@ -199,9 +197,13 @@ class Roller:
                 logprobs=True,
             )
 
-        with phases("rollout"):
-            made, self.rows = hardware.halving(sample, self.rows, floor=1)
-            texts = made.texts(self.tokenizer)
+        with phases("rollout"), sharding.forwards(self.sampler.model):
+            floor = sharding.floor(self.sampler.model, self.rows, 1)
+            made, self.rows = hardware.halving(sample, self.rows, floor) if mine else (None, self.rows)
+        if made is None:  # a rank without a prompt has only kept step
+            with sharding.forwards(self.reference):
+                return [], self.scorer.nothing()
+        texts = made.texts(self.tokenizer)
         assert made.logprobs is not None
         size = settings.samples_per_prompt
         lengths = made.lengths.tolist()
@@ -211,11 +213,12 @@ class Roller:
             pending = self.scorer.submit([example for example in mine for _ in range(size)], texts)
         reference = None
         if self.reference is not None:
-            with phases("reference"):
+            with phases("reference"), sharding.forwards(self.reference):
                 if self.offload:
                     self.reference.to(self.context.device.device)
+                floor = sharding.floor(self.reference, self.reference_rows, 1)
                 reference, self.reference_rows = hardware.halving(
-                    lambda rows: self._reference(prompts, tokens, rows), self.reference_rows, floor=1
+                    lambda rows: self._reference(prompts, tokens, rows), self.reference_rows, floor
                 )
                 if self.offload:
                     self.reference.to("cpu")

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from common import hardware, logprobs, loop, report
+from common import hardware, logprobs, loop, report, sharding
 from common.config import Run
 from common.distributed import Context
 from common.precision import Precision
@@ -37,7 +37,11 @@ def plan(
     parameters = sum(p.numel() for p in sampler.model.parameters())
     half, offload = numbers.compute != torch.float32, run.opt.offload.enabled
     # Weights, gradients, Adam's two moments, autocast's copy of the weights, the reference model.
-    fixed = parameters * (4 + 4 + 8 + 2 * half + 4 * bool(settings.kl.beta and not offload))
+    whole = parameters * (4 + 4 + 8 + 4 * bool(settings.kl.beta and not offload))
+    sharded = sharding.of(sampler.model) is not None
+    held = whole / sharding.share(sampler.model) + (0 if sharded else 2 * half * parameters)
+    fixed = held + sharding.gathered_bytes(sampler.model, rollout=False)
+    fixed_rollout = held + sharding.gathered_bytes(sampler.model, rollout=True)
 
     def training(prompts: float, rows: int) -> float:
         return logprobs.activation_bytes(
@@ -49,7 +53,7 @@ def plan(
     gb = context.device.memory_gb / share
     logits = 16 * min(settings.micro_batch_rows * tokens * sampler.model.config.vocab_size, logprobs.LOGITS)
     once = training(1, 0) + logits  # of a training forward, however many rows it has
-    rows = hardware.fit_rows(settings.rows_per_forward, row_of_rollout, fixed, gb)
+    rows = hardware.fit_rows(settings.rows_per_forward, row_of_rollout, fixed_rollout, gb)
     micro = hardware.fit_rows(settings.micro_batch_rows, row_of_training, fixed + once, gb)
     micro = min(context.gather_objects(micro))  # ranks cut micro-batches alike: see Policy.step
     completions = -(-settings.prompts_per_step // context.world_size) * size
@@ -59,10 +63,10 @@ def plan(
     ):
         if fitting < min(asked, completions):
             log.info("algo.%s=%d does not fit %.0f GB; going on with %d", key, asked, gb, fitting)
-    peak = fixed + max(
-        min(rows, completions) * row_of_rollout,
-        once + min(micro, completions) * row_of_training,
-        4 * parameters if settings.kl.beta and offload else 0,
+    peak = max(
+        fixed_rollout + min(rows, completions) * row_of_rollout,
+        fixed + once + min(micro, completions) * row_of_training,
+        fixed + (4 * parameters if settings.kl.beta and offload else 0),
     )
     config = sampler.model.config
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -84,7 +88,7 @@ def plan(
                 "rollout": f"{settings.prompts_per_step} prompts x {size} samples, {tokens} new tokens at most, "
                 f"{min(rows, completions)} rows a forward; dead groups replaced in {settings.resample_rounds} rounds at most",
                 "training": f"{min(micro, completions)} completions a forward, gradients accumulated",
-                "memory": f"about {peak / 2**30:.2f} GB a rank",
+                "memory": f"about {peak / 2**30:.2f} GB a rank{sharding.planned(sampler.model, whole)}",
                 "folder": str(context.out_dir),
             }
         )

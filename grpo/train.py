@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from common import checkpoint, finite, hardware, logprobs, loop, models, optim, precision, report, resume
+from common import checkpoint, finite, hardware, logprobs, loop, models, optim, precision, report, resume, sharding
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.evaluation import evaluate
@@ -54,6 +54,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     reference = copy.deepcopy(model).requires_grad_(False) if settings.kl.beta else None
     if reference is not None and run.opt.offload.enabled:
         reference.to("cpu")
+    sharding.shard([model, reference], run, context, numbers)
     policy = Policy(model, run, context, numbers)
     guards = optim.Guards(numbers.scaler)
 
@@ -169,7 +170,9 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                 with phases("checkpoint"):  # in the next step's record
                     if tracker:
                         tracker.sync()
-                        tracker.artifact("checkpoint", policy.save(state), f"step-{done}")
+                    saved = policy.save(state)
+                    if tracker:
+                        tracker.artifact("checkpoint", saved, f"step-{done}")
                     context.barrier()
             if stopping and not last:
                 raise loop.stopped(context, done - 1, settings.steps)
@@ -214,7 +217,7 @@ class Policy:
 
         with phases("train"):
             self.model.train(self.run.opt.checkpointing.enabled)  # a checkpointed block wants training mode
-            totals, self.rows = hardware.halving(attempt, self.rows, floor=1)
+            totals, self.rows = hardware.halving(attempt, self.rows, sharding.floor(self.model, self.rows, 1))
             # bnpo counts the micro-batches of all ranks, so when memory runs out on one, all cut theirs as it does.
             while (fewest := min(held := self.context.gather_objects(self.rows))) < max(held):
                 if self.rows > fewest:
@@ -300,11 +303,14 @@ class Policy:
             totals["gap"] += ((logp.detach() - sampled).abs() * mask).sum()
             for name, value in sums.items():
                 totals[name] += value
+        if sharding.of(self.model):
+            logprobs.keep_step(self.model, max(map(len, every)) - len(every[context.rank]), device)
         return {name: value.item() for name, value in totals.items()}
 
     def save(self, state: dict[str, Any]) -> Path:
-        """Write a checkpoint with all that the next step needs. Returns its folder."""
-        return checkpoint.save(
+        """Write a checkpoint with all that the next step needs. Every rank calls it. Returns its folder."""
+        return sharding.save(
+            self.context,
             self.context.out_dir / "checkpoints",
             state["step"],
             {name: parameter.detach() for name, parameter in self.model.named_parameters()},
@@ -313,13 +319,9 @@ class Policy:
             keep=self.run.checkpoint.keep,
         )
 
-    @torch.no_grad()
     def load(self, saved: checkpoint.Checkpoint) -> None:
         """Take over a checkpoint's weights, optimizer and scaler."""
-        assert saved.extra is not None
-        for name, parameter in self.model.named_parameters():
-            parameter.copy_(saved.tensors[name])
-        self.updater.load(saved.extra)
+        self.updater.load(sharding.restore(saved, dict(self.model.named_parameters()), self.updater.fresh))
 
 
 def micro_batches(groups: list[Group], indices: range, rows: int) -> list[list[tuple[int, slice]]]:

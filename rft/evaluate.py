@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from common import hardware, models
+from common import hardware, models, sharding
 from common.config import Run
 from common.distributed import Context
 from common.evaluation import watched
@@ -28,21 +28,23 @@ def pass_rates(
     if not count:
         return {}
     right: list[int] = []
-    if mine:
-        prompts = models.encode_prompts(tokenizer, [task.prompt(example) for example in mine])
+    prompts = models.encode_prompts(tokenizer, [task.prompt(example) for example in mine])
 
-        def sample(rows: int) -> Completions:
-            sampler.rows = rows
-            with watched(sampler, f"pass@{count}", len(mine) * count, context):
-                return sampler.generate(
-                    prompts,
-                    settings.sampling,
-                    samples_per_prompt=count,
-                    seed=run.seed,
-                    prompt_ids=[example.id for example in mine],
-                )
+    def sample(rows: int) -> Completions:
+        sampler.rows = rows
+        with watched(sampler, f"pass@{count}", len(mine) * count, context):
+            return sampler.generate(
+                prompts,
+                settings.sampling,
+                samples_per_prompt=count,
+                seed=run.seed,
+                prompt_ids=[example.id for example in mine],
+            )
 
-        made, sampler.rows = hardware.halving(sample, sampler.rows, floor=1)
+    with sharding.forwards(sampler.model):
+        floor = sharding.floor(sampler.model, sampler.rows, 1)
+        made, sampler.rows = hardware.halving(sample, sampler.rows, floor) if mine else (None, sampler.rows)
+    if made is not None:
         repeated = [example for example in mine for _ in range(count)]
         rewards = scorer.submit(repeated, made.texts(tokenizer)).result().rewards
         good = [

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from common import checkpoint, hardware, logprobs, optim
+from common import checkpoint, hardware, logprobs, optim, sharding
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.models import peft_of_today
@@ -102,8 +103,8 @@ def lay(rows: Sequence[Sequence[Tree]], device: torch.device) -> Layout:
 
 def token_losses(forward: Any, model: Any, layout: Layout, dtype: torch.dtype) -> Tensor:
     """-log p of each token that carries loss, float32 [N]. forward: the model without its head, perhaps compiled."""
-    device = layout.ids.device
-    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+
+    def losses(model: Any) -> Tensor:
         states = forward(
             input_ids=layout.ids,
             attention_mask=layout.mask.to(dtype),
@@ -111,7 +112,10 @@ def token_losses(forward: Any, model: Any, layout: Layout, dtype: torch.dtype) -
             use_cache=False,
         ).last_hidden_state
         logp, _ = logprobs.head_logprobs(model, states.flatten(0, 1)[layout.source], layout.targets, 1.0)
-    return -logp
+        return -logp
+
+    with torch.autocast(layout.ids.device.type, dtype, enabled=dtype != torch.float32):
+        return sharding.inside(model, losses)
 
 
 def steps(trees: Sequence[Tree], completions: int, epoch: int, seed: int) -> list[list[Tree]]:
@@ -188,8 +192,23 @@ def with_lora(model: Any, config: LoraConfig) -> Any:
         task_type="CAUSAL_LM",
         lora_dropout=0.0,
     )
-    with peft_of_today():
-        return peft.get_peft_model(model, adapters)
+    with peft_of_today(), sharding.gathered(model):  # peft takes a sharded weight for one of tensor parallelism
+        found = peft.get_peft_model(model, adapters)
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):  # peft has frozen what was gathered of it; adapters are whole on every rank
+            parameter.requires_grad_(False)
+    return found
+
+
+@torch.no_grad()
+def merge_rows(model: Any) -> None:
+    """Add adapters, which every rank has, to the rows of the sharded weights that this rank holds."""
+    for module in model.modules():
+        if hasattr(module, "get_delta_weight"):
+            weight = module.base_layer.weight
+            rows = sharding.rows(weight)
+            for adapter in module.active_adapters:
+                sharding.local(weight).add_(module.get_delta_weight(adapter)[rows.start : rows.stop])
 
 
 def _targets(config: LoraConfig) -> list[str]:
@@ -244,17 +263,14 @@ class Finetuner:
         if saved is None:
             return {}
         same(saved.path, saved.state["made_with"], record)
-        with torch.no_grad():
-            for name, parameter in self.named.items():
-                parameter.copy_(saved.tensors[name])
-        assert saved.extra is not None
-        self.updater.load(saved.extra)
+        self.updater.load(sharding.restore(saved, dict(self.named), self.updater.fresh))
         self.done = saved.step
         return saved.state
 
     def save(self, state: dict[str, Any]) -> None:
-        """Write a checkpoint with all that the next step needs."""
-        checkpoint.save(
+        """Write a checkpoint with all that the next step needs. Every rank calls it."""
+        sharding.save(
+            self.context,
             self.folder / "checkpoints",
             self.done,
             {name: parameter.detach() for name, parameter in self.named.items()},
@@ -278,21 +294,24 @@ class Finetuner:
         context, settings = self.context, self.settings
         device = context.device.device
         tokens = sum(tree.targets for tree in trees)
-        mine = trees[context.rank :: context.world_size]
+        shares = [trees[rank :: context.world_size] for rank in range(context.world_size)]
 
         def attempt(rows: int) -> float:
             self.updater.clear()
             total = torch.zeros((), dtype=torch.float64, device=device)
-            for batch in micro_batches(mine, rows, settings.pack_tokens if settings.packing else None):
+            every = [micro_batches(share, rows, settings.pack_tokens if settings.packing else None) for share in shares]
+            for batch in every[context.rank]:
                 losses = token_losses(self.forward, self.model, lay(batch, device), self.numbers.compute)
                 loss = losses.sum() / tokens
                 self.updater.scaler.scale(loss).backward()
                 total += loss.detach()
+            if sharding.of(self.model):
+                logprobs.keep_step(self.model, max(map(len, every)) - len(every[context.rank]), device)
             return total.item()
 
         with phases("train"):
             self.model.train(self.run.opt.checkpointing.enabled)  # a checkpointed block wants training mode
-            loss, self.rows = hardware.halving(attempt, self.rows, floor=1)
+            loss, self.rows = hardware.halving(attempt, self.rows, sharding.floor(self.model, self.rows, 1))
         with phases("exchange"):
             optim.sum_gradients(self.updater.parameters)
             loss = context.sum(torch.tensor([loss], dtype=torch.float64, device=device)).item()
@@ -301,7 +320,7 @@ class Finetuner:
             factor = min(1.0, (step + 1) / warm) * settings.lr_schedule.factor(step, self.total)
             seen = self.updater.step(settings.lr * factor, loss)
         if (what := self.guards.not_finite(seen)) is not None:
-            self.unusual(what, self._offending(mine))
+            self.unusual(what, self._offending(shares[context.rank]))
         elif (trouble := self.guards.trouble(seen)) is not None:
             raise RunStopped(f"fine-tuning step {step + 1}: {trouble}", EXIT_NUMBERS)
         return seen | {"trained_tokens": tokens, "epoch": (step + 1) / self.total * settings.epochs}
@@ -310,7 +329,8 @@ class Finetuner:
     def _offending(self, trees: Sequence[Tree]) -> list[Tree]:
         """Those whose loss is not finite; all of them where only their gradient is not."""
         device, dtype = self.context.device.device, self.numbers.compute
-        alone = (token_losses(self.model.base_model, self.model, lay([[tree]], device), dtype) for tree in trees)
+        with sharding.forwards(self.model):
+            alone = [token_losses(self.model.base_model, self.model, lay([[tree]], device), dtype) for tree in trees]
         return [tree for tree, loss in zip(trees, alone, strict=True) if not torch.isfinite(loss).all()] or list(trees)
 
     def finish(self) -> Any:
@@ -320,4 +340,7 @@ class Finetuner:
         if self.context.main:
             with checkpoint.replacing(self.folder / "adapter") as temporary:
                 self.lora.save_pretrained(temporary)
+        if sharding.of(self.model):
+            merge_rows(self.model)
+            return self.lora.unload()
         return self.lora.merge_and_unload()

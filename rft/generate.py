@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from common import checkpoint, finite, hardware, models, resume
+from common import checkpoint, finite, hardware, models, resume, sharding
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.rollout import Completions, Sampler
@@ -176,7 +176,7 @@ def shard_path(folder: Path, index: int, of: int) -> Path:
     return folder / f"samples-{index}-of-{of}.jsonl"
 
 
-def sharding(folder: Path) -> set[int]:
+def shard_counts(folder: Path) -> set[int]:
     """In how many shards there are samples; several numbers where that was changed."""
     return {int(path.stem.rsplit("-", 1)[1]) for path in folder.glob("samples-*-of-*.jsonl")}
 
@@ -188,7 +188,7 @@ def merged(
 
     Raises: ConfigError where a shard is missing or, if they are to be `whole`, not done, or was made with other settings.
     """
-    counts = sharding(folder)
+    counts = shard_counts(folder)
     if not counts:
         raise ConfigError(f"{folder} has no samples yet. Make them: algo.stage=generate.")
     if len(counts) > 1:
@@ -257,7 +257,8 @@ class Generator:
                 # The rewards of a wave are computed, in a pool of workers, while the next one is sampled.
                 was_ending = ending
                 mine = todo[start + context.rank] if start + context.rank < len(todo) and not ending else None
-                made = self._sample(mine, sampler, iteration, phases) if mine else None
+                with sharding.forwards(sampler.model):
+                    made = self._sample(mine, sampler, iteration, phases) if mine else None
                 if start > 0:
                     with phases("reward"):
                         records, offending = self._records(last) if last else ([], [])
@@ -300,7 +301,7 @@ class Generator:
 
         started = time.perf_counter()
         with phases("rollout"):
-            made, self.rows = hardware.halving(sample, self.rows, floor=1)
+            made, self.rows = hardware.halving(sample, self.rows, sharding.floor(sampler.model, self.rows, 1))
             texts = made.texts(self.tokenizer)
         seconds = time.perf_counter() - started
         repeated = [example for example in chunk.examples for _ in range(chunk.count)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from common import hardware, logprobs, loop, report
+from common import hardware, logprobs, loop, report, sharding
 from common.config import Run
 from common.distributed import Context
 from common.precision import Precision
@@ -28,8 +28,10 @@ def fitted(run: Run, context: Context, sampler: Sampler, longest: int, numbers: 
     parameters = sum(p.numel() for p in model.parameters())
     half = numbers.compute != torch.float32
     trained = parameters if not settings.lora.rank else 0  # an adapter's share is small
-    training_fixed = 4 * parameters + 12 * trained + 2 * half * parameters
-    sampling_fixed = (4 + 2 * half) * parameters
+    copied = 0 if sharding.of(model) else 2 * half * parameters
+    ranks = sharding.share(model)
+    training_fixed = (4 * parameters + 12 * trained) / ranks + copied + sharding.gathered_bytes(model, rollout=False)
+    sampling_fixed = 4 * parameters / ranks + copied + sharding.gathered_bytes(model, rollout=True)
     row_of_sampling = sampler.bytes_per_row(longest, tokens)
     row_of_training = logprobs.activation_bytes(
         model, 1, longest, 1, tokens, numbers.compute, run.opt.checkpointing.enabled
@@ -81,7 +83,7 @@ def plan(
         "fine-tune": f"{trained}, {settings.epochs} epochs, lr {settings.lr:g}, {settings.batch_rows} completions "
         f"a forward x {settings.accumulate}{', packed' if settings.packing else ''}",
         "environment": ", ".join(variables),
-        "memory": f"about {peak / 2**30:.2f} GB a rank",
+        "memory": f"about {peak / 2**30:.2f} GB a rank{sharding.planned(model, (16 if not settings.lora.rank else 4) * size)}",
         "folder": str(context.out_dir),
     }
     report.plan({key: value for key, value in lines.items() if value})

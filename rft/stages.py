@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from common import hardware, logprobs, loop, models, optim, pages, precision, report, resume
+from common import hardware, logprobs, loop, models, optim, pages, precision, report, resume, sharding
 from common.checkpoint import write_text
 from common.config import BudgetConfig, ConfigError, Run
 from common.distributed import Context
@@ -29,7 +29,7 @@ from common.tracking import Tracker, events
 from rft.config import STAGES, RftConfig
 from rft.evaluate import pass_rates
 from rft.finetune import Finetuner, Tree, check_lora
-from rft.generate import Generator, Record, Store, check_same, made_with, merged, missing, shard_path, sharding
+from rft.generate import Generator, Record, Store, check_same, made_with, merged, missing, shard_counts, shard_path
 from rft.plan import fitted, plan
 from rft.prompts import split
 from rft.select import Selection, select
@@ -94,7 +94,7 @@ class Stages:
         if settings.select.buffer == "all":
             for earlier in range(1, iteration):
                 self._samples(earlier)  # they will be needed: found missing now, not after hours
-        if sharding(folder) - {of}:
+        if shard_counts(folder) - {of}:
             self._samples(iteration)  # made in other shards, whole or an error
             return
         store = self._store(shard_path(folder, index, of), iteration)
@@ -271,8 +271,9 @@ class Stages:
             stopping = self._stopping()
             enough = self._used(for_training)[0] >= 1
             due = self.run.checkpoint.every and tuner.done % self.run.checkpoint.every == 0
-            if self.tracker and tuner.done < tuner.total and (due or stopping):
-                self.tracker.sync()
+            if tuner.done < tuner.total and (due or stopping):
+                if self.tracker:
+                    self.tracker.sync()
                 tuner.save({"made_with": record, "iteration": iteration})
             context.barrier()
             if stopping and tuner.done < tuner.total:
@@ -284,15 +285,18 @@ class Stages:
         if context.main and tuner.done < tuner.total:
             log.info("iteration %d: the budget is spent after %d of %d steps", iteration, tuner.done, tuner.total)
         self.model = tuner.finish().eval()
+        weights = sharding.whole(self.model)
         if self.tracker:
             self.tracker.sync()
+        if context.main:
             _write(
                 folder / "finetune.json",
                 {"made_with": record, "steps": tuner.done, "completions": selection.stats["kept"]}
                 | ({"cut": True} if tuner.done < tuner.total else {}),
             )
-            models.export(self.model, self.tokenizer, folder / "model")
-            self.tracker.artifact("model", folder / "model", f"iteration-{iteration}")
+            models.export(self.model, self.tokenizer, folder / "model", weights)
+            if self.tracker:
+                self.tracker.artifact("model", folder / "model", f"iteration-{iteration}")
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         self.loaded = iteration
         self._prepare()
@@ -414,7 +418,7 @@ class Stages:
     def spent(self, iteration: int) -> str | None:
         """The limit that leaves nothing for an iteration that has not begun, such as budget.tokens=200000; None = go on."""
         used, limit = self._used(self.run.budget)
-        return limit if used >= 1 and not sharding(self._folder(iteration)) else None
+        return limit if used >= 1 and not shard_counts(self._folder(iteration)) else None
 
     def _used(self, budget: BudgetConfig) -> tuple[float, str]:
         """The share that is used of the limit that is nearest to its end, and that limit; on every rank the same."""
@@ -597,8 +601,11 @@ class Stages:
         return self.model
 
     def _prepare(self) -> None:
+        if sharding.of(self.model):  # fine-tuned in place
+            return
         logprobs.prepare(self.model)
         optim.no_dropout(self.model)
+        sharding.shard([self.model], self.run, self.context, self.numbers)
 
     def _sampler(self, model: Any) -> Sampler:
         return Sampler(

@@ -1,0 +1,431 @@
+"""opt=fsdp: weights, gradients and optimizer state shared out over ranks, by torch's own FSDP2 (`fully_shard`).
+
+Each block, and what is outside the blocks, is a group that is gathered before its forward and given back after it; its
+gradients are summed over ranks as they come. Whoever uses a model that may be sharded does it by four rules:
+
+- a computation that touches weights outside `model(...)` goes through `inside`;
+- forwards without a backward pass go into `forwards`, in which ranks may make different numbers of them;
+- all ranks make the same number of backward passes (`common.logprobs.keep_step` fills up);
+- `save`, `restore` and `whole` are called on all ranks.
+
+On a plain model each of them does what there was before. Checkpoints are written by torch.distributed.checkpoint as
+safetensors, a file a rank, and read by any number of ranks, sharded or not.
+"""
+
+import logging
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from common import checkpoint
+from common.config import ConfigError, Run
+from common.distributed import Context
+from common.hardware import peak_memory_gb
+from common.precision import Precision
+
+T = TypeVar("T")
+log = logging.getLogger("clutch")
+
+
+@dataclass
+class Shards:
+    """How a model is shared out. mesh: [replicate, shard]; dtype: of gathered weights; rollout: opt.fsdp.rollout."""
+
+    mesh: DeviceMesh
+    device: torch.device
+    dtype: torch.dtype
+    rollout: str
+    in_step: bool = False  # whether ranks tell each other of each forward
+
+    def any(self, flag: bool) -> bool:
+        """True on all ranks that share the weights if it is true on one."""
+        value = torch.tensor([int(flag)], device=self.device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.mesh.get_group("shard"))
+        return bool(value.item())
+
+
+def shard(models: list[Any], run: Run, context: Context, numbers: Precision) -> None:
+    """With opt=fsdp, share `models` (plain, float32, on any device) out over ranks, in place; None among them is skipped.
+
+    Masters stay float32; blocks are gathered in the dtype of `numbers` and their gradients summed in float32.
+    Raises: ConfigError for settings that do not go together.
+    """
+    if context.mesh is None:
+        return
+    if numbers.scaler and run.opt.fsdp.cpu_offload:
+        raise ConfigError(
+            "opt.fsdp.cpu_offload=true does not go with fp16, whose gradients are unscaled on the device. Leave out opt=amp, or "
+            "use a device with native bfloat16."
+        )
+    offload = CPUOffloadPolicy() if run.opt.fsdp.cpu_offload else OffloadPolicy()
+    half = numbers.compute if numbers.compute != torch.float32 else None
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+    for model in models:
+        if model is None:
+            continue
+        for part in [*blocks(model), model]:
+            fully_shard(part, mesh=context.mesh, mp_policy=policy, offload_policy=offload)
+            # Sums, as algorithms divide by counts of all ranks themselves. Not by a factor of 1, which only NCCL can.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+        model.shards = Shards(context.mesh, context.device.device, numbers.compute, run.opt.fsdp.rollout)
+        model.inside = types.MethodType(_call, model)
+        register_fsdp_forward_method(model, "inside")
+
+
+def _call(model: Any, function: Callable[..., T], *args: Any) -> T:
+    return function(model, *args)
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated parts of a model: the members of its outermost module lists."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        found += list(child) if isinstance(child, nn.ModuleList) else blocks(child)
+    return found
+
+
+def of(model: Any) -> Shards | None:
+    """How `model` is shared out; None for a plain one."""
+    return getattr(model, "shards", None)
+
+
+def device(model: Any) -> torch.device:
+    """Where `model` computes; its parameters may be elsewhere."""
+    shards = of(model)
+    return shards.device if shards else next(model.parameters()).device
+
+
+def dtype(model: Any) -> torch.dtype:
+    """Of the weights in a forward."""
+    shards = of(model)
+    return shards.dtype if shards else next(model.parameters()).dtype
+
+
+def inference(model: Any) -> Any:
+    """The context of forwards without a backward pass. Weights gathered in inference mode could never be trained."""
+    return torch.no_grad() if of(model) else torch.inference_mode()
+
+
+def floor(model: Any, rows: int, lowest: int) -> int:
+    """Fewest rows to try when memory runs out: a rank that repeats a forward alone would leave the others waiting."""
+    return rows if of(model) else lowest
+
+
+def inside(model: Any, function: Callable[..., T], *args: Any) -> T:
+    """`function(model, *args)` as one forward of `model`, with the weights outside its blocks gathered meanwhile."""
+    shards = of(model)
+    if shards is None:
+        return function(model, *args)
+    if shards.in_step:
+        shards.any(True)
+    return model.inside(function, *args)
+
+
+@contextmanager
+def forwards(model: Any, idle: Callable[[], Any] | None = None) -> Iterator[None]:
+    """For forwards without a backward pass, of which each rank may make another number.
+
+    With opt.fsdp.rollout=gathered the weights are whole meanwhile. With layerwise each forward gathers them, which takes all
+    ranks: one that has left the block makes idle forwards until the last one has.
+    Args: idle: makes a forward that nobody needs; None = of one token.
+    """
+    shards = of(model)
+    if shards is None:
+        yield
+        return
+    if shards.rollout == "gathered":
+        with gathered(model):
+            yield
+        return
+
+    def announce(*_: Any) -> None:
+        shards.any(True)
+
+    ids = torch.zeros(1, 1, dtype=torch.long, device=shards.device)
+    hook = model.register_forward_pre_hook(announce, prepend=True)
+    shards.in_step = True
+    try:
+        yield
+        hook.remove()
+        shards.in_step = False
+        with torch.no_grad():
+            while shards.any(False):
+                idle() if idle else model(input_ids=ids, use_cache=False)
+    finally:
+        hook.remove()
+        shards.in_step = False
+        model.reshard()  # the root stays gathered after a forward, which an update would not reach
+
+
+@contextmanager
+def gathered(model: Any) -> Iterator[None]:
+    """Meanwhile the weights of a sharded model are whole on every rank; what is written to them is lost."""
+    parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    if parts:
+        model.inside(lambda _: None)  # what FSDP makes at the first forward
+        model.set_reshard_after_forward(False)
+    for part in parts:
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.reshard()
+        if parts:
+            model.set_reshard_after_forward(True)
+            model.set_reshard_after_forward(False, recurse=False)  # the backward pass begins with the head
+
+
+def each(model: Any, items: Iterable[T]) -> Iterator[T]:
+    """`items`, of which each rank may have another number, with a body that makes forwards of `model`: see `forwards`."""
+    with forwards(model):
+        yield from items
+
+
+# --- the shards of one rank ------------------------------------------------------------------------------------------
+
+
+def rows(tensor: Tensor) -> range:
+    """Which rows (of the first dimension) of the whole tensor this rank holds; all of them unless it is sharded."""
+    whole = tensor.shape[0]
+    if not isinstance(tensor, DTensor):
+        return range(whole)
+    mesh = tensor.device_mesh
+    each = -(-whole // mesh.size(1))
+    start = min(whole, mesh.get_local_rank("shard") * each)
+    held = range(start, min(whole, start + each))
+    assert len(held) == local(tensor).shape[0], "FSDP shares out rows in chunks, the last of them smaller"
+    return held
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like(tensor: Tensor, part: Tensor) -> Tensor:
+    """`part`, what this rank holds, as a tensor shared out like `tensor` and in the same place."""
+    if not isinstance(tensor, DTensor):
+        return part
+    shape, stride = tensor.shape, tensor.stride()
+    part = part.to(local(tensor).device)
+    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+
+
+def total(model: Any, value: Tensor) -> Tensor:
+    """The sum of `value` over the ranks that hold a copy of the weights between them; in place."""
+    shards = of(model)
+    if shards:
+        dist.all_reduce(value, group=shards.mesh.get_group("shard"))
+    return value
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def measured(parts: Any) -> float:
+    """GB (2**30 bytes) that this rank holds of tensors in nested dicts and lists; says so where they are sharded."""
+    found = {id(tensor): tensor for tensor in _tensors(parts, "").values()}.values()
+    here = sum(local(tensor).nbytes for tensor in found)
+    if any(isinstance(tensor, DTensor) for tensor in found):
+        whole = sum(tensor.numel() * tensor.dtype.itemsize for tensor in found)
+        log.info("measured: %s. Peak so far %.2f GB", _beside(here, whole), peak_memory_gb(next(iter(found)).device))
+    return here / 2**30
+
+
+def planned(model: Any, whole: float) -> str:
+    """For the plan, what a rank holds of `whole` bytes, beside what it would without; empty for a plain model."""
+    return f"; {_beside(whole / share(model), whole)}" if of(model) else ""
+
+
+def _beside(here: float, whole: float) -> str:
+    unit, name = (2**30, "GB") if whole >= 2**30 else (2**20, "MB")
+    return f"training state {here / unit:.2f} {name} a rank, with opt=ddp {whole / unit:.2f} {name}"
+
+
+def gathered_bytes(model: Any, rollout: bool) -> float:
+    """Bytes of weights that are gathered at a time: all of them in a gathered rollout, else what is outside the blocks and two
+    blocks, in training with their gradients; 0 for a plain model."""
+    shards = of(model)
+    if shards is None:
+        return 0
+    each, total = [sum(p.numel() for p in block.parameters()) for block in blocks(model)], parameters(model)
+    if rollout and shards.rollout == "gathered":
+        return shards.dtype.itemsize * total
+    return (shards.dtype.itemsize + 4 * (not rollout)) * (total - sum(each) + 2 * max(each, default=0))
+
+
+def parameters(model: Any) -> int:
+    """How many the whole model has."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def share(model: Any) -> int:
+    """Ranks that hold one copy of the weights between them; 1 for a plain model."""
+    shards = of(model)
+    return shards.mesh.size(1) if shards else 1
+
+
+# --- checkpoints and export ------------------------------------------------------------------------------------------
+
+
+def save(
+    context: Context,
+    root: Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    state: dict[str, Any],
+    extra: dict[str, Any],
+    keep: int,
+) -> Path:
+    """`checkpoint.save` for weights that may be sharded; called on all ranks. Returns the folder.
+
+    Where they are, the tensors of `extra` lie beside them, a safetensors file a rank.
+    """
+    if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        if context.main:
+            return checkpoint.save(root, step, tensors, state, extra, keep)
+        return checkpoint.folder_of(root, step)
+    parts = {**tensors, **_tensors(extra, EXTRA)}
+
+    def write(folder: Path | None) -> None:
+        told = context.gather_objects(folder)[0]
+        writer = dcp.HuggingFaceStorageWriter(str(told), save_distributed=True)
+        try:
+            dcp.save(parts, storage_writer=writer)
+        except dcp.CheckpointException as error:  # on all ranks, with what went wrong on each
+            raise checkpoint.CheckpointError(
+                f"{checkpoint.folder_of(root, step)} could not be written: {_first(error)}."
+            ) from None
+
+    if context.main:
+        folder = checkpoint.save(root, step, {}, state, _without_tensors(extra), keep, write=write)
+    else:
+        write(None)
+        folder = checkpoint.folder_of(root, step)
+    context.barrier()
+    return folder
+
+
+EXTRA = "extra"
+
+
+def restore(saved: checkpoint.Checkpoint, tensors: dict[str, Tensor], fresh: Callable[[], dict[str, Any]]) -> Any:
+    """Fill `tensors`, sharded or not, from a checkpoint written either way. Returns its `extra`.
+
+    Args: fresh: makes an `extra` of the same structure, to be filled; called where one side is sharded.
+    """
+    sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    with torch.no_grad():
+        if not saved.sharded:
+            for name, tensor in tensors.items():
+                _copy(saved.tensors[name], tensor)
+            if not sharded:
+                return saved.extra
+            extra = fresh()
+            held = _tensors(saved.extra, EXTRA)
+            for name, tensor in _tensors(extra, EXTRA).items():
+                _copy(held[name], tensor)
+            return _merged(extra, saved.extra)
+        extra = fresh()
+        reader = dcp.HuggingFaceStorageReader(str(saved.path))
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "torch.distributed is disabled", UserWarning
+            )  # that is what no_dist asks for
+            try:
+                dcp.load({**tensors, **_tensors(extra, EXTRA)}, storage_reader=reader, no_dist=not sharded)
+            except dcp.CheckpointException as error:
+                raise ConfigError(
+                    f"{saved.path} does not go into this run: {_first(error)}. Start anew with another hydra.run.dir."
+                ) from None
+        return _merged(extra, saved.extra)
+
+
+def names(saved: checkpoint.Checkpoint) -> set[str]:
+    """Of the weights in a checkpoint, written either way."""
+    if not saved.sharded:
+        return set(saved.tensors)
+    held = dcp.HuggingFaceStorageReader(str(saved.path)).read_metadata().state_dict_metadata
+    return {name for name in held if not name.startswith(f"{EXTRA}/")}
+
+
+def whole(model: Any) -> dict[str, Tensor] | None:
+    """The weights of a sharded model by name, on the CPU of rank 0 (empty on others), tied ones once; None for a plain one.
+
+    Called on all ranks.
+    """
+    shards = of(model)
+    if shards is None:
+        return None
+    main, found = dist.get_rank() == 0, {}
+    for name, parameter in model.named_parameters():
+        full = parameter.detach().to(shards.device)
+        full = full.full_tensor() if isinstance(full, DTensor) else full
+        if main:
+            found[name] = full.cpu()
+    for name, buffer in model.named_buffers():
+        if main and name in model.state_dict():
+            found[name] = buffer.cpu()
+    return found
+
+
+def _copy(full: Tensor, into: Tensor) -> None:
+    """The whole `full`, which every rank has, into a tensor that may be sharded."""
+    if isinstance(into, DTensor):
+        full = full.to(into.device, into.dtype)
+        full = distribute_tensor(full, into.device_mesh, into.placements, src_data_rank=None)
+    into.copy_(full)
+
+
+def _first(error: dcp.CheckpointException) -> str:
+    """What went wrong on the first rank that says so."""
+    return str(next(iter(error.failures.values()))[0]).rstrip(".")
+
+
+def _tensors(nested: Any, prefix: str) -> dict[str, Tensor]:
+    """The tensors in nested dicts and lists, by path."""
+    if isinstance(nested, Tensor):
+        return {prefix: nested}
+    items = nested.items() if isinstance(nested, dict) else enumerate(nested) if isinstance(nested, list) else ()
+    return {name: t for key, value in items for name, t in _tensors(value, f"{prefix}/{key}").items()}
+
+
+def _without_tensors(nested: Any) -> Any:
+    """The same dicts and lists, with None for each tensor."""
+    if isinstance(nested, dict):
+        return {key: _without_tensors(value) for key, value in nested.items()}
+    if isinstance(nested, list):
+        return [_without_tensors(value) for value in nested]
+    return None if isinstance(nested, Tensor) else nested
+
+
+def _merged(filled: Any, saved: Any) -> Any:
+    """The tensors of `filled`, and all else of `saved`."""
+    if isinstance(filled, Tensor):
+        return filled
+    if isinstance(filled, dict) and isinstance(saved, dict):
+        return {key: _merged(filled.get(key), value) for key, value in saved.items()}
+    if isinstance(filled, list) and isinstance(saved, list):
+        return [_merged(mine, theirs) for mine, theirs in zip(filled, saved, strict=True)]
+    return saved
