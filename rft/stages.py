@@ -1,5 +1,6 @@
 """The stages of an iteration of RFT, each on what lies in the run folder."""
 
+import functools
 import gc
 import itertools
 import json
@@ -15,8 +16,7 @@ from typing import Any
 
 import torch
 
-from common import hardware, logprobs, loop, models, optim, pages, precision, report, resume, sharding
-from common.checkpoint import write_text
+from common import checkpoint, hardware, logprobs, loop, models, optim, pages, precision, report, resume, sharding
 from common.config import BudgetConfig, ConfigError, Run
 from common.distributed import Context
 from common.evaluation import Evaluation, evaluate
@@ -173,6 +173,8 @@ class Stages:
             fresh = json.loads(json.dumps({"made_with": asdict(self.settings.select), **stats}))
             if fresh != _read(folder / "selected.json"):  # else a run that was killed has logged it
                 self._write({"stage": "select", "iteration": iteration, **stats})
+                assert self.tracker is not None
+                self.tracker.sync()  # before the file that tells that it is logged
             _write(folder / "selected.json", fresh)
             rows = [record for kept in selection.kept.values() for record in kept]
             text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in rows)
@@ -343,7 +345,7 @@ class Stages:
             rows = report.completions(self.task, self.prompts.held_out, held_out.completions)
             name = f"iteration-{iteration}" if iteration else "before"
             self.tracker.completions(name, self.step, rows)
-        if self.context.main:
+            self.tracker.sync()
             _write(path, found)  # last: with it the evaluation is done
         self._tell(found)
         self.context.barrier()
@@ -548,7 +550,18 @@ class Stages:
         """The events of an interrupted run, without those that will come again."""
         path = self.written / "metrics.jsonl"
         self.continued = path.exists()
-        found = _kept_events(path, self._redone)
+        steps_saved = functools.cache(self._steps_saved)
+
+        def redone(event: dict[str, Any]) -> bool:
+            """Whether it is a fine-tuning step after the checkpoint that it will be done again from."""
+            iteration = event["iteration"]
+            return (
+                event.get("stage") == "finetune"
+                and not self._finished(iteration)
+                and event["train_step"] > steps_saved(iteration)
+            )
+
+        found = _kept_events(path, redone)
         while found and not self._came_to_be(found[-1]):
             found.pop()
         return found
@@ -578,13 +591,11 @@ class Stages:
         if self.continued and logged is not None and 0 < len(store.held) - logged <= wave:
             store.keep(logged)
 
-    def _redone(self, event: dict[str, Any]) -> bool:
-        """Whether a logged event is a fine-tuning step after the checkpoint that it will be done again from."""
-        if event.get("stage") != "finetune" or self._finished(event["iteration"]):
-            return False
-        folder = self._folder(event["iteration"]) / "checkpoints"
-        saved = max((int(p.name.removeprefix("step-")) for p in folder.glob("step-????????")), default=0)
-        return event["train_step"] > saved
+    def _steps_saved(self, iteration: int) -> int:
+        """Fine-tuning steps in the checkpoint that an iteration goes on from."""
+        folders = (self._folder(iteration) / "checkpoints").glob("step-????????")
+        sound = (path for path in folders if checkpoint.problem(path) is None)
+        return max((int(path.name.removeprefix("step-")) for path in sound), default=0)
 
     def _at(self, iteration: int) -> Any:
         """The model of an iteration, 0 = the base; kept until another one is asked for."""
@@ -715,7 +726,7 @@ def _histogram(prompts: dict[str, int]) -> str:
 def _write(path: Path, value: dict[str, Any]) -> None:
     """JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    checkpoint.write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -152,13 +152,14 @@ def _glob(folder: Path, *patterns: str) -> list[Path]:
 def _tear(folder: Path, draw: random.Random) -> None:
     """Cut the newest log in the middle of its last line, as a power cut would leave it.
 
-    Not where a checkpoint or a model is newer: before one is written, the log is synced to disk.
+    Not where a checkpoint, a model or what a stage came to is newer: before one is written, the log is synced to disk.
     """
     newest = max(_lines(folder), key=lambda name: Path(name).stat().st_mtime_ns, default=None)
     if newest is None:
         return
     path = Path(newest)
-    saved = (*folder.rglob("manifest.json"), *folder.rglob("model.safetensors"))
+    names = ("manifest.json", "model.safetensors", "selected.json", "evaluation.json", "finetune.json")
+    saved = [saved for name in names for saved in folder.rglob(name)]
     if any(other.stat().st_mtime_ns > path.stat().st_mtime_ns for other in saved):
         return
     last = path.read_bytes().rstrip(b"\n").rpartition(b"\n")[2]
