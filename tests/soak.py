@@ -40,10 +40,11 @@ class Soak:
             killed,
             **{"seed": seed, "kills": 8, "signals": SIGNALS, "environment": environment(self.cache)},
             between=lambda draw: self.damage(killed, draw),
+            timeout=3600,
         )
         log = (killed / "run.log").read_text(encoding="utf-8")
         self.counts.update(
-            **{"runs": 1, f"runs of {algorithm}": 1, "runs on two ranks": ranks == 2, "kills": len(kills)},
+            **{"runs": 1, f"runs of {algorithm}": 1, "runs on two ranks": int(ranks == 2), "kills": len(kills)},
             **{"kills in the middle of a save": sum(kill.half_written for kill in kills)},
             **{
                 "checkpoints read": log.count("resuming after step"),

@@ -223,7 +223,7 @@ def test_the_commit_of_a_model_of_the_hub_is_kept(folder, launch, tmp_path):
     small = ["algo.members=2", "algo.prompts_per_step=1", "algo.steps=1", "algo.sampling.max_new_tokens=4"]
     arguments = ["algo=eggroll", "hardware=cpu", "model=hf", "model.path=acme/small", *small, "evaluate.examples=2"]
     cache = {"HF_HUB_CACHE": str(tmp_path / "hub")}
-    done = launch(*arguments, "hydra.run.dir=out", env=cache)
+    done = launch(*arguments, "hydra.run.dir=out", env=cache, fresh=True)
     assert f"model.path='acme/small' is at commit {commit} (model.revision=COMMIT pins it)" in done.stdout + done.stderr
     assert re.search(rf"^model_commit: ['\"]?{commit}", (tmp_path / "out" / "run.yaml").read_text(), re.MULTILINE)
     assert models.commit(replace(config(folder), path=str(folder))) is None

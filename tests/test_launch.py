@@ -56,7 +56,7 @@ TASK = (
     "reward, template, share_right, source, target, test_source, test_target, path, test_path, dataset, "
     "dataset_config, dataset_split, dataset_test_split, source_field, target_field, holdout"
 )
-SWITCHES = "amp, checkpointing, compile, ddp, offload, profile, tf32"
+SWITCHES = "amp, checkpointing, compile, ddp, fsdp, offload, profile, tf32"
 MISTAKES = {
     "algo.sgima=1": f"algo.sgima is not a setting. Did you mean 'sigma'? Settings here: {ALGO}.",
     "+algo.lrr=1": f"algo.lrr is not a setting. Did you mean 'lr'? Settings here: {ALGO}.",

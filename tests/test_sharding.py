@@ -104,7 +104,7 @@ def overflow(rank: int, out: Path, port: int) -> None:
         for parameter in updater.parameters:
             parameter.grad = torch.full_like(parameter, float("inf") if bad else 65536.0)
         before = sharding.local(updater.parameters[0]).clone()
-        overflowed = updater.step(0.1)["overflow"]
+        overflowed = updater.step(0.1, 1.0)["overflow"]
         seen.append([overflowed, not torch.equal(before, sharding.local(updater.parameters[0]))])
     (out / f"overflow-{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
