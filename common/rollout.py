@@ -398,7 +398,7 @@ class _Grid:
         self.logprobs = torch.zeros((total, length), device=device) if logprobs else None
         self.lengths = torch.zeros(total, dtype=torch.long, device=device)
         self.finished = torch.zeros(total, dtype=torch.bool, device=device)
-        self.broken = torch.zeros(total, dtype=torch.bool, device=device)
+        self.witness = torch.zeros(total, device=device)  # of each row, a sum that is finite as long as its logits are
         self.uniforms = None
         if sampling.temperature > 0:
             ids = torch.tensor(list(prompt_ids) if prompt_ids is not None else range(len(prompts)), device=device)
@@ -440,7 +440,7 @@ class _Grid:
             self.mask = additive(self.columns[None, :] >= self.start[:, None], self.sampler.dtype)[:, None, None, :]
             for _ in range(min(look_every, self.cache.columns - self.cache.column)):
                 self.decode()
-        return Completions(self.tokens, self.lengths, self.finished, self.logprobs, self.broken)
+        return Completions(self.tokens, self.lengths, self.finished, self.logprobs, ~torch.isfinite(self.witness))
 
     # --- one step
 
@@ -467,10 +467,11 @@ class _Grid:
         # `look` reads no further than the first stop token.
         step.clamp_(max=self.sampling.max_new_tokens - 1)
         uniform = self.uniforms[self.request[rows].clamp(min=0), step] if self.uniforms is not None else None
-        token, logprob, sound = draw(logits, self.sampling, uniform, self.logprobs is not None)
+        token, logprob, witness = draw(logits, self.sampling, uniform, self.logprobs is not None)
         alive = (self.request[rows] >= 0) & (self.count[rows] < self.sampling.max_new_tokens)
         place = self.place[rows]
-        self.broken[place] |= alive & ~sound
+        # One sum a step; whether it is finite is asked once, at the end. Rows past their end do not count.
+        self.witness.index_add_(0, place, torch.where(alive, witness.float(), 0.0))
         self.tokens[place, step] = torch.where(alive, token, self.tokens[place, step])
         if self.logprobs is not None and logprob is not None:
             self.logprobs[place, step] = torch.where(alive, logprob, self.logprobs[place, step])
@@ -664,14 +665,14 @@ def draw(
 
     Args: logits [n, V]; uniform: float32 [n] in [0, 1), None = greedy.
     Returns: token int64 [n]; its log-probability float32 [n] under the tempered distribution before top-k and top-p
-    (that of the policy, as a trainer computes it), or None (greedy: under the untempered one); whether the row's logits are
-    finite, bool [n]: a greedy token is the one that is not, and a softmax over one that is not is NaN throughout.
+    (that of the policy, as a trainer computes it), or None (greedy: under the untempered one); a witness [n] that is finite
+    where the row's logits are: a greedy token's logit is the one that is not, and a softmax over one that is not is NaN throughout.
     """
     if uniform is None:
         token = logits.argmax(-1)
-        largest = logits.gather(1, token[:, None])[:, 0].float()
-        logprob = largest - logits.float().logsumexp(-1) if want_logprob else None
-        return token, logprob, torch.isfinite(largest)
+        largest = logits.gather(1, token[:, None])[:, 0]
+        logprob = largest.float() - logits.float().logsumexp(-1) if want_logprob else None
+        return token, logprob, largest
     if sampling.temperature != 1:
         logits = logits.float() / sampling.temperature
     policy = probability = torch.softmax(logits, dim=-1, dtype=torch.float32)
@@ -682,7 +683,7 @@ def draw(
     token = torch.searchsorted(cdf, (uniform[:, None] * cdf[:, -1:]), right=True)[:, 0]
     token.clamp_(max=logits.shape[-1] - 1)
     logprob = policy.gather(1, token[:, None])[:, 0].log() if want_logprob else None
-    return token, logprob, torch.isfinite(policy[:, 0])
+    return token, logprob, policy[:, 0]
 
 
 def _cut(probability: Tensor, top_k: int, top_p: float) -> Tensor:
