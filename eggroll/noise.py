@@ -13,11 +13,13 @@ the head can be perturbed too.
 """
 
 import fnmatch
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +30,10 @@ from common.config import ConfigError
 from common.philox import normals
 from eggroll.config import NoiseConfig
 
-# Floats of noise that an update holds at a time: 64 MB.
-UPDATE_BUFFER = 1 << 24
+T = TypeVar("T")
+
+# Floats of noise that are drawn at a time: 16 MB.
+BUFFER = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -142,16 +146,15 @@ class Noise:
         self._perturbed: dict[tuple[int, torch.dtype], _Perturbed] = {}
 
     def draw(
-        self, draw: int, addresses: Sequence[Address], directions: Tensor, buffer: Tensor | None = None
+        self, draw: int, addresses: Sequence[Address], directions: Tensor
     ) -> list[Tensor]:
-        """Normals of some parameters, float32, one [D, 4 * blocks] each: views of `buffer`, or of a new one.
+        """Normals of some parameters, float32, one [D, 4 * blocks] each: views of one buffer.
 
         Args: draw: which noise of the run (the step, unless it is reused); directions: int64 [D].
         """
         parameter = torch.cat([self._ids[a.name][0] for a in addresses])
         block = torch.cat([self._ids[a.name][1] for a in addresses])
-        if buffer is None:
-            buffer = torch.empty(len(directions), 4 * len(block), device=self.device)
+        buffer = torch.empty(len(directions), 4 * len(block), device=self.device)
         normals(self.seed, draw, parameter, block, directions, buffer)
         return list(buffer.split([4 * a.blocks for a in addresses], dim=1))
 
@@ -181,7 +184,7 @@ class Noise:
     def gradients(self, draw: int, fitness: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The ES gradient (to be descended) of each perturbed parameter: -1/N sum_i f_i s_i E_i, float32.
 
-        Streamed: noise is made again for as many parameters or directions as fit `UPDATE_BUFFER`.
+        Streamed: noise is made again for as many parameters or directions as fit `BUFFER`.
 
         Args: fitness: [N] of all members, on every rank the same.
         """
@@ -189,32 +192,37 @@ class Noise:
         # Mirrored members share E: f_+ E - f_- E. Equal fitness gives exactly zero.
         weights = (fitness[0::2] - fitness[1::2] if self.mirrored else fitness) / -len(fitness)  # [D]
         directions = torch.arange(len(weights), device=self.device)
-        for batch in self._batches(len(directions)):
-            step = max(1, UPDATE_BUFFER // (4 * sum(a.blocks for a in batch)))
-            totals: list[Tensor | None] = [None] * len(batch)
-            for start in range(0, len(directions), step):
-                part = slice(start, start + step)
-                for index, (address, noise) in enumerate(
-                    zip(batch, self.draw(draw, batch, directions[part]), strict=True)
-                ):
-                    product = _weighted_sum(address, noise, weights[part])
-                    total = totals[index]
-                    totals[index] = product if total is None else total.add_(product)
-            for address, total in zip(batch, totals, strict=True):
-                assert total is not None
-                yield address.name, total
+        for batch in in_parts(self.addresses, [4 * a.blocks * len(weights) for a in self.addresses]):
+            # More than one parameter fit the buffer with all directions; one alone may take several parts of them.
+            step = max(1, BUFFER // (4 * sum(a.blocks for a in batch)))
+            first = self.draw(draw, batch, directions[:step])
+            for address, noise in zip(batch, first, strict=True):
+                rest = (slice(start, start + step) for start in range(step, len(directions), step))
+                # Made here, so that none is held while the next is made.
+                yield (
+                    address.name,
+                    functools.reduce(
+                        Tensor.add_,
+                        (
+                            _weighted_sum(address, self.draw(draw, [address], directions[part])[0], weights[part])
+                            for part in rest
+                        ),
+                        _weighted_sum(address, noise, weights[:step]),
+                    ),
+                )
 
-    def _batches(self, directions: int) -> Iterator[list[Address]]:
-        batch: list[Address] = []
-        size = 0
-        for address in self.addresses:
-            numbers = 4 * address.blocks * directions
-            if batch and size + numbers > UPDATE_BUFFER:
-                yield batch
-                batch, size = [], 0
-            batch.append(address)
-            size += numbers
-        yield batch
+
+def in_parts(items: Sequence[T], floats: Sequence[int]) -> Iterator[list[T]]:
+    """Cut `items`, of so many `floats` each, into runs that fit `BUFFER`; one that alone does not is a run of its own."""
+    part: list[T] = []
+    held = 0
+    for item, size in zip(items, floats, strict=True):
+        if part and held + size > BUFFER:
+            yield part
+            part, held = [], 0
+        part.append(item)
+        held += size
+    yield part
 
 
 def _weighted_sum(address: Address, noise: Tensor, weights: Tensor) -> Tensor:
@@ -230,21 +238,20 @@ def _weighted_sum(address: Address, noise: Tensor, weights: Tensor) -> Tensor:
 
 
 class _Perturbed:
-    """Forwards for all perturbed modules and `count` directions, over one buffer that each chunk of members refills.
+    """Forwards for all perturbed modules and `count` directions, over buffers that each chunk of members refills.
 
     They outlive a step, so that a compiled model or a captured graph sees the same tensors at every step.
     """
 
     def __init__(self, noise: "Noise", count: int, dtype: torch.dtype) -> None:
         self.noise = noise
-        self.drawn = torch.empty(count, 4 * sum(address.blocks for address in noise.addresses), device=noise.device)
         population = _Population(count, noise.mirrored, dtype, noise.device)
         self.forwards: list[tuple[nn.Module, Any]] = []
-        self.refills: list[tuple[Callable[..., None], list[str]]] = []
+        self.refills: list[tuple[Callable[..., None], list[Address]]] = []
         groups: dict[int, _SharedInput] = {}
         for site in noise.sites:
             forward = site.perturbed(population)
-            self.refills.append((forward.refill, [address.name for address in site.names.values()]))
+            self.refills.append((forward.refill, list(site.names.values())))
             group = noise.inputs.get(id(site.module))
             if group is not None and isinstance(forward, _LowRankLinear):
                 forward = groups.setdefault(group, _SharedInput()).join(forward)
@@ -255,10 +262,11 @@ class _Perturbed:
 
     def fill(self, draw: int, directions: Tensor, sigma: float) -> None:
         """Draw the noise and hand it to the forwards."""
-        drawn = self.noise.draw(draw, self.noise.addresses, directions, self.drawn)
-        parts = dict(zip((address.name for address in self.noise.addresses), drawn, strict=True))
-        for refill, names in self.refills:
-            refill([parts[name] for name in names], sigma)
+        floats = [4 * len(directions) * sum(a.blocks for a in addresses) for _, addresses in self.refills]
+        for part in in_parts(self.refills, floats):
+            noise = iter(self.noise.draw(draw, [a for _, addresses in part for a in addresses], directions))
+            for refill, addresses in part:
+                refill(list(itertools.islice(noise, len(addresses))), sigma)
         for shared in self.groups:
             shared.refill()
 
@@ -300,8 +308,8 @@ class _LowRankLinear:
         self.transposed = isinstance(module, Conv1D)  # keeps [in, out], nn.Linear [out, in]
         out_features, in_features = self.address.shape[::-1] if self.transposed else self.address.shape
         self.base = _Bias(module, population, names)
-        plain = isinstance(module, nn.Linear) and module.bias is None
-        self.weight_t = module.weight.T if plain else None
+        self.weight_t = module.weight if self.transposed else module.weight.T  # [in, out]
+        self.bias = module.bias
         self.population, self.directions, self.members = population, population.directions, population.members
         self.signs = self.members // self.directions
         self.in_features, self.out_features, self.rank = in_features, out_features, self.address.rank
@@ -333,10 +341,11 @@ class _LowRankLinear:
         else:
             by_member = u.unflatten(2, (self.signs, -1)).permute(0, 2, 3, 1).reshape(self.members, -1, self.rank)
             noise = torch.bmm(by_member, self.out_t)
-        if self.weight_t is None:
+        if self.base.bias is not None:  # a bias with noise of its own
             return self.base(x).add_(noise.view(shape))
-        # The shared product adds itself to the noise: one pass over the output less than the other way round.
-        return noise.view(-1, self.out_features).addmm_(x.reshape(-1, self.in_features), self.weight_t).view(shape)
+        # The shared product adds itself to the noise: one pass over the output less than the other way round, and one output.
+        y = noise.view(-1, self.out_features).addmm_(x.reshape(-1, self.in_features), self.weight_t)
+        return (y if self.bias is None else y.add_(self.bias)).view(shape)
 
 
 class _SharedInput:

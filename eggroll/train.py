@@ -10,6 +10,7 @@ initial weights (arXiv:2605.30148). Ranks share members out and exchange rewards
 
 import logging
 import math
+import tempfile
 import time
 from contextlib import closing
 from dataclasses import asdict
@@ -50,7 +51,9 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     noise = Noise(model, settings.noise, rank=settings.rank, mirrored=settings.mirrored, seed=run.seed)
     if settings.rank != 1 and all(address.policy == "full" for address in noise.addresses):
         raise ConfigError(f"algo.rank={settings.rank} has no effect: nothing has low-rank noise. Set algo.rank=1.")
-    weights = Weights(model, noise, settings, numbers.compute, offload=run.opt.offload.enabled)
+    weights = Weights(
+        model, noise, settings, numbers.compute, offload=run.opt.offload.enabled, folder=context.out_dir
+    )
 
     resumed = resume.find(run, context)
     state: dict[str, Any] = {"step": 0, "seconds": 0.0, "generated": 0, "evaluations": 0, "skipped": 0, "tracker": {}}
@@ -261,22 +264,63 @@ def row_count(settings: EggrollConfig) -> int:
     return settings.prompts_per_step * settings.samples_per_prompt
 
 
+class Stored:
+    """Tensors that are needed a moment each step: in a file without a name, which ends with the process, however it ends.
+
+    float32 on the CPU when read. Raises: OSError with the folder where there is no room.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], folder: Path) -> None:
+        self.places: dict[str, tuple[int, torch.Size]] = {}
+        try:
+            self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (open as long as the run)
+            for name, tensor in tensors.items():
+                self.places[name] = self.file.tell(), tensor.shape
+                self.file.write(tensor.detach().float().cpu().contiguous().numpy())  # type: ignore[arg-type]
+            self.file.flush()
+        except OSError as error:
+            raise OSError(error.errno, f"the initial weights cannot be kept there: {error.strerror}", folder) from error
+
+    def __getitem__(self, name: str) -> Tensor:
+        offset, shape = self.places[name]
+        tensor = torch.empty(shape)
+        self.file.seek(offset)
+        read = self.file.readinto(tensor.numpy())  # type: ignore[attr-defined]
+        if read != tensor.nbytes:
+            raise OSError(f"the initial weights of {name} cannot be read back: {read} of {tensor.nbytes} bytes came.")
+        return tensor
+
+
 class Weights:
-    """The perturbed weights: float32 masters, what the forward uses, the initial ones, and their optimizers."""
+    """The perturbed weights: float32 masters, what the forward uses, the initial ones, and their optimizers.
+
+    Training is to take hardly more memory than sampling does: the initial weights lie in a file of `folder` and are read for
+    each update, which goes parameter by parameter. In float32 the forward uses the masters; else they are beside what it
+    uses, on the CPU with `offload`.
+    """
 
     def __init__(
-        self, model: torch.nn.Module, noise: Noise, settings: EggrollConfig, compute: torch.dtype, offload: bool
+        self,
+        model: torch.nn.Module,
+        noise: Noise,
+        settings: EggrollConfig,
+        compute: torch.dtype,
+        *,
+        offload: bool,
+        folder: Path,
     ) -> None:
         self.settings, self.compute = settings, compute
         names = [address.name for address in noise.addresses]
         parameters = dict(model.named_parameters())
-        self.initial = {
-            n: parameters[n].detach().to("cpu" if offload else parameters[n].device, copy=True) for n in names
-        }
+        self.initial = Stored({n: parameters[n] for n in names}, folder)
+        # |W0|^2
+        self.started = sum(parameters[n].detach().square().sum().double().item() for n in names)
         if compute == torch.float32:
             self.masters = {n: parameters[n] for n in names}
         else:
-            self.masters = {n: parameters[n].detach().clone() for n in names}
+            self.masters = {
+                n: parameters[n].detach().to("cpu" if offload else parameters[n].device, copy=True) for n in names
+            }
             model.to(compute)
         self.used = {n: dict(model.named_parameters())[n] for n in names}
         kind = optim.optimizer_class(settings.optimizer)
@@ -290,10 +334,10 @@ class Weights:
     @torch.no_grad()
     def update(self, noise: Noise, draw: int, shaped: Tensor, lr: float) -> float:
         """One optimizer step along the ES gradient. Returns the drift: |W - W0| / |W0| over all perturbed weights."""
-        moved = torch.zeros((), dtype=torch.float64)
-        started = torch.zeros((), dtype=torch.float64)
+        moved = 0.0
         for name, gradient in noise.gradients(draw, shaped):
             master, optimizer = self.masters[name], self.optimizers[name]
+            gradient = gradient.to(master.device)
             initial = self.initial[name].to(master.device)
             if self.settings.weight_decay:
                 gradient.add_(master - initial, alpha=self.settings.weight_decay)
@@ -301,12 +345,12 @@ class Weights:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
-            master.grad = None
+            master.grad = gradient = None
             if self.compute != torch.float32:
                 self.used[name].copy_(master)
-            moved += (master - initial).square().sum().cpu()
-            started += initial.square().sum().cpu()
-        return float((moved / started.clamp(min=1e-30)).sqrt())
+            moved += initial.sub_(master).square_().sum().double().item()
+            del initial  # before the next gradient is made
+        return math.sqrt(moved / max(self.started, 1e-30))
 
     def save(self, run: Run, context: Context, state: dict[str, Any]) -> Path:
         """Write a checkpoint with all that the next step needs. Returns its folder."""
@@ -368,7 +412,8 @@ def plan(
         2 if settings.mirrored else 1
     )
     drawn = 4 * sum(4 * a.blocks for a in noise.addresses) * chunk_directions
-    fixed = size * sampler.dtype.itemsize + perturbed * (4 + 4 * (dtype != "float32")) + drawn
+    masters = 4 * perturbed * (dtype != "float32" and not run.opt.offload.enabled)
+    fixed = size * sampler.dtype.itemsize + masters + drawn
     share = context.world_size if context.device.device.type == "cpu" else 1  # ranks of a CPU share its memory
     pair = 2 if settings.mirrored else 1
     rows = hardware.fit_rows(settings.rows_per_forward, row, fixed, context.device.memory_gb / share, pair)
