@@ -24,7 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from common import logprobs
 from common.config import ConfigError, SamplingConfig
-from common.models import context_length
+from common.models import Narrow, context_length
 from common.philox import token_uniforms
 
 ATTENTION = "clutch_slots"
@@ -275,7 +275,8 @@ class Sampler:
         pad_id: token id used to fill. stop_ids: ids that end a row.
         rows: slots, that is rows in one forward at most.
         compile_mode: None, or a mode of torch.compile for the decode steps.
-        autocast: None, or the dtype that float32 weights are used in.
+        autocast: None, or the dtype that float32 weights are used in. Autocast would cast them for every token, so linear layers
+            have a copy in that dtype, which each call of `generate` refreshes.
     """
 
     def __init__(
@@ -294,7 +295,9 @@ class Sampler:
         self.stop_ids = torch.tensor(list(stop_ids), device=self.device)
         self.rows = rows
         self.autocast = autocast
-        self.forward = torch.compile(model, mode=compile_mode, dynamic=True) if compile_mode else model
+        self.narrow = Narrow(model, autocast) if autocast is not None else None
+        self.used = model if self.narrow is None else self.narrow.twin
+        self.forward = torch.compile(self.used, mode=compile_mode, dynamic=True) if compile_mode else self.used
         self.context = context_length(model)
         self.watch: Callable[[int], None] | None = None  # told how many rows have just finished
         # Rows can share a prompt's keys where the attention is one that this module can stand in for. Not when compiled: who
@@ -353,7 +356,9 @@ class Sampler:
                 f"{self.context}. Lower algo.sampling.max_new_tokens to {max(0, self.context - longest)}, or shorten prompts."
             )
         half = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
-        with evaluating(self.model, ATTENTION if self.shares else None), torch.inference_mode(), half:
+        if self.narrow is not None:
+            self.narrow.refresh()
+        with evaluating(self.used, ATTENTION if self.shares else None), torch.inference_mode(), half:
             key = (seed, draw)
             made = _Grid(
                 self, prompts, sampling, samples_per_prompt, key, prompt_ids, first_sample, groups, logprobs
@@ -586,7 +591,7 @@ class _Grid:
         mask = additive(causal | torch.eye(width, dtype=torch.bool, device=device)[None], self.sampler.dtype)[:, None]
         position = (column[None, :] - first[:, None]).clamp(min=0)
         cache = PromptCache()
-        logits = self.sampler.model(
+        logits = self.sampler.used(
             input_ids=ids,
             attention_mask=mask,
             position_ids=position,

@@ -36,8 +36,8 @@ def plan(
     prompt = loop.longest_prompt(sampler.context, tokenizer, task.prompt, splits, tokens)
     parameters = sum(p.numel() for p in sampler.model.parameters())
     half, offload = numbers.compute != torch.float32, run.opt.offload.enabled
-    # Weights, gradients, Adam's two moments, autocast's copy of the weights, the reference model.
-    fixed = parameters * (4 + 4 + 8 + 2 * half + 4 * bool(settings.kl.beta and not offload))
+    # Weights, gradients, Adam's two moments, autocast's copy of the weights and the sampler's, the reference model.
+    fixed = parameters * (4 + 4 + 8 + 4 * half + 4 * bool(settings.kl.beta and not offload))
 
     def training(prompts: float, rows: int) -> float:
         return logprobs.activation_bytes(
