@@ -12,6 +12,7 @@ import logging
 import math
 import tempfile
 import time
+import weakref
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -273,7 +274,8 @@ class Stored:
     def __init__(self, tensors: dict[str, Tensor], folder: Path) -> None:
         self.places: dict[str, tuple[int, torch.Size]] = {}
         try:
-            self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (open as long as the run)
+            self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (open as long as this object lives)
+            weakref.finalize(self, self.file.close)
             for name, tensor in tensors.items():
                 self.places[name] = self.file.tell(), tensor.shape
                 self.file.write(tensor.detach().float().cpu().contiguous().numpy())  # type: ignore[arg-type]
