@@ -145,9 +145,7 @@ class Noise:
         }
         self._perturbed: dict[tuple[int, torch.dtype], _Perturbed] = {}
 
-    def draw(
-        self, draw: int, addresses: Sequence[Address], directions: Tensor
-    ) -> list[Tensor]:
+    def draw(self, draw: int, addresses: Sequence[Address], directions: Tensor) -> list[Tensor]:
         """Normals of some parameters, float32, one [D, 4 * blocks] each: views of one buffer.
 
         Args: draw: which noise of the run (the step, unless it is reused); directions: int64 [D].

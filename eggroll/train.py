@@ -52,9 +52,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     noise = Noise(model, settings.noise, rank=settings.rank, mirrored=settings.mirrored, seed=run.seed)
     if settings.rank != 1 and all(address.policy == "full" for address in noise.addresses):
         raise ConfigError(f"algo.rank={settings.rank} has no effect: nothing has low-rank noise. Set algo.rank=1.")
-    weights = Weights(
-        model, noise, settings, numbers.compute, offload=run.opt.offload.enabled, folder=context.out_dir
-    )
+    weights = Weights(model, noise, settings, numbers.compute, offload=run.opt.offload.enabled, folder=context.out_dir)
 
     resumed = resume.find(run, context)
     state: dict[str, Any] = {"step": 0, "seconds": 0.0, "generated": 0, "evaluations": 0, "skipped": 0, "tracker": {}}
