@@ -17,6 +17,7 @@ from pathlib import Path
 BENCHMARKS = {
     "sampler": "completions: `generate`, continuous batching, this project; equal lengths and spread ones",
     "eggroll": "a step's sampling: one at a time, member by member, the population in one forward",
+    "memory": "peak memory of EGGROLL's training beside sampling the same rows",
     "grpo": "a GRPO step: one prompt at a time, TRL, this project and its switches, together and alone",
     "rft": "sampling for RFT: one question at a time, batched `generate`, this project and its switches",
     "sharding": "opt=fsdp beside opt=ddp: a rollout, a training step and memory, two ranks",

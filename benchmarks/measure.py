@@ -170,6 +170,14 @@ class Peak:
     def __init__(self) -> None:
         self.before = _resident("VmRSS")  # bytes
 
+    @staticmethod
+    def forget() -> None:
+        """Begin the peak anew at what is held now, so that what was built before does not hide what comes."""
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM = VmRSS
+
     def gb(self) -> float | None:
         """On CUDA, what torch allocated; on a CPU, resident memory less what was there at the start; None if unknown."""
         if torch.cuda.is_initialized():

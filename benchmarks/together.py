@@ -27,6 +27,7 @@ RUNS: dict[str, dict[str, list[str]]] = {
         "grpo": ["grpo", "--brief", "--beta", "0", "--repeats", "4"],
         "eggroll": ["eggroll", "--repeats", "3"],
         "loader": ["loader", "--repeats", "3"],
+        "memory": ["memory"],
         "rft": ["rft", "--repeats", "1"],
     },
     "cuda": {
@@ -34,6 +35,7 @@ RUNS: dict[str, dict[str, list[str]]] = {
         "sampler-gpt2": ["sampler", "--model", "gpt2", "--repeats", "3"],
         "grpo-gpt2": ["grpo", "--model", "gpt2", "--brief", "--beta", "0"],
         "eggroll": ["eggroll", "--repeats", "5"],
+        "memory": ["memory"],
         "rft": ["rft", "--repeats", "3"],
         "loader": ["loader", "--repeats", "3"],
     },

@@ -47,6 +47,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from common import sharding
@@ -213,6 +214,31 @@ def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     for parameter in copied.parameters():
         parameter.data = parameter.data.to(dtype)
     return copied
+
+
+class Narrow:
+    """A twin of a float32 model whose linear layers are in `dtype`, to sample from under autocast, which casts no more then.
+
+    All else is shared, so that results are those of autocast to the bit (a tied head is the twin's own). 2 bytes a parameter.
+    """
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        layers = [module for module in model.modules() if type(module) in (torch.nn.Linear, Conv1D)]
+        shared = [*model.parameters(), *model.buffers()]
+        self.twin = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+        twins = [module for module in self.twin.modules() if type(module) in (torch.nn.Linear, Conv1D)]
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the model, of the twin
+        for layer, twin in zip(layers, twins, strict=True):
+            for name, parameter in layer.named_parameters(recurse=False):
+                own = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+                setattr(twin, name, own)
+                self.pairs.append((parameter, own))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take over the model's weights as they are now."""
+        for parameter, own in self.pairs:
+            own.copy_(parameter)
 
 
 def export(

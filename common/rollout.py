@@ -24,7 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from common import logprobs, sharding
 from common.config import ConfigError, SamplingConfig
-from common.models import context_length
+from common.models import Narrow, context_length
 from common.philox import token_uniforms
 
 ATTENTION = "clutch_slots"
@@ -275,7 +275,8 @@ class Sampler:
         pad_id: token id used to fill. stop_ids: ids that end a row.
         rows: slots, that is rows in one forward at most.
         compile_mode: None, or a mode of torch.compile for the decode steps.
-        autocast: None, or the dtype that float32 weights are used in.
+        autocast: None, or the dtype that float32 weights are used in. Autocast would cast them for every token, so linear layers
+            have a copy in that dtype, which each call of `generate` refreshes.
     """
 
     def __init__(
@@ -294,7 +295,9 @@ class Sampler:
         self.stop_ids = torch.tensor(list(stop_ids), device=self.device)
         self.rows = rows
         self.autocast = autocast
-        self.forward = torch.compile(model, mode=compile_mode, dynamic=True) if compile_mode else model
+        self.narrow = Narrow(model, autocast) if autocast is not None and not sharding.of(model) else None
+        self.used = model if self.narrow is None else self.narrow.twin
+        self.forward = torch.compile(self.used, mode=compile_mode, dynamic=True) if compile_mode else self.used
         self.context = context_length(model)
         self.watch: Callable[[int], None] | None = None  # told how many rows have just finished
         # Rows can share a prompt's keys where the attention is one that this module can stand in for. Not when compiled: who
@@ -353,7 +356,9 @@ class Sampler:
                 f"{self.context}. Lower algo.sampling.max_new_tokens to {max(0, self.context - longest)}, or shorten prompts."
             )
         half = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
-        with evaluating(self.model, ATTENTION if self.shares else None), sharding.inference(self.model), half:
+        if self.narrow is not None:
+            self.narrow.refresh()
+        with evaluating(self.used, ATTENTION if self.shares else None), sharding.inference(self.model), half:
             key = (seed, draw)
             made = _Grid(
                 self, prompts, sampling, samples_per_prompt, key, prompt_ids, first_sample, groups, logprobs
@@ -398,7 +403,7 @@ class _Grid:
         self.logprobs = torch.zeros((total, length), device=device) if logprobs else None
         self.lengths = torch.zeros(total, dtype=torch.long, device=device)
         self.finished = torch.zeros(total, dtype=torch.bool, device=device)
-        self.broken = torch.zeros(total, dtype=torch.bool, device=device)
+        self.witness = torch.zeros(total, device=device)  # of each row, a sum that is finite as long as its logits are
         self.uniforms = None
         if sampling.temperature > 0:
             ids = torch.tensor(list(prompt_ids) if prompt_ids is not None else range(len(prompts)), device=device)
@@ -440,7 +445,7 @@ class _Grid:
             self.mask = additive(self.columns[None, :] >= self.start[:, None], self.sampler.dtype)[:, None, None, :]
             for _ in range(min(look_every, self.cache.columns - self.cache.column)):
                 self.decode()
-        return Completions(self.tokens, self.lengths, self.finished, self.logprobs, self.broken)
+        return Completions(self.tokens, self.lengths, self.finished, self.logprobs, ~torch.isfinite(self.witness))
 
     # --- one step
 
@@ -467,10 +472,11 @@ class _Grid:
         # `look` reads no further than the first stop token.
         step.clamp_(max=self.sampling.max_new_tokens - 1)
         uniform = self.uniforms[self.request[rows].clamp(min=0), step] if self.uniforms is not None else None
-        token, logprob, sound = draw(logits, self.sampling, uniform, self.logprobs is not None)
+        token, logprob, witness = draw(logits, self.sampling, uniform, self.logprobs is not None)
         alive = (self.request[rows] >= 0) & (self.count[rows] < self.sampling.max_new_tokens)
         place = self.place[rows]
-        self.broken[place] |= alive & ~sound
+        # One sum a step; whether it is finite is asked once, at the end. Rows past their end do not count.
+        self.witness.index_add_(0, place, torch.where(alive, witness.float(), 0.0))
         self.tokens[place, step] = torch.where(alive, token, self.tokens[place, step])
         if self.logprobs is not None and logprob is not None:
             self.logprobs[place, step] = torch.where(alive, logprob, self.logprobs[place, step])
@@ -585,7 +591,7 @@ class _Grid:
         mask = additive(causal | torch.eye(width, dtype=torch.bool, device=device)[None], self.sampler.dtype)[:, None]
         position = (column[None, :] - first[:, None]).clamp(min=0)
         cache = PromptCache()
-        logits = self.sampler.model(
+        logits = self.sampler.used(
             input_ids=ids,
             attention_mask=mask,
             position_ids=position,
@@ -664,14 +670,14 @@ def draw(
 
     Args: logits [n, V]; uniform: float32 [n] in [0, 1), None = greedy.
     Returns: token int64 [n]; its log-probability float32 [n] under the tempered distribution before top-k and top-p
-    (that of the policy, as a trainer computes it), or None (greedy: under the untempered one); whether the row's logits are
-    finite, bool [n]: a greedy token is the one that is not, and a softmax over one that is not is NaN throughout.
+    (that of the policy, as a trainer computes it), or None (greedy: under the untempered one); a witness [n] that is finite
+    where the row's logits are: a greedy token's logit is the one that is not, and a softmax over one that is not is NaN throughout.
     """
     if uniform is None:
         token = logits.argmax(-1)
-        largest = logits.gather(1, token[:, None])[:, 0].float()
-        logprob = largest - logits.float().logsumexp(-1) if want_logprob else None
-        return token, logprob, torch.isfinite(largest)
+        largest = logits.gather(1, token[:, None])[:, 0]
+        logprob = largest.float() - logits.float().logsumexp(-1) if want_logprob else None
+        return token, logprob, largest
     if sampling.temperature != 1:
         logits = logits.float() / sampling.temperature
     policy = probability = torch.softmax(logits, dim=-1, dtype=torch.float32)
@@ -682,7 +688,7 @@ def draw(
     token = torch.searchsorted(cdf, (uniform[:, None] * cdf[:, -1:]), right=True)[:, 0]
     token.clamp_(max=logits.shape[-1] - 1)
     logprob = policy.gather(1, token[:, None])[:, 0].log() if want_logprob else None
-    return token, logprob, torch.isfinite(policy[:, 0])
+    return token, logprob, policy[:, 0]
 
 
 def _cut(probability: Tensor, top_k: int, top_p: float) -> Tensor:

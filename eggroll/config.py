@@ -114,3 +114,8 @@ def check_switches(opt: OptConfig) -> None:
         raise ConfigError(
             "opt=checkpointing has no effect with algo=eggroll: there is no backward pass to recompute for. Leave it out."
         )
+    if opt.offload.enabled and not opt.amp.enabled:
+        raise ConfigError(
+            "opt=offload has no effect with algo=eggroll in float32: the forward uses the masters themselves. Leave it out, or "
+            "add opt=amp."
+        )

@@ -13,11 +13,13 @@ the head can be perturbed too.
 """
 
 import fnmatch
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +31,10 @@ from common.config import ConfigError
 from common.philox import normals
 from eggroll.config import NoiseConfig
 
-# Floats of noise that an update holds at a time: 64 MB.
-UPDATE_BUFFER = 1 << 24
+T = TypeVar("T")
+
+# Floats of noise that are drawn at a time: 16 MB.
+BUFFER = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -170,29 +174,21 @@ class Noise:
         self._shares = [_Share.of(a, parameters[a.name], self.device) for a in self.addresses]
         self._perturbed: dict[tuple[int, torch.dtype], _Perturbed] = {}
 
-    def draw(
-        self, draw: int, addresses: Sequence[Address], directions: Tensor, buffer: Tensor | None = None
-    ) -> list[Tensor]:
-        """Normals of some parameters, float32, one [D, 4 * blocks] each: views of `buffer`, or of a new one.
+    def draw(self, draw: int, addresses: Sequence[Address], directions: Tensor) -> list[Tensor]:
+        """Normals of some parameters, float32, one [D, 4 * blocks] each: views of one buffer.
 
         Args: draw: which noise of the run (the step, unless it is reused); directions: int64 [D].
         """
-        return self._normals(draw, addresses, [self._blocks[a.name] for a in addresses], directions, buffer)
+        return self._normals(draw, addresses, [self._blocks[a.name] for a in addresses], directions)
 
     def _normals(
-        self,
-        draw: int,
-        addresses: Sequence[Address],
-        blocks: list[Tensor],
-        directions: Tensor,
-        buffer: Tensor | None = None,
+        self, draw: int, addresses: Sequence[Address], blocks: list[Tensor], directions: Tensor
     ) -> list[Tensor]:
         """Normals of the given blocks of each parameter."""
         sizes = [len(block) for block in blocks]
         numbers = torch.tensor([address.number for address in addresses], device=self.device)
         parameter = numbers.repeat_interleave(torch.tensor(sizes, device=self.device), output_size=sum(sizes))
-        if buffer is None:
-            buffer = torch.empty(len(directions), 4 * sum(sizes), device=self.device)
+        buffer = torch.empty(len(directions), 4 * sum(sizes), device=self.device)
         if sum(sizes):
             normals(self.seed, draw, parameter, torch.cat(blocks), directions, buffer)
         return list(buffer.split([4 * size for size in sizes], dim=1))
@@ -224,7 +220,7 @@ class Noise:
         """The ES gradient (to be descended) of each perturbed parameter: -1/N sum_i f_i s_i E_i, float32.
 
         Of a sharded parameter that of the rows that this rank holds; only the noise that they need is made.
-        Streamed: noise is made again for as many parameters or directions as fit `UPDATE_BUFFER`.
+        Streamed: noise is made again for as many parameters or directions as fit `BUFFER`.
 
         Args: fitness: [N] of all members, on every rank the same.
         """
@@ -232,32 +228,41 @@ class Noise:
         # Mirrored members share E: f_+ E - f_- E. Equal fitness gives exactly zero.
         weights = (fitness[0::2] - fitness[1::2] if self.mirrored else fitness) / -len(fitness)  # [D]
         directions = torch.arange(len(weights), device=self.device)
-        for batch in self._batches(len(directions)):
-            step = max(1, UPDATE_BUFFER // max(1, 4 * sum(len(share.block) for share in batch)))
-            whose, blocks = [share.address for share in batch], [share.block for share in batch]
-            totals: list[Tensor | None] = [None] * len(batch)
-            for start in range(0, len(directions), step):
-                part = slice(start, start + step)
-                made = self._normals(draw, whose, blocks, directions[part])
-                for index, (share, noise) in enumerate(zip(batch, made, strict=True)):
-                    product = _weighted_sum(share.address, share.pick(noise), weights[part])
-                    total = totals[index]
-                    totals[index] = product if total is None else total.add_(product)
-            for address, total in zip(whose, totals, strict=True):
-                assert total is not None
-                yield address.name, total
+        for batch in in_parts(self._shares, [4 * len(share.block) * len(weights) for share in self._shares]):
+            # More than one parameter fit the buffer with all directions; one alone may take several parts of them.
+            step = max(1, BUFFER // max(1, 4 * sum(len(share.block) for share in batch)))
+            first = self._normals(draw, [s.address for s in batch], [s.block for s in batch], directions[:step])
+            for share, noise in zip(batch, first, strict=True):
+                rest = (slice(start, start + step) for start in range(step, len(directions), step))
+                # Made here, so that none is held while the next is made.
+                yield (
+                    share.address.name,
+                    functools.reduce(
+                        Tensor.add_,
+                        (
+                            _weighted_sum(
+                                share.address,
+                                share.pick(self._normals(draw, [share.address], [share.block], directions[part])[0]),
+                                weights[part],
+                            )
+                            for part in rest
+                        ),
+                        _weighted_sum(share.address, share.pick(noise), weights[:step]),
+                    ),
+                )
 
-    def _batches(self, directions: int) -> Iterator[list[_Share]]:
-        batch: list[_Share] = []
-        size = 0
-        for share in self._shares:
-            numbers = 4 * len(share.block) * directions
-            if batch and size + numbers > UPDATE_BUFFER:
-                yield batch
-                batch, size = [], 0
-            batch.append(share)
-            size += numbers
-        yield batch
+
+def in_parts(items: Sequence[T], floats: Sequence[int]) -> Iterator[list[T]]:
+    """Cut `items`, of so many `floats` each, into runs that fit `BUFFER`; one that alone does not is a run of its own."""
+    part: list[T] = []
+    held = 0
+    for item, size in zip(items, floats, strict=True):
+        if part and held + size > BUFFER:
+            yield part
+            part, held = [], 0
+        part.append(item)
+        held += size
+    yield part
 
 
 def _weighted_sum(address: Address, noise: Tensor, weights: Tensor) -> Tensor:
@@ -273,21 +278,20 @@ def _weighted_sum(address: Address, noise: Tensor, weights: Tensor) -> Tensor:
 
 
 class _Perturbed:
-    """Forwards for all perturbed modules and `count` directions, over one buffer that each chunk of members refills.
+    """Forwards for all perturbed modules and `count` directions, over buffers that each chunk of members refills.
 
     They outlive a step, so that a compiled model or a captured graph sees the same tensors at every step.
     """
 
     def __init__(self, noise: "Noise", count: int, dtype: torch.dtype) -> None:
         self.noise = noise
-        self.drawn = torch.empty(count, 4 * sum(address.blocks for address in noise.addresses), device=noise.device)
         population = _Population(count, noise.mirrored, dtype, noise.device)
         self.forwards: list[tuple[nn.Module, Any]] = []
-        self.refills: list[tuple[Callable[..., None], list[str]]] = []
+        self.refills: list[tuple[Callable[..., None], list[Address]]] = []
         groups: dict[int, _SharedInput] = {}
         for site in noise.sites:
             forward = site.perturbed(population)
-            self.refills.append((forward.refill, [address.name for address in site.names.values()]))
+            self.refills.append((forward.refill, list(site.names.values())))
             group = noise.inputs.get(id(site.module))
             if group is not None and isinstance(forward, _LowRankLinear):
                 forward = groups.setdefault(group, _SharedInput()).join(forward)
@@ -298,10 +302,11 @@ class _Perturbed:
 
     def fill(self, draw: int, directions: Tensor, sigma: float) -> None:
         """Draw the noise and hand it to the forwards."""
-        drawn = self.noise.draw(draw, self.noise.addresses, directions, self.drawn)
-        parts = dict(zip((address.name for address in self.noise.addresses), drawn, strict=True))
-        for refill, names in self.refills:
-            refill([parts[name] for name in names], sigma)
+        floats = [4 * len(directions) * sum(a.blocks for a in addresses) for _, addresses in self.refills]
+        for part in in_parts(self.refills, floats):
+            noise = iter(self.noise.draw(draw, [a for _, addresses in part for a in addresses], directions))
+            for refill, addresses in part:
+                refill(list(itertools.islice(noise, len(addresses))), sigma)
         for shared in self.groups:
             shared.refill()
 
@@ -343,7 +348,7 @@ class _LowRankLinear:
         self.transposed = isinstance(module, Conv1D)  # keeps [in, out], nn.Linear [out, in]
         out_features, in_features = self.address.shape[::-1] if self.transposed else self.address.shape
         self.base = _Bias(module, population, names)
-        self.plain = module if isinstance(module, nn.Linear) and module.bias is None else None
+        self.module = module  # its weights are read in the forward: sharded ones are there then alone
         self.population, self.directions, self.members = population, population.directions, population.members
         self.signs = self.members // self.directions
         self.in_features, self.out_features, self.rank = in_features, out_features, self.address.rank
@@ -375,12 +380,13 @@ class _LowRankLinear:
         else:
             by_member = u.unflatten(2, (self.signs, -1)).permute(0, 2, 3, 1).reshape(self.members, -1, self.rank)
             noise = torch.bmm(by_member, self.out_t)
-        if self.plain is None:
+        if self.base.bias is not None:  # a bias with noise of its own
             return self.base(x).add_(noise.view(shape))
-        # The shared product adds itself to the noise: one pass over the output less than the other way round.
-        return (
-            noise.view(-1, self.out_features).addmm_(x.reshape(-1, self.in_features), self.plain.weight.T).view(shape)
-        )
+        # The shared product adds itself to the noise: one pass over the output less than the other way round, and one output.
+        weight, bias = self.module.weight, self.module.bias
+        weight_t = weight if self.transposed else weight.T  # [in, out]
+        y = noise.view(-1, self.out_features).addmm_(x.reshape(-1, self.in_features), weight_t)
+        return (y if bias is None else y.add_(bias)).view(shape)
 
 
 class _SharedInput:

@@ -10,7 +10,9 @@ initial weights (arXiv:2605.30148). Ranks share members out and exchange rewards
 
 import logging
 import math
+import tempfile
 import time
+import weakref
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -51,7 +53,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     noise = Noise(model, settings.noise, rank=settings.rank, mirrored=settings.mirrored, seed=run.seed)
     if settings.rank != 1 and all(address.policy == "full" for address in noise.addresses):
         raise ConfigError(f"algo.rank={settings.rank} has no effect: nothing has low-rank noise. Set algo.rank=1.")
-    weights = Weights(model, noise, settings, numbers.compute, offload=run.opt.offload.enabled)
+    weights = Weights(model, noise, settings, numbers.compute, offload=run.opt.offload.enabled, folder=context.out_dir)
 
     resumed = resume.find(run, context)
     state: dict[str, Any] = {"step": 0, "seconds": 0.0, "generated": 0, "evaluations": 0, "skipped": 0, "tracker": {}}
@@ -268,23 +270,66 @@ def row_count(settings: EggrollConfig) -> int:
     return settings.prompts_per_step * settings.samples_per_prompt
 
 
+class Stored:
+    """Tensors that are needed a moment each step: in a file without a name, which ends with the process, however it ends.
+
+    float32 on the CPU when read. Raises: OSError with the folder where there is no room.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], folder: Path) -> None:
+        self.places: dict[str, tuple[int, torch.Size]] = {}
+        try:
+            self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (open as long as this object lives)
+            weakref.finalize(self, self.file.close)
+            for name, tensor in tensors.items():
+                self.places[name] = self.file.tell(), tensor.shape
+                self.file.write(tensor.detach().float().cpu().contiguous().numpy())  # type: ignore[arg-type]
+            self.file.flush()
+        except OSError as error:
+            raise OSError(error.errno, f"the initial weights cannot be kept there: {error.strerror}", folder) from error
+
+    def __getitem__(self, name: str) -> Tensor:
+        offset, shape = self.places[name]
+        tensor = torch.empty(shape)
+        self.file.seek(offset)
+        read = self.file.readinto(tensor.numpy())  # type: ignore[attr-defined]
+        if read != tensor.nbytes:
+            raise OSError(f"the initial weights of {name} cannot be read back: {read} of {tensor.nbytes} bytes came.")
+        return tensor
+
+
 class Weights:
-    """The perturbed weights: float32 masters, what the forward uses, the initial ones, and their optimizers."""
+    """The perturbed weights: float32 masters, what the forward uses, the initial ones, and their optimizers.
+
+    Training is to take hardly more memory than sampling does: the initial weights lie in a file of `folder` and are read for
+    each update, which goes parameter by parameter. In float32 the forward uses the masters; else they are beside what it
+    uses, on the CPU with `offload`.
+    """
 
     def __init__(
-        self, model: torch.nn.Module, noise: Noise, settings: EggrollConfig, compute: torch.dtype, offload: bool
+        self,
+        model: torch.nn.Module,
+        noise: Noise,
+        settings: EggrollConfig,
+        compute: torch.dtype,
+        *,
+        offload: bool,
+        folder: Path,
     ) -> None:
         self.settings, self.compute, self.model = settings, compute, model
         self.memory_gb: float | None = None  # of weights and optimizer state on this rank
         names = [address.name for address in noise.addresses]
         parameters = dict(model.named_parameters())
-        self.initial = {
-            n: parameters[n].detach().to("cpu" if offload else parameters[n].device, copy=True) for n in names
-        }
+        # What this rank holds of them.
+        self.initial = Stored({n: sharding.local(parameters[n]) for n in names}, folder)
+        # |W0|^2
+        self.started = sum(sharding.local(parameters[n]).detach().square().sum().double().item() for n in names)
         if compute == torch.float32 or sharding.of(model):
             self.masters = {n: parameters[n] for n in names}
         else:
-            self.masters = {n: parameters[n].detach().clone() for n in names}
+            self.masters = {
+                n: parameters[n].detach().to("cpu" if offload else parameters[n].device, copy=True) for n in names
+            }
             model.to(compute)
         self.used = {n: dict(model.named_parameters())[n] for n in names}
         kind = optim.optimizer_class(settings.optimizer)
@@ -298,28 +343,25 @@ class Weights:
     @torch.no_grad()
     def update(self, noise: Noise, draw: int, shaped: Tensor, lr: float) -> float:
         """One optimizer step along the ES gradient. Returns the drift: |W - W0| / |W0| over all perturbed weights."""
-        moved = torch.zeros((), dtype=torch.float64)
-        started = torch.zeros((), dtype=torch.float64)
+        moved = 0.0
         for name, gradient in noise.gradients(draw, shaped):
             master, optimizer = self.masters[name], self.optimizers[name]
+            gradient = gradient.to(master.device)
             initial = self.initial[name].to(master.device)
-            gradient = sharding.like(master, gradient)
             if self.settings.weight_decay:
-                gradient.add_(master - initial, alpha=self.settings.weight_decay)
-            master.grad = gradient
+                gradient.add_(sharding.local(master) - initial, alpha=self.settings.weight_decay)
+            master.grad = sharding.like(master, gradient)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
-            master.grad = None
+            master.grad = gradient = None
             if self.used[name] is not master:
                 self.used[name].copy_(master)
-            moved += sharding.local(master - initial).square().sum().cpu()
-            started += sharding.local(initial).square().sum().cpu()
+            moved += initial.sub_(sharding.local(master)).square_().sum().double().item()
+            del initial  # before the next gradient is made
         if self.memory_gb is None:
-            self.memory_gb = sharding.measured(
-                [list(self.model.parameters()), self.masters, self.initial, self.extra()]
-            )
-        both = sharding.total(self.model, torch.stack((moved, started)).to(noise.device))
+            self.memory_gb = sharding.measured([list(self.model.parameters()), self.masters, self.extra()])
+        both = sharding.total(self.model, torch.tensor((moved, self.started), dtype=torch.float64, device=noise.device))
         return float((both[0] / both[1].clamp(min=1e-30)).sqrt())
 
     def save(self, run: Run, context: Context, state: dict[str, Any]) -> Path:
@@ -392,10 +434,11 @@ def plan(
     )
     drawn = 4 * sum(4 * a.blocks for a in noise.addresses) * chunk_directions
     if sharding.of(sampler.model):
-        whole = 4 * size + 4 * perturbed  # masters and initial weights
+        whole = 4.0 * size  # the model's own weights are the masters
         fixed = whole / sharding.share(sampler.model) + sharding.gathered_bytes(sampler.model, rollout=True) + drawn
     else:
-        whole = size * sampler.dtype.itemsize + perturbed * (4 + 4 * (dtype != "float32"))
+        masters = 4 * perturbed * (dtype != "float32" and not run.opt.offload.enabled)
+        whole = size * sampler.dtype.itemsize + masters
         fixed = whole + drawn
     share = context.world_size if context.device.device.type == "cpu" else 1  # ranks of a CPU share its memory
     pair = 2 if settings.mirrored else 1

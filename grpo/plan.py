@@ -36,10 +36,10 @@ def plan(
     prompt = loop.longest_prompt(sampler.context, tokenizer, task.prompt, splits, tokens)
     parameters = sum(p.numel() for p in sampler.model.parameters())
     half, offload = numbers.compute != torch.float32, run.opt.offload.enabled
-    # Weights, gradients, Adam's two moments, autocast's copy of the weights, the reference model.
+    # Weights, gradients, Adam's two moments, the reference model; autocast's copy of the weights and the sampler's.
     whole = parameters * (4 + 4 + 8 + 4 * bool(settings.kl.beta and not offload))
     sharded = sharding.of(sampler.model) is not None
-    held = whole / sharding.share(sampler.model) + (0 if sharded else 2 * half * parameters)
+    held = whole / sharding.share(sampler.model) + (0 if sharded else 4 * half * parameters)
     fixed = held + sharding.gathered_bytes(sampler.model, rollout=False)
     fixed_rollout = held + sharding.gathered_bytes(sampler.model, rollout=True)
 

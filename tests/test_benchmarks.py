@@ -182,6 +182,16 @@ def test_sampler(tmp_path):
     assert "decode, share of the bandwidth roofline" in done.stdout
 
 
+@pytest.mark.slow
+def test_memory_of_training_and_of_sampling(tmp_path):
+    done = benchmark("memory", "--quick", "--device", "cpu", "--json", str(tmp_path / "out.json"))
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert [row["unit"] for row in content["rows"]] == ["GB"] * 4
+    assert all(row["value"] > 0 for row in content["rows"])
+    assert [figure["reached"] for figure in content["conditions"]["figures"]] == [None, None]
+    assert max(map(len, done.stdout.splitlines()[:-1])) <= 80
+
+
 def test_results_side_by_side(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

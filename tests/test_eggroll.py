@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, SMALL, events
+from conftest import ROOT, SMALL, events, small_model
 from letters import Letters
 from safetensors.torch import load_file
 
@@ -21,7 +21,9 @@ from common import checkpoint, precision
 from common.config import ConfigError
 from common.rollout import Sampler
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
-from eggroll.train import without_influence
+from eggroll.config import check_switches
+from eggroll.noise import Noise
+from eggroll.train import Weights, without_influence
 from launch import compose, train
 
 TESTS = Path(__file__).resolve().parent
@@ -411,6 +413,32 @@ def test_weight_decay_pulls_to_the_initial_weights(tmp_path):
         run_here(tmp_path / str(decay), "algo.steps=6", f"algo.weight_decay={decay}")
         drifts.append(events(tmp_path / str(decay))[-1]["drift"])
     assert drifts[1] < 0.8 * drifts[0]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_drift_is_measured_from_the_first_weights(tmp_path, compute, offload):
+    """Which lie in a file that has no name, so that nothing is left of it."""
+    model = small_model("gpt2").requires_grad_(False)
+    first = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    settings = compose(["algo.members=4", "algo.weight_decay=0.5", "algo.lr=0.5", "algo.optimizer.name=Adam"]).algo
+    noise = Noise(model, settings.noise, rank=1, mirrored=True, seed=0)
+    weights = Weights(model, noise, settings, compute, offload=offload, folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    for step in range(2):
+        drift = weights.update(noise, step, torch.tensor([1.0, -1.0, 0.5, 0.0]), 0.5)
+        moved = sum((master - first[name]).square().sum().double() for name, master in weights.masters.items())
+        began = sum(first[name].square().sum().double() for name in weights.masters)
+        assert drift == pytest.approx(float((moved / began).sqrt()), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        expected = weights.masters[name] if name in weights.masters else first[name]
+        assert torch.equal(parameter, expected.to(compute))
+
+
+def test_offload_wants_masters_of_their_own():
+    with pytest.raises(ConfigError, match=r"opt=offload has no effect with algo=eggroll in float32.*add opt=amp"):
+        check_switches(compose(["opt=[offload]"]).opt)
+    check_switches(compose(["opt=[offload,amp]"]).opt)
 
 
 def test_equal_rewards_change_nothing(tmp_path):

@@ -128,7 +128,7 @@ def test_variance_is_one_for_every_rank(rank):
 @pytest.mark.parametrize("buffer", [None, 3000])
 def test_gradient_equals_the_dense_sum(which, rank, mirrored, buffer, monkeypatch):
     if buffer:
-        monkeypatch.setattr(noise_module, "UPDATE_BUFFER", buffer)  # streamed over parameters and directions
+        monkeypatch.setattr(noise_module, "BUFFER", buffer)  # streamed over parameters and directions
     model = small_model("llama")
     noise = Noise(model, policy(**POLICIES[which]), rank=rank, mirrored=mirrored, seed=7)
     f = torch.randn(10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -167,6 +167,37 @@ def test_what_does_not_fit_is_refused():
         sampler(model).generate([[5], []], sampling())
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_a_narrow_copy_changes_nothing_under_autocast(name):
+    """Beside autocast on the weights themselves, before and after they change."""
+    model = small_model(name)
+    ours = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=8, autocast=torch.bfloat16)
+    plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=8, autocast=torch.bfloat16)
+    plain.narrow, plain.used, plain.forward = None, model, model
+    for _ in range(2):
+        one, other = (s.generate(prompts(), sampling(1.0), samples_per_prompt=3, logprobs=True) for s in (ours, plain))
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(one.logprobs, other.logprobs)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1)
+
+
+def casts(sampler, new):
+    """How often a matrix is cast to bfloat16 while sampling `new` tokens."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        sampler.generate([[5, 6, 7]], sampling(1.0, new=new))
+    shapes = (e.input_shapes[0] for e in profile.events() if e.name == "aten::_to_copy")
+    return sum(len(shape) == 2 and min(shape) > 3 for shape in shapes)
+
+
+def test_casts_do_not_grow_with_the_tokens():
+    sampler = Sampler(small_model("qwen2"), pad_id=96, stop_ids=(), rows=1, autocast=torch.bfloat16)
+    assert casts(sampler, 4) == casts(sampler, 8)
+    sampler.narrow, sampler.used, sampler.forward = None, sampler.model, sampler.model
+    assert casts(sampler, 8) > casts(sampler, 4)  # what is counted is there to be counted
+
+
 def test_completions_are_ordinary_tensors():
     made = sampler(small_model("llama")).generate(prompts(), sampling(1.0), logprobs=True)
     scale = torch.ones(1, requires_grad=True)
