@@ -61,6 +61,11 @@ def script(run: Run, arguments: list[str]) -> str:
             f"slurm.ranks_per_node={ranks}, but slurm.gpus_per_node={gpus}: each rank has a device of its own. Ask for "
             f"slurm.gpus_per_node={ranks}."
         )
+    total, each = settings.nodes * ranks, run.opt.fsdp.ranks_per_group
+    if total > 1 and run.opt.fsdp.enabled and each and total % each:  # one rank alone starts opt.fsdp.ranks of its own
+        raise ConfigError(
+            f"opt.fsdp.ranks_per_group={each} does not divide the {total} ranks of slurm.nodes={settings.nodes} with {ranks} each."
+        )
     for key in settings.options:
         if key in _OWN:
             raise ConfigError(f"slurm.options.{key} is what the script sets itself. {_OWN[key]}")
