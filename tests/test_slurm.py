@@ -97,6 +97,10 @@ def test_options_without_a_value():
             ["slurm.script=x", "hydra.run.dir=a/${now:%S}"],
             "may be another folder when the job is queued again. Name one",
         ),
+        (
+            ["slurm.script=x", "slurm.nodes=2", "slurm.gpus_per_node=2", "opt=[fsdp]", "opt.fsdp.ranks_per_group=3"],
+            "opt.fsdp.ranks_per_group=3 does not divide the 4 ranks of slurm.nodes=2 with 2 each.",
+        ),
         (["slurm.script=x", "algo.sgima=1"], "algo.sgima is not a setting. Did you mean 'sigma'?"),
     ],
 )
