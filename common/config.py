@@ -420,6 +420,19 @@ class SlurmConfig:
             at_least("slurm.gpus_per_node", self.gpus_per_node, 0)
         if self.ranks_per_node is not None:
             at_least("slurm.ranks_per_node", self.ranks_per_node, 1)
+        if not re.fullmatch(r"(\d+-)?\d+:[0-5]\d:[0-5]\d", self.time):
+            raise ConfigError(
+                f"slurm.time={self.time} is no time. Give hours:minutes:seconds, such as 08:00:00, or days-hours:minutes:seconds."
+            )
+        days, _, clock = self.time.rpartition("-")
+        hours, minutes, seconds = map(int, clock.split(":"))
+        if self.warn_seconds >= 86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds:
+            raise ConfigError(
+                f"slurm.warn_seconds={self.warn_seconds} is all of slurm.time={self.time}: the job would be warned as it starts. "
+                "Give less, or more time."
+            )
+        if self.warn_seconds > 65535:
+            raise ConfigError(f"slurm.warn_seconds={self.warn_seconds} is more than Slurm takes. Give 65535 at most.")
 
 
 @dataclass(kw_only=True)

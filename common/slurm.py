@@ -37,6 +37,15 @@ def write(run: Run, arguments: list[str]) -> Path:
     return path
 
 
+_LEAVE = "Leave it out."
+# Options of sbatch that `script` decides, and what to do instead.
+_OWN = {
+    **{"nodes": "Use slurm.nodes.", "ntasks-per-node": "Use slurm.ranks_per_node.", "time": "Use slurm.time."},
+    **{"cpus-per-task": "Use slurm.cpus_per_rank.", "gpus-per-node": "Use slurm.gpus_per_node."},
+    **{"partition": "Use slurm.partition.", "account": "Use slurm.account.", "signal": "Use slurm.warn_seconds."},
+    **{"requeue": _LEAVE, "no-requeue": _LEAVE, "open-mode": _LEAVE, "ntasks": "Use slurm.ranks_per_node."},
+    "gpus-per-task": "Each rank would see its own GPU alone: use slurm.gpus_per_node.",
+}
 _HEAD = "#!/bin/bash\n# Written by launch.py slurm.script="
 
 
@@ -52,14 +61,31 @@ def script(run: Run, arguments: list[str]) -> str:
             f"slurm.ranks_per_node={ranks}, but slurm.gpus_per_node={gpus}: each rank has a device of its own. Ask for "
             f"slurm.gpus_per_node={ranks}."
         )
+    total, each = settings.nodes * ranks, run.opt.fsdp.ranks_per_group
+    if total > 1 and run.opt.fsdp.enabled and each and total % each:  # one rank alone starts opt.fsdp.ranks of its own
+        raise ConfigError(
+            f"opt.fsdp.ranks_per_group={each} does not divide the {total} ranks of slurm.nodes={settings.nodes} with {ranks} each."
+        )
+    for key in settings.options:
+        if key in _OWN:
+            raise ConfigError(f"slurm.options.{key} is what the script sets itself. {_OWN[key]}")
     kept = [argument for argument in arguments if not argument.lstrip("+").startswith("slurm.")]
-    keys = {argument.partition("=")[0].lstrip("+") for argument in kept}
+    given = {key.lstrip("+"): value for key, _, value in (argument.partition("=") for argument in kept)}
+    if given.get("resume", "").strip("'\"") == "no":
+        raise ConfigError(
+            "resume=no does not go with slurm.script: a job that is queued again goes on in its run folder. Leave it out."
+        )
+    if "${" in given.get("hydra.run.dir", ""):
+        raise ConfigError(
+            f"hydra.run.dir={given['hydra.run.dir']} may be another folder when the job is queued again. Name one, or leave it "
+            "out: the script then names it after the job."
+        )
     name = f"{run.algo.name}_{run.task.get('name') or run.task['_target_'].rpartition('.')[2].lower()}"
     command = [sys.executable, str(Path(__file__).resolve().parent.parent / "launch.py"), *kept]
-    if "resume" not in keys:
+    if "resume" not in given:
         command.append("resume=auto")
     words = [shlex.quote(word) for word in command]
-    if "hydra.run.dir" not in keys:  # a job keeps its number when it is queued again, and so its folder
+    if "hydra.run.dir" not in given:  # a job keeps its number when it is queued again, and so its folder
         words.append(f'"hydra.run.dir=outputs/{name}_$SLURM_JOB_ID"')
     options = {
         "job-name": name,
@@ -76,7 +102,9 @@ def script(run: Run, arguments: list[str]) -> str:
         **settings.options,
     }
     lines = [f"{_HEAD}{settings.script}; submit it with: sbatch {shlex.quote(str(settings.script))}"]
-    lines += [f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None]
+    for key, value in options.items():
+        if value is not None and value is not False:
+            lines.append(f"#SBATCH --{key}" if value is True else f"#SBATCH --{key}={value}")
     lines += ["#SBATCH --requeue", "set -euo pipefail", *settings.setup, f"cd {shlex.quote(os.getcwd())}"]
     lines += _MEETING.splitlines()
     lines += [f"srun --kill-on-bad-exit=0 --wait={LEFT_BEHIND} --cpus-per-task={settings.cpus_per_rank} \\"]

@@ -241,7 +241,7 @@ def step(algorithm: str, model: Model, work: Work, here: Device, devices: int) -
         product = 2 * model.matrices * directions / here.flops
         drawn = 4 * model.sides * directions / here.bandwidth
         update = product + drawn + 18 * model.matrices / here.bandwidth  # masters, initial and used weights
-        sent = 8.0 * rows
+        sent = 8.0 * rows if devices > 1 else 0.0
         return Step(algorithm, devices, rows, sample, 0.0, update, here.seconds(sent, devices), sent)
     learnt = own if algorithm != "rft" else max(1, math.ceil(own * work.accepted))
     steps = 1 if algorithm != "rft" else max(1, round(work.rows * work.accepted / work.optimizer_rows))
@@ -251,7 +251,7 @@ def step(algorithm: str, model: Model, work: Work, here: Device, devices: int) -
     passes = max(steps, math.ceil(learnt / work.micro_rows))  # at least the launches of so many forwards
     train = max(6 * model.used * tokens / here.flops, 3 * here.launch * model.launches * passes)
     update = steps * 28 * model.parameters / here.bandwidth  # AdamW reads and writes weights, gradients, two moments
-    sent = 4.0 * model.parameters * steps
+    sent = 4.0 * model.parameters * steps if devices > 1 else 0.0
     # Gradients leave while the rest of the backward pass (two thirds of training) goes on, of the last forward of a step alone.
     hidden = train / max(passes, 1) * steps * 2 / 3
     communication = max(
@@ -358,6 +358,8 @@ def worded(found: dict[str, Any], work: Work) -> str:
         rows.append([name, *cells, size(sent), f"{one['pays_up_to']:,}"])
     lines += [*aligned(rows), ""]
     lines += [f"{name} beyond {one['pays_up_to']:,}: {one['then']}" for name, one in told.items() if one["then"]]
+    if tight := [name for name, one in told.items() if one["fixed_gb"] > HEADROOM * found["memory_gb"]]:
+        lines.append(f"does not fit a device with weights replicated, as these times have them: {', '.join(tight)}")
     lines += [
         "",
         f"a device: weights, gradients, optimizer; the largest model that fits its {found['memory_gb']:.0f} GB",
@@ -396,7 +398,7 @@ def draw(found: dict[str, Any], work: Work, folder: Path) -> None:
             style = {"linestyle": ("-", "-", "-", "--")[number], "color": plots.COLOURS[number]}
             axis.plot([s["devices"] for s in steps], [s["sent"] for s in steps], label=name, **style)
         scaled(axis)
-        title = f"What a rank sends in a step: {found['model']}, {work.rows:,} rows"
+        title = f"What a rank gives to all-reduces: {found['model']}, {work.rows:,} rows"
         plots.finished(axis, title, "devices", "bytes a step", zero=False)
         axis.yaxis.set_major_formatter(lambda value, _: size(value))
     with plots.saved(folder / f"speedup_{found['hardware']}.png") as axis:

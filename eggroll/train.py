@@ -116,7 +116,9 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                     )
                 moved = {"zero_fitness": without_influence(shaped, settings.mirrored), "drift": drift}
                 trouble = settings.stop_at.crossed(drift)
-            elif (trouble := unusual.met(step + 1, "a reward or logits", population.offending)) is not None:
+            elif (
+                trouble := unusual.met(step + 1, "NaN or infinity in a reward or logits", population.offending)
+            ) is not None:
                 raise RunStopped(f"step {step + 1}: {trouble} {loop.last_good(context)}", EXIT_NUMBERS)
             state["skipped"] = unusual.skipped
 

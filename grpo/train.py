@@ -107,7 +107,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             advantage = advantages(rewards, settings.advantage) if rollout.groups else rewards
             refused = None
             if not rollout.finite:
-                refused = unusual.met(first_step + 1, "a reward or logits", rollout.offending)
+                refused = unusual.met(first_step + 1, "NaN or infinity in a reward or logits", rollout.offending)
             elif not rollout.groups and context.main:
                 log.warning("step %d: %s", first_step + 1, rollout.nothing_to_learn())
             if refused is not None:

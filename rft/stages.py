@@ -152,7 +152,13 @@ class Stages:
         for_samples = self._for_sampling(iteration)
         if not store.held or self._used(for_samples)[0] < 1:  # a run that goes on may have used all of it
             generator.fill(
-                store, mine, sampler, iteration, begin, seen, lambda rows: self._met("a reward or logits", rows)
+                store,
+                mine,
+                sampler,
+                iteration,
+                begin,
+                seen,
+                lambda rows: self._met("NaN or infinity in a reward or logits", rows),
             )
         if missing(mine, store.held, settings):
             if context.main:

@@ -305,7 +305,7 @@ def test_a_nan_reward_stops_the_run_and_names_the_row(own_task, launch, tmp_path
         (3, member, FAULTY, "nan") for member in range(8)
     ]
     assert done.stderr == (
-        f"step 3: a reward or logits on example {FAULTY}. The rows are in {out}/not_finite.jsonl. "
+        f"step 3: NaN or infinity in a reward or logits on example {FAULTY}. The rows are in {out}/not_finite.jsonl. "
         f"Last good checkpoint: {out}/checkpoints/step-00000002.\n"
     )
     assert [event["step"] for event in events(out)] == [1, 2]

@@ -101,7 +101,7 @@ def test_a_reward_that_is_not_finite_on_one_rank_skips_the_step_on_all(algo, two
     assert moved == [True, False, True]
     kept = rows(folder)
     assert {(row["step"], row["rank"], row["id"], row["what"]) for row in kept} == {
-        (3, 1, FAULTY, "a reward or logits")
+        (3, 1, FAULTY, "NaN or infinity in a reward or logits")
     }
     assert {(row["reward"], row["logits"]) for row in kept} == {("inf", "finite")}
     assert all(row["prompt"].endswith("=>") and isinstance(row["completion"], str) for row in kept)
@@ -129,7 +129,7 @@ def test_a_step_that_was_left_out_is_met_again_by_a_run_that_goes_on_from_before
     train(compose(given), tmp_path, OnRank1("smooth"))
     kept, end = rows(tmp_path), weights(tmp_path, 4)
     assert (
-        f"step 3 is left out (1 of 2): a reward or logits on example {FAULTY}. The rows are in {tmp_path}"
+        f"step 3 is left out (1 of 2): NaN or infinity in a reward or logits on example {FAULTY}. The rows are in {tmp_path}"
         in (tmp_path / "run.log").read_text()
     )
     for step in (3, 4):
@@ -207,7 +207,9 @@ def test_rft_counts_a_sample_without_a_finite_reward_as_wrong(tmp_path, monkeypa
         def examples(self, split):
             return super().examples(split)[:12]
 
-    with pytest.raises(RunStopped, match=r"^step 2: a reward or logits on example \d+\. The rows are in") as stop:
+    with pytest.raises(
+        RunStopped, match=r"^step 2: NaN or infinity in a reward or logits on example \d+\. The rows are in"
+    ) as stop:
         train(compose(rft), tmp_path / "stop", Faulty())
     assert stop.value.code == EXIT_NUMBERS
     chosen.clear()
@@ -221,7 +223,7 @@ def test_rft_counts_a_sample_without_a_finite_reward_as_wrong(tmp_path, monkeypa
     assert [(s["accepted"], s["reward"]) for s in of_faulty] == [(False, 0.0)] * 4
     assert any(s["accepted"] for s in samples[1:])
     kinds = {row["what"].split()[0] for row in rows(tmp_path / "skip")}
-    assert kinds == {"a", "loss"}
+    assert kinds == {"NaN", "loss"}
     trained = [event for event in events(tmp_path / "skip") if event["stage"] == "finetune"]
     assert [event["loss"] is None for event in trained].count(True) == 1
     assert result.skipped_steps == trained[-1]["skipped_steps"] == 2
@@ -261,7 +263,7 @@ def test_logits_that_are_not_finite_are_noticed(tmp_path):
         assert sampler.generate([[1, 2], [3]], sampling).broken.tolist() == [False, True]
         with torch.no_grad():
             model.model.embed_tokens.weight[3] = before
-    with pytest.raises(RunStopped, match="step 1: a reward or logits on example") as stop:
+    with pytest.raises(RunStopped, match="step 1: NaN or infinity in a reward or logits on example") as stop:
         train(compose([*EGGROLL, "algo.sigma=1e30"]), tmp_path, Letters("smooth"))
     assert stop.value.code == EXIT_NUMBERS
     assert {(row["reward"] == "nan", row["logits"]) for row in rows(tmp_path)} == {(False, "not finite")}

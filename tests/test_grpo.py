@@ -282,7 +282,9 @@ def test_a_run_that_ended_between_two_passes_does_not_go_on(tmp_path, in_cache):
 
 @pytest.mark.faults
 def test_a_reward_that_is_not_finite_stops_with_the_row(tmp_path, in_cache):
-    with pytest.raises(loop.RunStopped, match=r"step 1: a reward or logits on example \d+, \d+, \d+\. The rows"):
+    with pytest.raises(
+        loop.RunStopped, match=r"step 1: NaN or infinity in a reward or logits on example \d+, \d+, \d+\. The rows"
+    ):
         train(compose(SMALL), tmp_path / "out", task=Fixed(float("nan")))
     assert '"reward": "nan"' in (tmp_path / "out" / "not_finite.jsonl").read_text()
 

@@ -62,6 +62,13 @@ def test_a_folder_and_a_resume_of_ones_own_stay():
     assert "--ntasks-per-node=1\n" in text
 
 
+def test_options_without_a_value():
+    run = compose(["slurm.script=x", "hardware=cpu", "slurm.options.exclusive=true", "slurm.options.contiguous=false"])
+    lines = slurm.script(run, []).splitlines()
+    assert "#SBATCH --exclusive" in lines
+    assert not any("contiguous" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
@@ -76,6 +83,24 @@ def test_a_folder_and_a_resume_of_ones_own_stay():
         ),
         (["slurm.script=own.sh/x"], "slurm.script=own.sh/x cannot be written: "),
         (["slurm.script=x", "slurm.gpus_per_node=1", "slurm.ranks_per_node=2"], "each rank has a device of its own."),
+        (["slurm.script=x", "slurm.time=2h"], "slurm.time=2h is no time. Give hours:minutes:seconds"),
+        (["slurm.script=x", "slurm.time=00:02:00"], "slurm.warn_seconds=120 is all of slurm.time=00:02:00"),
+        (
+            ["slurm.script=x", "slurm.options.nodes=4"],
+            "slurm.options.nodes is what the script sets itself. Use slurm.nodes.",
+        ),
+        (
+            ["slurm.script=x", "resume=no"],
+            "resume=no does not go with slurm.script: a job that is queued again goes on",
+        ),
+        (
+            ["slurm.script=x", "hydra.run.dir=a/${now:%S}"],
+            "may be another folder when the job is queued again. Name one",
+        ),
+        (
+            ["slurm.script=x", "slurm.nodes=2", "slurm.gpus_per_node=2", "opt=[fsdp]", "opt.fsdp.ranks_per_group=3"],
+            "opt.fsdp.ranks_per_group=3 does not divide the 4 ranks of slurm.nodes=2 with 2 each.",
+        ),
         (["slurm.script=x", "algo.sgima=1"], "algo.sgima is not a setting. Did you mean 'sigma'?"),
     ],
 )
