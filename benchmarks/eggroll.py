@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -211,7 +212,14 @@ class Work:
     @cached_property
     def weights(self) -> Weights:
         """A second model that the updates move, so that this one stays as it is."""
-        return Weights(copy.deepcopy(self.model), self.noise, self.settings, self.model.dtype, offload=False)
+        return Weights(
+            copy.deepcopy(self.model),
+            self.noise,
+            self.settings,
+            self.model.dtype,
+            offload=False,
+            folder=Path(tempfile.gettempdir()),
+        )
 
     def update(self) -> None:
         """Rewards to new weights, as the training loop does it."""
