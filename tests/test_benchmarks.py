@@ -105,6 +105,7 @@ def test_loader_shows_one_change_at_a_time(tmp_path):
     assert "both changes together" in done.stdout
 
 
+@pytest.mark.slow
 def test_rft_rows_do_the_same_work(tmp_path):
     path = tmp_path / "out.json"
     done = benchmark("rft", "--quick", "--device", "cpu", "--json", str(path))

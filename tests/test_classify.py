@@ -199,7 +199,10 @@ def one_rank(tmp_path_factory, cache):
     [
         pytest.param([], marks=pytest.mark.slow),
         ["algo.micro_batch_rows=5", "algo.loader.workers=1"],  # parts of a batch, which are not exchanged (no_sync)
-        ["algo.micro_batch_rows=5", "algo.ddp.static_graph=false", "algo.ddp.gradient_as_bucket_view=false"],
+        pytest.param(
+            ["algo.micro_batch_rows=5", "algo.ddp.static_graph=false", "algo.ddp.gradient_as_bucket_view=false"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["whole", "accumulated", "dynamic"],
 )
@@ -223,7 +226,9 @@ def test_accumulation_on_one_rank_changes_nothing(one_rank, tmp_path):
     same_weights(tmp_path, one_rank, atol=2e-4)
 
 
-@pytest.mark.parametrize(("hook", "exact", "off"), [("fp16", 0, 1e-3), ("powersgd", 2, 0.5)])
+@pytest.mark.parametrize(
+    ("hook", "exact", "off"), [pytest.param("fp16", 0, 1e-3, marks=pytest.mark.slow), ("powersgd", 2, 0.5)]
+)
 def test_compressed_gradients_learn_nearly_the_same(one_rank, tmp_path, hook, exact, off):
     """exact: steps before it begins to compress; with fp16 the loss of the first step is the same all the same."""
     more = ["opt=[ddp]", "opt.ddp.ranks=2", f"algo.ddp.hook={hook}", "algo.ddp.powersgd_start=2"]

@@ -44,8 +44,17 @@ def needs(task: str, folder) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("algo", sorted(set(ALGORITHMS) - {"classify"}))
+EVERY = [
+    # RFT's base model is taught the task first, which takes a while.
+    pytest.param(
+        algo, task, marks=[pytest.mark.slow] if algo == "rft" and task in ("units", "countdown", "chess") else []
+    )
+    for algo in sorted(set(ALGORITHMS) - {"classify"})
+    for task in TASKS
+]
+
+
+@pytest.mark.parametrize(("algo", "task"), EVERY)
 def test_two_steps(algo, task, tmp_path, in_cache):
     settings = [*SHARED, *OWN[algo], *needs(task, tmp_path), "model.tiny.context=512"]
     if algo == "rft":

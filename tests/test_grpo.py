@@ -471,6 +471,7 @@ class Roomy(Cramped):
         return Fixed.examples(self, split)
 
 
+@pytest.mark.slow
 def test_ranks_cut_micro_batches_alike(tmp_path, in_cache):
     """bnpo is a mean over the micro-batches of all ranks, though memory runs out on one alone."""
     arguments = [*SMALL, "algo.steps=2", "algo.loss=bnpo", "opt=[ddp]", "opt.ddp.ranks=2", "algo.resample_rounds=0"]

@@ -218,6 +218,7 @@ def test_algorithms_at_an_equal_budget_in_one_command_and_a_run_again(launch, tm
     assert [e["reward"] for e in events(tmp_path / "again")] == [e["reward"] for e in events(sweep / "3")]
 
 
+@pytest.mark.slow
 def test_submitit_runs_jobs_side_by_side_that_share_the_tiny_model(launch, tmp_path):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     small = [text for text in SMALL if not text.startswith(("model.tiny.pretrain", "algo.steps"))]
