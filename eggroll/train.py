@@ -13,7 +13,7 @@ import math
 import tempfile
 import time
 import weakref
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -280,14 +280,16 @@ class Stored:
 
     def __init__(self, tensors: dict[str, Tensor], folder: Path) -> None:
         self.places: dict[str, tuple[int, torch.Size]] = {}
+        self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (open as long as this object lives)
+        weakref.finalize(self, self.file.close)
         try:
-            self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (open as long as this object lives)
-            weakref.finalize(self, self.file.close)
             for name, tensor in tensors.items():
                 self.places[name] = self.file.tell(), tensor.shape
                 self.file.write(tensor.detach().float().cpu().contiguous().numpy())  # type: ignore[arg-type]
             self.file.flush()
         except OSError as error:
+            with suppress(OSError):  # what could not be written cannot be written now either
+                self.file.close()
             raise OSError(error.errno, f"the initial weights cannot be kept there: {error.strerror}", folder) from error
 
     def __getitem__(self, name: str) -> Tensor:
