@@ -184,6 +184,10 @@ def test_every_command_is_right(command, monkeypatch):
         assert program in ("python", "torchrun", "srun")
         at = next(i for i, word in enumerate(found) if word.endswith("launch.py"))
         composed(found[at + 1 :])
+    elif found[1:2] == ["tests/soak.py"]:
+        assert "--minutes" in found
+        assert "--out" in found
+        assert (ROOT / found[1]).is_file()
     elif found[1:2] == ["-m"] and found[2] != "venv":
         parsed(found[2], found[3:], monkeypatch)
     else:
