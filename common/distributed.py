@@ -282,6 +282,8 @@ def _work(entry: str, run: Run, context: Context, task: Any) -> Any:
 
 def _agree(run: Run, context: Context) -> None:
     """Raise ConfigError where ranks, which torchrun lets compose each for itself, have other settings than rank 0."""
+    if context.world_size == 1:
+        return
     mine = {"hydra.run.dir": str(context.out_dir), "code": _code()} | flat(asdict(run))
     every = context.gather_objects(mine)
     for rank, theirs in enumerate(every):

@@ -86,6 +86,14 @@ def workers(process):
     return [int(child) for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()]
 
 
+def wait_for_third_step(process, out):
+    until = time.monotonic() + 120
+    while not (out / "checkpoints" / "step-00000003").exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def started_in_two_ranks(cache, out, *arguments):
     """A run under way, past its third step."""
     process = subprocess.Popen(
@@ -96,11 +104,7 @@ def started_in_two_ranks(cache, out, *arguments):
         text=True,
         start_new_session=True,
     )
-    until = time.monotonic() + 120
-    while not (out / "checkpoints" / "step-00000003").exists():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_for_third_step(process, out)
     return process
 
 
@@ -132,11 +136,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(cache, tmp_path):
         stderr=subprocess.STDOUT,
         text=True,
     )
-    until = time.monotonic() + 120
-    while not (out / "checkpoints" / "step-00000003").exists():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_for_third_step(process, out)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
     said = process.communicate(timeout=300)[0]
