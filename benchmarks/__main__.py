@@ -17,6 +17,7 @@ from pathlib import Path
 BENCHMARKS = {
     "sampler": "completions: `generate`, continuous batching, this project; equal lengths and spread ones",
     "eggroll": "a step's sampling: one at a time, member by member, the population in one forward",
+    "population": "a population's forward beside the plain sampler, by rows",
     "memory": "peak memory of EGGROLL's training beside sampling the same rows",
     "grpo": "a GRPO step: one prompt at a time, TRL, this project and its switches, together and alone",
     "rft": "sampling for RFT: one question at a time, batched `generate`, this project and its switches",
@@ -44,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     names = main.add_subparsers(dest="name", metavar="NAME", required=True)
     for name, line in BENCHMARKS.items():
         one = names.add_parser(name, help=line, description=line, parents=[options])
-        if name == "sampler":
+        if name in ("sampler", "population"):
             one.add_argument("--model", choices=("small", "gpt2", "0.5b"), help="default: small on a CPU, 0.5b on CUDA")
         if name == "grpo":
             one.add_argument("--model", choices=("small", "gpt2"), default="small", help="gpt2: 124M, for a GPU")

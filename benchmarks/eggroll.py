@@ -142,6 +142,7 @@ class Work:
             stop_ids=(),
             rows=sizes.samples,
             compile_mode="default" if compiled else None,
+            graphs=True,
         )
         draw = torch.Generator().manual_seed(1)
         self.prompts = torch.randint(0, 256, (sizes.prompts, sizes.prompt_tokens), generator=draw)

@@ -221,7 +221,7 @@ def make_rollout(work: dict[str, Any]) -> dict[str, Any]:
 def roll(run: Run, context: Context, task: Any) -> None:
     """The groups of a first step, in float32."""
     policy, tokenizer, numbers = policy_of(run, context, task)
-    sampler = Sampler(policy.model, pad_id=256, stop_ids=[], rows=PROMPTS * SAMPLES)
+    sampler = Sampler(policy.model, pad_id=256, stop_ids=[], rows=PROMPTS * SAMPLES, graphs=True)
     order = loop.Order(task.examples("train"), run.seed)
     roller = Roller(run, context, sampler, tokenizer, task, order, policy.model, numbers, PROMPTS * SAMPLES)
     rollout, _ = roller.roll(0, 0, Phases())

@@ -90,7 +90,7 @@ def prepare(setting: Setting, device: torch.device, what: str) -> Callable[[], N
     if what == TRAINING:
         noise = Noise(model, algo.noise, rank=algo.rank, mirrored=algo.mirrored, seed=0)
         weights = Weights(model, noise, algo, setting.dtype, offload=setting.offload, folder=Path(gettempdir()))
-    sampler = Sampler(model, pad_id=0, stop_ids=(), rows=sizes.samples)
+    sampler = Sampler(model, pad_id=0, stop_ids=(), rows=sizes.samples, graphs=True)
     draw = torch.Generator().manual_seed(1)
     prompts = torch.randint(0, VOCABULARY, (sizes.prompts, sizes.prompt_tokens), generator=draw).tolist()
     rewards = torch.rand(sizes.members, sizes.prompts, generator=draw)

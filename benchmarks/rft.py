@@ -108,6 +108,7 @@ class Work:
             stop_ids=models.stop_ids(self.model, self.tokenizer),
             rows=self.rows,
             compile_mode=compiled,
+            graphs=True,
         )
         generator = Generator(self.run, context, self.task, self.tokenizer, self.scorer, self.rows)
 

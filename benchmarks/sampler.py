@@ -32,6 +32,7 @@ from common.precision import native_bf16
 from common.rollout import Sampler
 
 GENERATE, PAGED, OURS = "generate", "continuous batching", "this project"
+LAUNCHED = "this project, no CUDA graphs"  # on CUDA alone
 MEAN_LENGTH = 48  # of the spread lengths before they are cut, in tokens
 TIE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # logits closer than this may change places by rounding
 # What is to be reached: on two CPU cores, on one data-centre GPU.
@@ -111,9 +112,9 @@ class Work:
             prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=new, do_sample=False, pad_token_id=0
         )[:, prompts.shape[1] :]
 
-    def equal_ours(self) -> Tensor:
+    def equal_ours(self, graphs: bool = True) -> Tensor:
         """The sampler, one batch."""
-        sampler = Sampler(self.model, pad_id=0, stop_ids=(), rows=self.sizes.rows)
+        sampler = Sampler(self.model, pad_id=0, stop_ids=(), rows=self.sizes.rows, graphs=graphs)
         greedy = SamplingConfig(max_new_tokens=self.sizes.new_tokens, temperature=0.0, top_k=0, top_p=1.0)
         return sampler.generate(self.prompts[: self.sizes.rows].tolist(), greedy).tokens
 
@@ -185,9 +186,9 @@ class Work:
             )
         return self.until_stop(rows)
 
-    def spread_ours(self) -> list[int]:
+    def spread_ours(self, graphs: bool = True) -> list[int]:
         """The sampler."""
-        sampler = Sampler(self.model, pad_id=0, stop_ids=self.stops, rows=self.sizes.rows)
+        sampler = Sampler(self.model, pad_id=0, stop_ids=self.stops, rows=self.sizes.rows, graphs=graphs)
         sampling = SamplingConfig(max_new_tokens=self.sizes.longest, temperature=1.0, top_k=0, top_p=1.0)
         prompts = self.prompts[: self.sizes.prompts].tolist()
         return sampler.generate(prompts, sampling, samples_per_prompt=self.sizes.samples).lengths.tolist()
@@ -229,17 +230,22 @@ def run(options: argparse.Namespace) -> measure.Report:
         dtype=str(dtype).removeprefix("torch."),
         quick=options.quick,
     )
-    equal = measure.interleaved([Case(GENERATE, work.equal_generate), Case(OURS, work.equal_ours)], repeats, device)
+    ways = [Case(GENERATE, work.equal_generate), Case(OURS, work.equal_ours)]
+    if device.type == "cuda":
+        ways.append(Case(LAUNCHED, lambda: work.equal_ours(graphs=False)))
+    equal = measure.interleaved(ways, repeats, device)
     conditions["rows_that_rounding_changed"] = work.differ(equal[OURS].result, equal[GENERATE].result)
-    lengths: dict[str, list[list[int]]] = {GENERATE: [], PAGED: [], OURS: []}
+    lengths: dict[str, list[list[int]]] = {GENERATE: [], PAGED: [], OURS: [], LAUNCHED: []}
 
     def kept(row: str, sample: Any) -> Case:
         return Case(row, lambda: lengths[row].append(sample()))
 
     ways = [kept(GENERATE, work.spread_generate), kept(PAGED, work.spread_paged), kept(OURS, work.spread_ours)]
+    if device.type == "cuda":
+        ways.append(kept(LAUNCHED, lambda: work.spread_ours(graphs=False)))
     spread = measure.interleaved(ways, repeats, device)
     bandwidth = copy_bandwidth(device)
-    return report(work, conditions, equal, spread, {k: v[1:] for k, v in lengths.items()}, bandwidth)
+    return report(work, conditions, equal, spread, {k: v[1:] for k, v in lengths.items() if v}, bandwidth)
 
 
 def report(

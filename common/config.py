@@ -315,6 +315,7 @@ class HardwareConfig:
     peak_tflops: PeakConfig
     p2p: bool  # direct device-to-device copies work
     compile: bool  # torch.compile is supported well enough to be allowed
+    cuda_graphs: bool  # on CUDA, decode steps are recorded and replayed
     scoring_workers: int  # threads or processes that score rewards
     strict: bool  # true = a different device is an error
     eggroll: EggrollRows

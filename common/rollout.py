@@ -6,6 +6,9 @@ generate has a cache that is allocated once, in slots; a finished row's slot goe
 all rows write the same column, a row's valid columns end there, so a step's write is one slice and a newcomer starts at the
 current column. Where prompts cannot be apart (see `Sampler.shares`), each row has its prompt in front of its own columns.
 
+On CUDA a decode step is several hundred kernels that each run for less time than they take to launch, so it is recorded as a CUDA
+graph and replayed (`CudaGraphs`): one graph for each number of rows and each window of columns.
+
 The random draw of a token is a function of (seed, draw, prompt id, sample id, position), applied through the inverse CDF; so a
 sample does not depend on its neighbours, on the number of rows, or on where a run was resumed. Greedy output equals
 `model.generate`.
@@ -18,21 +21,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers import PreTrainedModel
 
 from common import logprobs, sharding
 from common.config import ConfigError, SamplingConfig
 from common.models import Narrow, context_length
 from common.philox import token_uniforms
+from common.slots import ATTENTION, Prefix, PromptCache, SlotCache, additive
 
-ATTENTION = "clutch_slots"
 # A refill prefills a batch while the other rows wait, and a shrink copies the cache: both wait until it is worth it.
 REFILL_SHARE = 1 / 8  # of the slots
 SHRINK_SHARE = 3 / 4  # of the slots still in use
+RERECORD_SHARE = 1 / 2  # the same where steps are recorded, and would be anew
 # Steps between looks at which rows have finished; on a CPU a look costs nothing, on CUDA it waits for the device.
 LOOK_EVERY = {"cpu": 1, "cuda": 8}
+# torch.compile's modes without CUDA graphs of its own, where steps are recorded already.
+WITHOUT_GRAPHS = {
+    "default": "default",
+    "reduce-overhead": "default",
+    "max-autotune": "max-autotune-no-cudagraphs",
+}
 
 
 @dataclass
@@ -63,192 +71,6 @@ class Completions:
         return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
 
-class SlotCache:
-    """Keys and values of all slots, [rows, heads, columns, head size] a layer, written at one common column.
-
-    Stands in for a transformers cache: a model's attention calls `update` and attends to what comes back, and to `prefix`
-    where there is one.
-    """
-
-    def __init__(self, columns: int, slots: int, prefix: "Prefix | None") -> None:
-        self.columns = columns
-        self.slots = slots
-        self.prefix = prefix
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self.first = 0  # columns before this one are valid in no row
-        self.column = 0  # the next to be written
-        self.masked = True  # False: all rows attend to all columns from `first` on
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store one step of `layer`, [rows, heads, 1, size]; return all valid columns."""
-        self.allocate(layer, keys, values)
-        stop = self.column + 1
-        self.keys[layer][:, :, self.column : stop] = keys
-        self.values[layer][:, :, self.column : stop] = values
-        return self.keys[layer][:, :, self.first : stop], self.values[layer][:, :, self.first : stop]
-
-    def allocate(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Make the slots of `layer`, of the shape and dtype of `keys` and `values`, unless they are there."""
-        if layer == len(self.keys):
-            self.keys.append(keys.new_zeros(self.slots, keys.shape[1], self.columns, keys.shape[3]))
-            self.values.append(values.new_zeros(self.slots, values.shape[1], self.columns, values.shape[3]))
-
-    def place(self, rows: Tensor, prompt: "PromptCache", source: Tensor) -> None:
-        """Copy prefilled prompts (rows `source` of `prompt`) into `rows`, to end at the current column."""
-        for layer, (keys, values) in enumerate(zip(prompt.keys, prompt.values, strict=True)):
-            self.allocate(layer, keys, values)
-            where = slice(self.column - keys.shape[2], self.column)
-            self.keys[layer][rows, :, where] = keys[source]
-            self.values[layer][rows, :, where] = values[source]
-
-    def keep(self, rows: Tensor) -> None:
-        """Drop all slots but `rows`."""
-        self.keys = [stored[rows] for stored in self.keys]
-        self.values = [stored[rows] for stored in self.values]
-        self.slots = len(rows)
-
-    def shift(self, by: int) -> None:
-        """Move everything `by` columns to the left."""
-        for stored in (*self.keys, *self.values):
-            stored[:, :, : self.column - by] = stored[:, :, by : self.column].clone()
-        self.column -= by
-
-
-class PromptCache:
-    """Collects the keys and values of one prefill."""
-
-    def __init__(self) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store a whole prompt of `layer`, [rows, heads, T, size]."""
-        self.keys.append(keys)
-        self.values.append(values)
-        return keys, values
-
-
-class Prefix:
-    """Keys and values of the prompts in flight, [P, heads, T, size] a layer, padded on the left; and which rows share them.
-
-    Rows are looked at by prompt: [P, G], where G is the most rows that one prompt has.
-    """
-
-    def __init__(self) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self.lengths: list[int] = []  # tokens of each prompt
-        self.mask: Tensor | None = None  # additive [P, 1, 1, T]; None where all prompts are equally long
-        self.shape = (0, 0)  # P, G
-        self.rows: Tensor | None = None  # [P * G], the row at each place; None where rows lie in order already
-        self.places: Tensor | None = None  # [rows], the place of each row
-
-    def replace(self, keep: list[int], prompt: PromptCache, lengths: list[int]) -> None:
-        """Keep the prompts `keep`, in this order, and put those of `prompt` behind them."""
-        self.lengths = [self.lengths[index] for index in keep] + lengths
-        width = max(self.lengths)
-
-        def joined(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
-            if not new:
-                return [kept[keep, :, kept.shape[2] - width :] for kept in old]
-            out = []
-            for layer, tensor in enumerate(new):
-                stored = tensor.new_zeros(len(self.lengths), tensor.shape[1], width, tensor.shape[3])
-                if keep:
-                    columns = min(width, old[layer].shape[2])
-                    stored[: len(keep), :, width - columns :] = old[layer][keep, :, -columns:]
-                stored[len(keep) :, :, width - tensor.shape[2] :] = tensor
-                out.append(stored)
-            return out
-
-        self.keys, self.values = joined(self.keys, prompt.keys), joined(self.values, prompt.values)
-        self.remask(width)
-
-    def overwrite(self, places: list[int], prompt: PromptCache, lengths: list[int]) -> None:
-        """Put prompts no longer than the longest here in the place of others."""
-        for place, length in zip(places, lengths, strict=True):
-            self.lengths[place] = length
-        for stored, new in zip((*self.keys, *self.values), (*prompt.keys, *prompt.values), strict=True):
-            stored[places, :, stored.shape[2] - new.shape[2] :] = new
-        self.remask(self.keys[0].shape[2])
-
-    def remask(self, width: int) -> None:
-        """Hide the padding, and what lay there before."""
-        self.mask = None
-        if min(self.lengths) < width:
-            device = self.keys[0].device
-            first = torch.tensor([width - length for length in self.lengths], device=device)
-            real = torch.arange(width, device=device)[None, :] >= first[:, None]
-            self.mask = additive(real, torch.float32)[:, None, None, :]
-
-    def arrange(self, prompts: Tensor) -> None:
-        """Take note of the prompt of each row, int64 [rows]. That of a row that has ended may be any."""
-        ordered, rows = prompts.sort(stable=True)
-        counts = ordered.bincount(minlength=len(self.lengths))
-        group = int(counts.max())
-        among = torch.arange(len(ordered), device=prompts.device) - (counts.cumsum(0) - counts)[ordered]
-        places = ordered * group + among
-        self.shape = (len(self.lengths), group)
-        self.rows = self.places = None
-        if len(rows) != len(self.lengths) * group or not torch.equal(rows, places):
-            self.rows = torch.zeros(len(self.lengths) * group, dtype=torch.long, device=prompts.device)
-            self.rows[places] = rows
-            self.places = torch.empty_like(prompts)
-            self.places[rows] = places
-
-    def gather(self, x: Tensor) -> Tensor:
-        """[rows, heads, each, n] -> by prompt [P, heads, G * each, n]."""
-        x = x if self.rows is None else x[self.rows]
-        return x.unflatten(0, self.shape).transpose(1, 2).flatten(2, 3)
-
-    def scatter(self, x: Tensor, each: int) -> Tensor:
-        """The way back: [P, heads, G * each, n] -> [rows, heads, each, n]."""
-        x = x.unflatten(2, (self.shape[1], each)).transpose(1, 2).flatten(0, 1)
-        return x if self.places is None else x[self.places]
-
-
-def _attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    slots: SlotCache | None = None,
-    scaling: float | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Attention of one new token a row to its prompt and to its own tokens; called by the model's layers.
-
-    query: [rows, heads, 1, size]; key, value: [rows, key heads, T, size]. Elsewhere (prefill) it is transformers' own.
-    """
-    if slots is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
-    prefix, layer = slots.prefix, int(module.layer_idx)  # type: ignore[arg-type]
-    assert prefix is not None
-    each = query.shape[1] // key.shape[1]  # query heads that share a key head
-    query = query.reshape(query.shape[0], key.shape[1], each, query.shape[3])
-    query = query * (scaling if scaling is not None else query.shape[3] ** -0.5)
-    to_prompt = prefix.gather(query) @ prefix.keys[layer].transpose(2, 3)  # [P, h, G * each, prompt]
-    if prefix.mask is not None:
-        to_prompt = to_prompt + prefix.mask
-    to_own = query @ key.transpose(2, 3)  # [rows, h, each, T]
-    if slots.masked:
-        assert attention_mask is not None
-        to_own = to_own + attention_mask
-    scores = torch.cat((prefix.scatter(to_prompt, each), to_own), dim=3)
-    weights = torch.softmax(scores, dim=3, dtype=torch.float32).to(value.dtype)
-    width = to_prompt.shape[3]
-    from_prompt = prefix.gather(weights[..., :width]) @ prefix.values[layer]
-    out = prefix.scatter(from_prompt, each) + weights[..., width:] @ value  # [rows, h, each, size]
-    return out.flatten(1, 2)[:, None], None  # [rows, 1, heads, size]
-
-
-AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-
-
 @contextmanager
 def evaluating(model: PreTrainedModel, attention: str | None) -> Iterator[None]:
     """Dropout off for the block, whatever the mode was; and another attention, if one is named."""
@@ -262,9 +84,29 @@ def evaluating(model: PreTrainedModel, attention: str | None) -> Iterator[None]:
         model.train(training)
 
 
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bool mask (True = attend) -> 0 and the most negative number; made once, not in each layer."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+class CudaGraphs:
+    """Decode steps over one set of buffers, recorded on the device and replayed with a single launch."""
+
+    def __init__(self) -> None:
+        # One pool for all: what a step allocates is not used after it.
+        self.pool = torch.cuda.graph_pool_handle()
+        self.made: dict[tuple[int, int], Callable[[], None]] = {}  # by window
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """What replays the kernels that `step` launches. They are not run now. Raises: ConfigError where CUDA refuses one."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads, NCCL's for one, may go on using the device.
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                step()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ConfigError(
+                f"a decode step of this model cannot be recorded as a CUDA graph ({str(error).splitlines()[0]}). "
+                "Set hardware.cuda_graphs=false: sampling is slower, and the same."
+            ) from error
+        return graph.replay
 
 
 class Sampler:
@@ -275,6 +117,7 @@ class Sampler:
         pad_id: token id used to fill. stop_ids: ids that end a row.
         rows: slots, that is rows in one forward at most.
         compile_mode: None, or a mode of torch.compile for the decode steps.
+        graphs: record decode steps as CUDA graphs, where `model` is on a CUDA device and not sharded.
         autocast: None, or the dtype that float32 weights are used in. Autocast would cast them for every token, so linear layers
             have a copy in that dtype, which each call of `generate` refreshes.
     """
@@ -287,6 +130,7 @@ class Sampler:
         stop_ids: Sequence[int],
         rows: int,
         compile_mode: str | None = None,
+        graphs: bool = False,
         autocast: torch.dtype | None = None,
     ) -> None:
         self.model = model
@@ -297,16 +141,21 @@ class Sampler:
         self.autocast = autocast
         self.narrow = Narrow(model, autocast) if autocast is not None and not sharding.of(model) else None
         self.used = model if self.narrow is None else self.narrow.twin
+        # What records decode steps. Gathering sharded weights is no part of a step that could be.
+        self.recorder = CudaGraphs if graphs and self.device.type == "cuda" and not sharding.of(model) else None
+        if compile_mode is not None and self.recorder is not None:
+            compile_mode = WITHOUT_GRAPHS[compile_mode]
         self.forward = torch.compile(self.used, mode=compile_mode, dynamic=True) if compile_mode else self.used
         self.context = context_length(model)
         self.watch: Callable[[int], None] | None = None  # told how many rows have just finished
-        # Rows can share a prompt's keys where the attention is one that this module can stand in for. Not when compiled: who
-        # shares with whom changes with every refill, and each shape would be compiled anew.
-        self.shares = (
-            compile_mode is None
-            and model._supports_attention_backend
-            and model.config._attn_implementation in ("sdpa", logprobs.ATTENTION)
+        # Whether the attention is one that this module can stand in for.
+        self.replaces = model._supports_attention_backend and model.config._attn_implementation in (
+            "sdpa",
+            logprobs.ATTENTION,
         )
+        # Then rows can share a prompt's keys. Not when steps are compiled or recorded: who shares with whom changes with every
+        # refill, and each shape would be compiled or recorded anew.
+        self.shares = self.replaces and compile_mode is None and self.recorder is None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -355,10 +204,13 @@ class Sampler:
                 f"a prompt of {longest} tokens and max_new_tokens={sampling.max_new_tokens} exceed the model's context of "
                 f"{self.context}. Lower algo.sampling.max_new_tokens to {max(0, self.context - longest)}, or shorten prompts."
             )
-        half = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
+        # Without a cache of casts, which would outlive a recording that it was made in; the narrow twin needs none.
+        half = torch.autocast(
+            self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=self.recorder is None
+        )
         if self.narrow is not None:
             self.narrow.refresh()
-        with evaluating(self.used, ATTENTION if self.shares else None), sharding.inference(self.model), half:
+        with evaluating(self.used, ATTENTION if self.replaces else None), sharding.inference(self.model), half:
             key = (seed, draw)
             made = _Grid(
                 self, prompts, sampling, samples_per_prompt, key, prompt_ids, first_sample, groups, logprobs
@@ -417,6 +269,9 @@ class _Grid:
         self.cache = SlotCache(self.first + length + spare, groups * self.slots, self.prefix)
         self.cache.column = self.first
         self.columns = torch.arange(self.cache.columns, device=device)
+        self.graphs = sampler.recorder() if sampler.recorder else None
+        if self.graphs is not None:
+            self.cache.at = torch.zeros(1, dtype=torch.long, device=device)
         # Of each row: request in flight (-1 = none), its place in the output, first valid column, position in the sequence of
         # what lies there, tokens so far, last token, prompt in the prefix.
         rows = groups * self.slots
@@ -441,36 +296,55 @@ class _Grid:
                 if all(queued == self.requests for queued in self.queued):
                     break
                 continue  # every row ended with its first token; the queue goes on
-            self.cache.masked = bool((self.start != self.cache.first).any())
-            self.mask = additive(self.columns[None, :] >= self.start[:, None], self.sampler.dtype)[:, None, None, :]
+            if self.cache.at is not None:
+                self.cache.at.fill_(self.cache.column)
+            else:
+                self.cache.masked = bool((self.start != self.cache.first).any())
+                self.mask = additive(self.columns[None, :] >= self.start[:, None], self.sampler.dtype)[:, None, None, :]
             for _ in range(min(look_every, self.cache.columns - self.cache.column)):
-                self.decode()
+                if self.graphs is None:
+                    self.decode(self.mask[:, :, :, self.cache.first : self.cache.column + 1], self.cache.column)
+                else:
+                    self.replay(self.graphs)
+                self.cache.column += 1
         return Completions(self.tokens, self.lengths, self.finished, self.logprobs, ~torch.isfinite(self.witness))
 
     # --- one step
 
-    def decode(self) -> None:
-        """One forward of all rows, one token each."""
-        cache = self.cache
-        position = (cache.column - self.start + self.offset)[:, None]
-        mask = self.mask[:, :, :, cache.first : cache.column + 1]
+    def decode(self, mask: Tensor, column: int | Tensor) -> None:
+        """One forward of all rows, one token each, whose keys go to `column`. mask: additive [rows, 1, 1, columns]."""
         logits = self.sampler.forward(
             input_ids=self.last[:, None],
             attention_mask=mask,
-            position_ids=position,
-            past_key_values=cache,
+            position_ids=(column - self.start + self.offset)[:, None],
+            past_key_values=self.cache,
             use_cache=True,
-            **({} if self.prefix is None else {"slots": cache}),
+            **({"slots": self.cache} if self.sampler.replaces else {}),
         ).logits[:, -1]
-        cache.column += 1
-        self.record(torch.arange(len(self.last), device=logits.device), logits)
+        self.record(slice(None), logits)
 
-    def record(self, rows: Tensor, logits: Tensor) -> None:
+    def replay(self, graphs: CudaGraphs) -> None:
+        """One decode step as the graph of the window that it needs, which is recorded behind the first step there."""
+        window = self.cache.open()
+        if window in graphs.made:
+            graphs.made[window]()
+        else:
+            self.windowed()  # a recording may load no kernel and compile nothing
+            graphs.made[window] = graphs.record(self.windowed)
+
+    def windowed(self) -> None:
+        """A decode step of the same kernels on the same memory, whichever column of the window is next."""
+        at, columns = self.cache.at, self.columns[self.cache.opens : self.cache.closes]
+        assert at is not None
+        visible = (columns >= self.start[:, None]) & (columns <= at)
+        self.decode(additive(visible, self.sampler.dtype)[:, None, None, :], at)
+        at += 1
+
+    def record(self, rows: Tensor | slice, logits: Tensor) -> None:
         """Draw a token for `rows` from `logits` [n, V] and write it down."""
-        step = self.count[rows]
         # Rows past their end are still computed until the next look; what they draw lands on their last column, and
         # `look` reads no further than the first stop token.
-        step.clamp_(max=self.sampling.max_new_tokens - 1)
+        step = self.count[rows].clamp(max=self.sampling.max_new_tokens - 1)
         uniform = self.uniforms[self.request[rows].clamp(min=0), step] if self.uniforms is not None else None
         token, logprob, witness = draw(logits, self.sampling, uniform, self.logprobs is not None)
         alive = (self.request[rows] >= 0) & (self.count[rows] < self.sampling.max_new_tokens)
@@ -497,7 +371,7 @@ class _Grid:
                 self.refill(free, most)
         else:
             used = int((~free).sum(1).max())
-            if 0 < used <= self.slots * SHRINK_SHARE:
+            if 0 < used <= self.slots * (SHRINK_SHARE if self.graphs is None else RERECORD_SHARE):
                 self.shrink(free, used)
 
     def retire(self) -> None:
@@ -649,6 +523,8 @@ class _Grid:
         for name in ("request", "place", "start", "offset", "count", "last", "of_prompt"):
             setattr(self, name, getattr(self, name)[rows])
         self.slots = used
+        if self.sampler.recorder is not None:
+            self.graphs = self.sampler.recorder()  # the others are of buffers that are gone
         self.cache.first = int(self.start.min())
         if self.prefix is not None:
             self.settle(PromptCache(), [])
@@ -656,6 +532,7 @@ class _Grid:
 
     def shift(self) -> None:
         """Make room at the right end of the cache."""
+        self.start.masked_fill_(self.request < 0, self.cache.column)  # nobody needs what an ended row has written
         by = min(int(self.start.min()), self.cache.column - self.first)
         assert by > 0, "the cache is as long as the longest row"
         self.cache.shift(by)
@@ -695,7 +572,7 @@ def _cut(probability: Tensor, top_k: int, top_p: float) -> Tensor:
     """Zero all but the top_k likeliest tokens, then all beyond the smallest set that holds top_p. [n, V] -> [n, V]."""
     ordered, index = probability.sort(dim=-1, descending=True, stable=True)
     if top_k:
-        ordered[:, top_k:] = 0
+        ordered[:, top_k:].zero_()
     if top_p < 1:
         share = ordered / ordered.sum(-1, keepdim=True)
         ordered = ordered.masked_fill(share.cumsum(-1) - share >= top_p, 0)

@@ -70,6 +70,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         stop_ids=models.stop_ids(model, tokenizer),
         rows=settings.rows_per_forward,
         compile_mode=run.opt.compile.mode if run.opt.compile.enabled else None,
+        graphs=run.hardware.cuda_graphs,
     )
     rows = sampler.rows = plan(run, context, sampler, weights, noise, tokenizer, task, order, held_out, numbers.name)
     population = Population(run, sampler, noise, tokenizer, task, context, rows)

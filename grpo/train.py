@@ -80,6 +80,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         stop_ids=models.stop_ids(model, tokenizer),
         rows=settings.rows_per_forward,
         compile_mode=run.opt.compile.mode if run.opt.compile.enabled else None,
+        graphs=run.hardware.cuda_graphs,
         autocast=None if numbers.compute == torch.float32 else numbers.compute,
     )
     sampler.rows, policy.rows = plan(run, context, sampler, tokenizer, task, order, held_out, numbers)

@@ -23,8 +23,8 @@ from common.config import ConfigError, Run
 from common.distributed import Context
 from common.models import peft_of_today
 from common.precision import Precision
-from common.rollout import additive
 from common.signals import EXIT_NUMBERS, RunStopped
+from common.slots import additive
 from common.tracking import Phases
 from rft.config import LoraConfig, RftConfig
 

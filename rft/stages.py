@@ -631,6 +631,7 @@ class Stages:
             stop_ids=models.stop_ids(model, self.tokenizer),
             rows=self.settings.micro_batch_rows,
             compile_mode=self.run.opt.compile.mode if self.run.opt.compile.enabled else None,
+            graphs=self.run.hardware.cuda_graphs,
         )
 
     def _measured_with(self) -> dict[str, Any]:

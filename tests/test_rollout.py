@@ -71,6 +71,18 @@ def test_looking_seldom_changes_nothing(monkeypatch):
     torch.testing.assert_close(seldom.logprobs, often.logprobs, rtol=0, atol=1e-5)
 
 
+def test_looking_seldom_when_a_row_ends_at_once(monkeypatch):
+    """It has written no column, and stands in no longer row's way."""
+    model = small_model("llama")
+    full = sampler(model, stop=()).generate(prompts(), sampling(1.0), seed=5)
+    stop = int(full.tokens[0, 0])
+    assert (full.tokens == stop).any(1).tolist() == [True, False, False, False, False]
+    monkeypatch.setitem(rollout.LOOK_EVERY, "cpu", 8)
+    made = sampler(model, stop=(stop,)).generate(prompts(), sampling(1.0), seed=5)
+    assert made.lengths.tolist() == [1, 20, 20, 20, 20]
+    assert torch.equal(made.tokens[1:], full.tokens[1:])
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("samples", [1, 3])
