@@ -186,7 +186,10 @@ def with_full_logits(model: Any, groups: logprobs.Groups, temperature: float) ->
     logits = model.get_output_embeddings()(logprobs.hidden_states(model, groups)).float() / temperature
     logp = torch.log_softmax(logits, -1)
     entropy = -(logp.exp() * logp).sum(-1)
-    return logp.gather(2, groups.completions[..., None])[..., 0] * groups.mask, entropy * groups.mask
+    out = []
+    for values in (logp.gather(1, groups.targets[:, None])[:, 0], entropy):
+        out.append(values.new_zeros(groups.mask.shape).masked_scatter(groups.mask, values))
+    return out[0], out[1]
 
 
 def policy_of(run: Run, context: Context, task: Any) -> tuple[Policy, Any, Any]:

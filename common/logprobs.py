@@ -1,9 +1,9 @@
-"""Token log-probabilities of given completions: the prompt computed once a group, the vocabulary in chunks.
+"""Token log-probabilities of given completions: the prompt computed once a group, no padding, the vocabulary in chunks.
 
-A batch is [prompts, P + G * C]: each row holds one prompt (padded on the left to P) and then its G completions (each padded
-on the right to C). Completions attend to their prompt and to themselves, never to each other, and their positions go on
-from the prompt; so the forward equals one of G separate rows [prompt, completion], at a fraction of the tokens
-(PrefixGrouper, arXiv:2506.05433, has the same idea for FlashAttention).
+A batch has places [prompts, P + G * C]: a row is one prompt (on the right of P) and then its G completions (each on the left of C).
+The model computes the tokens of all rows as one sequence without the empty places; attention alone lays them out, so that a completion
+attends to its prompt and to itself, never to another. Positions go on from the prompt. The forward equals one of G separate
+rows [prompt, completion], at a fraction of the tokens (PrefixGrouper, arXiv:2506.05433, has the same idea for FlashAttention).
 """
 
 from collections.abc import Sequence
@@ -27,17 +27,22 @@ LOGITS = 1 << 24
 
 @dataclass(frozen=True)
 class Groups:
-    """Prompts with their completions, padded. n prompts, G completions each, of P and C tokens at most.
+    """n prompts with G completions each, of P and C tokens at most, T tokens in all, N of them in completions.
 
-    ids, positions: int64 [n, P + G * C]. mask: bool [n * G, C], True on real completion tokens.
-    prompt_mask: additive [n, 1, P, P], None where no prompt is padded; completion_mask: additive [n * G, 1, C, P + C].
+    ids, positions: int64 [1, T], row by row. places: int64 [T], the place of each among n * (P + G * C); None where all are taken.
+    mask: bool [n * G, C], True on real completion tokens. targets: int64 [N], those tokens; predictors: int64 [N], which of the T
+    predicts each. prompt_mask: additive [n, 1, P, P], None where no prompt is padded; completion_mask: additive [n * G, 1, C, P + C].
     """
 
     ids: Tensor
     positions: Tensor
+    places: Tensor | None
     mask: Tensor
+    targets: Tensor
+    predictors: Tensor
     prompt_mask: Tensor | None
     completion_mask: Tensor
+    prompts: int
 
     def cast(self, dtype: torch.dtype) -> "Groups":
         """With masks of the dtype that attention computes in."""
@@ -48,14 +53,20 @@ class Groups:
     def sizes(self) -> tuple[int, int, int, int]:
         """n, P, G, C."""
         rows, length = self.mask.shape
-        n = self.ids.shape[0]
-        return n, self.completion_mask.shape[-1] - length, rows // n, length
+        return self.prompts, self.completion_mask.shape[-1] - length, rows // self.prompts, length
 
-    @property
-    def completions(self) -> Tensor:
-        """Completion ids [n * G, C]."""
-        n, prompt, group, length = self.sizes
-        return self.ids[:, prompt:].reshape(n * group, length)
+    def lay_out(self, x: Tensor) -> Tensor:
+        """Tokens [1, heads, T, d] in their places, [n, heads, P + G * C, d]; zeros elsewhere."""
+        n, prompt, size, length = self.sizes
+        x = x.transpose(1, 2)[0]
+        if self.places is not None:
+            x = x.new_zeros(n * (prompt + size * length), *x.shape[1:]).index_copy_(0, self.places, x)
+        return x.unflatten(0, (n, -1)).transpose(1, 2)
+
+    def take_up(self, x: Tensor) -> Tensor:
+        """The way back, [n, heads, P + G * C, d] -> [1, T, heads, d]."""
+        x = x.transpose(1, 2).flatten(0, 1)
+        return (x if self.places is None else x.index_select(0, self.places))[None]
 
 
 def group(
@@ -66,35 +77,40 @@ def group(
     width = max(len(p) for p in prompts)
     length = max(len(c) for group in completions for c in group)
     ids = torch.zeros(n, width + size * length, dtype=torch.long)
-    mask = torch.zeros(n, size, length, dtype=torch.bool)
+    real = torch.zeros(ids.shape, dtype=torch.bool)
     first = torch.tensor([width - len(p) for p in prompts])
     for row, (prompt, group) in enumerate(zip(prompts, completions, strict=True)):
-        ids[row, width - len(prompt) : width] = torch.tensor(prompt)
-        for column, completion in enumerate(group):
-            start = width + column * length
-            ids[row, start : start + len(completion)] = torch.tensor(completion)
-            mask[row, column, : len(completion)] = True
+        for start, tokens in [(width - len(prompt), prompt), *((width + i * length, c) for i, c in enumerate(group))]:
+            ids[row, start : start + len(tokens)] = torch.tensor(tokens)
+            real[row, start : start + len(tokens)] = True
     column = torch.arange(width)
-    real = column[None, :] >= first[:, None]  # [n, P]
     positions = torch.cat(
         (
-            (column[None, :] - first[:, None]).clamp(min=0),
+            column[None, :] - first[:, None],
             (width - first[:, None, None] + torch.arange(length)).expand(n, size, length).flatten(1),
         ),
         dim=1,
     )
-    # A padding row attends to itself alone: a softmax over nothing would be NaN.
+    mask = real[:, width:].reshape(n, size, length)
+    number = (real.flatten().cumsum(0) - 1).view(real.shape)  # of the token at each place
+    own = number[:, width:].view(n, size, length)
+    before = torch.cat((number[:, width - 1, None, None].expand(n, size, 1), own[:, :, :-1]), dim=2)
+    # An empty place attends to itself alone: a softmax over nothing would be NaN.
     causal = torch.ones(width, width, dtype=torch.bool).tril()
-    among_prompt = (causal & real[:, None, :]) | torch.eye(width, dtype=torch.bool)
-    own = torch.ones(length, length, dtype=torch.bool).tril().expand(n, length, length)
-    to_prompt = real[:, None, :].expand(n, length, width)
-    among_completion = torch.cat((to_prompt, own), dim=2).repeat_interleave(size, dim=0)
+    among_prompt = (causal & real[:, None, :width]) | torch.eye(width, dtype=torch.bool)
+    among_own = torch.ones(length, length, dtype=torch.bool).tril().expand(n, length, length)
+    to_prompt = real[:, None, :width].expand(n, length, width)
+    among_completion = torch.cat((to_prompt, among_own), dim=2).repeat_interleave(size, dim=0)
     return Groups(
-        ids.to(device),
-        positions.to(device),
-        mask.flatten(0, 1).to(device),
-        None if bool(real.all()) else _additive(among_prompt)[:, None].to(device),
-        _additive(among_completion)[:, None].to(device),
+        ids=ids[real][None].to(device),
+        positions=positions[real][None].to(device),
+        places=None if bool(real.all()) else real.flatten().nonzero()[:, 0].to(device),
+        mask=mask.flatten(0, 1).to(device),
+        targets=ids[:, width:].reshape(mask.shape)[mask].to(device),
+        predictors=before[mask].to(device),
+        prompt_mask=None if bool(real[:, :width].all()) else _additive(among_prompt)[:, None].to(device),
+        completion_mask=_additive(among_completion)[:, None].to(device),
+        prompts=n,
     )
 
 
@@ -114,7 +130,7 @@ def _attention(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over the layout of `Groups`; called by the model's layers. q, k, v [n, heads, P + G * C, size].
+    """Attention over the layout of `Groups`; called by the model's layers. q, k, v [1, heads, T, size].
 
     Without `groups` (sampling, plain forwards) it is transformers' own.
     """
@@ -123,6 +139,7 @@ def _attention(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others
         )
     n, prompt, size, length = groups.sizes
+    query, key, value = (groups.lay_out(x) for x in (query, key, value))
     if key.shape[1] != query.shape[1]:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
@@ -142,7 +159,7 @@ def _attention(
     of_prompt = attend(query[:, :, :prompt], key[:, :, :prompt], value[:, :, :prompt], groups.prompt_mask)
     of_rows = attend(rows(query), prefixed(key), prefixed(value), groups.completion_mask)
     of_rows = of_rows.unflatten(0, (n, size)).transpose(1, 2).flatten(2, 3)  # [n, h, G * C, d]
-    return torch.cat((of_prompt, of_rows), dim=2).transpose(1, 2).contiguous(), None
+    return groups.take_up(torch.cat((of_prompt, of_rows), dim=2)).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -159,17 +176,18 @@ def prepare(model: PreTrainedModel) -> None:
 
 
 def hidden_states(model: PreTrainedModel, groups: Groups) -> Tensor:
-    """The states that predict each completion token: [n * G, C, d]."""
-    n, prompt, size, length = groups.sizes
+    """The states that predict each real completion token: [N, d]."""
     assert model.config._attn_implementation == ATTENTION, "call prepare(model) first"
     kind = groups.ids.device.type  # masks are cast here, not in each layer
     groups = groups.cast(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else sharding.dtype(model))
     states = model.base_model(
-        input_ids=groups.ids, position_ids=groups.positions, use_cache=False, groups=groups
+        input_ids=groups.ids,
+        position_ids=groups.positions,
+        attention_mask=groups.completion_mask,  # so that the model makes none
+        use_cache=False,
+        groups=groups,
     ).last_hidden_state
-    last = states[:, prompt - 1 : prompt, None].expand(n, 1, size, -1).transpose(1, 2)  # predicts each first token
-    own = states[:, prompt:].unflatten(1, (size, length))
-    return torch.cat((last, own[:, :, :-1]), dim=2).flatten(0, 1)
+    return states[0].index_select(0, groups.predictors)
 
 
 def token_logprobs(model: PreTrainedModel, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
@@ -181,9 +199,9 @@ def token_logprobs(model: PreTrainedModel, groups: Groups, temperature: float) -
 
 
 def _token_logprobs(model: PreTrainedModel, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
-    states = hidden_states(model, groups)[groups.mask]  # [tokens, d]
+    states = hidden_states(model, groups)
     out = []
-    for values in head_logprobs(model, states, groups.completions[groups.mask], temperature):
+    for values in head_logprobs(model, states, groups.targets, temperature):
         padded = values.new_zeros(groups.mask.shape)
         padded[groups.mask] = values
         out.append(padded)

@@ -60,6 +60,16 @@ def test_equals_the_unpadded_model(name, temperature, chunk, monkeypatch):
         torch.testing.assert_close(fast.grad, slow.grad, rtol=1e-3, atol=1e-4, msg=name)
 
 
+def test_no_padding_is_computed():
+    model = small_model("llama")
+    prepare(model)
+    computed = []
+    model.model.layers[0].mlp.register_forward_hook(lambda _, args, out: computed.append(out.shape[:2].numel()))
+    prompts, completions = data()
+    token_logprobs(model, group(prompts, completions, CPU), 1.0)
+    assert computed == [sum(map(len, prompts)) + sum(len(c) for cs in completions for c in cs)]
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_prompts_of_one_length_need_no_mask(name):
     """Then attention is told that it is causal, which gives the same values."""
