@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, Launch, events
+from conftest import ROOT, Begin, Launch, events
 
 from common import checkpoint, hardware, logprobs, loop
 from common.config import ConfigError, ScoringConfig
@@ -159,25 +159,18 @@ def test_two_ranks_end_where_one_ends(launch: Launch, tmp_path, changes):
 
 @pytest.mark.parametrize("passes", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.faults
-def test_killed_and_resumed_equals_unbroken(launch: Launch, tmp_path, cache, passes):
+def test_killed_and_resumed_equals_unbroken(launch: Launch, begin: Begin, tmp_path, passes):
     arguments = [*SMALL, "algo.steps=8", f"algo.passes={passes}", "checkpoint.every=2"]
     launch(*arguments, "hydra.run.dir=whole")
-    command = [sys.executable, str(ROOT / "launch.py"), *arguments, "hydra.run.dir=broken"]
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=os.environ | {"CLUTCH_CACHE": str(cache)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = begin(*arguments, "hydra.run.dir=broken")
     metrics = tmp_path / "broken" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
-        assert process.poll() is None
+        assert process.poll() is None, process.said()[0]
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.communicate()
     launch(*arguments, "hydra.run.dir=broken", "resume=auto")
     same(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
     kept = ("step", "reward", "loss", "grad_norm", "entropy", "generated_tokens", "reward_evaluations", "ratio_kl")

@@ -291,11 +291,11 @@ def test_figures(tmp_path):
 
 
 @pytest.mark.usefixtures("in_cache")
-def test_real_runs_are_read(tmp_path):
+def test_real_runs_are_read(warm, tmp_path):
     settings = [setting for setting in TINY if "scaling" not in setting]
     for ranks in (1, 2):
         more = ["opt=[ddp]", f"opt.ddp.ranks={ranks}"] if ranks > 1 else []
-        train(compose([*settings, "algo.epochs=2", *more]), tmp_path / f"{ranks}")
+        warm.call(train, compose([*settings, "algo.epochs=2", *more]), tmp_path / f"{ranks}")
     records, incomplete = report.read(tmp_path, 1)
     assert incomplete == []
     (group,) = report.grouped(records)

@@ -23,12 +23,17 @@ def serve() -> None:
     """Fork for each request on standard input: {folder, environment, stdout, stderr} and {arguments} or {call}."""
     sys.path.insert(0, str(ROOT))
     import matplotlib.figure  # noqa: F401
+    import num2words  # noqa: F401
     import sacrebleu  # noqa: F401
     import torch.multiprocessing
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
 
-    for algorithm in ("ddp_bench", "eggroll", "grpo", "rft"):
-        importlib.import_module(f"{algorithm}.train")
+    import common.tasks.translate  # noqa: F401
+    from launch import ALGORITHMS, compose
 
+    for settings in ALGORITHMS.values():
+        importlib.import_module(settings.__module__.replace(".config", ".train"))
+    compose([])  # Hydra looks for its plugins
     torch.multiprocessing.start_processes = forking(torch.multiprocessing.start_processes)
     assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
     gc.collect()
