@@ -126,7 +126,7 @@ class Warm:
     def start(
         self, folder: Path, environment: dict[str, str], printed: Path, merged: bool = False, **what: Any
     ) -> Started:
-        """what: arguments of launch.py, or call, the file of a pickled function; merged: standard error into standard output."""
+        """what: arguments and module (None: launch.py), or call, the file of a pickled function; merged: standard error into standard output."""
         if self.process is None:
             command = [sys.executable, str(ROOT / "tests/warm.py")]
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
@@ -188,23 +188,28 @@ def warm() -> Iterator[Warm]:
 def launch(cache: Path, tmp_path: Path, begin: Begin) -> Launch:
     """Run launch.py as a user does, from another folder. Returns the finished process; asserts its exit code.
 
-    fresh: in a new interpreter; else in a fork of one, which saves the seconds of its imports.
+    fresh: in a new interpreter; else in a fork of one, which saves the seconds of its imports. module: that one in place of launch.py,
+    as python -m does.
     """
 
     def run(
-        *arguments: str, code: int | None = 0, env: dict[str, str] | None = None, fresh: bool = False
+        *arguments: str,
+        code: int | None = 0,
+        env: dict[str, str] | None = None,
+        fresh: bool = False,
+        module: str | None = None,
     ) -> subprocess.CompletedProcess[str]:
         if fresh:
             done = subprocess.run(
-                [sys.executable, str(ROOT / "launch.py"), *arguments],
-                cwd=tmp_path,
+                [sys.executable, *(["-m", module] if module else [str(ROOT / "launch.py")]), *arguments],
+                cwd=ROOT if module else tmp_path,
                 env=os.environ | {"CLUTCH_CACHE": str(cache)} | (env or {}),
                 capture_output=True,
                 text=True,
                 timeout=300,
             )
         else:
-            process = begin(*arguments, env=env, merged=False)
+            process = begin(*arguments, env=env, merged=False, module=module)
             out, err = process.communicate()
             assert process.returncode is not None
             done = subprocess.CompletedProcess(arguments, process.returncode, out, err)
@@ -219,10 +224,12 @@ def begin(cache: Path, tmp_path: Path, warm: Warm) -> Iterator[Begin]:
     """Start launch.py in a fork, to be killed: `launch` that does not wait. All that it prints is in one text."""
     printed = ExitStack()
 
-    def start(*arguments: str, env: dict[str, str] | None = None, merged: bool = True) -> Started:
+    def start(
+        *arguments: str, env: dict[str, str] | None = None, merged: bool = True, module: str | None = None
+    ) -> Started:
         environment = dict(os.environ | {"CLUTCH_CACHE": str(cache)} | (env or {}))
         files = Path(printed.enter_context(tempfile.TemporaryDirectory()))
-        return warm.start(tmp_path, environment, files, merged, arguments=arguments)
+        return warm.start(tmp_path, environment, files, merged, arguments=arguments, module=module)
 
     with printed:
         yield start

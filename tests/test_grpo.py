@@ -75,6 +75,17 @@ def test_a_run_leaves_everything(launch: Launch, tmp_path):
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
 
 
+@pytest.fixture(scope="module")
+def untrained(cache, tmp_path_factory):
+    """The weights of a run that does not move them."""
+    folder = tmp_path_factory.mktemp("untrained")
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLUTCH_CACHE", str(cache))
+        assert train(compose([*SMALL, "algo.steps=1", "algo.lr=1e-30"]), folder).steps == 1
+    return weights(folder)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -97,7 +108,7 @@ def test_a_run_leaves_everything(launch: Launch, tmp_path):
     ],
     ids=lambda changes: " ".join(changes),
 )
-def test_every_option_trains(changes, tmp_path, in_cache):
+def test_every_option_trains(changes, untrained, tmp_path, in_cache):
     run = compose(
         [
             *SMALL,
@@ -108,9 +119,7 @@ def test_every_option_trains(changes, tmp_path, in_cache):
     )
     result = train(run, tmp_path / "out")
     assert result.steps == 2
-    untrained = train(compose([*SMALL, "algo.steps=1", "algo.lr=1e-30"]), tmp_path / "still")
-    assert untrained.steps == 1
-    moved = [not torch.equal(t, weights(tmp_path / "still")[n]) for n, t in weights(tmp_path / "out").items()]
+    moved = [not torch.equal(t, untrained[n]) for n, t in weights(tmp_path / "out").items()]
     assert any(moved)
     logged = events(tmp_path / "out")
     assert all(torch.isfinite(torch.tensor([e["loss"], e["grad_norm"]])).all() for e in logged)
@@ -129,8 +138,9 @@ def test_micro_batches_and_checkpointing_change_nothing(tmp_path, in_cache):
         "split": ["algo.micro_batch_rows=3"],
         "recomputed": ["algo.micro_batch_rows=4", "opt=checkpointing"],
     }.items():
-        for loss in LOSSES:
-            train(compose([*SMALL, "algo.steps=2", f"algo.loss={loss}", *changes]), tmp_path / f"{name}-{loss}")
+        run = compose([*SMALL, "algo.steps=2", *changes])
+        for run.algo.loss in LOSSES:
+            train(run, tmp_path / f"{name}-{run.algo.loss}")
     for loss in LOSSES:
         for name in ("split", "recomputed"):
             for one, whole in zip(events(tmp_path / f"{name}-{loss}"), events(tmp_path / f"whole-{loss}"), strict=True):

@@ -191,10 +191,10 @@ def test_a_slow_link_is_named_where_it_explains_a_step():
 
 
 @pytest.mark.usefixtures("in_cache")
-def test_a_prediction_on_this_cpu_and_its_error_in_the_report(tmp_path, monkeypatch):
+def test_a_prediction_on_this_cpu_and_its_error_in_the_report(warm, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "draw", lambda *_: [])
     out = tmp_path / "in" / "prediction"
-    saved = train(compose([*TINY, "algo.predict=[2]"]), out)
+    saved = warm.call(train, compose([*TINY, "algo.predict=[2]"]), out)
     assert [(r["scaling"], r["ranks"], r["batch_rows"]) for r in saved["runs"]] == [
         *(("one rank", 1, 32), ("strong", 2, 32), ("weak", 2, 64))
     ]

@@ -672,11 +672,11 @@ def test_killed_at_several_points_and_resumed_it_ends_the_same(start, command, t
 @pytest.mark.faults
 def test_sigterm_saves_and_says_how_to_go_on(start, command, tmp_path):
     folder = tmp_path / "run"
-    process = start("algo.iterations=1", "algo.epochs=30", f"hydra.run.dir={folder}")
+    process = start("algo.iterations=1", "algo.epochs=12", f"hydra.run.dir={folder}")
     wait_for(lambda: any((folder / "iteration-1/checkpoints").glob("step-*")), process)
     process.send_signal(signal.SIGTERM)
     output = process.communicate()[0]
     assert process.returncode == EXIT_SIGNAL, output
     assert "resume=auto" in output
-    command("algo.iterations=1", "algo.epochs=30", f"hydra.run.dir={folder}", "resume=auto")
+    command("algo.iterations=1", "algo.epochs=12", f"hydra.run.dir={folder}", "resume=auto")
     assert (folder / "result.json").is_file()

@@ -1,4 +1,4 @@
-"""Runs launch.py's main, or a function, in forks of a process that has its imports done, which take longer than most runs in tests.
+"""Runs launch.py's main, another module's, or a function, in forks of a process that has its imports done, which take longer than most runs in tests.
 
 Reads a request a line, writes the fork's id and then its exit code, a line each. Each fork has its own session, folder, environment,
 output and signals, as a command has; the ranks that it starts are forks too. That a new interpreter does the same is what the tests of
@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import pickle
+import runpy
 import sys
 from datetime import datetime
 from functools import wraps
@@ -20,7 +21,7 @@ TESTS = ROOT / "tests"
 
 
 def serve() -> None:
-    """Fork for each request on standard input: {folder, environment, stdout, stderr} and {arguments} or {call}."""
+    """Fork for each request on standard input: {folder, environment, stdout, stderr} and {arguments, module} or {call}."""
     sys.path.insert(0, str(ROOT))
     import matplotlib.figure  # noqa: F401
     import num2words  # noqa: F401
@@ -62,9 +63,10 @@ def run(
     stdout: str,
     stderr: str,
     arguments: list[str] | None = None,
+    module: str | None = None,
     call: str | None = None,
 ) -> None:
-    """In the fork: be a new process, then launch.py; or the function and its arguments that are pickled in a file."""
+    """In the fork: be a new process, then launch.py or a module; or call the function that is pickled in a file."""
     os.setsid()
     for descriptor, path in ((0, os.devnull), (1, stdout), (2, stderr)):
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
@@ -78,6 +80,10 @@ def run(
     if call is not None:
         return answer(Path(call))
     assert arguments is not None
+    if module is not None:
+        sys.argv = [module, *arguments]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return
     sys.argv = [str(ROOT / "launch.py"), *arguments]
     import launch
     from conf import resolvers
