@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 from conftest import ROOT, Begin, Launch, events
+from hanging import Deadly
 
 from common import checkpoint, hardware, logprobs, loop
 from common.config import ConfigError, ScoringConfig
@@ -342,11 +343,11 @@ def test_a_reward_that_never_ends_does_not_hold_the_process(tmp_path, cache):
     script = f"""
 import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-from test_grpo import SMALL, Endless
+from hanging import Endless
 from launch import compose, train
 if __name__ == "__main__":
     for kind in ("processes", "threads"):
-        run = compose([*SMALL, f"scoring.kind={{kind}}", "scoring.timeout_seconds=1", "scoring.workers=2"])
+        run = compose([*{SMALL!r}, f"scoring.kind={{kind}}", "scoring.timeout_seconds=1", "scoring.workers=2"])
         try:
             train(run, {str(tmp_path)!r} + "/" + kind, task=Endless())
         except ValueError as error:
@@ -364,15 +365,6 @@ if __name__ == "__main__":
     assert done.stdout.count("scoring took longer than scoring.timeout_seconds=1, at or after example") == 2
 
 
-class Deadly(Fixed):
-    """Ends its process at one example."""
-
-    def reward(self, example, completion):
-        if example.id == 5:
-            os._exit(7)
-        return 0.0
-
-
 @pytest.mark.faults
 def test_a_reward_that_ends_its_process_is_told_at_once():
     task = Deadly()
@@ -384,12 +376,6 @@ def test_a_reward_that_ends_its_process_is_told_at_once():
         scorer.submit(rows[4:8], [""] * 4).result()
     assert time.monotonic() - started < 10
     scorer.close()
-
-
-class Endless(Fixed):
-    def reward(self, example, completion):
-        while True:
-            time.sleep(0.01)
 
 
 @pytest.mark.faults
