@@ -562,7 +562,8 @@ def test_evaluation_prompts_are_reported_and_never_trained_on(in_cache, tmp_path
                 rows += leaked
             return rows
 
-    train(composed("algo.iterations=1", "algo.prompts=null"), tmp_path / "run", Leaky())
+    few = ["algo.samples_per_prompt=1", "algo.second_round_samples=0", "algo.epochs=1"]
+    train(composed("algo.iterations=1", "algo.prompts=null", *few), tmp_path / "run", Leaky())
     log = (tmp_path / "run/run.log").read_text()
     assert log.index("40 training prompts are evaluation prompts too: left out") < log.index("base: held-out")
     held_out = {example.question for example in Leaky().examples("test")}
