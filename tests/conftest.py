@@ -1,14 +1,19 @@
 """Shared by the tests: small models, where the real data lies, and the command line in a subprocess."""
 
+import contextlib
+import gc
 import json
 import os
+import pickle
 import select
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes with two threads each slow all of them
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -47,6 +52,12 @@ SMALL = [
 ]
 
 
+def pytest_collection_finish() -> None:
+    """What was imported stays: collections, which composing a run alone sets off, need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
@@ -66,42 +77,103 @@ def shared_data() -> Path:
     return SHARED / "data"
 
 
-Launch = Callable[..., subprocess.CompletedProcess[str]]
+class Started:
+    """A command or a function under way in a fork of tests/warm.py; with the methods of Popen that tests use."""
+
+    def __init__(self, warm: "Warm", printed: Path) -> None:
+        self.warm, self.printed, self.pid, self.returncode = warm, printed, int(warm.line()), None
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        return self._ended(0)
+
+    def send_signal(self, number: int) -> None:
+        """To the process alone: its ranks are processes of their own."""
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout: float = 300) -> tuple[str, str]:
+        """Wait for its end. Returns: what it printed, on standard output and error."""
+        if self._ended(timeout) is None:
+            self.stop()
+            pytest.fail(f"not done in {timeout} s\n" + "\n".join(self.said()))
+        return self.said()
+
+    def said(self) -> tuple[str, str]:
+        """What it has printed so far."""
+        files = [self.printed / name for name in ("stdout", "stderr")]
+        out, err = (file.read_text() if file.exists() else "" for file in files)
+        return out, err
+
+    def stop(self) -> None:
+        """Kill what is left of it and of its ranks."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._ended(60)
+
+    def _ended(self, timeout: float) -> int | None:
+        if self.returncode is None and self.warm.says(timeout):
+            self.returncode = int(self.warm.line())
+        return self.returncode
 
 
 class Warm:
-    """tests/warm.py: started at the first command, and again after one that took too long."""
+    """tests/warm.py, started at the first request, which serves one at a time."""
 
     def __init__(self) -> None:
-        self.process: subprocess.Popen[str] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self.last: Started | None = None
 
-    def run(
-        self, arguments: list[str], folder: Path, environment: dict[str, str], seconds: float
-    ) -> subprocess.CompletedProcess[str]:
+    def start(
+        self, folder: Path, environment: dict[str, str], printed: Path, merged: bool = False, **what: Any
+    ) -> Started:
+        """what: arguments and module (None: launch.py), or call, the file of a pickled function; merged: standard error into standard output."""
         if self.process is None:
             command = [sys.executable, str(ROOT / "tests/warm.py")]
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-            )
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        assert self.last is None or self.last.poll() is not None, "one at a time"
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
+        files = {"stdout": str(printed / "stdout"), "stderr": str(printed / ("stdout" if merged else "stderr"))}
+        request = {"folder": str(folder), "environment": environment, **files, **what}
+        self.process.stdin.write(json.dumps(request).encode() + b"\n")
+        self.last = Started(self, printed)
+        return self.last
+
+    def call(self, function: Callable[..., Any], *arguments: Any, **environment: str) -> Any:
+        """What a function of a module returns in a process of its own; what it raises is raised here, what it prints is printed."""
         with tempfile.TemporaryDirectory() as printed:
-            files = [f"{printed}/stdout", f"{printed}/stderr"]
-            request = {"arguments": arguments, "folder": str(folder), "environment": environment}
-            self.process.stdin.write(json.dumps(request | {"stdout": files[0], "stderr": files[1]}) + "\n")
-            self.process.stdin.flush()
-            ready, _, _ = select.select([self.process.stdout], [], [], seconds)
-            out, err = (Path(file).read_text() if Path(file).exists() else "" for file in files)
-            if not ready:
-                self.stop()
-                pytest.fail(f"{arguments} takes more than {seconds} s\n{out}\n{err}")
-            return subprocess.CompletedProcess(arguments, int(self.process.stdout.readline()), out, err)
+            file = Path(printed) / "call"
+            file.write_bytes(pickle.dumps((function, arguments)))
+            started = self.start(ROOT, dict(os.environ | environment), Path(printed), call=str(file))
+            out, err = started.communicate()
+            print(out, end="")
+            print(err, end="", file=sys.stderr)
+            assert started.returncode == 0, started.returncode
+            outcome = pickle.loads(file.read_bytes())
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def says(self, seconds: float) -> bool:
+        """True if a line comes in that time."""
+        assert self.process is not None
+        return bool(select.select([self.process.stdout], [], [], seconds)[0])
+
+    def line(self) -> bytes:
+        """The next line."""
+        assert self.process is not None
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
 
     def stop(self) -> None:
+        if self.last is not None:
+            self.last.stop()
         if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
             self.process.communicate()
-            self.process = None
+
+
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+Begin = Callable[..., Started]
 
 
 @pytest.fixture(scope="session")
@@ -113,31 +185,56 @@ def warm() -> Iterator[Warm]:
 
 
 @pytest.fixture
-def launch(cache: Path, tmp_path: Path, warm: Warm) -> Launch:
+def launch(cache: Path, tmp_path: Path, begin: Begin) -> Launch:
     """Run launch.py as a user does, from another folder. Returns the finished process; asserts its exit code.
 
-    fresh: in a new interpreter; else in a fork of one, which saves the seconds of its imports.
+    fresh: in a new interpreter; else in a fork of one, which saves the seconds of its imports. module: that one in place of launch.py,
+    as python -m does.
     """
 
     def run(
-        *arguments: str, code: int | None = 0, env: dict[str, str] | None = None, fresh: bool = False
+        *arguments: str,
+        code: int | None = 0,
+        env: dict[str, str] | None = None,
+        fresh: bool = False,
+        module: str | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"CLUTCH_CACHE": str(cache)} | (env or {})
         if fresh:
             done = subprocess.run(
-                [sys.executable, str(ROOT / "launch.py"), *arguments],
-                cwd=tmp_path,
-                env=environment,
+                [sys.executable, *(["-m", module] if module else [str(ROOT / "launch.py")]), *arguments],
+                cwd=ROOT if module else tmp_path,
+                env=os.environ | {"CLUTCH_CACHE": str(cache)} | (env or {}),
                 capture_output=True,
                 text=True,
                 timeout=300,
             )
         else:
-            done = warm.run(list(arguments), tmp_path, dict(environment), 300)
+            process = begin(*arguments, env=env, merged=False, module=module)
+            out, err = process.communicate()
+            assert process.returncode is not None
+            done = subprocess.CompletedProcess(arguments, process.returncode, out, err)
         assert code is None or done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 
     return run
+
+
+@pytest.fixture
+def begin(cache: Path, tmp_path: Path, warm: Warm) -> Iterator[Begin]:
+    """Start launch.py in a fork, to be killed: `launch` that does not wait. All that it prints is in one text."""
+    printed = ExitStack()
+
+    def start(
+        *arguments: str, env: dict[str, str] | None = None, merged: bool = True, module: str | None = None
+    ) -> Started:
+        environment = dict(os.environ | {"CLUTCH_CACHE": str(cache)} | (env or {}))
+        files = Path(printed.enter_context(tempfile.TemporaryDirectory()))
+        return warm.start(tmp_path, environment, files, merged, arguments=arguments, module=module)
+
+    with printed:
+        yield start
+        if warm.last is not None:
+            warm.last.stop()
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
 import json
-import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, Launch
 
 from benchmarks import eggroll, grpo, measure
 from benchmarks.measure import Case
@@ -24,17 +24,10 @@ ROWS = [
 ]
 
 
-def benchmark(*arguments, code=0, **env):
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments],
-        cwd=ROOT,
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done
+@pytest.fixture
+def benchmark(launch: Launch):
+    """python -m benchmarks; fresh where it compiles, which wants an environment and processes of its own."""
+    return partial(launch, module="benchmarks")
 
 
 def check(content, printed):
@@ -65,9 +58,11 @@ def check(content, printed):
         assert len(line) <= 80 or line.startswith("written to"), line
 
 
-def test_eggroll_without_a_compiler(tmp_path):
+def test_eggroll_without_a_compiler(benchmark, tmp_path):
     path = tmp_path / "there" / "out.json"
-    done = benchmark("eggroll", "--quick", "--device", "cpu", "--json", str(path), CXX="/no/compiler")
+    done = benchmark(
+        "eggroll", "--quick", "--device", "cpu", "--json", str(path), env={"CXX": "/no/compiler"}, fresh=True
+    )
     content = json.loads(path.read_text())
     check(content, done.stdout)
     assert "InvalidCxxCompiler" in content["conditions"]["skipped"]["+ compile"]
@@ -75,8 +70,10 @@ def test_eggroll_without_a_compiler(tmp_path):
 
 
 @pytest.mark.slow
-def test_eggroll_with_a_compiler(tmp_path):
-    done = benchmark("eggroll", "--quick", "--device", "cpu", "--repeats", "1", "--json", str(tmp_path / "out.json"))
+def test_eggroll_with_a_compiler(benchmark, tmp_path):
+    done = benchmark(
+        "eggroll", "--quick", "--device", "cpu", "--repeats", "1", "--json", str(tmp_path / "out.json"), fresh=True
+    )
     content = json.loads((tmp_path / "out.json").read_text())
     check(content, done.stdout)
     assert content["conditions"]["compile_seconds"] > 0
@@ -84,12 +81,12 @@ def test_eggroll_with_a_compiler(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_eggroll_on_cuda(tmp_path):
-    done = benchmark("eggroll", "--quick", "--device", "cuda", "--json", str(tmp_path / "out.json"))
+def test_eggroll_on_cuda(benchmark, tmp_path):
+    done = benchmark("eggroll", "--quick", "--device", "cuda", "--json", str(tmp_path / "out.json"), fresh=True)
     check(json.loads((tmp_path / "out.json").read_text()), done.stdout)
 
 
-def test_loader_shows_one_change_at_a_time(tmp_path):
+def test_loader_shows_one_change_at_a_time(benchmark, tmp_path):
     path = tmp_path / "out.json"
     done = benchmark("loader", "--quick", "--device", "cpu", "--json", str(path))
     content = json.loads(path.read_text())
@@ -106,7 +103,7 @@ def test_loader_shows_one_change_at_a_time(tmp_path):
 
 
 @pytest.mark.slow
-def test_rft_rows_do_the_same_work(tmp_path):
+def test_rft_rows_do_the_same_work(benchmark, tmp_path):
     path = tmp_path / "out.json"
     done = benchmark("rft", "--quick", "--device", "cpu", "--json", str(path))
     content = json.loads(path.read_text())
@@ -119,7 +116,7 @@ def test_rft_rows_do_the_same_work(tmp_path):
     assert "this project against generate, batched" in done.stdout
 
 
-def test_grpo_in_brief(tmp_path):
+def test_grpo_in_brief(benchmark, tmp_path):
     done = benchmark("grpo", "--quick", "--brief", "--device", "cpu", "--json", str(tmp_path / "out.json"))
     content = json.loads((tmp_path / "out.json").read_text())
     values = {row["row"]: row["value"] for row in content["rows"] if row["benchmark"] == "grpo"}
@@ -131,9 +128,9 @@ def test_grpo_in_brief(tmp_path):
 
 
 @pytest.mark.slow
-def test_grpo(tmp_path):
+def test_grpo(benchmark, tmp_path):
     """Every row that a CPU has, tiny; the loss curves are the check that all of them do the same work."""
-    done = benchmark("grpo", "--quick", "--device", "cpu", "--json", str(tmp_path / "out.json"))
+    done = benchmark("grpo", "--quick", "--device", "cpu", "--json", str(tmp_path / "out.json"), fresh=True)
     content = json.loads((tmp_path / "out.json").read_text())
     conditions, rows = content["conditions"], content["rows"]
     assert {row["row"] for row in rows if row["benchmark"] == "grpo"} >= {
@@ -169,7 +166,7 @@ def test_grpo(tmp_path):
     assert done.stderr == ""
 
 
-def test_sampler(tmp_path):
+def test_sampler(benchmark, tmp_path):
     done = benchmark("sampler", "--quick", "--device", "cpu", "--json", str(tmp_path / "out.json"))
     content = json.loads((tmp_path / "out.json").read_text())
     ratios = {row["row"]: row["ratio"] for row in content["rows"] if row["against"]}
@@ -184,7 +181,7 @@ def test_sampler(tmp_path):
 
 
 @pytest.mark.slow
-def test_memory_of_training_and_of_sampling(tmp_path):
+def test_memory_of_training_and_of_sampling(benchmark, tmp_path):
     done = benchmark("memory", "--quick", "--device", "cpu", "--json", str(tmp_path / "out.json"))
     content = json.loads((tmp_path / "out.json").read_text())
     assert [row["unit"] for row in content["rows"]] == ["GB"] * 4
@@ -193,7 +190,7 @@ def test_memory_of_training_and_of_sampling(tmp_path):
     assert max(map(len, done.stdout.splitlines()[:-1])) <= 80
 
 
-def test_results_side_by_side(tmp_path):
+def test_results_side_by_side(benchmark, tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     for side, value in (("a", 2.0), ("b", 3.0)):
@@ -210,8 +207,8 @@ def test_results_side_by_side(tmp_path):
 
 
 @pytest.mark.slow
-def test_all_in_one_go(tmp_path):
-    done = benchmark("all", "--quick", "--device", "cpu", "--out", str(tmp_path / "out"))
+def test_all_in_one_go(benchmark, tmp_path):
+    done = benchmark("all", "--quick", "--device", "cpu", "--out", str(tmp_path / "out"), fresh=True)
     assert {path.stem for path in (tmp_path / "out").glob("*.json")} == {"sampler", "grpo", "eggroll", "loader", "rft"}
     assert "sampler: spread lengths: this project / generate" in done.stdout
 
@@ -225,9 +222,10 @@ def test_gpt2s_vocabulary_decodes():
     assert len(set(texts)) == 2
 
 
-def test_an_unknown_name_is_answered_with_the_names():
-    assert "choose from" in benchmark("nothing", code=2).stderr
-    assert "eggroll" in benchmark("nothing", code=2).stderr
+def test_an_unknown_name_is_answered_with_the_names(benchmark):
+    said = benchmark("nothing", code=2).stderr
+    assert "choose from" in said
+    assert "eggroll" in said
 
 
 def test_help_names_each_benchmark_and_imports_no_torch():

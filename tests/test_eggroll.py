@@ -1,19 +1,15 @@
 """EGGROLL as a whole: equal runs, runs that are stopped and go on, runs that fail, and learning."""
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, SMALL, events, small_model
+from conftest import SMALL, Begin, Started, Warm, events, small_model
 from letters import Letters
 from safetensors.torch import load_file
 
@@ -47,6 +43,16 @@ def own_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_here(out: Path, *overrides: str, task: object = None):
     return train(compose([*MOVING, *overrides]), out, task or Letters("smooth"))
+
+
+@pytest.fixture
+def run_in_ranks(warm: Warm):
+    """`run_here` for two ranks, without their imports."""
+
+    def run(out: Path, *overrides: str, task: object = None):
+        return warm.call(train, compose([*MOVING, "opt=[ddp]", *overrides]), out, task or Letters("smooth"))
+
+    return run
 
 
 def saved(out: Path) -> checkpoint.Checkpoint:
@@ -93,15 +99,25 @@ def test_two_ranks_and_one_end_alike(tmp_path):
     assert one.generated_tokens == two.generated_tokens
 
 
+@pytest.fixture(scope="module")
+def plain(cache, tmp_path_factory) -> Path:
+    """Three steps of eight rows a forward."""
+    out = tmp_path_factory.mktemp("plain")
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLUTCH_CACHE", str(cache))
+        run_here(out, "algo.steps=3")
+    return out
+
+
 @pytest.mark.parametrize("rows", [4, 6, 16])
-def test_the_size_of_a_forward_does_not_change_the_result(tmp_path, rows):
-    run_here(tmp_path / "eight", "algo.steps=2")
-    run_here(tmp_path / "other", "algo.steps=2", f"algo.rows_per_forward={rows}")
-    first, second = saved(tmp_path / "eight").tensors, saved(tmp_path / "other").tensors
+def test_the_size_of_a_forward_does_not_change_the_result(plain, tmp_path, rows):
+    run_here(tmp_path, "algo.steps=3", f"algo.rows_per_forward={rows}")
+    first, second = saved(plain).tensors, saved(tmp_path).tensors
     for name, tensor in first.items():
         torch.testing.assert_close(tensor, second[name], rtol=1e-4, atol=1e-5)
-    assert [event["reward"] for event in events(tmp_path / "eight")] == pytest.approx(
-        [event["reward"] for event in events(tmp_path / "other")], rel=1e-6
+    assert [event["reward"] for event in events(plain)] == pytest.approx(
+        [event["reward"] for event in events(tmp_path)], rel=1e-6
     )
 
 
@@ -128,41 +144,25 @@ LONG = [
 ]
 
 
-@contextmanager
-def started(own_task: Path, out: Path, *overrides: str):
-    """launch.py in a process of its own, and its group, killed at the end."""
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            str(ROOT / "launch.py"),
-            *("--config-dir", str(own_task), f"hydra.run.dir={out}"),
-            *LONG,
-            *overrides,
-        ],
-        env=os.environ | {"PYTHONPATH": str(TESTS)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+@pytest.fixture
+def started(begin: Begin, own_task: Path, tmp_path: Path):
+    """Start the LONG run in a process of its own."""
+
+    def start(*overrides: str) -> Started:
+        given = ("--config-dir", str(own_task), f"hydra.run.dir={tmp_path}", *LONG, *overrides)
+        return begin(*given, env={"PYTHONPATH": str(TESTS)})
+
+    return start
 
 
-def wait_for_step(process: subprocess.Popen[str], out: Path, step: int) -> None:
+def wait_for_step(process: Started, out: Path, step: int) -> None:
     """Return as soon as the run has logged `step`."""
     until = time.monotonic() + 120
     while time.monotonic() < until:
         path = out / "metrics.jsonl"
         if path.exists() and path.read_text().count("\n") >= step:
             return
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, process.said()[0]
         time.sleep(0.002)
     raise AssertionError(f"no step {step} in two minutes")
 
@@ -183,14 +183,14 @@ def go_on(own_task: Path, out: Path, *overrides: str):
 
 
 @pytest.mark.faults
-def test_kill_9_and_resume_ends_with_the_same_bits(own_task, unbroken, tmp_path):
+def test_kill_9_and_resume_ends_with_the_same_bits(own_task, started, unbroken, tmp_path):
     """Killed twice, the second time while it resumes; the newest checkpoint is damaged between the two."""
     step = random.randrange(9, 40)
     print(f"killed after step {step}")  # shown when the test fails
-    with started(own_task, tmp_path) as process:
-        wait_for_step(process, tmp_path, step)
-        process.kill()
-        process.wait()
+    process = started()
+    wait_for_step(process, tmp_path, step)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
     assert not (tmp_path / "result.json").exists()
     newest = max((tmp_path / "checkpoints").glob("step-????????"))
     done = int(newest.name.removeprefix("step-"))
@@ -198,10 +198,10 @@ def test_kill_9_and_resume_ends_with_the_same_bits(own_task, unbroken, tmp_path)
     weights = newest / "tensors.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
 
-    with started(own_task, tmp_path, "resume=auto") as process:
-        wait_for_step(process, tmp_path, done + 6)
-        process.kill()
-        said = process.communicate()[0]
+    process = started("resume=auto")
+    wait_for_step(process, tmp_path, done + 6)
+    process.send_signal(signal.SIGKILL)
+    said = process.communicate()[0]
     assert f"warning: checkpoint {newest} is not valid: tensors.safetensors is damaged" in said
     assert f"resuming after step {done - 4} from" in said
 
@@ -218,11 +218,11 @@ def test_kill_9_and_resume_ends_with_the_same_bits(own_task, unbroken, tmp_path)
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)], ids=["SIGTERM", "SIGINT"]
 )
 @pytest.mark.faults
-def test_a_signal_saves_and_the_run_goes_on(own_task, unbroken, tmp_path, number):
-    with started(own_task, tmp_path, "checkpoint.every=0") as process:
-        wait_for_step(process, tmp_path, 5)
-        process.send_signal(number)
-        said = process.communicate(timeout=60)[0]
+def test_a_signal_saves_and_the_run_goes_on(own_task, started, unbroken, tmp_path, number):
+    process = started("checkpoint.every=0")
+    wait_for_step(process, tmp_path, 5)
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[0]
     assert process.returncode == EXIT_SIGNAL == 75
     step = saved(tmp_path).step
     assert len(events(tmp_path)) == step < 150
@@ -236,12 +236,12 @@ def test_a_signal_saves_and_the_run_goes_on(own_task, unbroken, tmp_path, number
 
 
 @pytest.mark.faults
-def test_a_signal_to_the_parent_stops_all_ranks(own_task, unbroken, tmp_path):
+def test_a_signal_to_the_parent_stops_all_ranks(own_task, started, unbroken, tmp_path):
     """One rank then goes on with the run of two. tests/test_launch.py sends Ctrl-C to ranks of torchrun."""
-    with started(own_task, tmp_path, "checkpoint.every=0", "opt=[ddp]") as process:
-        wait_for_step(process, tmp_path, 5)
-        process.send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=60)[0]
+    process = started("checkpoint.every=0", "opt=[ddp]")
+    wait_for_step(process, tmp_path, 5)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[0]
     assert process.returncode == EXIT_SIGNAL, said
     assert "Traceback" not in said
     assert len(events(tmp_path)) == saved(tmp_path).step < 150
@@ -311,9 +311,9 @@ def test_a_nan_reward_stops_the_run_and_names_the_row(own_task, launch, tmp_path
     assert [event["step"] for event in events(out)] == [1, 2]
 
 
-def fails(tmp_path: Path, task: object, *overrides: str) -> str:
+def fails(tmp_path: Path, task: object, *overrides: str, run=run_here) -> str:
     with pytest.raises(ConfigError) as caught:
-        run_here(tmp_path / "run", *overrides, task=task)
+        run(tmp_path / "run", *overrides, task=task)
     return str(caught.value)
 
 
@@ -357,9 +357,9 @@ def test_a_batch_of_rewards(tmp_path):
 
 
 @pytest.mark.faults
-def test_a_mistake_on_one_rank_ends_all(tmp_path, capfd):
+def test_a_mistake_on_one_rank_ends_all(run_in_ranks, tmp_path, capfd):
     """And with the text of that rank's error, not with a traceback of the other, which waits for it."""
-    said = fails(tmp_path, Letters(fault="raises", fault_id=FAULTY), "opt=[ddp]")
+    said = fails(tmp_path, Letters(fault="raises", fault_id=FAULTY), run=run_in_ranks)
     assert said.startswith(f"Letters.reward raised KeyError: 'no such letter', on example {FAULTY} with")
     assert capfd.readouterr().err == ""
 
@@ -387,16 +387,15 @@ def test_a_mistake_on_one_rank_ends_all(tmp_path, capfd):
     ],
     ids=lambda overrides: " ".join(overrides),
 )
-def test_every_setting_runs_and_changes_the_weights(tmp_path, overrides):
+def test_every_setting_runs_and_changes_the_weights(plain, tmp_path, overrides):
     run_here(tmp_path / "set", "algo.steps=3", *overrides)
     log = events(tmp_path / "set")
     assert [event["step"] for event in log] == [1, 2, 3]
     assert log[0]["drift"] > 0
     assert log[2]["drift"] != log[1]["drift"] != log[0]["drift"]
     assert all(0 < event["reward"] < 1 for event in log)
-    run_here(tmp_path / "plain", "algo.steps=3")
-    one, other = saved(tmp_path / "set").tensors, saved(tmp_path / "plain").tensors
-    assert set(one) != set(other) or largest_difference(tmp_path / "set", tmp_path / "plain") > 1e-6
+    one, other = saved(tmp_path / "set").tensors, saved(plain).tensors
+    assert set(one) != set(other) or largest_difference(tmp_path / "set", plain) > 1e-6
     if "patterns" in overrides[0]:
         assert not any(".mlp." in name for name in saved(tmp_path / "set").tensors)
     if "vectors" in overrides[0]:
@@ -552,10 +551,10 @@ class ShortOnRank1(Letters):
 
 
 @pytest.mark.faults
-def test_ranks_agree_on_the_rows_when_one_runs_out_of_memory(tmp_path):
+def test_ranks_agree_on_the_rows_when_one_runs_out_of_memory(run_in_ranks, tmp_path):
     """Members are shared out by rows, so a rank that goes on with fewer on its own would leave some out."""
     run_here(tmp_path / "one", "algo.steps=3")
-    run_here(tmp_path / "two", "algo.steps=3", "opt=[ddp]", task=ShortOnRank1("smooth"))
+    run_in_ranks(tmp_path / "two", "algo.steps=3", task=ShortOnRank1("smooth"))
     assert "repeating with 4 rows a forward" in (tmp_path / "two" / "rank-1.log").read_text()
     assert "repeating with" not in (tmp_path / "two" / "run.log").read_text()
     assert largest_difference(tmp_path / "one", tmp_path / "two") < 1e-4

@@ -18,7 +18,8 @@ OWN = {
     "rft": [
         *("algo.prompts=12", "algo.validation_prompts=2", "algo.samples_per_prompt=4", "algo.iterations=1"),
         *("algo.epochs=1", "algo.select.accept=0.05", "algo.pass_samples=2"),
-        *("model.tiny.hidden_size=64", "model.tiny.pretrain_steps=300", "model.tiny.pretrain_lr=5e-3"),
+        *("model.tiny.hidden_size=64", "model.tiny.pretrain_steps=150", "model.tiny.pretrain_rows=32"),
+        "model.tiny.pretrain_lr=5e-3",
     ],
 }
 # Settings that every algorithm of the reward kind has.

@@ -56,13 +56,11 @@ class OnRank1(Letters):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory, cache):
+def two_ranks(tmp_path_factory, cache, warm):
     """What two ranks came to, started once for all: see `on_two_ranks`. The folder, and their results."""
     folder = tmp_path_factory.mktemp("ranks")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CLUTCH_CACHE", str(cache))
-        torch.set_num_threads(1)
-        return folder, launch("test_finite:on_two_ranks", compose([*EGGROLL, *RANKS]), folder)
+    arguments = ("test_finite:on_two_ranks", compose([*EGGROLL, *RANKS]), folder)
+    return folder, warm.call(launch, *arguments, CLUTCH_CACHE=str(cache))
 
 
 def on_two_ranks(run, context, _):

@@ -11,7 +11,8 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, Launch, events
+from conftest import ROOT, Begin, Launch, events
+from hanging import Deadly
 
 from common import checkpoint, hardware, logprobs, loop
 from common.config import ConfigError, ScoringConfig
@@ -75,6 +76,17 @@ def test_a_run_leaves_everything(launch: Launch, tmp_path):
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
 
 
+@pytest.fixture(scope="module")
+def untrained(cache, tmp_path_factory):
+    """The weights of a run that does not move them."""
+    folder = tmp_path_factory.mktemp("untrained")
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLUTCH_CACHE", str(cache))
+        assert train(compose([*SMALL, "algo.steps=1", "algo.lr=1e-30"]), folder).steps == 1
+    return weights(folder)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -97,7 +109,7 @@ def test_a_run_leaves_everything(launch: Launch, tmp_path):
     ],
     ids=lambda changes: " ".join(changes),
 )
-def test_every_option_trains(changes, tmp_path, in_cache):
+def test_every_option_trains(changes, untrained, tmp_path, in_cache):
     run = compose(
         [
             *SMALL,
@@ -108,9 +120,7 @@ def test_every_option_trains(changes, tmp_path, in_cache):
     )
     result = train(run, tmp_path / "out")
     assert result.steps == 2
-    untrained = train(compose([*SMALL, "algo.steps=1", "algo.lr=1e-30"]), tmp_path / "still")
-    assert untrained.steps == 1
-    moved = [not torch.equal(t, weights(tmp_path / "still")[n]) for n, t in weights(tmp_path / "out").items()]
+    moved = [not torch.equal(t, untrained[n]) for n, t in weights(tmp_path / "out").items()]
     assert any(moved)
     logged = events(tmp_path / "out")
     assert all(torch.isfinite(torch.tensor([e["loss"], e["grad_norm"]])).all() for e in logged)
@@ -129,8 +139,9 @@ def test_micro_batches_and_checkpointing_change_nothing(tmp_path, in_cache):
         "split": ["algo.micro_batch_rows=3"],
         "recomputed": ["algo.micro_batch_rows=4", "opt=checkpointing"],
     }.items():
-        for loss in LOSSES:
-            train(compose([*SMALL, "algo.steps=2", f"algo.loss={loss}", *changes]), tmp_path / f"{name}-{loss}")
+        run = compose([*SMALL, "algo.steps=2", *changes])
+        for run.algo.loss in LOSSES:
+            train(run, tmp_path / f"{name}-{run.algo.loss}")
     for loss in LOSSES:
         for name in ("split", "recomputed"):
             for one, whole in zip(events(tmp_path / f"{name}-{loss}"), events(tmp_path / f"whole-{loss}"), strict=True):
@@ -159,25 +170,18 @@ def test_two_ranks_end_where_one_ends(launch: Launch, tmp_path, changes):
 
 @pytest.mark.parametrize("passes", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.faults
-def test_killed_and_resumed_equals_unbroken(launch: Launch, tmp_path, cache, passes):
+def test_killed_and_resumed_equals_unbroken(launch: Launch, begin: Begin, tmp_path, passes):
     arguments = [*SMALL, "algo.steps=8", f"algo.passes={passes}", "checkpoint.every=2"]
     launch(*arguments, "hydra.run.dir=whole")
-    command = [sys.executable, str(ROOT / "launch.py"), *arguments, "hydra.run.dir=broken"]
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=os.environ | {"CLUTCH_CACHE": str(cache)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = begin(*arguments, "hydra.run.dir=broken")
     metrics = tmp_path / "broken" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
-        assert process.poll() is None
+        assert process.poll() is None, process.said()[0]
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.communicate()
     launch(*arguments, "hydra.run.dir=broken", "resume=auto")
     same(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
     kept = ("step", "reward", "loss", "grad_norm", "entropy", "generated_tokens", "reward_evaluations", "ratio_kl")
@@ -339,11 +343,11 @@ def test_a_reward_that_never_ends_does_not_hold_the_process(tmp_path, cache):
     script = f"""
 import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-from test_grpo import SMALL, Endless
+from hanging import Endless
 from launch import compose, train
 if __name__ == "__main__":
     for kind in ("processes", "threads"):
-        run = compose([*SMALL, f"scoring.kind={{kind}}", "scoring.timeout_seconds=1", "scoring.workers=2"])
+        run = compose([*{SMALL!r}, f"scoring.kind={{kind}}", "scoring.timeout_seconds=1", "scoring.workers=2"])
         try:
             train(run, {str(tmp_path)!r} + "/" + kind, task=Endless())
         except ValueError as error:
@@ -361,15 +365,6 @@ if __name__ == "__main__":
     assert done.stdout.count("scoring took longer than scoring.timeout_seconds=1, at or after example") == 2
 
 
-class Deadly(Fixed):
-    """Ends its process at one example."""
-
-    def reward(self, example, completion):
-        if example.id == 5:
-            os._exit(7)
-        return 0.0
-
-
 @pytest.mark.faults
 def test_a_reward_that_ends_its_process_is_told_at_once():
     task = Deadly()
@@ -381,12 +376,6 @@ def test_a_reward_that_ends_its_process_is_told_at_once():
         scorer.submit(rows[4:8], [""] * 4).result()
     assert time.monotonic() - started < 10
     scorer.close()
-
-
-class Endless(Fixed):
-    def reward(self, example, completion):
-        while True:
-            time.sleep(0.01)
 
 
 @pytest.mark.faults

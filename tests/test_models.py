@@ -221,17 +221,22 @@ def build_and_count(barrier, counter, names):
     names.put(models.tiny(tiny_config(pretrain_steps=30), Doubling(), progress=False).name)
 
 
-def test_two_processes_build_it_once(cache):
-    spawn = multiprocessing.get_context("spawn")
-    barrier, counter, names = spawn.Barrier(2), spawn.Value("i", 0), spawn.Queue()
-    workers = [spawn.Process(target=build_and_count, args=(barrier, counter, names)) for _ in range(2)]
+def in_two_processes():
+    fork = multiprocessing.get_context("fork")
+    barrier, counter, names = fork.Barrier(2), fork.Value("i", 0), fork.Queue()
+    workers = [fork.Process(target=build_and_count, args=(barrier, counter, names)) for _ in range(2)]
     for worker in workers:
         worker.start()
     found = {names.get(timeout=120) for _ in workers}
     for worker in workers:
         worker.join()
-        assert worker.exitcode == 0
-    assert counter.value == 1
+    return found, counter.value, [worker.exitcode for worker in workers]
+
+
+def test_two_processes_build_it_once(cache, warm):
+    found, built, codes = warm.call(in_two_processes)
+    assert codes == [0, 0]
+    assert built == 1
     assert cached(cache) == sorted(found)
 
 

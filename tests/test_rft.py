@@ -3,11 +3,8 @@
 import itertools
 import json
 import math
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -565,7 +562,8 @@ def test_evaluation_prompts_are_reported_and_never_trained_on(in_cache, tmp_path
                 rows += leaked
             return rows
 
-    train(composed("algo.iterations=1", "algo.prompts=null"), tmp_path / "run", Leaky())
+    few = ["algo.samples_per_prompt=1", "algo.second_round_samples=0", "algo.epochs=1"]
+    train(composed("algo.iterations=1", "algo.prompts=null", *few), tmp_path / "run", Leaky())
     log = (tmp_path / "run/run.log").read_text()
     assert log.index("40 training prompts are evaluation prompts too: left out") < log.index("base: held-out")
     held_out = {example.question for example in Leaky().examples("test")}
@@ -623,20 +621,20 @@ def test_mistakes_are_named(overrides, text):
 # --- killed and resumed, as processes
 
 
-def start(cache, *arguments):
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "launch.py"), "--config-dir", str(TESTS / "conf"), *LETTERS, *arguments],
-        env=os.environ | {"CLUTCH_CACHE": str(cache), "PYTHONPATH": str(TESTS)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+@pytest.fixture
+def start(begin):
+    """`command` that does not wait."""
+
+    def run(*overrides):
+        return begin("--config-dir", str(TESTS / "conf"), *LETTERS, *overrides, env={"PYTHONPATH": str(TESTS)})
+
+    return run
 
 
 def wait_for(what, process, seconds=120):
     deadline = time.monotonic() + seconds
     while not what():
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, process.said()[0]
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
@@ -646,7 +644,7 @@ def lines_of(path: Path) -> int:
 
 
 @pytest.mark.faults
-def test_killed_at_several_points_and_resumed_it_ends_the_same(cache, command, tmp_path):
+def test_killed_at_several_points_and_resumed_it_ends_the_same(start, command, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     command(f"hydra.run.dir={whole}")
     path = killed / "iteration-1/samples-1-of-1.jsonl"
@@ -656,7 +654,7 @@ def test_killed_at_several_points_and_resumed_it_ends_the_same(cache, command, t
         lambda: lines_of(killed / "iteration-2/samples-1-of-1.jsonl") > 40,
     ]
     for number, point in enumerate(points):
-        process = start(cache, f"hydra.run.dir={killed}", *(["resume=auto"] if number else []))
+        process = start(f"hydra.run.dir={killed}", *(["resume=auto"] if number else []))
         wait_for(point, process)
         process.send_signal(signal.SIGKILL)
         process.communicate()
@@ -673,13 +671,13 @@ def test_killed_at_several_points_and_resumed_it_ends_the_same(cache, command, t
 
 
 @pytest.mark.faults
-def test_sigterm_saves_and_says_how_to_go_on(cache, command, tmp_path):
+def test_sigterm_saves_and_says_how_to_go_on(start, command, tmp_path):
     folder = tmp_path / "run"
-    process = start(cache, "algo.iterations=1", "algo.epochs=30", f"hydra.run.dir={folder}")
+    process = start("algo.iterations=1", "algo.epochs=12", f"hydra.run.dir={folder}")
     wait_for(lambda: any((folder / "iteration-1/checkpoints").glob("step-*")), process)
     process.send_signal(signal.SIGTERM)
     output = process.communicate()[0]
     assert process.returncode == EXIT_SIGNAL, output
     assert "resume=auto" in output
-    command("algo.iterations=1", "algo.epochs=30", f"hydra.run.dir={folder}", "resume=auto")
+    command("algo.iterations=1", "algo.epochs=12", f"hydra.run.dir={folder}", "resume=auto")
     assert (folder / "result.json").is_file()

@@ -4,12 +4,11 @@ import csv
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, Launch
+from conftest import Launch
 
 from common import hardware
 from common.config import ConfigError
@@ -251,10 +250,9 @@ def test_what_was_measured_is_not_predicted(tmp_path):
     assert strong.advice[0][1].endswith("(measured)")
 
 
-def test_the_command_and_its_mistakes(tmp_path):
+def test_the_command_and_its_mistakes(launch: Launch, tmp_path):
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-        full = [sys.executable, "-m", "ddp_bench.report", *arguments]
-        return subprocess.run(full, cwd=ROOT, capture_output=True, text=True)
+        return launch(*arguments, module="ddp_bench.report", code=None)
 
     done = command("--root", str(tmp_path / "none"))
     assert (done.returncode, done.stdout) == (2, "")
@@ -291,11 +289,11 @@ def test_figures(tmp_path):
 
 
 @pytest.mark.usefixtures("in_cache")
-def test_real_runs_are_read(tmp_path):
+def test_real_runs_are_read(warm, tmp_path):
     settings = [setting for setting in TINY if "scaling" not in setting]
     for ranks in (1, 2):
         more = ["opt=[ddp]", f"opt.ddp.ranks={ranks}"] if ranks > 1 else []
-        train(compose([*settings, "algo.epochs=2", *more]), tmp_path / f"{ranks}")
+        warm.call(train, compose([*settings, "algo.epochs=2", *more]), tmp_path / f"{ranks}")
     records, incomplete = report.read(tmp_path, 1)
     assert incomplete == []
     (group,) = report.grouped(records)

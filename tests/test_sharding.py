@@ -110,8 +110,8 @@ def overflow(rank: int, out: Path, port: int) -> None:
     dist.destroy_process_group()
 
 
-def on_two_ranks(function, *arguments) -> None:
-    mp.start_processes(function, args=arguments, nprocs=2, start_method="spawn")
+def on_two_ranks(out: Path, jobs: dict[str, list[str]]) -> None:
+    mp.start_processes(work, args=(out, jobs, free_ports(len(jobs) + 1)), nprocs=2)
 
 
 def free_ports(count: int) -> list[int]:
@@ -140,18 +140,18 @@ def alone(tmp_path_factory, cache) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(alone) -> Path:
+def runs(alone, warm) -> Path:
     """And what two do."""
-    on_two_ranks(work, alone, PAIR, free_ports(len(PAIR) + 1))
+    warm.call(on_two_ranks, alone, PAIR)
     return alone
 
 
 @pytest.fixture(scope="module")
-def longer(alone) -> Path:
+def longer(alone, warm) -> Path:
     """In all combinations."""
     start(alone, "grpo/plain first", [*GRPO, *UNEVEN, "algo.steps=2"])
     start(alone, "rft/lora one", [*RFT, "algo.lora.rank=4", "algo.lr=5e-3"])
-    on_two_ranks(work, alone, LONG, free_ports(len(LONG) + 1))
+    warm.call(on_two_ranks, alone, LONG)
     return alone
 
 

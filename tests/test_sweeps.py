@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import re
 import shlex
 import shutil
@@ -323,14 +322,12 @@ def test_the_points_of_rft_count_its_fine_tuning_steps_alone():
     ]
 
 
-def test_the_command_compares_any_folders(tmp_path, monkeypatch, capsys):
+def test_the_command_compares_any_folders(launch, tmp_path, monkeypatch, capsys):
     one, two = job(tmp_path, 1, 1, 30.0, 100, algo="grpo"), job(tmp_path, 2, 1, 31.0, 1234567, algo="eggroll")
     (tmp_path / "empty").mkdir()
 
-    command = [sys.executable, "-m", "common.compare", str(one), str(two), "--out", "here"]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    given = (str(one), str(two), "--out", "here")
+    done = launch(*given, module="common.compare", env={"COLUMNS": "80"})
     assert re.search(r"^algo=eggroll +1 +10\.00 +31\.00 +2 +1\.23M +10 +2$", done.stdout, flags=re.M)
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert {path.name for path in (tmp_path / "here").iterdir()} == {
