@@ -178,7 +178,7 @@ def _main(config: DictConfig) -> None:
         train(run, folder)
     except (ConfigError, RunStopped) as error:
         code = _end(error)
-        if settings.mode == RunMode.RUN and [path.name for path in folder.iterdir()] == [".hydra"]:
+        if settings.mode == RunMode.RUN and isinstance(error, ConfigError) and _unused(folder):
             shutil.rmtree(folder, ignore_errors=True)  # a mistake found before the run began leaves nothing behind
         if settings.mode == RunMode.MULTIRUN and code == EXIT_SIGNAL:
             print(
@@ -215,7 +215,11 @@ def main() -> None:
             return submit(arguments)
         if not {"--cfg", "-c", "--help", "-h", "--info", "-i"} & set(arguments):
             check_folder(arguments)
-        _main()
+        missing = [path for path in _folders(arguments) if not path.exists()]
+        try:
+            _main()
+        finally:
+            _remove(missing)
     except (ConfigError, RunStopped) as error:
         sys.exit(_end(error))
     except HYDRA_ERRORS as error:
@@ -276,16 +280,35 @@ def check_folder(arguments: list[str]) -> None:
             other = "hydra.sweep.dir" if sweep_asked else "hydra.run.dir"
             raise ConfigError(f"{key}={value} has no effect {'with' if sweep_asked else 'without'} -m. Use {other}.")
         if value and "${" not in value and os.environ.get("RANK", "0") == "0":
-            folder = Path(value.strip("'\""))
-            missing = [path for path in (folder, *folder.parents) if not path.exists()]
+            missing = [path for path in _folders([argument]) if not path.exists()]
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                Path(value.strip("'\"")).mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(f"{key}={value} cannot be made: {error.strerror}. Choose another folder.") from None
             finally:
-                for path in missing:  # a mistake in another setting is to leave nothing behind
-                    with suppress(OSError):
-                        path.rmdir()
+                _remove(missing)
+
+
+def _folders(arguments: list[str]) -> list[Path]:
+    """The folders that a run is to be in, inner ones first: of hydra.run.dir or hydra.sweep.dir, as far as they hold no ${...}."""
+    given = [a.partition("=")[2] for a in arguments if a.startswith(("hydra.run.dir=", "hydra.sweep.dir="))]
+    default: Any = OmegaConf.to_container(OmegaConf.load(CONF / "hydra" / "clutch.yaml"))
+    folder = Path([default["run"]["dir"], *given][-1].strip("'\"").partition("${")[0])
+    return [folder, *folder.parents]
+
+
+def _remove(folders: list[Path]) -> None:
+    """Remove those that are empty: a mistake in a setting is to leave nothing behind."""
+    for path in folders:
+        with suppress(OSError):
+            path.rmdir()
+
+
+def _unused(folder: Path) -> bool:
+    """Whether a run folder holds nothing but what Hydra wrote, and logs without a line."""
+    with suppress(FileNotFoundError):  # another rank is done with it
+        return all(path.name == ".hydra" or (path.is_file() and not path.stat().st_size) for path in folder.iterdir())
+    return False
 
 
 def located(arguments: list[str]) -> list[str]:
