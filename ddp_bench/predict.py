@@ -292,7 +292,7 @@ def measured(run: Run, out_dir: Path, task: ClassTask | None) -> tuple[dict[str,
     try:
         for _ in range(settings.scaling_repeats):
             for processes in sorted({min(ranks, devices or cores) for _, ranks in cells}):
-                ddp = replace(run.opt.ddp, enabled=True, ranks=processes)
+                ddp = replace(run.opt.ddp, enabled=True, ranks=processes) if processes > 1 else DdpConfig()
                 one = replace(run, opt=replace(run.opt, ddp=ddp))
                 parts.append(launch("ddp_bench.predict:neighbours", one, out_dir, task) | {"processes": processes})
     finally:
