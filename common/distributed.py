@@ -349,6 +349,13 @@ class _Printed(logging.StreamHandler[TextIO]):
         with tqdm.external_write_mode(self.stream):
             super().emit(record)
 
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Print no more where who reads has enough, as head has; the run goes on, and run.log has it all."""
+        if isinstance(sys.exc_info()[1], BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        else:
+            super().handleError(record)
+
 
 class _Plain(logging.Formatter):
     """The message alone; warnings say so."""

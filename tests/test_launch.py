@@ -352,3 +352,18 @@ def test_the_wheel_works_from_another_folder(tmp_path):
     assert "rows_per_forward: 1024" in expected
     assert call(sys.executable, "-m", "launch", "--cfg", "job", "hardware=h100") == expected
     assert call(str(target / "bin" / "clutch"), "--cfg", "job", "hardware=h100") == expected
+
+
+def test_a_reader_that_leaves_does_not_disturb_the_run(cache, tmp_path):
+    """As of python launch.py ... | head -1."""
+    call = [sys.executable, str(ROOT / "launch.py"), "algo=eggroll", *SMALL, "algo.steps=1", "hydra.run.dir=out"]
+    environment = os.environ | {"CLUTCH_CACHE": str(cache)}
+    process = subprocess.Popen(
+        call, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.close()
+    with process.stderr:
+        said = process.stderr.read()
+    assert process.wait(120) == 0, said
+    assert "Error" not in said
+    assert "written to" in (tmp_path / "out/run.log").read_text()
