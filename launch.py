@@ -30,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from common import slurm, sweep
-from common.config import ConfigError, Run, choice, no_secrets, typed, unknown_key
+from common.config import ConfigError, Run, choice, no_secrets, typed, unknown_key, wrong_type
 from common.signals import EXIT_CONFIG, EXIT_CRASH, EXIT_INTERRUPTED, EXIT_SIGNAL, RunStopped, StopSignal
 from conf import resolvers
 from conf.resolvers import DEFAULT_TASKS
@@ -81,7 +81,7 @@ def to_run(config: DictConfig, overrides: list[str]) -> Run:
         if reason := NOT_FOR_CLASSIFY.get(key.partition(".")[0]):
             raise ConfigError(f"{key} has no effect with algo=classify: {reason}. Leave it out.")
     run = typed(config, ALGORITHMS[name])
-    given = next((override for override in overrides if override.lstrip("+").startswith("slurm.")), None)
+    given = next((text for text in (o.lstrip("+") for o in overrides) if text.startswith("slurm.")), None)
     if given and run.slurm.script is None:
         raise ConfigError(
             f"{given} has no effect without slurm.script, the batch script to write. Add slurm.script=FILE."
@@ -365,7 +365,7 @@ def check_groups(arguments: list[str]) -> None:
     """Check null and the `opt` list, for which Hydra itself names no choices. Raises ConfigError."""
     for argument in arguments:
         group = argument.partition("=")[0].lstrip("+")
-        if group == "experiment" or not (CONF / group).is_dir() or "=" not in argument:
+        if not (CONF / group).is_dir() or "=" not in argument:
             continue
         if ".." in Path(argument.partition("=")[2]).parts:  # the choice of a task is part of the output folder's name
             raise ConfigError(f"{argument} leads out of the folder of the choices. Give the name of a file there.")
@@ -374,6 +374,10 @@ def check_groups(arguments: list[str]) -> None:
         if override.is_sweep_override():
             continue
         value = override.value()
+        if group == "experiment" and isinstance(value, list):  # several, one upon the other
+            continue
+        if value is None and group == "experiment":
+            raise ConfigError("experiment=null is what there is without it. Leave it out.")
         if value is None and group == "opt":
             raise ConfigError("opt=null is not a list. Use opt=[] for none, or for example 'opt=[amp,compile]'.")
         if value is None:
@@ -409,8 +413,9 @@ def explain(error: Exception, arguments: list[str], config_dir: str | None = Non
         except ConfigError as worded:
             return str(worded)
     reason = str(cause if isinstance(cause, OmegaConfBaseException) else text).split("\n    ")[0]
-    if match := re.search(r"Error merging override (\S+)", text):
-        return f"{match.group(1)}: {reason.strip()}."
+    if match := re.search(r"Error merging override \+*(.+)", text):
+        names = _settings(match.group(1).partition("=")[0].split("."), arguments, config_dir)
+        return wrong_type(match.group(1), reason.strip(), names)
     return re.sub(r"\s+", " ", reason).strip()
 
 

@@ -8,6 +8,7 @@ import difflib
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -249,6 +250,11 @@ class PeakConfig:
     tf32: float | None
     fp32: float | None
 
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if getattr(self, item.name) is not None:
+                above(f"hardware.peak_tflops.{item.name}", getattr(self, item.name), 0)
+
 
 @dataclass(kw_only=True)
 class EggrollRows:
@@ -325,6 +331,10 @@ class HardwareConfig:
     def __post_init__(self) -> None:
         choice("hardware.device", self.device, ("auto", "cpu", "cuda"))
         at_least("hardware.scoring_workers", self.scoring_workers, 1)
+        facts = ("memory_gb", "compute_capability", "bandwidth_gbs", "link_gbs", "allreduce_gbs", "hop_us", "power_w")
+        for key in facts:
+            if getattr(self, key) is not None:
+                above(f"hardware.{key}", getattr(self, key), 0)
 
 
 @dataclass(kw_only=True)
@@ -670,7 +680,32 @@ def _check_type(schema: type, key: str, value: Any, full_key: str) -> Any:
         node = OmegaConf.select(structured, key)
         return OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{full_key}={value!r}: {_first_line(error)}") from None
+        raise ConfigError(wrong_type(f"{full_key}={value!r}", _first_line(error))) from None
+
+
+# What OmegaConf says of a value of a wrong type, and what to do about it.
+_ADVICE = {
+    "converted to Integer": "Give a whole number",
+    "converted to Float": "Give a number",
+    "not a valid bool": "Give true or false",
+    "not Optional": "Give a value, or leave it out",
+    "to string": "Give one text",
+    "incompatible with (int)": "Give whole numbers as names",
+}
+
+
+def wrong_type(given: str, reason: str, names: Sequence[str] = ()) -> str:
+    """The text for a value of a wrong type. given: as KEY=VALUE; reason: OmegaConf's; names: of the settings in KEY, if it is a group."""
+    key, _, value = given.partition("=")
+    if "ListConfig" in reason:
+        return f"{given} is no list. Use '{key}=[{value if value[:1] not in '{[' else '...'}]'."
+    if "to Dict[" in reason:
+        return f"{given} is no dict. Use '{key}={{NAME: VALUE}}'."
+    if "is not a subclass of" in reason:
+        shown = f", such as {key}.{names[0]}=VALUE. Settings there: {', '.join(names)}" if names else ""
+        return f"{given}: {key} is a group of settings. Set them one by one{shown}."
+    advice = next((f" {text}." for part, text in _ADVICE.items() if part in reason), "")
+    return f"{given}: {reason.removesuffix('.')}.{advice}"
 
 
 def unknown_key(full_key: str, key: str, names: list[str]) -> str:

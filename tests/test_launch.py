@@ -63,7 +63,7 @@ MISTAKES = {
     "task.sourc=x": f"task.sourc is not a setting. Did you mean 'source'? Settings here: {TASK}.",
     "task=translat": "task='translat' is not a choice. Did you mean 'translate'? Choices: ",
     "task=null": "task=null is not a choice. Choices: ",
-    "algo.steps=many": "algo.steps=many: Value 'many' of type 'str' could not be converted to Integer.",
+    "algo.steps=many": "algo.steps=many: Value 'many' of type 'str' could not be converted to Integer. Give a whole number.",
     "opt=[amp,cmpile]": f"opt='cmpile' is not a choice. Did you mean 'compile'? Choices: {SWITCHES}.",
     "opt=null": "opt=null is not a list. Use opt=[] for none, or for example 'opt=[amp,compile]'.",
     "opt.amp.dtype=float16": "opt.amp.dtype=float16 has no effect: amp is off. Add it: 'opt=[amp,...]'.",
@@ -174,7 +174,10 @@ def test_a_sweep_makes_a_folder_a_job_and_survives_one_that_fails(launch, tmp_pa
 
 def test_a_sweep_is_checked_before_its_first_job(launch, tmp_path):
     done = launch("-m", *FAST, "seed=1,two", "hydra.sweep.dir=sweep", code=2)
-    assert done.stderr == "error: seed=two: Value 'two' of type 'str' could not be converted to Integer.\n"
+    assert (
+        done.stderr
+        == "error: seed=two: Value 'two' of type 'str' could not be converted to Integer. Give a whole number.\n"
+    )
     assert not list(tmp_path.glob("sweep/*/metrics.jsonl"))
 
 
