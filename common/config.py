@@ -5,15 +5,19 @@ the dataclasses; after it nothing sees OmegaConf. No torch in here, so that `--h
 """
 
 import difflib
+import functools
 import math
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+import conf
 
 T = TypeVar("T")
 
@@ -51,6 +55,23 @@ def above(key: str, value: float, bound: float) -> None:
     """Raise ConfigError unless `value` is finite and > `bound`."""
     if not (value > bound and math.isfinite(value)):
         raise ConfigError(f"{key}={value} is out of range. Give a value above {bound:g}.")
+
+
+@functools.cache
+def _shipped(file: str) -> dict[str, Any]:
+    found: Any = OmegaConf.to_container(OmegaConf.load(Path(conf.__file__).parent / file))
+    return found
+
+
+def no_effect(file: str, key: str, value: Any, why: str) -> None:
+    """Raise ConfigError where a setting that has no effect is not what conf/ has.
+
+    Args: file: in conf/, such as algo/grpo.yaml; key: there, such as kl.clamp; why: with what it has none, and what to do.
+    """
+    default = functools.reduce(dict.__getitem__, key.split("."), _shipped(file))
+    if value != default:
+        algo = "algo." if file.startswith("algo/") else ""
+        raise ConfigError(f"{algo}{key.removeprefix('algo.')}={value} has no effect {why}")
 
 
 # --- shared by every algorithm -----------------------------------------------------------------------------------
@@ -579,6 +600,13 @@ class Run:
         at_least("seed", self.seed, 0)
         if self.seed >= 2**63:
             raise ConfigError(f"seed={self.seed} is too large. Give a value below 2**63.")
+        if self.scoring.kind == "serial":
+            alone = (
+                "with scoring.kind=serial: this process scores. Add scoring.kind=threads or processes, or leave it out."
+            )
+            no_effect("config.yaml", "scoring.timeout_seconds", self.scoring.timeout_seconds, alone)
+            if self.scoring.workers != self.hardware.scoring_workers:
+                raise ConfigError(f"scoring.workers={self.scoring.workers} has no effect {alone}")
         for key in ("steps", "iterations"):
             if getattr(self.algo, key, 0) is None and not self.budget.given:
                 raise ConfigError(f"algo.{key} is null, so nothing ends the run. Give a number, or a budget.")

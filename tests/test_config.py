@@ -107,6 +107,10 @@ MISTAKES = {
     "algo.optimizer.name=VALUE. Settings there: name, kwargs.",
     "slurm.options.qos=long": "slurm.options.qos=long has no effect without slurm.script, the batch script to write. Add "
     "slurm.script=FILE.",
+    "scoring.workers=3": "scoring.workers=3 has no effect with scoring.kind=serial: this process scores. Add "
+    "scoring.kind=threads or processes, or leave it out.",
+    "scoring.timeout_seconds=5": "scoring.timeout_seconds=5.0 has no effect with scoring.kind=serial: this process scores. Add "
+    "scoring.kind=threads or processes, or leave it out.",
     "experiment=null": "experiment=null is what there is without it. Leave it out.",
     "hardware.memory_gb=-1": "hardware.memory_gb=-1.0 is out of range. Give a value above 0.",
     "hardware.peak_tflops.bf16=0": "hardware.peak_tflops.bf16=0.0 is out of range. Give a value above 0.",
