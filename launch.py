@@ -30,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from common import slurm, sweep
-from common.config import ConfigError, Run, choice, no_secrets, typed, unknown_key
+from common.config import ConfigError, Run, choice, no_secrets, typed, unknown_key, wrong_type
 from common.signals import EXIT_CONFIG, EXIT_CRASH, EXIT_INTERRUPTED, EXIT_SIGNAL, RunStopped, StopSignal
 from conf import resolvers
 from conf.resolvers import DEFAULT_TASKS
@@ -81,7 +81,7 @@ def to_run(config: DictConfig, overrides: list[str]) -> Run:
         if reason := NOT_FOR_CLASSIFY.get(key.partition(".")[0]):
             raise ConfigError(f"{key} has no effect with algo=classify: {reason}. Leave it out.")
     run = typed(config, ALGORITHMS[name])
-    given = next((override for override in overrides if override.lstrip("+").startswith("slurm.")), None)
+    given = next((text for text in (o.lstrip("+") for o in overrides) if text.startswith("slurm.")), None)
     if given and run.slurm.script is None:
         raise ConfigError(
             f"{given} has no effect without slurm.script, the batch script to write. Add slurm.script=FILE."
@@ -178,7 +178,7 @@ def _main(config: DictConfig) -> None:
         train(run, folder)
     except (ConfigError, RunStopped) as error:
         code = _end(error)
-        if settings.mode == RunMode.RUN and [path.name for path in folder.iterdir()] == [".hydra"]:
+        if settings.mode == RunMode.RUN and isinstance(error, ConfigError) and _unused(folder):
             shutil.rmtree(folder, ignore_errors=True)  # a mistake found before the run began leaves nothing behind
         if settings.mode == RunMode.MULTIRUN and code == EXIT_SIGNAL:
             print(
@@ -215,7 +215,11 @@ def main() -> None:
             return submit(arguments)
         if not {"--cfg", "-c", "--help", "-h", "--info", "-i"} & set(arguments):
             check_folder(arguments)
-        _main()
+        missing = [path for path in _folders(arguments) if not path.exists()]
+        try:
+            _main()
+        finally:
+            _remove(missing)
     except (ConfigError, RunStopped) as error:
         sys.exit(_end(error))
     except HYDRA_ERRORS as error:
@@ -276,16 +280,35 @@ def check_folder(arguments: list[str]) -> None:
             other = "hydra.sweep.dir" if sweep_asked else "hydra.run.dir"
             raise ConfigError(f"{key}={value} has no effect {'with' if sweep_asked else 'without'} -m. Use {other}.")
         if value and "${" not in value and os.environ.get("RANK", "0") == "0":
-            folder = Path(value.strip("'\""))
-            missing = [path for path in (folder, *folder.parents) if not path.exists()]
+            missing = [path for path in _folders([argument]) if not path.exists()]
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                Path(value.strip("'\"")).mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(f"{key}={value} cannot be made: {error.strerror}. Choose another folder.") from None
             finally:
-                for path in missing:  # a mistake in another setting is to leave nothing behind
-                    with suppress(OSError):
-                        path.rmdir()
+                _remove(missing)
+
+
+def _folders(arguments: list[str]) -> list[Path]:
+    """The folders that a run is to be in, inner ones first: of hydra.run.dir or hydra.sweep.dir, as far as they hold no ${...}."""
+    given = [a.partition("=")[2] for a in arguments if a.startswith(("hydra.run.dir=", "hydra.sweep.dir="))]
+    default: Any = OmegaConf.to_container(OmegaConf.load(CONF / "hydra" / "clutch.yaml"))
+    folder = Path([default["run"]["dir"], *given][-1].strip("'\"").partition("${")[0])
+    return [folder, *folder.parents]
+
+
+def _remove(folders: list[Path]) -> None:
+    """Remove those that are empty: a mistake in a setting is to leave nothing behind."""
+    for path in folders:
+        with suppress(OSError):
+            path.rmdir()
+
+
+def _unused(folder: Path) -> bool:
+    """Whether a run folder holds nothing but what Hydra wrote, and logs without a line."""
+    with suppress(FileNotFoundError):  # another rank is done with it
+        return all(path.name == ".hydra" or (path.is_file() and not path.stat().st_size) for path in folder.iterdir())
+    return False
 
 
 def located(arguments: list[str]) -> list[str]:
@@ -342,7 +365,7 @@ def check_groups(arguments: list[str]) -> None:
     """Check null and the `opt` list, for which Hydra itself names no choices. Raises ConfigError."""
     for argument in arguments:
         group = argument.partition("=")[0].lstrip("+")
-        if group == "experiment" or not (CONF / group).is_dir() or "=" not in argument:
+        if not (CONF / group).is_dir() or "=" not in argument:
             continue
         if ".." in Path(argument.partition("=")[2]).parts:  # the choice of a task is part of the output folder's name
             raise ConfigError(f"{argument} leads out of the folder of the choices. Give the name of a file there.")
@@ -351,6 +374,10 @@ def check_groups(arguments: list[str]) -> None:
         if override.is_sweep_override():
             continue
         value = override.value()
+        if group == "experiment" and isinstance(value, list):  # several, one upon the other
+            continue
+        if value is None and group == "experiment":
+            raise ConfigError("experiment=null is what there is without it. Leave it out.")
         if value is None and group == "opt":
             raise ConfigError("opt=null is not a list. Use opt=[] for none, or for example 'opt=[amp,compile]'.")
         if value is None:
@@ -386,8 +413,9 @@ def explain(error: Exception, arguments: list[str], config_dir: str | None = Non
         except ConfigError as worded:
             return str(worded)
     reason = str(cause if isinstance(cause, OmegaConfBaseException) else text).split("\n    ")[0]
-    if match := re.search(r"Error merging override (\S+)", text):
-        return f"{match.group(1)}: {reason.strip()}."
+    if match := re.search(r"Error merging override \+*(.+)", text):
+        names = _settings(match.group(1).partition("=")[0].split("."), arguments, config_dir)
+        return wrong_type(match.group(1), reason.strip(), names)
     return re.sub(r"\s+", " ", reason).strip()
 
 

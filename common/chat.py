@@ -2,7 +2,7 @@
 
     python -m common.chat outputs/mine                        # type prompts; Ctrl-D ends
     python -m common.chat outputs/mine --prompt "seven =>"
-    cat prompts.txt | python -m common.chat FOLDER_OR_HUB_ID  # a line a prompt
+    cat prompts.txt | python -m common.chat FOLDER_OR_HUB_ID  # a line a prompt; blank ones are skipped
 
 For the result of a run a prompt takes the form of those it was trained on: the same system text and examples, or plain text. For other models
 it is a conversation where the tokenizer has a chat template. Each prompt stands alone; the sampler is that of the runs.
@@ -109,7 +109,9 @@ def parser() -> argparse.ArgumentParser:
         "python -m common.chat", description="Try a model that a run trained, or any other."
     )
     found.add_argument("model", metavar="MODEL", help="a run folder, a model folder, or an id of the Hugging Face hub")
-    found.add_argument("--prompt", help="complete this one and end; without it, lines of standard input")
+    found.add_argument(
+        "--prompt", help="complete this one and end; without it, lines of standard input, blank ones skipped"
+    )
     found.add_argument("--system", help="system text; for a run's model, instead of the run's")
     found.add_argument("--plain", action="store_true", help="no chat template: the model goes on with the text")
     found.add_argument("--temperature", type=float, default=0.7, help="0 = the most likely token each time (0.7)")

@@ -5,14 +5,19 @@ the dataclasses; after it nothing sees OmegaConf. No torch in here, so that `--h
 """
 
 import difflib
+import functools
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+import conf
 
 T = TypeVar("T")
 
@@ -50,6 +55,23 @@ def above(key: str, value: float, bound: float) -> None:
     """Raise ConfigError unless `value` is finite and > `bound`."""
     if not (value > bound and math.isfinite(value)):
         raise ConfigError(f"{key}={value} is out of range. Give a value above {bound:g}.")
+
+
+@functools.cache
+def _shipped(file: str) -> dict[str, Any]:
+    found: Any = OmegaConf.to_container(OmegaConf.load(Path(conf.__file__).parent / file))
+    return found
+
+
+def no_effect(file: str, key: str, value: Any, why: str) -> None:
+    """Raise ConfigError where a setting that has no effect is not what conf/ has.
+
+    Args: file: in conf/, such as algo/grpo.yaml; key: there, such as kl.clamp; why: with what it has none, and what to do.
+    """
+    default = functools.reduce(dict.__getitem__, key.split("."), _shipped(file))
+    if value != default:
+        algo = "algo." if file.startswith("algo/") else ""
+        raise ConfigError(f"{algo}{key.removeprefix('algo.')}={value} has no effect {why}")
 
 
 # --- shared by every algorithm -----------------------------------------------------------------------------------
@@ -249,6 +271,11 @@ class PeakConfig:
     tf32: float | None
     fp32: float | None
 
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if getattr(self, item.name) is not None:
+                above(f"hardware.peak_tflops.{item.name}", getattr(self, item.name), 0)
+
 
 @dataclass(kw_only=True)
 class EggrollRows:
@@ -326,6 +353,10 @@ class HardwareConfig:
     def __post_init__(self) -> None:
         choice("hardware.device", self.device, ("auto", "cpu", "cuda"))
         at_least("hardware.scoring_workers", self.scoring_workers, 1)
+        facts = ("memory_gb", "compute_capability", "bandwidth_gbs", "link_gbs", "allreduce_gbs", "hop_us", "power_w")
+        for key in facts:
+            if getattr(self, key) is not None:
+                above(f"hardware.{key}", getattr(self, key), 0)
 
 
 @dataclass(kw_only=True)
@@ -570,6 +601,13 @@ class Run:
         at_least("seed", self.seed, 0)
         if self.seed >= 2**63:
             raise ConfigError(f"seed={self.seed} is too large. Give a value below 2**63.")
+        if self.scoring.kind == "serial":
+            alone = (
+                "with scoring.kind=serial: this process scores. Add scoring.kind=threads or processes, or leave it out."
+            )
+            no_effect("config.yaml", "scoring.timeout_seconds", self.scoring.timeout_seconds, alone)
+            if self.scoring.workers != self.hardware.scoring_workers:
+                raise ConfigError(f"scoring.workers={self.scoring.workers} has no effect {alone}")
         for key in ("steps", "iterations"):
             if getattr(self.algo, key, 0) is None and not self.budget.given:
                 raise ConfigError(f"algo.{key} is null, so nothing ends the run. Give a number, or a budget.")
@@ -671,7 +709,32 @@ def _check_type(schema: type, key: str, value: Any, full_key: str) -> Any:
         node = OmegaConf.select(structured, key)
         return OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{full_key}={value!r}: {_first_line(error)}") from None
+        raise ConfigError(wrong_type(f"{full_key}={value!r}", _first_line(error))) from None
+
+
+# What OmegaConf says of a value of a wrong type, and what to do about it.
+_ADVICE = {
+    "converted to Integer": "Give a whole number",
+    "converted to Float": "Give a number",
+    "not a valid bool": "Give true or false",
+    "not Optional": "Give a value, or leave it out",
+    "to string": "Give one text",
+    "incompatible with (int)": "Give whole numbers as names",
+}
+
+
+def wrong_type(given: str, reason: str, names: Sequence[str] = ()) -> str:
+    """The text for a value of a wrong type. given: as KEY=VALUE; reason: OmegaConf's; names: of the settings in KEY, if it is a group."""
+    key, _, value = given.partition("=")
+    if "ListConfig" in reason:
+        return f"{given} is no list. Use '{key}=[{value if value[:1] not in '{[' else '...'}]'."
+    if "to Dict[" in reason:
+        return f"{given} is no dict. Use '{key}={{NAME: VALUE}}'."
+    if "is not a subclass of" in reason:
+        shown = f", such as {key}.{names[0]}=VALUE. Settings there: {', '.join(names)}" if names else ""
+        return f"{given}: {key} is a group of settings. Set them one by one{shown}."
+    advice = next((f" {text}." for part, text in _ADVICE.items() if part in reason), "")
+    return f"{given}: {reason.removesuffix('.')}.{advice}"
 
 
 def unknown_key(full_key: str, key: str, names: list[str]) -> str:

@@ -97,7 +97,11 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
     if slurm.ranked():
         _check_started(run)
         if workers.ranks is not None:
-            raise ConfigError(f"opt.{switch}.ranks has no effect under torchrun. Use torchrun --nproc_per_node.")
+            instead = "torchrun --nproc_per_node" if _torchrun() else "srun --ntasks-per-node, or slurm.ranks_per_node"
+            raise ConfigError(
+                f"opt.{switch}.ranks={workers.ranks} has no effect: {'torchrun' if _torchrun() else 'srun'} has started "
+                f"{os.environ['WORLD_SIZE']} ranks. Leave it out, and say how many with {instead}."
+            )
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         return _grouped(entry, run, out_dir, task, rank, world, int(os.environ["LOCAL_RANK"]), "env://")
     ranks = _ranks(run)
@@ -111,9 +115,14 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
     return _spawn(entry, run, out_dir, task, ranks)
 
 
+def _torchrun() -> bool:
+    """Whether torchrun started this rank; another that did not start itself is srun's."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def _check_started(run: Run) -> None:
     """Raise ConfigError where torchrun or srun started ranks that cannot each have a device or that are not one group."""
-    local, torchrun = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "TORCHELASTIC_RUN_ID" in os.environ
+    local, torchrun = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), _torchrun()
     # Of the job step, as "4" or "4(x2),1": a batch script alone has none, and its torchrun runs once.
     tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if torchrun and local > 1 and tasks and int(tasks[0]) > 1:
@@ -267,6 +276,12 @@ def _work(entry: str, run: Run, context: Context, task: Any) -> Any:
     _logging(context)
     hardware.check(run.hardware, run.opt, context.device)
     _agree(run, context)
+    switch, workers = run.opt.workers
+    if (
+        workers.enabled and context.world_size == 1
+    ):  # no error: a run of several may go on as one, or be compared with it
+        nothing = "nothing is shared out: it holds all weights, gradients and optimizer state"
+        log.info("opt=%s with one rank: %s", switch, nothing if run.opt.fsdp.enabled else "the same as without it")
     module, function = entry.split(":")
     train = getattr(importlib.import_module(module), function)
     try:
@@ -333,6 +348,13 @@ class _Printed(logging.StreamHandler[TextIO]):
     def emit(self, record: logging.LogRecord) -> None:
         with tqdm.external_write_mode(self.stream):
             super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Print no more where who reads has enough, as head has; the run goes on, and run.log has it all."""
+        if isinstance(sys.exc_info()[1], BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        else:
+            super().handleError(record)
 
 
 class _Plain(logging.Formatter):

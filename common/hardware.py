@@ -102,14 +102,19 @@ def fit_rows(rows: int, bytes_per_row: float, fixed_bytes: float, memory_gb: flo
 
 
 def halving(
-    action: Callable[[int], T], rows: int, floor: int, shorter: str = "algo.sampling.max_new_tokens"
+    action: Callable[[int], T],
+    rows: int,
+    floor: int,
+    shorter: str = "algo.sampling.max_new_tokens",
+    key: str = "algo.rows_per_forward (of rft algo.micro_batch_rows)",
 ) -> tuple[T, int]:
     """`action(rows)`, again with half the rows each time memory runs out. Returns its result and the rows that held.
 
     The draws of a step depend on addresses alone, so the repetition gives what a smaller start would have given.
-    Args: floor: fewest rows to try; shorter: the setting that makes sequences shorter. Raises: ConfigError with advice at
-    the floor.
+    Args: floor: fewest rows to try, `rows` itself where ranks keep step; shorter: the setting that makes sequences shorter; key: that
+    of the rows. Raises: ConfigError with advice at the floor.
     """
+    fixed = rows == floor > 2  # 2: a mirrored pair, the least there is
     while True:
         try:
             return action(rows), rows
@@ -118,6 +123,11 @@ def halving(
             known = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
             if not known:
                 raise
+            if fixed:
+                raise ConfigError(
+                    f"out of memory with {rows} rows a forward, and ranks that share weights or gradients cannot go on with fewer one by "
+                    f"one. Lower {key}, lower {shorter}, use a smaller model, or add 'opt=[amp]'."
+                ) from error
             if rows <= floor:
                 raise ConfigError(
                     f"out of memory even with {rows} rows a forward. Use a smaller model, lower {shorter}, or add "

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -208,6 +209,18 @@ def length(run: Run, count: int | None, what: str) -> str:
     if count is None:
         return f"{what} until {' or '.join(limits)}"
     return " or ".join([f"{count} {what}", *limits])
+
+
+def save(tracker: Tracker | None, step: int, write: Callable[[], Path]) -> None:
+    """Write a checkpoint after `step` steps. Every rank calls it; write: writes it on all ranks and returns its folder.
+
+    The tracker's files go to the disk before it: what a checkpoint says is logged is then there.
+    """
+    if tracker:
+        tracker.sync()
+    saved = write()
+    if tracker:
+        tracker.artifact("checkpoint", saved, f"step-{step}")
 
 
 def stopped(context: Context, step: int, steps: int | None) -> RunStopped:

@@ -381,12 +381,12 @@ def aligned(rows: list[list[str]]) -> list[str]:
 
 
 def size(number: float) -> str:
-    """Bytes, for people."""
+    """Bytes, for people: GB of 2**30 bytes."""
     for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000 or unit == "GB":
+        if number < 2**10 or unit == "GB":
             break
-        number /= 1000
-    return f"{number:.3g} {unit}"
+        number /= 2**10
+    return f"{number:.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
 
 
 def draw(found: dict[str, Any], work: Work, folder: Path) -> None:
@@ -398,7 +398,8 @@ def draw(found: dict[str, Any], work: Work, folder: Path) -> None:
             style = {"linestyle": ("-", "-", "-", "--")[number], "color": plots.COLOURS[number]}
             axis.plot([s["devices"] for s in steps], [s["sent"] for s in steps], label=name, **style)
         scaled(axis)
-        title = f"What a rank gives to all-reduces: {found['model']}, {work.rows:,} rows"
+        axis.set_yscale("log", base=2**5, subs=[])  # ticks at 1 and 32 of a unit
+        title = f"What a rank sends: {found['model']}, {work.rows:,} rows"
         plots.finished(axis, title, "devices", "bytes a step", zero=False)
         axis.yaxis.set_major_formatter(lambda value, _: size(value))
     with plots.saved(folder / f"speedup_{found['hardware']}.png") as axis:
@@ -480,7 +481,8 @@ def assumed(given: argparse.Namespace) -> str:
         f"From facts alone, nothing is measured: products reach {ARITHMETIC:.0%} of the peak, memory {MEMORY:.0%} of its bandwidth, an operation "
         f"costs {given.launch_us:g} us to launch.\n"
         f"{given.prompt_tokens} + {given.new_tokens} tokens. Between nodes of {given.node}: {given.network_gbs:g} GB/s, {given.network_us:g} us a hop. "
-        f"Weights are replicated in the times; sent: by a rank, at 2 devices."
+        f"Weights are replicated in the times; sent: by a rank, at 2 devices.\n"
+        "GB, MB and kB are of 2**30, 2**20 and 2**10 bytes, and a GB/s is 10**9 bytes a second."
     )
 
 

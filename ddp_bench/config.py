@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from common.config import ConfigError, OptimizerConfig, Run, ScheduleConfig, above, at_least, choice
+from common.config import ConfigError, OptimizerConfig, Run, ScheduleConfig, above, at_least, choice, no_effect
 
 
 @dataclass(kw_only=True)
@@ -71,6 +71,10 @@ class WrapperConfig:
         choice("algo.ddp.hook", self.hook, ("none", "fp16", "bf16", "powersgd"))
         at_least("algo.ddp.powersgd_rank", self.powersgd_rank, 1)
         at_least("algo.ddp.powersgd_start", self.powersgd_start, 2)
+        if self.hook != "powersgd":
+            for key in ("powersgd_rank", "powersgd_start"):
+                other = f"with algo.ddp.hook={self.hook}. Add algo.ddp.hook=powersgd, or leave it out."
+                no_effect("algo/classify.yaml", f"algo.ddp.{key}", getattr(self, key), other)
 
 
 @dataclass(kw_only=True)

@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import yaml
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -38,10 +37,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-import conf
 from common import hardware, precision, report
 from common.checkpoint import write_text
-from common.config import ConfigError, DdpConfig, HardwareConfig, Run
+from common.config import ConfigError, DdpConfig, HardwareConfig, Run, no_effect
 from common.distributed import Context, launch
 from common.precision import Precision
 from ddp_bench import models
@@ -179,14 +177,9 @@ def check(run: Run, out_dir: Path) -> None:
 
 def check_timing(settings: ClassifyConfig) -> None:
     """Raise ConfigError where settings of the timing were changed, and steps are simulated, so that nothing is timed."""
-    shipped = Path(conf.__file__).parent / "algo" / "classify.yaml"
-    defaults = yaml.safe_load(shipped.read_text(encoding="utf-8"))["algo"]
     for key in ("scaling_steps", "scaling_warmup", "scaling_repeats"):
-        if (given := getattr(settings, key)) != defaults[key]:
-            raise ConfigError(
-                f"algo.{key}={given} has no effect here: the GPU is not on this node, so its steps are simulated and not timed. "
-                "Leave it out."
-            )
+        why = "here: the GPU is not on this node, so its steps are simulated and not timed. Leave it out."
+        no_effect("algo/classify.yaml", f"algo.{key}", getattr(settings, key), why)
 
 
 def absent(run: Run) -> bool:
@@ -292,7 +285,7 @@ def measured(run: Run, out_dir: Path, task: ClassTask | None) -> tuple[dict[str,
     try:
         for _ in range(settings.scaling_repeats):
             for processes in sorted({min(ranks, devices or cores) for _, ranks in cells}):
-                ddp = replace(run.opt.ddp, enabled=True, ranks=processes)
+                ddp = replace(run.opt.ddp, enabled=True, ranks=processes) if processes > 1 else DdpConfig()
                 one = replace(run, opt=replace(run.opt, ddp=ddp))
                 parts.append(launch("ddp_bench.predict:neighbours", one, out_dir, task) | {"processes": processes})
     finally:

@@ -22,7 +22,7 @@ import torch
 
 from common import hardware, precision, report, slurm
 from common.checkpoint import write_text
-from common.config import ConfigError, Run
+from common.config import ConfigError, DdpConfig, Run
 from common.distributed import Context, launch
 from ddp_bench import models
 from ddp_bench.config import ClassifyConfig, check_switches
@@ -55,7 +55,7 @@ def scale(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str, A
     try:
         for _ in range(settings.scaling_repeats):
             for ranks, found in by_ranks.items():
-                ddp = replace(run.opt.ddp, enabled=True, ranks=ranks)
+                ddp = replace(run.opt.ddp, enabled=True, ranks=ranks) if ranks > 1 else DdpConfig()
                 one = replace(run, opt=replace(run.opt, ddp=ddp))
                 found.append(launch("ddp_bench.scaling:measure", one, out_dir, task))
     finally:

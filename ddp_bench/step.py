@@ -114,7 +114,7 @@ class Stepper:
         if self.context.world_size == 1 and not sharding.of(self.model):
             loss, self.rows = hardware.halving(attempt, self.rows, 1, "algo.model.max_tokens")
         else:  # a rank that repeated alone would leave the others waiting
-            loss, _ = hardware.halving(attempt, self.rows, self.rows, "algo.micro_batch_rows or algo.model.max_tokens")
+            loss, _ = hardware.halving(attempt, self.rows, self.rows, "algo.model.max_tokens", "algo.micro_batch_rows")
         with clock("exchange"):
             total = self.context.sum(loss)
         with clock("optimizer"):

@@ -11,6 +11,7 @@ RUN/model is the best model, and checkpoints/ holds the newest weights and the b
 confusion.json are of the test rows, which nothing is chosen by.
 """
 
+import functools
 import json
 import logging
 import time
@@ -130,11 +131,7 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> report.R
             stopping = context.any(stop.name is not None)
             due = run.checkpoint.every and state["step"] % run.checkpoint.every == 0
             if due or stopping or event:
-                if tracker:
-                    tracker.sync()
-                saved = save(stepper, best, state)
-                if tracker:
-                    tracker.artifact("checkpoint", saved, f"step-{step + 1}")
+                loop.save(tracker, step + 1, functools.partial(save, stepper, best, state))
             if stopping and state["step"] < steps:
                 context.barrier()
                 raise loop.stopped(context, step, steps)

@@ -164,11 +164,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             stopping = context.any(stop.name is not None)
             due = run.checkpoint.every and (step + 1) % run.checkpoint.every == 0
             if due or stopping or last:
-                if tracker:
-                    tracker.sync()
-                saved = weights.save(run, context, state)
-                if tracker:
-                    tracker.artifact("checkpoint", saved, f"step-{step + 1}")
+                loop.save(tracker, step + 1, lambda: weights.save(run, context, state))
             context.barrier()
             traced()
             if stopping:

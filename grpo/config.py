@@ -1,5 +1,6 @@
 """Names, types and checks of conf/algo/grpo.yaml."""
 
+import functools
 from dataclasses import dataclass
 
 from common.config import (
@@ -11,6 +12,7 @@ from common.config import (
     above,
     at_least,
     choice,
+    no_effect,
 )
 
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo")
@@ -58,7 +60,7 @@ class StopAtConfig:
         if self.entropy_below is not None and seen["entropy"] < self.entropy_below:
             return (
                 f"entropy {seen['entropy']:.3g} is below algo.stop_at.entropy_below={self.entropy_below:g}. "
-                "Raise algo.epsilon_high or algo.entropy_bonus."
+                "Raise algo.entropy_bonus, or with algo.passes above 1 algo.epsilon_high."
             )
         return None
 
@@ -132,6 +134,7 @@ class GrpoConfig:
                         f"algo.{key}={value:g} has no effect with algo.passes=1: the ratio to the policy that sampled is "
                         f"exactly 1. Set algo.{key}=null, or raise algo.passes."
                     )
+        self._check_unused()
         if self.sampling.temperature == 0:
             raise ConfigError(
                 "algo.sampling.temperature=0 makes all samples of a prompt equal, so nothing is learnt. Use 1.0."
@@ -141,6 +144,29 @@ class GrpoConfig:
                 f"algo.overlong_buffer={self.overlong_buffer} must be below "
                 f"algo.sampling.max_new_tokens={self.sampling.max_new_tokens}."
             )
+
+    def _check_unused(self) -> None:
+        """Raise ConfigError for settings of another loss, of a pull that is off, or of ratios that are all 1."""
+        leave = "Leave it out."
+        unused: dict[str, str] = {}
+        if self.passes == 1:  # first, so that what is more to the point stands in its place
+            exact = "with algo.passes=1: the ratio to the policy that sampled is exactly 1. Leave it out, or raise algo.passes."
+            unused = dict.fromkeys(("epsilon_low", "epsilon_high"), exact)
+            if self.cispo_max >= 1:
+                unused["cispo_max"] = exact
+            if not self.kl.beta or self.kl.estimator != "k3":
+                unused["kl.clamp"] = f"without algo.kl.beta above 0 and algo.kl.estimator=k3. {leave}"
+        if self.loss == "cispo":
+            other = f"with algo.loss=cispo, whose bound is algo.cispo_max. {leave}"
+            unused |= dict.fromkeys(("epsilon_low", "epsilon_high"), other)
+        else:
+            unused["cispo_max"] = f"with algo.loss={self.loss}. {leave}"
+        if not self.kl.beta:
+            off = "with algo.kl.beta=0: nothing is pulled. Set algo.kl.beta, for example 0.001, or leave it out."
+            unused |= {"kl.estimator": off, "kl.where": off}
+        for key, why in unused.items():
+            value = functools.reduce(getattr, key.split("."), self)
+            no_effect("algo/grpo.yaml", key, value, why)
 
 
 def check_switches(run: Run, settings: GrpoConfig) -> None:

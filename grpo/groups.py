@@ -218,7 +218,10 @@ class Roller:
                     self.reference.to(self.context.device.device)
                 floor = sharding.floor(self.reference, self.reference_rows, 1)
                 reference, self.reference_rows = hardware.halving(
-                    lambda rows: self._reference(prompts, tokens, rows), self.reference_rows, floor
+                    lambda rows: self._reference(prompts, tokens, rows),
+                    self.reference_rows,
+                    floor,
+                    key="algo.micro_batch_rows",
                 )
                 if self.offload:
                     self.reference.to("cpu")

@@ -169,11 +169,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
             last = spending.spent or loop.reached(done, settings.steps)
             if due or stopping or last:
                 with phases("checkpoint"):  # in the next step's record
-                    if tracker:
-                        tracker.sync()
-                    saved = policy.save(state)
-                    if tracker:
-                        tracker.artifact("checkpoint", saved, f"step-{done}")
+                    loop.save(tracker, done, lambda: policy.save(state))
                     context.barrier()
             if stopping and not last:
                 raise loop.stopped(context, done - 1, settings.steps)
@@ -218,7 +214,9 @@ class Policy:
 
         with phases("train"):
             self.model.train(self.run.opt.checkpointing.enabled)  # a checkpointed block wants training mode
-            totals, self.rows = hardware.halving(attempt, self.rows, sharding.floor(self.model, self.rows, 1))
+            totals, self.rows = hardware.halving(
+                attempt, self.rows, sharding.floor(self.model, self.rows, 1), key="algo.micro_batch_rows"
+            )
             # bnpo counts the micro-batches of all ranks, so when memory runs out on one, all cut theirs as it does.
             while (fewest := min(held := self.context.gather_objects(self.rows))) < max(held):
                 if self.rows > fewest:

@@ -13,6 +13,7 @@ from common.config import (
     above,
     at_least,
     choice,
+    no_effect,
 )
 
 STAGES = ("generate", "select", "finetune", "evaluate")
@@ -60,6 +61,10 @@ class LoraConfig:
     def __post_init__(self) -> None:
         at_least("algo.lora.rank", self.rank, 0)
         above("algo.lora.alpha", self.alpha, 0)
+        if not self.rank:
+            for key in ("alpha", "targets"):
+                off = "with algo.lora.rank=0: all weights are trained. Set algo.lora.rank, for example 16, or leave it out."
+                no_effect("algo/rft.yaml", f"lora.{key}", getattr(self, key), off)
 
 
 @dataclass(kw_only=True)
@@ -118,6 +123,9 @@ class RftConfig:
                 "algo.sampling.temperature=0 makes all samples of a prompt equal, so there is nothing to choose from. "
                 "Use for example 0.7."
             )
+        if not self.packing:
+            off = "with algo.packing=false. Add algo.packing=true, or leave it out."
+            no_effect("algo/rft.yaml", "pack_tokens", self.pack_tokens, off)
         self.part()
         if self.shard is not None and self.stage != "generate":
             raise ConfigError(

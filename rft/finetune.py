@@ -311,7 +311,9 @@ class Finetuner:
 
         with phases("train"):
             self.model.train(self.run.opt.checkpointing.enabled)  # a checkpointed block wants training mode
-            loss, self.rows = hardware.halving(attempt, self.rows, sharding.floor(self.model, self.rows, 1))
+            loss, self.rows = hardware.halving(
+                attempt, self.rows, sharding.floor(self.model, self.rows, 1), key="algo.batch_rows"
+            )
         with phases("exchange"):
             optim.sum_gradients(self.updater.parameters)
             loss = context.sum(torch.tensor([loss], dtype=torch.float64, device=device)).item()

@@ -98,6 +98,19 @@ def test_the_largest_model_fits_and_a_larger_one_does_not():
     assert largest("eggroll", models, WORK, here, 1) > 1.5 * largest("grpo", models, WORK, here, 1)
 
 
+def test_memory_and_messages_are_told_in_the_same_units(capsys, monkeypatch):
+    assert [capacity.size(n) for n in (0, 1023, 8192, 2**20, 1000 * 2**20, 2**30, 40 * 2**30)] == [
+        *("0 B", "1023 B", "8 kB", "1 MB", "1000 MB", "1 GB", "40 GB")
+    ]
+    monkeypatch.setattr("sys.argv", ["predict", "--model", "qwen2.5_7b", "--shards", "1"])
+    assert capacity.main() == 0
+    printed = capsys.readouterr().out
+    model = Model("qwen2.5_7b")
+    assert f"{4 * model.parameters / 2**30:.1f} GB" in printed.split("grpo")[1].split("\n")[0], "gradients"
+    assert f"{fixed_bytes('grpo', model.parameters, 1, 0) / 2**30:.1f} GB" in printed
+    assert "GB, MB and kB are of 2**30, 2**20 and 2**10 bytes, and a GB/s is 10**9 bytes a second." in printed
+
+
 def test_the_command(monkeypatch, capsys, tmp_path):
     def command(*arguments: str) -> int:
         monkeypatch.setattr("sys.argv", ["predict", *arguments])

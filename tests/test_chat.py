@@ -72,6 +72,10 @@ def test_lines_of_a_pipe(folder):
     assert done.stdout[:half] == done.stdout[half:]  # the blank line is no prompt
 
 
+def test_the_help_says_what_becomes_of_blank_lines():
+    assert "lines of standard input, blank ones skipped" in " ".join(chat.parser().format_help().split())
+
+
 def test_bytes_that_are_no_text_and_a_reader_that_leaves(folder):
     call = [sys.executable, "-m", "common.chat", str(folder), "--max-new-tokens", "4", "--temperature", "0"]
     done = subprocess.run(call, input=b"ab\n\xff\n", capture_output=True, cwd=ROOT, timeout=120)

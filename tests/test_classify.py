@@ -284,6 +284,8 @@ MISTAKES = {
     "algo=rft task=topics": "algo=rft needs a reward task, and ddp_bench.tasks.Topics is a class task. "
     "Use one of task=chess, countdown, custom, gsm8k, translate, units.",
     "algo=classify model=gpt2": "model has no effect with algo=classify: the sizes are algo.model.*. Leave it out.",
+    "algo=classify algo.ddp.powersgd_rank=4": "algo.ddp.powersgd_rank=4 has no effect with algo.ddp.hook=none. Add "
+    "algo.ddp.hook=powersgd, or leave it out.",
     "algo=classify evaluate.every=3": "evaluate.every has no effect with algo=classify: it evaluates after each epoch. "
     "Leave it out.",
     "experiment=ag_news_small scoring.kind=threads": "scoring.kind has no effect with algo=classify: there are no "

@@ -97,8 +97,23 @@ MISTAKES = {
     "optimizer, lr_schedule, sigma_schedule, weight_decay, stop_at, sampling.",
     "sede=1": "sede is not a setting. Did you mean 'seed'? Settings here: seed, resume, budget, evaluate, checkpoint, scoring, "
     "not_finite, hardware, model, opt, tracker, slurm, algo, task.",
-    "algo.sigma=high": "algo.sigma=high: Value 'high' of type 'str' could not be converted to Float.",
-    "algo.steps=1.5": "algo.steps=1.5: Value '1.5' of type 'float' could not be converted to Integer.",
+    "algo.sigma=high": "algo.sigma=high: Value 'high' of type 'str' could not be converted to Float. Give a number.",
+    "algo.steps=1.5": "algo.steps=1.5: Value '1.5' of type 'float' could not be converted to Integer. Give a whole number.",
+    "algo.mirrored=maybe": "algo.mirrored=maybe: Value 'maybe' is not a valid bool (type str). Give true or false.",
+    "seed=null": "seed=null: field 'seed' is not Optional. Give a value, or leave it out.",
+    "slurm.setup=module": "slurm.setup=module is no list. Use 'slurm.setup=[module]'.",
+    "slurm.options=3": "slurm.options=3 is no dict. Use 'slurm.options={NAME: VALUE}'.",
+    "algo.optimizer=AdamW": "algo.optimizer=AdamW: algo.optimizer is a group of settings. Set them one by one, such as "
+    "algo.optimizer.name=VALUE. Settings there: name, kwargs.",
+    "slurm.options.qos=long": "slurm.options.qos=long has no effect without slurm.script, the batch script to write. Add "
+    "slurm.script=FILE.",
+    "scoring.workers=3": "scoring.workers=3 has no effect with scoring.kind=serial: this process scores. Add "
+    "scoring.kind=threads or processes, or leave it out.",
+    "scoring.timeout_seconds=5": "scoring.timeout_seconds=5.0 has no effect with scoring.kind=serial: this process scores. Add "
+    "scoring.kind=threads or processes, or leave it out.",
+    "experiment=null": "experiment=null is what there is without it. Leave it out.",
+    "hardware.memory_gb=-1": "hardware.memory_gb=-1.0 is out of range. Give a value above 0.",
+    "hardware.peak_tflops.bf16=0": "hardware.peak_tflops.bf16=0.0 is out of range. Give a value above 0.",
     "opt=[amp,cmpile]": "opt='cmpile' is not a choice. Did you mean 'compile'? Choices: amp, checkpointing, compile, ddp, "
     "fsdp, offload, profile, tf32.",
     "opt=null": "opt=null is not a list. Use opt=[] for none, or for example 'opt=[amp,compile]'.",

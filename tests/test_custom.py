@@ -43,6 +43,25 @@ def data(tmp_path, monkeypatch):
 # --- rows ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("name", "old", "new", "key", "where"),
+    [
+        ("data.csv", b"7 and 7", b"7 and\0 7", "task.prompt_field='question'", "line 9"),
+        ("data.jsonl", b'"answer": "14"', rb'"answer": "1\u00004"', "task.answer_field='answer'", "line 8"),
+    ],
+)
+def test_a_nul_character_is_named(data, name, old, new, key, where):
+    (data / "data.csv").write_text("question,answer\n" + "".join(f"{r['question']},{r['answer']}\n" for r in ROWS))
+    custom(f"task.path={name}", *FIELDS)
+    good = (data / name).read_bytes()
+    assert old in good
+    (data / name).write_bytes(good.replace(old, new))
+    assert wording(f"task.path={name}", *FIELDS) == (
+        f"{key} holds a NUL character in '{name}' {where}. Remove it; a file in UTF-16 holds many: convert it, with iconv "
+        "-f UTF-16LE -t UTF-8."
+    )
+
+
 def test_every_kind_of_file_gives_the_same_rows(data):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

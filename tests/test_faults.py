@@ -160,13 +160,18 @@ def test_mistakes_leave_no_folder_behind(launch, tmp_path):
     for arguments, words in {
         "algo.sgima=1 hydra.run.dir=mine": "Did you mean 'sigma'?",
         "+algo.lrr=1 hydra.run.dir=deep/mine": "Did you mean 'lr'?",
+        "algo.members=-1": "algo.members=-1 is too small.",
+        "algo.members=-1 hydra.run.dir=deep/mine": "algo.members=-1 is too small.",
+        "task=custom task.path=a.csv task.prompt_field=a task.answer_field=b": "task.path='a.csv' does not exist",
         "-m seed=1,2 hydra.run.dir=mine": "hydra.run.dir=mine has no effect with -m. Use hydra.sweep.dir.",
         "hydra.sweep.dir=mine": "hydra.sweep.dir=mine has no effect without -m. Use hydra.run.dir.",
     }.items():
         done = launch(*arguments.split(), code=2)
         assert words in done.stderr
-        assert [path for path in tmp_path.rglob("*") if path.is_file()] == [], arguments
-        assert not (tmp_path / "mine").exists()
+        assert list(tmp_path.iterdir()) == [], arguments
+    (tmp_path / "outputs").mkdir()
+    launch("algo.members=-1", code=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["outputs"], "it was there before"
 
 
 class Elsewhere(Letters):

@@ -171,6 +171,7 @@ DAMAGE = {
     "a row of a million letters": lambda good: good + b"x" * 1_000_000 + b"\n",
     "only its first line": lambda good: good.split(b"\n")[0] + b"\n",
     "a lone surrogate": lambda good: good.replace(b"Hallo 1", b"Hallo \\ud800").replace(b"topic 1", b"\\udfff"),
+    "a NUL in a text": lambda good: good.replace(b"Hallo 1", b"Hallo\0 1").replace(b"topic 1", b"\\u0000"),
     "gzip of nothing": lambda good: gzip.compress(b""),
 }
 HOSTILE = (

@@ -231,6 +231,16 @@ def test_halving(error):
     )
 
 
+def test_ranks_that_keep_step_are_told_what_to_lower():
+    """With opt=fsdp the floor is the rows themselves."""
+    with pytest.raises(ConfigError) as caught:
+        halving(Memory(holds=4, error=torch.OutOfMemoryError()), 8, floor=8, key="algo.micro_batch_rows")
+    assert str(caught.value) == (
+        "out of memory with 8 rows a forward, and ranks that share weights or gradients cannot go on with fewer one by one. Lower "
+        "algo.micro_batch_rows, lower algo.sampling.max_new_tokens, use a smaller model, or add 'opt=[amp]'."
+    )
+
+
 def test_halving_lets_other_errors_through():
     with pytest.raises(RuntimeError, match="shapes do not match"):
         halving(Memory(holds=0, error=RuntimeError("shapes do not match")), 8, floor=1)

@@ -63,7 +63,7 @@ MISTAKES = {
     "task.sourc=x": f"task.sourc is not a setting. Did you mean 'source'? Settings here: {TASK}.",
     "task=translat": "task='translat' is not a choice. Did you mean 'translate'? Choices: ",
     "task=null": "task=null is not a choice. Choices: ",
-    "algo.steps=many": "algo.steps=many: Value 'many' of type 'str' could not be converted to Integer.",
+    "algo.steps=many": "algo.steps=many: Value 'many' of type 'str' could not be converted to Integer. Give a whole number.",
     "opt=[amp,cmpile]": f"opt='cmpile' is not a choice. Did you mean 'compile'? Choices: {SWITCHES}.",
     "opt=null": "opt=null is not a list. Use opt=[] for none, or for example 'opt=[amp,compile]'.",
     "opt.amp.dtype=float16": "opt.amp.dtype=float16 has no effect: amp is off. Add it: 'opt=[amp,...]'.",
@@ -174,7 +174,10 @@ def test_a_sweep_makes_a_folder_a_job_and_survives_one_that_fails(launch, tmp_pa
 
 def test_a_sweep_is_checked_before_its_first_job(launch, tmp_path):
     done = launch("-m", *FAST, "seed=1,two", "hydra.sweep.dir=sweep", code=2)
-    assert done.stderr == "error: seed=two: Value 'two' of type 'str' could not be converted to Integer.\n"
+    assert (
+        done.stderr
+        == "error: seed=two: Value 'two' of type 'str' could not be converted to Integer. Give a whole number.\n"
+    )
     assert not list(tmp_path.glob("sweep/*/metrics.jsonl"))
 
 
@@ -352,3 +355,18 @@ def test_the_wheel_works_from_another_folder(tmp_path):
     assert "rows_per_forward: 1024" in expected
     assert call(sys.executable, "-m", "launch", "--cfg", "job", "hardware=h100") == expected
     assert call(str(target / "bin" / "clutch"), "--cfg", "job", "hardware=h100") == expected
+
+
+def test_a_reader_that_leaves_does_not_disturb_the_run(cache, tmp_path):
+    """As of python launch.py ... | head -1."""
+    call = [sys.executable, str(ROOT / "launch.py"), "algo=eggroll", *SMALL, "algo.steps=1", "hydra.run.dir=out"]
+    environment = os.environ | {"CLUTCH_CACHE": str(cache)}
+    process = subprocess.Popen(
+        call, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.close()
+    with process.stderr:
+        said = process.stderr.read()
+    assert process.wait(120) == 0, said
+    assert "Error" not in said
+    assert "written to" in (tmp_path / "out/run.log").read_text()

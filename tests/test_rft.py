@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -462,6 +463,19 @@ def test_lora_trains_adapters_that_peft_loads(letters, tmp_path):
     wanted = weights(folder)
     found = merged.state_dict()
     assert all(torch.allclose(found[key], value, atol=1e-5) for key, value in wanted.items())
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("algo.lora.alpha=16", "algo.lora.alpha=16 has no effect with algo.lora.rank=0: all weights are trained. Set"),
+        ("algo.lora.targets=q_proj", "algo.lora.targets=q_proj has no effect with algo.lora.rank=0"),
+        ("algo.pack_tokens=64", "algo.pack_tokens=64 has no effect with algo.packing=false. Add algo.packing=true,"),
+    ],
+)
+def test_settings_without_effect(override, text):
+    with pytest.raises(ConfigError, match="^" + re.escape(text)):
+        compose(["algo=rft", override])
 
 
 def test_lora_targets_that_are_not_there_are_named(letters):

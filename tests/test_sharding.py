@@ -267,6 +267,22 @@ def test_a_run_goes_on_with_another_number_of_ranks(runs, in_cache, tmp_path):
         )
 
 
+@pytest.mark.parametrize(
+    ("switches", "said"),
+    [
+        (["opt=[fsdp]", "opt.fsdp.ranks=1"], ["opt=fsdp with one rank: nothing is shared out: it holds all weights, "]),
+        (["opt=[ddp]", "opt.ddp.ranks=1"], ["opt=ddp with one rank: the same as without it"]),
+        ([], []),
+    ],
+)
+def test_one_rank_says_that_nothing_is_shared_out(in_cache, tmp_path, switches, said):
+    start(tmp_path, "out", [*test_grpo.SMALL, "algo.steps=1", *switches])
+    lines = (tmp_path / "out/run.log").read_text().splitlines()
+    found = [line for line in lines if "one rank" in line]
+    assert len(found) == len(said)
+    assert all(text in line for text, line in zip(said, found, strict=True))
+
+
 def test_a_sharded_checkpoint_is_one_folder_of_safetensors_with_hashes(runs, tmp_path):
     saved = checkpoint.latest(runs / "grpo/two first/checkpoints")
     assert saved is not None

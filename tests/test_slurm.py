@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from common import slurm
 from common.config import ConfigError
-from launch import compose
+from launch import compose, train
 
 CLASSIFY = ["algo.epochs=1", "task.rows=300", "task.test_rows=60", "algo.model.size=32", "algo.model.feedforward=64"]
 CLASSIFY += ["algo.tokenizer.vocabulary=600"]
@@ -252,6 +252,32 @@ def test_a_job_of_a_sweep_that_submitit_warns_goes_on(slurm_nodes, cache, tmp_pa
     assert [event["step"] for event in events(sweep / "0") if event["step"]] == list(range(1, 101))
     ours, theirs = (load_file(folder / "model/model.safetensors") for folder in (sweep / "0", tmp_path / "unbroken"))
     assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        (
+            {"TORCHELASTIC_RUN_ID": "x"},
+            "torchrun has started 2 ranks. Leave it out, and say how many with torchrun --nproc",
+        ),
+        (
+            {},
+            "srun has started 2 ranks. Leave it out, and say how many with srun --ntasks-per-node, or slurm.ranks_per",
+        ),
+    ],
+    ids=["torchrun", "srun"],
+)
+def test_a_number_of_ranks_beside_that_of_the_launcher(monkeypatch, tmp_path, environment, text):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for key, value in (
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"} | environment
+    ).items():
+        monkeypatch.setenv(key, value)
+    for switch in ("ddp", "fsdp"):
+        run = compose([*SMALL, f"opt=[{switch}]", f"opt.{switch}.ranks=2"])
+        with pytest.raises(ConfigError, match=rf"^opt\.{switch}\.ranks=2 has no effect: {text}"):
+            train(run, tmp_path)
 
 
 # --- where ranks do not meet -----------------------------------------------------------------------------------------

@@ -571,6 +571,10 @@ def test_parallel_file_errors(tmp_path):
     assert error(read_parallel, (gap, three), keys) == (
         f"task.source={gap!r}: line 2 is empty. Remove this line from both files, or fill it in."
     )
+    nul = write(tmp_path / "c.de", "1\n2\0\n3")
+    assert error(read_parallel, (three, nul), keys).startswith(
+        f"task.target={nul!r}: line 2 holds a NUL character. Remove it; "
+    )
     assert read_parallel((three, three), keys) == [("1", "1"), ("2", "2"), ("3", "3")]
 
 

@@ -23,6 +23,7 @@ from typing import Any
 from common.config import ConfigError, flat
 
 LONGEST_LINE = 2**26  # bytes
+_NUL = "Remove it; a file in UTF-16 holds many: convert it, with iconv -f UTF-16LE -t UTF-8."
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class Row:
             raise ConfigError(f"{key}={name!r} is no text in {self.where}, but {kind}: {value!r:.60}. {there}")
         if not (value.strip() or blank):
             raise ConfigError(f"{key}={name!r} is empty in {self.where}. Remove the row, or fill it in. {there}")
+        if "\0" in value:
+            raise ConfigError(f"{key}={name!r} holds a NUL character in {self.where}. {_NUL}")
         if any("\ud800" <= letter <= "\udfff" for letter in value):  # half a character: no tokenizer can encode it
             raise ConfigError(f"{key}={name!r} holds a lone surrogate in {self.where}. Remove the row, or repair it.")
         return value
@@ -108,6 +111,8 @@ def read_parallel(paths: tuple[str, str], keys: tuple[str, str]) -> list[tuple[s
                     f"{keys[side]}={paths[side]!r}: line {number} is empty. "
                     "Remove this line from both files, or fill it in."
                 )
+            if "\0" in line:
+                raise ConfigError(f"{keys[side]}={paths[side]!r}: line {number} holds a NUL character. {_NUL}")
     return list(zip(first, second, strict=True))
 
 
