@@ -686,7 +686,7 @@ def _convert(values: dict[str, Any], schema: type, prefix: str, skip: tuple[str,
             raise ConfigError(unknown_key(f"{dot}{key}", str(key), names))
     out: dict[str, Any] = {}
     nested = {f.name: _nested_schema(f.type) for f in fields(schema) if f.name not in skip}
-    flat = {}
+    flat, structured = {}, OmegaConf.structured(schema)
     for key, value in values.items():
         inner = nested.get(key)
         if inner is not None and isinstance(value, dict):
@@ -694,17 +694,16 @@ def _convert(values: dict[str, Any], schema: type, prefix: str, skip: tuple[str,
         else:
             flat[key] = value
     for key, value in flat.items():
-        out[key] = _check_type(schema, key, value, f"{dot}{key}")
+        out[key] = _check_type(structured, key, value, f"{dot}{key}")
     missing = [f.name for f in fields(schema) if f.name not in skip and f.name not in out and not _has_default(f)]
     if missing:
         raise ConfigError(f"{dot}{missing[0]} is not set. Give it on the command line: {dot}{missing[0]}=VALUE.")
     return out
 
 
-def _check_type(schema: type, key: str, value: Any, full_key: str) -> Any:
+def _check_type(structured: DictConfig, key: str, value: Any, full_key: str) -> Any:
     """Let OmegaConf convert one value to the field's type, so that the rules are the same as on the command line."""
     try:
-        structured = OmegaConf.structured(schema)
         OmegaConf.update(structured, key, value, merge=False)
         node = OmegaConf.select(structured, key)
         return OmegaConf.to_container(node) if OmegaConf.is_config(node) else node

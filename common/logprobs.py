@@ -32,6 +32,7 @@ class Groups:
     ids, positions: int64 [1, T], row by row. places: int64 [T], the place of each among n * (P + G * C); None where all are taken.
     mask: bool [n * G, C], True on real completion tokens. targets: int64 [N], those tokens; predictors: int64 [N], which of the T
     predicts each. prompt_mask: additive [n, 1, P, P], None where no prompt is padded; completion_mask: additive [n * G, 1, C, P + C].
+    sizes: n, P, G, C.
     """
 
     ids: Tensor
@@ -42,18 +43,12 @@ class Groups:
     predictors: Tensor
     prompt_mask: Tensor | None
     completion_mask: Tensor
-    prompts: int
+    sizes: tuple[int, int, int, int]
 
     def cast(self, dtype: torch.dtype) -> "Groups":
         """With masks of the dtype that attention computes in."""
         prompt_mask = None if self.prompt_mask is None else self.prompt_mask.to(dtype)
         return replace(self, prompt_mask=prompt_mask, completion_mask=self.completion_mask.to(dtype))
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """n, P, G, C."""
-        rows, length = self.mask.shape
-        return self.prompts, self.completion_mask.shape[-1] - length, rows // self.prompts, length
 
     def lay_out(self, x: Tensor) -> Tensor:
         """Tokens [1, heads, T, d] in their places, [n, heads, P + G * C, d]; zeros elsewhere."""
@@ -61,7 +56,7 @@ class Groups:
         x = x.transpose(1, 2)[0]
         if self.places is not None:
             x = x.new_zeros(n * (prompt + size * length), *x.shape[1:]).index_copy_(0, self.places, x)
-        return x.unflatten(0, (n, -1)).transpose(1, 2)
+        return x.view(n, prompt + size * length, *x.shape[1:]).transpose(1, 2)
 
     def take_up(self, x: Tensor) -> Tensor:
         """The way back, [n, heads, P + G * C, d] -> [1, T, heads, d]."""
@@ -110,7 +105,7 @@ def group(
         predictors=before[mask].to(device),
         prompt_mask=None if bool(real[:, :width].all()) else _additive(among_prompt)[:, None].to(device),
         completion_mask=_additive(among_completion)[:, None].to(device),
-        prompts=n,
+        sizes=(n, width, size, length),
     )
 
 
@@ -175,12 +170,12 @@ def prepare(model: PreTrainedModel) -> None:
     check_model(model)
 
 
-def hidden_states(model: PreTrainedModel, groups: Groups) -> Tensor:
-    """The states that predict each real completion token: [N, d]."""
+def hidden_states(model: PreTrainedModel, groups: Groups, forward: Any = None) -> Tensor:
+    """The states that predict each real completion token: [N, d]. forward: the model without its head, if it is compiled."""
     assert model.config._attn_implementation == ATTENTION, "call prepare(model) first"
     kind = groups.ids.device.type  # masks are cast here, not in each layer
     groups = groups.cast(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else sharding.dtype(model))
-    states = model.base_model(
+    states = (model.base_model if forward is None else forward)(
         input_ids=groups.ids,
         position_ids=groups.positions,
         attention_mask=groups.completion_mask,  # so that the model makes none
@@ -190,16 +185,19 @@ def hidden_states(model: PreTrainedModel, groups: Groups) -> Tensor:
     return states[0].index_select(0, groups.predictors)
 
 
-def token_logprobs(model: PreTrainedModel, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    model: PreTrainedModel, groups: Groups, temperature: float, forward: Any = None
+) -> tuple[Tensor, Tensor]:
     """Log-probability of each completion token, and entropy of its distribution, both float32 [n * G, C], 0 on padding.
 
     Logits are divided by `temperature` (that of sampling; 1 for greedy runs) and never exist for more than `LOGITS` floats.
+    forward: the model without its head, if it is compiled.
     """
-    return sharding.inside(model, _token_logprobs, groups, temperature)
+    return sharding.inside(model, _token_logprobs, groups, temperature, forward)
 
 
-def _token_logprobs(model: PreTrainedModel, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
-    states = hidden_states(model, groups)
+def _token_logprobs(model: PreTrainedModel, groups: Groups, temperature: float, forward: Any) -> tuple[Tensor, Tensor]:
+    states = hidden_states(model, groups, forward)
     out = []
     for values in head_logprobs(model, states, groups.targets, temperature):
         padded = values.new_zeros(groups.mask.shape)

@@ -64,6 +64,12 @@ ADAPTER = "adapter_config.json"  # what tells the folder of a peft adapter
 TINY_FORMAT = 1  # part of the cache key: raise it when building or training changes
 POOL_BATCHES = 16  # batches that are sorted by length together
 WARMUP = 0.05  # share of the pre-training steps
+# torch.compile's modes without CUDA graphs.
+WITHOUT_GRAPHS = {
+    "default": "default",
+    "reduce-overhead": "default",
+    "max-autotune": "max-autotune-no-cudagraphs",
+}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -214,6 +220,11 @@ def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     for parameter in copied.parameters():
         parameter.data = parameter.data.to(dtype)
     return copied
+
+
+def compiled(part: Any, mode: str) -> Any:
+    """A model, or its inside, compiled for inputs of any shape. CUDA graphs would be recorded for each shape: none here."""
+    return torch.compile(part, mode=WITHOUT_GRAPHS[mode], dynamic=True)
 
 
 class Narrow:

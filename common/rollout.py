@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from common import logprobs, sharding
 from common.config import ConfigError, SamplingConfig
-from common.models import Narrow, context_length
+from common.models import Narrow, compiled, context_length
 from common.philox import token_uniforms
 from common.slots import ATTENTION, Prefix, PromptCache, SlotCache, additive
 
@@ -35,12 +35,6 @@ SHRINK_SHARE = 3 / 4  # of the slots still in use
 RERECORD_SHARE = 1 / 2  # the same where steps are recorded, and would be anew
 # Steps between looks at which rows have finished; on a CPU a look costs nothing, on CUDA it waits for the device.
 LOOK_EVERY = {"cpu": 1, "cuda": 8}
-# torch.compile's modes without CUDA graphs of its own, where steps are recorded already.
-WITHOUT_GRAPHS = {
-    "default": "default",
-    "reduce-overhead": "default",
-    "max-autotune": "max-autotune-no-cudagraphs",
-}
 
 
 @dataclass
@@ -143,9 +137,7 @@ class Sampler:
         self.used = model if self.narrow is None else self.narrow.twin
         # What records decode steps. Gathering sharded weights is no part of a step that could be.
         self.recorder = CudaGraphs if graphs and self.device.type == "cuda" and not sharding.of(model) else None
-        if compile_mode is not None and self.recorder is not None:
-            compile_mode = WITHOUT_GRAPHS[compile_mode]
-        self.forward = torch.compile(self.used, mode=compile_mode, dynamic=True) if compile_mode else self.used
+        self.forward = compiled(self.used, compile_mode) if compile_mode else self.used
         self.context = context_length(model)
         self.watch: Callable[[int], None] | None = None  # told how many rows have just finished
         # Whether the attention is one that this module can stand in for.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from common import checkpoint, hardware, logprobs, optim, sharding
+from common import checkpoint, hardware, logprobs, models, optim, sharding
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.models import peft_of_today
@@ -251,7 +251,7 @@ class Finetuner:
             optim.checkpoint_activations(model)
         self.forward = model.base_model
         if run.opt.compile.enabled:
-            self.forward = torch.compile(model.base_model, mode=run.opt.compile.mode, dynamic=True)
+            self.forward = models.compiled(model.base_model, run.opt.compile.mode)
         batch = self.settings.batch_rows * self.settings.accumulate
         self.epochs = [steps(trees, batch, epoch, seed) for epoch in range(self.settings.epochs)]
         self.total = sum(map(len, self.epochs))
