@@ -181,11 +181,9 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def with_full_logits(
-    model: Any, groups: logprobs.Groups, temperature: float, forward: Any = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def with_full_logits(model: Any, groups: logprobs.Groups, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """As logprobs.token_logprobs, but the logits of all tokens exist at once, and their softmax is kept for the backward pass."""
-    logits = model.get_output_embeddings()(logprobs.hidden_states(model, groups, forward)).float() / temperature
+    logits = model.get_output_embeddings()(logprobs.hidden_states(model, groups)).float() / temperature
     logp = torch.log_softmax(logits, -1)
     entropy = -(logp.exp() * logp).sum(-1)
     out = []

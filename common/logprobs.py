@@ -170,12 +170,12 @@ def prepare(model: PreTrainedModel) -> None:
     check_model(model)
 
 
-def hidden_states(model: PreTrainedModel, groups: Groups, forward: Any = None) -> Tensor:
-    """The states that predict each real completion token: [N, d]. forward: the model without its head, if it is compiled."""
+def hidden_states(model: PreTrainedModel, groups: Groups) -> Tensor:
+    """The states that predict each real completion token: [N, d]."""
     assert model.config._attn_implementation == ATTENTION, "call prepare(model) first"
     kind = groups.ids.device.type  # masks are cast here, not in each layer
     groups = groups.cast(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else sharding.dtype(model))
-    states = (model.base_model if forward is None else forward)(
+    states = model.base_model(
         input_ids=groups.ids,
         position_ids=groups.positions,
         attention_mask=groups.completion_mask,  # so that the model makes none
@@ -185,19 +185,16 @@ def hidden_states(model: PreTrainedModel, groups: Groups, forward: Any = None) -
     return states[0].index_select(0, groups.predictors)
 
 
-def token_logprobs(
-    model: PreTrainedModel, groups: Groups, temperature: float, forward: Any = None
-) -> tuple[Tensor, Tensor]:
+def token_logprobs(model: PreTrainedModel, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probability of each completion token, and entropy of its distribution, both float32 [n * G, C], 0 on padding.
 
     Logits are divided by `temperature` (that of sampling; 1 for greedy runs) and never exist for more than `LOGITS` floats.
-    forward: the model without its head, if it is compiled.
     """
-    return sharding.inside(model, _token_logprobs, groups, temperature, forward)
+    return sharding.inside(model, _token_logprobs, groups, temperature)
 
 
-def _token_logprobs(model: PreTrainedModel, groups: Groups, temperature: float, forward: Any) -> tuple[Tensor, Tensor]:
-    states = hidden_states(model, groups, forward)
+def _token_logprobs(model: PreTrainedModel, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
+    states = hidden_states(model, groups)
     out = []
     for values in head_logprobs(model, states, groups.targets, temperature):
         padded = values.new_zeros(groups.mask.shape)

@@ -71,7 +71,7 @@ def plan(
     config = sampler.model.config
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kernel = hardware.attention_kernel(context.device.device, sampler.dtype, head_size, masked=True)
-    compiled = f", compiled ({run.opt.compile.mode})" if run.opt.compile.enabled else ""
+    compiled = f", decoding compiled ({run.opt.compile.mode})" if run.opt.compile.enabled else ""
     reference = "none (beta 0)" if not settings.kl.beta else "on the CPU" if offload else "on the device"
     if context.main:
         report.plan(

@@ -195,9 +195,6 @@ class Policy:
         self.watched: list[tuple[list[tuple[int, int]], torch.Tensor]] = []
         if run.opt.checkpointing.enabled:
             optim.checkpoint_activations(model)
-        self.forward = model.base_model
-        if run.opt.compile.enabled:
-            self.forward = models.compiled(model.base_model, run.opt.compile.mode)
 
     def step(
         self, step: int, groups: list[Group], advantage: torch.Tensor, olds: dict[int, list[Any]], phases: Phases
@@ -283,7 +280,7 @@ class Policy:
                 return torch.tensor([row + [0.0] * (width - len(row)) for row in values], device=device)
 
             with torch.autocast(device.type, self.numbers.compute, enabled=half):
-                logp, entropy = logprobs.token_logprobs(self.model, laid, settings.sampling.temperature, self.forward)
+                logp, entropy = logprobs.token_logprobs(self.model, laid, settings.sampling.temperature)
             key = [(index, row) for index, part in batch for row in range(len(groups[index].completions))[part]]
             self.watched.append((key, (~torch.isfinite(logp.detach()) & mask).any(1)))
             if all(index in olds and olds[index][row] is not None for index, row in key):

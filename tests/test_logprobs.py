@@ -4,10 +4,9 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, small_model
 
-from common import logprobs, optim
+from common import logprobs
 from common.config import ConfigError
 from common.logprobs import group, prepare, token_logprobs
-from common.models import compiled
 from common.optim import checkpoint_activations
 
 CPU = torch.device("cpu")
@@ -139,33 +138,6 @@ def test_a_model_that_scales_its_logits_is_refused():
     model.forward = lambda **inputs: type("Out", (), {"logits": 2 * forward(**inputs).logits})
     with pytest.raises(ConfigError, match="scales its logits or attends in a way"):
         prepare(model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "recomputed"), [("llama", False), ("gpt2", True)])
-def test_a_compiled_forward_is_that_forward(name, recomputed):
-    """Compiled once for batches without padding and once for those with: other shapes of them compile nothing."""
-    model, other = small_model(name).train(), small_model(name)
-    prepare(model)
-    prepare(other)
-    optim.no_dropout(model)
-    if recomputed:
-        checkpoint_activations(model)
-    forward = compiled(model.base_model, "default")
-    torch._dynamo.utils.counters.clear()
-    equal = ((5, (4, 4, 4)),) * 2, ((8, (6, 6, 6, 6, 6)),) * 3
-    unequal = ((5, (4, 3, 7)), (9, (4, 2, 6))), ((2, (7, 2, 5, 1)), (4, (1, 1, 2, 2)), (11, (2, 9, 8, 3)))
-    graphs = []
-    for sizes in (equal[0], unequal[0], equal[1], unequal[1]):
-        found = []
-        for each, way in ((model, forward), (other, None)):
-            each.zero_grad()
-            logp, entropy = token_logprobs(each, group(*data(sizes), CPU), 1.0, way)
-            (logp + 0.3 * entropy).sum().backward()
-            found.append(torch.cat([logp.detach().flatten(), *(p.grad.flatten() for p in each.parameters())]))
-        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert 0 < graphs[0] < graphs[1] == graphs[3]
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
