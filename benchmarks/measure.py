@@ -7,6 +7,7 @@ so that a slow minute of the machine falls on all of them; a ratio is the median
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import time
@@ -224,7 +225,7 @@ def conditions(device: torch.device, **more: Any) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": "python -m benchmarks " + " ".join(sys.argv[1:]),
+        "command": "python -m benchmarks " + re.sub(r" --json[ =]\S+", "", " ".join(sys.argv[1:])),
         **more,
     }
 

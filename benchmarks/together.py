@@ -23,11 +23,11 @@ from common.config import ConfigError
 # By device, the runs in their order and the repeats that fit the time on two cores or one data-centre GPU.
 RUNS: dict[str, dict[str, list[str]]] = {
     "cpu": {
-        "sampler": ["sampler", "--repeats", "2"],
-        "grpo": ["grpo", "--brief", "--beta", "0", "--repeats", "4"],
-        "eggroll": ["eggroll", "--repeats", "3"],
-        "population": ["population", "--repeats", "3"],
-        "loader": ["loader", "--repeats", "3"],
+        "sampler": ["sampler", "--repeats", "1"],
+        "grpo": ["grpo", "--brief", "--beta", "0", "--repeats", "3"],
+        "eggroll": ["eggroll", "--repeats", "2"],
+        "population": ["population", "--repeats", "2"],
+        "loader": ["loader", "--repeats", "2"],
         "memory": ["memory"],
         "rft": ["rft", "--repeats", "1"],
     },

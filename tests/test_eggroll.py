@@ -1,15 +1,18 @@
 """EGGROLL as a whole: equal runs, runs that are stopped and go on, runs that fail, and learning."""
 
 import json
+import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import SMALL, Begin, Started, Warm, events, small_model
+from conftest import ROOT, SMALL, Begin, Started, Warm, events, small_model
 from letters import Letters
 from safetensors.torch import load_file
 
@@ -155,14 +158,14 @@ def started(begin: Begin, own_task: Path, tmp_path: Path):
     return start
 
 
-def wait_for_step(process: Started, out: Path, step: int) -> None:
+def wait_for_step(process: Started | subprocess.Popen[str], out: Path, step: int) -> None:
     """Return as soon as the run has logged `step`."""
     until = time.monotonic() + 120
     while time.monotonic() < until:
         path = out / "metrics.jsonl"
         if path.exists() and path.read_text().count("\n") >= step:
             return
-        assert process.poll() is None, process.said()[0]
+        assert process.poll() is None, process.communicate()[0]
         time.sleep(0.002)
     raise AssertionError(f"no step {step} in two minutes")
 
@@ -236,9 +239,16 @@ def test_a_signal_saves_and_the_run_goes_on(own_task, started, unbroken, tmp_pat
 
 
 @pytest.mark.faults
-def test_a_signal_to_the_parent_stops_all_ranks(own_task, started, unbroken, tmp_path):
-    """One rank then goes on with the run of two. tests/test_launch.py sends Ctrl-C to ranks of torchrun."""
-    process = started("checkpoint.every=0", "opt=[ddp]")
+def test_a_signal_to_the_parent_stops_all_ranks(own_task, cache, unbroken, tmp_path):
+    """Of spawned ranks, so in a new interpreter. One rank then goes on with the run of two. tests/test_launch.py has torchrun's."""
+    settings = [f"hydra.run.dir={tmp_path}", *LONG, "checkpoint.every=0", "opt=[ddp]"]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "launch.py"), "--config-dir", str(own_task), *settings],
+        env=os.environ | {"CLUTCH_CACHE": str(cache), "PYTHONPATH": str(TESTS)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     wait_for_step(process, tmp_path, 5)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=60)[0]
