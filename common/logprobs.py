@@ -182,7 +182,8 @@ def hidden_states(model: PreTrainedModel, groups: Groups) -> Tensor:
         use_cache=False,
         groups=groups,
     ).last_hidden_state
-    return states[0].index_select(0, groups.predictors)
+    # Not index_select: the last token of a prompt predicts for each completion, and its gradient would be added in any order on CUDA.
+    return states[0][groups.predictors]
 
 
 def token_logprobs(model: PreTrainedModel, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:

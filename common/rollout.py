@@ -81,7 +81,8 @@ def evaluating(model: PreTrainedModel, attention: str | None) -> Iterator[None]:
 class CudaGraphs:
     """Decode steps over one set of buffers, recorded on the device and replayed with a single launch."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         # One pool for all: what a step allocates is not used after it.
         self.pool = torch.cuda.graph_pool_handle()
         self.made: dict[tuple[int, int], Callable[[], None]] = {}  # by window
@@ -91,7 +92,10 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads, NCCL's for one, may go on using the device.
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            with (
+                torch.cuda.device(self.device),
+                torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
+            ):
                 step()
         except torch.OutOfMemoryError:
             raise
@@ -261,7 +265,7 @@ class _Grid:
         self.cache = SlotCache(self.first + length + spare, groups * self.slots, self.prefix)
         self.cache.column = self.first
         self.columns = torch.arange(self.cache.columns, device=device)
-        self.graphs = sampler.recorder() if sampler.recorder else None
+        self.graphs = sampler.recorder(device) if sampler.recorder else None
         if self.graphs is not None:
             self.cache.at = torch.zeros(1, dtype=torch.long, device=device)
         # Of each row: request in flight (-1 = none), its place in the output, first valid column, position in the sequence of
@@ -516,7 +520,7 @@ class _Grid:
             setattr(self, name, getattr(self, name)[rows])
         self.slots = used
         if self.sampler.recorder is not None:
-            self.graphs = self.sampler.recorder()  # the others are of buffers that are gone
+            self.graphs = self.sampler.recorder(self.sampler.device)  # the others are of buffers that are gone
         self.cache.first = int(self.start.min())
         if self.prefix is not None:
             self.settle(PromptCache(), [])

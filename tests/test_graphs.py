@@ -57,7 +57,7 @@ class Tape(CudaGraphs):
 
     recorded = replayed = 0
 
-    def __init__(self) -> None:
+    def __init__(self, _: torch.device) -> None:
         self.made = {}
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
