@@ -353,6 +353,10 @@ class HardwareConfig:
     def __post_init__(self) -> None:
         choice("hardware.device", self.device, ("auto", "cpu", "cuda"))
         at_least("hardware.scoring_workers", self.scoring_workers, 1)
+        if self.cuda_graphs and self.device == "cpu":
+            raise ConfigError(
+                "hardware.cuda_graphs=true has no effect with hardware.device=cpu. Leave it out, or use another hardware=."
+            )
         facts = ("memory_gb", "compute_capability", "bandwidth_gbs", "link_gbs", "allreduce_gbs", "hop_us", "power_w")
         for key in facts:
             if getattr(self, key) is not None:

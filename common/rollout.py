@@ -94,16 +94,19 @@ class CudaGraphs:
             # Other threads, NCCL's for one, may go on using the device.
             with (
                 torch.cuda.device(self.device),
+                torch.cuda.stream(torch.cuda.current_stream(self.device)),  # and back to it, whatever happens
                 torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
             ):
                 step()
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            # Where a step fails, the end of the recording fails too, and hides why.
+            first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+            if isinstance(first, torch.OutOfMemoryError):
+                raise first from None
             raise ConfigError(
-                f"a decode step of this model cannot be recorded as a CUDA graph ({str(error).splitlines()[0]}). "
+                f"a decode step of this model cannot be recorded as a CUDA graph ({str(first).splitlines()[0]}). "
                 "Set hardware.cuda_graphs=false: sampling is slower, and the same."
-            ) from error
+            ) from first
         return graph.replay
 
 
@@ -165,7 +168,8 @@ class Sampler:
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         cache = 2 * config.num_hidden_layers * heads * head_size * (prompt_tokens + 2 * new_tokens) * size
         wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        return cache + prompt_tokens * (3 * wide + 8 * config.hidden_size) * size + 4 * 3 * config.vocab_size
+        logits = 4 * 3 * config.vocab_size * (2 if self.recorder else 1)  # recorded steps have memory of their own
+        return cache + prompt_tokens * (3 * wide + 8 * config.hidden_size) * size + logits
 
     def generate(
         self,
@@ -312,7 +316,8 @@ class _Grid:
         logits = self.sampler.forward(
             input_ids=self.last[:, None],
             attention_mask=mask,
-            position_ids=(column - self.start + self.offset)[:, None],
+            # A row that is past its end until the next look could leave the context, for which there may be no embedding.
+            position_ids=(column - self.start + self.offset).clamp(max=self.sampler.context - 1)[:, None],
             past_key_values=self.cache,
             use_cache=True,
             **({"slots": self.cache} if self.sampler.replaces else {}),
@@ -326,7 +331,8 @@ class _Grid:
             graphs.made[window]()
         else:
             self.windowed()  # a recording may load no kernel and compile nothing
-            graphs.made[window] = graphs.record(self.windowed)
+            if self.cache.column + 1 < self.cache.closes:  # else this one was the window's last
+                graphs.made[window] = graphs.record(self.windowed)
 
     def windowed(self) -> None:
         """A decode step of the same kernels on the same memory, whichever column of the window is next."""
@@ -375,8 +381,11 @@ class _Grid:
         flying = self.request >= 0
         full = self.count >= self.sampling.max_new_tokens
         stopped = torch.isin(self.last, self.sampler.stop_ids)
-        if LOOK_EVERY[self.sampler.device.type] > 1:  # a stop token may lie some steps back
-            stopped = torch.isin(self.tokens[self.place], self.sampler.stop_ids).any(1)
+        if (
+            LOOK_EVERY[self.sampler.device.type] > 1
+        ):  # a stop token may lie some steps back; what is not written may look like one
+            written = torch.arange(self.tokens.shape[1], device=full.device)[None, :] < self.count[:, None]
+            stopped = (torch.isin(self.tokens[self.place], self.sampler.stop_ids) & written).any(1)
         done = flying & (full | stopped) & (self.count > 0)
         rows = done.nonzero()[:, 0]
         if len(rows) == 0:

@@ -2,6 +2,7 @@
 as in a graph, numbers and shapes that Python had while recording are fixed, and memory is addressed as it was then."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -136,6 +137,44 @@ def test_recorded_steps_under_autocast(recorded):
     one, other = (s.generate(prompts(), sampling(1.0), **arguments) for s in (recorded(model, 6, **half), plain))
     assert (one.tokens == other.tokens).double().mean() > 0.9  # rounding differs, as products of other shapes do
     assert Tape.replayed > Tape.recorded
+
+
+def test_recorded_steps_of_any_length(recorded):
+    """A window may be opened for its last column alone, and a row may use the last position."""
+    model = small_model("gpt2")
+    for new in (1, 2, 7, 8, 9, 118):
+        cut = sampling(1.0, new=new)
+        plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=3)
+        ways = [s.generate(prompts((10, 10, 3, 8)), cut, logprobs=True) for s in (recorded(model, 3), plain)]
+        same(*ways)
+
+
+def test_memory_that_runs_out_while_recording_is_no_refusal(monkeypatch):
+    """The end of the recording, which fails too, does not hide it: rows are halved."""
+
+    class Fails:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: Any) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", Fails)
+
+    def step(error: Exception) -> None:
+        raise error
+
+    graphs = CudaGraphs(torch.device("cuda", 0))
+    with pytest.raises(torch.OutOfMemoryError, match="20 GiB"):
+        graphs.record(lambda: step(torch.OutOfMemoryError("tried to allocate 20 GiB")))
+    with pytest.raises(ConfigError, match=r"graph \(not permitted when stream is capturing\)"):
+        graphs.record(lambda: step(RuntimeError("not permitted when stream is capturing\nmore")))
 
 
 def test_recorded_steps_with_the_models_own_attention(recorded):

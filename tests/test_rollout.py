@@ -83,6 +83,33 @@ def test_looking_seldom_when_a_row_ends_at_once(monkeypatch):
     assert torch.equal(made.tokens[1:], full.tokens[1:])
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_looking_seldom_with_a_pad_token_that_stops(monkeypatch, shares):
+    """As GPT-2 has it. What is not written yet is padding, and no stop."""
+    model, made = small_model("llama"), []
+    for every in (1, 8):
+        monkeypatch.setitem(rollout.LOOK_EVERY, "cpu", every)
+        ours = Sampler(model, pad_id=11, stop_ids=(11, 12), rows=4)
+        ours.shares = shares
+        made.append(ours.generate(prompts(), sampling(1.0, new=40), samples_per_prompt=2, seed=3))
+    assert made[0].lengths.max() > 8
+    assert torch.equal(made[1].lengths, made[0].lengths)
+    assert torch.equal(made[1].tokens, made[0].tokens)
+    assert torch.equal(made[1].finished, made[0].finished)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_looking_seldom_up_to_the_last_position(monkeypatch, shares):
+    """Rows that are past their end until the next look have no position of their own to look up."""
+    model, made = small_model("gpt2"), []
+    for every in (1, 8):
+        monkeypatch.setitem(rollout.LOOK_EVERY, "cpu", every)
+        ours = sampler(model, rows=2, stop=())
+        ours.shares = shares
+        made.append(ours.generate(prompts((10, 10, 3)), sampling(1.0, new=118), samples_per_prompt=2, seed=3))
+    assert torch.equal(made[1].tokens, made[0].tokens)
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("samples", [1, 3])
