@@ -3,7 +3,7 @@
     python -m benchmarks eggroll
     python -m benchmarks eggroll --json results.json --repeats 15
     python -m benchmarks all --out results
-    python -m benchmarks compare benchmarks/results results
+    python -m benchmarks compare benchmarks/results/cpu-2core results
 
 A benchmark is a module of this package with `run(options) -> measure.Report`. It is imported when it is asked for, so that
 --help needs no torch.

@@ -1,7 +1,7 @@
 """Every benchmark in one go, and two sets of results side by side.
 
     python -m benchmarks all --out results
-    python -m benchmarks compare benchmarks/results results
+    python -m benchmarks compare benchmarks/results/cpu-2core results
     python -m benchmarks compare a/grpo.json b/grpo.json
 
 `all` runs what fits the device within its time, each in a process of its own and one after the other; what does not finish is listed, not
@@ -23,8 +23,8 @@ from common.config import ConfigError
 # By device, the runs in their order and the repeats that fit the time on two cores or one data-centre GPU.
 RUNS: dict[str, dict[str, list[str]]] = {
     "cpu": {
-        "sampler": ["sampler", "--repeats", "1"],
-        "grpo": ["grpo", "--brief", "--beta", "0", "--repeats", "3"],
+        "sampler": ["sampler", "--repeats", "2"],
+        "grpo": ["grpo", "--brief", "--beta", "0", "--repeats", "2"],
         "eggroll": ["eggroll", "--repeats", "2"],
         "population": ["population", "--repeats", "2"],
         "loader": ["loader", "--repeats", "2"],
