@@ -353,9 +353,9 @@ class HardwareConfig:
     def __post_init__(self) -> None:
         choice("hardware.device", self.device, ("auto", "cpu", "cuda"))
         at_least("hardware.scoring_workers", self.scoring_workers, 1)
-        if self.cuda_graphs and self.device == "cpu":
+        if self.cuda_graphs and self.name == "cpu":
             raise ConfigError(
-                "hardware.cuda_graphs=true has no effect with hardware.device=cpu. Leave it out, or use another hardware=."
+                "hardware.cuda_graphs=true has no effect with hardware=cpu. Leave it out, or use another."
             )
         facts = ("memory_gb", "compute_capability", "bandwidth_gbs", "link_gbs", "allreduce_gbs", "hop_us", "power_w")
         for key in facts:
