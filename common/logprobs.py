@@ -19,6 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from common import sharding
 from common.config import ConfigError
+from common.slots import additive
 
 ATTENTION = "clutch_shared_prompt"
 # Logits held at a time: tokens x vocabulary floats, 64 MB.
@@ -103,14 +104,10 @@ def group(
         mask=mask.flatten(0, 1).to(device),
         targets=ids[:, width:].reshape(mask.shape)[mask].to(device),
         predictors=before[mask].to(device),
-        prompt_mask=None if bool(real[:, :width].all()) else _additive(among_prompt)[:, None].to(device),
-        completion_mask=_additive(among_completion)[:, None].to(device),
+        prompt_mask=None if bool(real[:, :width].all()) else additive(among_prompt, torch.float32)[:, None].to(device),
+        completion_mask=additive(among_completion, torch.float32)[:, None].to(device),
         sizes=(n, width, size, length),
     )
-
-
-def _additive(mask: Tensor) -> Tensor:
-    return torch.zeros(mask.shape).masked_fill_(~mask, torch.finfo(torch.float32).min)
 
 
 def _attention(
