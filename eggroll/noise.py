@@ -13,7 +13,6 @@ the head can be perturbed too.
 """
 
 import fnmatch
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -233,23 +232,19 @@ class Noise:
             step = max(1, BUFFER // max(1, 4 * sum(len(share.block) for share in batch)))
             first = self._normals(draw, [s.address for s in batch], [s.block for s in batch], directions[:step])
             for share, noise in zip(batch, first, strict=True):
-                rest = (slice(start, start + step) for start in range(step, len(directions), step))
-                # Made here, so that none is held while the next is made.
-                yield (
-                    share.address.name,
-                    functools.reduce(
-                        Tensor.add_,
-                        (
-                            _weighted_sum(
-                                share.address,
-                                share.pick(self._normals(draw, [share.address], [share.block], directions[part])[0]),
-                                weights[part],
-                            )
-                            for part in rest
-                        ),
-                        _weighted_sum(share.address, share.pick(noise), weights[:step]),
-                    ),
-                )
+                # Not a variable: none is held while the next is made.
+                yield share.address.name, self._gradient(draw, share, noise, directions, weights, step)
+
+    def _gradient(
+        self, draw: int, share: _Share, noise: Tensor, directions: Tensor, weights: Tensor, step: int
+    ) -> Tensor:
+        """sum_j w_j E_j of one parameter, `step` directions at a time. noise: of the first of them."""
+        total = _weighted_sum(share.address, share.pick(noise), weights[:step])
+        for start in range(step, len(directions), step):
+            part = slice(start, start + step)
+            noise = self._normals(draw, [share.address], [share.block], directions[part])[0]
+            total.add_(_weighted_sum(share.address, share.pick(noise), weights[part]))
+        return total
 
 
 def in_parts(items: Sequence[T], floats: Sequence[int]) -> Iterator[list[T]]:
