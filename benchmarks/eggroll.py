@@ -131,9 +131,12 @@ def settings(sizes: Sizes) -> EggrollConfig:
 class Work:
     """The model, the noise and the prompts of a step, and the ways to do it; completions are [n, new tokens]."""
 
-    def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype, compiled: bool) -> None:
+    def __init__(
+        self, sizes: Sizes, device: torch.device, dtype: torch.dtype, compiled: bool, model: Any = None
+    ) -> None:
         self.sizes, self.settings, self.device = sizes, settings(sizes), device
-        self.model = build(sizes).to(device=device, dtype=dtype)  # pyright: ignore[reportCallIssue]
+        model = build(sizes) if model is None else model
+        self.model = model.to(device=device, dtype=dtype)
         self.parameters = dict(self.model.named_parameters())
         self.noise = Noise(self.model, self.settings.noise, rank=self.settings.rank, mirrored=True, seed=0)
         self.sampler = Sampler(
