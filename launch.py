@@ -29,11 +29,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from common import slurm, sweep
-from common.config import ConfigError, Run, choice, no_secrets, typed, unknown_key, wrong_type
+from common.config import ConfigError, Run, choice, no_secrets, resolvers, typed, unknown_key, wrong_type
+from common.config.resolvers import DEFAULT_TASKS
+from common.distributed import slurm
+from common.report.failures import failed
 from common.signals import EXIT_CONFIG, EXIT_CRASH, EXIT_INTERRUPTED, EXIT_SIGNAL, RunStopped, StopSignal
-from conf import resolvers
-from conf.resolvers import DEFAULT_TASKS
 from ddp_bench.config import ClassifyConfig
 from eggroll.config import EggrollConfig
 from grpo.config import GrpoConfig
@@ -150,7 +150,7 @@ def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
     methods of common.tasks.Task (for classify, of
     ddp_bench.tasks.ClassTask); None = the one that run.task names.
     """
-    from common.distributed import launch
+    from common.distributed.workers import launch
 
     if run.algo.name == "classify" and run.algo.scaling is not None:
         from ddp_bench.scaling import scale
@@ -191,12 +191,12 @@ def _main(config: DictConfig) -> None:
         here = settings.runtime.choices["hydra/launcher"] == "basic"
         if settings.mode == RunMode.RUN or (code == EXIT_SIGNAL and here):  # who stops a job wants the sweep to stop
             sys.exit(code)  # past Hydra, which would print a line of its own first
-        sweep.failed(folder, code, str(error))
+        failed(folder, code, str(error))
     except Exception as error:
         if settings.mode == RunMode.RUN:
             raise
         traceback.print_exc()
-        sweep.failed(folder, EXIT_CRASH, f"{type(error).__name__}: {error}")
+        failed(folder, EXIT_CRASH, f"{type(error).__name__}: {error}")
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from benchmarks import measure
 from benchmarks.measure import Case, Report, Row, Timing
 from common.config import OptimizerConfig, SamplingConfig, ScheduleConfig
 from common.precision import native_bf16
-from common.rollout import Sampler
+from common.sampling.native import Sampler
 from eggroll.config import EggrollConfig, NoiseConfig, StopAtConfig
 from eggroll.fitness import fitness
 from eggroll.noise import Noise

@@ -36,13 +36,17 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks import measure
-from common import logprobs, loop, models, optim, precision
+from common import loop, optim, precision
 from common.config import Run
-from common.distributed import Context, launch
+from common.distributed.context import Context
+from common.distributed.workers import launch
+from common.model import logprobs
+from common.model.prompts import encode_prompts
+from common.model.tiny import byte_tokenizer
 from common.precision import native_bf16
-from common.rollout import Sampler
+from common.sampling.native import Sampler
 from common.tasks import Example
-from common.tracking import Phases
+from common.timer import Timer
 from grpo.groups import Group, Roller
 from grpo.loss import advantages
 from grpo.train import Policy
@@ -91,7 +95,7 @@ def folder_of(name: str, where: Path) -> dict[str, Any]:
     """Write a model folder of random weights; returns its sizes. No stop token, so that all rows have equal length."""
     torch.manual_seed(0)
     disable_progress_bar()
-    tokenizer = models.byte_tokenizer()
+    tokenizer = byte_tokenizer()
     if name == "gpt2":
         config = GPT2Config(bos_token_id=None, eos_token_id=None, pad_token_id=256)
         GPT2LMHeadModel(config).save_pretrained(where)
@@ -207,7 +211,7 @@ def curve(run: Run, context: Context, task: Any) -> list[float]:
     groups = fixed_groups(Path(run.model.path or ""))
     advantage = advantages(torch.tensor([group.rewards for group in groups], dtype=torch.float64), "group")
     olds: dict[int, list[Any]] = {}
-    return [policy.step(step, groups, advantage, olds, Phases())["loss"] for step in range(PASSES)]
+    return [policy.step(step, groups, advantage, olds, Timer())["loss"] for step in range(PASSES)]
 
 
 def fixed_groups(model: Path) -> list[Group]:
@@ -227,7 +231,7 @@ def roll(run: Run, context: Context, task: Any) -> None:
     sampler = Sampler(policy.model, pad_id=256, stop_ids=[], rows=PROMPTS * SAMPLES, graphs=True)
     order = loop.Order(task.examples("train"), run.seed)
     roller = Roller(run, context, sampler, tokenizer, task, order, policy.model, numbers, PROMPTS * SAMPLES)
-    rollout, _ = roller.roll(0, 0, Phases())
+    rollout, _ = roller.roll(0, 0, Timer())
     (Path(run.model.path or "").parent / "rollout.pickle").write_bytes(pickle.dumps(rollout.groups))
 
 
@@ -264,7 +268,7 @@ def baseline(work: dict[str, Any]) -> dict[str, Any]:
         started, clock = time.perf_counter(), Clock(device)
         for example in task.rows[step * PROMPTS : (step + 1) * PROMPTS]:
             with clock("rollout"), torch.no_grad():
-                prompt = torch.tensor(models.encode_prompts(tokenizer, [task.prompt(example)]), device=device)
+                prompt = torch.tensor(encode_prompts(tokenizer, [task.prompt(example)]), device=device)
                 rows = model.generate(
                     prompt.expand(SAMPLES, -1),
                     attention_mask=torch.ones_like(prompt).expand(SAMPLES, -1),
@@ -308,7 +312,7 @@ def baseline(work: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class Clock(Phases):
+class Clock(Timer):
     """Phases that wait for the device, as a loop that works prompt by prompt must to know where its time goes."""
 
     def __init__(self, device: torch.device) -> None:

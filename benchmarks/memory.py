@@ -20,7 +20,7 @@ from benchmarks import measure
 from benchmarks.eggroll import VOCABULARY, Sizes, build, name_of, settings
 from benchmarks.measure import Report, Row
 from common.precision import native_bf16
-from common.rollout import Sampler
+from common.sampling.native import Sampler
 from eggroll.fitness import fitness
 from eggroll.noise import Noise
 from eggroll.train import Weights

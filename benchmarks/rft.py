@@ -22,14 +22,16 @@ import torch
 
 from benchmarks import measure
 from benchmarks.measure import Case
-from common import models
 from common.config import Run
-from common.distributed import Context
+from common.distributed.context import Context
 from common.hardware import Device
+from common.model.half import narrowed
+from common.model.load import load_model
+from common.model.prompts import encode_prompts, stop_ids
 from common.precision import native_bf16
-from common.rollout import Sampler
-from common.scoring import Scorer
+from common.sampling.native import Sampler
 from common.tasks import build
+from common.tasks.scoring import Scorer
 from launch import compose
 from rft.generate import Generator, Store
 
@@ -55,8 +57,8 @@ class Work:
         self.device = device
         self.model: Any
         self.tokenizer: Any
-        self.model, self.tokenizer = models.load(self.run.model, self.task, torch.float32, device, progress=False)
-        self.prompts = models.encode_prompts(self.tokenizer, [self.task.prompt(e) for e in self.examples])
+        self.model, self.tokenizer = load_model(self.run.model, self.task, torch.float32, device, progress=False)
+        self.prompts = encode_prompts(self.tokenizer, [self.task.prompt(e) for e in self.examples])
         self.samples, self.new, self.rows = samples, new, rows
         self.scorer = Scorer(self.task, self.run.scoring)
 
@@ -70,7 +72,7 @@ class Work:
     @torch.inference_mode()
     def generated(self, batch: int, clear: bool) -> dict[str, int]:
         """`generate` for `batch` prompts at a time."""
-        eos = set(models.stop_ids(self.model, self.tokenizer))
+        eos = set(stop_ids(self.model, self.tokenizer))
         rows = []
         for start in range(0, len(self.prompts), batch):
             part = self.prompts[start : start + batch]
@@ -103,9 +105,9 @@ class Work:
         """The sampling stage, samples written to a file. Returns a function that does it once."""
         context = Context(0, 1, Device(self.device, "", 0.0, True), Path())
         sampler = Sampler(
-            models.narrowed(self.model, compute),
+            narrowed(self.model, compute),
             pad_id=self.tokenizer.pad_token_id,
-            stop_ids=models.stop_ids(self.model, self.tokenizer),
+            stop_ids=stop_ids(self.model, self.tokenizer),
             rows=self.rows,
             compile_mode=compiled,
             graphs=True,

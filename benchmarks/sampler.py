@@ -29,7 +29,7 @@ from benchmarks import measure
 from benchmarks.measure import Case, Row, Timing
 from common.config import SamplingConfig
 from common.precision import native_bf16
-from common.rollout import Sampler
+from common.sampling.native import Sampler
 
 GENERATE, PAGED, OURS = "generate", "continuous batching", "this project"
 LAUNCHED = "this project, no CUDA graphs"  # on CUDA alone

@@ -19,11 +19,14 @@ import torch
 from benchmarks import measure
 from benchmarks.measure import Case
 from benchmarks.sampler import build
-from common import logprobs, optim, sharding
+from common import optim
 from common.config import Run, SamplingConfig
-from common.distributed import Context, launch
+from common.distributed import fsdp
+from common.distributed.context import Context
+from common.distributed.workers import launch
+from common.model import logprobs
 from common.precision import Precision
-from common.rollout import Sampler
+from common.sampling.native import Sampler
 from launch import compose
 
 DDP, GATHERED, LAYERWISE = "opt=ddp", "opt=fsdp, gathered", "opt=fsdp, layerwise"
@@ -57,7 +60,7 @@ def ranks(run: Run, context: Context, task: tuple[bool, int]) -> dict[str, Any]:
     plain = build("small", 128).requires_grad_(True).to(device)
     logprobs.prepare(plain)
     sharded = copy.deepcopy(plain)
-    sharding.shard([sharded], run, context, numbers)
+    fsdp.shard([sharded], run, context, numbers)
     greedy = SamplingConfig(max_new_tokens=4 if quick else TOKENS, temperature=1.0, top_p=1.0, top_k=0)
     draw = torch.Generator().manual_seed(context.rank)
     prompts = torch.randint(2, 250, (PROMPTS, 16), generator=draw).tolist()
@@ -71,7 +74,7 @@ def ranks(run: Run, context: Context, task: tuple[bool, int]) -> dict[str, Any]:
             if how:
                 model.shards.rollout = how
             context.barrier()
-            with sharding.forwards(model):
+            with fsdp.forwards(model):
                 samplers[model].generate(prompts, greedy, samples_per_prompt=SAMPLES)
 
         return act
@@ -96,7 +99,7 @@ def ranks(run: Run, context: Context, task: tuple[bool, int]) -> dict[str, Any]:
     timings = measure.interleaved(cases, repeats, device)
     return {
         "seconds": {name: timing.seconds for name, timing in timings.items()},
-        "parameters": sharding.parameters(sharded),
+        "parameters": fsdp.parameters(sharded),
         "state_mb": {DDP: _mb(updaters[plain]), "opt=fsdp": _mb(updaters[sharded])},
         "gathered_mb": {how: _gathered(sharded, how) for how in ("gathered", "layerwise")},
     }
@@ -109,7 +112,7 @@ def _mb(updater: optim.Updater) -> float:
 
 def _gathered(model: Any, how: str) -> float:
     model.shards.rollout = how
-    return sharding.gathered_bytes(model, rollout=True) / 2**20
+    return fsdp.gathered_bytes(model, rollout=True) / 2**20
 
 
 def report(found: dict[str, Any], conditions: dict[str, Any], repeats: int) -> measure.Report:

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 import yaml
 
-from common import models
 from common.config import ConfigError, ModelConfig, SamplingConfig
+from common.model.load import load_model
+from common.model.prompts import encode_prompts, stop_ids
 from common.precision import native_bf16
-from common.rollout import Sampler
+from common.sampling.native import Sampler
 from common.signals import EXIT_CONFIG, EXIT_INTERRUPTED
 from common.tasks import Messages, plain
 
@@ -136,8 +137,8 @@ def answer_all(given: argparse.Namespace) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" and native_bf16(device) else torch.float32
     options: dict[str, Any] = {"revision": None, "gguf_file": None, "attention": "sdpa"}
     config = ModelConfig(name="hf", path=path, lora=given.lora, **options)
-    model, tokenizer = models.load(config, None, dtype, device, progress=False)
-    stop = models.stop_ids(model, tokenizer)
+    model, tokenizer = load_model(config, None, dtype, device, progress=False)
+    stop = stop_ids(model, tokenizer)
     sampler = Sampler(model, pad_id=tokenizer.pad_token_id, stop_ids=stop, rows=1)  # type: ignore[arg-type]
     trained_plain = isinstance(shown, str)
     chat = not given.plain and not trained_plain and (shown is not None or tokenizer.chat_template is not None)
@@ -152,7 +153,7 @@ def answer_all(given: argparse.Namespace) -> None:
     before, after = template_of(given.model) or ("", "")
     for number, typed in enumerate(prompts(given.prompt)):
         text = typed if given.plain else f"{before}{typed}{after}"
-        ids = models.encode_prompts(tokenizer, [prompt_like(text, shown, given.system, chat)])[0]
+        ids = encode_prompts(tokenizer, [prompt_like(text, shown, given.system, chat)])[0]
         room = sampler.context - len(ids)
         if room < 1:
             raise ConfigError(

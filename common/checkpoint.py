@@ -1,7 +1,7 @@
 """Checkpoints that survive kill -9, a full disk and a flipped bit.
 
 A checkpoint is a folder `step-00000120`: `tensors.safetensors`, `state.json`, perhaps `extra.pt`, and `manifest.json` with
-the SHA-256 of each; of sharded weights there is a safetensors file a rank instead (common/sharding.py). It is written
+the SHA-256 of each; of sharded weights there is a safetensors file a rank instead (common/distributed/fsdp.py). It is written
 beside its place, synced and renamed, so a folder of that name is whole or damaged afterwards, never half-written;
 `latest` finds damage by the hashes and goes back to the newest checkpoint without it.
 Nothing here unpickles objects: safetensors, JSON and `torch.load(weights_only=True)` only.
@@ -10,41 +10,28 @@ Nothing here unpickles objects: safetensors, JSON and `torch.load(weights_only=T
 built once.
 """
 
-import hashlib
 import json
 import logging
-import os
 import pickle
 import re
-import secrets
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from common.config import ConfigError
+from common.files import MANIFEST, TEMPORARY, CheckpointError, first_line, problem, replacing, seal
 
 log = logging.getLogger("clutch")
-
-FORMAT = 1
-MANIFEST = "manifest.json"
 TENSORS, STATE, EXTRA = "tensors.safetensors", "state.json", "extra.pt"
 # `.old`: the previous folder of that step, alive for the moment between the two renames of a replacement.
 _NAME = re.compile(r"step-(\d{8,})(\.old)?")
-_TEMPORARY = ".tmp-"
 _OBJECTS = "objects that torch.load(weights_only=True) refuses"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or is not valid: the text names the path and the reason."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +43,9 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     state: dict[str, Any]
     extra: dict[str, Any] | None
-    sharded: bool = False  # its tensors are in a file a rank, which common/sharding.py reads; `tensors` is empty
+    sharded: bool = (
+        False  # its tensors are in a file a rank, which common/distributed/fsdp.py reads; `tensors` is empty
+    )
 
 
 def save(
@@ -72,7 +61,7 @@ def save(
 
     Args: root: made if needed; tensors: any device, dtype, layout; tied or overlapping ones are fine; state: JSON (string
     keys, lists); extra: what `torch.load(weights_only=True)` reads: optimizer state, generator states; keep: >= 1;
-    write: puts safetensors files of its own into the folder, in place of `tensors` (see common/sharding.py).
+    write: puts safetensors files of its own into the folder, in place of `tensors` (see common/distributed/fsdp.py).
     Returns: the folder. A checkpoint of the same step is replaced; it stays readable until the new one is in place.
     Checkpoints of later steps, left by a run that went back, are not touched.
     Raises: CheckpointError with path and reason on any I/O error, with all earlier checkpoints as they were;
@@ -83,7 +72,7 @@ def save(
     weights, tied = _separate(tensors)
     state_text = json.dumps(state, indent=1)
     folder = folder_of(root, step)
-    for stale in root.glob(f"{_TEMPORARY}*"):  # first: a killed writer's leftovers may be what fills the disk
+    for stale in root.glob(f"{TEMPORARY}*"):  # first: a killed writer's leftovers may be what fills the disk
         shutil.rmtree(stale, ignore_errors=True)
     with replacing(folder) as temporary:
         if write is None:
@@ -110,7 +99,7 @@ def latest(root: Path) -> Checkpoint | None:
         name = _NAME.fullmatch(path.name)
         if name:
             found.append((int(name[1]), name[2] is None, path))
-        elif path.name.startswith(_TEMPORARY):
+        elif path.name.startswith(TEMPORARY):
             log.warning("checkpoint %s is skipped: half-written, its writer was stopped.", path)
         elif not path.name.startswith("."):
             log.warning("checkpoint %s is skipped: foreign, its name is not step-NNNNNNNN.", path)
@@ -142,112 +131,9 @@ def load(path: Path) -> Checkpoint:
     except pickle.UnpicklingError as error:  # torch's own text advises to unpickle all the same
         raise CheckpointError(f"checkpoint {path} is not valid: {EXTRA} holds {_OBJECTS}.") from error
     except Exception as error:  # hashes are right, so another program wrote it: anything can be in there
-        reason = f"foreign, {type(error).__name__}: {_first_line(error)}"
+        reason = f"foreign, {type(error).__name__}: {first_line(error)}"
         raise CheckpointError(f"checkpoint {path} is not valid: {reason}.") from error
     return Checkpoint(path=path, step=step, tensors=tensors, state=state, extra=extra, sharded=sharded)
-
-
-# --- folders that are whole or absent --------------------------------------------------------------------------------
-
-
-@contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `folder`; when the block ends, sync it to disk and rename it into place.
-
-    An existing `folder` is moved aside to `NAME.old` and removed after the new one is in place. If the block fails, nothing
-    has changed and the temporary folder is gone. Raises: CheckpointError for I/O errors, inside the block too.
-    """
-    temporary = folder.with_name(f"{_TEMPORARY}{folder.name}-{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        for path in temporary.rglob("*"):
-            _sync(path)
-        _sync(temporary)
-        displaced = folder.with_name(f"{folder.name}.old")
-        if folder.exists():
-            shutil.rmtree(displaced, ignore_errors=True)
-            folder.rename(displaced)
-        temporary.rename(folder)
-        _sync(folder.parent)
-        shutil.rmtree(displaced, ignore_errors=True)
-    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
-        raise CheckpointError(f"{folder} could not be written: {_first_line(error)}.") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file beside its place and rename it: whole or not at all, a kill in between loses nothing."""
-    beside = path.with_suffix(".tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
-
-
-def seal(folder: Path, facts: dict[str, Any]) -> None:
-    """Write `manifest.json`: `facts` and the SHA-256 of every file in `folder`. Call it last inside `replacing`."""
-    files = {path.name: _sha256(path) for path in sorted(folder.iterdir())}
-    text = json.dumps({"format": FORMAT, **facts, "files": files}, indent=1)
-    (folder / MANIFEST).write_text(text, encoding="utf-8")
-
-
-def problem(folder: Path) -> str | None:
-    """What is wrong with a sealed folder, in words; None if every file of its manifest is there and unchanged."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        files = manifest["files"]
-        if manifest["format"] != FORMAT:
-            return f"foreign, {MANIFEST} has format {manifest['format']} and this version reads {FORMAT}"
-        for name, digest in files.items():
-            if Path(name).name != name:
-                return f"foreign, {MANIFEST} names {name!r}"
-            if not (folder / name).is_file():
-                return f"{name} is missing"
-            if _sha256(folder / name) != digest:
-                return f"{name} is damaged, its SHA-256 is not the manifest's"
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing" if folder.is_dir() else "there is no such folder"
-    except OSError as error:
-        return _first_line(error)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} is damaged or foreign"
-    return None
-
-
-def cached(name: str, what: str, build: Callable[[Path], dict[str, Any]], say: Callable[[str], None]) -> Path:
-    """The folder `name` of the cache, `$CLUTCH_CACHE` or `~/.cache/clutch`; built if it is not there or damaged.
-
-    Parallel processes build once, the others wait. Args: what: is kept, for errors; build: fills an empty folder and returns
-    the facts of its manifest; say: told where another process is waited for. Raises: ConfigError if nothing can be written.
-    """
-    cache = Path(os.environ.get("CLUTCH_CACHE") or "~/.cache/clutch").expanduser()
-    folder = cache / name
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(f"{folder}.lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            say(f"{folder} is being built by another process; waiting for it.")
-            lock.acquire()
-    except OSError as error:
-        raise ConfigError(
-            f"{what} is cached in {cache}, which cannot be written: {error.strerror or error}. "
-            "Set CLUTCH_CACHE to a folder that can."
-        ) from error
-    try:
-        if folder.exists():
-            damage = problem(folder)
-            if damage is None:
-                return folder
-            log.warning("%s in %s is built again: %s.", what, folder, damage)
-        for stale in cache.glob(f"{_TEMPORARY}{folder.name}-*"):  # of a build that was killed; ours is the only one now
-            shutil.rmtree(stale, ignore_errors=True)
-        with replacing(folder) as temporary:
-            seal(temporary, build(temporary))
-    finally:
-        lock.release()
-    return folder
 
 
 # --- inside ----------------------------------------------------------------------------------------------------------
@@ -284,7 +170,7 @@ def _save_extra(extra: dict[str, Any], path: Path) -> None:
             torch.save(extra, file)
     except RuntimeError as error:
         # torch's writer reports a full disk as "unexpected pos"; the OSError that it met is the context.
-        raise OSError(f"{path.name}: {_first_line(error.__context__ or error)}") from error
+        raise OSError(f"{path.name}: {first_line(error.__context__ or error)}") from error
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # mmap: structure only, no tensor is read
     except pickle.UnpicklingError as error:
@@ -300,21 +186,4 @@ def _prune(root: Path, step: int, keep: int) -> None:
         try:
             shutil.rmtree(path)
         except OSError as error:
-            log.warning("checkpoint %s is no longer needed but could not be removed: %s.", path, _first_line(error))
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+            log.warning("checkpoint %s is no longer needed but could not be removed: %s.", path, first_line(error))

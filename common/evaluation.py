@@ -5,14 +5,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from common import hardware, sharding
+from common import hardware
 from common.config import SamplingConfig
-from common.distributed import Context
-from common.models import encode_prompts
-from common.rollout import Completions, Sampler
+from common.distributed import fsdp
+from common.distributed.context import Context
+from common.model.prompts import encode_prompts
+from common.report.progress import Progress
+from common.sampling.engine import Completions
+from common.sampling.native import Sampler
 from common.signals import EXIT_NUMBERS, RunStopped
 from common.tasks import Example, Task
-from common.tracking import Progress
 
 
 @dataclass
@@ -41,7 +43,7 @@ def evaluate(
 
     Raises: RunStopped where the model's logits are NaN or infinite.
     """
-    with sharding.forwards(sampler.model):
+    with fsdp.forwards(sampler.model):
         texts, generated, broken = _completed(sampler, tokenizer, task, examples, max_new_tokens, context)
     parts = context.gather_objects((texts, generated, broken))
     if ids := [example for _, _, found in parts for example in found]:
@@ -71,7 +73,7 @@ def _completed(
         with watched(sampler, "evaluating", len(prompts), context):
             return sampler.generate(prompts, greedy)
 
-    made, sampler.rows = hardware.halving(complete, sampler.rows, sharding.floor(sampler.model, sampler.rows, 1))
+    made, sampler.rows = hardware.halving(complete, sampler.rows, fsdp.floor(sampler.model, sampler.rows, 1))
     broken = [example.id for example, bad in zip(mine, made.broken.tolist(), strict=True) if bad]
     return made.texts(tokenizer), made.generated, broken
 

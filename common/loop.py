@@ -9,13 +9,18 @@ from typing import Any
 
 import torch
 
-from common import checkpoint, models, report, sharding
+from common import checkpoint
 from common.config import ConfigError, Run
-from common.distributed import Context
+from common.distributed import fsdp
+from common.distributed.context import Context
 from common.evaluation import Evaluation
+from common.model.export import export_model
+from common.model.load import load_model
+from common.model.prompts import encode_prompts
+from common.report import summary
+from common.report.tracker import Tracker
 from common.signals import EXIT_SIGNAL, RunStopped
 from common.tasks import Example, Task
-from common.tracking import Tracker
 
 log = logging.getLogger("clutch")
 
@@ -28,7 +33,7 @@ def load(run: Run, task: Task, context: Context) -> tuple[Any, Any]:
     if not context.main:
         context.barrier()
     device = context.device.device if context.mesh is None else torch.device("cpu")
-    loaded = models.load(run.model, task, torch.float32, device, progress=context.main)
+    loaded = load_model(run.model, task, torch.float32, device, progress=context.main)
     if context.main:
         context.barrier()
     if context.world_size > 1:
@@ -100,7 +105,7 @@ def longest_prompt(
     """
     longest, misfits, count = 0, [], 0
     for split, examples in splits.items():
-        for example, ids in zip(examples, models.encode_prompts(tokenizer, [ask(e) for e in examples]), strict=True):
+        for example, ids in zip(examples, encode_prompts(tokenizer, [ask(e) for e in examples]), strict=True):
             longest, count = max(longest, len(ids)), count + 1
             if len(ids) + new_tokens > context:
                 misfits.append((split, example.id, len(ids)))
@@ -255,7 +260,7 @@ def begin(
     tracker = Tracker(run, context.out_dir, steps, state["step"], state["tracker"])
     metrics = state["before"]["metrics"]
     tracker.measured(0, next(iter(metrics)), metrics, generated_tokens=0, reward_evaluations=0)
-    tracker.completions("before", 0, report.completions(task, examples, state["before"]["completions"]))
+    tracker.completions("before", 0, summary.completion_rows(task, examples, state["before"]["completions"]))
     return tracker
 
 
@@ -264,7 +269,7 @@ def measured(
 ) -> dict[str, Any]:
     """Keep the completions of an evaluation after `step` steps, on rank 0. Returns what goes into the step's event."""
     if tracker:
-        tracker.completions(f"step-{step:08d}", step, report.completions(task, examples, found.completions))
+        tracker.completions(f"step-{step:08d}", step, summary.completion_rows(task, examples, found.completions))
     return {"metric": found.value, "metric_name": found.name, "metrics": found.metrics}
 
 
@@ -281,13 +286,13 @@ def finish(
     tracker: Tracker | None,
     iteration: int | None = None,
     ended_by: str | None = None,
-) -> report.Result:
+) -> summary.Result:
     """The end of a run that did all its steps: result, export, summary.
 
     Args: state: state["before"] is the first evaluation; iteration, ended_by: see report.Result.
     """
     before = state["before"]["metrics"]
-    result = report.Result(
+    result = summary.Result(
         algo=run.algo.name,
         task=getattr(task, "name", type(task).__name__),
         model=run.model.path or run.model.name,
@@ -307,15 +312,15 @@ def finish(
         ended_by=ended_by,
         skipped_steps=state["skipped"],
     )
-    weights = sharding.whole(model)
+    weights = fsdp.whole(model)
     if tracker:
         if iteration is None:  # RFT has measured after each
             tracker.measured(tracker.step, last.name, last.metrics)
-        tracker.completions("after", tracker.step, report.completions(task, examples, last.completions))
-        tracker.summary(report.headline(result))
-        models.export(model, tokenizer, context.out_dir / "model", weights)
+        tracker.completions("after", tracker.step, summary.completion_rows(task, examples, last.completions))
+        tracker.summary(summary.headline(result))
+        export_model(model, tokenizer, context.out_dir / "model", weights)
         tracker.artifact("model", context.out_dir / "model", f"step-{state['step']}")
         tracker.close()
-        report.finish(result, task, examples, state["before"]["completions"], last.completions)
+        summary.finish_report(result, task, examples, state["before"]["completions"], last.completions)
     context.barrier()
     return result

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from common import sharding
 from common.config import ConfigError, OptimizerConfig
+from common.distributed import fsdp
 from common.precision import Precision
 
 # Gradients of all ranks are added in pieces of this many bytes.
@@ -106,7 +106,7 @@ class Updater:
         self.scaler.update()
         if self.memory_gb is None:
             parts = [[p, p.grad] for p in self.parameters]
-            self.memory_gb = sharding.measured({"weights": parts, "optimizer": self.optimizer.state_dict()})
+            self.memory_gb = fsdp.measured({"weights": parts, "optimizer": self.optimizer.state_dict()})
         seen = {"loss": loss, "grad_norm": norm, "lr": lr, "state_memory_gb": self.memory_gb}
         if self.numbers.scaler:
             seen |= {"loss_scale": scale, "overflow": float(self.scaler.get_scale() < scale)}

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from common import checkpoint
 from common.config import ConfigError, Run
-from common.distributed import Context
+from common.distributed.context import Context
 
 log = logging.getLogger("clutch")
 

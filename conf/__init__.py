@@ -1,1 +1,1 @@
-"""The YAML files that Hydra composes; a package so that they travel with an installed wheel."""
+"""Only YAML: the values of every setting."""

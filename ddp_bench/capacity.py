@@ -33,10 +33,12 @@ from omegaconf import OmegaConf
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config
 
-from common import logprobs, plots
-from common.checkpoint import write_text
 from common.config import ConfigError, HardwareConfig, above, at_least, build, choice
-from common.rollout import Sampler
+from common.files import write_text
+from common.model import logprobs
+from common.model.memory import activation_bytes
+from common.report import plots
+from common.sampling.native import Sampler
 from ddp_bench.predict import ARITHMETIC, LAUNCH, MEMORY, Link, from_facts
 
 ALGORITHMS = ("eggroll", "grpo", "rft", "classify")
@@ -147,7 +149,7 @@ class Model:
 
     def training_bytes(self, work: Work, prompts: float, rows: int) -> float:
         """Activations of a training forward with checkpointing, and its logits."""
-        kept = logprobs.activation_bytes(
+        kept = activation_bytes(
             self.model, prompts, work.prompt_tokens, rows, work.new_tokens, torch.bfloat16, recomputed=True
         )
         return kept + 16 * min(rows * work.new_tokens * self.config.vocab_size, logprobs.LOGITS)

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from common import checkpoint
 from common.config import ConfigError
+from common.files import cached
 from ddp_bench.config import LoaderConfig, TokenizerConfig
 from ddp_bench.tasks import ClassTask, Labelled, Trajectory
 
@@ -171,7 +171,7 @@ def _texts(
         save_file(arrays, folder / "rows.safetensors")
         return {"tokenizer": asdict(config), "max_tokens": max_tokens}
 
-    folder = checkpoint.cached(f"text-{digest.hexdigest()[:16]}", "the tokenised text", build, say)
+    folder = cached(f"text-{digest.hexdigest()[:16]}", "the tokenised text", build, say)
     arrays = load_file(folder / "rows.safetensors")
     found = {
         split: Rows(

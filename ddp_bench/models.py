@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from common import sharding
-from common.checkpoint import replacing
 from common.config import ConfigError
+from common.distributed import fsdp
+from common.files import replacing
 from ddp_bench.config import EncoderConfig
 from ddp_bench.data import Ragged, Rows, trajectories
 from ddp_bench.tasks import Labelled
@@ -227,13 +227,13 @@ def probabilities_of(
 
     Rows of like length go together. Args: batch_rows: of a forward; dtype: of autocast.
     """
-    device = sharding.device(model)
+    device = fsdp.device(model)
     training = model.training
     model.eval()
     lengths = rows.lengths
     order = sorted(range(len(chosen)), key=lambda i: lengths[chosen[i]])
     found: list[Tensor] = []
-    with sharding.inference(model):
+    with fsdp.inference(model):
         for start in range(0, len(order), batch_rows):
             inputs, _ = rows.__getitems__([chosen[i] for i in order[start : start + batch_rows]])
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):

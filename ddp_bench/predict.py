@@ -37,11 +37,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from common import hardware, precision, report
-from common.checkpoint import write_text
+from common import hardware, precision
 from common.config import ConfigError, DdpConfig, HardwareConfig, Run, no_effect
-from common.distributed import Context, launch
+from common.distributed.context import Context
+from common.distributed.workers import launch
+from common.files import write_text
 from common.precision import Precision
+from common.report import summary
 from ddp_bench import models
 from ddp_bench.config import ClassifyConfig
 from ddp_bench.data import WORKERS_PER_GPU, Rows, held_out, prepare, split
@@ -148,7 +150,7 @@ def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str,
         for line in runs
         if line["scaling"] == "strong" and line["ranks"] in settings.predict_times
     ]
-    report.write_run(run, out_dir, device)
+    summary.write_run(run, out_dir, device)
     write_text(out_dir / "prediction.json", json.dumps(saved, indent=2) + "\n")
     text = worded(run, saved, shares, link, out_dir)
     write_text(out_dir / "prediction.txt", text)

@@ -23,8 +23,8 @@ from typing import Any
 import yaml
 
 from common.config import ConfigError
-from common.plots import COLOURS, STYLE
-from common.tracking import events
+from common.report.events import events
+from common.report.plots import COLOURS, STYLE
 
 PHASES = ("data", "forward", "backward", "communication", "exchange", "optimizer")
 ENOUGH = 1.2  # a speed-up below it is not worth a second device

@@ -20,10 +20,13 @@ from typing import Any
 
 import torch
 
-from common import hardware, precision, report, slurm
-from common.checkpoint import write_text
+from common import hardware, precision
 from common.config import ConfigError, DdpConfig, Run
-from common.distributed import Context, launch
+from common.distributed import slurm
+from common.distributed.context import Context
+from common.distributed.workers import launch
+from common.files import write_text
+from common.report import summary
 from ddp_bench import models
 from ddp_bench.config import ClassifyConfig, check_switches
 from ddp_bench.data import Batches, Loader, Rows, held_out, prepare, to
@@ -60,7 +63,7 @@ def scale(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str, A
                 found.append(launch("ddp_bench.scaling:measure", one, out_dir, task))
     finally:
         torch.set_num_threads(before)
-    report.write_run(run, out_dir, device.name)
+    summary.write_run(run, out_dir, device.name)
     saved = summarised(run, device, threads, by_ranks)
     write_text(out_dir / "scaling.json", json.dumps(saved, indent=2) + "\n")
     tell(saved, out_dir)

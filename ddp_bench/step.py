@@ -17,9 +17,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from common import hardware, optim, sharding
+from common import hardware, optim
 from common.config import ConfigError, Run
-from common.distributed import Context
+from common.distributed import fsdp
+from common.distributed.context import Context
 from common.precision import Precision
 from ddp_bench.config import ClassifyConfig
 from ddp_bench.data import IGNORED, Batch, split, to
@@ -79,7 +80,7 @@ class Stepper:
         self.looked = not self.settings.ddp.static_graph
         self.last_gradient: Any = None  # mark: when the backward pass had computed everything
         if context.mesh is not None:
-            sharding.shard([model], run, context, numbers)
+            fsdp.shard([model], run, context, numbers)
         elif context.world_size > 1:
             self.forward = self.wrapper = wrapped(model, self.settings, self.device)
             for parameter in model.encoder.layers[0].parameters():  # nearly the last ones to have a gradient
@@ -111,7 +112,7 @@ class Stepper:
             self.updater.clear()
             return self.backward(batch, rows, micro, clock)
 
-        if self.context.world_size == 1 and not sharding.of(self.model):
+        if self.context.world_size == 1 and not fsdp.of(self.model):
             loss, self.rows = hardware.halving(attempt, self.rows, 1, "algo.model.max_tokens")
         else:  # a rank that repeated alone would leave the others waiting
             loss, _ = hardware.halving(attempt, self.rows, self.rows, "algo.model.max_tokens", "algo.micro_batch_rows")
@@ -127,7 +128,7 @@ class Stepper:
         """Accumulate gradients, exchanged once with the last part. Returns this rank's share of the mean loss."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         parts = split(batch, micro)
-        if sharding.of(self.model):  # all ranks make the same number of passes
+        if fsdp.of(self.model):  # all ranks make the same number of passes
             (inputs, labels), *_ = parts
             most = -(-rows // self.context.world_size)
             parts += [(inputs, torch.full_like(labels, IGNORED))] * (-(-most // micro) - len(parts))

@@ -23,12 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import checkpoint, hardware, loop, optim, precision, report, resume, sharding
+from common import checkpoint, hardware, loop, optim, precision, resume
 from common.config import ConfigError, Run
-from common.distributed import Context
-from common.finite import NotFinite
+from common.distributed import fsdp
+from common.distributed.context import Context
+from common.nonfinite import NotFinite
+from common.report import summary
+from common.report.tracker import Tracker, closed_on_error
 from common.signals import EXIT_NUMBERS, RunStopped, StopSignal
-from common.tracking import Tracker, closed_on_error
 from ddp_bench import models
 from ddp_bench.config import ClassifyConfig, check_switches
 from ddp_bench.data import Batches, Loader, Rows, held_out, prepare
@@ -41,7 +43,7 @@ log = logging.getLogger("clutch")
 BEST = "best."  # in front of the names of the best weights in a checkpoint
 
 
-def train(run: Run, context: Context, task: ClassTask | None = None) -> report.Result:
+def train(run: Run, context: Context, task: ClassTask | None = None) -> summary.Result:
     """Train a classifier on a class task. Every rank returns the same; rank 0 writes.
 
     Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN or infinity.
@@ -76,7 +78,7 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> report.R
     plan(run, context, task, data, len(rows), len(validation), model, loader, numbers.name)
 
     tracker = Tracker(run, context.out_dir, steps, state["step"], state["tracker"]) if context.main else None
-    with closed_on_error(tracker), StopSignal() as stop, report.profiled(run, context) as traced:
+    with closed_on_error(tracker), StopSignal() as stop, summary.profiled(run, context) as traced:
         feed, order = loader.from_step(state["step"]), []
         while state["step"] < steps and state["waited"] != settings.patience:
             started, clock, step = time.perf_counter(), Clock(device), state["step"]
@@ -147,7 +149,7 @@ def offending(stepper: Stepper, task: ClassTask, rows: Rows, chosen: Sequence[in
     def probabilities(which: Sequence[int]) -> Any:
         return models.probabilities_of(stepper.model, rows, which, stepper.rows, stepper.numbers.compute)
 
-    with sharding.forwards(stepper.model, idle=lambda: probabilities([0])):
+    with fsdp.forwards(stepper.model, idle=lambda: probabilities([0])):
         found = probabilities(chosen) if chosen else []
     broken = [row for row, part in zip(chosen, found, strict=True) if not torch.isfinite(part).all()]
     given = list(task.rows("train"))
@@ -173,7 +175,7 @@ def evaluate(model: Any, rows: Rows, chosen: Sequence[int], context: Context, st
     def probabilities(numbers: Sequence[int]) -> Tensor:
         return models.probabilities_of(model, rows, numbers, stepper.rows, stepper.numbers.compute)
 
-    with sharding.forwards(model, idle=lambda: probabilities([0])):
+    with fsdp.forwards(model, idle=lambda: probabilities([0])):
         if mine:
             found[list(mine)] = probabilities([chosen[i] for i in mine])
     return context.sum(found.to(context.device.device)).cpu()
@@ -182,7 +184,7 @@ def evaluate(model: Any, rows: Rows, chosen: Sequence[int], context: Context, st
 def save(stepper: Stepper, best: dict[str, Tensor], state: dict[str, Any]) -> Path:
     """Write a checkpoint with all that the next step needs, and the best weights so far. Every rank calls it. Returns its folder."""
     weights = {name: parameter.detach() for name, parameter in stepper.model.named_parameters()}
-    return sharding.save(
+    return fsdp.save(
         stepper.context,
         stepper.context.out_dir / "checkpoints",
         state["step"],
@@ -204,7 +206,7 @@ def load(stepper: Stepper, saved: checkpoint.Checkpoint, rows: str) -> tuple[dic
     weights: dict[str, Tensor] = dict(stepper.model.named_parameters())
     best = {name: torch.empty_like(t, requires_grad=False) for name, t in weights.items()} if state["best"] else {}
     both = weights | {f"{BEST}{name}": tensor for name, tensor in best.items()}
-    stepper.updater.load(sharding.restore(saved, both, stepper.updater.fresh))
+    stepper.updater.load(fsdp.restore(saved, both, stepper.updater.fresh))
     return state, best
 
 
@@ -235,7 +237,7 @@ def plan(
     forwards = -(-share // settings.micro_batch_rows)
     size = sum(p.numel() for p in model.parameters())
     ddp = settings.ddp
-    report.plan(
+    summary.print_plan(
         {
             "algorithm": f"classify, {settings.epochs} epochs of {len(batches)} steps, lr {settings.lr:g}",
             "task": f"{getattr(task, 'name', type(task).__name__)}: {len(task.classes)} classes, {trained:,} training "
@@ -248,13 +250,13 @@ def plan(
             "ranks": f"{context.world_size}"
             + (f", {4 * size / 2**20:.1f} MB of gradients a step" if context.world_size > 1 else "")
             + (f", hook {ddp.hook}" if context.world_size > 1 and context.mesh is None else ""),
-            **({"memory": sharding.planned(model, 16 * size).removeprefix("; ")} if sharding.of(model) else {}),
+            **({"memory": fsdp.planned(model, 16 * size).removeprefix("; ")} if fsdp.of(model) else {}),
             "batch": f"{settings.batch_rows} rows: {share} a rank, in {forwards} forward{'s' * (forwards > 1)}",
             "loader": f"{loader.workers} worker processes a rank" if loader.workers else "in this process",
             "folder": str(context.out_dir),
         }
     )
-    report.write_run(run, context.out_dir, context.device.name)
+    summary.write_run(run, context.out_dir, context.device.name)
 
 
 def finish(
@@ -266,16 +268,16 @@ def finish(
     tokenizer: Any,
     state: dict[str, Any],
     tracker: Tracker | None,
-) -> report.Result:
+) -> summary.Result:
     """Test, export and summarise. `before` is what naming the most frequent training class would get."""
     test, labels = data["test"], torch.from_numpy(data["test"].labels)
     probabilities = evaluate(stepper.model, test, range(len(test)), context, stepper)
-    weights = sharding.whole(stepper.model)
+    weights = fsdp.whole(stepper.model)
     after = measures(labels, probabilities)
     guess = torch.full_like(labels, majority(task.rows("train")))
     before = measures(labels, torch.nn.functional.one_hot(guess, len(task.classes)).double())
     before.pop("loss")  # infinite
-    result = report.Result(
+    result = summary.Result(
         algo=run.algo.name,
         task=getattr(task, "name", type(task).__name__),
         model=f"encoder {run.algo.model.layers}x{run.algo.model.size}",
@@ -294,7 +296,7 @@ def finish(
         metrics={"before": before, "after": after, **({"validation": state["best"]} if state["best"] else {})},
     )
     if tracker:
-        tracker.summary(report.headline(result))
+        tracker.summary(summary.headline(result))
         models.export(stepper.model, run.algo.model, task.classes, tokenizer, context.out_dir / "model", weights)
         tracker.artifact("model", context.out_dir / "model", f"step-{state['step']}")
         tracker.close()
@@ -307,12 +309,12 @@ def finish(
                 line = {"row": i, "class": task.classes[label], "predicted": task.classes[predicted]}
                 file.write(json.dumps(line | {"probability": round(probabilities[i, predicted].item(), 4)}) + "\n")
         result.save()
-        report.summary(result, [], f"{result.folder}/model (ddp_bench.models.load)")
+        summary.print_summary(result, [], f"{result.folder}/model (ddp_bench.models.load)")
         named = [
             {"true \\ predicted": name, **dict(zip(task.classes, map(str, line), strict=True))}
             for name, line in zip(task.classes, table.tolist(), strict=True)
         ]
         if len(named) <= 12:
-            log.info("\n%s", report.side_by_side(named))
+            log.info("\n%s", summary.side_by_side(named))
     context.barrier()
     return result

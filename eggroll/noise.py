@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from common import sharding
 from common.config import ConfigError
-from common.philox import normals
+from common.distributed import fsdp
+from common.sampling.random import normals
 from eggroll.config import NoiseConfig
 
 T = TypeVar("T")
@@ -138,7 +138,7 @@ class _Share:
 
     @classmethod
     def of(cls, address: Address, parameter: Tensor, device: torch.device) -> "_Share":
-        rows, (whole, *others) = sharding.rows(parameter), address.shape
+        rows, (whole, *others) = fsdp.rows(parameter), address.shape
         if len(rows) == whole:
             return cls(address, torch.arange(address.blocks, device=device), None)
         if address.policy == "lowrank":
@@ -165,7 +165,7 @@ class Noise:
     def __init__(self, model: nn.Module, config: NoiseConfig, *, rank: int, mirrored: bool, seed: int) -> None:
         self.model, self.mirrored, self.seed = model, mirrored, seed
         self.addresses = addresses(model, config, rank)
-        self.device = sharding.device(model)
+        self.device = fsdp.device(model)
         self.sites = _sites(model, self.addresses)
         self.inputs = _shared_inputs(model, [s.module for s in self.sites if isinstance(s.module, (nn.Linear, Conv1D))])
         self._blocks = {a.name: torch.arange(a.blocks, device=self.device) for a in self.addresses}
@@ -202,7 +202,7 @@ class Noise:
         assert members.start % per_direction == 0
         assert len(members) % per_direction == 0
         first, count = members.start // per_direction, len(members) // per_direction
-        dtype = sharding.dtype(self.model)
+        dtype = fsdp.dtype(self.model)
         if (count, dtype) not in self._perturbed:
             self._perturbed[count, dtype] = _Perturbed(self, count, dtype)
         perturbed = self._perturbed[count, dtype]
@@ -585,8 +585,8 @@ def _shared_inputs(model: nn.Module, layers: list[nn.Module]) -> dict[int, int]:
     training = model.training
     try:
         model.eval()
-        with sharding.forwards(model):
-            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=sharding.device(model)), use_cache=False)
+        with fsdp.forwards(model):
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=fsdp.device(model)), use_cache=False)
     finally:
         model.train(training)
         for hook in hooks:

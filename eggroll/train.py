@@ -21,15 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import checkpoint, finite, hardware, loop, models, optim, precision, report, resume, sharding
+from common import checkpoint, hardware, loop, nonfinite, optim, precision, resume
 from common.config import ConfigError, Run
-from common.distributed import Context
+from common.distributed import fsdp
+from common.distributed.context import Context
 from common.evaluation import evaluate
-from common.rollout import Completions, Sampler
-from common.scoring import Scorer
+from common.model.prompts import encode_prompts, stop_ids
+from common.report import summary
+from common.report.tracker import closed_on_error
+from common.sampling.engine import Completions
+from common.sampling.native import Sampler
 from common.signals import EXIT_NUMBERS, RunStopped, StopSignal
 from common.tasks import Example, Task, build
-from common.tracking import Phases, closed_on_error
+from common.tasks.scoring import Scorer
+from common.timer import Timer
 from eggroll.config import EggrollConfig, check_switches
 from eggroll.fitness import fitness
 from eggroll.noise import Noise
@@ -37,7 +42,7 @@ from eggroll.noise import Noise
 log = logging.getLogger("clutch")
 
 
-def train(run: Run, context: Context, task: Task | None = None) -> report.Result:
+def train(run: Run, context: Context, task: Task | None = None) -> summary.Result:
     """Evolve a model on a task. Every rank returns the same numbers; rank 0 writes.
 
     Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN or infinity.
@@ -49,7 +54,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     numbers = precision.resolve(run.opt, device)
     model, tokenizer = loop.load(run, task, context)
     model.requires_grad_(False)
-    sharding.shard([model], run, context, numbers)
+    fsdp.shard([model], run, context, numbers)
     noise = Noise(model, settings.noise, rank=settings.rank, mirrored=settings.mirrored, seed=run.seed)
     if settings.rank != 1 and all(address.policy == "full" for address in noise.addresses):
         raise ConfigError(f"algo.rank={settings.rank} has no effect: nothing has low-rank noise. Set algo.rank=1.")
@@ -60,14 +65,14 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     if resumed is not None:
         weights.load(resumed)
         state |= resumed.state["run"]
-    unusual = finite.NotFinite(run, context, state["skipped"])
+    unusual = nonfinite.NotFinite(run, context, state["skipped"])
 
     order = loop.Order(task.examples("train"), run.seed)
     held_out = loop.held_out(task, run)
     sampler = Sampler(
         model,
         pad_id=tokenizer.pad_token_id,
-        stop_ids=models.stop_ids(model, tokenizer),
+        stop_ids=stop_ids(model, tokenizer),
         rows=settings.rows_per_forward,
         compile_mode=run.opt.compile.mode if run.opt.compile.enabled else None,
         graphs=run.hardware.cuda_graphs,
@@ -87,7 +92,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         # A rehearsal whose rewards are thrown away, so that the first step's time is that of a step.
         began = time.perf_counter()
         rehearsed = order.take(state["step"] * settings.prompts_per_step, settings.prompts_per_step)
-        population.rewards(rehearsed, state["step"], state["step"] // settings.noise_reuse, settings.sigma, Phases())
+        population.rewards(rehearsed, state["step"], state["step"] // settings.noise_reuse, settings.sigma, Timer())
         compiling = {"compile_seconds": time.perf_counter() - began}
         if context.main:
             log.info("compiled in %.0f s", compiling["compile_seconds"])
@@ -95,11 +100,11 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         closed_on_error(tracker),
         closing(population.scorer),
         StopSignal() as stop,
-        report.profiled(run, context) as traced,
+        summary.profiled(run, context) as traced,
     ):
         while not last:
             step = state["step"]
-            started, phases = time.perf_counter(), Phases()
+            started, phases = time.perf_counter(), Timer()
             sigma = settings.sigma * settings.sigma_schedule.factor(step, settings.steps)
             lr = settings.lr * settings.lr_schedule.factor(step, settings.steps)
             draw = step // settings.noise_reuse
@@ -188,20 +193,18 @@ class Population:
         self.scorer = Scorer(task, run.scoring)
         self.offending: list[dict[str, Any]] = []  # this rank's rows of the step that are not finite
 
-    def rewards(
-        self, examples: list[Example], step: int, draw: int, sigma: float, phases: Phases
-    ) -> tuple[Tensor, int]:
+    def rewards(self, examples: list[Example], step: int, draw: int, sigma: float, phases: Timer) -> tuple[Tensor, int]:
         """Rewards float64 [members, prompts * samples], on every rank the same, and tokens generated by all ranks.
 
         The reward of a row whose logits were not finite is NaN.
         """
         settings, context = self.settings, self.context
-        prompts = models.encode_prompts(self.tokenizer, [self.task.prompt(example) for example in examples])
+        prompts = encode_prompts(self.tokenizer, [self.task.prompt(example) for example in examples])
         repeated = [example for example in examples for _ in range(settings.samples_per_prompt)]
         rewards = torch.zeros(settings.members, len(repeated), dtype=torch.float64)
         generated, self.offending = 0, []
         mine = chunks(settings, self.rows, context.world_size)[context.rank :: context.world_size]
-        for members in sharding.each(self.sampler.model, mine):
+        for members in fsdp.each(self.sampler.model, mine):
 
             def sample(rows: int, members: range = members) -> list[Completions]:
                 self.sampler.rows = rows
@@ -222,7 +225,7 @@ class Population:
                 return made
 
             with phases("rollout"):
-                floor = sharding.floor(self.sampler.model, self.rows, 2 if settings.mirrored else 1)
+                floor = fsdp.floor(self.sampler.model, self.rows, 2 if settings.mirrored else 1)
                 made, self.rows = hardware.halving(sample, self.rows, floor)
                 texts = [text for part in made for text in part.texts(self.tokenizer)]
                 generated += sum(part.generated for part in made)
@@ -232,7 +235,7 @@ class Population:
                 for row, (score, bad) in enumerate(zip(scores, broken, strict=True)):
                     if bad or not math.isfinite(score):
                         member, place = divmod(row, len(repeated))
-                        found = finite.row(self.task, repeated[place], texts[row], score, bad)
+                        found = nonfinite.row(self.task, repeated[place], texts[row], score, bad)
                         self.offending.append({"member": members[member], **found})
                         scores[row] = math.nan
                 rewards[members.start : members.stop] = torch.tensor(scores, dtype=torch.float64).view(len(members), -1)
@@ -322,10 +325,10 @@ class Weights:
         names = [address.name for address in noise.addresses]
         parameters = dict(model.named_parameters())
         # What this rank holds of them.
-        self.initial = Stored({n: sharding.local(parameters[n]) for n in names}, folder)
+        self.initial = Stored({n: fsdp.local(parameters[n]) for n in names}, folder)
         # |W0|^2
-        self.started = sum(sharding.local(parameters[n]).detach().square().sum().double().item() for n in names)
-        if compute == torch.float32 or sharding.of(model):
+        self.started = sum(fsdp.local(parameters[n]).detach().square().sum().double().item() for n in names)
+        if compute == torch.float32 or fsdp.of(model):
             self.masters = {n: parameters[n] for n in names}
         else:
             self.masters = {
@@ -350,25 +353,25 @@ class Weights:
             gradient = gradient.to(master.device)
             initial = self.initial[name].to(master.device)
             if self.settings.weight_decay:
-                gradient.add_(sharding.local(master) - initial, alpha=self.settings.weight_decay)
-            master.grad = sharding.like(master, gradient)
+                gradient.add_(fsdp.local(master) - initial, alpha=self.settings.weight_decay)
+            master.grad = fsdp.like(master, gradient)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
             master.grad = gradient = None
             if self.used[name] is not master:
                 self.used[name].copy_(master)
-            moved += initial.sub_(sharding.local(master)).square_().sum().double().item()
+            moved += initial.sub_(fsdp.local(master)).square_().sum().double().item()
             del initial  # before the next gradient is made
         if self.memory_gb is None:
-            self.memory_gb = sharding.measured([list(self.model.parameters()), self.masters, self.extra()])
-        both = sharding.total(self.model, torch.tensor((moved, self.started), dtype=torch.float64, device=noise.device))
+            self.memory_gb = fsdp.measured([list(self.model.parameters()), self.masters, self.extra()])
+        both = fsdp.total(self.model, torch.tensor((moved, self.started), dtype=torch.float64, device=noise.device))
         return float((both[0] / both[1].clamp(min=1e-30)).sqrt())
 
     def save(self, run: Run, context: Context, state: dict[str, Any]) -> Path:
         """Write a checkpoint with all that the next step needs. Every rank calls it. Returns its folder."""
         tensors = {name: master.detach() for name, master in self.masters.items()}
-        return sharding.save(
+        return fsdp.save(
             context,
             context.out_dir / "checkpoints",
             state["step"],
@@ -391,9 +394,9 @@ class Weights:
     @torch.no_grad()
     def load(self, saved: checkpoint.Checkpoint) -> None:
         """Take over a checkpoint's weights and optimizers."""
-        if sharding.names(saved) != set(self.masters):
+        if fsdp.names(saved) != set(self.masters):
             raise ConfigError(f"{saved.path} holds other parameters than this run perturbs. Start with resume=no.")
-        extra = sharding.restore(saved, dict(self.masters), self.fresh)
+        extra = fsdp.restore(saved, dict(self.masters), self.fresh)
         for name, master in self.masters.items():
             self.used[name].copy_(master)
             self.optimizers[name].load_state_dict(extra["optimizers"][name])
@@ -420,7 +423,7 @@ def plan(
     """Print what will be done, with sizes. Returns the rows a forward, refitted to this device's memory."""
     settings: EggrollConfig = run.algo
     looked_at = [*order.take(0, 256), *held_out]
-    prompt = max(len(ids) for ids in models.encode_prompts(tokenizer, [task.prompt(e) for e in looked_at]))
+    prompt = max(len(ids) for ids in encode_prompts(tokenizer, [task.prompt(e) for e in looked_at]))
     tokens = settings.sampling.max_new_tokens
     if prompt + tokens > sampler.context:
         raise ConfigError(
@@ -434,9 +437,9 @@ def plan(
         2 if settings.mirrored else 1
     )
     drawn = 4 * sum(4 * a.blocks for a in noise.addresses) * chunk_directions
-    if sharding.of(sampler.model):
+    if fsdp.of(sampler.model):
         whole = 4.0 * size  # the model's own weights are the masters
-        fixed = whole / sharding.share(sampler.model) + sharding.gathered_bytes(sampler.model, rollout=True) + drawn
+        fixed = whole / fsdp.share(sampler.model) + fsdp.gathered_bytes(sampler.model, rollout=True) + drawn
     else:
         masters = 4 * perturbed * (dtype != "float32" and not run.opt.offload.enabled)
         whole = size * sampler.dtype.itemsize + masters
@@ -447,7 +450,7 @@ def plan(
     forwards = chunks(settings, rows, context.world_size)
     used = min(rows, len(forwards[0]) * settings.prompts_per_step * settings.samples_per_prompt)
     compiled = f", compiled ({run.opt.compile.mode})" if run.opt.compile.enabled else ""
-    report.plan(
+    summary.print_plan(
         {
             "algorithm": f"eggroll, {loop.length(run, settings.steps, 'steps')}, rank {settings.rank}, sigma {settings.sigma:g}, lr {settings.lr:g}",
             "task": f"{getattr(task, 'name', type(task).__name__)}: {len(order.examples):,} training examples, {len(held_out)} held out",
@@ -459,7 +462,7 @@ def plan(
             f"{tokens} new tokens at most",
             "forwards": f"{len(forwards)} a step, {used} rows each (algo.rows_per_forward={rows}), "
             f"{-(-len(forwards) // context.world_size)} a rank",
-            "memory": f"about {(fixed + used * row) / 2**30:.2f} GB a rank{sharding.planned(sampler.model, whole)}",
+            "memory": f"about {(fixed + used * row) / 2**30:.2f} GB a rank{fsdp.planned(sampler.model, whole)}",
             "folder": str(context.out_dir),
         }
     )
@@ -469,5 +472,5 @@ def plan(
             context.world_size,
             len(forwards),
         )
-    report.write_run(run, context.out_dir, context.device.name) if context.main else None
+    summary.write_run(run, context.out_dir, context.device.name) if context.main else None
     return rows

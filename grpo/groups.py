@@ -11,14 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import finite, hardware, logprobs, loop, models, sharding
+from common import hardware, loop, nonfinite
 from common.config import Run
-from common.distributed import Context
+from common.distributed import fsdp
+from common.distributed.context import Context
+from common.model import logprobs
+from common.model.prompts import encode_prompts
 from common.precision import Precision
-from common.rollout import Completions, Sampler
-from common.scoring import Scorer
+from common.sampling.engine import Completions
+from common.sampling.native import Sampler
 from common.tasks import Example, Task
-from common.tracking import Phases
+from common.tasks.scoring import Scorer
+from common.timer import Timer
 from grpo.config import GrpoConfig
 from grpo.loss import kl, overlong_penalty
 
@@ -122,7 +126,7 @@ class Roller:
         self.rows, self.reference_rows = sampler.rows, reference_rows
         self.offload = run.opt.offload.enabled
 
-    def roll(self, step: int, cursor: int, phases: Phases) -> tuple[Rollout, int]:
+    def roll(self, step: int, cursor: int, phases: Timer) -> tuple[Rollout, int]:
         """Groups for one step, from position `cursor` of the training order on. Returns the next position too."""
         live: list[Group] = []
         offending: list[dict[str, Any]] = []
@@ -169,13 +173,13 @@ class Roller:
     def _offending(self, groups: list[Group]) -> list[dict[str, Any]]:
         """The rows of `groups` whose rewards are not finite."""
         return [
-            finite.row(self.task, group.example, self.tokenizer.decode(tokens), score, broken=math.isfinite(score))
+            nonfinite.row(self.task, group.example, self.tokenizer.decode(tokens), score, broken=math.isfinite(score))
             for group in groups
             for tokens, score, reward in zip(group.completions, group.scores, group.rewards, strict=True)
             if not (math.isfinite(score) and math.isfinite(reward))
         ]
 
-    def _sample(self, examples: list[Example], start: int, step: int, phases: Phases) -> tuple[list[Group], Any]:
+    def _sample(self, examples: list[Example], start: int, step: int, phases: Timer) -> tuple[list[Group], Any]:
         """This rank's share of `examples`: sampled, scored, and looked at by the reference model meanwhile.
 
         start: position of the first one in the training order. Draws are keyed by it: an example that comes twice in a
@@ -183,7 +187,7 @@ class Roller:
         """
         settings, share = self.settings, slice(self.context.rank, None, self.context.world_size)
         mine, positions = examples[share], list(range(start, start + len(examples)))[share]
-        prompts = models.encode_prompts(self.tokenizer, [self.task.prompt(example) for example in mine])
+        prompts = encode_prompts(self.tokenizer, [self.task.prompt(example) for example in mine])
 
         def sample(rows: int) -> Completions:
             self.sampler.rows = rows
@@ -197,11 +201,11 @@ class Roller:
                 logprobs=True,
             )
 
-        with phases("rollout"), sharding.forwards(self.sampler.model):
-            floor = sharding.floor(self.sampler.model, self.rows, 1)
+        with phases("rollout"), fsdp.forwards(self.sampler.model):
+            floor = fsdp.floor(self.sampler.model, self.rows, 1)
             made, self.rows = hardware.halving(sample, self.rows, floor) if mine else (None, self.rows)
         if made is None:  # a rank without a prompt has only kept step
-            with sharding.forwards(self.reference):
+            with fsdp.forwards(self.reference):
                 return [], self.scorer.nothing()
         texts = made.texts(self.tokenizer)
         assert made.logprobs is not None
@@ -213,10 +217,10 @@ class Roller:
             pending = self.scorer.submit([example for example in mine for _ in range(size)], texts)
         reference = None
         if self.reference is not None:
-            with phases("reference"), sharding.forwards(self.reference):
+            with phases("reference"), fsdp.forwards(self.reference):
                 if self.offload:
                     self.reference.to(self.context.device.device)
-                floor = sharding.floor(self.reference, self.reference_rows, 1)
+                floor = fsdp.floor(self.reference, self.reference_rows, 1)
                 reference, self.reference_rows = hardware.halving(
                     lambda rows: self._reference(prompts, tokens, rows),
                     self.reference_rows,

@@ -5,11 +5,15 @@ from typing import Any
 
 import torch
 
-from common import hardware, logprobs, loop, report, sharding
+from common import hardware, loop
 from common.config import Run
-from common.distributed import Context
+from common.distributed import fsdp
+from common.distributed.context import Context
+from common.model import logprobs
+from common.model.memory import activation_bytes
 from common.precision import Precision
-from common.rollout import Sampler
+from common.report import summary
+from common.sampling.native import Sampler
 from common.tasks import Example, Task
 from grpo.config import GrpoConfig
 
@@ -38,13 +42,13 @@ def plan(
     half, offload = numbers.compute != torch.float32, run.opt.offload.enabled
     # Weights, gradients, Adam's two moments, the reference model; autocast's copy of the weights and the sampler's.
     whole = parameters * (4 + 4 + 8 + 4 * bool(settings.kl.beta and not offload))
-    sharded = sharding.of(sampler.model) is not None
-    held = whole / sharding.share(sampler.model) + (0 if sharded else 4 * half * parameters)
-    fixed = held + sharding.gathered_bytes(sampler.model, rollout=False)
-    fixed_rollout = held + sharding.gathered_bytes(sampler.model, rollout=True)
+    sharded = fsdp.of(sampler.model) is not None
+    held = whole / fsdp.share(sampler.model) + (0 if sharded else 4 * half * parameters)
+    fixed = held + fsdp.gathered_bytes(sampler.model, rollout=False)
+    fixed_rollout = held + fsdp.gathered_bytes(sampler.model, rollout=True)
 
     def training(prompts: float, rows: int) -> float:
-        return logprobs.activation_bytes(
+        return activation_bytes(
             sampler.model, prompts, prompt, rows, tokens, numbers.compute, run.opt.checkpointing.enabled
         )
 
@@ -74,7 +78,7 @@ def plan(
     compiled = f", decoding compiled ({run.opt.compile.mode})" if run.opt.compile.enabled else ""
     reference = "none (beta 0)" if not settings.kl.beta else "on the CPU" if offload else "on the device"
     if context.main:
-        report.plan(
+        summary.print_plan(
             {
                 "algorithm": f"grpo, loss {settings.loss}, {loop.length(run, settings.steps, 'optimizer steps')}, {settings.passes} a rollout, "
                 f"lr {settings.lr:g}",
@@ -88,9 +92,9 @@ def plan(
                 "rollout": f"{settings.prompts_per_step} prompts x {size} samples, {tokens} new tokens at most, "
                 f"{min(rows, completions)} rows a forward; dead groups replaced in {settings.resample_rounds} rounds at most",
                 "training": f"{min(micro, completions)} completions a forward, gradients accumulated",
-                "memory": f"about {peak / 2**30:.2f} GB a rank{sharding.planned(sampler.model, whole)}",
+                "memory": f"about {peak / 2**30:.2f} GB a rank{fsdp.planned(sampler.model, whole)}",
                 "folder": str(context.out_dir),
             }
         )
-        report.write_run(run, context.out_dir, context.device.name)
+        summary.write_run(run, context.out_dir, context.device.name)
     return rows, micro

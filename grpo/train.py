@@ -19,14 +19,19 @@ from typing import Any
 
 import torch
 
-from common import checkpoint, finite, hardware, logprobs, loop, models, optim, precision, report, resume, sharding
+from common import checkpoint, hardware, loop, nonfinite, optim, precision, resume
 from common.config import ConfigError, Run
-from common.distributed import Context
+from common.distributed import fsdp
+from common.distributed.context import Context
 from common.evaluation import evaluate
-from common.rollout import Sampler
+from common.model import logprobs
+from common.model.prompts import stop_ids
+from common.report import summary
+from common.report.tracker import closed_on_error
+from common.sampling.native import Sampler
 from common.signals import EXIT_NUMBERS, RunStopped, StopSignal
 from common.tasks import Task, build
-from common.tracking import Phases, closed_on_error
+from common.timer import Timer
 from grpo.config import GrpoConfig, check_switches
 from grpo.groups import Group, Roller
 from grpo.loss import Counts, advantages, policy_loss
@@ -38,7 +43,7 @@ log = logging.getLogger("clutch")
 PER_TOKEN = {"entropy": "entropy", "clipped": "clipped", "ratio_kl": "ratio_kl", "kl": "kl", "gap": "sampler_gap"}
 
 
-def train(run: Run, context: Context, task: Task | None = None) -> report.Result:
+def train(run: Run, context: Context, task: Task | None = None) -> summary.Result:
     """Train a model on a task with GRPO. Every rank returns the same numbers; rank 0 writes.
 
     Raises: ConfigError for settings that cannot work; RunStopped after a signal, a guard, or on NaN or infinity.
@@ -54,7 +59,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
     reference = copy.deepcopy(model).requires_grad_(False) if settings.kl.beta else None
     if reference is not None and run.opt.offload.enabled:
         reference.to("cpu")
-    sharding.shard([model, reference], run, context, numbers)
+    fsdp.shard([model, reference], run, context, numbers)
     policy = Policy(model, run, context, numbers)
     guards = optim.Guards(numbers.scaler)
 
@@ -71,13 +76,13 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                 "another hydra.run.dir."
             )
 
-    unusual = finite.NotFinite(run, context, state["skipped"])
+    unusual = nonfinite.NotFinite(run, context, state["skipped"])
     order = loop.Order(task.examples("train"), run.seed)
     held_out = loop.held_out(task, run)
     sampler = Sampler(
         model,
         pad_id=tokenizer.pad_token_id,
-        stop_ids=models.stop_ids(model, tokenizer),
+        stop_ids=stop_ids(model, tokenizer),
         rows=settings.rows_per_forward,
         compile_mode=run.opt.compile.mode if run.opt.compile.enabled else None,
         graphs=run.hardware.cuda_graphs,
@@ -96,9 +101,9 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         closed_on_error(tracker),
         closing(roller.scorer),
         StopSignal() as stop,
-        report.profiled(run, context) as traced,
+        summary.profiled(run, context) as traced,
     ):
-        phases = Phases()
+        phases = Timer()
         while not loop.reached(state["step"], settings.steps) and not spending.spent:
             started, first_step = time.perf_counter(), state["step"]
             rollout, state["cursor"] = roller.roll(first_step, state["cursor"], phases)
@@ -159,7 +164,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
                     state["tracker"] = tracker.state()
                 if trouble:
                     raise RunStopped(f"step {step + 1}: {trouble} {loop.last_good(context)}", EXIT_NUMBERS)
-                started, phases = time.perf_counter(), Phases()
+                started, phases = time.perf_counter(), Timer()
                 traced()
 
             done = state["step"]
@@ -197,7 +202,7 @@ class Policy:
             optim.checkpoint_activations(model)
 
     def step(
-        self, step: int, groups: list[Group], advantage: torch.Tensor, olds: dict[int, list[Any]], phases: Phases
+        self, step: int, groups: list[Group], advantage: torch.Tensor, olds: dict[int, list[Any]], phases: Timer
     ) -> dict[str, float]:
         """One optimizer step on `groups` with their advantages [groups, G]. Returns what goes into the log.
 
@@ -215,7 +220,7 @@ class Policy:
         with phases("train"):
             self.model.train(self.run.opt.checkpointing.enabled)  # a checkpointed block wants training mode
             totals, self.rows = hardware.halving(
-                attempt, self.rows, sharding.floor(self.model, self.rows, 1), key="algo.micro_batch_rows"
+                attempt, self.rows, fsdp.floor(self.model, self.rows, 1), key="algo.micro_batch_rows"
             )
             # bnpo counts the micro-batches of all ranks, so when memory runs out on one, all cut theirs as it does.
             while (fewest := min(held := self.context.gather_objects(self.rows))) < max(held):
@@ -243,7 +248,7 @@ class Policy:
         for index, row in sorted(broken or [key for key, _ in watched]):
             group = groups[index]
             text = tokenizer.decode(group.completions[row])
-            found.append(finite.row(task, group.example, text, group.scores[row], bool(broken)))
+            found.append(nonfinite.row(task, group.example, text, group.scores[row], bool(broken)))
         return found
 
     def lr(self, step: int) -> float:
@@ -302,13 +307,13 @@ class Policy:
             totals["gap"] += ((logp.detach() - sampled).abs() * mask).sum()
             for name, value in sums.items():
                 totals[name] += value
-        if sharding.of(self.model):
+        if fsdp.of(self.model):
             logprobs.keep_step(self.model, max(map(len, every)) - len(every[context.rank]), device)
         return {name: value.item() for name, value in totals.items()}
 
     def save(self, state: dict[str, Any]) -> Path:
         """Write a checkpoint with all that the next step needs. Every rank calls it. Returns its folder."""
-        return sharding.save(
+        return fsdp.save(
             self.context,
             self.context.out_dir / "checkpoints",
             state["step"],
@@ -320,7 +325,7 @@ class Policy:
 
     def load(self, saved: checkpoint.Checkpoint) -> None:
         """Take over a checkpoint's weights, optimizer and scaler."""
-        self.updater.load(sharding.restore(saved, dict(self.model.named_parameters()), self.updater.fresh))
+        self.updater.load(fsdp.restore(saved, dict(self.model.named_parameters()), self.updater.fresh))
 
 
 def micro_batches(groups: list[Group], indices: range, rows: int) -> list[list[tuple[int, slice]]]:

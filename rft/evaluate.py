@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
-from common import hardware, models, sharding
+from common import hardware
 from common.config import Run
-from common.distributed import Context
+from common.distributed import fsdp
+from common.distributed.context import Context
 from common.evaluation import watched
-from common.rollout import Completions, Sampler
-from common.scoring import Scorer
+from common.model.prompts import encode_prompts
+from common.sampling.engine import Completions
+from common.sampling.native import Sampler
 from common.tasks import Example, Task
+from common.tasks.scoring import Scorer
 from rft.config import RftConfig
 
 
@@ -28,7 +31,7 @@ def pass_rates(
     if not count:
         return {}
     right: list[int] = []
-    prompts = models.encode_prompts(tokenizer, [task.prompt(example) for example in mine])
+    prompts = encode_prompts(tokenizer, [task.prompt(example) for example in mine])
 
     def sample(rows: int) -> Completions:
         sampler.rows = rows
@@ -41,8 +44,8 @@ def pass_rates(
                 prompt_ids=[example.id for example in mine],
             )
 
-    with sharding.forwards(sampler.model):
-        floor = sharding.floor(sampler.model, sampler.rows, 1)
+    with fsdp.forwards(sampler.model):
+        floor = fsdp.floor(sampler.model, sampler.rows, 1)
         made, sampler.rows = hardware.halving(sample, sampler.rows, floor) if mine else (None, sampler.rows)
     if made is not None:
         repeated = [example for example in mine for _ in range(count)]

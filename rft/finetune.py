@@ -18,14 +18,18 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from common import checkpoint, hardware, logprobs, models, optim, sharding
+from common import checkpoint, hardware, optim
 from common.config import ConfigError, Run
-from common.distributed import Context
-from common.models import peft_of_today
+from common.distributed import fsdp
+from common.distributed.context import Context
+from common.files import replacing
+from common.model import logprobs
+from common.model.half import compiled
+from common.model.lora import peft_of_today
+from common.model.masks import additive
 from common.precision import Precision
 from common.signals import EXIT_NUMBERS, RunStopped
-from common.slots import additive
-from common.tracking import Phases
+from common.timer import Timer
 from rft.config import LoraConfig, RftConfig
 
 log = logging.getLogger("clutch")
@@ -115,7 +119,7 @@ def token_losses(forward: Any, model: Any, layout: Layout, dtype: torch.dtype) -
         return -logp
 
     with torch.autocast(layout.ids.device.type, dtype, enabled=dtype != torch.float32):
-        return sharding.inside(model, losses)
+        return fsdp.inside(model, losses)
 
 
 def steps(trees: Sequence[Tree], completions: int, epoch: int, seed: int) -> list[list[Tree]]:
@@ -192,7 +196,7 @@ def with_lora(model: Any, config: LoraConfig) -> Any:
         task_type="CAUSAL_LM",
         lora_dropout=0.0,
     )
-    with peft_of_today(), sharding.gathered(model):  # peft takes a sharded weight for one of tensor parallelism
+    with peft_of_today(), fsdp.gathered(model):  # peft takes a sharded weight for one of tensor parallelism
         found = peft.get_peft_model(model, adapters)
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):  # peft has frozen what was gathered of it; adapters are whole on every rank
@@ -206,9 +210,9 @@ def merge_rows(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "get_delta_weight"):
             weight = module.base_layer.weight
-            rows = sharding.rows(weight)
+            rows = fsdp.rows(weight)
             for adapter in module.active_adapters:
-                sharding.local(weight).add_(module.get_delta_weight(adapter)[rows.start : rows.stop])
+                fsdp.local(weight).add_(module.get_delta_weight(adapter)[rows.start : rows.stop])
 
 
 def _targets(config: LoraConfig) -> list[str]:
@@ -251,7 +255,7 @@ class Finetuner:
             optim.checkpoint_activations(model)
         self.forward = model.base_model
         if run.opt.compile.enabled:
-            self.forward = models.compiled(model.base_model, run.opt.compile.mode)
+            self.forward = compiled(model.base_model, run.opt.compile.mode)
         batch = self.settings.batch_rows * self.settings.accumulate
         self.epochs = [steps(trees, batch, epoch, seed) for epoch in range(self.settings.epochs)]
         self.total = sum(map(len, self.epochs))
@@ -263,13 +267,13 @@ class Finetuner:
         if saved is None:
             return {}
         same(saved.path, saved.state["made_with"], record)
-        self.updater.load(sharding.restore(saved, dict(self.named), self.updater.fresh))
+        self.updater.load(fsdp.restore(saved, dict(self.named), self.updater.fresh))
         self.done = saved.step
         return saved.state
 
     def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint with all that the next step needs. Every rank calls it."""
-        sharding.save(
+        fsdp.save(
             self.context,
             self.folder / "checkpoints",
             self.done,
@@ -283,13 +287,13 @@ class Finetuner:
         """All steps that are left. Calls `seen(event, phases)` on every rank after each; it returns True to end."""
         flat = [trees for epoch in self.epochs for trees in epoch]
         for step in range(self.done, self.total):
-            started, phases = time.perf_counter(), Phases()
+            started, phases = time.perf_counter(), Timer()
             event = self.step(flat[step], step, phases)
             self.done = step + 1
             if seen(event | {"seconds": time.perf_counter() - started}, phases.seconds):
                 return
 
-    def step(self, trees: Sequence[Tree], step: int, phases: Phases) -> dict[str, float]:
+    def step(self, trees: Sequence[Tree], step: int, phases: Timer) -> dict[str, float]:
         """One optimizer step on `trees`: the mean loss over all of their completion tokens, whatever the forwards."""
         context, settings = self.context, self.settings
         device = context.device.device
@@ -305,14 +309,14 @@ class Finetuner:
                 loss = losses.sum() / tokens
                 self.updater.scaler.scale(loss).backward()
                 total += loss.detach()
-            if sharding.of(self.model):
+            if fsdp.of(self.model):
                 logprobs.keep_step(self.model, max(map(len, every)) - len(every[context.rank]), device)
             return total.item()
 
         with phases("train"):
             self.model.train(self.run.opt.checkpointing.enabled)  # a checkpointed block wants training mode
             loss, self.rows = hardware.halving(
-                attempt, self.rows, sharding.floor(self.model, self.rows, 1), key="algo.batch_rows"
+                attempt, self.rows, fsdp.floor(self.model, self.rows, 1), key="algo.batch_rows"
             )
         with phases("exchange"):
             optim.sum_gradients(self.updater.parameters)
@@ -331,7 +335,7 @@ class Finetuner:
     def _offending(self, trees: Sequence[Tree]) -> list[Tree]:
         """Those whose loss is not finite; all of them where only their gradient is not."""
         device, dtype = self.context.device.device, self.numbers.compute
-        with sharding.forwards(self.model):
+        with fsdp.forwards(self.model):
             alone = [token_losses(self.model.base_model, self.model, lay([[tree]], device), dtype) for tree in trees]
         return [tree for tree, loss in zip(trees, alone, strict=True) if not torch.isfinite(loss).all()] or list(trees)
 
@@ -340,9 +344,9 @@ class Finetuner:
         if self.lora is None:
             return self.model
         if self.context.main:
-            with checkpoint.replacing(self.folder / "adapter") as temporary:
+            with replacing(self.folder / "adapter") as temporary:
                 self.lora.save_pretrained(temporary)
-        if sharding.of(self.model):
+        if fsdp.of(self.model):
             merge_rows(self.model)
             return self.lora.unload()
         return self.lora.merge_and_unload()

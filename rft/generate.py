@@ -16,13 +16,17 @@ from typing import Any
 
 import torch
 
-from common import checkpoint, finite, hardware, models, resume, sharding
+from common import hardware, nonfinite, resume
 from common.config import ConfigError, Run
-from common.distributed import Context
-from common.rollout import Completions, Sampler
-from common.scoring import Pending, Scorer
+from common.distributed import fsdp
+from common.distributed.context import Context
+from common.files import write_text
+from common.model.prompts import encode_prompts
+from common.sampling.engine import Completions
+from common.sampling.native import Sampler
 from common.tasks import Example, Task
-from common.tracking import Phases
+from common.tasks.scoring import Pending, Scorer
+from common.timer import Timer
 from rft.config import RftConfig
 
 log = logging.getLogger("clutch")
@@ -154,7 +158,7 @@ class Store:
     def _rewrite(self) -> None:
         """The header and what is held, beside the file and then in its place."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_text(self.path, _line(self.header) + "".join(_line(r) for r in self.held.values()))
+        write_text(self.path, _line(self.header) + "".join(_line(r) for r in self.held.values()))
 
 
 def _line(value: dict[str, Any]) -> str:
@@ -252,12 +256,12 @@ class Generator:
             begin(todo[0].round, sum(len(chunk.keys()) for chunk in todo))
             last: _Made | None = None
             ending = False
-            started, phases = time.perf_counter(), Phases()
+            started, phases = time.perf_counter(), Timer()
             for start in range(0, len(todo) + size, size):
                 # The rewards of a wave are computed, in a pool of workers, while the next one is sampled.
                 was_ending = ending
                 mine = todo[start + context.rank] if start + context.rank < len(todo) and not ending else None
-                with sharding.forwards(sampler.model):
+                with fsdp.forwards(sampler.model):
                     made = self._sample(mine, sampler, iteration, phases) if mine else None
                 if start > 0:
                     with phases("reward"):
@@ -271,7 +275,7 @@ class Generator:
                         store.add(fresh)
                     sampling = max(seconds for _, seconds, _ in parts)
                     ending |= seen(fresh, sampling, time.perf_counter() - started, phases.seconds)
-                    started, phases = time.perf_counter(), Phases()
+                    started, phases = time.perf_counter(), Timer()
                     waves += 1
                     if waves % self.settings.empty_cache_every == 0 and torch.cuda.is_available():
                         torch.cuda.empty_cache()
@@ -282,9 +286,9 @@ class Generator:
                 break
         self.rows = sampler.rows
 
-    def _sample(self, chunk: Chunk, sampler: Sampler, iteration: int, phases: Phases) -> _Made:
+    def _sample(self, chunk: Chunk, sampler: Sampler, iteration: int, phases: Timer) -> _Made:
         ask = self.task.hint if chunk.round == "hint" else self.task.prompt  # type: ignore[attr-defined]
-        prompts = models.encode_prompts(self.tokenizer, [ask(example) for example in chunk.examples])
+        prompts = encode_prompts(self.tokenizer, [ask(example) for example in chunk.examples])
 
         def sample(rows: int) -> Completions:
             sampler.rows = rows
@@ -301,7 +305,7 @@ class Generator:
 
         started = time.perf_counter()
         with phases("rollout"):
-            made, self.rows = hardware.halving(sample, self.rows, sharding.floor(sampler.model, self.rows, 1))
+            made, self.rows = hardware.halving(sample, self.rows, fsdp.floor(sampler.model, self.rows, 1))
             texts = made.texts(self.tokenizer)
         seconds = time.perf_counter() - started
         repeated = [example for example in chunk.examples for _ in range(chunk.count)]
@@ -327,7 +331,7 @@ class Generator:
                 accepted = self.settings.select.accepts(reward, finished)
             else:
                 accepted = False
-                offending.append({"sample": sample, **finite.row(self.task, example, text, reward, broken[row])})
+                offending.append({"sample": sample, **nonfinite.row(self.task, example, text, reward, broken[row])})
             records.append(
                 {
                     "prompt": prompt,

@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 
-from common import hardware, logprobs, loop, report, sharding
+from common import hardware, loop
 from common.config import Run
-from common.distributed import Context
+from common.distributed import fsdp
+from common.distributed.context import Context
+from common.model.memory import activation_bytes
 from common.precision import Precision
-from common.rollout import Sampler
+from common.report import summary
+from common.sampling.native import Sampler
 from common.tasks import Task
 from rft.config import ENVIRONMENT, RftConfig
 from rft.prompts import Prompts
@@ -28,14 +31,12 @@ def fitted(run: Run, context: Context, sampler: Sampler, longest: int, numbers: 
     parameters = sum(p.numel() for p in model.parameters())
     half = numbers.compute != torch.float32
     trained = parameters if not settings.lora.rank else 0  # an adapter's share is small
-    copied = 0 if sharding.of(model) else 2 * half * parameters
-    ranks = sharding.share(model)
-    training_fixed = (4 * parameters + 12 * trained) / ranks + copied + sharding.gathered_bytes(model, rollout=False)
-    sampling_fixed = 4 * parameters / ranks + copied + sharding.gathered_bytes(model, rollout=True)
+    copied = 0 if fsdp.of(model) else 2 * half * parameters
+    ranks = fsdp.share(model)
+    training_fixed = (4 * parameters + 12 * trained) / ranks + copied + fsdp.gathered_bytes(model, rollout=False)
+    sampling_fixed = 4 * parameters / ranks + copied + fsdp.gathered_bytes(model, rollout=True)
     row_of_sampling = sampler.bytes_per_row(longest, tokens)
-    row_of_training = logprobs.activation_bytes(
-        model, 1, longest, 1, tokens, numbers.compute, run.opt.checkpointing.enabled
-    )
+    row_of_training = activation_bytes(model, 1, longest, 1, tokens, numbers.compute, run.opt.checkpointing.enabled)
     share = context.world_size if context.device.device.type == "cpu" else 1  # ranks of a CPU share its memory
     gb = context.device.memory_gb / share
     rows = hardware.fit_rows(settings.micro_batch_rows, row_of_sampling, sampling_fixed, gb)
@@ -83,9 +84,9 @@ def plan(
         "fine-tune": f"{trained}, {settings.epochs} epochs, lr {settings.lr:g}, {settings.batch_rows} completions "
         f"a forward x {settings.accumulate}{', packed' if settings.packing else ''}",
         "environment": ", ".join(variables),
-        "memory": f"about {peak / 2**30:.2f} GB a rank{sharding.planned(model, (16 if not settings.lora.rank else 4) * size)}",
+        "memory": f"about {peak / 2**30:.2f} GB a rank{fsdp.planned(model, (16 if not settings.lora.rank else 4) * size)}",
         "folder": str(context.out_dir),
     }
-    report.plan({key: value for key, value in lines.items() if value})
+    summary.print_plan({key: value for key, value in lines.items() if value})
     if not settings.shard:
-        report.write_run(run, context.out_dir, context.device.name)
+        summary.write_run(run, context.out_dir, context.device.name)

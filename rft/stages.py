@@ -16,16 +16,24 @@ from typing import Any
 
 import torch
 
-from common import checkpoint, hardware, logprobs, loop, models, optim, pages, precision, report, resume, sharding
+from common import hardware, loop, optim, precision, resume
 from common.config import BudgetConfig, ConfigError, Run
-from common.distributed import Context
+from common.distributed import fsdp
+from common.distributed.context import Context
 from common.evaluation import Evaluation, evaluate
-from common.finite import NotFinite
-from common.rollout import Sampler
-from common.scoring import Scorer
+from common.files import problem, write_text
+from common.model import logprobs
+from common.model.export import export_model
+from common.model.half import narrowed
+from common.model.prompts import context_length, encode_prompts, stop_ids
+from common.nonfinite import NotFinite
+from common.report import page, summary
+from common.report.events import events
+from common.report.tracker import Tracker
+from common.sampling.native import Sampler
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
 from common.tasks import Example, Task
-from common.tracking import Tracker, events
+from common.tasks.scoring import Scorer
 from rft.config import STAGES, RftConfig
 from rft.evaluate import pass_rates
 from rft.finetune import Finetuner, Tree, check_lora
@@ -54,7 +62,7 @@ class Stages:
         # Shards run side by side in one folder, so each has its own log.
         self.written = context.out_dir / f"shard-{index}-of-{of}" if self.settings.shard else context.out_dir
         self.written.mkdir(exist_ok=True)
-        self.prompts = split(run, task, self.tokenizer, models.context_length(self.model))
+        self.prompts = split(run, task, self.tokenizer, context_length(self.model))
         self._check_folder()
         rows, batch, peak = fitted(run, context, self._sampler(self.model), self.prompts.longest, self.numbers)
         self.sizes = _Sizes(self.written, context.main, rows, batch)
@@ -229,7 +237,7 @@ class Stages:
         self._check_selected(folder / "selected.json")
         selection = self._selection(iteration)
         asked = {example.id: example for example in self.prompts.train}
-        prompts = models.encode_prompts(self.tokenizer, [self.task.prompt(asked[i]) for i in selection.kept])
+        prompts = encode_prompts(self.tokenizer, [self.task.prompt(asked[i]) for i in selection.kept])
         trees = [
             Tree(prompt, [record["tokens"] for record in rows])
             for prompt, rows in zip(prompts, selection.kept.values(), strict=True)
@@ -293,7 +301,7 @@ class Stages:
         if context.main and tuner.done < tuner.total:
             log.info("iteration %d: the budget is spent after %d of %d steps", iteration, tuner.done, tuner.total)
         self.model = tuner.finish().eval()
-        weights = sharding.whole(self.model)
+        weights = fsdp.whole(self.model)
         if self.tracker:
             self.tracker.sync()
         if context.main:
@@ -302,7 +310,7 @@ class Stages:
                 {"made_with": record, "steps": tuner.done, "completions": selection.stats["kept"]}
                 | ({"cut": True} if tuner.done < tuner.total else {}),
             )
-            models.export(self.model, self.tokenizer, folder / "model", weights)
+            export_model(self.model, self.tokenizer, folder / "model", weights)
             if self.tracker:
                 self.tracker.artifact("model", folder / "model", f"iteration-{iteration}")
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
@@ -348,7 +356,7 @@ class Stages:
             }
         )
         if self.tracker:
-            rows = report.completions(self.task, self.prompts.held_out, held_out.completions)
+            rows = summary.completion_rows(self.task, self.prompts.held_out, held_out.completions)
             name = f"iteration-{iteration}" if iteration else "before"
             self.tracker.completions(name, self.step, rows)
             self.tracker.sync()
@@ -376,7 +384,7 @@ class Stages:
             if (
                 self.written == self.context.out_dir
             ):  # shards run side by side: python -m common.report when all are done
-                pages.write_or_warn(self.context.out_dir)
+                page.write_or_warn(self.context.out_dir)
             after = STAGES[(STAGES.index(self.settings.stage) + 1) % len(STAGES)]
             log.info("%s is done; %s. Next: algo.stage=%s", self.settings.stage, self.context.out_dir, after)
 
@@ -385,7 +393,7 @@ class Stages:
         """Their numbers; no end in sight where a budget is to end the run."""
         return range(1, (self.settings.iterations or sys.maxsize) + 1)
 
-    def finish(self, best: int, ended_by: str | None = None) -> report.Result:
+    def finish(self, best: int, ended_by: str | None = None) -> summary.Result:
         """Result, export and summary of the whole run, with the best iteration's model. ended_by: see report.Result."""
         first, last = (_read(self._folder(k) / "evaluation.json") for k in (0, best))
         done = list(itertools.takewhile(self._finished, self.iterations))
@@ -600,7 +608,7 @@ class Stages:
     def _steps_saved(self, iteration: int) -> int:
         """Fine-tuning steps in the checkpoint that an iteration goes on from."""
         folders = (self._folder(iteration) / "checkpoints").glob("step-????????")
-        sound = (path for path in folders if checkpoint.problem(path) is None)
+        sound = (path for path in folders if problem(path) is None)
         return max((int(path.name.removeprefix("step-")) for path in sound), default=0)
 
     def _at(self, iteration: int) -> Any:
@@ -618,17 +626,17 @@ class Stages:
         return self.model
 
     def _prepare(self) -> None:
-        if sharding.of(self.model):  # fine-tuned in place
+        if fsdp.of(self.model):  # fine-tuned in place
             return
         logprobs.prepare(self.model)
         optim.no_dropout(self.model)
-        sharding.shard([self.model], self.run, self.context, self.numbers)
+        fsdp.shard([self.model], self.run, self.context, self.numbers)
 
     def _sampler(self, model: Any) -> Sampler:
         return Sampler(
-            models.narrowed(model, self.numbers.compute),
+            narrowed(model, self.numbers.compute),
             pad_id=self.tokenizer.pad_token_id,
-            stop_ids=models.stop_ids(model, self.tokenizer),
+            stop_ids=stop_ids(model, self.tokenizer),
             rows=self.settings.micro_batch_rows,
             compile_mode=self.run.opt.compile.mode if self.run.opt.compile.enabled else None,
             graphs=self.run.hardware.cuda_graphs,
@@ -733,7 +741,7 @@ def _histogram(prompts: dict[str, int]) -> str:
 def _write(path: Path, value: dict[str, Any]) -> None:
     """JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint.write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def _read(path: Path) -> dict[str, Any]:

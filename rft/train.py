@@ -15,19 +15,19 @@ model. What is there is not made again, so a run that was killed goes on with re
 import logging
 from contextlib import closing
 
-from common import report
 from common.config import ConfigError, Run
-from common.distributed import Context
+from common.distributed.context import Context
+from common.report import summary
+from common.report.tracker import closed_on_error
 from common.signals import StopSignal
 from common.tasks import Task, build
-from common.tracking import closed_on_error
 from rft.config import RftConfig, check_switches
 from rft.stages import Stages
 
 log = logging.getLogger("clutch")
 
 
-def train(run: Run, context: Context, task: Task | None = None) -> report.Result | None:
+def train(run: Run, context: Context, task: Task | None = None) -> summary.Result | None:
     """Train a model on its own right answers. Every rank returns the same; rank 0 writes. One stage alone returns None.
 
     Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN or infinity.
@@ -45,7 +45,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> report.Result
         closed_on_error(stages.tracker),
         closing(stages.scorer),
         StopSignal() as stages.stop,
-        report.profiled(run, context) as stages.traced,
+        summary.profiled(run, context) as stages.traced,
     ):
         if settings.stage != "all":
             getattr(stages, settings.stage)(stages.under_way())

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import models
+from common.model.tiny import ASSETS, tiny_model
 from common.tasks import build
 from launch import compose
 
@@ -24,8 +24,8 @@ def main() -> None:
     """Build (or take from the cache), convert, write."""
     run = compose(sys.argv[1:])
     assert run.model.tiny is not None, "only model=tiny is shipped"
-    built = models.tiny(run.model.tiny, build(run.task))
-    target = models.ASSETS / built.name
+    built = tiny_model(run.model.tiny, build(run.task))
+    target = ASSETS / built.name
     target.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.to(torch.float16) for name, tensor in load_file(built / "model.safetensors").items()}
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})

@@ -9,7 +9,7 @@ from conftest import ROOT, Launch
 
 from benchmarks import eggroll, grpo, measure
 from benchmarks.measure import Case
-from common import models
+from common.model.tiny import byte_tokenizer
 
 ROWS = [
     "one sample at a time (2 of 16 samples, scaled)",
@@ -214,9 +214,9 @@ def test_all_in_one_go(benchmark, tmp_path):
 
 
 def test_gpt2s_vocabulary_decodes():
-    tokenizer = grpo.widened(models.byte_tokenizer(), 50257)
+    tokenizer = grpo.widened(byte_tokenizer(), 50257)
     assert len(tokenizer) == 50257
-    assert tokenizer("abc é")["input_ids"] == models.byte_tokenizer()("abc é")["input_ids"]
+    assert tokenizer("abc é")["input_ids"] == byte_tokenizer()("abc é")["input_ids"]
     texts = tokenizer.batch_decode([[300], [50256]])
     assert all(texts)
     assert len(set(texts)) == 2

@@ -15,8 +15,11 @@ import torch
 from conftest import ROOT, small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import chat, models
+from common import chat
 from common.config import ConfigError, ModelConfig
+from common.model.load import ADAPTER, load_model, model_commit
+from common.model.lora import peft_of_today
+from common.model.tiny import byte_tokenizer
 
 CPU = torch.device("cpu")
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
@@ -26,7 +29,7 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[ass
 def folder(tmp_path_factory) -> Path:
     """A random model with the byte tokenizer."""
     found = tmp_path_factory.mktemp("model")
-    model, tokenizer = small_model("llama", 258), models.byte_tokenizer()
+    model, tokenizer = small_model("llama", 258), byte_tokenizer()
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(found)
     tokenizer.save_pretrained(found)
@@ -169,7 +172,7 @@ def adapter(folder, tmp_path) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        with models.peft_of_today():
+        with peft_of_today():
             made = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), settings)
     made.save_pretrained(tmp_path / "adapter")
     return tmp_path / "adapter"
@@ -183,8 +186,8 @@ def config(path, **changes) -> ModelConfig:
 def test_an_adapter_is_merged(folder, adapter):
     import peft
 
-    model, _ = models.load(config(folder, lora=str(adapter)), None, torch.float32, CPU)
-    with models.peft_of_today():
+    model, _ = load_model(config(folder, lora=str(adapter)), None, torch.float32, CPU)
+    with peft_of_today():
         wanted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter)
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
@@ -198,18 +201,18 @@ def test_an_adapter_is_merged(folder, adapter):
 def test_adapters_that_do_not_fit(folder, adapter, tmp_path):
     def wording(**changes) -> str:
         with pytest.raises(ConfigError) as caught:
-            models.load(config(**({"path": folder} | changes)), None, torch.float32, CPU)
+            load_model(config(**({"path": folder} | changes)), None, torch.float32, CPU)
         return str(caught.value)
 
     assert "is an adapter and no model. Give the model that it belongs to" in wording(path=adapter)
     other = tmp_path / "other"
     small_model("gpt2", 258).save_pretrained(other)
-    models.byte_tokenizer().save_pretrained(other)
+    byte_tokenizer().save_pretrained(other)
     assert "does not go into model.path=" in wording(path=other, lora=str(adapter))
-    settings = json.loads((adapter / models.ADAPTER).read_text())
-    (adapter / models.ADAPTER).write_text(json.dumps(settings | {"peft_type": "IA3"}))
+    settings = json.loads((adapter / ADAPTER).read_text())
+    (adapter / ADAPTER).write_text(json.dumps(settings | {"peft_type": "IA3"}))
     assert "an adapter of the kind IA3, which is not merged here" in wording(lora=str(adapter))
-    (adapter / models.ADAPTER).write_text(json.dumps(settings))
+    (adapter / ADAPTER).write_text(json.dumps(settings))
     (adapter / "adapter_model.safetensors").write_bytes(b"torn")
     assert "does not go into model.path=" in wording(lora=str(adapter))
 
@@ -230,4 +233,4 @@ def test_the_commit_of_a_model_of_the_hub_is_kept(folder, launch, tmp_path):
     done = launch(*arguments, "hydra.run.dir=out", env=cache, fresh=True)
     assert f"model.path='acme/small' is at commit {commit} (model.revision=COMMIT pins it)" in done.stdout + done.stderr
     assert re.search(rf"^model_commit: ['\"]?{commit}", (tmp_path / "out" / "run.yaml").read_text(), re.MULTILINE)
-    assert models.commit(replace(config(folder), path=str(folder))) is None
+    assert model_commit(replace(config(folder), path=str(folder))) is None

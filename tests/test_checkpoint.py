@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from common import checkpoint
-from common.checkpoint import CheckpointError, latest, load, save
+from common.checkpoint import latest, load, save
+from common.files import CheckpointError, seal
 
 pytestmark = pytest.mark.faults
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -156,7 +157,7 @@ def other_program(folder):
     shutil.rmtree(folder)
     folder.mkdir()
     (folder / "weights").write_bytes(b"x")
-    checkpoint.seal(folder, {"step": 20})
+    seal(folder, {"step": 20})
 
 
 def newer_format(folder):
@@ -262,7 +263,7 @@ def test_a_malicious_pickle_is_not_executed(tmp_path, caplog):
         with (folder / "extra.pt").open("wb") as file:
             plant(file)
         (folder / "manifest.json").unlink()
-        checkpoint.seal(folder, {"step": 2})
+        seal(folder, {"step": 2})
         with pytest.raises(CheckpointError, match=r"extra\.pt holds objects"):
             load(folder)
         found = latest(tmp_path)

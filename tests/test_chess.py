@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from common.config import ConfigError, ScoringConfig
-from common.scoring import Scorer, score
 from common.tasks import Example, Task, Teaches, build
 from common.tasks.chess import FIELDS, Chess, shaped, valid_fens
+from common.tasks.scoring import Scorer, score
 
 SETTINGS: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/task/chess.yaml"))  # type: ignore
 

@@ -14,8 +14,9 @@ from conftest import Begin, Launch, Started, events
 from safetensors.torch import load_file
 
 from benchmarks import loader as benchmark
-from common import distributed, hardware
+from common import hardware
 from common.config import ConfigError
+from common.distributed.workers import _check_started
 from common.signals import EXIT_SIGNAL
 from ddp_bench import data, models
 from ddp_bench.config import EncoderConfig
@@ -354,10 +355,10 @@ def test_srun_times_torchrun_is_refused(monkeypatch, tmp_path):
             "each other's way. Use srun --ntasks-per-node=1 with torchrun --nproc_per_node=4, one torchrun a node."
         )
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1(x2)")  # one torchrun a node
-    distributed._check_started(run)
+    _check_started(run)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4")
-    distributed._check_started(run)
+    _check_started(run)
 
 
 def test_more_ranks_than_devices(monkeypatch):
@@ -366,7 +367,7 @@ def test_more_ranks_than_devices(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(ConfigError) as caught:
-        distributed._check_started(run)
+        _check_started(run)
     assert str(caught.value) == (
         "torchrun --nproc_per_node=4, but this node has 1 CUDA devices. Use at most 1, or give the job more (with "
         "Slurm: "

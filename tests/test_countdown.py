@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from common.config import ConfigError, ScoringConfig
-from common.scoring import Scorer, score
 from common.tasks import Example, Task, Teaches, build
 from common.tasks.countdown import Countdown, expression, solve
 from common.tasks.safe_arithmetic import DEEPEST, DIGITS, LONGEST, evaluate
+from common.tasks.scoring import Scorer, score
 
 SETTINGS: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/task/countdown.yaml"))  # type: ignore
 

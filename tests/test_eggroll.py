@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from common import checkpoint, precision
 from common.config import ConfigError
-from common.rollout import Sampler
+from common.sampling.native import Sampler
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
 from eggroll.config import check_switches
 from eggroll.noise import Noise

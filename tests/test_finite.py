@@ -14,8 +14,8 @@ from letters import Letters
 
 from common import checkpoint, loop
 from common.config import ConfigError, SamplingConfig
-from common.distributed import launch
-from common.rollout import Sampler
+from common.distributed.workers import launch
+from common.sampling.native import Sampler
 from common.signals import EXIT_NUMBERS, RunStopped
 from ddp_bench.step import Stepper
 from launch import compose, train

@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 
 import launch
 from common.config import ConfigError, ModelConfig
-from common.models import byte_tokenizer, load
+from common.model.load import load_model
+from common.model.tiny import byte_tokenizer
 from common.tasks import build, data
 
 pytestmark = pytest.mark.faults
@@ -396,7 +397,7 @@ def test_a_damaged_model_folder_is_loaded_or_named(what, good_model, tmp_path):
     config = ModelConfig(
         **{"name": "hf", "path": str(folder), "revision": None, "gguf_file": None, "lora": None, "attention": "sdpa"}
     )
-    error = refused(lambda: load(config, None, torch.float32, torch.device("cpu"), progress=False))
+    error = refused(lambda: load_model(config, None, torch.float32, torch.device("cpu"), progress=False))
     if error is None:
         assert not words, "it should not have been loaded"
         return

@@ -12,9 +12,11 @@ from test_rollout import prompts, sampling
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
-from common import rollout, slots
 from common.config import ConfigError
-from common.rollout import CudaGraphs, Sampler
+from common.distributed import fsdp
+from common.sampling import kv_cache
+from common.sampling.cuda_graphs import CudaGraphs
+from common.sampling.native import LOOK_EVERY, Sampler
 from eggroll.config import NoiseConfig
 from eggroll.noise import Noise
 
@@ -87,10 +89,10 @@ class Tape(CudaGraphs):
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sampler]:
     """A sampler whose steps are recorded, in windows of 8 columns, and looked at every 4."""
-    monkeypatch.setattr(slots, "WINDOW", 8)
-    monkeypatch.setitem(rollout.LOOK_EVERY, "cpu", 4)
+    monkeypatch.setattr(kv_cache, "WINDOW", 8)
+    monkeypatch.setitem(LOOK_EVERY, "cpu", 4)
     # In inference mode operations that consist of others would be seen whole.
-    monkeypatch.setattr(rollout.sharding, "inference", lambda _: torch.no_grad())
+    monkeypatch.setattr(fsdp, "inference", lambda _: torch.no_grad())
     Tape.recorded = Tape.replayed = 0
 
     def build(model: Any, rows: int, **more: Any) -> Sampler:

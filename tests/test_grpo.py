@@ -14,12 +14,13 @@ import torch
 from conftest import ROOT, Begin, Launch, events
 from hanging import Deadly
 
-from common import checkpoint, hardware, logprobs, loop
+from common import checkpoint, hardware, loop
 from common.config import ConfigError, ScoringConfig
+from common.model import logprobs
 from common.optim import Guards
-from common.rollout import Sampler
-from common.scoring import Scorer
+from common.sampling.native import Sampler
 from common.tasks import Example
+from common.tasks.scoring import Scorer
 from grpo.config import StopAtConfig
 from grpo.groups import Group, why_dead
 from grpo.train import micro_batches

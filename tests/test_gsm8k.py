@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from common.config import ConfigError, ScoringConfig
-from common.scoring import Scorer
 from common.tasks import Example, Task, build
 from common.tasks.gsm8k import Gsm8k, answer, number
+from common.tasks.scoring import Scorer
 
 SETTINGS: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/task/gsm8k.yaml"))  # type: ignore
 ROWS = [

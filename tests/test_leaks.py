@@ -8,7 +8,7 @@ import torch
 from conftest import SMALL
 from letters import Letters
 
-from common.tracking import Tracker
+from common.report.tracker import Tracker
 from launch import compose, train
 
 pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("in_cache")]

@@ -4,9 +4,10 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, small_model
 
-from common import logprobs
 from common.config import ConfigError
-from common.logprobs import group, prepare, token_logprobs
+from common.model import logprobs
+from common.model.logprobs import group, prepare, token_logprobs
+from common.model.memory import activation_bytes
 from common.optim import checkpoint_activations
 
 CPU = torch.device("cpu")
@@ -166,9 +167,9 @@ def test_activations_are_estimated(name, compute, recomputed):
     ):
         token_logprobs(model, laid, 1.0)
     counted = sum(size for size, _ in kept.values())
-    estimate = logprobs.activation_bytes(model, 2, 30, 8, 25, compute, recomputed)
+    estimate = activation_bytes(model, 2, 30, 8, 25, compute, recomputed)
     if recomputed:  # two whole blocks more, of the backward pass
-        assert counted < estimate < logprobs.activation_bytes(model, 2, 30, 8, 25, compute, False) * 1.1
+        assert counted < estimate < activation_bytes(model, 2, 30, 8, 25, compute, False) * 1.1
     else:  # one block of two more
         assert counted < estimate < 2.5 * counted
 
@@ -178,6 +179,6 @@ def test_estimated_activations_add_up():
     sizes = (40, 30, torch.float32, False)
 
     def estimate(prompts, rows):
-        return logprobs.activation_bytes(model, prompts, sizes[0], rows, *sizes[1:])
+        return activation_bytes(model, prompts, sizes[0], rows, *sizes[1:])
 
     assert estimate(2, 8) == pytest.approx(2 * estimate(1, 0) + 8 * estimate(0, 1))

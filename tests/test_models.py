@@ -28,9 +28,12 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from common import models
 from common.config import ConfigError, ModelConfig, TinyConfig
-from common.models import byte_tokenizer, context_length, encode_prompts, export, load, stop_ids
+from common.model import load, tiny
+from common.model.export import export_model
+from common.model.load import load_model
+from common.model.prompts import context_length, encode_prompts, stop_ids
+from common.model.tiny import byte_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 STORIES = REPOSITORY.parent / "shared" / "data" / "stories260k-hf"
@@ -74,7 +77,7 @@ def folder_model(path, **changes):
 
 
 def get(path, dtype=torch.float32, **changes):
-    return load(folder_model(path, **changes), None, dtype, CPU, progress=False)
+    return load_model(folder_model(path, **changes), None, dtype, CPU, progress=False)
 
 
 def small_gpt2(**changes):
@@ -97,7 +100,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def gpt2(tmp_path):
     folder = tmp_path / "gpt2"
-    export(small_gpt2(), byte_tokenizer(), folder)
+    export_model(small_gpt2(), byte_tokenizer(), folder)
     return folder
 
 
@@ -148,7 +151,7 @@ def test_byte_tokenizer_decodes_anything():
 
 
 def test_tiny_learns_what_the_task_teaches():
-    model, tokenizer = load(
+    model, tokenizer = load_model(
         tiny_model(pretrain_steps=80, pretrain_rows=16, pretrain_lr=1e-2),
         Doubling(),
         torch.float32,
@@ -168,27 +171,27 @@ def test_tiny_learns_what_the_task_teaches():
 
 def test_tiny_is_a_function_of_its_settings(cache):
     before = torch.get_rng_state()
-    first = models.tiny(tiny_config(), Doubling(), progress=False)
+    first = tiny.tiny_model(tiny_config(), Doubling(), progress=False)
     assert torch.equal(torch.get_rng_state(), before)
     assert cached(cache) == [first.name]
     weights = (first / "model.safetensors").read_bytes()
     cache.rename(cache.with_name("elsewhere"))
     torch.manual_seed(123)
-    assert models.tiny(tiny_config(), Doubling(), progress=False).name == first.name
+    assert tiny.tiny_model(tiny_config(), Doubling(), progress=False).name == first.name
     assert (first / "model.safetensors").read_bytes() == weights
 
-    other_seed = models.tiny(tiny_config(pretrain_seed=1), Doubling(), progress=False)
+    other_seed = tiny.tiny_model(tiny_config(pretrain_seed=1), Doubling(), progress=False)
     assert (other_seed / "model.safetensors").read_bytes() != weights
 
     class Tripling(Doubling):
         def pretraining(self, example, draw):
             return f"{example}>", example * 3
 
-    assert models.tiny(tiny_config(), Tripling(), progress=False).name != first.name
+    assert tiny.tiny_model(tiny_config(), Tripling(), progress=False).name != first.name
     assert len(cached(cache)) == 3
     # The same rows, another model or training of it.
     for changes in ({"hidden_size": 16}, {"pretrain_lr": 1e-3}, {"context": 17}):
-        assert models.tiny(tiny_config(**changes), Doubling(), progress=False).name != first.name
+        assert tiny.tiny_model(tiny_config(**changes), Doubling(), progress=False).name != first.name
 
 
 def test_where_a_prompt_ends_is_part_of_the_key():
@@ -197,28 +200,28 @@ def test_where_a_prompt_ends_is_part_of_the_key():
             prompt, completion = super().pretraining(example, draw)
             return prompt + completion[:1], completion[1:]
 
-    names = {models.tiny(tiny_config(), task, progress=False).name for task in (Doubling(), Shifted())}
+    names = {tiny.tiny_model(tiny_config(), task, progress=False).name for task in (Doubling(), Shifted())}
     assert len(names) == 2
 
 
 def test_tiny_is_built_once(monkeypatch):
-    models.tiny(tiny_config(), Doubling(), progress=False)
-    monkeypatch.setattr(models, "_pretrained", lambda *_: pytest.fail("built again"))
-    models.tiny(tiny_config(), Doubling(), progress=False)
+    tiny.tiny_model(tiny_config(), Doubling(), progress=False)
+    monkeypatch.setattr(tiny, "_pretrained", lambda *_: pytest.fail("built again"))
+    tiny.tiny_model(tiny_config(), Doubling(), progress=False)
 
 
 def build_and_count(barrier, counter, names):
-    original = models._pretrained
+    original = tiny._pretrained
 
     def counting(*arguments):
         with counter.get_lock():
             counter.value += 1
         return original(*arguments)
 
-    models._pretrained = counting
+    tiny._pretrained = counting
     torch.set_num_threads(1)
     barrier.wait()
-    names.put(models.tiny(tiny_config(pretrain_steps=30), Doubling(), progress=False).name)
+    names.put(tiny.tiny_model(tiny_config(pretrain_steps=30), Doubling(), progress=False).name)
 
 
 def in_two_processes():
@@ -242,7 +245,7 @@ def test_two_processes_build_it_once(cache, warm):
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "half", "no tokenizer"])
 def test_a_damaged_cache_is_built_again_with_a_warning(caplog, damage):
-    folder = models.tiny(tiny_config(), Doubling(), progress=False)
+    folder = tiny.tiny_model(tiny_config(), Doubling(), progress=False)
     weights = (folder / "model.safetensors").read_bytes()
     if damage == "flipped":
         (folder / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
@@ -253,39 +256,39 @@ def test_a_damaged_cache_is_built_again_with_a_warning(caplog, damage):
     else:
         (folder / "tokenizer.json").unlink()
     caplog.clear()
-    assert models.tiny(tiny_config(), Doubling(), progress=False) == folder
+    assert tiny.tiny_model(tiny_config(), Doubling(), progress=False) == folder
     assert [record.levelno for record in caplog.records if record.name == "clutch"] == [logging.WARNING]
     assert str(folder) in caplog.text
     assert (folder / "model.safetensors").read_bytes() == weights
 
 
 def test_tiny_without_pretraining_needs_no_teacher():
-    model, tokenizer = load(tiny_model(pretrain_steps=0), Silent(), torch.bfloat16, CPU, progress=False)
+    model, tokenizer = load_model(tiny_model(pretrain_steps=0), Silent(), torch.bfloat16, CPU, progress=False)
     assert model.dtype == torch.bfloat16
     assert len(tokenizer) == 258
 
 
 def test_errors_of_tiny(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"Silent has no pretraining method.*model=hf model\.path=.*pretrain_steps=0"):
-        models.tiny(tiny_config(), Silent())
+        tiny.tiny_model(tiny_config(), Silent())
     with pytest.raises(ConfigError, match=r"model\.tiny\.context=4 is too small.*Set model\.tiny\.context=6 or more"):
-        models.tiny(tiny_config(context=4), Doubling())
+        tiny.tiny_model(tiny_config(context=4), Doubling())
     monkeypatch.setattr(Doubling, "examples", lambda self, split: [])
     with pytest.raises(ConfigError, match="Doubling has no training examples"):
-        models.tiny(tiny_config(), Doubling())
+        tiny.tiny_model(tiny_config(), Doubling())
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CLUTCH_CACHE", str(tmp_path / "file" / "below"))
     with pytest.raises(ConfigError, match="Set CLUTCH_CACHE to a folder"):
-        models.tiny(tiny_config(pretrain_steps=0), Doubling())
+        tiny.tiny_model(tiny_config(pretrain_steps=0), Doubling())
 
 
 def test_progress_is_plain_lines_without_a_terminal(capsys):
-    models.tiny(tiny_config(), Doubling())
+    tiny.tiny_model(tiny_config(), Doubling())
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "pre-training the tiny model: 4 steps, 8 rows a step."
     assert 2 <= len(lines) <= 6
     assert "step 4, loss" in lines[-1]
-    models.tiny(tiny_config(pretrain_seed=5), Doubling(), progress=False)
+    tiny.tiny_model(tiny_config(pretrain_seed=5), Doubling(), progress=False)
     assert capsys.readouterr().err == ""
 
 
@@ -312,7 +315,7 @@ def test_export_and_load_are_the_same_model(tmp_path, build, dtype):
     torch.manual_seed(0)
     model = build().to(dtype).eval()
     folder = tmp_path / "runs" / "export"
-    export(model, byte_tokenizer(), folder)
+    export_model(model, byte_tokenizer(), folder)
     assert [path.name for path in folder.parent.iterdir()] == ["export"]
     loaded, tokenizer = get(folder, dtype)
     plain = AutoModelForCausalLM.from_pretrained(folder)
@@ -329,27 +332,27 @@ def test_export_and_load_are_the_same_model(tmp_path, build, dtype):
 
 def test_the_tokenizer_is_the_files_whatever_the_model_is(tmp_path):
     """AutoTokenizer would put Qwen2's tokenizer in its place, which composes e + accent to one letter."""
-    export(small_qwen2(), byte_tokenizer(), tmp_path / "m")
+    export_model(small_qwen2(), byte_tokenizer(), tmp_path / "m")
     tokenizer = get(tmp_path / "m")[1]
     assert tokenizer("e\u0301")["input_ids"] == list("e\u0301".encode())
     assert tokenizer("<eos>")["input_ids"] == list(b"<eos>")
 
 
 def test_export_replaces_an_export_and_nothing_else(tmp_path, gpt2):
-    export(small_qwen2(), byte_tokenizer(), gpt2)
+    export_model(small_qwen2(), byte_tokenizer(), gpt2)
     assert json.loads((gpt2 / "config.json").read_text())["model_type"] == "qwen2"
     thesis = tmp_path / "thesis"
     thesis.mkdir()
     (thesis / "chapter").write_text("")
     with pytest.raises(ConfigError, match="not a model folder"):
-        export(small_qwen2(), byte_tokenizer(), thesis)
+        export_model(small_qwen2(), byte_tokenizer(), thesis)
     assert (thesis / "chapter").exists()
 
 
 def test_export_of_a_generation_config_that_transformers_refuses_to_save(tmp_path):
     model = small_gpt2()
     model.generation_config = GenerationConfig(temperature=0.6, do_sample=False, eos_token_id=257)
-    export(model, byte_tokenizer(), tmp_path / "out")
+    export_model(model, byte_tokenizer(), tmp_path / "out")
     assert model.generation_config.do_sample is False
     saved = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert saved["temperature"] == 0.6
@@ -543,7 +546,7 @@ def test_no_tokenizer(tmp_path):
 
 
 def test_tokenizer_of_another_model(tmp_path):
-    export(small_gpt2(vocab_size=100, bos_token_id=1, eos_token_id=1), byte_tokenizer(), tmp_path / "m")
+    export_model(small_gpt2(vocab_size=100, bos_token_id=1, eos_token_id=1), byte_tokenizer(), tmp_path / "m")
     assert "ids up to 257, its embedding has 100 rows" in complaint(tmp_path / "m")
 
 
@@ -579,7 +582,7 @@ def test_code_that_comes_with_a_model_is_not_run(gpt2, tmp_path):
 def test_gguf_without_its_packages(tmp_path, monkeypatch):
     (tmp_path / "m.gguf").write_text("")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
     text = complaint(tmp_path, gguf_file="m.gguf")
     assert text.startswith("model.gguf_file='m.gguf' needs the Python package gguf and accelerate.")
     assert "pip install 'clutch[gguf]'" in text

@@ -6,7 +6,7 @@ import torch
 from conftest import ARCHITECTURES, small_model
 
 from common.config import ConfigError, SamplingConfig
-from common.rollout import Sampler
+from common.sampling.native import Sampler
 from eggroll import noise as noise_module
 from eggroll.config import NoiseConfig
 from eggroll.fitness import fitness

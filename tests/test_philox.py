@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from common import philox
-from common.philox import normals, token_uniforms, uniform
+from common.sampling import random
+from common.sampling.random import normals, token_uniforms, uniform
 
 # Known answers of Random123 (kat_vectors, philox4x32-10).
 KNOWN = [
@@ -20,7 +20,7 @@ KNOWN = [
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
 def test_known_answers(counter, key, expected):
-    words = philox.philox(tuple(torch.tensor([c]) for c in counter), key)
+    words = random.philox(tuple(torch.tensor([c]) for c in counter), key)
     assert tuple(int(w) for w in words) == expected
 
 
@@ -35,7 +35,7 @@ def test_normals_are_a_function_of_their_address(monkeypatch):
     whole = draw()
     assert torch.equal(draw(directions=[5]), whole[5:6])
     assert torch.equal(draw(blocks=range(10, 20)), whole[:, 40:80])
-    monkeypatch.setitem(philox.SLICE, "cpu", 16)
+    monkeypatch.setitem(random.SLICE, "cpu", 16)
     assert torch.equal(draw(), whole)
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from test_scaling import TINY as SCALING_TINY
 
-from common import pages
 from common.config import ConfigError
+from common.report import page
 from ddp_bench import predict, report
 from ddp_bench.predict import Link, Share, Simulator, exposed, fitted, peak, summed
 from launch import compose, train
@@ -251,10 +251,10 @@ def test_a_gpu_that_is_not_here_is_simulated(tmp_path):
     assert weak[1]["speedup"] > 5
     said = (tmp_path / "prediction.txt").read_text()
     assert "strong: use one" in said
-    page = pages.write(tmp_path).read_text()
-    assert page.startswith("# classify on Topics: prediction\n")
-    assert said.strip() in page
-    assert "not finished" not in page
+    text = page.write_report(tmp_path).read_text()
+    assert text.startswith("# classify on Topics: prediction\n")
+    assert said.strip() in text
+    assert "not finished" not in text
     with pytest.raises(ConfigError, match=r"algo\.scaling_repeats=2 has no effect here: the GPU is not on this node"):
         train(compose([*TINY[:1], "hardware=h100", "algo.predict=[2]", "algo.scaling_repeats=2"]), tmp_path / "other")
 

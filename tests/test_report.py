@@ -14,11 +14,12 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.transforms import Bbox
 
-from common import dashboard, loop, pages, panels, plots, report
+from common import loop
 from common.config import ConfigError
-from common.pages import write
+from common.report import __main__, dashboard, page, panels, plots
+from common.report.events import EVALUATIONS, markdown_table, numbers
+from common.report.page import write_report
 from common.signals import RunStopped
-from common.tracking import EVALUATIONS, markdown_table, numbers
 from launch import compose, train
 
 TINY = [*SMALL[:6], "evaluate.examples=8"]
@@ -110,13 +111,13 @@ def test_points_are_what_was_logged(finished):
     history = events(finished["eggroll"])
     drift = next(panel for panel in panels.of("eggroll") if panel.name == "drift")
     idle = next(panel for panel in panels.of("eggroll") if panel.name == "zero_fitness")
-    points = pages.columns(history)
-    x, y = pages._points(drift, points["drift"])
+    points = page.columns(history)
+    x, y = page._points(drift, points["drift"])
     assert x == [1, 2, 3, 4]
     assert y == [event["drift"] for event in history]
-    assert pages._points(idle, points["zero_fitness"])[1] == [100 * event["zero_fitness"] for event in history]
+    assert page._points(idle, points["zero_fitness"])[1] == [100 * event["zero_fitness"] for event in history]
     points["drift"][1] = (history[1], float("nan"))
-    assert pages._points(drift, points["drift"])[0] == [1, 3, 4]
+    assert page._points(drift, points["drift"])[0] == [1, 3, 4]
 
 
 def test_a_resumed_run_has_one_report_of_the_whole(in_cache, tmp_path):
@@ -141,14 +142,14 @@ def test_a_killed_run_gets_its_report_by_command(finished, tmp_path, monkeypatch
     log = folder / "metrics.jsonl"
     log.write_text("".join(line + "\n" for line in log.read_text().splitlines()[:3]) + '{"step": 4, "rew')
     monkeypatch.setattr(sys, "argv", ["report", str(folder)])
-    assert report.main() == 0
+    assert __main__.main() == 0
     assert capsys.readouterr().out == f"{folder}/report.md\n"
     page = (folder / "report.md").read_text()
     assert page.startswith("# grpo on Letters: not finished\n\n3 of 4 steps are logged. Go on with")
     assert (folder / "plots" / "reward.png").exists()
     assert "| prompt | before | last | answer |" in page
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
-    assert report.main() == 2
+    assert __main__.main() == 2
     assert "is no run folder" in capsys.readouterr().err
 
 
@@ -167,7 +168,7 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(in_cache, tmp_path
     log = (tmp_path / "run.log").read_text()
     assert re.search(r"WARNING .*report\.md could not be written .*python -m common\.report", log)
     (tmp_path / "plots").unlink()
-    page = write(tmp_path).read_text()
+    page = write_report(tmp_path).read_text()
     assert "## Warnings\n\n- " in page
 
 

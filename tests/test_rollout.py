@@ -2,9 +2,8 @@ import pytest
 import torch
 from conftest import ARCHITECTURES, small_model
 
-from common import rollout
 from common.config import SamplingConfig
-from common.rollout import Sampler, draw
+from common.sampling.native import LOOK_EVERY, Sampler, draw
 
 
 def sampling(temperature=0.0, new=20, top_p=1.0, top_k=0):
@@ -63,7 +62,7 @@ def test_looking_seldom_changes_nothing(monkeypatch):
     """On CUDA finished rows are noticed every few steps only."""
     model = small_model("llama")
     often = sampler(model, 4).generate(prompts(), sampling(1.0), samples_per_prompt=3, logprobs=True)
-    monkeypatch.setitem(rollout.LOOK_EVERY, "cpu", 8)
+    monkeypatch.setitem(LOOK_EVERY, "cpu", 8)
     seldom = sampler(model, 4).generate(prompts(), sampling(1.0), samples_per_prompt=3, logprobs=True)
     assert torch.equal(seldom.tokens, often.tokens)
     assert torch.equal(seldom.lengths, often.lengths)
@@ -77,7 +76,7 @@ def test_looking_seldom_when_a_row_ends_at_once(monkeypatch):
     full = sampler(model, stop=()).generate(prompts(), sampling(1.0), seed=5)
     stop = int(full.tokens[0, 0])
     assert (full.tokens == stop).any(1).tolist() == [True, False, False, False, False]
-    monkeypatch.setitem(rollout.LOOK_EVERY, "cpu", 8)
+    monkeypatch.setitem(LOOK_EVERY, "cpu", 8)
     made = sampler(model, stop=(stop,)).generate(prompts(), sampling(1.0), seed=5)
     assert made.lengths.tolist() == [1, 20, 20, 20, 20]
     assert torch.equal(made.tokens[1:], full.tokens[1:])
@@ -88,7 +87,7 @@ def test_looking_seldom_with_a_pad_token_that_stops(monkeypatch, shares):
     """As GPT-2 has it. What is not written yet is padding, and no stop."""
     model, made = small_model("llama"), []
     for every in (1, 8):
-        monkeypatch.setitem(rollout.LOOK_EVERY, "cpu", every)
+        monkeypatch.setitem(LOOK_EVERY, "cpu", every)
         ours = Sampler(model, pad_id=11, stop_ids=(11, 12), rows=4)
         ours.shares = shares
         made.append(ours.generate(prompts(), sampling(1.0, new=40), samples_per_prompt=2, seed=3))
@@ -103,7 +102,7 @@ def test_looking_seldom_up_to_the_last_position(monkeypatch, shares):
     """Rows that are past their end until the next look have no position of their own to look up."""
     model, made = small_model("gpt2"), []
     for every in (1, 8):
-        monkeypatch.setitem(rollout.LOOK_EVERY, "cpu", every)
+        monkeypatch.setitem(LOOK_EVERY, "cpu", every)
         ours = sampler(model, rows=2, stop=())
         ours.shares = shares
         made.append(ours.generate(prompts((10, 10, 3)), sampling(1.0, new=118), samples_per_prompt=2, seed=3))

@@ -23,10 +23,13 @@ from test_eggroll import MOVING
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
-from common import checkpoint, hardware, optim, pages, sharding
+from common import checkpoint, hardware, optim
 from common.config import ConfigError
-from common.distributed import Context
+from common.distributed import fsdp
+from common.distributed.context import Context
+from common.files import CheckpointError
 from common.precision import Precision
+from common.report import page
 from ddp_bench import models
 from launch import compose, train
 
@@ -70,7 +73,7 @@ LONG = {  # the same in other combinations
 def start(out: Path, folder: str, overrides: list[str]):
     task = Letters("smooth") if folder.startswith("eggroll") else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pages, "write_or_warn", lambda _: False)  # reports with plots take longer than these runs
+        patch.setattr(page, "write_or_warn", lambda _: False)  # reports with plots take longer than these runs
         return train(compose(overrides, str(test_rft.TESTS / "conf")), out / folder, task)
 
 
@@ -96,16 +99,16 @@ def overflow(rank: int, out: Path, port: int) -> None:
     run = compose(["algo=grpo", *FSDP])
     numbers = Precision(torch.float16, scaler=True)
     model = torch.nn.Linear(4, 4)
-    sharding.shard([model], run, Context(rank, 2, hardware.find(run.hardware), out, mesh), numbers)
+    fsdp.shard([model], run, Context(rank, 2, hardware.find(run.hardware), out, mesh), numbers)
     updater = optim.Updater(list(model.parameters()), run.algo, numbers, torch.device("cpu"))
     seen = []
     for bad in (rank == 1, False):
         updater.clear()
         for parameter in updater.parameters:
             parameter.grad = torch.full_like(parameter, float("inf") if bad else 65536.0)
-        before = sharding.local(updater.parameters[0]).clone()
+        before = fsdp.local(updater.parameters[0]).clone()
         overflowed = updater.step(0.1, 1.0)["overflow"]
-        seen.append([overflowed, not torch.equal(before, sharding.local(updater.parameters[0]))])
+        seen.append([overflowed, not torch.equal(before, fsdp.local(updater.parameters[0]))])
     (out / f"overflow-{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
 
@@ -292,7 +295,7 @@ def test_a_sharded_checkpoint_is_one_folder_of_safetensors_with_hashes(runs, tmp
     shutil.copytree(saved.path, damaged)
     shard = next(damaged.glob("shard-00002*"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
-    with pytest.raises(checkpoint.CheckpointError, match=r"shard-00002.* is damaged"):
+    with pytest.raises(CheckpointError, match=r"shard-00002.* is damaged"):
         checkpoint.load(damaged)
 
 

@@ -14,8 +14,8 @@ import pytest
 from conftest import ROOT, SMALL, events
 from safetensors.torch import load_file
 
-from common import slurm
 from common.config import ConfigError
+from common.distributed import slurm
 from launch import compose, train
 
 CLASSIFY = ["algo.epochs=1", "task.rows=300", "task.test_rows=60", "algo.model.size=32", "algo.model.feedforward=64"]

@@ -14,8 +14,8 @@ from conftest import ROOT, SMALL, events
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from killing import differing
 
-from common import compare
 from common.config import BudgetConfig, ConfigError
+from common.report import compare
 from launch import compose, train
 
 LETTERS = [
@@ -250,11 +250,11 @@ def test_a_setting_is_told_by_its_configuration_where_overrides_do_not(tmp_path)
     folders = [job(tmp_path, number, 1, 30.0, 100, algo__lr=str(0.1 + number // 2)) for number in range(4)]
     for folder in folders[1::2]:
         (folder / ".hydra" / "overrides.yaml").write_text("[]")
-    runs, _ = compare.read([tmp_path])
+    runs, _ = compare.read_runs([tmp_path])
     assert [run.setting for run in runs][0::2] == [run.setting for run in runs][1::2]
     assert len({run.setting for run in runs}) == 2
     (folders[0] / "result.json").write_text("{")
-    runs, failures = compare.read([tmp_path])
+    runs, failures = compare.read_runs([tmp_path])
     assert len(runs) == 3
     assert "damaged" in failures[0].error
 
@@ -286,7 +286,7 @@ def test_a_setting_is_what_differs_and_its_curve_the_mean_over_seeds(tmp_path):
     (gone / ".hydra").mkdir(parents=True)
     (gone / ".hydra" / "overrides.yaml").write_text('["algo.lr=-1", "seed=1", "task=letters"]')
     (gone / "failed.json").write_text('{"code": 2, "error": "algo.lr=-1.0 is out of range."}')
-    runs, failures = compare.read([tmp_path / "sweep"])
+    runs, failures = compare.read_runs([tmp_path / "sweep"])
     assert [(run.setting, run.seed) for run in runs] == [("algo.lr=0.1", 1), ("algo.lr=0.1", 2), ("algo.lr=0.2", 1)]
     assert [(f.overrides, f.code) for f in failures] == [({"algo.lr": "-1"}, 2)]
     x, mean, deviation = compare.curve(runs[:2], "generated_tokens")
@@ -297,7 +297,7 @@ def test_a_setting_is_what_differs_and_its_curve_the_mean_over_seeds(tmp_path):
 
     # A run that was measured less often: read off where the other was measured.
     job(tmp_path / "sweep", 4, 3, 42.0, 400, middle=False, algo__lr="0.1")
-    runs, _ = compare.read([tmp_path / "sweep"])
+    runs, _ = compare.read_runs([tmp_path / "sweep"])
     x, mean, _ = compare.curve(
         [run for run in runs if run.seed != 2 and run.setting == "algo.lr=0.1"], "generated_tokens"
     )
@@ -340,7 +340,7 @@ def test_the_command_compares_any_folders(launch, tmp_path, monkeypatch, capsys)
     assert compare.main() == 2
     assert capsys.readouterr().err == "error: /dev/null/x cannot be written: Not a directory. Give another --out.\n"
     with pytest.raises(ConfigError, match=r"empty holds no run\. Give run folders, or a folder that holds some\.$"):
-        compare.read([tmp_path / "empty"])
+        compare.read_runs([tmp_path / "empty"])
 
 
 # --- the page

@@ -19,8 +19,8 @@ from wandb_file import records
 from common import checkpoint
 from common.config import ConfigError
 from common.loop import Order
+from common.report.events import numbers
 from common.signals import EXIT_NUMBERS
-from common.tracking import numbers
 from launch import compose, train
 
 RUN = [*SMALL, "algo.steps=4", "evaluate.every=1", "algo.sigma=0.1", "algo.lr=0.5", "algo.sampling.temperature=1.0"]

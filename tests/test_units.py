@@ -17,10 +17,11 @@ from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
 from common.config import ConfigError, ScoringConfig
-from common.models import byte_tokenizer, encode_prompts
-from common.scoring import Scorer
+from common.model.prompts import encode_prompts
+from common.model.tiny import byte_tokenizer
 from common.tasks import Example, Task, Teaches, build, plain
 from common.tasks.answers import path_key, tagged
+from common.tasks.scoring import Scorer
 from common.tasks.units import _WRONG, UNITS, Units, convert, number, parse
 
 SETTINGS: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/task/units.yaml"))  # type: ignore

@@ -86,7 +86,7 @@ def run(
         return
     sys.argv = [str(ROOT / "launch.py"), *arguments]
     import launch
-    from conf import resolvers
+    from common.config import resolvers
 
     resolvers._STARTED = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
     launch.main()

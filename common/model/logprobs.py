@@ -17,9 +17,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from common import sharding
 from common.config import ConfigError
-from common.slots import additive
+from common.distributed import fsdp
+from common.model.masks import additive
 
 ATTENTION = "clutch_shared_prompt"
 # Logits held at a time: tokens x vocabulary floats, 64 MB.
@@ -171,7 +171,7 @@ def hidden_states(model: PreTrainedModel, groups: Groups) -> Tensor:
     """The states that predict each real completion token: [N, d]."""
     assert model.config._attn_implementation == ATTENTION, "call prepare(model) first"
     kind = groups.ids.device.type  # masks are cast here, not in each layer
-    groups = groups.cast(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else sharding.dtype(model))
+    groups = groups.cast(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else fsdp.dtype(model))
     states = model.base_model(
         input_ids=groups.ids,
         position_ids=groups.positions,
@@ -188,7 +188,7 @@ def token_logprobs(model: PreTrainedModel, groups: Groups, temperature: float) -
 
     Logits are divided by `temperature` (that of sampling; 1 for greedy runs) and never exist for more than `LOGITS` floats.
     """
-    return sharding.inside(model, _token_logprobs, groups, temperature)
+    return fsdp.inside(model, _token_logprobs, groups, temperature)
 
 
 def _token_logprobs(model: PreTrainedModel, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
@@ -215,34 +215,6 @@ def head_logprobs(model: PreTrainedModel, states: Tensor, ids: Tensor, temperatu
         states = states.to(torch.get_autocast_dtype(states.device.type))
     head: Any = model.get_output_embeddings()
     return _HeadLogprobs.apply(states, head.weight, getattr(head, "bias", None), ids, temperature)
-
-
-def activation_bytes(
-    model: PreTrainedModel,
-    prompts: float,
-    prompt_tokens: int,
-    rows: int,
-    new_tokens: int,
-    compute: torch.dtype,
-    recomputed: bool,
-) -> float:
-    """An estimate, rather too large, of what a training forward of `rows` completions keeps for its backward pass.
-
-    Linear in prompts and rows; the logits (four times `LOGITS` floats at most) are not in it.
-    Args: prompts: how many the rows share; compute: dtype under autocast; recomputed: blocks are checkpointed.
-    Counted from the tensors that autograd saves for Llama, Qwen3 and GPT-2; tests/test_logprobs.py counts again.
-    """
-    config, narrow = model.config, compute.itemsize
-    hidden, layers = config.hidden_size, config.num_hidden_layers
-    wide = getattr(config, "intermediate_size", None) or 4 * hidden
-    heads = config.num_attention_heads * (getattr(config, "head_dim", None) or hidden // config.num_attention_heads)
-    tokens = prompts * prompt_tokens + rows * new_tokens
-    # Norms and residuals stay float32; every completion has its own copy of its prompt's keys and values.
-    block = tokens * (12 * hidden * 4 + 5 * wide * narrow) + rows * (prompt_tokens + new_tokens) * 2 * heads * narrow
-    # One block more for what its backward pass makes; a block that is recomputed keeps its input alone.
-    blocks = layers * tokens * hidden * 4 + 2 * block if recomputed else (layers + 1) * block
-    masks = rows * new_tokens * (prompt_tokens + new_tokens) * (4 + narrow)
-    return blocks + 4 * tokens * hidden * 4 + masks
 
 
 class _HeadLogprobs(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """Keys and values of rows that are sampled side by side, and the attention that reads them.
 
-Rows have slots in a cache that is allocated once; those of one prompt can share its keys and values. See common/rollout.py.
+Rows have slots in a cache that is allocated once; those of one prompt can share its keys and values. See common/sampling/native.py.
 """
 
 from typing import Any
@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from common.model.masks import additive
 
 ATTENTION = "clutch_slots"
 # A step that is recorded computes with whole multiples of so many columns, so that one recording serves many steps.
@@ -217,8 +219,3 @@ def _attention(
 
 AttentionInterface.register(ATTENTION, _attention)
 AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-
-
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bool mask (True = attend) -> 0 and the most negative number; made once, not in each layer."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)

@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from common.config import ConfigError
+from common.config.checks import ConfigError
 
 # The task of each algorithm where none is chosen.
 DEFAULT_TASKS = {"eggroll": "translate", "grpo": "chess", "rft": "units", "classify": "topics"}

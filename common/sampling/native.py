@@ -17,17 +17,21 @@ sample does not depend on its neighbours, on the number of rows, or on where a r
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from common import logprobs, sharding
 from common.config import ConfigError, SamplingConfig
-from common.models import Narrow, compiled, context_length
-from common.philox import token_uniforms
-from common.slots import ATTENTION, Prefix, PromptCache, SlotCache, additive
+from common.distributed import fsdp
+from common.model import logprobs
+from common.model.half import Narrow, compiled
+from common.model.masks import additive
+from common.model.prompts import context_length
+from common.sampling.cuda_graphs import CudaGraphs
+from common.sampling.engine import Completions
+from common.sampling.kv_cache import ATTENTION, Prefix, PromptCache, SlotCache
+from common.sampling.random import token_uniforms
 
 # A refill prefills a batch while the other rows wait, and a shrink copies the cache: both wait until it is worth it.
 REFILL_SHARE = 1 / 8  # of the slots
@@ -35,34 +39,6 @@ SHRINK_SHARE = 3 / 4  # of the slots still in use
 RERECORD_SHARE = 1 / 2  # the same where steps are recorded, and would be anew
 # Steps between looks at which rows have finished; on a CPU a look costs nothing, on CUDA it waits for the device.
 LOOK_EVERY = {"cpu": 1, "cuda": 8}
-
-
-@dataclass
-class Completions:
-    """What was sampled, in order (group, prompt, sample). N rows in all.
-
-    tokens: int64 [N, L], padded with the pad id after `lengths`; the stop token, where there is one, is included.
-    lengths: int64 [N]. finished: bool [N], False where max_new_tokens cut the row off.
-    logprobs: float32 [N, L], of the sampled tokens under the tempered distribution; None if not asked for.
-    broken: bool [N], True where the model's logits were not finite, so that the row says nothing.
-    generated: tokens the model produced in all, those thrown away after a row's end not counted.
-    """
-
-    tokens: Tensor
-    lengths: Tensor
-    finished: Tensor
-    logprobs: Tensor | None
-    broken: Tensor
-
-    @property
-    def generated(self) -> int:
-        """Sum of the lengths."""
-        return int(self.lengths.sum())
-
-    def texts(self, tokenizer: Any) -> list[str]:
-        """The completions as text, special tokens left out."""
-        rows = [row[:length] for row, length in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)]
-        return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
 
 @contextmanager
@@ -76,38 +52,6 @@ def evaluating(model: PreTrainedModel, attention: str | None) -> Iterator[None]:
     finally:
         model.config._attn_implementation = own
         model.train(training)
-
-
-class CudaGraphs:
-    """Decode steps over one set of buffers, recorded on the device and replayed with a single launch."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        # One pool for all: what a step allocates is not used after it.
-        self.pool = torch.cuda.graph_pool_handle()
-        self.made: dict[tuple[int, int], Callable[[], None]] = {}  # by window
-
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """What replays the kernels that `step` launches. They are not run now. Raises: ConfigError where CUDA refuses one."""
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # Other threads, NCCL's for one, may go on using the device.
-            with (
-                torch.cuda.device(self.device),
-                torch.cuda.stream(torch.cuda.current_stream(self.device)),  # and back to it, whatever happens
-                torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
-            ):
-                step()
-        except RuntimeError as error:
-            # Where a step fails, the end of the recording fails too, and hides why.
-            first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
-            if isinstance(first, torch.OutOfMemoryError):
-                raise first from None
-            raise ConfigError(
-                f"a decode step of this model cannot be recorded as a CUDA graph ({str(first).splitlines()[0]}). "
-                "Set hardware.cuda_graphs=false: sampling is slower, and the same."
-            ) from first
-        return graph.replay
 
 
 class Sampler:
@@ -135,15 +79,15 @@ class Sampler:
         autocast: torch.dtype | None = None,
     ) -> None:
         self.model = model
-        self.device = sharding.device(model)
+        self.device = fsdp.device(model)
         self.pad_id = pad_id
         self.stop_ids = torch.tensor(list(stop_ids), device=self.device)
         self.rows = rows
         self.autocast = autocast
-        self.narrow = Narrow(model, autocast) if autocast is not None and not sharding.of(model) else None
+        self.narrow = Narrow(model, autocast) if autocast is not None and not fsdp.of(model) else None
         self.used = model if self.narrow is None else self.narrow.twin
         # What records decode steps. Gathering sharded weights is no part of a step that could be.
-        self.recorder = CudaGraphs if graphs and self.device.type == "cuda" and not sharding.of(model) else None
+        self.recorder = CudaGraphs if graphs and self.device.type == "cuda" and not fsdp.of(model) else None
         self.forward = compiled(self.used, compile_mode) if compile_mode else self.used
         self.context = context_length(model)
         self.watch: Callable[[int], None] | None = None  # told how many rows have just finished
@@ -159,7 +103,7 @@ class Sampler:
     @property
     def dtype(self) -> torch.dtype:
         """Of the activations, and so of the cache."""
-        return self.autocast or sharding.dtype(self.model)
+        return self.autocast or fsdp.dtype(self.model)
 
     def bytes_per_row(self, prompt_tokens: int, new_tokens: int) -> float:
         """An estimate of the memory that one more row takes: its cache, and the activations of its prefill."""
@@ -210,7 +154,7 @@ class Sampler:
         )
         if self.narrow is not None:
             self.narrow.refresh()
-        with evaluating(self.used, ATTENTION if self.replaces else None), sharding.inference(self.model), half:
+        with evaluating(self.used, ATTENTION if self.replaces else None), fsdp.inference(self.model), half:
             key = (seed, draw)
             made = _Grid(
                 self, prompts, sampling, samples_per_prompt, key, prompt_ids, first_sample, groups, logprobs

@@ -5,7 +5,7 @@ gradients are summed over ranks as they come. Whoever uses a model that may be s
 
 - a computation that touches weights outside `model(...)` goes through `inside`;
 - forwards without a backward pass go into `forwards`, in which ranks may make different numbers of them;
-- all ranks make the same number of backward passes (`common.logprobs.keep_step` fills up);
+- all ranks make the same number of backward passes (`common.model.logprobs.keep_step` fills up);
 - `save`, `restore` and `whole` are called on all ranks.
 
 On a plain model each of them does what there was before. Checkpoints are written by torch.distributed.checkpoint as
@@ -38,7 +38,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common import checkpoint
 from common.config import ConfigError, Run
-from common.distributed import Context
+from common.distributed.context import Context
+from common.files import CheckpointError
 from common.hardware import peak_memory_gb
 from common.precision import Precision
 
@@ -314,7 +315,7 @@ def save(
         try:
             dcp.save(parts, storage_writer=writer)
         except dcp.CheckpointException as error:  # on all ranks, with what went wrong on each
-            raise checkpoint.CheckpointError(
+            raise CheckpointError(
                 f"{checkpoint.folder_of(root, step)} could not be written: {_first(error)}."
             ) from None
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import yaml
 
-import conf
-from common import panels, plots
-from common.checkpoint import write_text
 from common.config import ConfigError
-from common.panels import Panel
+from common.config.checks import CONF
+from common.files import write_text
+from common.report import panels, plots
+from common.report.events import EVALUATIONS, events, markdown_table, numbers
+from common.report.panels import Panel
 from common.tasks import plain
-from common.tracking import EVALUATIONS, events, markdown_table, numbers
 
 log = logging.getLogger("clutch")
 
@@ -41,7 +41,7 @@ LONGEST = 600  # characters of a completion shown; the files have all
 def write_or_warn(folder: Path) -> bool:
     """Write the report of a run that must not fail for it. Returns whether it is there."""
     try:
-        write(folder, figures=os.environ.get("CLUTCH_PLOTS") != "0")
+        write_report(folder, figures=os.environ.get("CLUTCH_PLOTS") != "0")
     except Exception as error:
         log.warning(
             "%s/report.md could not be written (%s: %s). The run itself is not touched by it. Again: python -m common.report %s",
@@ -51,7 +51,7 @@ def write_or_warn(folder: Path) -> bool:
     return True
 
 
-def write(folder: Path, figures: bool = True) -> Path:
+def write_report(folder: Path, figures: bool = True) -> Path:
     """Write FOLDER/report.md and, with `figures`, FOLDER/plots/*.png. Returns the path of the page.
 
     Raises: ConfigError where `folder` is no run folder.
@@ -211,7 +211,7 @@ def _arguments(folder: Path) -> list[str]:
     for source in settings["runtime"]["config_sources"] if settings else []:
         if source["provider"] == "command-line":
             found += ["--config-dir", source["path"]]
-        elif source["provider"] == "main" and Path(source["path"]) != Path(conf.__file__).parent:
+        elif source["provider"] == "main" and Path(source["path"]) != CONF:
             found += ["-cp", source["path"], "-cn", settings["job"]["config_name"]]
     return [*found, *(kept("overrides.yaml") or [])]
 

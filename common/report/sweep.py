@@ -1,7 +1,6 @@
 """What a sweep (-m) does around its jobs: a line for each, failures kept beside the others, the comparison at its end."""
 
 import json
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -13,15 +12,8 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from conf import resolvers
-
-FAILED = "failed.json"  # in the folder of a job that failed: its exit code, and why
-
-
-def failed(folder: Path, code: int, error: str) -> None:
-    """Note why a job failed, for the process that launched it."""
-    if _main():
-        (folder / FAILED).write_text(json.dumps({"code": code, "error": error}, indent=2) + "\n", encoding="utf-8")
+from common.config import resolvers
+from common.report.failures import FAILED, is_main
 
 
 class Sweep(Callback):
@@ -44,25 +36,25 @@ class Sweep(Callback):
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         """Say which job it is."""
-        if config.hydra.mode == RunMode.MULTIRUN and _main():
+        if config.hydra.mode == RunMode.MULTIRUN and is_main():
             (Path(config.hydra.runtime.output_dir) / FAILED).unlink(missing_ok=True)
             print(f"\n=== {self._name(config)}", flush=True)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         """Say in a line how it ended."""
-        if config.hydra.mode == RunMode.MULTIRUN and _main():
+        if config.hydra.mode == RunMode.MULTIRUN and is_main():
             print(f"=== {self._name(config)}: {_outcome(Path(config.hydra.runtime.output_dir))}", flush=True)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Write the comparison and list what failed; the exit code is that of the first job that did."""
-        if not _main():
+        if not is_main():
             return
-        from common import compare  # torch comes with it
+        from common.report import compare  # torch comes with it
 
         folder = Path(str(config.hydra.sweep.dir))
-        runs, failures = compare.read([folder])
+        runs, failures = compare.read_runs([folder])
         print()
-        compare.report(runs, failures, folder)
+        compare.report_runs(runs, failures, folder)
         if failures:
             print(f"again: python -m common.compare {shlex.quote(str(folder))}", file=sys.stderr)
             sys.exit(next((failure.code for failure in failures if failure.code), 0))
@@ -70,10 +62,6 @@ class Sweep(Callback):
     def _name(self, config: DictConfig) -> str:
         own = [text for text in config.hydra.overrides.task if text.partition("=")[0] in self.swept]
         return " ".join([f"job {config.hydra.job.num}", *own])
-
-
-def _main() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _outcome(folder: Path) -> str:

@@ -81,7 +81,7 @@ def script(run: Run, arguments: list[str]) -> str:
             "out: the script then names it after the job."
         )
     name = f"{run.algo.name}_{run.task.get('name') or run.task['_target_'].rpartition('.')[2].lower()}"
-    command = [sys.executable, str(Path(__file__).resolve().parent.parent / "launch.py"), *kept]
+    command = [sys.executable, str(Path(__file__).resolve().parents[2] / "launch.py"), *kept]
     if "resume" not in given:
         command.append("resume=auto")
     words = [shlex.quote(word) for word in command]

@@ -5,11 +5,11 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from common.checkpoint import write_text
 from common.config import Run
-from common.distributed import Context
+from common.distributed.context import Context
+from common.files import write_text
+from common.report.events import events
 from common.tasks import Example, Task
-from common.tracking import events
 
 log = logging.getLogger("clutch")
 

@@ -1,6 +1,6 @@
 """What is worth looking at in a run: the curves of its report and the panels of the W&B dashboard, from one list.
 
-Names are those that `common.tracking.numbers` makes of the events. A panel appears where its curves were logged.
+Names are those that `common.report.events.numbers` makes of the events. A panel appears where its curves were logged.
 """
 
 from dataclasses import dataclass

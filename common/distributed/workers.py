@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,13 +23,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tqdm import tqdm
 
-from common import hardware, slurm
-from common.checkpoint import CheckpointError
+from common import hardware
 from common.config import ConfigError, Run, flat
+from common.distributed import slurm
+from common.distributed.context import Context
+from common.files import CheckpointError
 from common.signals import EXIT_CONFIG, EXIT_CRASH, EXIT_WRITE, RunStopped, StopSignal, taken
 
 log = logging.getLogger("clutch")
@@ -38,49 +39,6 @@ log = logging.getLogger("clutch")
 TIMEOUT = timedelta(minutes=20)
 PACKAGES = ("common", "eggroll", "grpo", "rft", "ddp_bench")  # what ranks must have the same version of
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the quota, the largest file allowed
-
-
-@dataclass(frozen=True)
-class Context:
-    """Who this worker is."""
-
-    rank: int
-    world_size: int
-    device: hardware.Device
-    out_dir: Path
-    mesh: DeviceMesh | None = None  # [replicate, shard], with opt=fsdp
-
-    @property
-    def main(self) -> bool:
-        """True on the rank that writes and prints."""
-        return self.rank == 0
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks; where all but one rank hold zero, that rank's value exactly."""
-        if self.world_size > 1:
-            dist.all_reduce(tensor)
-        return tensor
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """The value of every rank, in order of rank."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
-
-    def any(self, flag: bool) -> bool:
-        """True on all ranks if it is true on one."""
-        if self.world_size == 1:
-            return flag
-        value = torch.tensor([int(flag)], device=self.device.device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return bool(value.item())
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if self.world_size > 1:
-            dist.barrier()
 
 
 def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
@@ -317,7 +275,7 @@ def _agree(run: Run, context: Context) -> None:
 
 def _code() -> str:
     """Hash of this project's modules."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     files = sorted(path for package in PACKAGES for path in (root / package).rglob("*.py"))
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 

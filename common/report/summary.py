@@ -1,12 +1,10 @@
 """What a run leaves for people: the plan before it, the summary after it, run.yaml, result.json, completions."""
 
-import argparse
 import json
 import logging
 import platform
 import shutil
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,10 +16,11 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 
-from common import models, pages
-from common.checkpoint import write_text
-from common.config import ConfigError, Run
-from common.distributed import Context
+from common.config import Run
+from common.distributed.context import Context
+from common.files import write_text
+from common.model.load import model_commit
+from common.report import page
 from common.tasks import Example, Task, plain
 
 log = logging.getLogger("clutch")
@@ -69,7 +68,7 @@ class Result:
         write_text(Path(self.folder) / "result.json", json.dumps(asdict(self), indent=2) + "\n")
 
 
-def plan(rows: dict[str, str]) -> None:
+def print_plan(rows: dict[str, str]) -> None:
     """Print what a run is about to do, a line a fact."""
     width = max(len(key) for key in rows)
     for key, value in rows.items():
@@ -86,7 +85,7 @@ def write_run(run: Run, out_dir: Path, device: str) -> None:
             "transformers": transformers.__version__,
         },
         "commit": _commit(),
-        "model_commit": models.commit(run.model),
+        "model_commit": model_commit(run.model),
         "device": device,
     }
     (out_dir / "run.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(record)), encoding="utf-8")
@@ -104,7 +103,7 @@ def _commit() -> str | None:
     return head + ("+" if changed else "")
 
 
-def completions(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> list[dict[str, Any]]:
+def completion_rows(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> list[dict[str, Any]]:
     """What is kept of held-out completions, a row an example."""
     return [
         {"id": e.id, "prompt": task.prompt(e), "answer": e.answer, "completion": text}
@@ -156,14 +155,14 @@ def _visible(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
-def finish(result: Result, task: Task, examples: Sequence[Example], before: list[str], after: list[str]) -> None:
+def finish_report(result: Result, task: Task, examples: Sequence[Example], before: list[str], after: list[str]) -> None:
     """Write result.json and print the end of a run, with some completions side by side."""
     result.save()
     samples = [
         {"prompt": plain(task.prompt(e)), "before": old, "after": new, "answer": e.answer}
         for e, old, new in list(zip(examples, before, after, strict=True))[:3]
     ]
-    summary(result, samples)
+    print_summary(result, samples)
 
 
 @contextmanager
@@ -188,12 +187,12 @@ def profiled(run: Run, context: Context) -> Iterator[Callable[[], None]]:
         yield profiler.step
 
 
-def summary(result: Result, samples: list[dict[str, str]], model: str | None = None) -> None:
+def print_summary(result: Result, samples: list[dict[str, str]], model: str | None = None) -> None:
     """Write the report, and print the end of a run: metric before and after, completions side by side, where all is.
 
     Args: model: where the model is and how to load it; None = a language model.
     """
-    reported = pages.write_or_warn(Path(result.folder))
+    reported = page.write_or_warn(Path(result.folder))
     log.info("")
     if samples:
         log.info(side_by_side(samples))
@@ -219,21 +218,4 @@ def summary(result: Result, samples: list[dict[str, str]], model: str | None = N
         "  metrics": f"{result.folder}/metrics.jsonl",
         "  result": f"{result.folder}/result.json",
     }
-    plan(rows)
-
-
-def main() -> int:
-    """Make the reports of run folders again. Exit codes: 0 done, 2 a mistake."""
-    parser = argparse.ArgumentParser("python -m common.report", description="Write RUN/report.md and RUN/plots again.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, of a killed run too")
-    try:
-        for folder in parser.parse_args().runs:
-            print(pages.write(folder))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    print_plan(rows)

@@ -4,74 +4,14 @@ A field without a default must be set by a YAML file. `typed` is the one strict 
 the dataclasses; after it nothing sees OmegaConf. No torch in here, so that `--help` stays fast.
 """
 
-import difflib
-import functools
 import math
-import os
 import re
-from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from pathlib import Path
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-
-import conf
+from common.config.checks import ConfigError, above, at_least, choice, no_effect
 
 T = TypeVar("T")
-
-
-class ConfigError(ValueError):
-    """A mistake of the user's: the text names the key, the value, the choices and the next step."""
-
-
-def choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raise ConfigError unless `value` is one of `choices`; names the nearest one."""
-    if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{key}={value!r} is not a choice.{hint} Choices: {', '.join(choices)}.")
-
-
-def flat(fields: dict[str, Any], prefix: str = "", separator: str = ".") -> dict[str, Any]:
-    """The same fields with nested ones as "outer.inner", all of them behind `prefix`."""
-    out: dict[str, Any] = {}
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            out |= flat(value, f"{prefix}{name}{separator}", separator)
-        else:
-            out[f"{prefix}{name}"] = value
-    return out
-
-
-def at_least(key: str, value: float, minimum: float) -> None:
-    """Raise ConfigError unless `value` is finite and >= `minimum`."""
-    if not (value >= minimum and math.isfinite(value)):
-        raise ConfigError(f"{key}={value} is too small. Give a value of at least {minimum:g}.")
-
-
-def above(key: str, value: float, bound: float) -> None:
-    """Raise ConfigError unless `value` is finite and > `bound`."""
-    if not (value > bound and math.isfinite(value)):
-        raise ConfigError(f"{key}={value} is out of range. Give a value above {bound:g}.")
-
-
-@functools.cache
-def _shipped(file: str) -> dict[str, Any]:
-    found: Any = OmegaConf.to_container(OmegaConf.load(Path(conf.__file__).parent / file))
-    return found
-
-
-def no_effect(file: str, key: str, value: Any, why: str) -> None:
-    """Raise ConfigError where a setting that has no effect is not what conf/ has.
-
-    Args: file: in conf/, such as algo/grpo.yaml; key: there, such as kl.clamp; why: with what it has none, and what to do.
-    """
-    default = functools.reduce(dict.__getitem__, key.split("."), _shipped(file))
-    if value != default:
-        algo = "algo." if file.startswith("algo/") else ""
-        raise ConfigError(f"{algo}{key.removeprefix('algo.')}={value} has no effect {why}")
 
 
 # --- shared by every algorithm -----------------------------------------------------------------------------------
@@ -435,7 +375,7 @@ class ProfileConfig:
 
 @dataclass(kw_only=True)
 class SlurmConfig:
-    """A batch script for one run: common/slurm.py."""
+    """A batch script for one run: common/distributed/slurm.py."""
 
     script: str | None
     nodes: int
@@ -625,138 +565,3 @@ class Run:
     def scheduled(self) -> list[str]:
         """Names of the algorithm's schedules that change something over its steps."""
         return [f.name for f in fields(self.algo) if getattr(getattr(self.algo, f.name), "changes", False)]
-
-
-# --- conversion --------------------------------------------------------------------------------------------------
-
-
-def typed(config: DictConfig, algo_schema: type) -> Run:
-    """Convert a composed config into a `Run`, strictly.
-
-    Args: config: what Hydra composed; algo_schema: dataclass of the chosen algorithm.
-    Raises: ConfigError with the key, what was given, the nearest valid name and the full list.
-    """
-    try:
-        plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except MissingMandatoryValue as error:
-        key = error.full_key or str(error)
-        raise ConfigError(f"{key} is not set. Give it on the command line: {key}=VALUE.") from None
-    except OmegaConfBaseException as error:
-        raise ConfigError(_first_line(error)) from None
-    plain.pop("hydra", None)
-    no_secrets(plain)
-    algo, task = plain.pop("algo"), plain.pop("task")
-    if not isinstance(task, dict) or not task.get("_target_"):
-        raise ConfigError("task has no _target_. Choose one: task=translate, or see docs/tasks.md for your own.")
-    run = _convert(plain, Run, "", skip=("algo", "task"))
-    run["algo"] = build(algo_schema, algo, "algo")
-    run["task"] = task
-    return Run(**run)
-
-
-_SECRET = re.compile(r"(^|[_-])(api_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
-
-_OF_TEXT = re.compile(r"(pad|eos|bos|unk|sep|cls|mask|stop|start|end)_token$", re.IGNORECASE)  # a tokenizer's
-
-
-def no_secrets(settings: dict[str, Any], prefix: str = "") -> None:
-    """Raise ConfigError where a setting holds a secret: by its key, or because it is what a variable of such a name holds.
-
-    A run's settings are written to run.yaml and into checkpoints, and sent to W&B.
-    """
-    held = [value for name, value in os.environ.items() if _SECRET.search(name) and len(value) >= 8]
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            no_secrets(value, f"{prefix}{key}.")
-        elif not isinstance(value, str) or not value:
-            continue
-        elif (_SECRET.search(str(key)) and not _OF_TEXT.search(str(key))) or any(h in value for h in held):
-            raise ConfigError(
-                f"{prefix}{key} holds a secret, and settings are written to run.yaml, into checkpoints and to W&B. Leave it "
-                "out, and let the code that needs it read an environment variable (os.environ)."
-            )
-
-
-def build(schema: type[T], values: dict[str, Any], prefix: str) -> T:
-    """Make one dataclass from a plain dict; unknown keys and wrong types raise ConfigError with the full key."""
-    return schema(**_convert(values, schema, prefix))
-
-
-def _convert(values: dict[str, Any], schema: type, prefix: str, skip: tuple[str, ...] = ()) -> dict[str, Any]:
-    names = [f.name for f in fields(schema)]
-    dot = f"{prefix}." if prefix else ""
-    for key in values:
-        if key not in names:
-            raise ConfigError(unknown_key(f"{dot}{key}", str(key), names))
-    out: dict[str, Any] = {}
-    nested = {f.name: _nested_schema(f.type) for f in fields(schema) if f.name not in skip}
-    flat, structured = {}, OmegaConf.structured(schema)
-    for key, value in values.items():
-        inner = nested.get(key)
-        if inner is not None and isinstance(value, dict):
-            out[key] = build(inner, value, f"{dot}{key}")
-        else:
-            flat[key] = value
-    for key, value in flat.items():
-        out[key] = _check_type(structured, key, value, f"{dot}{key}")
-    missing = [f.name for f in fields(schema) if f.name not in skip and f.name not in out and not _has_default(f)]
-    if missing:
-        raise ConfigError(f"{dot}{missing[0]} is not set. Give it on the command line: {dot}{missing[0]}=VALUE.")
-    return out
-
-
-def _check_type(structured: DictConfig, key: str, value: Any, full_key: str) -> Any:
-    """Let OmegaConf convert one value to the field's type, so that the rules are the same as on the command line."""
-    try:
-        OmegaConf.update(structured, key, value, merge=False)
-        node = OmegaConf.select(structured, key)
-        return OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
-    except OmegaConfBaseException as error:
-        raise ConfigError(wrong_type(f"{full_key}={value!r}", _first_line(error))) from None
-
-
-# What OmegaConf says of a value of a wrong type, and what to do about it.
-_ADVICE = {
-    "converted to Integer": "Give a whole number",
-    "converted to Float": "Give a number",
-    "not a valid bool": "Give true or false",
-    "not Optional": "Give a value, or leave it out",
-    "to string": "Give one text",
-    "incompatible with (int)": "Give whole numbers as names",
-}
-
-
-def wrong_type(given: str, reason: str, names: Sequence[str] = ()) -> str:
-    """The text for a value of a wrong type. given: as KEY=VALUE; reason: OmegaConf's; names: of the settings in KEY, if it is a group."""
-    key, _, value = given.partition("=")
-    if "ListConfig" in reason:
-        return f"{given} is no list. Use '{key}=[{value if value[:1] not in '{[' else '...'}]'."
-    if "to Dict[" in reason:
-        return f"{given} is no dict. Use '{key}={{NAME: VALUE}}'."
-    if "is not a subclass of" in reason:
-        shown = f", such as {key}.{names[0]}=VALUE. Settings there: {', '.join(names)}" if names else ""
-        return f"{given}: {key} is a group of settings. Set them one by one{shown}."
-    advice = next((f" {text}." for part, text in _ADVICE.items() if part in reason), "")
-    return f"{given}: {reason.removesuffix('.')}.{advice}"
-
-
-def unknown_key(full_key: str, key: str, names: list[str]) -> str:
-    """The text for a key that does not exist, with the nearest one that does."""
-    near = difflib.get_close_matches(key, names, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{full_key} is not a setting.{hint} Settings here: {', '.join(names)}."
-
-
-def _first_line(error: Exception) -> str:
-    return re.sub(r"\s+", " ", str(error).split("\n    ")[0]).strip()
-
-
-def _nested_schema(annotation: Any) -> type | None:
-    for candidate in getattr(annotation, "__args__", (annotation,)):
-        if isinstance(candidate, type) and is_dataclass(candidate):
-            return candidate
-    return None
-
-
-def _has_default(f: Any) -> bool:
-    return f.default is not MISSING or f.default_factory is not MISSING

@@ -1,0 +1,29 @@
+"""Settings: names, types and checks; the values live in conf/*.yaml, each exactly once. No torch in here, so that `--help` stays fast."""
+
+from common.config.checks import ConfigError, above, at_least, choice, flat, no_effect
+from common.config.convert import build, no_secrets, typed
+from common.config.explain import unknown_key, wrong_type
+from common.config.schema import (
+    AmpConfig,
+    BudgetConfig,
+    CheckpointConfig,
+    CompileConfig,
+    DdpConfig,
+    EvaluateConfig,
+    FsdpConfig,
+    HardwareConfig,
+    ModelConfig,
+    NotFiniteConfig,
+    OptConfig,
+    OptimizerConfig,
+    PeakConfig,
+    ProfileConfig,
+    Run,
+    SamplingConfig,
+    ScheduleConfig,
+    ScoringConfig,
+    SlurmConfig,
+    SwitchConfig,
+    TinyConfig,
+    TrackerConfig,
+)

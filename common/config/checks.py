@@ -1,0 +1,65 @@
+"""Checks of single settings: each raises ConfigError with the key, the value and the next step."""
+
+import difflib
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+# The folder with the YAML files.
+CONF = Path(__file__).resolve().parents[2] / "conf"
+
+
+class ConfigError(ValueError):
+    """A mistake of the user's: the text names the key, the value, the choices and the next step."""
+
+
+def choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raise ConfigError unless `value` is one of `choices`; names the nearest one."""
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{key}={value!r} is not a choice.{hint} Choices: {', '.join(choices)}.")
+
+
+def flat(fields: dict[str, Any], prefix: str = "", separator: str = ".") -> dict[str, Any]:
+    """The same fields with nested ones as "outer.inner", all of them behind `prefix`."""
+    out: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            out |= flat(value, f"{prefix}{name}{separator}", separator)
+        else:
+            out[f"{prefix}{name}"] = value
+    return out
+
+
+def at_least(key: str, value: float, minimum: float) -> None:
+    """Raise ConfigError unless `value` is finite and >= `minimum`."""
+    if not (value >= minimum and math.isfinite(value)):
+        raise ConfigError(f"{key}={value} is too small. Give a value of at least {minimum:g}.")
+
+
+def above(key: str, value: float, bound: float) -> None:
+    """Raise ConfigError unless `value` is finite and > `bound`."""
+    if not (value > bound and math.isfinite(value)):
+        raise ConfigError(f"{key}={value} is out of range. Give a value above {bound:g}.")
+
+
+@functools.cache
+def shipped(file: str) -> dict[str, Any]:
+    """Return the values of a file in conf/ as plain dicts."""
+    found: Any = OmegaConf.to_container(OmegaConf.load(CONF / file))
+    return found
+
+
+def no_effect(file: str, key: str, value: Any, why: str) -> None:
+    """Raise ConfigError where a setting that has no effect is not what conf/ has.
+
+    Args: file: in conf/, such as algo/grpo.yaml; key: there, such as kl.clamp; why: with what it has none, and what to do.
+    """
+    default = functools.reduce(dict.__getitem__, key.split("."), shipped(file))
+    if value != default:
+        algo = "algo." if file.startswith("algo/") else ""
+        raise ConfigError(f"{algo}{key.removeprefix('algo.')}={value} has no effect {why}")

@@ -1,0 +1,1 @@
+"""Ranks: the context of a worker, workers of every kind, sharded weights, Slurm."""

@@ -1,0 +1,1 @@
+"""Language models: load, encode, train, copy, export."""

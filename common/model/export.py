@@ -1,0 +1,66 @@
+"""Write a trained model as a folder that `from_pretrained` loads."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from common.config import ConfigError
+from common.files import replacing
+
+
+def export_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Write a Hugging Face folder in the model's dtype that `from_pretrained` loads; whole or not at all.
+
+    An earlier export at `folder` is replaced. Args: weights: of a sharded model, gathered. Raises: ConfigError if `folder` holds something else; CheckpointError with
+    path and reason on I/O errors.
+    """
+    if folder.exists() and not (folder / "config.json").is_file() and (folder.is_file() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is not a model folder. Give a new folder, or remove this one.")
+    with replacing(folder) as temporary, _savable(model), progress_bars(False):
+        model.save_pretrained(temporary, state_dict=weights)
+        tokenizer.save_pretrained(temporary)
+
+
+@contextmanager
+def _savable(model: PreTrainedModel) -> Iterator[None]:
+    """Some published generation configs set a temperature without do_sample, which transformers loads but refuses to save.
+
+    Meanwhile the model has a copy that says do_sample=True, as transformers itself advises.
+    """
+    generation = model.generation_config
+    if generation is not None:
+        try:
+            generation.validate(strict=True)
+        except ValueError:
+            model.generation_config = copy.deepcopy(generation)
+            model.generation_config.do_sample = True
+    try:
+        yield
+    finally:
+        model.generation_config = generation
+
+
+@contextmanager
+def progress_bars(shown: bool) -> Iterator[None]:
+    """Switch the progress bars of transformers off for a while unless `shown`."""
+    before = transformers_logging.is_progress_bar_enabled()
+    if before and not shown:
+        transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before and not shown:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,1 @@
+"""What a run shows: metrics, progress, report pages, plots, comparisons and dashboards."""

@@ -1,0 +1,66 @@
+"""Read and shape the events of metrics.jsonl."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from common.config import flat
+from common.files import write_text
+
+EVALUATIONS = "evaluations.jsonl"  # in the run folder: every held-out measure, the one before and the one after too
+# The same curve whatever the stage of a run, so that runs of different algorithms lie in one plot.
+SHARED = ("step", "iteration", "metric", "metric_name", "metrics", "generated_tokens", "reward_evaluations")
+
+
+def jsonable(value: Any) -> Any:
+    """The same with null for NaN and infinity, which JSON has not."""
+    if isinstance(value, dict):
+        return {key: jsonable(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    """What an interrupted run has logged; a torn line is left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+def markdown_table(rows: list[dict[str, Any]]) -> str:
+    """Rows as a Markdown table; what would end a cell is escaped."""
+    if not rows:
+        return ""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    return "\n".join("| " + " | ".join(_cell(value) for value in line) + " |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    text = str(value).strip().replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+    return text.replace("\r", "").replace("\n", "<br>")
+
+
+def cut_events(path: Path, steps: int) -> None:
+    """Drop events after `steps`, and a torn last line, from an interrupted run's file."""
+    if not path.exists():
+        return
+    kept = [json.dumps(event) + "\n" for event in events(path) if event["step"] <= steps]
+    write_text(path, "".join(kept))
+
+
+def numbers(event: dict[str, Any]) -> dict[str, float]:
+    """The numbers of an event under the names that W&B, TensorBoard and the report show, without the step.
+
+    {"phase_seconds": {"rollout": 1}} -> {"phase_seconds/rollout": 1}, with the stage in front where there is one: curves of
+    different stages are different curves, but for SHARED ones.
+    """
+    if stage := event.get("stage"):
+        own = {key: value for key, value in event.items() if key not in (*SHARED, "stage")}
+        named = flat({key: event[key] for key in SHARED if key in event}, separator="/") | flat(own, f"{stage}/", "/")
+    else:
+        named = flat(event, separator="/")
+    return {key: v for key, v in named.items() if isinstance(v, (int, float)) and key != "step"}

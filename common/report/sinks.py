@@ -1,0 +1,132 @@
+"""Trackers beside metrics.jsonl: Weights & Biases and TensorBoard."""
+
+import logging
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from common.config import ConfigError, Run
+from common.report.events import markdown_table
+
+log = logging.getLogger("clutch")
+
+
+def open_sink(run: Run, out_dir: Path, resumed: int, state: dict[str, Any]) -> Any:
+    """Open the tracker that the run names, or return None for jsonl."""
+    if run.tracker.name == "wandb":
+        return Wandb(run, out_dir, resumed, state)
+    if run.tracker.name == "tensorboard":
+        return TensorBoard(out_dir, resumed)
+    return None
+
+
+def sweep_of(out_dir: Path) -> Path | None:
+    """The folder of the multirun that a run folder is a job of, None where it is of none."""
+    return next((parent for parent in out_dir.parents if (parent / "multirun.yaml").exists()), None)
+
+
+class Wandb:
+    """One W&B run a job, of rank 0. Its history is by our step, so that a resumed run goes on where it was."""
+
+    def __init__(self, run: Run, out_dir: Path, resumed: int, state: dict[str, Any]) -> None:
+        import wandb  # seconds to import, so only when asked for
+
+        self.wandb, settings, sweep = wandb, run.tracker, sweep_of(out_dir)
+        wandb.setup(wandb.Settings(silent=True))  # what matters of its chatter is logged below
+        mode = settings.mode or os.environ.get("WANDB_MODE")
+        mode = mode or ("online" if wandb.login(prompt=False, verify=False) else "offline")
+        offline = mode == "offline"
+        options: dict[str, Any] = dict(
+            project=settings.project,
+            entity=settings.entity,
+            name=str(out_dir.relative_to(sweep.parent)) if sweep else out_dir.name,
+            group=settings.group or (sweep.name if sweep else None),
+            job_type=settings.job_type or run.algo.name,
+            id=state.get("id"),
+            resume=None if offline else "allow",  # offline, W&B goes on by the id alone and warns of the other
+            dir=out_dir,
+            mode=mode,
+            config=asdict(run),
+        )
+        try:
+            self.run = wandb.init(**options)
+        except wandb.Error as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+            raise ConfigError(
+                f"tracker=wandb cannot start: {reason}. Run wandb login, or use tracker.mode=offline and wandb sync later."
+            ) from None
+        self.id = self.run.id
+        # What W&B already has is not sent again: offline it cannot tell.
+        self.known, self.resumed = max(self.run.step, resumed + 1 if resumed else 0), resumed
+        for axis in ("step", "epoch", "iteration", "generated_tokens", "reward_evaluations"):
+            self.run.define_metric(axis, hidden=axis != "generated_tokens")
+        self.run.define_metric("*", step_metric="step")
+        self.run.define_metric("evaluate/*", step_metric="iteration")
+        self.run.define_metric("validation/*", step_metric="epoch")
+        self.run.define_metric("metric", step_metric="step", summary="max,last")
+        log.info("W&B: %s", f"offline; send it with: wandb sync {self._folder()}" if offline else self.run.url)
+
+    def _folder(self) -> Path:
+        return Path(self.run.settings.sync_dir)
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """Send the numbers of a step."""
+        # What comes at the step that a run was resumed at is its end: no event has that step again.
+        if step >= self.known or step == self.resumed > 0:
+            self.run.log({"step": step, **values}, step=max(step, self.known))
+
+    def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
+        """Send rows as a table."""
+        table = self.wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self.log({name: table}, step)
+
+    def artifact(self, kind: str, folder: Path, alias: str) -> None:
+        """Upload a folder as a new version of an artifact."""
+        artifact = self.wandb.Artifact(f"{kind}-{self.id}", type=kind)
+        for path in sorted(folder.rglob("*")):  # add_dir prints
+            if path.is_file():
+                artifact.add_file(str(path), name=str(path.relative_to(folder)))
+        self.run.log_artifact(artifact, aliases=["latest", alias])
+
+    def summary(self, values: dict[str, Any]) -> None:
+        """Send the headline numbers of the run."""
+        self.run.summary.update(values)
+
+    def close(self, code: int) -> None:
+        """End the record."""
+        self.run.finish(exit_code=code)
+
+
+class TensorBoard:
+    """TensorBoard events of a run, in RUN/tensorboard."""
+
+    id = None
+
+    def __init__(self, out_dir: Path, resumed: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ConfigError(
+                "tracker=tensorboard needs a package: pip install tensorboard. Or use tracker=jsonl."
+            ) from None
+        self.writer = SummaryWriter(str(out_dir / "tensorboard"), purge_step=resumed + 1 if resumed else None)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Send the numbers of a step."""
+        for key, value in values.items():
+            self.writer.add_scalar(key, value, step)
+
+    def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
+        """Send rows as a table."""
+        self.writer.add_text(name, markdown_table(rows), step)
+
+    def summary(self, values: dict[str, Any]) -> None:
+        """Send the headline numbers of the run."""
+        for key, value in values.items():
+            if isinstance(value, (int, float)):
+                self.writer.add_scalar(f"summary/{key}", value)
+
+    def close(self, code: int) -> None:
+        """End the record."""
+        self.writer.close()

@@ -1,0 +1,171 @@
+"""Metrics of a run: metrics.jsonl always; W&B, TensorBoard and the progress line read the same events. Rank 0 only."""
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from common.config import Run
+from common.files import write_text
+from common.report.events import EVALUATIONS, cut_events, events, jsonable, numbers
+from common.report.progress import Progress
+from common.report.sinks import open_sink
+from common.signals import RunStopped
+from common.tasks import plain
+
+log = logging.getLogger("clutch")
+KEPT = (
+    "step",
+    "stage",
+    "iteration",
+    "metric",
+    "metric_name",
+    "metrics",
+    "validation",
+)  # of an event with held-out measures
+TABLE_ROWS = 32  # of the completions that W&B and TensorBoard show; the files have all
+
+
+class Tracker:
+    """Writes the events of one run.
+
+    Args: steps: of the whole run; None = the run tells by `begin`, stage by stage. resumed: steps already done; later
+    events of an earlier attempt are cut off. state: what `state()` of the interrupted run returned.
+    """
+
+    def __init__(
+        self, run: Run, out_dir: Path, steps: int | None, resumed: int = 0, state: dict[str, Any] | None = None
+    ) -> None:
+        self.out_dir, self.artifacts = out_dir, run.tracker.artifacts
+        self.step = resumed  # of the last event
+        for path in (out_dir / "metrics.jsonl", out_dir / EVALUATIONS):
+            cut_events(path, resumed)
+        for path in (out_dir / "completions").glob("step-*.jsonl"):
+            if int(path.stem.removeprefix("step-")) > resumed:
+                path.unlink()
+        self.file = open(out_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (closed in `close`)
+        self.sink = open_sink(run, out_dir, resumed, state or {})
+        self.held: list[dict[str, Any]] = events(out_dir / EVALUATIONS)
+        self.line: Progress | None = None
+        if steps is not None:
+            self.begin("", steps, resumed, "step")
+
+    def begin(self, what: str, total: int, done: int, unit: str) -> None:
+        """A new progress line: `what` is counted in `unit`s from `done` to `total`."""
+        if self.line:
+            self.line.close()
+        self.line = Progress(what, total, done, unit)
+
+    def write(self, event: dict[str, Any]) -> None:
+        """One event: a flat dict (phase seconds nested) with at least `step`, 1-based."""
+        self.step = event["step"]
+        self.file.write(json.dumps(jsonable(event)) + "\n")
+        self.file.flush()
+        if self.sink:
+            self.sink.log(numbers(event), event["step"])
+        if "metrics" in event:
+            self._evaluated({key: event[key] for key in event if key in KEPT})
+
+    def sync(self) -> None:
+        """Bring what is logged to the disk: before a checkpoint, so that after a power cut no event before it is missing."""
+        os.fsync(self.file.fileno())
+
+    def log(self, event: dict[str, Any], done: int | None = None, shown: str | None = None) -> None:
+        """Write an event and move the progress line.
+
+        Args: done: units of the progress line, None = the step; shown: its text, None = reward, metric and speed.
+        """
+        assert self.line is not None
+        self.write(event)
+        text = _shown(event, self.held[-1] if self.held else None) if shown is None else shown
+        self.line.to(int(event["step"]) if done is None else done, text, always="metric" in event)
+
+    def measured(self, step: int, name: str, metrics: dict[str, float], **used: int) -> None:
+        """Held-out measures that no event has: those before the first step and after the last.
+
+        Args: name: the headline's; used: what it took so far, for curves against it.
+        """
+        record = {"step": step, "metric": metrics[name], "metric_name": name, "metrics": metrics}
+        self._evaluated(record)
+        if self.sink:
+            self.sink.log(numbers(record) | used, step)
+
+    def _evaluated(self, record: dict[str, Any]) -> None:
+        """Keep one line a step in RUN/evaluations.jsonl."""
+        others = (held for held in self.held if held["step"] != record["step"])
+        self.held = sorted((*others, record), key=lambda held: held["step"])
+        write_text(self.out_dir / EVALUATIONS, "".join(json.dumps(held) + "\n" for held in self.held))
+
+    def completions(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
+        """Keep completions in RUN/completions/NAME.jsonl, and the first of them as a table of that name, never overwritten."""
+        folder = self.out_dir / "completions"
+        folder.mkdir(exist_ok=True)
+        write_text(folder / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        if self.sink and rows:
+            shown = [{key: _text(value) for key, value in row.items()} for row in rows[:TABLE_ROWS]]
+            self.sink.table(f"completions/{name}", step, shown)
+
+    def artifact(self, kind: str, folder: Path, alias: str) -> None:
+        """With tracker.artifacts, upload `folder` as a new version of the run's artifact `kind`: checkpoint or model."""
+        if self.sink and self.artifacts:
+            self.sink.artifact(kind, folder, alias)
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to go on in the same tracker run."""
+        return {"id": self.sink.id} if self.sink and self.sink.id else {}
+
+    def summary(self, values: dict[str, Any]) -> None:
+        """The headline numbers of the run."""
+        if self.sink:
+            self.sink.summary(values)
+
+    def close(self, code: int = 0) -> None:
+        """Flush and end; safe to call again. code: of a run that failed, not 0."""
+        if self.line:
+            self.line.close()
+        self.file.close()
+        if self.sink:
+            self.sink.close(code)
+            self.sink = None
+
+
+def _shown(event: dict[str, Any], held: dict[str, Any] | None) -> str:
+    """What the progress line says of a step of a loop that samples and learns at once; what may be cut comes last.
+
+    held: the last held-out measures.
+    """
+    parts = [f"reward {event['reward']:.3f}"]
+    if held:
+        parts.append(f"{held['metric_name']} {held['metric']:.1f}")
+    parts.append(f"{event['tokens_per_second']:,.0f} tokens/s")
+    if "drift" in event:
+        parts.append(f"drift {event['drift']:.2f}")
+    if event.get("dead_groups"):
+        parts.append(f"{100 * event['dead_groups']:.0f} % dead groups")
+    return ", ".join(parts)
+
+
+def _text(value: Any) -> Any:
+    """A cell of a table: numbers and texts as they are, a conversation as text."""
+    return plain(value) if isinstance(value, list) else value
+
+
+@contextmanager
+def closed_on_error(tracker: Tracker | None) -> Iterator[None]:
+    """Close `tracker` if the block is left by an exception, so that what was logged is not lost.
+
+    A run that was stopped has a report of what it did so far.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if tracker:
+            tracker.close(error.code if isinstance(error, RunStopped) else 1)
+            if isinstance(error, RunStopped) and (tracker.out_dir / "run.yaml").exists():
+                from common.report import page  # which reads what is written here
+
+                page.write_or_warn(tracker.out_dir)
+        raise

@@ -1,0 +1,1 @@
+"""Sampling engines: prompts in, completions out."""
