@@ -4,8 +4,9 @@
     python launch.py -m algo=eggroll seed=1,2,3
     torchrun --nproc_per_node=2 launch.py algo=eggroll
 
-From Python: `run = compose(["algo=eggroll", "seed=1"])`, then `result = train(run, "outputs/mine")`.
-Imports no torch: that happens in the worker, so `--help` and `--cfg job` answer at once.
+From Python: `run = compose(["algo=eggroll", "seed=1"])`, then `result = train(run,
+"outputs/mine")`. Imports no torch: that happens in the worker, so `--help` and `--cfg job` answer
+at once.
 """
 
 import os
@@ -29,18 +30,34 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from common.config import ConfigError, Run, choice, no_secrets, resolvers, typed, unknown_key, wrong_type
+from common.config import (
+    ConfigError,
+    Run,
+    choice,
+    no_secrets,
+    resolvers,
+    typed,
+    unknown_key,
+    wrong_type,
+)
 from common.config.resolvers import DEFAULT_TASKS
 from common.distributed import slurm
 from common.report.failures import failed
-from common.signals import EXIT_CONFIG, EXIT_CRASH, EXIT_INTERRUPTED, EXIT_SIGNAL, RunStopped, StopSignal
+from common.signals import (
+    EXIT_CONFIG,
+    EXIT_CRASH,
+    EXIT_INTERRUPTED,
+    EXIT_SIGNAL,
+    RunStopped,
+    StopSignal,
+)
 from ddp_bench.config import ClassifyConfig
 from eggroll.config import EggrollConfig
 from grpo.config import GrpoConfig
 from rft.config import RftConfig
 
-# The algorithms: a closed set, so a plain dict. The package of each settings class has train.py with
-# train(run, context, task) -> Result.
+# The algorithms: a closed set, so a plain dict. The package of each settings class has train.py
+# with train(run, context, task) -> Result.
 ALGORITHMS: dict[str, type] = {
     "eggroll": EggrollConfig,
     "grpo": GrpoConfig,
@@ -56,11 +73,14 @@ NOT_FOR_CLASSIFY = {
     "budget": "it generates nothing, and algo.epochs ends it",
 }
 
-# Settings of training, which mean nothing where algo.scaling measures steps or algo.predict predicts them.
+# Settings of training, which mean nothing where algo.scaling measures steps or algo.predict
+# predicts them.
 NOT_FOR_SCALING = ("algo.epochs", "algo.patience", "resume", "checkpoint", "tracker")
 
 CONF = Path(__file__).resolve().parent / "conf"
-CLASS_TASKS = "ddp_bench.tasks."  # where the class tasks of this project are; the other tasks have rewards
+CLASS_TASKS = (  # where the class tasks of this project are; the other tasks have rewards
+    "ddp_bench.tasks."
+)
 
 
 def register() -> None:
@@ -73,7 +93,9 @@ def register() -> None:
 
 
 def to_run(config: DictConfig, overrides: list[str]) -> Run:
-    """The typed run; raises ConfigError. overrides: what the command line gave, to refuse what has no effect."""
+    """The typed run; raises ConfigError. overrides: what the command line gave, to refuse what has
+    no effect.
+    """
     name = config.algo.get("name") if OmegaConf.is_config(config.algo) else config.algo
     choice("algo", name, tuple(ALGORITHMS))
     for override in overrides if name == "classify" else []:
@@ -81,10 +103,13 @@ def to_run(config: DictConfig, overrides: list[str]) -> Run:
         if reason := NOT_FOR_CLASSIFY.get(key.partition(".")[0]):
             raise ConfigError(f"{key} has no effect with algo=classify: {reason}. Leave it out.")
     run = typed(config, ALGORITHMS[name])
-    given = next((text for text in (o.lstrip("+") for o in overrides) if text.startswith("slurm.")), None)
+    given = next(
+        (text for text in (o.lstrip("+") for o in overrides) if text.startswith("slurm.")), None
+    )
     if given and run.slurm.script is None:
         raise ConfigError(
-            f"{given} has no effect without slurm.script, the batch script to write. Add slurm.script=FILE."
+            f"{given} has no effect without slurm.script, the batch script to write. Add"
+            " slurm.script=FILE."
         )
     check_kind(run)
     check_scaling(run, overrides)
@@ -92,42 +117,63 @@ def to_run(config: DictConfig, overrides: list[str]) -> Run:
 
 
 def check_scaling(run: Run, overrides: list[str]) -> None:
-    """Raise ConfigError for settings that the command gave and that its kind of classify run does not look at."""
+    """Raise ConfigError for settings that the command gave and that its kind of classify run does
+    not look at.
+    """
     if run.algo.name != "classify":
         return
-    measuring = next((name for name in ("scaling", "predict") if getattr(run.algo, name) is not None), None)
+    measuring = next(
+        (name for name in ("scaling", "predict") if getattr(run.algo, name) is not None), None
+    )
     for key in (override.partition("=")[0].lstrip("+") for override in overrides):
         if measuring is None and key.startswith("algo.scaling_"):
-            raise ConfigError(f"{key} has no effect without algo.scaling. Add for example 'algo.scaling=[1,2]'.")
+            raise ConfigError(
+                f"{key} has no effect without algo.scaling. Add for example 'algo.scaling=[1,2]'."
+            )
         if measuring is not None and key.startswith(NOT_FOR_SCALING):
             raise ConfigError(
-                f"{key} has no effect with algo.{measuring}, which measures steps and keeps no model. Leave it out."
+                f"{key} has no effect with algo.{measuring}, which measures steps and keeps no"
+                " model. Leave it out."
             )
-        if key.startswith("algo.tokenizer") and run.task["_target_"] == "ddp_bench.tasks.Trajectories":
-            raise ConfigError(f"{key} has no effect with task=trajectories, which has no texts. Leave it out.")
+        if (
+            key.startswith("algo.tokenizer")
+            and run.task["_target_"] == "ddp_bench.tasks.Trajectories"
+        ):
+            raise ConfigError(
+                f"{key} has no effect with task=trajectories, which has no texts. Leave it out."
+            )
 
 
 def check_kind(run: Run) -> None:
-    """Raise ConfigError where a task of this project is not of the algorithm's kind, naming those that are."""
+    """Raise ConfigError where a task of this project is not of the algorithm's kind, naming those
+    that are.
+    """
     wants_classes, target = run.algo.name == "classify", run.task["_target_"]
     if not isinstance(target, str):
-        raise ConfigError(f"task._target_={target} names no class. Give one, such as my_module.MyTask.")
-    if target.startswith(("common.tasks.", CLASS_TASKS)) and target.startswith(CLASS_TASKS) != wants_classes:
+        raise ConfigError(
+            f"task._target_={target} names no class. Give one, such as my_module.MyTask."
+        )
+    if (
+        target.startswith(("common.tasks.", CLASS_TASKS))
+        and target.startswith(CLASS_TASKS) != wants_classes
+    ):
         of_kind = {
             path.stem: OmegaConf.load(path)["_target_"].startswith(CLASS_TASKS)  # type: ignore[index]
             for path in sorted((CONF / "task").glob("*.yaml"))
         }
         fitting = [name for name, has_classes in of_kind.items() if has_classes == wants_classes]
         raise ConfigError(
-            f"algo={run.algo.name} needs a {'class' if wants_classes else 'reward'} task, and {target} is a "
-            f"{'reward' if wants_classes else 'class'} task. Use one of task={', '.join(fitting)}."
+            f"algo={run.algo.name} needs a {'class' if wants_classes else 'reward'} task, and"
+            f" {target} is a {'reward' if wants_classes else 'class'} task. Use one of"
+            f" task={', '.join(fitting)}."
         )
 
 
 def compose(overrides: list[str], config_dir: str | None = None) -> Run:
     """Compose a run from Python.
 
-    Args: overrides: as on the command line; config_dir: one more folder of YAML files, as --config-dir.
+    Args: overrides: as on the command line; config_dir: one more folder of YAML files, as
+    --config-dir.
     Raises: ConfigError with the same text that the command line prints.
     """
     register()
@@ -144,11 +190,12 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Run:
 def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
     """Train in this process (or in the ranks of opt=ddp) and return the algorithm's `Result`.
 
-    With algo.scaling, measure instead and return what RUN/scaling.json holds; with algo.predict, RUN/prediction.json.
+    With algo.scaling, measure instead and return what RUN/scaling.json holds; with algo.predict,
+    RUN/prediction.json.
 
-    Args: run: from `compose`; out_dir: the run folder, made if needed; task: an object of one's own that has the
-    methods of common.tasks.Task (for classify, of
-    ddp_bench.tasks.ClassTask); None = the one that run.task names.
+    Args: run: from `compose`; out_dir: the run folder, made if needed; task: an object of one's own
+    that has the methods of common.tasks.Task (for classify, of ddp_bench.tasks.ClassTask); None =
+    the one that run.task names.
     """
     from common.distributed.workers import launch
 
@@ -168,28 +215,36 @@ def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
 def _main(config: DictConfig) -> None:
     settings = HydraConfig.get()
     folder = Path(settings.runtime.output_dir)
-    warned = signal.getsignal(signal.SIGUSR2)  # in a job of submitit, what puts it back into the queue
+    warned = signal.getsignal(
+        signal.SIGUSR2
+    )  # in a job of submitit, what puts it back into the queue
     try:
         run = to_run(config, list(settings.overrides.task))
         if run.slurm.script is not None:  # main has dealt with that of the command line
             raise ConfigError(
-                "slurm.script goes on the command line, and not with -m. Sweeps: hydra/launcher=submitit_slurm."
+                "slurm.script goes on the command line, and not with -m. Sweeps:"
+                " hydra/launcher=submitit_slurm."
             )
         train(run, folder)
     except (ConfigError, RunStopped) as error:
         code = _end(error)
         if settings.mode == RunMode.RUN and isinstance(error, ConfigError) and _unused(folder):
-            shutil.rmtree(folder, ignore_errors=True)  # a mistake found before the run began leaves nothing behind
+            shutil.rmtree(
+                folder, ignore_errors=True
+            )  # a mistake found before the run began leaves nothing behind
         if settings.mode == RunMode.MULTIRUN and code == EXIT_SIGNAL:
             print(
-                f"The whole sweep: the same command with hydra.sweep.dir={settings.sweep.dir} resume=auto.",
+                f"The whole sweep: the same command with hydra.sweep.dir={settings.sweep.dir}"
+                " resume=auto.",
                 file=sys.stderr,
             )
         if code == EXIT_SIGNAL and StopSignal.last == signal.SIGUSR2 and callable(warned):
             signal.signal(signal.SIGUSR2, warned)
             signal.raise_signal(signal.SIGUSR2)  # all is saved: submitit may have the process now
         here = settings.runtime.choices["hydra/launcher"] == "basic"
-        if settings.mode == RunMode.RUN or (code == EXIT_SIGNAL and here):  # who stops a job wants the sweep to stop
+        if settings.mode == RunMode.RUN or (
+            code == EXIT_SIGNAL and here
+        ):  # who stops a job wants the sweep to stop
             sys.exit(code)  # past Hydra, which would print a line of its own first
         failed(folder, code, str(error))
     except Exception as error:
@@ -200,7 +255,8 @@ def _main(config: DictConfig) -> None:
 
 
 def main() -> None:
-    """The command line. Exit codes: 0 done, 2 a mistake in the configuration, others in common/signals.py.
+    """The command line. Exit codes: 0 done, 2 a mistake in the configuration, others in
+    common/signals.py.
 
     A sweep goes on after a job that fails, and exits with the code of the first that did.
     """
@@ -228,12 +284,15 @@ def main() -> None:
         if not type(error).__module__.startswith("submitit."):
             raise
         print(
-            f"error: a job of the sweep ended without a word (killed, or out of time): {str(error).splitlines()[0]}\n"
-            "Others may go on. When they have ended: python -m common.compare SWEEP_FOLDER",
+            "error: a job of the sweep ended without a word (killed, or out of time):"
+            f" {str(error).splitlines()[0]}\nOthers may go on. When they have ended: python -m"
+            " common.compare SWEEP_FOLDER",
             file=sys.stderr,
         )
         sys.exit(EXIT_CRASH)
-    except KeyboardInterrupt:  # before the first step or after the last one, where there is nothing to save
+    except (
+        KeyboardInterrupt
+    ):  # before the first step or after the last one, where there is nothing to save
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
 
@@ -244,8 +303,8 @@ def submit(arguments: list[str]) -> None:
     for argument in arguments:
         if argument.startswith("-") and argument.partition("=")[0] not in ("--config-dir", "-cd"):
             raise ConfigError(
-                f"{argument} does not go with slurm.script, which writes a batch script for one run. Leave it out. "
-                "Sweeps: hydra/launcher=submitit_slurm -m."
+                f"{argument} does not go with slurm.script, which writes a batch script for one"
+                " run. Leave it out. Sweeps: hydra/launcher=submitit_slurm -m."
             )
     settings = [a for a in arguments if "=" in a and not a.startswith(("-", "hydra."))]
     written = slurm.write(compose(settings, config_dir), arguments)
@@ -255,7 +314,9 @@ def submit(arguments: list[str]) -> None:
 def _end(error: ConfigError | RunStopped) -> int:
     """Print why a run ended early; returns the exit code."""
     code = error.code if isinstance(error, RunStopped) else EXIT_CONFIG
-    if os.environ.get("RANK", "0") == "0":  # under torchrun every rank comes here with the same text
+    if (
+        os.environ.get("RANK", "0") == "0"
+    ):  # under torchrun every rank comes here with the same text
         print(error if isinstance(error, RunStopped) else f"error: {error}", file=sys.stderr)
     return code
 
@@ -270,7 +331,9 @@ def check_secrets(arguments: list[str]) -> None:
 
 
 def check_folder(arguments: list[str]) -> None:
-    """Raise ConfigError where the run folder that is asked for cannot be made, or is not the one that is used."""
+    """Raise ConfigError where the run folder that is asked for cannot be made, or is not the one
+    that is used.
+    """
     sweep_asked = bool({"-m", "--multirun"} & set(arguments))
     for argument in arguments:
         key, _, value = argument.partition("=")
@@ -278,20 +341,31 @@ def check_folder(arguments: list[str]) -> None:
             continue
         if (key == "hydra.sweep.dir") != sweep_asked:
             other = "hydra.sweep.dir" if sweep_asked else "hydra.run.dir"
-            raise ConfigError(f"{key}={value} has no effect {'with' if sweep_asked else 'without'} -m. Use {other}.")
+            raise ConfigError(
+                f"{key}={value} has no effect {'with' if sweep_asked else 'without'} -m. Use"
+                f" {other}."
+            )
         if value and "${" not in value and os.environ.get("RANK", "0") == "0":
             missing = [path for path in _folders([argument]) if not path.exists()]
             try:
                 Path(value.strip("'\"")).mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise ConfigError(f"{key}={value} cannot be made: {error.strerror}. Choose another folder.") from None
+                raise ConfigError(
+                    f"{key}={value} cannot be made: {error.strerror}. Choose another folder."
+                ) from None
             finally:
                 _remove(missing)
 
 
 def _folders(arguments: list[str]) -> list[Path]:
-    """The folders that a run is to be in, inner ones first: of hydra.run.dir or hydra.sweep.dir, as far as they hold no ${...}."""
-    given = [a.partition("=")[2] for a in arguments if a.startswith(("hydra.run.dir=", "hydra.sweep.dir="))]
+    """The folders that a run is to be in, inner ones first: of hydra.run.dir or hydra.sweep.dir, as
+    far as they hold no ${...}.
+    """
+    given = [
+        a.partition("=")[2]
+        for a in arguments
+        if a.startswith(("hydra.run.dir=", "hydra.sweep.dir="))
+    ]
     default: Any = OmegaConf.to_container(OmegaConf.load(CONF / "hydra" / "clutch.yaml"))
     folder = Path([default["run"]["dir"], *given][-1].strip("'\"").partition("${")[0])
     return [folder, *folder.parents]
@@ -307,18 +381,27 @@ def _remove(folders: list[Path]) -> None:
 def _unused(folder: Path) -> bool:
     """Whether a run folder holds nothing but what Hydra wrote, and logs without a line."""
     with suppress(FileNotFoundError):  # another rank is done with it
-        return all(path.name == ".hydra" or (path.is_file() and not path.stat().st_size) for path in folder.iterdir())
+        return all(
+            path.name == ".hydra" or (path.is_file() and not path.stat().st_size)
+            for path in folder.iterdir()
+        )
     return False
 
 
 def located(arguments: list[str]) -> list[str]:
-    """The arguments, with a relative --config-path that is a folder here made absolute: Hydra would start at launch.py's."""
+    """The arguments, with a relative --config-path that is a folder here made absolute: Hydra would
+    start at launch.py's.
+    """
     found = list(arguments)
     for position, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
         if flag in ("--config-path", "-cp") and equals and Path(value).is_dir():
             found[position] = f"{flag}={Path(value).resolve()}"
-        elif flag in ("--config-path", "-cp") and not equals and Path(*arguments[position + 1 : position + 2]).is_dir():
+        elif (
+            flag in ("--config-path", "-cp")
+            and not equals
+            and Path(*arguments[position + 1 : position + 2]).is_dir()
+        ):
             found[position + 1] = str(Path(arguments[position + 1]).resolve())
     return found
 
@@ -340,14 +423,20 @@ HYDRA_ERRORS = (HydraException, OmegaConfBaseException, AssertionError)
 
 
 def opened(arguments: list[str]) -> list[str]:
-    """The arguments, with ++ before those that set keys of an open dict, such as algo.optimizer.kwargs.
+    """The arguments, with ++ before those that set keys of an open dict, such as
+    algo.optimizer.kwargs.
 
     Hydra takes a key that no file has for a mistake; in these dicts every key is the user's.
     """
-    dicts = {f"algo.{name}" for schema in ALGORITHMS.values() for name in _dicts(schema)} | {"slurm.options"}
+    dicts = {f"algo.{name}" for schema in ALGORITHMS.values() for name in _dicts(schema)} | {
+        "slurm.options"
+    }
     keys = [argument.partition("=")[0] for argument in arguments]
     below = [any(key == name or key.startswith(f"{name}.") for name in dicts) for key in keys]
-    return [f"++{argument}" if is_open else argument for argument, is_open in zip(arguments, below, strict=True)]
+    return [
+        f"++{argument}" if is_open else argument
+        for argument, is_open in zip(arguments, below, strict=True)
+    ]
 
 
 def _dicts(schema: Any) -> list[str]:
@@ -362,13 +451,18 @@ def _dicts(schema: Any) -> list[str]:
 
 
 def check_groups(arguments: list[str]) -> None:
-    """Check null and the `opt` list, for which Hydra itself names no choices. Raises ConfigError."""
+    """Check null and the `opt` list, for which Hydra itself names no choices. Raises ConfigError.
+    """
     for argument in arguments:
         group = argument.partition("=")[0].lstrip("+")
         if not (CONF / group).is_dir() or "=" not in argument:
             continue
-        if ".." in Path(argument.partition("=")[2]).parts:  # the choice of a task is part of the output folder's name
-            raise ConfigError(f"{argument} leads out of the folder of the choices. Give the name of a file there.")
+        if (
+            ".." in Path(argument.partition("=")[2]).parts
+        ):  # the choice of a task is part of the output folder's name
+            raise ConfigError(
+                f"{argument} leads out of the folder of the choices. Give the name of a file there."
+            )
         choices = _options(group)
         override = OverridesParser.create().parse_override(argument)
         if override.is_sweep_override():
@@ -379,7 +473,9 @@ def check_groups(arguments: list[str]) -> None:
         if value is None and group == "experiment":
             raise ConfigError("experiment=null is what there is without it. Leave it out.")
         if value is None and group == "opt":
-            raise ConfigError("opt=null is not a list. Use opt=[] for none, or for example 'opt=[amp,compile]'.")
+            raise ConfigError(
+                "opt=null is not a list. Use opt=[] for none, or for example 'opt=[amp,compile]'."
+            )
         if value is None:
             raise ConfigError(f"{group}=null is not a choice. Choices: {', '.join(choices)}.")
         if group == "opt":
@@ -397,14 +493,19 @@ def explain(error: Exception, arguments: list[str], config_dir: str | None = Non
         below = next((a for a in arguments if a.startswith("model.tiny.")), None)
         if below is None or "Unexpected type for root" not in text:
             raise error
-        return f"{below} has no effect with model={_chosen(arguments, 'model')}. Leave it out, or use model=tiny."
+        return (
+            f"{below} has no effect with model={_chosen(arguments, 'model')}. Leave it out, or use"
+            " model=tiny."
+        )
     if match := re.search(r"Could not override '(@?[\w.@/]+)'", text):
         path = match.group(1)
         names = _settings(path.split(".")[:-1], arguments, config_dir)
         if names:
             return unknown_key(path, path.split(".")[-1], names)
         if "No match in the defaults list" in text:
-            groups = sorted(p.name for p in CONF.iterdir() if p.is_dir() and not p.name.startswith("_"))
+            groups = sorted(
+                p.name for p in CONF.iterdir() if p.is_dir() and not p.name.startswith("_")
+            )
             return unknown_key(path, path, groups)
     if match := re.search(r"Could not find '(\w+)/([^']+)'", text):
         group, name = match.groups()
@@ -426,7 +527,8 @@ def _options(group: str, config_dir: str | None = None) -> tuple[str, ...]:
 
 
 def _chosen(arguments: list[str], group: str) -> str:
-    """What the arguments, or else their experiment, or else the defaults list, choose for a group."""
+    """What the arguments, or else their experiment, or else the defaults list, choose for a group.
+    """
     given = [a.split("=", 1)[1] for a in arguments if a.startswith(f"{group}=")]
     if given:
         return given[-1]
@@ -434,7 +536,11 @@ def _chosen(arguments: list[str], group: str) -> str:
         path = CONF / "experiment" / f"{argument.partition('=')[2]}.yaml"
         if argument.startswith("experiment=") and path.is_file():
             experiment: Any = OmegaConf.load(path)
-            found = [item[f"override /{group}"] for item in experiment.defaults if f"override /{group}" in item]
+            found = [
+                item[f"override /{group}"]
+                for item in experiment.defaults
+                if f"override /{group}" in item
+            ]
             if found:
                 return found[0]
     if group == "task":
@@ -444,11 +550,21 @@ def _chosen(arguments: list[str], group: str) -> str:
 
 
 def _settings(path: list[str], arguments: list[str], config_dir: str | None) -> list[str]:
-    """Names that may stand under a dotted path: the schema's, or for a task those of its file; empty where unknown."""
+    """Names that may stand under a dotted path: the schema's, or for a task those of its file;
+    empty where unknown.
+    """
     if path == ["task"]:
         file = f"task/{_chosen(arguments, 'task')}.yaml"
-        found = [folder / file for folder in (Path(config_dir or CONF), CONF) if (folder / file).is_file()]
-        return [str(key) for key in OmegaConf.load(found[0]) if key not in ("_target_", "defaults")] if found else []
+        found = [
+            folder / file
+            for folder in (Path(config_dir or CONF), CONF)
+            if (folder / file).is_file()
+        ]
+        return (
+            [str(key) for key in OmegaConf.load(found[0]) if key not in ("_target_", "defaults")]
+            if found
+            else []
+        )
     schema: Any = Run
     for position, name in enumerate(path):
         if position == 0 and name == "algo":

@@ -1,8 +1,10 @@
-"""python -m benchmarks eggroll: a step's sampling from the first state of the EGGROLL document to this project's.
+"""python -m benchmarks eggroll: a step's sampling from the first state of the EGGROLL document to
+this project's.
 
-Each row does the same work: members x prompts greedy completions of one length, on a Llama with random weights, under the
-same noise. Rows that would take minutes do a stated part of it and are scaled; their completions are compared with the
-population's, so that what is compared is equal work. Then the parts of a step that are not sampling.
+Each row does the same work: members x prompts greedy completions of one length, on a Llama with
+random weights, under the same noise. Rows that would take minutes do a stated part of it and are
+scaled; their completions are compared with the population's, so that what is compared is equal
+work. Then the parts of a step that are not sampling.
 """
 
 import argparse
@@ -51,7 +53,8 @@ SHORT = {
 }  # in tables
 SAMPLING = ("one_at_a_time", "member_by_member", "population", "plain")  # methods of Work
 
-TIE = 1e-3  # logits closer than this may change places by rounding; their standard deviation is about 0.3
+# logits closer than this may change places by rounding; their standard deviation is about 0.3
+TIE = 1e-3
 REPEATS = 7
 
 
@@ -78,13 +81,18 @@ class Sizes:
     @property
     def flops(self) -> float:
         """What the unperturbed model needs for all completions; the noise is overhead, not work."""
-        d, positions = self.hidden_size, self.prompt_tokens + self.new_tokens - 1  # the last token is not fed back
+        d, positions = (
+            self.hidden_size,
+            self.prompt_tokens + self.new_tokens - 1,
+        )  # the last token is not fed back
         layers = 2 * self.layers * (4 * d * d + 3 * d * self.intermediate_size) * positions
         attention = 4 * self.layers * d * positions * (positions + 1) / 2
         return self.samples * (layers + attention + 2 * d * VOCABULARY * self.new_tokens)
 
 
-QUICK = Sizes(32, 2, 2, 64, members=8, prompt_tokens=8, new_tokens=8, samples_measured=2, members_measured=2)
+QUICK = Sizes(
+    32, 2, 2, 64, members=8, prompt_tokens=8, new_tokens=8, samples_measured=2, members_measured=2
+)
 
 
 @dataclass(frozen=True)
@@ -118,27 +126,40 @@ def settings(sizes: Sizes) -> EggrollConfig:
         mirrored=True,
         noise_reuse=1,
         fitness="zscore",
-        noise=NoiseConfig(matrices="lowrank", vectors="frozen", embeddings="frozen", head="frozen", patterns={}),
+        noise=NoiseConfig(
+            matrices="lowrank", vectors="frozen", embeddings="frozen", head="frozen", patterns={}
+        ),
         optimizer=OptimizerConfig(name="SGD", kwargs={}),
         lr_schedule=constant,
         sigma_schedule=constant,
         weight_decay=0.0,
         stop_at=StopAtConfig(drift=None),
-        sampling=SamplingConfig(max_new_tokens=sizes.new_tokens, temperature=0.0, top_p=1.0, top_k=0),
+        sampling=SamplingConfig(
+            max_new_tokens=sizes.new_tokens, temperature=0.0, top_p=1.0, top_k=0
+        ),
     )
 
 
 class Work:
-    """The model, the noise and the prompts of a step, and the ways to do it; completions are [n, new tokens]."""
+    """The model, the noise and the prompts of a step, and the ways to do it; completions are [n,
+    new tokens].
+    """
 
     def __init__(
-        self, sizes: Sizes, device: torch.device, dtype: torch.dtype, compiled: bool, model: Any = None
+        self,
+        sizes: Sizes,
+        device: torch.device,
+        dtype: torch.dtype,
+        compiled: bool,
+        model: Any = None,
     ) -> None:
         self.sizes, self.settings, self.device = sizes, settings(sizes), device
         model = build(sizes) if model is None else model
         self.model = model.to(device=device, dtype=dtype)
         self.parameters = dict(self.model.named_parameters())
-        self.noise = Noise(self.model, self.settings.noise, rank=self.settings.rank, mirrored=True, seed=0)
+        self.noise = Noise(
+            self.model, self.settings.noise, rank=self.settings.rank, mirrored=True, seed=0
+        )
         self.sampler = Sampler(
             self.model,
             pad_id=VOCABULARY - 1,
@@ -155,7 +176,9 @@ class Work:
 
     @contextmanager
     def materialised(self, member: int) -> Iterator[None]:
-        """The weights of one member in place of the model's: keep a copy, add sigma E, put the copy back."""
+        """The weights of one member in place of the model's: keep a copy, add sigma E, put the copy
+        back.
+        """
         kept = {a.name: self.parameters[a.name].detach().clone() for a in self.noise.addresses}
         direction = torch.tensor([member // 2], device=self.device)
         scale = (-1) ** member * self.settings.sigma / math.sqrt(self.settings.rank)
@@ -173,7 +196,10 @@ class Work:
         """transformers' own generation, greedy."""
         prompts = prompts.to(self.device)
         made = self.model.generate(  # pyright: ignore[reportCallIssue]
-            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=self.sizes.new_tokens, do_sample=False
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=self.sizes.new_tokens,
+            do_sample=False,
         )
         return made[:, prompts.shape[1] :]
 
@@ -201,7 +227,9 @@ class Work:
     def plain(self) -> Tensor:
         """The sampler without noise, every prompt once a member."""
         sampling = self.settings.sampling
-        return self.sampler.generate(self.prompts.tolist(), sampling, groups=self.sizes.members).tokens
+        return self.sampler.generate(
+            self.prompts.tolist(), sampling, groups=self.sizes.members
+        ).tokens
 
     def population(self) -> Tensor:
         """All members in one forward; their noise is made here too."""
@@ -221,7 +249,9 @@ class Work:
 
     def update(self) -> None:
         """Rewards to new weights, as the training loop does it."""
-        self.weights.update(self.noise, 0, fitness(self.rewards, self.settings.fitness), self.settings.lr)
+        self.weights.update(
+            self.noise, 0, fitness(self.rewards, self.settings.fitness), self.settings.lr
+        )
 
     # --- the same work?
 
@@ -274,7 +304,12 @@ def ways(sizes: Sizes, bf16: bool, compiler: bool) -> list[Way]:
     s, m = sizes.samples_measured, sizes.members_measured
     found = [
         Way(ONE, "one_at_a_time", scale=sizes.samples / s, part=f"{s} of {sizes.samples} samples"),
-        Way(MEMBER, "member_by_member", scale=sizes.members / m, part=f"{m} of {sizes.members} members"),
+        Way(
+            MEMBER,
+            "member_by_member",
+            scale=sizes.members / m,
+            part=f"{m} of {sizes.members} members",
+        ),
         Way(POPULATION, "population"),
         Way(AMP, "population", dtype) if bf16 else None,
         Way(COMPILE, "population", dtype, compiled=True) if compiler else None,
@@ -297,14 +332,18 @@ AGAINST = {
 
 def prepare(sizes: Sizes, device: torch.device, way: Way) -> Callable[[], Any]:
     """A row alone, for the process in which its memory is measured."""
-    sizes = Sizes(**asdict(sizes) | {"samples_measured": 1, "members_measured": 1})  # the peak is the same
+    sizes = Sizes(
+        **asdict(sizes) | {"samples_measured": 1, "members_measured": 1}
+    )  # the peak is the same
     return getattr(Work(sizes, device, way.dtype, way.compiled), way.method)
 
 
 def run(options: argparse.Namespace) -> Report:
     """Measure, compare, and say what came out."""
     with tempfile.TemporaryDirectory(prefix="clutch-bench-") as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # an earlier run's cache would hide the seconds of compiling
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = (
+            folder  # an earlier run's cache would hide the seconds of compiling
+        )
         return _run(options)
 
 
@@ -313,7 +352,9 @@ def _run(options: argparse.Namespace) -> Report:
     sizes = QUICK if options.quick else Sizes()
     repeats = options.repeats or (2 if options.quick else REPEATS)
     torch.set_float32_matmul_precision("highest")
-    conditions = measure.conditions(device, sizes=asdict(sizes), quick=options.quick, repeats=repeats)
+    conditions = measure.conditions(
+        device, sizes=asdict(sizes), quick=options.quick, repeats=repeats
+    )
     skipped = {}
     bf16, no_compiler = native_bf16(device), measure.why_no_compiler(device)
     if not bf16:
@@ -322,25 +363,48 @@ def _run(options: argparse.Namespace) -> Report:
         skipped[COMPILE] = no_compiler
     measured = ways(sizes, bf16, no_compiler is None)
 
-    works = {key: Work(sizes, device, *key) for key in dict.fromkeys((way.dtype, way.compiled) for way in measured)}
+    works = {
+        key: Work(sizes, device, *key)
+        for key in dict.fromkeys((way.dtype, way.compiled) for way in measured)
+    }
     cases = [
         # A compiled row compiles again when it meets its shapes for the second time.
-        Case(way.row, getattr(works[way.dtype, way.compiled], way.method), way.scale, warm_ups=2 if way.compiled else 1)
+        Case(
+            way.row,
+            getattr(works[way.dtype, way.compiled], way.method),
+            way.scale,
+            warm_ups=2 if way.compiled else 1,
+        )
         for way in measured
     ]
-    peaks = {dtype: measure.peak_flops(device, dtype) for dtype in dict.fromkeys(way.dtype for way in measured)}
+    peaks = {
+        dtype: measure.peak_flops(device, dtype)
+        for dtype in dict.fromkeys(way.dtype for way in measured)
+    }
     timings = measure.interleaved(cases, repeats, device)
     guard = check(works[torch.float32, False], timings)
     memory = {}
     for way in measured:
         measure.progress(f"memory: {way.row}")
-        memory[way.row] = measure.peak_memory_gb(prepare, sizes, device, way) if way.method in SAMPLING else None
+        memory[way.row] = (
+            measure.peak_memory_gb(prepare, sizes, device, way) if way.method in SAMPLING else None
+        )
     measure.progress("")
 
-    def row(name: str, value: float | None, unit: str, against: str | None = None, ratio: float | None = None) -> Row:
-        return Row(NAME, names.get(name, name), value, unit, names.get(against or "", against), ratio)
+    def row(
+        name: str,
+        value: float | None,
+        unit: str,
+        against: str | None = None,
+        ratio: float | None = None,
+    ) -> Row:
+        return Row(
+            NAME, names.get(name, name), value, unit, names.get(against or "", against), ratio
+        )
 
-    names = {way.row: f"{way.row} ({way.part}, scaled)" if way.part else way.row for way in measured}
+    names = {
+        way.row: f"{way.row} ({way.part}, scaled)" if way.part else way.row for way in measured
+    }
     rows = []
     for way in measured:
         timing = timings[way.row]
@@ -353,9 +417,13 @@ def _run(options: argparse.Namespace) -> Report:
         if way.method in SAMPLING:
             rows.append(row(way.row, sizes.samples / timing.p50, "samples/s"))
             rows.append(row(way.row, sizes.samples * sizes.new_tokens / timing.p50, "tokens/s"))
-            rows.append(row(way.row, sizes.flops / timing.p50 / peaks[way.dtype], "share of peak FLOP/s"))
+            rows.append(
+                row(way.row, sizes.flops / timing.p50 / peaks[way.dtype], "share of peak FLOP/s")
+            )
             rows.append(row(way.row, memory[way.row], "GB"))
-    step = [a + b for a, b in zip(timings[POPULATION].seconds, timings[UPDATE].seconds, strict=True)]
+    step = [
+        a + b for a, b in zip(timings[POPULATION].seconds, timings[UPDATE].seconds, strict=True)
+    ]
     extra = [a + b for a, b in zip(timings[NOISE].seconds, timings[UPDATE].seconds, strict=True)]
     shares = {
         NOISE: measure.paired(timings[NOISE].seconds, step),
@@ -364,7 +432,9 @@ def _run(options: argparse.Namespace) -> Report:
     }
     for name, share in shares.items():
         value = measure.quantile(share, 0.5)
-        rows.append(row(name, value, "share of the step", "population, one forward, and update", value))
+        rows.append(
+            row(name, value, "share of the step", "population, one forward, and update", value)
+        )
     rows += [row(name, None, "s/step") for name in skipped]
     compiling = None
     if COMPILE in timings:  # two first calls
@@ -377,17 +447,31 @@ def _run(options: argparse.Namespace) -> Report:
         "dtype": {way.row: name_of(way.dtype) for way in measured},
         "peak_tflops": {name_of(d): round(p / 1e12, 3) for d, p in peaks.items()},
         "timing": {
-            name: {"p50": t.p50, "p90": t.p90, "repeats": repeats, "warm_up": t.warm_up, "seconds": t.seconds}
+            name: {
+                "p50": t.p50,
+                "p90": t.p90,
+                "repeats": repeats,
+                "warm_up": t.warm_up,
+                "seconds": t.seconds,
+            }
             for name, t in timings.items()
         },
-        "ratio": "speed of row / speed of against, the median over repeats; for a share, the share itself",
-        "memory": "peak of each row alone in a process of its own, model included, "
-        + (
-            "allocated by torch"
-            if device.type == "cuda"
-            else "resident, less that after the imports; compiler included"
+        "ratio": (
+            "speed of row / speed of against, the median over repeats; for a share, the share"
+            " itself"
         ),
-        "utilisation": "FLOP of the model without noise, a second, over those of a big matrix product in the row's dtype",
+        "memory": (
+            "peak of each row alone in a process of its own, model included, "
+            + (
+                "allocated by torch"
+                if device.type == "cuda"
+                else "resident, less that after the imports; compiler included"
+            )
+        ),
+        "utilisation": (
+            "FLOP of the model without noise, a second, over those of a big matrix product in the"
+            " row's dtype"
+        ),
         "scaled": {way.row: way.part for way in measured if way.part},
         "compile_seconds": compiling,
         "same_completions": guard,
@@ -484,20 +568,28 @@ def shown(
     parts.append((BOTH, "", "", f"{measure.quantile(shares[BOTH], 0.5):.1%}"))
 
     notes = [f"{mark[way.row]} {way.part} measured, scaled." for way in scaled]
-    notes += [f"{way.row}: in {name_of(way.dtype)}." for way in measured if way.row in (AMP, COMPILE)]
+    notes += [
+        f"{way.row}: in {name_of(way.dtype)}." for way in measured if way.row in (AMP, COMPILE)
+    ]
     notes += [f"{name}: skipped, {why.rstrip('.')}." for name, why in conditions["skipped"].items()]
     if conditions["compile_seconds"] is not None:
         notes.append(f"Compiling took {conditions['compile_seconds']:.0f} s more, once.")
-    notes.append(f"util.: of {', '.join(f'{peak / 1e9:,.0f} GFLOP/s ({name_of(d)})' for d, peak in peaks.items())}.")
+    notes.append(
+        "util.: of"
+        f" {', '.join(f'{peak / 1e9:,.0f} GFLOP/s ({name_of(d)})' for d, peak in peaks.items())}."
+    )
     notes.append("GB: peak of the row alone, in its own process. ratio: over one sample at a time.")
     notes += [
-        f"{SHORT.get(name, name)}: {same} completions equal." for name, same in conditions["same_completions"].items()
+        f"{SHORT.get(name, name)}: {same} completions equal."
+        for name, same in conditions["same_completions"].items()
     ]
     about = (
-        f"{conditions['device']}, {conditions['threads']} threads, load {conditions['load_average']} before; torch "
-        f"{conditions['torch']}, transformers {conditions['transformers']}, commit {conditions['commit']}. "
-        f"Llama d={sizes.hidden_size}, {sizes.layers} layers, float32; {sizes.members} members x {sizes.prompts} prompts of "
-        f"{sizes.prompt_tokens} tokens, {sizes.new_tokens} new tokens, greedy; medians of {conditions['repeats']} repeats."
+        f"{conditions['device']}, {conditions['threads']} threads, load"
+        f" {conditions['load_average']} before; torch {conditions['torch']}, transformers"
+        f" {conditions['transformers']}, commit {conditions['commit']}. Llama"
+        f" d={sizes.hidden_size}, {sizes.layers} layers, float32; {sizes.members} members x"
+        f" {sizes.prompts} prompts of {sizes.prompt_tokens} tokens, {sizes.new_tokens} new tokens,"
+        f" greedy; medians of {conditions['repeats']} repeats."
     )
     figures = []
     for figure in conditions["figures"]:
@@ -506,7 +598,10 @@ def shown(
         figures.append(
             (
                 figure["what"],
-                f"{'<=' if figure['at'] == 'most' else '>='} {scale * figure['figure']:.0f} {figure['unit']}",
+                (
+                    f"{'<=' if figure['at'] == 'most' else '>='} {scale * figure['figure']:.0f}"
+                    f" {figure['unit']}"
+                ),
                 f"{scale * figure['value']:.1f}",
                 f"{low} to {high}",
                 {True: "yes", False: "NO", None: "-"}[figure["reached"]],
@@ -518,7 +613,9 @@ def shown(
         [
             textwrap.fill(about, measure.WIDTH),
             "",
-            measure.table(("", "s/step", "p90", "samples/s", "tokens/s", "util.", "GB", "ratio"), lines),
+            measure.table(
+                ("", "s/step", "p90", "samples/s", "tokens/s", "util.", "GB", "ratio"), lines
+            ),
             textwrap.fill(" ".join(notes), measure.WIDTH),
             "",
             measure.table(("", "s/step", "p90", "of a step"), parts),

@@ -1,21 +1,25 @@
-"""A GRPO step beside TRL's and beside one prompt at a time, on the same work: the project's second document, measured.
+"""A GRPO step beside TRL's and beside one prompt at a time, on the same work: the project's second
+document, measured.
 
     python -m benchmarks grpo
     python -m benchmarks grpo --beta 0 --brief
     python -m benchmarks grpo --model gpt2 --json grpo.json --repeats 9
 
-The work: 8 chess prompts of about 75 byte tokens x 8 samples x exactly 64 new tokens, temperature 1, a reward by edit distance,
-KL to a reference model (--beta 0: none), one AdamW step. Llama of d=256, 6 layers, 8 heads, byte vocabulary, random weights. --model gpt2: GPT-2 with
-124M parameters and 50,257 tokens, 144 new tokens.
+The work: 8 chess prompts of about 75 byte tokens x 8 samples x exactly 64 new tokens, temperature
+1, a reward by edit distance, KL to a reference model (--beta 0: none), one AdamW step. Llama of
+d=256, 6 layers, 8 heads, byte vocabulary, random weights. --model gpt2: GPT-2 with 124M parameters
+and 50,257 tokens, 144 new tokens.
 
-The first table is the document's, cumulative: one prompt at a time (generate for each prompt, then its rows through the model);
-this project in float32; then one switch more a row: amp, rewards scored in processes, compile, two ranks. TRL 1.16 stands beside it
-(pip install -e .[peers]; its trainer as it is). The second table has each switch alone against float32. A switch that this
-device cannot use is skipped with the reason. Each row runs in a process of its own, one after the other, so that its peak memory is
-its own.
+The first table is the document's, cumulative: one prompt at a time (generate for each prompt, then
+its rows through the model); this project in float32; then one switch more a row: amp, rewards
+scored in processes, compile, two ranks. TRL 1.16 stands beside it (pip install -e .[peers]; its
+trainer as it is). The second table has each switch alone against float32. A switch that this device
+cannot use is skipped with the reason. Each row runs in a process of its own, one after the other,
+so that its peak memory is its own.
 
-Deviation: all rows take the same fixed rollout (made once, in float32) and make four optimizer passes over it; it is
-mean |loss - loss of float32| over mean |loss of float32| from the second pass on (in the first, on policy, the loss is zero).
+Deviation: all rows take the same fixed rollout (made once, in float32) and make four optimizer
+passes over it; it is mean |loss - loss of float32| over mean |loss of float32| from the second pass
+on (in the first, on policy, the loss is zero).
 """
 
 import argparse
@@ -32,7 +36,13 @@ from typing import Any
 import torch
 from Levenshtein import ratio
 from tokenizers import Tokenizer
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks import measure
@@ -52,8 +62,18 @@ from grpo.loss import advantages
 from grpo.train import Policy
 from launch import compose, train
 
-SMALL: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 8}
-QUICK: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+}
+QUICK: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 PROMPTS, SAMPLES = 8, 8
 NEW = {"small": 64, "quick": 8, "gpt2": 144}  # new tokens of every completion
 CLIP, LR = 0.2, 1e-4
@@ -63,7 +83,9 @@ PLAIN, OURS, PEER = "one prompt at a time", "float32", "TRL 1.16"
 
 
 class Positions:
-    """The task of the comparison: the chess rows, scored by edit distance, as the peer's script scores them."""
+    """The task of the comparison: the chess rows, scored by edit distance, as the peer's script
+    scores them.
+    """
 
     name = "positions"
 
@@ -71,8 +93,16 @@ class Positions:
         from common.tasks.chess import Chess
 
         weights = {"levenshtein": 1.0}
-        settings: dict[str, Any] = {"path": None, "test_path": None, "positions": 256, "test_positions": 8, "plies": 20}
-        self.rows = Chess(template="{fen} {move} =>", weights=weights, share_right=1.0, **settings).examples("train")
+        settings: dict[str, Any] = {
+            "path": None,
+            "test_path": None,
+            "positions": 256,
+            "test_positions": 8,
+            "plies": 20,
+        }
+        self.rows = Chess(
+            template="{fen} {move} =>", weights=weights, share_right=1.0, **settings
+        ).examples("train")
 
     def examples(self, split: str) -> list[Example]:
         """The same rows for both splits: nothing is evaluated."""
@@ -92,7 +122,9 @@ class Positions:
 
 
 def folder_of(name: str, where: Path) -> dict[str, Any]:
-    """Write a model folder of random weights; returns its sizes. No stop token, so that all rows have equal length."""
+    """Write a model folder of random weights; returns its sizes. No stop token, so that all rows
+    have equal length.
+    """
     torch.manual_seed(0)
     disable_progress_bar()
     tokenizer = byte_tokenizer()
@@ -120,9 +152,14 @@ def folder_of(name: str, where: Path) -> dict[str, Any]:
 
 
 def widened(tokenizer: Any, size: int) -> Any:
-    """The byte tokenizer with as many ids as GPT-2: the further ones are pairs of letters, which decode but never encode."""
+    """The byte tokenizer with as many ids as GPT-2: the further ones are pairs of letters, which
+    decode but never encode.
+    """
     content = json.loads(tokenizer.backend_tokenizer.to_str())
-    letters = [chr(i) for i in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100), *range(0x100, 0x130))]
+    letters = [
+        chr(i)
+        for i in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100), *range(0x100, 0x130))
+    ]
     pairs = (one + other for one in letters for other in letters)
     content["model"]["vocab"] |= {pair: i for i, pair in zip(range(258, size), pairs, strict=False)}
     return PreTrainedTokenizerFast(
@@ -161,7 +198,9 @@ def run_of(work: dict[str, Any], *changes: str) -> Run:
 
 
 def ours(work: dict[str, Any]) -> dict[str, Any]:
-    """`launch.train` as it is: seconds a step, by phase, peak memory; then the loss curve. The first step is warm-up."""
+    """`launch.train` as it is: seconds a step, by phase, peak memory; then the loss curve. The
+    first step is warm-up.
+    """
     switches = work["switches"]
     if work["full"]:
         logprobs.token_logprobs = with_full_logits
@@ -171,23 +210,38 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
     train(run, folder / "run", task=Positions())
     single = not run.opt.ddp.enabled
     peak = memory.gb() if single else None
-    events = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][1:]
+    events = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ][1:]
     assert all(event["length"] == work["new"] for event in events), "every row has the same length"
-    if peak is None:  # ranks are processes of their own: what the first one logged, on a CPU less what its imports take
+    if (
+        peak is None
+        # ranks are processes of their own: what the first one logged, on a CPU less what its
+        # imports take
+    ):
         imports = (memory.before or 0) / 2**30 if work["device"] == "cpu" else 0.0
         peak = max(event["peak_memory_gb"] for event in events) - imports
     curve_run = run_of(work, f"algo.steps={PASSES}", f"algo.passes={PASSES}", *switches)
     return {
         "seconds": [event["seconds"] for event in events],
-        "phases": {k: measure.quantile([e["phase_seconds"].get(k, 0.0) for e in events], 0.5) for k in PHASES},
+        "phases": {
+            k: measure.quantile([e["phase_seconds"].get(k, 0.0) for e in events], 0.5)
+            for k in PHASES
+        },
         "memory": peak,
         "losses": launch("benchmarks.grpo:curve", curve_run, folder / "curve", Positions()),
     }
 
 
-def with_full_logits(model: Any, groups: logprobs.Groups, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """As logprobs.token_logprobs, but the logits of all tokens exist at once, and their softmax is kept for the backward pass."""
-    logits = model.get_output_embeddings()(logprobs.hidden_states(model, groups)).float() / temperature
+def with_full_logits(
+    model: Any, groups: logprobs.Groups, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As logprobs.token_logprobs, but the logits of all tokens exist at once, and their softmax is
+    kept for the backward pass.
+    """
+    logits = (
+        model.get_output_embeddings()(logprobs.hidden_states(model, groups)).float() / temperature
+    )
     logp = torch.log_softmax(logits, -1)
     entropy = -(logp.exp() * logp).sum(-1)
     out = []
@@ -209,7 +263,9 @@ def curve(run: Run, context: Context, task: Any) -> list[float]:
     """Losses of the passes over the fixed rollout; called in every rank."""
     policy, _, _ = policy_of(run, context, task)
     groups = fixed_groups(Path(run.model.path or ""))
-    advantage = advantages(torch.tensor([group.rewards for group in groups], dtype=torch.float64), "group")
+    advantage = advantages(
+        torch.tensor([group.rewards for group in groups], dtype=torch.float64), "group"
+    )
     olds: dict[int, list[Any]] = {}
     return [policy.step(step, groups, advantage, olds, Timer())["loss"] for step in range(PASSES)]
 
@@ -221,7 +277,12 @@ def fixed_groups(model: Path) -> list[Group]:
 
 def make_rollout(work: dict[str, Any]) -> dict[str, Any]:
     """Leave the fixed rollout beside the model."""
-    launch("benchmarks.grpo:roll", run_of(work, "algo.steps=1"), Path(work["folder"]) / "roll", Positions())
+    launch(
+        "benchmarks.grpo:roll",
+        run_of(work, "algo.steps=1"),
+        Path(work["folder"]) / "roll",
+        Positions(),
+    )
     return {}
 
 
@@ -230,13 +291,17 @@ def roll(run: Run, context: Context, task: Any) -> None:
     policy, tokenizer, numbers = policy_of(run, context, task)
     sampler = Sampler(policy.model, pad_id=256, stop_ids=[], rows=PROMPTS * SAMPLES, graphs=True)
     order = loop.Order(task.examples("train"), run.seed)
-    roller = Roller(run, context, sampler, tokenizer, task, order, policy.model, numbers, PROMPTS * SAMPLES)
+    roller = Roller(
+        run, context, sampler, tokenizer, task, order, policy.model, numbers, PROMPTS * SAMPLES
+    )
     rollout, _ = roller.roll(0, 0, Timer())
     (Path(run.model.path or "").parent / "rollout.pickle").write_bytes(pickle.dumps(rollout.groups))
 
 
 def baseline(work: dict[str, Any]) -> dict[str, Any]:
-    """The document's start: model.generate a prompt, score, its rows through both models, gradients accumulated."""
+    """The document's start: model.generate a prompt, score, its rows through both models, gradients
+    accumulated.
+    """
     memory, device = measure.Peak(), torch.device(work["device"])
     kind: Any = GPT2LMHeadModel if work["name"] == "gpt2" else LlamaForCausalLM
     model: Any = kind.from_pretrained(work["model"]).to(device).eval()  # eval: no dropout
@@ -249,11 +314,15 @@ def baseline(work: dict[str, Any]) -> dict[str, Any]:
         logits = of(input_ids=rows).logits[:, -work["new"] - 1 : -1]
         return torch.log_softmax(logits, -1).gather(2, rows[:, -work["new"] :, None])[..., 0]
 
-    def backward(rows: torch.Tensor, rewards: list[float], ref: torch.Tensor | None, old: torch.Tensor | None) -> Any:
+    def backward(
+        rows: torch.Tensor, rewards: list[float], ref: torch.Tensor | None, old: torch.Tensor | None
+    ) -> Any:
         advantage = advantages(torch.tensor([rewards]), "group")[0].to(device)[:, None]
         logp = logps(model, rows)
         quotient = torch.exp(logp - (logp.detach() if old is None else old))
-        surrogate = torch.minimum(quotient * advantage, quotient.clamp(1 - CLIP, 1 + CLIP) * advantage)
+        surrogate = torch.minimum(
+            quotient * advantage, quotient.clamp(1 - CLIP, 1 + CLIP) * advantage
+        )
         divergence = 0.0 if ref is None else torch.exp(ref - logp) - (ref - logp) - 1
         loss = (work["beta"] * divergence - surrogate).mean() / PROMPTS
         loss.backward()
@@ -268,7 +337,9 @@ def baseline(work: dict[str, Any]) -> dict[str, Any]:
         started, clock = time.perf_counter(), Clock(device)
         for example in task.rows[step * PROMPTS : (step + 1) * PROMPTS]:
             with clock("rollout"), torch.no_grad():
-                prompt = torch.tensor(encode_prompts(tokenizer, [task.prompt(example)]), device=device)
+                prompt = torch.tensor(
+                    encode_prompts(tokenizer, [task.prompt(example)]), device=device
+                )
                 rows = model.generate(
                     prompt.expand(SAMPLES, -1),
                     attention_mask=torch.ones_like(prompt).expand(SAMPLES, -1),
@@ -297,7 +368,9 @@ def baseline(work: dict[str, Any]) -> dict[str, Any]:
     for _ in range(PASSES):
         total = 0.0
         for index, group in enumerate(groups):
-            rows = torch.tensor([group.prompt + completion for completion in group.completions], device=device)
+            rows = torch.tensor(
+                [group.prompt + completion for completion in group.completions], device=device
+            )
             ref = torch.tensor(group.reference, device=device)
             loss, logp = backward(rows, group.rewards, ref, olds.get(index))
             olds.setdefault(index, logp)
@@ -306,14 +379,19 @@ def baseline(work: dict[str, Any]) -> dict[str, Any]:
         losses.append(total)
     return {
         "seconds": seconds[1:],
-        "phases": {name: measure.quantile([of_step[name] for of_step in phases[1:]], 0.5) for name in PHASES},
+        "phases": {
+            name: measure.quantile([of_step[name] for of_step in phases[1:]], 0.5)
+            for name in PHASES
+        },
         "memory": peak,
         "losses": losses,
     }
 
 
 class Clock(Timer):
-    """Phases that wait for the device, as a loop that works prompt by prompt must to know where its time goes."""
+    """Phases that wait for the device, as a loop that works prompt by prompt must to know where its
+    time goes.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -364,7 +442,9 @@ def peer(work: dict[str, Any]) -> dict[str, Any]:
 
     trainer = GRPOTrainer(
         model=work["model"],
-        reward_funcs=lambda completions, answer, **_: [ratio(c, a) for c, a in zip(completions, answer, strict=True)],
+        reward_funcs=lambda completions, answer, **_: [
+            ratio(c, a) for c, a in zip(completions, answer, strict=True)
+        ],
         args=arguments,
         train_dataset=data,
         processing_class=tokenizer,
@@ -380,7 +460,9 @@ def row(work: dict[str, Any]) -> dict[str, Any]:
     log = os.open(f"{work['folder']}/rows.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    return {"roll": make_rollout, "baseline": baseline, "peer": peer, "ours": ours}[work["kind"]](work)
+    return {"roll": make_rollout, "baseline": baseline, "peer": peer, "ours": ours}[work["kind"]](
+        work
+    )
 
 
 def alone(work: dict[str, Any], **what: Any) -> dict[str, Any] | str:
@@ -394,7 +476,12 @@ def alone(work: dict[str, Any], **what: Any) -> dict[str, Any] | str:
 # --- all rows --------------------------------------------------------------------------------------------------------
 
 AMP, SCORING, COMPILE = "opt=[amp]", "scoring.kind=processes", "opt=[compile]"
-CUMULATIVE = {"+ amp": "amp", "+ parallel rewards": SCORING, "+ compile": "compile", "+ 2 ranks": "ddp"}
+CUMULATIVE = {
+    "+ amp": "amp",
+    "+ parallel rewards": SCORING,
+    "+ compile": "compile",
+    "+ 2 ranks": "ddp",
+}
 SWITCHES: dict[str, list[str]] = {
     "amp": [AMP],
     "tf32": ["opt=[tf32]"],
@@ -408,7 +495,9 @@ SWITCHES: dict[str, list[str]] = {
 
 
 def run(options: argparse.Namespace) -> measure.Report:
-    """Measure every row; the first table in two rounds, so that a slow minute does not fall on one row alone."""
+    """Measure every row; the first table in two rounds, so that a slow minute does not fall on one
+    row alone.
+    """
     name = "quick" if options.quick else options.model
     steps = options.repeats or (1 if options.quick else 5)
     device = measure.find_device(options.device)
@@ -426,13 +515,25 @@ def run(options: argparse.Namespace) -> measure.Report:
         else:
             opts.append(switch)
         ranks = ["opt.ddp.ranks=2"] if switch == "ddp" else []
-        cases[case] = {"kind": "ours", "switches": [f"opt=[{','.join(opts)}]", *others, *ranks], "full": False}
-    skipped = {case: impossible[switch] for case, switch in CUMULATIVE.items() if switch in impossible}
+        cases[case] = {
+            "kind": "ours",
+            "switches": [f"opt=[{','.join(opts)}]", *others, *ranks],
+            "full": False,
+        }
+    skipped = {
+        case: impossible[switch] for case, switch in CUMULATIVE.items() if switch in impossible
+    }
     found: dict[str, dict[str, Any]] = {}
     singles: dict[str, dict[str, Any]] = {}
     reasons: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
-        work = {"model": f"{folder}/model", "folder": folder, "name": name, "new": NEW[name], "steps": steps}
+        work = {
+            "model": f"{folder}/model",
+            "folder": folder,
+            "name": name,
+            "new": NEW[name],
+            "steps": steps,
+        }
         work |= {"device": device.type, "beta": options.beta}
         sizes = folder_of(name, Path(work["model"]))
         if isinstance(problem := alone(work, kind="roll"), str):
@@ -493,7 +594,9 @@ def report(
     if OURS not in found:
         raise RuntimeError(f"{OURS}: {skipped[OURS]}")
     tokens = PROMPTS * SAMPLES * sizes["new_tokens"]
-    middle = {name: measure.quantile(one["seconds"], 0.5) for name, one in (found | singles).items()}
+    middle = {
+        name: measure.quantile(one["seconds"], 0.5) for name, one in (found | singles).items()
+    }
     base = PLAIN if PLAIN in found else OURS
     losses = found[OURS]["losses"]
     gaps = {name: deviation(one["losses"], losses) for name, one in (found | singles).items()}
@@ -516,7 +619,9 @@ def report(
     if PEER in found:
         against = middle[PEER] / middle[OURS]
         text += f"\n\nfloat32 against {PEER}: {against:.2f}x"
-        rows.append(measure.Row("grpo", "float32 against TRL", middle[OURS], "s/step", PEER, against))
+        rows.append(
+            measure.Row("grpo", "float32 against TRL", middle[OURS], "s/step", PEER, against)
+        )
 
     lines = [["float32", number(middle[OURS]), number(found[OURS]["memory"]), number(0.0), "1.0x"]]
     for name in SWITCHES:
@@ -526,11 +631,19 @@ def report(
             continue
         speed = middle[OURS] / middle[name]
         gap = "-" if gaps[name] is None else f"{gaps[name]:.2%}"
-        lines.append([name, number(middle[name]), number(singles[name]["memory"]), gap, f"{speed:.2f}x"])
+        lines.append(
+            [name, number(middle[name]), number(singles[name]["memory"]), gap, f"{speed:.2f}x"]
+        )
         rows.append(measure.Row("grpo switch", name, middle[name], "s/step", OURS, speed))
     text += "\n\n" + measure.table(["each alone", "s/step", "GB", "dev.", "ratio"], lines)
-    text += "\n\ndev.: mean |loss - float32's| over mean |float32's|, passes 2 to 4 over one fixed rollout."
-    text += "\nGB: peak memory of the row's process (with 2 ranks of the first one), without its imports on a CPU."
+    text += (
+        "\n\ndev.: mean |loss - float32's| over mean |float32's|, passes 2 to 4 over one fixed"
+        " rollout."
+    )
+    text += (
+        "\nGB: peak memory of the row's process (with 2 ranks of the first one), without its"
+        " imports on a CPU."
+    )
     everything = found | {f"{name} alone": one for name, one in singles.items()}
     conditions = measure.conditions(
         device,
@@ -548,7 +661,9 @@ def report(
 
 
 def deviation(losses: list[float] | None, base: list[float]) -> float | None:
-    """How far a loss curve is from float32's, from the second pass on; None where there is no curve."""
+    """How far a loss curve is from float32's, from the second pass on; None where there is no
+    curve.
+    """
     if losses is None:
         return None
     pairs = list(zip(losses, base, strict=True))[1:]

@@ -1,16 +1,18 @@
-"""A training iteration on sequences of varying length, before and after: the project's fourth document, one change at a
-time.
+"""A training iteration on sequences of varying length, before and after: the project's fourth
+document, one change at a time.
 
     python -m benchmarks loader
     python -m benchmarks loader --json loader.json --repeats 7
 
-The work: task=trajectories, batches of 512 rows (then 1,024), collate, forward, backward and optimizer step of a small
-encoder in float32. Before: each row is padded by concatenating and the batch is made of a list; the forward pass goes
-over rows and steps in a Python loop and makes a tensor of the token type at each of them. After: one allocation a
-field, one sum over the batch (ddp_bench). Both give the same numbers (tests/test_classify.py).
+The work: task=trajectories, batches of 512 rows (then 1,024), collate, forward, backward and
+optimizer step of a small encoder in float32. Before: each row is padded by concatenating and the
+batch is made of a list; the forward pass goes over rows and steps in a Python loop and makes a
+tensor of the token type at each of them. After: one allocation a field, one sum over the batch
+(ddp_bench). Both give the same numbers (tests/test_classify.py).
 
-The loop is timed on 128 rows, the document's share of a GPU, and scaled up to 512, which flatters it: its backward pass
-writes a tensor of the size of the batch for every token, so it grows faster than the batch does.
+The loop is timed on 128 rows, the document's share of a GPU, and scaled up to 512, which flatters
+it: its backward pass writes a tensor of the size of the batch for every token, so it grows faster
+than the batch does.
 """
 
 import argparse
@@ -31,9 +33,18 @@ from ddp_bench.config import EncoderConfig, LoaderConfig
 from ddp_bench.data import Batch, Batches, Loader, Rows, to, trajectories
 from ddp_bench.tasks import Labelled, Trajectories
 
-BEFORE, COLLATE, FORWARD, BOTH = "before", "+ collate pre-allocated", "+ forward without loop", "+ both"
+BEFORE, COLLATE, FORWARD, BOTH = (
+    "before",
+    "+ collate pre-allocated",
+    "+ forward without loop",
+    "+ both",
+)
 LARGER, WORKERS = "+ batch twice as large", "+ worker processes"
-ROWS, PART, LONGEST = 512, 128, 80  # PART: rows of an iteration that has the loop; the document's rows a GPU
+ROWS, PART, LONGEST = (
+    512,
+    128,
+    80,
+)  # PART: rows of an iteration that has the loop; the document's rows a GPU
 FIGURE = 15  # what both changes together must give
 
 
@@ -41,7 +52,9 @@ FIGURE = 15  # what both changes together must give
 
 
 def concatenated(rows: Sequence[Labelled]) -> Batch:
-    """The document's collate: zeros concatenated to every row, a list of arrays, a stack, a tensor. Same as `Rows`."""
+    """The document's collate: zeros concatenated to every row, a list of arrays, a stack, a tensor.
+    Same as `Rows`.
+    """
     inputs: dict[str, Tensor] = {}
     for name in ("context", "states"):
         values = [getattr(row.value, name) for row in rows]
@@ -66,9 +79,15 @@ def looped(
     states_lengths: Tensor,
     goal: Tensor,
 ) -> Tensor:
-    """The document's forward: a loop over rows and steps, a tensor of the type at each. Same as the model's."""
+    """The document's forward: a loop over rows and steps, a tensor of the type at each. Same as the
+    model's.
+    """
     device = goal.device
-    in_context, in_states, at_goal = model.features(context), model.features(states), model.features(goal)
+    in_context, in_states, at_goal = (
+        model.features(context),
+        model.features(states),
+        model.features(goal),
+    )
     sequences = []
     for b in range(len(goal)):
         tokens = []
@@ -77,7 +96,9 @@ def looped(
         for t in range(int(states_lengths[b])):
             tokens.append(in_states[b, t] + model.types(torch.tensor([1], device=device))[0])
         tokens.append(at_goal[b] + model.types(torch.tensor([2], device=device))[0])
-        sequences.append(torch.stack(tokens) + model.positions(torch.arange(len(tokens), device=device)))
+        sequences.append(
+            torch.stack(tokens) + model.positions(torch.arange(len(tokens), device=device))
+        )
     lengths = torch.tensor([len(sequence) for sequence in sequences], device=device)
     padded = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
     return model.encoder(padded, torch.arange(padded.shape[1], device=device) < lengths[:, None])
@@ -106,7 +127,9 @@ class Work:
         task = Trajectories(rows=4 * rows, test_rows=10, longest=longest, noise=0.05)
         self.listed = Listed(task.rows("train"))
         self.device, self.tokens = device, 2 * longest + 1
-        config = EncoderConfig(size=32, heads=2, layers=1, feedforward=64, dropout=0.0, max_tokens=self.tokens)
+        config = EncoderConfig(
+            size=32, heads=2, layers=1, feedforward=64, dropout=0.0, max_tokens=self.tokens
+        )
         self.rows: Rows = trajectories(self.listed.rows, self.tokens)
         self.model = models.TrajectoryClassifier(config, len(task.classes), 4).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -130,7 +153,9 @@ class Work:
     def before(self, rows: int) -> Any:
         """Batches by the document's collate, without end."""
         while True:
-            yield from DataLoader(self.listed, batch_sampler=self.order(rows), collate_fn=concatenated)  # type: ignore
+            yield from DataLoader(
+                self.listed, batch_sampler=self.order(rows), collate_fn=concatenated
+            )  # type: ignore
 
     def after(self, rows: int, workers: int = 0) -> Any:
         """Batches by the project's loader, without end."""
@@ -191,10 +216,17 @@ def report(
             ]
         )
         against = None if name == first else first
-        found.append(measure.Row("loader", name, timing.p50, f"s/{rows} rows", against, ratio if against else None))
+        found.append(
+            measure.Row(
+                "loader", name, timing.p50, f"s/{rows} rows", against, ratio if against else None
+            )
+        )
     both = measure.quantile(measure.paired(timings[BEFORE].seconds, timings[BOTH].seconds), 0.5)
     text = measure.table(["", "s", "p90", "rows/s", "ratio"], lines)
-    text += f"\n\nseconds of {rows} rows, medians of {repeats}; both changes together {both:.1f}x (wanted: {FIGURE}x)"
+    text += (
+        f"\n\nseconds of {rows} rows, medians of {repeats}; both changes together {both:.1f}x"
+        f" (wanted: {FIGURE}x)"
+    )
     conditions = measure.conditions(
         work.device,
         sizes={
@@ -206,7 +238,9 @@ def report(
         },
         repeats=repeats,
         dtype="float32",
-        figures=[{"figure": FIGURE, "ratio": both, "reached": both >= FIGURE if rows == ROWS else None}],
+        figures=[
+            {"figure": FIGURE, "ratio": both, "reached": both >= FIGURE if rows == ROWS else None}
+        ],
         timing={name: {"warm_up": t.warm_up, "seconds": t.seconds} for name, t in timings.items()},
     )
     return measure.Report(text, conditions, found)

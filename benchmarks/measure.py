@@ -1,7 +1,8 @@
 """What every benchmark needs: interleaved timing, peaks of the device, conditions, a table, JSON.
 
-How time is taken: each case runs once (or as often as its warm-up says) beforehand, reported apart; then A B C A B C ...,
-so that a slow minute of the machine falls on all of them; a ratio is the median of the ratios within each repeat.
+How time is taken: each case runs once (or as often as its warm-up says) beforehand, reported apart;
+then A B C A B C ..., so that a slow minute of the machine falls on all of them; a ratio is the
+median of the ratios within each repeat.
 """
 
 import json
@@ -42,7 +43,9 @@ class Case:
 
 @dataclass
 class Timing:
-    """What came out for one case. seconds: of the whole work, one a repeat. result: what its first call returned."""
+    """What came out for one case. seconds: of the whole work, one a repeat. result: what its first
+    call returned.
+    """
 
     warm_up: float
     result: Any
@@ -61,7 +64,9 @@ class Timing:
 
 @dataclass(frozen=True)
 class Row:
-    """One value of the JSON. ratio: how `row` compares with `against`; the conditions say which way round."""
+    """One value of the JSON. ratio: how `row` compares with `against`; the conditions say which way
+    round.
+    """
 
     benchmark: str
     row: str
@@ -143,47 +148,61 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def peak_memory_gb(prepare: Callable[..., Callable[[], Any]], *arguments: Any) -> float | None:
-    """Peak memory in GB of 2**30 bytes of `prepare(*arguments)()` and of all that `prepare` builds, in a new process.
+    """Peak memory in GB of 2**30 bytes of `prepare(*arguments)()` and of all that `prepare` builds,
+    in a new process.
 
-    On CUDA, what torch allocated. On a CPU, the largest resident size less that after the imports; None where the system
-    does not tell. In this process the peak would be that of whichever case was largest so far.
+    On CUDA, what torch allocated. On a CPU, the largest resident size less that after the imports;
+    None where the system does not tell. In this process the peak would be that of whichever case
+    was largest so far.
     """
     return in_new_process(prepare.__module__, _peak_memory_gb, prepare, arguments)
 
 
 def in_new_process(module: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function` returns or raises, called in a process of its own that has `module` imported."""
-    context = multiprocessing.get_context("forkserver")  # a clean server imports once, its children only fork
+    """What `function` returns or raises, called in a process of its own that has `module` imported.
+    """
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # a clean server imports once, its children only fork
     context.set_forkserver_preload([module])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(function, *arguments).result()
 
 
-def _peak_memory_gb(prepare: Callable[..., Callable[[], Any]], arguments: tuple[Any, ...]) -> float | None:
+def _peak_memory_gb(
+    prepare: Callable[..., Callable[[], Any]], arguments: tuple[Any, ...]
+) -> float | None:
     memory = Peak()
     prepare(*arguments)()
     return memory.gb()
 
 
 class Peak:
-    """Peak memory of this process from here on: make one after the imports, and in a new process."""
+    """Peak memory of this process from here on: make one after the imports, and in a new process.
+    """
 
     def __init__(self) -> None:
         self.before = _resident("VmRSS")  # bytes
 
     @staticmethod
     def forget() -> None:
-        """Begin the peak anew at what is held now, so that what was built before does not hide what comes."""
+        """Begin the peak anew at what is held now, so that what was built before does not hide what
+        comes.
+        """
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
         else:
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM = VmRSS
 
     def gb(self) -> float | None:
-        """On CUDA, what torch allocated; on a CPU, resident memory less what was there at the start; None if unknown."""
+        """On CUDA, what torch allocated; on a CPU, resident memory less what was there at the
+        start; None if unknown.
+        """
         if torch.cuda.is_initialized():
             return torch.cuda.max_memory_allocated() / 2**30
-        peak = _resident("VmHWM")  # not getrusage: its peak goes back to the process that this one was forked from
+        peak = _resident(
+            "VmHWM"
+        )  # not getrusage: its peak goes back to the process that this one was forked from
         return None if self.before is None or peak is None else (peak - self.before) / 2**30
 
 
@@ -201,7 +220,9 @@ def why_no_compiler(device: torch.device) -> str | None:
     """None where torch.compile works on `device`, else the reason in one line."""
     try:
         torch.compile(lambda x: (x + 1).sin())(torch.ones(8, device=device))
-    except Exception as error:  # whatever stands in the way of a compiler is a reason to skip, not to fail
+    except (
+        Exception
+    ) as error:  # whatever stands in the way of a compiler is a reason to skip, not to fail
         lines = str(error).strip().splitlines() or [""]
         return f"{type(error).__name__}: {lines[0]}"[:160]
     return None
@@ -210,13 +231,21 @@ def why_no_compiler(device: torch.device) -> str | None:
 def find_device(name: str | None) -> torch.device:
     """The device to measure on."""
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if device == torch.device("cuda")
+        else device
+    )
 
 
 def conditions(device: torch.device, **more: Any) -> dict[str, Any]:
-    """What a number depends on. load_average: of the machine when this was called, so before the measurement."""
+    """What a number depends on. load_average: of the machine when this was called, so before the
+    measurement.
+    """
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else hardware.cpu_name(),
+        "device": (
+            torch.cuda.get_device_name(device) if device.type == "cuda" else hardware.cpu_name()
+        ),
         "device_type": device.type,
         "threads": torch.get_num_threads(),
         "load_average": round(os.getloadavg()[0], 2),
@@ -235,13 +264,17 @@ def commit() -> str | None:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         folder = Path(__file__).resolve().parent
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Columns: the first to the left, the others to the right. A line of two cells is a name and a remark."""
+    """Columns: the first to the left, the others to the right. A line of two cells is a name and a
+    remark.
+    """
     full = [header, *(line for line in lines if len(line) > 2)]
     widths = [max(len(line[column]) for line in full) for column in range(len(header))]
     widths[0] = max(widths[0], *(len(line[0]) for line in lines))
@@ -252,7 +285,9 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
         cells = (f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))
         return "  ".join([f"{line[0]:<{widths[0]}}", *cells])
 
-    return "\n".join([aligned(header), "-" * len(aligned(header)), *(aligned(line) for line in lines)])
+    return "\n".join(
+        [aligned(header), "-" * len(aligned(header)), *(aligned(line) for line in lines)]
+    )
 
 
 def number(value: float | None, digits: int = 3) -> str:

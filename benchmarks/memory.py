@@ -1,8 +1,10 @@
-"""python -m benchmarks memory: what EGGROLL's training takes beside sampling the same rows from the same model.
+"""python -m benchmarks memory: what EGGROLL's training takes beside sampling the same rows from the
+same model.
 
-Each case runs alone in a process of its own, since a peak never falls: build the model, then a few steps of sampling, or of
-noise, sampling and update, as eggroll/train.py makes them. On a CPU the peak is resident memory less that after the imports,
-on CUDA what torch allocated. The ratio is of whole peaks: weights, cache, activations, noise, update.
+Each case runs alone in a process of its own, since a peak never falls: build the model, then a few
+steps of sampling, or of noise, sampling and update, as eggroll/train.py makes them. On a CPU the
+peak is resident memory less that after the imports, on CUDA what torch allocated. The ratio is of
+whole peaks: weights, cache, activations, noise, update.
 """
 
 import argparse
@@ -33,7 +35,9 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Setting:
-    """A line of the table. model: llama (of `sizes`) or gpt2 (124M parameters, or two layers of it)."""
+    """A line of the table. model: llama (of `sizes`) or gpt2 (124M parameters, or two layers of
+    it).
+    """
 
     name: str
     model: str
@@ -42,7 +46,8 @@ class Setting:
     offload: bool = False
 
 
-# The tiny default: conf/model/tiny.yaml and conf/algo/eggroll.yaml, 256 rows a forward as hardware=cpu has them.
+# The tiny default: conf/model/tiny.yaml and conf/algo/eggroll.yaml, 256 rows a forward as
+# hardware=cpu has them.
 TINY = Sizes(128, 4, 4, 384, members=32, prompts=8, prompt_tokens=64, new_tokens=24)
 FEW = Sizes(768, 12, 12, 3072, members=4, prompts=2, prompt_tokens=16, new_tokens=8)
 MANY = Sizes(768, 12, 12, 3072, members=64, prompts=1, prompt_tokens=16, new_tokens=8)
@@ -59,9 +64,11 @@ def cases(quick: bool, device: torch.device) -> list[Setting]:
         Setting("GPT-2 124M, 8 rows", "gpt2", FEW),
         Setting("GPT-2 124M, 64 rows", "gpt2", MANY),
         Setting("GPT-2 124M, 8 rows, amp", "gpt2", FEW, torch.bfloat16) if bf16 else None,
-        Setting("GPT-2 124M, 8 rows, amp, offload", "gpt2", FEW, torch.bfloat16, offload=True)
-        if bf16 and device.type == "cuda"
-        else None,
+        (
+            Setting("GPT-2 124M, 8 rows, amp, offload", "gpt2", FEW, torch.bfloat16, offload=True)
+            if bf16 and device.type == "cuda"
+            else None
+        ),
     ]
     return [setting for setting in found if setting is not None]
 
@@ -73,7 +80,11 @@ def model_of(setting: Setting) -> Any:
         return build(sizes)
     torch.manual_seed(0)
     config = GPT2Config(
-        n_embd=sizes.hidden_size, n_layer=sizes.layers, n_head=sizes.heads, bos_token_id=None, eos_token_id=None
+        n_embd=sizes.hidden_size,
+        n_layer=sizes.layers,
+        n_head=sizes.heads,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     return GPT2LMHeadModel(config).requires_grad_(False).eval()
 
@@ -89,10 +100,14 @@ def prepare(setting: Setting, device: torch.device, what: str) -> Callable[[], N
     measure.Peak.forget()  # making random weights takes more than either
     if what == TRAINING:
         noise = Noise(model, algo.noise, rank=algo.rank, mirrored=algo.mirrored, seed=0)
-        weights = Weights(model, noise, algo, setting.dtype, offload=setting.offload, folder=Path(gettempdir()))
+        weights = Weights(
+            model, noise, algo, setting.dtype, offload=setting.offload, folder=Path(gettempdir())
+        )
     sampler = Sampler(model, pad_id=0, stop_ids=(), rows=sizes.samples, graphs=True)
     draw = torch.Generator().manual_seed(1)
-    prompts = torch.randint(0, VOCABULARY, (sizes.prompts, sizes.prompt_tokens), generator=draw).tolist()
+    prompts = torch.randint(
+        0, VOCABULARY, (sizes.prompts, sizes.prompt_tokens), generator=draw
+    ).tolist()
     rewards = torch.rand(sizes.members, sizes.prompts, generator=draw)
 
     def sample() -> None:
@@ -123,7 +138,11 @@ def run(options: argparse.Namespace) -> Report:
         repeats=repeats,
         steps=STEPS,
         memory="peak of a process, model included, "
-        + ("allocated by torch" if device.type == "cuda" else "resident, less that after the imports"),
+        + (
+            "allocated by torch"
+            if device.type == "cuda"
+            else "resident, less that after the imports"
+        ),
         ratio="peak of training / peak of inference; the median over repeats",
     )
     rows, lines, figures = [], [], []
@@ -134,7 +153,9 @@ def run(options: argparse.Namespace) -> Report:
                 measure.progress(f"{setting.name}: {what}")
                 peak = measure.peak_memory_gb(prepare, setting, device, what)
                 if peak is None:
-                    raise RuntimeError("this system does not tell how much memory a process has had.")
+                    raise RuntimeError(
+                        "this system does not tell how much memory a process has had."
+                    )
                 peaks[what].append(peak)
         measure.progress("")
         ratio = measure.quantile(measure.paired(peaks[TRAINING], peaks[INFERENCE]), 0.5)
@@ -145,11 +166,22 @@ def run(options: argparse.Namespace) -> Report:
         reached = None if options.quick else ratio <= FIGURE
         figures.append({"what": setting.name, "figure": FIGURE, "value": ratio, "reached": reached})
         verdict = {True: "yes", False: "NO", None: "-"}[reached]
-        lines.append((setting.name, f"{middle[INFERENCE]:.3f}", f"{middle[TRAINING]:.3f}", f"{ratio:.2f}", verdict))
+        lines.append(
+            (
+                setting.name,
+                f"{middle[INFERENCE]:.3f}",
+                f"{middle[TRAINING]:.3f}",
+                f"{ratio:.2f}",
+                verdict,
+            )
+        )
     conditions["figures"] = figures
     about = (
-        f"{conditions['device']}, {conditions['threads']} threads, torch {conditions['torch']}, commit "
-        f"{conditions['commit']}. {STEPS} steps each, each case in a process of its own; {conditions['memory']}."
+        f"{conditions['device']}, {conditions['threads']} threads, torch {conditions['torch']},"
+        f" commit {conditions['commit']}. {STEPS} steps each, each case in a process of its own;"
+        f" {conditions['memory']}."
     )
     header = ("", "inference, GB", "training, GB", "ratio", f"<= {FIGURE}")
-    return Report(f"{textwrap.fill(about, measure.WIDTH)}\n\n{measure.table(header, lines)}", conditions, rows)
+    return Report(
+        f"{textwrap.fill(about, measure.WIDTH)}\n\n{measure.table(header, lines)}", conditions, rows
+    )

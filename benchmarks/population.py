@@ -1,14 +1,16 @@
-"""The population's forward beside the same sampler without noise, by rows: what a forward of many members costs.
+"""The population's forward beside the same sampler without noise, by rows: what a forward of many
+members costs.
 
     python -m benchmarks population
     python -m benchmarks population --model 0.5b --json population.json
 
-Every row of a forward is a member of its own (mirrored pairs, rank 1, the default's noise policy) and answers one prompt of 32 tokens
-with 32 new ones, greedy, on random weights. Three things are timed for each number of rows: sampling without noise; noise made and
-applied; and the parts of a step that are not sampling, noise and update, as shares of a step.
+Every row of a forward is a member of its own (mirrored pairs, rank 1, the default's noise policy)
+and answers one prompt of 32 tokens with 32 new ones, greedy, on random weights. Three things are
+timed for each number of rows: sampling without noise; noise made and applied; and the parts of a
+step that are not sampling, noise and update, as shares of a step.
 
---model: small (Llama d=256, 6 layers; the default on a CPU, float32), gpt2 (124M) and 0.5b (Qwen2's 0.5B shape; the default on CUDA),
-both in bfloat16 where the device has it.
+--model: small (Llama d=256, 6 layers; the default on a CPU, float32), gpt2 (124M) and 0.5b (Qwen2's
+0.5B shape; the default on CUDA), both in bfloat16 where the device has it.
 """
 
 import argparse
@@ -24,7 +26,8 @@ from common.precision import native_bf16
 NAME = "population"
 PROMPT_TOKENS, NEW_TOKENS = 32, 32
 ROWS = {"cpu": (64, 256), "cuda": (64, 256, 512, 1024)}
-# What is to be reached at this many rows and more: the population's share of the plain speed, and noise and update of a step.
+# What is to be reached at this many rows and more: the population's share of the plain speed, and
+# noise and update of a step.
 WANTED = {"cpu": (64, 0.95, 0.10), "cuda": (512, 0.95, 0.05)}
 
 
@@ -39,7 +42,12 @@ def run(options: argparse.Namespace) -> Report:
     model = build(name, prompt_tokens + new_tokens)
     conditions = measure.conditions(
         device,
-        sizes={"model": name, "rows": sizes, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens},
+        sizes={
+            "model": name,
+            "rows": sizes,
+            "prompt_tokens": prompt_tokens,
+            "new_tokens": new_tokens,
+        },
         repeats=repeats,
         dtype=name_of(dtype),
         quick=options.quick,
@@ -52,11 +60,15 @@ def run(options: argparse.Namespace) -> Report:
             *(device, dtype, False, model),
         )
         cases = [Case(PLAIN, work.plain), Case(POPULATION, work.population)]
-        timed = measure.interleaved([*cases, Case(NOISE, work.draw_noise), Case(UPDATE, work.update)], repeats, device)
+        timed = measure.interleaved(
+            [*cases, Case(NOISE, work.draw_noise), Case(UPDATE, work.update)], repeats, device
+        )
         if torch.equal(timed[PLAIN].result, timed[POPULATION].result):
             raise RuntimeError("not the same work: the noise changes no completion.")
         tokens = timed[PLAIN].result.numel()
-        speed = measure.quantile(measure.paired(timed[PLAIN].seconds, timed[POPULATION].seconds), 0.5)
+        speed = measure.quantile(
+            measure.paired(timed[PLAIN].seconds, timed[POPULATION].seconds), 0.5
+        )
         extra, step = (
             [a + b for a, b in zip(timed[first].seconds, timed[UPDATE].seconds, strict=True)]
             for first in (NOISE, POPULATION)
@@ -68,16 +80,36 @@ def run(options: argparse.Namespace) -> Report:
             Row(NAME, f"{members} rows: {POPULATION}", population, "tokens/s", PLAIN, speed),
             Row(NAME, f"{members} rows: {NOISE} and {UPDATE}", share, "share", "a step", share),
         ]
-        lines.append([str(members), measure.number(plain), measure.number(population), f"{speed:.1%}", f"{share:.1%}"])
+        lines.append(
+            [
+                str(members),
+                measure.number(plain),
+                measure.number(population),
+                f"{speed:.1%}",
+                f"{share:.1%}",
+            ]
+        )
         if members >= least and not options.quick:
-            figures.append([f"{members} rows: speed of the plain sampler", f"{speed_wanted:.0%}", f"{speed:.1%}"])
-            figures.append([f"{members} rows: {NOISE} and {UPDATE}", f"{share_wanted:.0%}", f"{share:.1%}"])
-        timing[members] = {row: {"warm_up": t.warm_up, "seconds": t.seconds} for row, t in timed.items()}
+            figures.append(
+                [
+                    f"{members} rows: speed of the plain sampler",
+                    f"{speed_wanted:.0%}",
+                    f"{speed:.1%}",
+                ]
+            )
+            figures.append(
+                [f"{members} rows: {NOISE} and {UPDATE}", f"{share_wanted:.0%}", f"{share:.1%}"]
+            )
+        timing[members] = {
+            row: {"warm_up": t.warm_up, "seconds": t.seconds} for row, t in timed.items()
+        }
     conditions |= {
         "timing": timing,
         "ratio": "speed of row / speed of against, the median over repeats; a share is itself",
     }
-    text = measure.table(["rows", "plain, tokens/s", "population", "its speed", "noise and update"], lines)
+    text = measure.table(
+        ["rows", "plain, tokens/s", "population", "its speed", "noise and update"], lines
+    )
     if figures:
         text += "\n\n" + measure.table(["", "wanted", "measured"], figures)
     return Report(text, conditions, rows)

@@ -1,15 +1,17 @@
-"""RFT's sampling beside `generate`, on the same prompts and with the same number of samples: the project's third document, measured.
+"""RFT's sampling beside `generate`, on the same prompts and with the same number of samples: the
+project's third document, measured.
 
     python -m benchmarks rft
     python -m benchmarks rft --json rft.json --repeats 7
 
-The work: 32 chess prompts of 79 to 82 byte tokens (the longest of 16,000) x 10 samples, temperature 1, up to 80 new tokens,
-lengths as the model makes them; all completions are verified by the task. The model is the tiny one that comes with the
-project, trained on such positions.
+The work: 32 chess prompts of 79 to 82 byte tokens (the longest of 16,000) x 10 samples, temperature
+1, up to 80 new tokens, lengths as the model makes them; all completions are verified by the task.
+The model is the tiny one that comes with the project, trained on such positions.
 
-Rows: one question at a time, `generate` with num_return_sequences, the cache of free memory cleared after each (the document's "before");
-`generate` for all prompts of a batch together, padded on the left; this project's sampling stage, its file of samples written; then one
-switch more a row. Ratios are of seconds for the whole work; utilisation counts the weights' products of the new tokens alone.
+Rows: one question at a time, `generate` with num_return_sequences, the cache of free memory cleared
+after each (the document's "before"); `generate` for all prompts of a batch together, padded on the
+left; this project's sampling stage, its file of samples written; then one switch more a row. Ratios
+are of seconds for the whole work; utilisation counts the weights' products of the new tokens alone.
 """
 
 import argparse
@@ -42,22 +44,32 @@ PROMPTS, SAMPLES, NEW = 32, 10, 80
 class Work:
     """The prompts, the model and what every row does with its completions."""
 
-    def __init__(self, device: torch.device, prompts: int, samples: int, new: int, rows: int) -> None:
+    def __init__(
+        self, device: torch.device, prompts: int, samples: int, new: int, rows: int
+    ) -> None:
         self.run: Run = compose(
             [
                 *("algo=rft", "task=chess"),
-                *("algo.second_round_samples=0", f"algo.samples_per_prompt={samples}", f"algo.chunk_size={samples}"),
+                *(
+                    "algo.second_round_samples=0",
+                    f"algo.samples_per_prompt={samples}",
+                    f"algo.chunk_size={samples}",
+                ),
                 *(f"algo.prompts_per_batch={prompts}", f"algo.micro_batch_rows={rows}"),
                 *(f"algo.sampling.max_new_tokens={new}", "algo.sampling.temperature=1.0"),
             ]
         )
         self.task = build(self.run.task)
-        longest = sorted(self.task.examples("train"), key=lambda e: len(self.task.prompt(e)), reverse=True)
+        longest = sorted(
+            self.task.examples("train"), key=lambda e: len(self.task.prompt(e)), reverse=True
+        )
         self.examples = longest[:prompts]
         self.device = device
         self.model: Any
         self.tokenizer: Any
-        self.model, self.tokenizer = load_model(self.run.model, self.task, torch.float32, device, progress=False)
+        self.model, self.tokenizer = load_model(
+            self.run.model, self.task, torch.float32, device, progress=False
+        )
         self.prompts = encode_prompts(self.tokenizer, [self.task.prompt(e) for e in self.examples])
         self.samples, self.new, self.rows = samples, new, rows
         self.scorer = Scorer(self.task, self.run.scoring)
@@ -66,8 +78,14 @@ class Work:
         """Score (prompt, token ids, finished) rows. Returns what the work came to."""
         texts = self.tokenizer.batch_decode([ids for _, ids, _ in rows], skip_special_tokens=True)
         rewards = self.scorer.submit([self.examples[i] for i, _, _ in rows], texts).result().rewards
-        accepted = sum(r >= 1 - 1e-9 and done for r, (_, _, done) in zip(rewards, rows, strict=True))
-        return {"samples": len(rows), "tokens": sum(len(ids) for _, ids, _ in rows), "accepted": accepted}
+        accepted = sum(
+            r >= 1 - 1e-9 and done for r, (_, _, done) in zip(rewards, rows, strict=True)
+        )
+        return {
+            "samples": len(rows),
+            "tokens": sum(len(ids) for _, ids, _ in rows),
+            "accepted": accepted,
+        }
 
     @torch.inference_mode()
     def generated(self, batch: int, clear: bool) -> dict[str, int]:
@@ -78,8 +96,12 @@ class Work:
             part = self.prompts[start : start + batch]
             width = max(map(len, part))
             pad = self.tokenizer.pad_token_id
-            ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in part], device=self.device)
-            mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in part], device=self.device)
+            ids = torch.tensor(
+                [[pad] * (width - len(p)) + list(p) for p in part], device=self.device
+            )
+            mask = torch.tensor(
+                [[0] * (width - len(p)) + [1] * len(p) for p in part], device=self.device
+            )
             made = self.model.generate(
                 ids,
                 attention_mask=mask,
@@ -117,7 +139,15 @@ class Work:
         def once() -> dict[str, int]:
             with tempfile.TemporaryDirectory() as folder:
                 store = Store(Path(folder) / "samples.jsonl", {}, writes=True)
-                generator.fill(store, self.examples, sampler, 1, lambda *_: None, lambda *_: False, lambda *_: None)
+                generator.fill(
+                    store,
+                    self.examples,
+                    sampler,
+                    1,
+                    lambda *_: None,
+                    lambda *_: False,
+                    lambda *_: None,
+                )
                 held = store.held.values()
                 return {
                     "samples": len(held),
@@ -146,7 +176,9 @@ def run(options: argparse.Namespace) -> measure.Report:
         skipped["+ amp"] = "no native bfloat16"
     else:
         cases.append(Case("+ amp", work.ours(half, None)))
-    if (reason := "not with --quick" if options.quick else measure.why_no_compiler(device)) is not None:
+    if (
+        reason := "not with --quick" if options.quick else measure.why_no_compiler(device)
+    ) is not None:
         skipped["+ compile"] = reason
     else:
         cases.append(Case("+ compile", work.ours(half, "default"), warm_ups=2))
@@ -185,9 +217,20 @@ def report(
         )
         against = None if name == ONE else ONE
         rows.append(
-            measure.Row("rft", name, total["samples"] / timing.p50, "samples/s", against, ratio if against else None)
+            measure.Row(
+                "rft",
+                name,
+                total["samples"] / timing.p50,
+                "samples/s",
+                against,
+                ratio if against else None,
+            )
         )
-        rows.append(measure.Row("rft", f"{name}, accepted", 60 * total["accepted"] / timing.p50, "samples/min"))
+        rows.append(
+            measure.Row(
+                "rft", f"{name}, accepted", 60 * total["accepted"] / timing.p50, "samples/min"
+            )
+        )
     for name, reason in skipped.items():
         lines.append([name, f"skipped: {reason}"])
         rows.append(measure.Row("rft", name, None, "samples/s"))
@@ -202,8 +245,13 @@ def report(
             batched,
         )
     )
-    text = measure.table(["", "s", "samples/s", "tokens/s", "util.", "accepted/min", "ratio"], lines)
-    text += f"\n\n{OURS} against {BATCHED}: {batched:.2f}x (medians of {repeats}; ratios within a repeat)"
+    text = measure.table(
+        ["", "s", "samples/s", "tokens/s", "util.", "accepted/min", "ratio"], lines
+    )
+    text += (
+        f"\n\n{OURS} against {BATCHED}: {batched:.2f}x (medians of {repeats}; ratios within a"
+        " repeat)"
+    )
     conditions = measure.conditions(
         work.device,
         sizes={

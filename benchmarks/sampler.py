@@ -1,19 +1,22 @@
-"""The sampler beside `generate` and transformers' continuous batching, on the same model, prompts and stop tokens.
+"""The sampler beside `generate` and transformers' continuous batching, on the same model, prompts
+and stop tokens.
 
     python -m benchmarks sampler
     python -m benchmarks sampler --model gpt2 --json sampler.json
 
-Two works, on random weights. Equal lengths: one greedy completion of 64 tokens for each of 64 prompts of 96 tokens; the
-completions are compared. Spread lengths: groups of 8 samples at temperature 1, 96-token prompts, up to 128 new tokens; every
-token is about as likely as any other, so a few stop tokens make lengths that spread like a geometric distribution. There are
-more rows than slots: `generate` takes batches of as many rows as the sampler has slots, and each waits for its longest row.
-Speed is new tokens a second, up to and with the stop token.
+Two works, on random weights. Equal lengths: one greedy completion of 64 tokens for each of 64
+prompts of 96 tokens; the completions are compared. Spread lengths: groups of 8 samples at
+temperature 1, 96-token prompts, up to 128 new tokens; every token is about as likely as any other,
+so a few stop tokens make lengths that spread like a geometric distribution. There are more rows
+than slots: `generate` takes batches of as many rows as the sampler has slots, and each waits for
+its longest row. Speed is new tokens a second, up to and with the stop token.
 
-Decode roofline: the seconds that reading the weights and the valid part of the cache once a step would take at the device's
-measured copy bandwidth, over those that the equal lengths took (prefill included).
+Decode roofline: the seconds that reading the weights and the valid part of the cache once a step
+would take at the device's measured copy bandwidth, over those that the equal lengths took (prefill
+included).
 
---model: small (Llama d=256, 6 layers, bytes; the default on a CPU, float32), gpt2 (124M) and 0.5b (Qwen2's 0.5B shape; the default on
-CUDA), both in bfloat16 where the device has it.
+--model: small (Llama d=256, 6 layers, bytes; the default on a CPU, float32), gpt2 (124M) and 0.5b
+(Qwen2's 0.5B shape; the default on CUDA), both in bfloat16 where the device has it.
 """
 
 import argparse
@@ -34,7 +37,10 @@ from common.sampling.native import Sampler
 GENERATE, PAGED, OURS = "generate", "continuous batching", "this project"
 LAUNCHED = "this project, no CUDA graphs"  # on CUDA alone
 MEAN_LENGTH = 48  # of the spread lengths before they are cut, in tokens
-TIE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # logits closer than this may change places by rounding
+TIE = {
+    torch.float32: 1e-3,
+    torch.bfloat16: 0.1,
+}  # logits closer than this may change places by rounding
 # What is to be reached: on two CPU cores, on one data-centre GPU.
 WANTED = {
     "equal lengths, against generate": (1.05, 5.0),
@@ -94,7 +100,9 @@ class Work:
 
     def __init__(self, name: str, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
         self.sizes, self.device, self.dtype = sizes, device, dtype
-        self.model = build(name, sizes.prompt_tokens + max(sizes.longest, sizes.new_tokens)).to(device, dtype)
+        self.model = build(name, sizes.prompt_tokens + max(sizes.longest, sizes.new_tokens)).to(
+            device, dtype
+        )
         self.vocabulary = self.model.config.vocab_size
         draw = torch.Generator().manual_seed(1)
         shape = (max(sizes.rows, sizes.prompts), sizes.prompt_tokens)
@@ -109,17 +117,25 @@ class Work:
         prompts = self.prompts[: self.sizes.rows].to(self.device)
         new = self.sizes.new_tokens
         return self.model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=new, do_sample=False, pad_token_id=0
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
         )[:, prompts.shape[1] :]
 
     def equal_ours(self, graphs: bool = True) -> Tensor:
         """The sampler, one batch."""
         sampler = Sampler(self.model, pad_id=0, stop_ids=(), rows=self.sizes.rows, graphs=graphs)
-        greedy = SamplingConfig(max_new_tokens=self.sizes.new_tokens, temperature=0.0, top_k=0, top_p=1.0)
+        greedy = SamplingConfig(
+            max_new_tokens=self.sizes.new_tokens, temperature=0.0, top_k=0, top_p=1.0
+        )
         return sampler.generate(self.prompts[: self.sizes.rows].tolist(), greedy).tokens
 
     def differ(self, ours: Tensor, theirs: Tensor) -> int:
-        """How many rows differ. Raises: RuntimeError if two differ by more than a tie that rounding decides."""
+        """How many rows differ. Raises: RuntimeError if two differ by more than a tie that rounding
+        decides.
+        """
         rows = (ours != theirs).any(1).nonzero()[:, 0].tolist()
         for row in rows:
             first = int((ours[row] != theirs[row]).nonzero()[0])
@@ -135,7 +151,9 @@ class Work:
     def until_stop(self, rows: list[list[int]]) -> list[int]:
         """Lengths of rows up to and with their stop token."""
         stops = set(self.stops)
-        return [next((i + 1 for i, token in enumerate(row) if token in stops), len(row)) for row in rows]
+        return [
+            next((i + 1 for i, token in enumerate(row) if token in stops), len(row)) for row in rows
+        ]
 
     @property
     def sampled(self) -> GenerationConfig:
@@ -157,12 +175,16 @@ class Work:
         lengths, each = [], max(1, self.sizes.rows // self.sizes.samples)
         for start in range(0, self.sizes.prompts, each):
             prompts = self.prompts[start : min(start + each, self.sizes.prompts)].to(self.device)
-            made = self.model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=self.sampled)
+            made = self.model.generate(
+                prompts, attention_mask=torch.ones_like(prompts), generation_config=self.sampled
+            )
             lengths += self.until_stop(made[:, prompts.shape[1] :].tolist())
         return lengths
 
     def spread_paged(self) -> list[int]:
-        """transformers' continuous batching; a paged cache for as many rows as the sampler has slots."""
+        """transformers' continuous batching; a paged cache for as many rows as the sampler has
+        slots.
+        """
         from transformers import ContinuousBatchingConfig
 
         page = 32
@@ -182,27 +204,43 @@ class Work:
         rows = [one.generated_tokens for one in made.values()]
         if len(rows) != self.sizes.prompts * self.sizes.samples:
             raise RuntimeError(
-                f"continuous batching returned {len(rows)} rows of {self.sizes.prompts * self.sizes.samples}"
+                f"continuous batching returned {len(rows)} rows of"
+                f" {self.sizes.prompts * self.sizes.samples}"
             )
         return self.until_stop(rows)
 
     def spread_ours(self, graphs: bool = True) -> list[int]:
         """The sampler."""
-        sampler = Sampler(self.model, pad_id=0, stop_ids=self.stops, rows=self.sizes.rows, graphs=graphs)
-        sampling = SamplingConfig(max_new_tokens=self.sizes.longest, temperature=1.0, top_k=0, top_p=1.0)
+        sampler = Sampler(
+            self.model, pad_id=0, stop_ids=self.stops, rows=self.sizes.rows, graphs=graphs
+        )
+        sampling = SamplingConfig(
+            max_new_tokens=self.sizes.longest, temperature=1.0, top_k=0, top_p=1.0
+        )
         prompts = self.prompts[: self.sizes.prompts].tolist()
-        return sampler.generate(prompts, sampling, samples_per_prompt=self.sizes.samples).lengths.tolist()
+        return sampler.generate(
+            prompts, sampling, samples_per_prompt=self.sizes.samples
+        ).lengths.tolist()
 
     # --- roofline
 
     def decode_bytes(self) -> float:
-        """What all decode steps of the equal lengths must read: the weights, and the cache as it grows."""
+        """What all decode steps of the equal lengths must read: the weights, and the cache as it
+        grows.
+        """
         config, size = self.model.config, self.dtype.itemsize
         weights = sum(p.numel() for p in self.model.parameters())
         if not config.tie_word_embeddings:
-            weights -= self.model.get_input_embeddings().weight.numel()  # of which a step reads a few rows
+            weights -= (
+                self.model.get_input_embeddings().weight.numel()
+            )  # of which a step reads a few rows
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        token = 2 * config.num_hidden_layers * heads * (config.hidden_size // config.num_attention_heads)
+        token = (
+            2
+            * config.num_hidden_layers
+            * heads
+            * (config.hidden_size // config.num_attention_heads)
+        )
         new = self.sizes.new_tokens
         cached = self.sizes.rows * token * (new * self.sizes.prompt_tokens + new * (new + 1) / 2)
         return size * (new * weights + cached)
@@ -210,9 +248,15 @@ class Work:
 
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes read and written a second by a large copy, the best of ten."""
-    source = torch.empty((1 << 28) if device.type == "cpu" else (1 << 31), dtype=torch.uint8, device=device).fill_(1)
+    source = torch.empty(
+        (1 << 28) if device.type == "cpu" else (1 << 31), dtype=torch.uint8, device=device
+    ).fill_(1)
     target = torch.empty_like(source)
-    return 2 * source.numel() / min(measure.seconds(lambda: target.copy_(source), device)[0] for _ in range(10))
+    return (
+        2
+        * source.numel()
+        / min(measure.seconds(lambda: target.copy_(source), device)[0] for _ in range(10))
+    )
 
 
 def run(options: argparse.Namespace) -> measure.Report:
@@ -225,7 +269,11 @@ def run(options: argparse.Namespace) -> measure.Report:
     work = Work(name, sizes, device, dtype)
     conditions = measure.conditions(
         device,
-        sizes=asdict(sizes) | {"model": name, "parameters": sum(p.numel() for p in work.model.parameters())},
+        sizes=asdict(sizes)
+        | {
+            "model": name,
+            "parameters": sum(p.numel() for p in work.model.parameters()),
+        },
         repeats=repeats,
         dtype=str(dtype).removeprefix("torch."),
         quick=options.quick,
@@ -234,18 +282,26 @@ def run(options: argparse.Namespace) -> measure.Report:
     if device.type == "cuda":
         ways.append(Case(LAUNCHED, lambda: work.equal_ours(graphs=False)))
     equal = measure.interleaved(ways, repeats, device)
-    conditions["rows_that_rounding_changed"] = work.differ(equal[OURS].result, equal[GENERATE].result)
+    conditions["rows_that_rounding_changed"] = work.differ(
+        equal[OURS].result, equal[GENERATE].result
+    )
     lengths: dict[str, list[list[int]]] = {GENERATE: [], PAGED: [], OURS: [], LAUNCHED: []}
 
     def kept(row: str, sample: Any) -> Case:
         return Case(row, lambda: lengths[row].append(sample()))
 
-    ways = [kept(GENERATE, work.spread_generate), kept(PAGED, work.spread_paged), kept(OURS, work.spread_ours)]
+    ways = [
+        kept(GENERATE, work.spread_generate),
+        kept(PAGED, work.spread_paged),
+        kept(OURS, work.spread_ours),
+    ]
     if device.type == "cuda":
         ways.append(kept(LAUNCHED, lambda: work.spread_ours(graphs=False)))
     spread = measure.interleaved(ways, repeats, device)
     bandwidth = copy_bandwidth(device)
-    return report(work, conditions, equal, spread, {k: v[1:] for k, v in lengths.items() if v}, bandwidth)
+    return report(
+        work, conditions, equal, spread, {k: v[1:] for k, v in lengths.items() if v}, bandwidth
+    )
 
 
 def report(
@@ -258,7 +314,10 @@ def report(
 ) -> measure.Report:
     """The table and the JSON. lengths: of all rows, of each repeat."""
     tokens = work.sizes.rows * work.sizes.new_tokens
-    speeds = {("equal lengths", row): [tokens / s for s in timing.seconds] for row, timing in equal.items()}
+    speeds = {
+        ("equal lengths", row): [tokens / s for s in timing.seconds]
+        for row, timing in equal.items()
+    }
     for row, timing in spread.items():
         pairs = zip(lengths[row], timing.seconds, strict=True)
         speeds["spread lengths", row] = [sum(made) / s for made, s in pairs]
@@ -271,10 +330,20 @@ def report(
         rows.append(Row("sampler", f"{kind}: {row}", middle, "tokens/s", *compared))
     ours = speeds["spread lengths", OURS]
     paged = measure.quantile(measure.paired(ours, speeds["spread lengths", PAGED]), 0.5)
-    rows.append(Row("sampler", f"spread lengths: {OURS}, too", measure.quantile(ours, 0.5), "tokens/s", PAGED, paged))
+    rows.append(
+        Row(
+            "sampler",
+            f"spread lengths: {OURS}, too",
+            measure.quantile(ours, 0.5),
+            "tokens/s",
+            PAGED,
+            paged,
+        )
+    )
     found = {
         f"{kind} lengths, against generate": measure.quantile(
-            measure.paired(speeds[f"{kind} lengths", OURS], speeds[f"{kind} lengths", GENERATE]), 0.5
+            measure.paired(speeds[f"{kind} lengths", OURS], speeds[f"{kind} lengths", GENERATE]),
+            0.5,
         )
         for kind in ("equal", "spread")
     } | {"spread lengths, against continuous batching": paged}
@@ -282,13 +351,30 @@ def report(
     rows.append(Row("sampler", "decode, share of the bandwidth roofline", share, "share"))
 
     device = conditions["device_type"]
-    figures = [(what, f"{WANTED[what][device == 'cuda']:.2f}x", f"{value:.2f}x") for what, value in found.items()]
-    figures.append(("decode, share of the bandwidth roofline", "60 %" if device == "cuda" else "-", f"{share:.0%}"))
+    figures = [
+        (what, f"{WANTED[what][device == 'cuda']:.2f}x", f"{value:.2f}x")
+        for what, value in found.items()
+    ]
+    figures.append(
+        (
+            "decode, share of the bandwidth roofline",
+            "60 %" if device == "cuda" else "-",
+            f"{share:.0%}",
+        )
+    )
     drawn = [length for made in lengths[OURS] for length in made]
     spread_of = [round(measure.quantile([float(n) for n in drawn], q)) for q in (0.1, 0.5, 0.9)]
-    mean = {row: round(sum(map(sum, made)) / sum(map(len, made)), 1) for row, made in lengths.items()}
-    text = measure.table(["", "tokens/s", "ratio"], lines) + "\n\n" + measure.table(["", "wanted", "measured"], figures)
-    text += f"\n\nSpread lengths: p10 {spread_of[0]}, p50 {spread_of[1]}, p90 {spread_of[2]} tokens."
+    mean = {
+        row: round(sum(map(sum, made)) / sum(map(len, made)), 1) for row, made in lengths.items()
+    }
+    text = (
+        measure.table(["", "tokens/s", "ratio"], lines)
+        + "\n\n"
+        + measure.table(["", "wanted", "measured"], figures)
+    )
+    text += (
+        f"\n\nSpread lengths: p10 {spread_of[0]}, p50 {spread_of[1]}, p90 {spread_of[2]} tokens."
+    )
     text += f"\nCopy bandwidth {bandwidth / 1e9:.0f} GB/s. Equal lengths: the same completions"
     changed = conditions["rows_that_rounding_changed"]
     text += f", but {changed} of {work.sizes.rows} that rounding changed." if changed else "."

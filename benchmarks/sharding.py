@@ -1,11 +1,13 @@
-"""What opt=fsdp costs and saves beside opt=ddp: a rollout, a training step and the memory of a rank, two ranks on this device.
+"""What opt=fsdp costs and saves beside opt=ddp: a rollout, a training step and the memory of a
+rank, two ranks on this device.
 
     python -m benchmarks sharding
     python -m benchmarks sharding --json sharding.json --repeats 7
 
-The work: a Llama of 5.2M parameters with random weights in float32; each rank samples 32 completions of 32 tokens and makes one
-optimizer step on them. The ways take turns in the same two processes, so a ratio holds whatever else the machine does.
-On a CPU two gloo ranks share the memory, and gathering costs what copying does: read the order, not the size.
+The work: a Llama of 5.2M parameters with random weights in float32; each rank samples 32
+completions of 32 tokens and makes one optimizer step on them. The ways take turns in the same two
+processes, so a ratio holds whatever else the machine does. On a CPU two gloo ranks share the
+memory, and gathering costs what copying does: read the order, not the size.
 """
 
 import argparse
@@ -39,16 +41,28 @@ def run(options: argparse.Namespace) -> measure.Report:
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         raise SystemExit("error: two ranks need two CUDA devices. Use --device cpu.")
     repeats = options.repeats or (2 if options.quick else 7)
-    given = [f"hardware={'auto' if device.type == 'cuda' else 'cpu'}", "opt=[fsdp]", "opt.fsdp.ranks=2"]
+    given = [
+        f"hardware={'auto' if device.type == 'cuda' else 'cpu'}",
+        "opt=[fsdp]",
+        "opt.fsdp.ranks=2",
+    ]
     conditions = measure.conditions(
         device,
-        sizes={"ranks": 2, "prompts": PROMPTS, "samples": SAMPLES, "tokens": TOKENS, "quick": options.quick},
+        sizes={
+            "ranks": 2,
+            "prompts": PROMPTS,
+            "samples": SAMPLES,
+            "tokens": TOKENS,
+            "quick": options.quick,
+        },
         repeats=repeats,
         dtype="float32",
     )
     with tempfile.TemporaryDirectory() as folder:
         composed = compose(["algo=grpo", *given])
-        found = launch("benchmarks.sharding:ranks", composed, Path(folder), (options.quick, repeats))
+        found = launch(
+            "benchmarks.sharding:ranks", composed, Path(folder), (options.quick, repeats)
+        )
     return report(found, conditions, repeats)
 
 
@@ -61,13 +75,19 @@ def ranks(run: Run, context: Context, task: tuple[bool, int]) -> dict[str, Any]:
     logprobs.prepare(plain)
     sharded = copy.deepcopy(plain)
     fsdp.shard([sharded], run, context, numbers)
-    greedy = SamplingConfig(max_new_tokens=4 if quick else TOKENS, temperature=1.0, top_p=1.0, top_k=0)
+    greedy = SamplingConfig(
+        max_new_tokens=4 if quick else TOKENS, temperature=1.0, top_p=1.0, top_k=0
+    )
     draw = torch.Generator().manual_seed(context.rank)
     prompts = torch.randint(2, 250, (PROMPTS, 16), generator=draw).tolist()
     made = torch.randint(2, 250, (PROMPTS, SAMPLES, greedy.max_new_tokens), generator=draw).tolist()
     laid = logprobs.group(prompts, made, device)
-    samplers = {m: Sampler(m, pad_id=0, stop_ids=[], rows=PROMPTS * SAMPLES) for m in (plain, sharded)}
-    updaters = {m: optim.Updater(list(m.parameters()), run.algo, numbers, device) for m in (plain, sharded)}
+    samplers = {
+        m: Sampler(m, pad_id=0, stop_ids=[], rows=PROMPTS * SAMPLES) for m in (plain, sharded)
+    }
+    updaters = {
+        m: optim.Updater(list(m.parameters()), run.algo, numbers, device) for m in (plain, sharded)
+    }
 
     def rollout(model: Any, how: str | None = None) -> Any:
         def act() -> None:
@@ -92,8 +112,14 @@ def ranks(run: Run, context: Context, task: tuple[bool, int]) -> dict[str, Any]:
         return act
 
     cases = [
-        *(Case(f"rollout, {DDP}", rollout(plain)), Case(f"rollout, {GATHERED}", rollout(sharded, "gathered"))),
-        *(Case(f"rollout, {LAYERWISE}", rollout(sharded, "layerwise")), Case(f"training step, {DDP}", step(plain))),
+        *(
+            Case(f"rollout, {DDP}", rollout(plain)),
+            Case(f"rollout, {GATHERED}", rollout(sharded, "gathered")),
+        ),
+        *(
+            Case(f"rollout, {LAYERWISE}", rollout(sharded, "layerwise")),
+            Case(f"training step, {DDP}", step(plain)),
+        ),
         Case("training step, opt=fsdp", step(sharded)),
     ]
     timings = measure.interleaved(cases, repeats, device)
@@ -124,7 +150,14 @@ def report(found: dict[str, Any], conditions: dict[str, Any], repeats: int) -> m
         against = None if name == first else first
         median = measure.quantile(taken, 0.5)
         rows.append(measure.Row("sharding", name, median, "s", against, ratio if against else None))
-        lines.append([name, measure.number(median), measure.number(measure.quantile(taken, 0.9)), f"{ratio:.2f}x"])
+        lines.append(
+            [
+                name,
+                measure.number(median),
+                measure.number(measure.quantile(taken, 0.9)),
+                f"{ratio:.2f}x",
+            ]
+        )
     for name, value in found["state_mb"].items():
         rows.append(measure.Row("sharding", f"training state a rank, {name}", value, "MB"))
         lines.append([f"training state a rank, {name}", f"{value:.1f} MB", "", ""])
@@ -133,6 +166,9 @@ def report(found: dict[str, Any], conditions: dict[str, Any], repeats: int) -> m
         lines.append([f"gathered in a rollout, {name}", f"{value:.1f} MB", "", ""])
     text = measure.table(["", "s", "p90", "time"], lines)
     text += (
-        f"\n\n{found['parameters'] / 1e6:.2f}M parameters, float32, 2 ranks; medians of {repeats}; time against opt=ddp"
+        f"\n\n{found['parameters'] / 1e6:.2f}M parameters, float32, 2 ranks; medians of {repeats};"
+        " time against opt=ddp"
     )
-    return measure.Report(text, {**conditions, "timing": seconds, "parameters": found["parameters"]}, rows)
+    return measure.Report(
+        text, {**conditions, "timing": seconds, "parameters": found["parameters"]}, rows
+    )

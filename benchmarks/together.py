@@ -4,9 +4,10 @@
     python -m benchmarks compare benchmarks/results/cpu-2core results
     python -m benchmarks compare a/grpo.json b/grpo.json
 
-`all` runs what fits the device within its time, each in a process of its own and one after the other; what does not finish is listed, not
-left out. `compare` joins rows by benchmark, row and unit, and says which conditions differ: a ratio between two machines, or two
-days of one machine, is no statement about the code.
+`all` runs what fits the device within its time, each in a process of its own and one after the
+other; what does not finish is listed, not left out. `compare` joins rows by benchmark, row and
+unit, and says which conditions differ: a ratio between two machines, or two days of one machine, is
+no statement about the code.
 """
 
 import argparse
@@ -20,7 +21,8 @@ from typing import Any
 from benchmarks import measure
 from common.config import ConfigError
 
-# By device, the runs in their order and the repeats that fit the time on two cores or one data-centre GPU.
+# By device, the runs in their order and the repeats that fit the time on two cores or one
+# data-centre GPU.
 RUNS: dict[str, dict[str, list[str]]] = {
     "cpu": {
         "sampler": ["sampler", "--repeats", "2"],
@@ -71,11 +73,22 @@ def run_all(options: argparse.Namespace) -> None:
             remarks[name] = f"not run: {options.seconds} s were over"
             continue
         print(f"{name} ({left:.0f} s left)", file=sys.stderr, flush=True)
-        command = [sys.executable, "-m", "benchmarks", *arguments, "--device", device.type, "--json", str(target)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks",
+            *arguments,
+            "--device",
+            device.type,
+            "--json",
+            str(target),
+        ]
         command += ["--quick"] if options.quick else []
         with log.open("w") as out:
             try:
-                code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=left).returncode
+                code = subprocess.run(
+                    command, stdout=out, stderr=subprocess.STDOUT, timeout=left
+                ).returncode
             except subprocess.TimeoutExpired:
                 remarks[name] = f"stopped: {options.seconds} s were over"
                 continue
@@ -89,7 +102,14 @@ def run_all(options: argparse.Namespace) -> None:
         for row in json.loads((options.out / f"{name}.json").read_text(encoding="utf-8"))["rows"]:
             if row["ratio"] is not None and row["against"] is not None:
                 label = f"{name}: {row['row']} / {row['against']}"
-                lines.append([label[:56], measure.number(row["value"]), row["unit"][:12], f"{row['ratio']:.2f}"])
+                lines.append(
+                    [
+                        label[:56],
+                        measure.number(row["value"]),
+                        row["unit"][:12],
+                        f"{row['ratio']:.2f}",
+                    ]
+                )
     print(measure.table(["row / against", "value", "unit", "ratio"], lines))
     print(f"\nwritten to {options.out}")
     if remarks:
@@ -101,7 +121,8 @@ def results(path: Path) -> dict[str, dict[str, Any]]:
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     if not files or not path.exists():
         raise ConfigError(
-            f"{path} holds no results. Give a folder or a file that python -m benchmarks ... --json wrote."
+            f"{path} holds no results. Give a folder or a file that python -m benchmarks ... --json"
+            " wrote."
         )
     found = {}
     for file in files:
@@ -109,23 +130,29 @@ def results(path: Path) -> dict[str, dict[str, Any]]:
             content = json.loads(file.read_text(encoding="utf-8"))
             found[file.stem] = {"conditions": content["conditions"], "rows": content["rows"]}
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{file} is no result of a benchmark ({error}). Give what --json wrote.") from None
+            raise ConfigError(
+                f"{file} is no result of a benchmark ({error}). Give what --json wrote."
+            ) from None
     return found
 
 
 def run_compare(options: argparse.Namespace) -> None:
     """Print rows of both sides with their quotient, and the conditions that differ."""
     left, right = results(options.left), results(options.right)
-    if options.left.is_file() and options.right.is_file():  # two files are compared, whatever their names
+    if (
+        options.left.is_file() and options.right.is_file()
+    ):  # two files are compared, whatever their names
         right = dict(zip(left, right.values(), strict=True))
     both = [name for name in left if name in right]
     if not both:
         raise ConfigError(
-            f"{options.left} holds {', '.join(left)}; {options.right} holds {', '.join(right)}: none in common."
+            f"{options.left} holds {', '.join(left)}; {options.right} holds {', '.join(right)}:"
+            " none in common."
         )
     for name in both:
         sides = [
-            {(r["benchmark"], r["row"], r["unit"]): r["value"] for r in side[name]["rows"]} for side in (left, right)
+            {(r["benchmark"], r["row"], r["unit"]): r["value"] for r in side[name]["rows"]}
+            for side in (left, right)
         ]
         lines = []
         for key, value in sides[0].items():
@@ -133,7 +160,9 @@ def run_compare(options: argparse.Namespace) -> None:
             if value is None and other is None:
                 continue
             quotient = f"{other / value:.2f}" if value and other is not None else "-"
-            lines.append([key[1][:42], measure.number(value), measure.number(other), key[2][:12], quotient])
+            lines.append(
+                [key[1][:42], measure.number(value), measure.number(other), key[2][:12], quotient]
+            )
         print(f"{name}\n" + measure.table(["", "A", "B", "unit", "B / A"], lines))
         for key in CONDITIONS:
             a, b = (side[name]["conditions"].get(key) for side in (left, right))

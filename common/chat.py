@@ -2,10 +2,12 @@
 
     python -m common.chat outputs/mine                        # type prompts; Ctrl-D ends
     python -m common.chat outputs/mine --prompt "seven =>"
-    cat prompts.txt | python -m common.chat FOLDER_OR_HUB_ID  # a line a prompt; blank ones are skipped
+    cat prompts.txt | python -m common.chat FOLDER_OR_HUB_ID  # a line a prompt; blank ones are
+    skipped
 
-For the result of a run a prompt takes the form of those it was trained on: the same system text and examples, or plain text. For other models
-it is a conversation where the tokenizer has a chat template. Each prompt stands alone; the sampler is that of the runs.
+For the result of a run a prompt takes the form of those it was trained on: the same system text and
+examples, or plain text. For other models it is a conversation where the tokenizer has a chat
+template. Each prompt stands alone; the sampler is that of the runs.
 """
 
 import argparse
@@ -31,7 +33,8 @@ from common.tasks import Messages, plain
 
 
 def model_of(given: str) -> tuple[str, str | Messages | None]:
-    """The model's folder or hub id, and a prompt as the run had them; None where `given` is no run folder.
+    """The model's folder or hub id, and a prompt as the run had them; None where `given` is no run
+    folder.
 
     Raises: ConfigError for a run that has no language model (yet).
     """
@@ -40,13 +43,14 @@ def model_of(given: str) -> tuple[str, str | Messages | None]:
         return given, None
     if not (folder / "model" / "config.json").is_file():
         raise ConfigError(
-            f"{given} has no model/ yet: the run has not ended. Go on with it (hydra.run.dir={given} resume=auto), or give "
-            "the folder of a model."
+            f"{given} has no model/ yet: the run has not ended. Go on with it"
+            f" (hydra.run.dir={given} resume=auto), or give the folder of a model."
         )
     result = folder / "result.json"
     if result.is_file() and json.loads(result.read_text(encoding="utf-8"))["algo"] == "classify":
         raise ConfigError(
-            f"{given} holds a classifier, which completes nothing. See docs/classify.md for how to ask it."
+            f"{given} holds a classifier, which completes nothing. See docs/classify.md for how to"
+            " ask it."
         )
     rows = folder / "completions" / "after.jsonl"
     first = rows.read_text(encoding="utf-8").split("\n", 1)[0] if rows.is_file() else ""
@@ -54,7 +58,9 @@ def model_of(given: str) -> tuple[str, str | Messages | None]:
 
 
 def template_of(given: str) -> tuple[str, str] | None:
-    """What stands before and after the only field of the run's task.template; None without one, or with several fields."""
+    """What stands before and after the only field of the run's task.template; None without one, or
+    with several fields.
+    """
     path = Path(given).expanduser() / "run.yaml"
     saved = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
     template = (saved["config"].get("task") or {}).get("template") if saved else None
@@ -68,17 +74,27 @@ def template_of(given: str) -> tuple[str, str] | None:
     return "".join(texts[: fields[0] + 1]), "".join(texts[fields[0] + 1 :])
 
 
-def prompt_like(text: str, shown: str | Messages | None, system: str | None, chat: bool) -> str | Messages:
-    """`text` as a prompt. shown: one of the run's; system: text instead of the run's; chat: of a conversation."""
+def prompt_like(
+    text: str, shown: str | Messages | None, system: str | None, chat: bool
+) -> str | Messages:
+    """`text` as a prompt. shown: one of the run's; system: text instead of the run's; chat: of a
+    conversation.
+    """
     if not chat:
         return text
-    before = [m for m in shown[:-1] if system is None or m["role"] != "system"] if isinstance(shown, list) else []
+    before = (
+        [m for m in shown[:-1] if system is None or m["role"] != "system"]
+        if isinstance(shown, list)
+        else []
+    )
     first = [{"role": "system", "content": system}] if system else []
     return [*first, *before, {"role": "user", "content": text}]
 
 
 def prompts(given: str | None) -> Iterator[str]:
-    """The prompt that was given, else those on standard input, a line each; blank ones are none. Raises: ConfigError."""
+    """The prompt that was given, else those on standard input, a line each; blank ones are none.
+    Raises: ConfigError.
+    """
     if given is not None:
         yield given
         return
@@ -88,8 +104,8 @@ def prompts(given: str | None) -> Iterator[str]:
                 line = raw.decode().removesuffix("\n").removesuffix("\r")
             except UnicodeDecodeError as error:
                 raise ConfigError(
-                    f"line {number} of standard input is not UTF-8: byte 0x{raw[error.start]:02x}. Convert it, for example with "
-                    "iconv -f LATIN1 -t UTF-8."
+                    f"line {number} of standard input is not UTF-8: byte 0x{raw[error.start]:02x}."
+                    " Convert it, for example with iconv -f LATIN1 -t UTF-8."
                 ) from None
             if line.strip():
                 yield line
@@ -109,15 +125,27 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         "python -m common.chat", description="Try a model that a run trained, or any other."
     )
-    found.add_argument("model", metavar="MODEL", help="a run folder, a model folder, or an id of the Hugging Face hub")
     found.add_argument(
-        "--prompt", help="complete this one and end; without it, lines of standard input, blank ones skipped"
+        "model",
+        metavar="MODEL",
+        help="a run folder, a model folder, or an id of the Hugging Face hub",
+    )
+    found.add_argument(
+        "--prompt",
+        help="complete this one and end; without it, lines of standard input, blank ones skipped",
     )
     found.add_argument("--system", help="system text; for a run's model, instead of the run's")
-    found.add_argument("--plain", action="store_true", help="no chat template: the model goes on with the text")
-    found.add_argument("--temperature", type=float, default=0.7, help="0 = the most likely token each time (0.7)")
     found.add_argument(
-        "--max-new-tokens", type=int, default=256, help="longest answer (256; less where the context is short)"
+        "--plain", action="store_true", help="no chat template: the model goes on with the text"
+    )
+    found.add_argument(
+        "--temperature", type=float, default=0.7, help="0 = the most likely token each time (0.7)"
+    )
+    found.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=256,
+        help="longest answer (256; less where the context is short)",
     )
     found.add_argument("--seed", type=int, default=0, help="of the draws (0)")
     found.add_argument("--lora", help="folder of a LoRA adapter on top")
@@ -130,7 +158,9 @@ def answer_all(given: argparse.Namespace) -> None:
     path, shown = model_of(given.model)
     if given.plain and given.system:
         raise ConfigError("--system has no effect with --plain. Leave out one of them.")
-    sampling = SamplingConfig(max_new_tokens=given.max_new_tokens, temperature=given.temperature, top_p=1.0, top_k=0)
+    sampling = SamplingConfig(
+        max_new_tokens=given.max_new_tokens, temperature=given.temperature, top_p=1.0, top_k=0
+    )
     if given.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: there is no CUDA device. Use --device cpu.")
     device = torch.device("cuda" if given.device != "cpu" and torch.cuda.is_available() else "cpu")
@@ -141,14 +171,20 @@ def answer_all(given: argparse.Namespace) -> None:
     stop = stop_ids(model, tokenizer)
     sampler = Sampler(model, pad_id=tokenizer.pad_token_id, stop_ids=stop, rows=1)  # type: ignore[arg-type]
     trained_plain = isinstance(shown, str)
-    chat = not given.plain and not trained_plain and (shown is not None or tokenizer.chat_template is not None)
+    chat = (
+        not given.plain
+        and not trained_plain
+        and (shown is not None or tokenizer.chat_template is not None)
+    )
     chat = chat or given.system is not None
     if given.prompt is None and sys.stdin.isatty():
         form = "through its chat template" if chat and tokenizer.chat_template else "as plain text"
         print(f"{given.model}: prompts go in {form}, each alone. Ctrl-D ends.")
         if shown is not None:
             print(
-                f"One of the run's{', task.template filled in' if template_of(given.model) else ''}: {(plain(shown[-1:]) if isinstance(shown, list) else shown).strip()}"
+                "One of the"
+                f" run's{', task.template filled in' if template_of(given.model) else ''}:"
+                f" {(plain(shown[-1:]) if isinstance(shown, list) else shown).strip()}"
             )
     before, after = template_of(given.model) or ("", "")
     for number, typed in enumerate(prompts(given.prompt)):
@@ -157,7 +193,8 @@ def answer_all(given: argparse.Namespace) -> None:
         room = sampler.context - len(ids)
         if room < 1:
             raise ConfigError(
-                f"a prompt of {len(ids)} tokens fills the model's context of {sampler.context}. Shorten it."
+                f"a prompt of {len(ids)} tokens fills the model's context of {sampler.context}."
+                " Shorten it."
             )
         sampling.max_new_tokens = min(given.max_new_tokens, room)
         made = sampler.generate([ids], sampling, seed=given.seed, draw=number)
@@ -166,7 +203,9 @@ def answer_all(given: argparse.Namespace) -> None:
 
 def main() -> int:
     """The command line. Exit codes: 0 done, 2 a mistake, 130 Ctrl-C."""
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # of its retries; what comes of them is said below
+    logging.getLogger("huggingface_hub").setLevel(
+        logging.ERROR
+    )  # of its retries; what comes of them is said below
     try:
         answer_all(parser().parse_args())
     except ValueError as error:  # ConfigError, and a prompt that is no token at all
@@ -175,7 +214,9 @@ def main() -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # who reads has enough; Python would complain once more when it closes the pipe
+    except (
+        BrokenPipeError
+    ):  # who reads has enough; Python would complain once more when it closes the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

@@ -1,13 +1,14 @@
 """Checkpoints that survive kill -9, a full disk and a flipped bit.
 
-A checkpoint is a folder `step-00000120`: `tensors.safetensors`, `state.json`, perhaps `extra.pt`, and `manifest.json` with
-the SHA-256 of each; of sharded weights there is a safetensors file a rank instead (common/distributed/fsdp.py). It is written
-beside its place, synced and renamed, so a folder of that name is whole or damaged afterwards, never half-written;
-`latest` finds damage by the hashes and goes back to the newest checkpoint without it.
-Nothing here unpickles objects: safetensors, JSON and `torch.load(weights_only=True)` only.
+A checkpoint is a folder `step-00000120`: `tensors.safetensors`, `state.json`, perhaps `extra.pt`,
+and `manifest.json` with the SHA-256 of each; of sharded weights there is a safetensors file a rank
+instead (common/distributed/fsdp.py). It is written beside its place, synced and renamed, so a
+folder of that name is whole or damaged afterwards, never half-written; `latest` finds damage by the
+hashes and goes back to the newest checkpoint without it. Nothing here unpickles objects:
+safetensors, JSON and `torch.load(weights_only=True)` only.
 
-`replacing`, `seal` and `problem` are the same guarantees for any folder; exports use them, and `cached` for what is
-built once.
+`replacing`, `seal` and `problem` are the same guarantees for any folder; exports use them, and
+`cached` for what is built once.
 """
 
 import json
@@ -29,23 +30,25 @@ from common.files import MANIFEST, TEMPORARY, CheckpointError, first_line, probl
 
 log = logging.getLogger("clutch")
 TENSORS, STATE, EXTRA = "tensors.safetensors", "state.json", "extra.pt"
-# `.old`: the previous folder of that step, alive for the moment between the two renames of a replacement.
+# `.old`: the previous folder of that step, alive for the moment between the two renames of a
+# replacement.
 _NAME = re.compile(r"step-(\d{8,})(\.old)?")
 _OBJECTS = "objects that torch.load(weights_only=True) refuses"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds. Tensors are on the CPU; names that were tied when saved are one tensor again."""
+    """What a checkpoint holds. Tensors are on the CPU; names that were tied when saved are one
+    tensor again.
+    """
 
     path: Path
     step: int
     tensors: dict[str, Tensor]
     state: dict[str, Any]
     extra: dict[str, Any] | None
-    sharded: bool = (
-        False  # its tensors are in a file a rank, which common/distributed/fsdp.py reads; `tensors` is empty
-    )
+    # its tensors are in a file a rank, which common/distributed/fsdp.py reads; `tensors` is empty
+    sharded: bool = False
 
 
 def save(
@@ -57,22 +60,27 @@ def save(
     keep: int,
     write: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write checkpoint `step` below `root`, then remove all but the newest `keep` up to it. One writer a root.
+    """Write checkpoint `step` below `root`, then remove all but the newest `keep` up to it. One
+    writer a root.
 
-    Args: root: made if needed; tensors: any device, dtype, layout; tied or overlapping ones are fine; state: JSON (string
-    keys, lists); extra: what `torch.load(weights_only=True)` reads: optimizer state, generator states; keep: >= 1;
-    write: puts safetensors files of its own into the folder, in place of `tensors` (see common/distributed/fsdp.py).
-    Returns: the folder. A checkpoint of the same step is replaced; it stays readable until the new one is in place.
-    Checkpoints of later steps, left by a run that went back, are not touched.
-    Raises: CheckpointError with path and reason on any I/O error, with all earlier checkpoints as they were;
-    TypeError if `extra` holds something that only unpickling could read, or `state` something that is not JSON.
+    Args: root: made if needed; tensors: any device, dtype, layout; tied or overlapping ones are
+    fine; state: JSON (string keys, lists); extra: what `torch.load(weights_only=True)` reads:
+    optimizer state, generator states; keep: >= 1; write: puts safetensors files of its own into the
+    folder, in place of `tensors` (see common/distributed/fsdp.py).
+    Returns: the folder. A checkpoint of the same step is replaced; it stays readable until the new
+    one is in place. Checkpoints of later steps, left by a run that went back, are not touched.
+    Raises: CheckpointError with path and reason on any I/O error, with all earlier checkpoints as
+    they were; TypeError if `extra` holds something that only unpickling could read, or `state`
+    something that is not JSON.
     """
     assert keep >= 1
     assert step >= 0
     weights, tied = _separate(tensors)
     state_text = json.dumps(state, indent=1)
     folder = folder_of(root, step)
-    for stale in root.glob(f"{TEMPORARY}*"):  # first: a killed writer's leftovers may be what fills the disk
+    for stale in root.glob(
+        f"{TEMPORARY}*"
+    ):  # first: a killed writer's leftovers may be what fills the disk
         shutil.rmtree(stale, ignore_errors=True)
     with replacing(folder) as temporary:
         if write is None:
@@ -93,7 +101,9 @@ def folder_of(root: Path, step: int) -> Path:
 
 
 def latest(root: Path) -> Checkpoint | None:
-    """The newest valid checkpoint below `root`, or None. Each invalid entry that is newer gets one logged warning."""
+    """The newest valid checkpoint below `root`, or None. Each invalid entry that is newer gets one
+    logged warning.
+    """
     found: list[tuple[int, bool, Path]] = []
     for path in sorted(root.iterdir()) if root.is_dir() else []:
         name = _NAME.fullmatch(path.name)
@@ -112,7 +122,9 @@ def latest(root: Path) -> Checkpoint | None:
 
 
 def load(path: Path) -> Checkpoint:
-    """Read one checkpoint folder after checking its hashes. Raises CheckpointError naming the path and what is wrong."""
+    """Read one checkpoint folder after checking its hashes. Raises CheckpointError naming the path
+    and what is wrong.
+    """
     reason = problem(path)
     if reason:
         raise CheckpointError(f"checkpoint {path} is not valid: {reason}.")
@@ -125,22 +137,34 @@ def load(path: Path) -> Checkpoint:
         sharded = manifest.get("sharded", False)
         tensors = {} if sharded else _stored(path)
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        extra = torch.load(path / EXTRA, map_location="cpu", weights_only=True) if EXTRA in files else None
+        extra = (
+            torch.load(path / EXTRA, map_location="cpu", weights_only=True)
+            if EXTRA in files
+            else None
+        )
     except CheckpointError:
         raise
     except pickle.UnpicklingError as error:  # torch's own text advises to unpickle all the same
-        raise CheckpointError(f"checkpoint {path} is not valid: {EXTRA} holds {_OBJECTS}.") from error
-    except Exception as error:  # hashes are right, so another program wrote it: anything can be in there
+        raise CheckpointError(
+            f"checkpoint {path} is not valid: {EXTRA} holds {_OBJECTS}."
+        ) from error
+    except (
+        Exception
+    ) as error:  # hashes are right, so another program wrote it: anything can be in there
         reason = f"foreign, {type(error).__name__}: {first_line(error)}"
         raise CheckpointError(f"checkpoint {path} is not valid: {reason}.") from error
-    return Checkpoint(path=path, step=step, tensors=tensors, state=state, extra=extra, sharded=sharded)
+    return Checkpoint(
+        path=path, step=step, tensors=tensors, state=state, extra=extra, sharded=sharded
+    )
 
 
 # --- inside ----------------------------------------------------------------------------------------------------------
 
 
 def _separate(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Contiguous CPU copies that share no memory, and {name: name of the stored tensor it is tied to}."""
+    """Contiguous CPU copies that share no memory, and {name: name of the stored tensor it is tied
+    to}.
+    """
     stored: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
@@ -150,7 +174,8 @@ def _separate(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
         if tensor.numel() and first.setdefault(place, name) != name:
             tied[name] = first[place]
             continue
-        # A clone also when it is contiguous already: it may be a view of a storage that another name views too.
+        # A clone also when it is contiguous already: it may be a view of a storage that another
+        # name views too.
         stored[name] = tensor.clone(memory_format=torch.contiguous_format).cpu()
     return stored, tied
 
@@ -164,26 +189,41 @@ def _stored(folder: Path) -> dict[str, Tensor]:
 
 
 def _save_extra(extra: dict[str, Any], path: Path) -> None:
-    """torch.save, and proof that it can be read back; found now, not when a run is to be resumed."""
+    """torch.save, and proof that it can be read back; found now, not when a run is to be resumed.
+    """
     try:
         with path.open("wb") as file:
             torch.save(extra, file)
     except RuntimeError as error:
-        # torch's writer reports a full disk as "unexpected pos"; the OSError that it met is the context.
+        # torch's writer reports a full disk as "unexpected pos"; the OSError that it met is the
+        # context.
         raise OSError(f"{path.name}: {first_line(error.__context__ or error)}") from error
     try:
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # mmap: structure only, no tensor is read
+        torch.load(
+            path, map_location="cpu", weights_only=True, mmap=True
+        )  # mmap: structure only, no tensor is read
     except pickle.UnpicklingError as error:
-        raise TypeError(f"extra holds {_OBJECTS}. Give tensors, numbers, strings, lists and dicts.") from error
+        raise TypeError(
+            f"extra holds {_OBJECTS}. Give tensors, numbers, strings, lists and dicts."
+        ) from error
 
 
 def _prune(root: Path, step: int, keep: int) -> None:
-    """Remove the checkpoints up to `step` beyond the newest `keep`, and displaced folders up to it."""
-    named = [(int(name[1]), name[2], path) for path in root.iterdir() if (name := _NAME.fullmatch(path.name))]
+    """Remove the checkpoints up to `step` beyond the newest `keep`, and displaced folders up to it.
+    """
+    named = [
+        (int(name[1]), name[2], path)
+        for path in root.iterdir()
+        if (name := _NAME.fullmatch(path.name))
+    ]
     plain = sorted((number, path) for number, old, path in named if old is None and number <= step)
     displaced = [path for number, old, path in named if old is not None and number <= step]
     for path in [*displaced, *(path for _, path in plain[:-keep])]:
         try:
             shutil.rmtree(path)
         except OSError as error:
-            log.warning("checkpoint %s is no longer needed but could not be removed: %s.", path, first_line(error))
+            log.warning(
+                "checkpoint %s is no longer needed but could not be removed: %s.",
+                path,
+                first_line(error),
+            )

@@ -37,31 +37,48 @@ class Evaluation:
 
 
 def evaluate(
-    sampler: Sampler, tokenizer: Any, task: Task, examples: Sequence[Example], max_new_tokens: int, context: Context
+    sampler: Sampler,
+    tokenizer: Any,
+    task: Task,
+    examples: Sequence[Example],
+    max_new_tokens: int,
+    context: Context,
 ) -> Evaluation:
     """Complete `examples` greedily, shared out over the ranks. Every rank returns the same.
 
     Raises: RunStopped where the model's logits are NaN or infinite.
     """
     with fsdp.forwards(sampler.model):
-        texts, generated, broken = _completed(sampler, tokenizer, task, examples, max_new_tokens, context)
+        texts, generated, broken = _completed(
+            sampler, tokenizer, task, examples, max_new_tokens, context
+        )
     parts = context.gather_objects((texts, generated, broken))
     if ids := [example for _, _, found in parts for example in found]:
         raise RunStopped(
-            f"evaluation: the model's logits are not finite, on {len(ids)} of {len(examples)} test examples (the first: "
-            f"{ids[0]}). The model is broken: go back to a checkpoint with a lower algo.lr, or leave out opt=amp.",
+            f"evaluation: the model's logits are not finite, on {len(ids)} of {len(examples)} test"
+            f" examples (the first: {ids[0]}). The model is broken: go back to a checkpoint with a"
+            " lower algo.lr, or leave out opt=amp.",
             EXIT_NUMBERS,
         )
     completions = [""] * len(examples)
     for rank, (part, _, _) in enumerate(parts):
         completions[rank :: context.world_size] = part
-    return Evaluation(task.metrics(examples, completions), completions, sum(count for _, count, _ in parts))
+    return Evaluation(
+        task.metrics(examples, completions), completions, sum(count for _, count, _ in parts)
+    )
 
 
 def _completed(
-    sampler: Sampler, tokenizer: Any, task: Task, examples: Sequence[Example], max_new_tokens: int, context: Context
+    sampler: Sampler,
+    tokenizer: Any,
+    task: Task,
+    examples: Sequence[Example],
+    max_new_tokens: int,
+    context: Context,
 ) -> tuple[list[str], int, list[Any]]:
-    """This rank's share of the completions, how many tokens they have, and the ids of examples with logits that are not finite."""
+    """This rank's share of the completions, how many tokens they have, and the ids of examples with
+    logits that are not finite.
+    """
     mine = examples[context.rank :: context.world_size]
     if not mine:
         return [], 0, []
@@ -73,7 +90,9 @@ def _completed(
         with watched(sampler, "evaluating", len(prompts), context):
             return sampler.generate(prompts, greedy)
 
-    made, sampler.rows = hardware.halving(complete, sampler.rows, fsdp.floor(sampler.model, sampler.rows, 1))
+    made, sampler.rows = hardware.halving(
+        complete, sampler.rows, fsdp.floor(sampler.model, sampler.rows, 1)
+    )
     broken = [example.id for example, bad in zip(mine, made.broken.tolist(), strict=True) if bad]
     return made.texts(tokenizer), made.generated, broken
 

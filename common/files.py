@@ -33,10 +33,12 @@ class CheckpointError(RuntimeError):
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `folder`; when the block ends, sync it to disk and rename it into place.
+    """Yield an empty folder beside `folder`; when the block ends, sync it to disk and rename it
+    into place.
 
-    An existing `folder` is moved aside to `NAME.old` and removed after the new one is in place. If the block fails, nothing
-    has changed and the temporary folder is gone. Raises: CheckpointError for I/O errors, inside the block too.
+    An existing `folder` is moved aside to `NAME.old` and removed after the new one is in place. If
+    the block fails, nothing has changed and the temporary folder is gone. Raises: CheckpointError
+    for I/O errors, inside the block too.
     """
     temporary = folder.with_name(f"{TEMPORARY}{folder.name}-{os.getpid()}-{secrets.token_hex(4)}")
     try:
@@ -59,26 +61,35 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file beside its place and rename it: whole or not at all, a kill in between loses nothing."""
+    """Write a file beside its place and rename it: whole or not at all, a kill in between loses
+    nothing.
+    """
     beside = path.with_suffix(".tmp")
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
 
 
 def seal(folder: Path, facts: dict[str, Any]) -> None:
-    """Write `manifest.json`: `facts` and the SHA-256 of every file in `folder`. Call it last inside `replacing`."""
+    """Write `manifest.json`: `facts` and the SHA-256 of every file in `folder`. Call it last inside
+    `replacing`.
+    """
     files = {path.name: _sha256(path) for path in sorted(folder.iterdir())}
     text = json.dumps({"format": FORMAT, **facts, "files": files}, indent=1)
     (folder / MANIFEST).write_text(text, encoding="utf-8")
 
 
 def problem(folder: Path) -> str | None:
-    """What is wrong with a sealed folder, in words; None if every file of its manifest is there and unchanged."""
+    """What is wrong with a sealed folder, in words; None if every file of its manifest is there and
+    unchanged.
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         files = manifest["files"]
         if manifest["format"] != FORMAT:
-            return f"foreign, {MANIFEST} has format {manifest['format']} and this version reads {FORMAT}"
+            return (
+                f"foreign, {MANIFEST} has format {manifest['format']} and this version reads"
+                f" {FORMAT}"
+            )
         for name, digest in files.items():
             if Path(name).name != name:
                 return f"foreign, {MANIFEST} names {name!r}"
@@ -95,11 +106,15 @@ def problem(folder: Path) -> str | None:
     return None
 
 
-def cached(name: str, what: str, build: Callable[[Path], dict[str, Any]], say: Callable[[str], None]) -> Path:
-    """The folder `name` of the cache, `$CLUTCH_CACHE` or `~/.cache/clutch`; built if it is not there or damaged.
+def cached(
+    name: str, what: str, build: Callable[[Path], dict[str, Any]], say: Callable[[str], None]
+) -> Path:
+    """The folder `name` of the cache, `$CLUTCH_CACHE` or `~/.cache/clutch`; built if it is not
+    there or damaged.
 
-    Parallel processes build once, the others wait. Args: what: is kept, for errors; build: fills an empty folder and returns
-    the facts of its manifest; say: told where another process is waited for. Raises: ConfigError if nothing can be written.
+    Parallel processes build once, the others wait. Args: what: is kept, for errors; build: fills an
+    empty folder and returns the facts of its manifest; say: told where another process is waited
+    for. Raises: ConfigError if nothing can be written.
     """
     cache = Path(os.environ.get("CLUTCH_CACHE") or "~/.cache/clutch").expanduser()
     folder = cache / name
@@ -122,7 +137,9 @@ def cached(name: str, what: str, build: Callable[[Path], dict[str, Any]], say: C
             if damage is None:
                 return folder
             log.warning("%s in %s is built again: %s.", what, folder, damage)
-        for stale in cache.glob(f"{TEMPORARY}{folder.name}-*"):  # of a build that was killed; ours is the only one now
+        for stale in cache.glob(
+            f"{TEMPORARY}{folder.name}-*"
+        ):  # of a build that was killed; ours is the only one now
             shutil.rmtree(stale, ignore_errors=True)
         with replacing(folder) as temporary:
             seal(temporary, build(temporary))

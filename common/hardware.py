@@ -1,4 +1,6 @@
-"""The preset against the device that is there: checks, one warning, batch sizes that fit, retry when memory runs out."""
+"""The preset against the device that is there: checks, one warning, batch sizes that fit, retry
+when memory runs out.
+"""
 
 import logging
 import os
@@ -30,43 +32,59 @@ def local_devices(config: HardwareConfig) -> int:
 
 
 def check_visible(config: HardwareConfig) -> None:
-    """Raise ConfigError where CUDA_VISIBLE_DEVICES names devices that are not there: CUDA drops them without a word."""
+    """Raise ConfigError where CUDA_VISIBLE_DEVICES names devices that are not there: CUDA drops
+    them without a word.
+    """
     text = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    named = [name.strip() for name in text.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
+    named = [
+        name.strip() for name in text.split(",") if name.strip() not in ("", "-1", "NoDevFiles")
+    ]
     if not named or config.device == "cpu" or torch.version.cuda is None:
         return
     found = torch.cuda.device_count()
     if found < len(named):
         raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES={text} names {len(named)} devices, but CUDA finds {found} of them: one of these ordinals "
-            "does not exist on this node, or is named twice. Correct it (nvidia-smi -L lists them), or use hardware=cpu."
+            f"CUDA_VISIBLE_DEVICES={text} names {len(named)} devices, but CUDA finds {found} of"
+            " them: one of these ordinals does not exist on this node, or is named twice. Correct"
+            " it (nvidia-smi -L lists them), or use hardware=cpu."
         )
 
 
 def find(config: HardwareConfig, local_rank: int = 0) -> Device:
-    """The device of a rank, and whether it is the preset's. Warns or raises nothing: see `check`."""
+    """The device of a rank, and whether it is the preset's. Warns or raises nothing: see `check`.
+    """
     if local_devices(config):
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         properties = torch.cuda.get_device_properties(device)
         same = config.match is None or config.match.lower() in properties.name.lower()
         gb = properties.total_memory / 2**30
         # The name alone does not tell an A100 of 40 GB from one of 80.
-        same = same and (config.memory_gb is None or abs(gb - config.memory_gb) < 0.2 * config.memory_gb)
+        same = same and (
+            config.memory_gb is None or abs(gb - config.memory_gb) < 0.2 * config.memory_gb
+        )
         return Device(device, properties.name, gb, same)
     gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return Device(torch.device("cpu"), cpu_name(), gb, config.device != "cuda")
 
 
 def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
-    """Compare preset and device: one warning, or with hardware.strict a ConfigError. Sets what the preset asks for.
+    """Compare preset and device: one warning, or with hardware.strict a ConfigError. Sets what the
+    preset asks for.
 
-    Raises: ConfigError also for opt=compile where the preset rules it out, and where this torch has no kernels for the device.
+    Raises: ConfigError also for opt=compile where the preset rules it out, and where this torch has
+    no kernels for the device.
     """
     if not found.matches:
-        what = f"hardware={config.name} describes another device; here is {found.name} with {found.memory_gb:.0f} GB"
+        what = (
+            f"hardware={config.name} describes another device; here is {found.name} with"
+            f" {found.memory_gb:.0f} GB"
+        )
         if config.strict:
             raise ConfigError(f"{what}. Use hardware=auto, or hardware.strict=false to go on.")
-        log.warning("%s. Sizes are refitted to it and the run goes on (hardware.strict=true would stop).", what)
+        log.warning(
+            "%s. Sizes are refitted to it and the run goes on (hardware.strict=true would stop).",
+            what,
+        )
     if found.device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(found.device)
         built = torch.cuda.get_arch_list()
@@ -76,25 +94,35 @@ def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
             and all(int(a[3:].rstrip("a")) > major * 10 + minor for a in built)
         ):
             raise ConfigError(
-                f"this torch ({torch.__version__}) has no kernels for {found.name} (sm_{major}{minor}; it has {', '.join(built)}). "
-                "Install the build for CUDA 12.6, which keeps older devices."
+                f"this torch ({torch.__version__}) has no kernels for {found.name}"
+                f" (sm_{major}{minor}; it has {', '.join(built)}). Install the build for CUDA 12.6,"
+                " which keeps older devices."
             )
     if opt.offload.enabled and found.device.type == "cpu":
-        raise ConfigError("opt=offload has no effect on a CPU: there is no other memory. Leave it out.")
+        raise ConfigError(
+            "opt=offload has no effect on a CPU: there is no other memory. Leave it out."
+        )
     if opt.fsdp.cpu_offload and found.device.type == "cpu":
-        raise ConfigError("opt.fsdp.cpu_offload=true has no effect on a CPU: there is no other memory. Leave it out.")
+        raise ConfigError(
+            "opt.fsdp.cpu_offload=true has no effect on a CPU: there is no other memory. Leave it"
+            " out."
+        )
     if opt.compile.enabled and not config.compile and found.matches:
         raise ConfigError(
-            f"opt=compile is not for hardware={config.name}: its compiler needs compute capability 8.0. Leave it out."
+            f"opt=compile is not for hardware={config.name}: its compiler needs compute capability"
+            " 8.0. Leave it out."
         )
     if not config.p2p:
         os.environ.setdefault("NCCL_P2P_DISABLE", "1")
 
 
-def fit_rows(rows: int, bytes_per_row: float, fixed_bytes: float, memory_gb: float, multiple: int = 1) -> int:
+def fit_rows(
+    rows: int, bytes_per_row: float, fixed_bytes: float, memory_gb: float, multiple: int = 1
+) -> int:
     """Rows that fit in nine tenths of the memory, at most `rows`, a multiple of `multiple`.
 
-    Args: bytes_per_row: of cache and activations; fixed_bytes: weights and all that does not grow with rows.
+    Args: bytes_per_row: of cache and activations; fixed_bytes: weights and all that does not grow
+    with rows.
     """
     room = 0.9 * memory_gb * 2**30 - fixed_bytes
     fitting = min(rows, int(room / bytes_per_row)) if room > 0 else 0
@@ -108,11 +136,13 @@ def halving(
     shorter: str = "algo.sampling.max_new_tokens",
     key: str = "algo.rows_per_forward (of rft algo.micro_batch_rows)",
 ) -> tuple[T, int]:
-    """`action(rows)`, again with half the rows each time memory runs out. Returns its result and the rows that held.
+    """`action(rows)`, again with half the rows each time memory runs out. Returns its result and
+    the rows that held.
 
-    The draws of a step depend on addresses alone, so the repetition gives what a smaller start would have given.
-    Args: floor: fewest rows to try, `rows` itself where ranks keep step; shorter: the setting that makes sequences shorter; key: that
-    of the rows. Raises: ConfigError with advice at the floor.
+    The draws of a step depend on addresses alone, so the repetition gives what a smaller start
+    would have given.
+    Args: floor: fewest rows to try, `rows` itself where ranks keep step; shorter: the setting that
+    makes sequences shorter; key: that of the rows. Raises: ConfigError with advice at the floor.
     """
     fixed = rows == floor > 2  # 2: a mirrored pair, the least there is
     while True:
@@ -120,18 +150,21 @@ def halving(
             return action(rows), rows
         except (RuntimeError, MemoryError) as error:
             # torch's CPU allocator has no class for it, only a text.
-            known = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+            known = isinstance(
+                error, (torch.OutOfMemoryError, MemoryError)
+            ) or "can't allocate memory" in str(error)
             if not known:
                 raise
             if fixed:
                 raise ConfigError(
-                    f"out of memory with {rows} rows a forward, and ranks that share weights or gradients cannot go on with fewer one by "
-                    f"one. Lower {key}, lower {shorter}, use a smaller model, or add 'opt=[amp]'."
+                    f"out of memory with {rows} rows a forward, and ranks that share weights or"
+                    f" gradients cannot go on with fewer one by one. Lower {key}, lower {shorter},"
+                    " use a smaller model, or add 'opt=[amp]'."
                 ) from error
             if rows <= floor:
                 raise ConfigError(
-                    f"out of memory even with {rows} rows a forward. Use a smaller model, lower {shorter}, or add "
-                    "'opt=[amp]'."
+                    f"out of memory even with {rows} rows a forward. Use a smaller model, lower"
+                    f" {shorter}, or add 'opt=[amp]'."
                 ) from error
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -160,7 +193,9 @@ def cpu_name() -> str:
     """Model of the CPU and its cores."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as info:
-            names = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
+            names = [
+                line.split(":", 1)[1].strip() for line in info if line.startswith("model name")
+            ]
     except OSError:
         names = []
     return f"{names[0] if names else 'CPU'} ({os.cpu_count()} cores)"

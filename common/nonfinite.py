@@ -1,4 +1,6 @@
-"""NaN and infinity: what a run does about them, on every rank alike, and where the rows behind them are kept."""
+"""NaN and infinity: what a run does about them, on every rank alike, and where the rows behind them
+are kept.
+"""
 
 import json
 import logging
@@ -18,8 +20,12 @@ MOST = 100  # rows of a step that a rank keeps
 NAMED = 5  # examples in the message
 
 
-def row(task: Task, example: Example, completion: str, reward: float, broken: bool) -> dict[str, Any]:
-    """A completion whose reward, or else whose logits (`broken`), are not finite, for `NotFinite.met`."""
+def row(
+    task: Task, example: Example, completion: str, reward: float, broken: bool
+) -> dict[str, Any]:
+    """A completion whose reward, or else whose logits (`broken`), are not finite, for
+    `NotFinite.met`.
+    """
     return {
         "id": example.id,
         "prompt": task.prompt(example),
@@ -39,19 +45,26 @@ class NotFinite:
     def __init__(self, run: Run, context: Context, skipped: int = 0) -> None:
         self.policy, self.context, self.skipped = run.not_finite, context, skipped
 
-    def met(self, step: int, what: str, rows: Sequence[dict[str, Any]], advice: str = "") -> str | None:
-        """Keep the rows of all ranks in RUN/not_finite.jsonl. Returns why the run must stop; None = leave the step out.
+    def met(
+        self, step: int, what: str, rows: Sequence[dict[str, Any]], advice: str = ""
+    ) -> str | None:
+        """Keep the rows of all ranks in RUN/not_finite.jsonl. Returns why the run must stop; None =
+        leave the step out.
 
-        All ranks call it together. Args: step: from 1; what: is not finite, the same on all ranks; rows: of this rank, with
-        the `id` of their example; advice: what to do about it.
+        All ranks call it together. Args: step: from 1; what: is not finite, the same on all ranks;
+        rows: of this rank, with the `id` of their example; advice: what to do about it.
         """
         context = self.context
         mine = [{"step": step, "rank": context.rank, "what": what, **row} for row in rows[:MOST]]
         found = [row for part in context.gather_objects(mine) for row in part]
         path = context.out_dir / FILE
         if context.main:
-            kept = [row for row in events(path) if row["step"] < step]  # a resumed run meets the later ones again
-            write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [*kept, *found]))
+            kept = [
+                row for row in events(path) if row["step"] < step
+            ]  # a resumed run meets the later ones again
+            write_text(
+                path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [*kept, *found])
+            )
         named = list(dict.fromkeys(row["id"] for row in found))
         more = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
         where = f" on example {', '.join(map(str, named[:NAMED]))}{more}" if named else ""
@@ -61,7 +74,16 @@ class NotFinite:
         assert self.policy.max_skips is not None, "NotFiniteConfig checks it"
         self.skipped += 1
         if self.skipped > self.policy.max_skips:
-            return f"{text} It is one more than not_finite.max_skips={self.policy.max_skips}.{advice and ' '}{advice}"
+            return (
+                f"{text} It is one more than"
+                f" not_finite.max_skips={self.policy.max_skips}.{advice and ' '}{advice}"
+            )
         if context.main:
-            log.warning("step %d is left out (%d of %d): %s", step, self.skipped, self.policy.max_skips, text)
+            log.warning(
+                "step %d is left out (%d of %d): %s",
+                step,
+                self.skipped,
+                self.policy.max_skips,
+                text,
+            )
         return None

@@ -1,4 +1,6 @@
-"""What training loops with a backward pass share: the optimizer, gradients across ranks, recomputation."""
+"""What training loops with a backward pass share: the optimizer, gradients across ranks,
+recomputation.
+"""
 
 import inspect
 import math
@@ -24,16 +26,23 @@ def optimizer_class(config: OptimizerConfig) -> Any:
     kind = getattr(torch.optim, config.name, None)
     if config.name in ("LBFGS", "SparseAdam"):
         why = "wants the loss as a function" if config.name == "LBFGS" else "wants sparse gradients"
-        raise ConfigError(f"algo.optimizer.name={config.name} {why}. Use for example SGD, Adam or AdamW.")
+        raise ConfigError(
+            f"algo.optimizer.name={config.name} {why}. Use for example SGD, Adam or AdamW."
+        )
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise ConfigError(
-            f"algo.optimizer.name={config.name!r} is not in torch.optim. Use for example SGD, Adam or AdamW."
+            f"algo.optimizer.name={config.name!r} is not in torch.optim. Use for example SGD, Adam"
+            " or AdamW."
         )
     return kind
 
 
-def optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-    """The optimizer, fused where it can be. Raises: ConfigError for arguments that it does not take."""
+def optimizer(
+    config: OptimizerConfig, parameters: Iterable[nn.Parameter], lr: float
+) -> torch.optim.Optimizer:
+    """The optimizer, fused where it can be. Raises: ConfigError for arguments that it does not
+    take.
+    """
     kind = optimizer_class(config)
     options: dict[str, Any] = {"lr": lr, **config.kwargs}
     if "fused" in inspect.signature(kind).parameters and "foreach" not in config.kwargs:
@@ -44,11 +53,15 @@ def optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter], lr: f
         raise ConfigError(f"algo.optimizer.kwargs={config.kwargs}: {error}") from None
 
 
-OVERFLOWS = 20  # in a row; a scale that starts at 65,536 is below 1 by then, but one may have grown first
+OVERFLOWS = (
+    20  # in a row; a scale that starts at 65,536 is below 1 by then, but one may have grown first
+)
 
 
 class Guards:
-    """Looks at the numbers of each step. scaled: gradients are fp16 with a GradScaler, which skips steps that overflow."""
+    """Looks at the numbers of each step. scaled: gradients are fp16 with a GradScaler, which skips
+    steps that overflow.
+    """
 
     ADVICE = "Lower algo.lr, or leave out opt=amp."
 
@@ -56,18 +69,23 @@ class Guards:
         self.scaled, self.overflows = scaled, 0
 
     def not_finite(self, seen: dict[str, float]) -> str | None:
-        """What of `seen` is NaN or infinity, where a step was not made for it; an overflow of a GradScaler is none."""
+        """What of `seen` is NaN or infinity, where a step was not made for it; an overflow of a
+        GradScaler is none.
+        """
         if math.isfinite(seen["loss"]) and (math.isfinite(seen["grad_norm"]) or self.scaled):
             return None
         return f"loss {seen['loss']}, gradient norm {seen['grad_norm']}"
 
     def trouble(self, seen: dict[str, float]) -> str | None:
-        """Why a run must stop after a step that logged `seen`, and what to do about it; None where it may go on."""
+        """Why a run must stop after a step that logged `seen`, and what to do about it; None where
+        it may go on.
+        """
         self.overflows = self.overflows + 1 if seen.get("overflow") else 0
         if self.overflows >= OVERFLOWS or seen.get("loss_scale", 1.0) < 1:
             return (
-                f"fp16 gradients overflow for good: {self.overflows} in a row, loss scale {seen['loss_scale']:g}. "
-                "Lower algo.lr, use a device with native bfloat16, or leave out opt=amp."
+                f"fp16 gradients overflow for good: {self.overflows} in a row, loss scale"
+                f" {seen['loss_scale']:g}. Lower algo.lr, use a device with native bfloat16, or"
+                " leave out opt=amp."
             )
         return None
 
@@ -78,11 +96,19 @@ class Updater:
     Args: settings: has optimizer, lr and grad_clip.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], settings: Any, numbers: Precision, device: torch.device) -> None:
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        settings: Any,
+        numbers: Precision,
+        device: torch.device,
+    ) -> None:
         self.parameters, self.grad_clip, self.numbers = parameters, settings.grad_clip, numbers
         self.optimizer = optimizer(settings.optimizer, parameters, settings.lr)
         self.scaler = torch.amp.GradScaler(device.type, enabled=numbers.scaler)  # type: ignore[attr-defined]
-        self.memory_gb: float | None = None  # of weights, gradients and optimizer state on this rank
+        self.memory_gb: float | None = (
+            None  # of weights, gradients and optimizer state on this rank
+        )
 
     def clear(self) -> None:
         """Forget gradients."""
@@ -91,7 +117,8 @@ class Updater:
         self.scaler.scale(torch.zeros((), device=self.parameters[0].device))
 
     def step(self, lr: float, loss: float) -> dict[str, float]:
-        """Clip and apply the gradients, unless they or the loss are not finite. Returns what goes into the log.
+        """Clip and apply the gradients, unless they or the loss are not finite. Returns what goes
+        into the log.
 
         Gradients and loss are those of all ranks already, so that all ranks do the same.
         """
@@ -101,12 +128,16 @@ class Updater:
         total = nn.utils.clip_grad_norm_(self.parameters, self.grad_clip)
         norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
         scale = self.scaler.get_scale()
-        if math.isfinite(loss) and (math.isfinite(norm) or self.numbers.scaler):  # a scaler skips what overflows
+        if math.isfinite(loss) and (
+            math.isfinite(norm) or self.numbers.scaler
+        ):  # a scaler skips what overflows
             self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.memory_gb is None:
             parts = [[p, p.grad] for p in self.parameters]
-            self.memory_gb = fsdp.measured({"weights": parts, "optimizer": self.optimizer.state_dict()})
+            self.memory_gb = fsdp.measured(
+                {"weights": parts, "optimizer": self.optimizer.state_dict()}
+            )
         seen = {"loss": loss, "grad_norm": norm, "lr": lr, "state_memory_gb": self.memory_gb}
         if self.numbers.scaler:
             seen |= {"loss_scale": scale, "overflow": float(self.scaler.get_scale() < scale)}
@@ -117,7 +148,9 @@ class Updater:
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
     def fresh(self) -> dict[str, Any]:
-        """`state` as it is after a first step, which optimizers make their tensors in; weights stay what they are."""
+        """`state` as it is after a first step, which optimizers make their tensors in; weights stay
+        what they are.
+        """
         step_nowhere(self.optimizer)
         return self.state()
 
@@ -129,7 +162,9 @@ class Updater:
 
 
 def step_nowhere(optimizer: torch.optim.Optimizer) -> None:
-    """A step that changes no weight: optimizers make their state in the first one, and a checkpoint is read into it."""
+    """A step that changes no weight: optimizers make their state in the first one, and a checkpoint
+    is read into it.
+    """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -144,17 +179,25 @@ def step_nowhere(optimizer: torch.optim.Optimizer) -> None:
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Recompute each block's activations in the backward pass."""
     # Renamed in transformers 5.2x; the old name warns there.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
     enable({"use_reentrant": False})
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Add the gradients of all ranks, in buckets. Ranks may have run different numbers of backward passes, none too.
+    """Add the gradients of all ranks, in buckets. Ranks may have run different numbers of backward
+    passes, none too.
 
     Those of sharded weights have been added in the backward passes.
     """
     parameters = list(parameters)
-    if not dist.is_initialized() or dist.get_world_size() == 1 or isinstance(parameters[0], DTensor):
+    if (
+        not dist.is_initialized()
+        or dist.get_world_size() == 1
+        or isinstance(parameters[0], DTensor)
+    ):
         return
     bucket: list[Tensor] = []
     size = 0
@@ -179,10 +222,14 @@ def _sum(bucket: list[Tensor]) -> None:
 
 
 def no_dropout(model: nn.Module) -> None:
-    """Dropout off in training mode too: with it the policy that is trained is not the one that sampled."""
+    """Dropout off in training mode too: with it the policy that is trained is not the one that
+    sampled.
+    """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name, value in vars(module).items():  # attention_dropout, hidden_dropout, activation_dropout, ...
+        for name, value in vars(
+            module
+        ).items():  # attention_dropout, hidden_dropout, activation_dropout, ...
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)

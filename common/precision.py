@@ -9,7 +9,9 @@ from common.config import ConfigError, OptConfig
 
 @dataclass(frozen=True)
 class Precision:
-    """compute: dtype of forward passes; masters stay float32. scaler: fp16 gradients need a GradScaler."""
+    """compute: dtype of forward passes; masters stay float32. scaler: fp16 gradients need a
+    GradScaler.
+    """
 
     compute: torch.dtype
     scaler: bool
@@ -23,7 +25,8 @@ class Precision:
 def native_bf16(device: torch.device) -> bool:
     """Whether the device multiplies bfloat16 in hardware.
 
-    Not `torch.cuda.is_bf16_supported()`, which is True by emulation on V100 and T4 (pytorch#148322).
+    Not `torch.cuda.is_bf16_supported()`, which is True by emulation on V100 and T4
+    (pytorch#148322).
     """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -36,15 +39,21 @@ def resolve(opt: OptConfig, device: torch.device) -> Precision:
     Raises: ConfigError where a dtype is insisted on that the device does not have.
     """
     torch.set_float32_matmul_precision("high" if opt.tf32.enabled else "highest")
-    if opt.tf32.enabled and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
+    if opt.tf32.enabled and (
+        device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)
+    ):
         raise ConfigError(
-            "opt=tf32 has no effect here: TF32 needs a CUDA device of compute capability 8.0. Leave it out."
+            "opt=tf32 has no effect here: TF32 needs a CUDA device of compute capability 8.0. Leave"
+            " it out."
         )
     if not opt.amp.enabled:
         return Precision(torch.float32, scaler=False)
     bf16, wanted = native_bf16(device), opt.amp.dtype
     if wanted == "bfloat16" and not bf16:
-        raise ConfigError("opt.amp.dtype=bfloat16: this device only emulates it. Use opt.amp.dtype=auto or float16.")
+        raise ConfigError(
+            "opt.amp.dtype=bfloat16: this device only emulates it. Use opt.amp.dtype=auto or"
+            " float16."
+        )
     if wanted == "float16" and device.type == "cpu":
         raise ConfigError("opt.amp.dtype=float16 is not for a CPU. Use opt.amp.dtype=auto.")
     if wanted == "float16" or (device.type == "cuda" and not bf16):

@@ -15,10 +15,27 @@ log = logging.getLogger("clutch")
 
 # What may differ between a run and its continuation; anything else would make another run of it.
 FREE = (
-    *("resume", "budget", "evaluate", "checkpoint", "tracker", "scoring", "not_finite", "opt", "hardware", "slurm"),
+    *(
+        "resume",
+        "budget",
+        "evaluate",
+        "checkpoint",
+        "tracker",
+        "scoring",
+        "not_finite",
+        "opt",
+        "hardware",
+        "slurm",
+    ),
     *("algo.steps", "algo.rows_per_forward", "algo.micro_batch_rows", "algo.ddp"),
     *("algo.loader.workers", "algo.loader.prefetch"),
-    *("algo.scaling", "algo.scaling_mode", "algo.scaling_steps", "algo.scaling_warmup", "algo.scaling_repeats"),
+    *(
+        "algo.scaling",
+        "algo.scaling_mode",
+        "algo.scaling_steps",
+        "algo.scaling_warmup",
+        "algo.scaling_repeats",
+    ),
     *("algo.predict", "algo.predict_times"),
 )
 
@@ -37,8 +54,8 @@ def check_algorithm(run: Run, out_dir: Path) -> None:
 def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
     """The newest valid checkpoint that `run.resume` names, or None for a fresh start.
 
-    Raises: ConfigError where a folder is named that has none, where a fresh run would overwrite an earlier one, or where
-    the settings differ from the checkpoint's (the keys are listed).
+    Raises: ConfigError where a folder is named that has none, where a fresh run would overwrite an
+    earlier one, or where the settings differ from the checkpoint's (the keys are listed).
     """
     own = context.out_dir / "checkpoints"
     check_algorithm(run, context.out_dir)
@@ -47,25 +64,35 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
     finished = context.out_dir / "result.json"
     if finished.exists() and not present:
         raise ConfigError(
-            f"{context.out_dir} holds a run that has ended, without its checkpoints. Use another hydra.run.dir."
+            f"{context.out_dir} holds a run that has ended, without its checkpoints. Use another"
+            " hydra.run.dir."
         )
     if run.resume == "no":
         if present:
             raise ConfigError(
-                f"{context.out_dir} already holds a run. Use resume=auto to go on with it, or another hydra.run.dir."
+                f"{context.out_dir} already holds a run. Use resume=auto to go on with it, or"
+                " another hydra.run.dir."
             )
         return None
     if run.resume != "auto" and not Path(run.resume).exists():
-        raise ConfigError(f"resume={run.resume}: no valid checkpoint there. Give a run folder, or resume=auto or no.")
+        raise ConfigError(
+            f"resume={run.resume}: no valid checkpoint there. Give a run folder, or resume=auto"
+            " or no."
+        )
     found = checkpoint.latest(own)
     if found is None and present:
         raise ConfigError(
-            f"all checkpoints in {own} are damaged (see the warnings), and starting anew would overwrite the run. "
-            "Move them away to do that, or use another hydra.run.dir."
+            f"all checkpoints in {own} are damaged (see the warnings), and starting anew would"
+            " overwrite the run. Move them away to do that, or use another hydra.run.dir."
         )
-    if found is not None and run.resume != "auto" and not Path(run.resume).resolve().samefile(context.out_dir):
+    if (
+        found is not None
+        and run.resume != "auto"
+        and not Path(run.resume).resolve().samefile(context.out_dir)
+    ):
         log.warning(
-            "resume=%s is not looked at: %s has checkpoints of its own. To begin there again, use another hydra.run.dir.",
+            "resume=%s is not looked at: %s has checkpoints of its own. To begin there again, use"
+            " another hydra.run.dir.",
             *(run.resume, context.out_dir),
         )
     if found is None and run.resume != "auto":
@@ -73,16 +100,20 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
         found = checkpoint.latest(root / "checkpoints" if (root / "checkpoints").is_dir() else root)
         if found is None:
             raise ConfigError(
-                f"resume={run.resume}: no valid checkpoint there. Give a run folder, or resume=auto or no."
+                f"resume={run.resume}: no valid checkpoint there. Give a run folder, or resume=auto"
+                " or no."
             )
     if found is None:
         return None
     given = asdict(run)
     differing = differences(found.state["config"], given)
-    steps = given["algo"].get("steps")  # None where the run is counted in epochs, whose number must stay
+    steps = given["algo"].get(
+        "steps"
+    )  # None where the run is counted in epochs, whose number must stay
     if run.scheduled and steps is not None and found.state["config"]["algo"]["steps"] != steps:
         differing.append(
-            f"algo.steps was {found.state['config']['algo']['steps']}, which algo.{run.scheduled[0]} depends on"
+            f"algo.steps was {found.state['config']['algo']['steps']}, which"
+            f" algo.{run.scheduled[0]} depends on"
         )
     if steps is not None and steps < found.step:
         differing.append(f"{found.step} steps are done already, algo.steps is {steps}")
@@ -92,7 +123,9 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
             "Give the same ones, or start anew with another hydra.run.dir."
         )
     if not found.path.is_relative_to(own):
-        found.state["run"]["tracker"] = {}  # another run, which must not write into the first one's record
+        found.state["run"][
+            "tracker"
+        ] = {}  # another run, which must not write into the first one's record
     if context.main:
         log.info("resuming after step %d from %s", found.step, found.path)
         if steps is None or steps > found.step:
@@ -109,6 +142,8 @@ def differences(saved: Any, given: Any, prefix: str = "") -> list[str]:
         return [
             text
             for key in keys
-            for text in differences(saved.get(key), given.get(key), f"{prefix}.{key}" if prefix else key)
+            for text in differences(
+                saved.get(key), given.get(key), f"{prefix}.{key}" if prefix else key
+            )
         ]
     return [] if saved == given else [f"{prefix} was {saved!r}, is {given!r}"]

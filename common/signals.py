@@ -1,4 +1,6 @@
-"""Exit codes, and stopping at the end of a step on SIGTERM, SIGUSR1 or Ctrl-C, and in a job of submitit on its SIGUSR2."""
+"""Exit codes, and stopping at the end of a step on SIGTERM, SIGUSR1 or Ctrl-C, and in a job of
+submitit on its SIGUSR2.
+"""
 
 import os
 import signal
@@ -10,10 +12,12 @@ from typing import Any
 EXIT_CRASH = 1  # what Python exits with after a traceback
 EXIT_CONFIG = 2  # a mistake in the configuration; nothing was run
 EXIT_NUMBERS = 3  # NaN or infinity in rewards, fitness or weights; the last good checkpoint stands
-EXIT_WRITE = (
-    4  # a file of the run could not be written, for example because the disk is full; earlier checkpoints stand
+# a file of the run could not be written, for example because the disk is full; earlier checkpoints
+# stand
+EXIT_WRITE = 4
+EXIT_INTERRUPTED = (
+    130  # Ctrl-C where there is nothing to save: before the first step, or after the last
 )
-EXIT_INTERRUPTED = 130  # Ctrl-C where there is nothing to save: before the first step, or after the last
 EXIT_SIGNAL = 75  # stopped by a signal after saving; resume=auto goes on (EX_TEMPFAIL: try again)
 
 
@@ -32,17 +36,21 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def taken() -> tuple[signal.Signals, ...]:
-    """The signals that ask for a stop. SIGUSR2 does where it means something already: submitit warns its jobs with it."""
+    """The signals that ask for a stop. SIGUSR2 does where it means something already: submitit
+    warns its jobs with it.
+    """
     return (*SIGNALS, signal.SIGUSR2) if callable(signal.getsignal(signal.SIGUSR2)) else SIGNALS
 
 
 class StopSignal:
-    """Remembers that a stop was asked for, so that a loop can finish its step; asking again later exits at once.
+    """Remembers that a stop was asked for, so that a loop can finish its step; asking again later
+    exits at once.
 
     Use as a context manager around the loop and read `.name`: None, or the signal's name.
     """
 
-    # One Ctrl-C often comes twice: from the terminal, and passed on by torchrun or by the process that spawned the ranks.
+    # One Ctrl-C often comes twice: from the terminal, and passed on by torchrun or by the process
+    # that spawned the ranks.
     SAME = 2.0  # seconds in which further signals are the same wish
     # What asked the last run of this process to stop.
     last: int | None = None
@@ -64,7 +72,11 @@ class StopSignal:
             return
         self.name, self._since = signal.Signals(number).name, time.monotonic()
         StopSignal.last = number
-        print(f"{self.name}: finishing this step, then saving. Again to exit now.", file=sys.stderr, flush=True)
+        print(
+            f"{self.name}: finishing this step, then saving. Again to exit now.",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def __enter__(self) -> "StopSignal":
         for number in taken():
@@ -78,7 +90,9 @@ class StopSignal:
         self._left = True
         if (
             self.name is None
-        ):  # else the next signal restores, so that a repetition does not break into the end of the run
+            # else the next signal restores, so that a repetition does not break into the end of the
+            # run
+        ):
             self._restore()
 
     def _restore(self) -> None:

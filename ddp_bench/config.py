@@ -2,7 +2,16 @@
 
 from dataclasses import dataclass
 
-from common.config import ConfigError, OptimizerConfig, Run, ScheduleConfig, above, at_least, choice, no_effect
+from common.config import (
+    ConfigError,
+    OptimizerConfig,
+    Run,
+    ScheduleConfig,
+    above,
+    at_least,
+    choice,
+    no_effect,
+)
 
 
 @dataclass(kw_only=True)
@@ -21,9 +30,13 @@ class EncoderConfig:
             at_least(f"algo.model.{key}", getattr(self, key), 1)
         at_least("algo.model.dropout", self.dropout, 0)
         if self.dropout >= 1:
-            raise ConfigError(f"algo.model.dropout={self.dropout} is out of range. Give a value below 1.")
+            raise ConfigError(
+                f"algo.model.dropout={self.dropout} is out of range. Give a value below 1."
+            )
         if self.size % self.heads:
-            raise ConfigError(f"algo.model.size={self.size} is not a multiple of algo.model.heads={self.heads}.")
+            raise ConfigError(
+                f"algo.model.size={self.size} is not a multiple of algo.model.heads={self.heads}."
+            )
 
 
 @dataclass(kw_only=True)
@@ -73,7 +86,9 @@ class WrapperConfig:
         at_least("algo.ddp.powersgd_start", self.powersgd_start, 2)
         if self.hook != "powersgd":
             for key in ("powersgd_rank", "powersgd_start"):
-                other = f"with algo.ddp.hook={self.hook}. Add algo.ddp.hook=powersgd, or leave it out."
+                other = (
+                    f"with algo.ddp.hook={self.hook}. Add algo.ddp.hook=powersgd, or leave it out."
+                )
                 no_effect("algo/classify.yaml", f"algo.ddp.{key}", getattr(self, key), other)
 
 
@@ -113,13 +128,16 @@ class ClassifyConfig:
         for key in ("validation_share", "warmup", "label_smoothing"):
             at_least(f"algo.{key}", getattr(self, key), 0)
             if getattr(self, key) >= 1:
-                raise ConfigError(f"algo.{key}={getattr(self, key)} is a share. Give a value below 1.")
+                raise ConfigError(
+                    f"algo.{key}={getattr(self, key)} is a share. Give a value below 1."
+                )
         if self.patience is not None:
             at_least("algo.patience", self.patience, 1)
             if not self.validation_share:
                 raise ConfigError(
-                    f"algo.patience={self.patience} has no effect with algo.validation_share=0: there is nothing to "
-                    "tell by when to stop. Set a share, for example 0.1, or algo.patience=null."
+                    f"algo.patience={self.patience} has no effect with algo.validation_share=0:"
+                    " there is nothing to tell by when to stop. Set a share, for example 0.1, or"
+                    " algo.patience=null."
                 )
         choice("algo.scaling_mode", self.scaling_mode, ("strong", "weak", "both"))
         for key, minimum in (("steps", 1), ("warmup", 0), ("repeats", 1)):
@@ -128,20 +146,21 @@ class ClassifyConfig:
             ranks = self.scaling
             if len(ranks) < 2 or ranks[0] != 1 or sorted(set(ranks)) != ranks:
                 raise ConfigError(
-                    f"algo.scaling={ranks} must be numbers of ranks that begin with 1, what speed-up is told against, "
-                    "and grow. Use for example algo.scaling=[1,2,4]."
+                    f"algo.scaling={ranks} must be numbers of ranks that begin with 1, what"
+                    " speed-up is told against, and grow. Use for example algo.scaling=[1,2,4]."
                 )
         if self.predict is not None:
             ranks = self.predict
             if not ranks or ranks[0] < 2 or sorted(set(ranks)) != ranks:
                 raise ConfigError(
-                    f"algo.predict={ranks} must be numbers of ranks from 2 on, and grow; one rank is always told. Use for "
-                    "example algo.predict=[2,4,8]."
+                    f"algo.predict={ranks} must be numbers of ranks from 2 on, and grow; one rank"
+                    " is always told. Use for example algo.predict=[2,4,8]."
                 )
             if self.scaling is not None:
                 raise ConfigError(
-                    f"algo.scaling={self.scaling} measures and algo.predict={ranks} predicts. Give one of them, and the other "
-                    "in a run of its own; ddp_bench.report puts them side by side."
+                    f"algo.scaling={self.scaling} measures and algo.predict={ranks} predicts. Give"
+                    " one of them, and the other in a run of its own; ddp_bench.report puts them"
+                    " side by side."
                 )
         self._check_times()
 
@@ -150,34 +169,42 @@ class ClassifyConfig:
             return
         if self.predict is None:
             raise ConfigError(
-                "algo.predict_times has no effect without algo.predict. Add for example algo.predict=[4]."
+                "algo.predict_times has no effect without algo.predict. Add for example"
+                " algo.predict=[4]."
             )
         for ranks, milliseconds in self.predict_times.items():
             above(f"algo.predict_times.{ranks}", milliseconds, 0)
             if ranks not in (1, *self.predict):
                 raise ConfigError(
-                    f"algo.predict_times names {ranks} ranks, and algo.predict={self.predict} does not. Add it there."
+                    f"algo.predict_times names {ranks} ranks, and algo.predict={self.predict} does"
+                    " not. Add it there."
                 )
         if 1 not in self.predict_times:
             raise ConfigError(
-                "algo.predict_times has no time of one rank, which the others are told against. Use for example "
-                "'algo.predict_times={1: 5.2, 4: 11.3}'."
+                "algo.predict_times has no time of one rank, which the others are told against. Use"
+                " for example 'algo.predict_times={1: 5.2, 4: 11.3}'."
             )
         if self.scaling_mode == "weak":
-            raise ConfigError("algo.predict_times are of strong scaling. Use algo.scaling_mode=strong or both.")
+            raise ConfigError(
+                "algo.predict_times are of strong scaling. Use algo.scaling_mode=strong or both."
+            )
 
 
 def check_switches(run: Run, settings: ClassifyConfig, ranks: int) -> None:
-    """Raise ConfigError for settings that have no effect with these, or with this number of ranks."""
+    """Raise ConfigError for settings that have no effect with these, or with this number of ranks.
+    """
     if run.opt.offload.enabled:
-        raise ConfigError("opt=offload has no effect with algo=classify: there is no reference model. Leave it out.")
+        raise ConfigError(
+            "opt=offload has no effect with algo=classify: there is no reference model. Leave it"
+            " out."
+        )
     if settings.ddp.hook != "none" and run.opt.fsdp.enabled:
         raise ConfigError(
-            f"algo.ddp.hook={settings.ddp.hook} is of DistributedDataParallel, which opt=fsdp replaces. Use opt=[ddp] for it, "
-            "or leave it out."
+            f"algo.ddp.hook={settings.ddp.hook} is of DistributedDataParallel, which opt=fsdp"
+            " replaces. Use opt=[ddp] for it, or leave it out."
         )
     if settings.ddp.hook != "none" and ranks == 1:
         raise ConfigError(
-            f"algo.ddp.hook={settings.ddp.hook} has no effect with one rank: nothing is sent. Add 'opt=[ddp]', or "
-            "leave it out."
+            f"algo.ddp.hook={settings.ddp.hook} has no effect with one rank: nothing is sent. Add"
+            " 'opt=[ddp]', or leave it out."
         )

@@ -1,4 +1,6 @@
-"""From labelled rows to batches: tokenizer, rows of varying length in one array, the order of batches, the loader."""
+"""From labelled rows to batches: tokenizer, rows of varying length in one array, the order of
+batches, the loader.
+"""
 
 import hashlib
 import json
@@ -35,7 +37,9 @@ Batch = tuple[dict[str, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Ragged:
-    """Rows of varying length, one after the other: values [sum of lengths, ...], offsets int64 [rows + 1]."""
+    """Rows of varying length, one after the other: values [sum of lengths, ...], offsets int64
+    [rows + 1].
+    """
 
     values: np.ndarray
     offsets: np.ndarray
@@ -44,7 +48,10 @@ class Ragged:
     def of(cls, rows: Sequence[Any], dtype: Any) -> "Ragged":
         """From a sequence of arrays or lists."""
         lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
-        return cls(np.concatenate([np.asarray(row, dtype) for row in rows]), np.concatenate([[0], lengths.cumsum()]))
+        return cls(
+            np.concatenate([np.asarray(row, dtype) for row in rows]),
+            np.concatenate([[0], lengths.cumsum()]),
+        )
 
     @property
     def lengths(self) -> np.ndarray:
@@ -52,7 +59,9 @@ class Ragged:
         return np.diff(self.offsets)
 
     def padded(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The rows, zeros behind them: [B, longest, ...], and their lengths, int64 [B]. One allocation for all."""
+        """The rows, zeros behind them: [B, longest, ...], and their lengths, int64 [B]. One
+        allocation for all.
+        """
         starts, ends = self.offsets[rows], self.offsets[np.asarray(rows) + 1]
         lengths = ends - starts
         out = np.zeros((len(rows), int(lengths.max()), *self.values.shape[1:]), self.values.dtype)
@@ -63,7 +72,8 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows as the model takes them. fields: by argument name; a ragged one brings `NAME_lengths`. labels: int64 [rows].
+    """Rows as the model takes them. fields: by argument name; a ragged one brings `NAME_lengths`.
+    labels: int64 [rows].
 
     It is what a DataLoader calls a dataset: a list of row numbers gives a batch.
     """
@@ -84,7 +94,9 @@ class Rows:
         return len(self.labels)
 
     def __getitems__(self, rows: list[int]) -> Batch:
-        """The batch of these rows. No rows: one that carries no loss, so that its rank takes part all the same."""
+        """The batch of these rows. No rows: one that carries no loss, so that its rank takes part
+        all the same.
+        """
         inputs: dict[str, Tensor] = {}
         chosen = rows or [0]
         for name, field in self.fields.items():
@@ -106,19 +118,24 @@ class Rows:
 def prepare(
     task: ClassTask, tokenizer: TokenizerConfig, max_tokens: int, say: Any
 ) -> tuple[dict[str, Rows], Tokenizer | None]:
-    """The splits "train" and "test" of a task, and the tokenizer of its texts (None for trajectories).
+    """The splits "train" and "test" of a task, and the tokenizer of its texts (None for
+    trajectories).
 
-    Args: max_tokens: longer texts are cut, longer trajectories refused; say: told where another process is waited for.
+    Args: max_tokens: longer texts are cut, longer trajectories refused; say: told where another
+    process is waited for.
     Raises: ConfigError for rows that are neither texts nor trajectories, or too long.
     """
     splits = {split: list(task.rows(split)) for split in ("train", "test")}
     for split, rows in splits.items():
         if not rows:
-            raise ConfigError(f'the task has no {split} rows. Its rows("{split}") must return some.')
+            raise ConfigError(
+                f'the task has no {split} rows. Its rows("{split}") must return some.'
+            )
         wrong = next((row for row in rows if not 0 <= row.label < len(task.classes)), None)
         if wrong is not None:
             raise ConfigError(
-                f"a {split} row has the label {wrong.label}, but the task has {len(task.classes)} classes."
+                f"a {split} row has the label {wrong.label}, but the task has {len(task.classes)}"
+                " classes."
             )
     kinds = {type(row.value) for rows in splits.values() for row in rows}
     if kinds == {str}:
@@ -126,11 +143,15 @@ def prepare(
     if kinds == {Trajectory}:
         return {split: trajectories(rows, max_tokens) for split, rows in splits.items()}, None
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
-    raise ConfigError(f"the task's rows are {names}. All must be str, or all ddp_bench.tasks.Trajectory.")
+    raise ConfigError(
+        f"the task's rows are {names}. All must be str, or all ddp_bench.tasks.Trajectory."
+    )
 
 
 def trajectories(rows: Sequence[Labelled], max_tokens: int) -> Rows:
-    """Trajectories in arrays. Raises: ConfigError where one is longer than `max_tokens`, context and goal with it."""
+    """Trajectories in arrays. Raises: ConfigError where one is longer than `max_tokens`, context
+    and goal with it.
+    """
     found = Rows(
         {
             "context": Ragged.of([row.value.context for row in rows], np.float32),
@@ -142,8 +163,8 @@ def trajectories(rows: Sequence[Labelled], max_tokens: int) -> Rows:
     longest = int(found.lengths.max()) + 1
     if longest > max_tokens:
         raise ConfigError(
-            f"algo.model.max_tokens={max_tokens} is too small: the longest trajectory has {longest} tokens, context "
-            f"and goal with it. Use algo.model.max_tokens={longest}."
+            f"algo.model.max_tokens={max_tokens} is too small: the longest trajectory has {longest}"
+            f" tokens, context and goal with it. Use algo.model.max_tokens={longest}."
         )
     return found
 
@@ -151,7 +172,9 @@ def trajectories(rows: Sequence[Labelled], max_tokens: int) -> Rows:
 def _texts(
     splits: dict[str, list[Labelled]], config: TokenizerConfig, max_tokens: int, say: Any
 ) -> tuple[dict[str, Rows], Tokenizer]:
-    digest = hashlib.sha256(json.dumps([FORMAT, asdict(config), max_tokens], sort_keys=True).encode())
+    digest = hashlib.sha256(
+        json.dumps([FORMAT, asdict(config), max_tokens], sort_keys=True).encode()
+    )
     for split, rows in splits.items():
         for row in rows:
             text = row.value.encode()
@@ -163,7 +186,8 @@ def _texts(
         arrays = {}
         for split, rows in splits.items():
             encoded = tokenizer.encode_batch([row.value for row in rows])
-            # A text of which the tokenizer leaves nothing, such as a control character, is one unknown token.
+            # A text of which the tokenizer leaves nothing, such as a control character, is one
+            # unknown token.
             ids = Ragged.of([row.ids or [1] for row in encoded], np.int32)
             arrays |= {f"{split}.values": ids.values, f"{split}.offsets": ids.offsets}
         tokenizer.no_truncation()
@@ -195,7 +219,9 @@ def trained(config: TokenizerConfig, texts: Sequence[str]) -> Tokenizer:
         tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
         tokenizer.decoder = decoders.ByteLevel()
-        trainer: Any = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **options)
+        trainer: Any = trainers.BpeTrainer(
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **options
+        )
     else:
         tokenizer = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -207,25 +233,30 @@ def trained(config: TokenizerConfig, texts: Sequence[str]) -> Tokenizer:
 
 
 def held_out(rows: Rows, share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Row numbers to train on and to validate with, drawn by `seed`. Raises: ConfigError where none would be left."""
+    """Row numbers to train on and to validate with, drawn by `seed`. Raises: ConfigError where none
+    would be left.
+    """
     order = list(range(len(rows)))
     random.Random(f"validation {seed}").shuffle(order)
     count = round(share * len(rows))
     if share and not 0 < count < len(rows):
         raise ConfigError(
-            f"algo.validation_share={share} of {len(rows)} training rows are {count}. Change it, or give more rows."
+            f"algo.validation_share={share} of {len(rows)} training rows are {count}. Change it, or"
+            " give more rows."
         )
     return sorted(order[count:]), sorted(order[:count])
 
 
 class Batches:
-    """Which rows each batch holds: a function of (seed, epoch, position) alone, the same on every rank.
+    """Which rows each batch holds: a function of (seed, epoch, position) alone, the same on every
+    rank.
 
-    Every row comes exactly once an epoch; nothing is padded and nothing dropped, so the last batch may be smaller. Rows
-    of like length go together. A rank takes every world-th row of a batch, and none where there are fewer than ranks.
+    Every row comes exactly once an epoch; nothing is padded and nothing dropped, so the last batch
+    may be smaller. Rows of like length go together. A rank takes every world-th row of a batch, and
+    none where there are fewer than ranks.
 
-    Args: rows: row numbers; lengths: of each of them; batch_rows: of all ranks together; bucket_batches: batches sorted
-    by length together, 1 = not sorted.
+    Args: rows: row numbers; lengths: of each of them; batch_rows: of all ranks together;
+    bucket_batches: batches sorted by length together, 1 = not sorted.
     """
 
     def __init__(
@@ -266,21 +297,28 @@ class Batches:
 
 
 class Loader:
-    """Batches of a rank from a step on, without end: made by worker processes that stay, pinned for a GPU, kept ready.
+    """Batches of a rank from a step on, without end: made by worker processes that stay, pinned for
+    a GPU, kept ready.
 
-    Args: workers: None = WORKERS_PER_GPU on CUDA, and this process on a CPU, which computes there itself.
+    Args: workers: None = WORKERS_PER_GPU on CUDA, and this process on a CPU, which computes there
+    itself.
     """
 
-    def __init__(self, rows: Rows, batches: Batches, config: LoaderConfig, device: torch.device) -> None:
+    def __init__(
+        self, rows: Rows, batches: Batches, config: LoaderConfig, device: torch.device
+    ) -> None:
         cuda = device.type == "cuda"
         self.workers = config.workers if config.workers is not None else WORKERS_PER_GPU * cuda
         self.batches, self.device = batches, device
         if config.prefetch is not None and not self.workers:
             raise ConfigError(
-                f"algo.loader.prefetch={config.prefetch} has no effect without algo.loader.workers: this process makes the "
-                "batches. Set algo.loader.workers, for example 2, or leave it out."
+                f"algo.loader.prefetch={config.prefetch} has no effect without algo.loader.workers:"
+                " this process makes the batches. Set algo.loader.workers, for example 2, or leave"
+                " it out."
             )
-        options: dict[str, Any] = {"prefetch_factor": config.prefetch} if self.workers else {}  # None = 2
+        options: dict[str, Any] = (
+            {"prefetch_factor": config.prefetch} if self.workers else {}
+        )  # None = 2
         self.loader = DataLoader(
             rows,  # type: ignore[arg-type]
             batch_sampler=batches,  # type: ignore[arg-type]
@@ -289,7 +327,8 @@ class Loader:
             persistent_workers=self.workers > 0,
             pin_memory=cuda,
             worker_init_fn=_deaf,
-            generator=torch.Generator(),  # else every epoch would draw from torch's own, which dropout uses
+            # else every epoch would draw from torch's own, which dropout uses
+            generator=torch.Generator(),
             **options,
         )
 
@@ -304,14 +343,17 @@ class Loader:
 def to(batch: Batch, device: torch.device) -> Batch:
     """The batch on a device; from pinned memory without waiting."""
     inputs, labels = batch
-    return {name: t.to(device, non_blocking=True) for name, t in inputs.items()}, labels.to(device, non_blocking=True)
+    return {name: t.to(device, non_blocking=True) for name, t in inputs.items()}, labels.to(
+        device, non_blocking=True
+    )
 
 
 def split(batch: Batch, rows: int) -> list[Batch]:
     """The batch in parts of at most `rows` rows."""
     inputs, labels = batch
     parts = [
-        dict(zip(inputs, part, strict=True)) for part in zip(*(t.split(rows) for t in inputs.values()), strict=True)
+        dict(zip(inputs, part, strict=True))
+        for part in zip(*(t.split(rows) for t in inputs.values()), strict=True)
     ]
     return list(zip(parts, labels.split(rows), strict=True))
 
@@ -321,6 +363,7 @@ def _as_it_is(batch: Batch) -> Batch:
 
 
 def _deaf(worker: int) -> None:
-    """A worker leaves signals to the process that it works for, which finishes its step and saves."""
+    """A worker leaves signals to the process that it works for, which finishes its step and saves.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

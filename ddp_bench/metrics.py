@@ -6,7 +6,9 @@ from torch import Tensor
 
 def confusion(labels: Tensor, predictions: Tensor, classes: int) -> Tensor:
     """How many rows of class i (row) were taken for class j (column): int64 [classes, classes]."""
-    return torch.bincount(labels * classes + predictions, minlength=classes**2).view(classes, classes)
+    return torch.bincount(labels * classes + predictions, minlength=classes**2).view(
+        classes, classes
+    )
 
 
 def accuracy(table: Tensor) -> float:
@@ -15,13 +17,21 @@ def accuracy(table: Tensor) -> float:
 
 
 def macro_f1(table: Tensor) -> float:
-    """Mean F1 of the classes, in percent. A class that has no rows and was never predicted does not count."""
+    """Mean F1 of the classes, in percent. A class that has no rows and was never predicted does not
+    count.
+    """
     right, there = table.diagonal().double(), (table.sum(0) + table.sum(1)).double()
     return 100 * (2 * right / there)[there > 0].mean().item()
 
 
 def measures(labels: Tensor, probabilities: Tensor) -> dict[str, float]:
-    """accuracy and macro_f1 in percent, and the mean loss, of probabilities float64 [rows, classes]."""
+    """accuracy and macro_f1 in percent, and the mean loss, of probabilities float64 [rows,
+    classes].
+    """
     table = confusion(labels, probabilities.argmax(1), probabilities.shape[1])
     chosen = probabilities.gather(1, labels[:, None]).clamp_min(1e-300)
-    return {"accuracy": accuracy(table), "macro_f1": macro_f1(table), "loss": -chosen.log().mean().item()}
+    return {
+        "accuracy": accuracy(table),
+        "macro_f1": macro_f1(table),
+        "loss": -chosen.log().mean().item(),
+    }

@@ -1,5 +1,5 @@
-"""Transformer encoders that classify: pre-norm ("On Layer Normalization in the Transformer Architecture",
-arXiv:2002.04745), learnt positions, mean pooling over the tokens that are there.
+"""Transformer encoders that classify: pre-norm ("On Layer Normalization in the Transformer
+Architecture", arXiv:2002.04745), learnt positions, mean pooling over the tokens that are there.
 
     from ddp_bench.models import load
     classifier = load("outputs/mine/model")
@@ -33,18 +33,28 @@ class Layer(nn.Module):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.heads, self.dropout = config.heads, config.dropout
-        self.norm_attention, self.norm_feedforward = nn.LayerNorm(config.size), nn.LayerNorm(config.size)
-        self.qkv, self.out = nn.Linear(config.size, 3 * config.size), nn.Linear(config.size, config.size)
+        self.norm_attention, self.norm_feedforward = (
+            nn.LayerNorm(config.size),
+            nn.LayerNorm(config.size),
+        )
+        self.qkv, self.out = (
+            nn.Linear(config.size, 3 * config.size),
+            nn.Linear(config.size, config.size),
+        )
         self.up = nn.Linear(config.size, config.feedforward)
         self.down = nn.Linear(config.feedforward, config.size)
 
     def forward(self, states: Tensor, mask: Tensor) -> Tensor:
         """states: [B, T, size]; mask: bool [B, T], true where there is a token."""
         batch, length, size = states.shape
-        qkv = self.qkv(self.norm_attention(states)).view(batch, length, 3, self.heads, size // self.heads)
+        qkv = self.qkv(self.norm_attention(states)).view(
+            batch, length, 3, self.heads, size // self.heads
+        )
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # [B, heads, T, size / heads] each
         p = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None, :], dropout_p=p)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask[:, None, None, :], dropout_p=p
+        )
         states = states + F.dropout(self.out(mixed.transpose(1, 2).reshape(batch, length, size)), p)
         inner = F.dropout(F.gelu(self.up(self.norm_feedforward(states))), p)
         return states + F.dropout(self.down(inner), p)
@@ -69,7 +79,9 @@ class Encoder(nn.Module):
             else:
                 states = layer(states, mask)
         there = mask[:, :, None]
-        pooled = (self.norm(states) * there).sum(1) / there.sum(1)  # [B, size]; every row has a token
+        pooled = (self.norm(states) * there).sum(1) / there.sum(
+            1
+        )  # [B, size]; every row has a token
         return self.head(pooled)
 
 
@@ -90,10 +102,11 @@ class TextClassifier(nn.Module):
 
 
 class TrajectoryClassifier(nn.Module):
-    """Context, states and goal -> logits; a token each, of three types, with positions counted through.
+    """Context, states and goal -> logits; a token each, of three types, with positions counted
+    through.
 
-    The padding between the regions stays where it is and is masked: attention does not ask in which column a token
-    stands.
+    The padding between the regions stays where it is and is masked: attention does not ask in which
+    column a token stands.
     """
 
     def __init__(self, config: EncoderConfig, classes: int, state_size: int) -> None:
@@ -102,24 +115,43 @@ class TrajectoryClassifier(nn.Module):
         self.positions = nn.Embedding(config.max_tokens, config.size)
         self.encoder = Encoder(config, classes)
         initialise(self)
-        self.features = nn.Linear(state_size, config.size)  # as torch draws it: 0.02 is too little for so few inputs
+        self.features = nn.Linear(
+            state_size, config.size
+        )  # as torch draws it: 0.02 is too little for so few inputs
 
     def forward(
-        self, context: Tensor, context_lengths: Tensor, states: Tensor, states_lengths: Tensor, goal: Tensor
+        self,
+        context: Tensor,
+        context_lengths: Tensor,
+        states: Tensor,
+        states_lengths: Tensor,
+        goal: Tensor,
     ) -> Tensor:
-        """context: [B, C, S]; states: [B, T, S]; goal: [B, S]; lengths: int64 [B]. Returns logits [B, classes]."""
+        """context: [B, C, S]; states: [B, T, S]; goal: [B, S]; lengths: int64 [B]. Returns logits
+        [B, classes].
+        """
         return self.encoder(*self.embed(context, context_lengths, states, states_lengths, goal))
 
     def embed(
-        self, context: Tensor, context_lengths: Tensor, states: Tensor, states_lengths: Tensor, goal: Tensor
+        self,
+        context: Tensor,
+        context_lengths: Tensor,
+        states: Tensor,
+        states_lengths: Tensor,
+        goal: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """The tokens [B, C + T + 1, size] and where there are any, bool [B, C + T + 1]. No loop over rows or steps."""
+        """The tokens [B, C + T + 1, size] and where there are any, bool [B, C + T + 1]. No loop
+        over rows or steps.
+        """
         device, before, after = goal.device, context.shape[1], states.shape[1]
         tokens = self.features(torch.cat([context, states, goal[:, None]], 1))
         types = torch.arange(3, device=device).repeat_interleave(
             torch.tensor([before, after, 1], device=device), output_size=before + after + 1
         )
-        in_context, in_states = torch.arange(before, device=device), torch.arange(after, device=device)
+        in_context, in_states = (
+            torch.arange(before, device=device),
+            torch.arange(after, device=device),
+        )
         starts, ends = context_lengths[:, None], (context_lengths + states_lengths)[:, None]
         # Padding has a position too, which is masked; it must only be one that exists.
         places = torch.cat([in_context.expand(len(goal), -1), starts + in_states, ends], 1)
@@ -129,7 +161,9 @@ class TrajectoryClassifier(nn.Module):
 
 
 def initialise(model: nn.Module) -> None:
-    """Normal with deviation 0.02, zero biases: small enough for the sum of token and position embeddings."""
+    """Normal with deviation 0.02, zero biases: small enough for the sum of token and position
+    embeddings.
+    """
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
@@ -137,7 +171,9 @@ def initialise(model: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-def build(config: EncoderConfig, classes: int, tokenizer: Tokenizer | None, rows: Rows, seed: int) -> nn.Module:
+def build(
+    config: EncoderConfig, classes: int, tokenizer: Tokenizer | None, rows: Rows, seed: int
+) -> nn.Module:
     """The model for these rows, with weights drawn by `seed`, in float32 on the CPU."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -165,7 +201,10 @@ def export(
     """
     with replacing(folder) as temporary:
         save_file(
-            {name: t.detach().cpu().contiguous() for name, t in (weights or model.state_dict()).items()},
+            {
+                name: t.detach().cpu().contiguous()
+                for name, t in (weights or model.state_dict()).items()
+            },
             temporary / "model.safetensors",
         )
         kind = type(model).__name__.removeprefix("FSDP")  # which fully_shard puts in front
@@ -187,7 +226,8 @@ class Classifier:
     def predict(self, values: Sequence[Any], batch_rows: int = 256) -> list[tuple[str, float]]:
         """The class of each text (or `Trajectory`) and its probability.
 
-        Args: batch_rows: of a forward. Raises: ConfigError for a trajectory that is too long; texts are cut.
+        Args: batch_rows: of a forward. Raises: ConfigError for a trajectory that is too long; texts
+        are cut.
         """
         if not values:
             return []
@@ -195,23 +235,39 @@ class Classifier:
         if self.tokenizer is None:
             rows = trajectories(labelled, self.config.max_tokens)
         else:
-            ids = [row.ids[: self.config.max_tokens] or [1] for row in self.tokenizer.encode_batch(list(values))]
-            rows = Rows({"ids": Ragged.of(ids, "int32")}, torch.zeros(len(ids), dtype=torch.long).numpy())
+            ids = [
+                row.ids[: self.config.max_tokens] or [1]
+                for row in self.tokenizer.encode_batch(list(values))
+            ]
+            rows = Rows(
+                {"ids": Ragged.of(ids, "int32")}, torch.zeros(len(ids), dtype=torch.long).numpy()
+            )
         probabilities = probabilities_of(self.model, rows, range(len(rows)), batch_rows)
         best = probabilities.max(1)
-        return [(self.classes[i], p) for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+        return [
+            (self.classes[i], p)
+            for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
 
 
 def load(folder: str | Path, device: str = "cpu") -> Classifier:
-    """The classifier that a run left in RUN/model, in eval mode. Raises: ConfigError where there is none."""
+    """The classifier that a run left in RUN/model, in eval mode. Raises: ConfigError where there is
+    none.
+    """
     folder = Path(folder)
     try:
         facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         weights = load_file(folder / "model.safetensors")
         kind, classes, config = facts["kind"], facts["classes"], EncoderConfig(**facts["model"])
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json")) if kind == "TextClassifier" else None
+        tokenizer = (
+            Tokenizer.from_file(str(folder / "tokenizer.json"))
+            if kind == "TextClassifier"
+            else None
+        )
     except Exception as error:  # tokenizers raises the bare class
-        raise ConfigError(f"{folder} holds no classifier: {type(error).__name__}: {error}. Give RUN/model.") from None
+        raise ConfigError(
+            f"{folder} holds no classifier: {type(error).__name__}: {error}. Give RUN/model."
+        ) from None
     if kind == "TextClassifier":
         model: nn.Module = TextClassifier(config, len(classes), weights["tokens.weight"].shape[0])
     else:
@@ -221,9 +277,14 @@ def load(folder: str | Path, device: str = "cpu") -> Classifier:
 
 
 def probabilities_of(
-    model: nn.Module, rows: Rows, chosen: Sequence[int], batch_rows: int, dtype: torch.dtype = torch.float32
+    model: nn.Module,
+    rows: Rows,
+    chosen: Sequence[int],
+    batch_rows: int,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Class probabilities of the rows `chosen`, in their order, float64 [len(chosen), classes], on the CPU.
+    """Class probabilities of the rows `chosen`, in their order, float64 [len(chosen), classes], on
+    the CPU.
 
     Rows of like length go together. Args: batch_rows: of a forward; dtype: of autocast.
     """

@@ -1,18 +1,22 @@
 """algo.predict=[2,4,8]: step time, speed-up and efficiency of ranks that nobody has booked yet.
 
     python launch.py algo=classify 'algo.predict=[2,4,8]' hardware=a100_40g
-    python launch.py algo=classify 'algo.predict=[4]' 'algo.predict_times={1: 5.2, 4: 11.3}' hardware=a100_40g
+    python launch.py algo=classify 'algo.predict=[4]' 'algo.predict_times={1: 5.2, 4: 11.3}'
+    hardware=a100_40g
 
-step(n) = data + forward + backward + exposed communication + exchange + optimizer. Computing is that of one device on its share of
-the rows, so a step that is launched rather than computed does not shrink. An all-reduce of S bytes takes 2 (n-1) alpha +
-2 (n-1)/n S/beta. Gradients leave in buckets of algo.ddp.bucket_cap_mb as the backward pass makes them; what is not there when it
-ends is exposed, the last bucket always.
+step(n) = data + forward + backward + exposed communication + exchange + optimizer. Computing is
+that of one device on its share of the rows, so a step that is launched rather than computed does
+not shrink. An all-reduce of S bytes takes 2 (n-1) alpha + 2 (n-1)/n S/beta. Gradients leave in
+buckets of algo.ddp.bucket_cap_mb as the backward pass makes them; what is not there when it ends is
+exposed, the last bucket always.
 
-The device is measured with the real step. Where several ranks share a machine, as many processes as it holds compute at once and
-send nothing: one device while its neighbours work too, since they share caches, memory and clocks. The wait for the slowest is the
-mean of the slowest of each step, less the mean. The link is measured with all-reduces of eight sizes. A GPU that is not there is
-simulated from hardware=NAME: the real step runs on this CPU, and each of its operations costs a launch on the host, and on the
-device the larger of its arithmetic and its memory traffic. That is a guess; a measured device is not.
+The device is measured with the real step. Where several ranks share a machine, as many processes as
+it holds compute at once and send nothing: one device while its neighbours work too, since they
+share caches, memory and clocks. The wait for the slowest is the mean of the slowest of each step,
+less the mean. The link is measured with all-reduces of eight sizes. A GPU that is not there is
+simulated from hardware=NAME: the real step runs on this CPU, and each of its operations costs a
+launch on the host, and on the device the larger of its arithmetic and its memory traffic. That is a
+guess; a measured device is not.
 """
 
 import json
@@ -55,19 +59,25 @@ from ddp_bench.tasks import ClassTask, made
 
 log = logging.getLogger("clutch")
 
-SIZES = tuple(1024 * 4**i for i in range(8))  # bytes of the messages that measure a link: 1 KiB to 16 MiB
+SIZES = tuple(
+    1024 * 4**i for i in range(8)
+)  # bytes of the messages that measure a link: 1 KiB to 16 MiB
 SENT = 15  # all-reduces of each size
-# Of a device that is not there. An eager operation of PyTorch costs the host about ten microseconds; products reach half of the
-# peak and other operations seven tenths of the memory bandwidth. Rules of thumb: predictions from them say so.
+# Of a device that is not there. An eager operation of PyTorch costs the host about ten
+# microseconds; products reach half of the peak and other operations seven tenths of the memory
+# bandwidth. Rules of thumb: predictions from them say so.
 LAUNCH, ARITHMETIC, MEMORY = 10e-6, 0.5, 0.7
-PCIE = 12e9  # bytes a second of an all-reduce over PCIe 3 x16 (NCCL's topo.h), the slowest link inside a node
+# bytes a second of an all-reduce over PCIe 3 x16 (NCCL's topo.h), the slowest link inside a node
+PCIE = 12e9
 SIMULATED, PROBED = 3, 10  # steps that are simulated; batches whose making is timed
 HALF = ("fp16", "bf16")  # hooks that halve the bytes
 
 
 @dataclass(frozen=True)
 class Link:
-    """What an all-reduce costs. alpha: seconds of each of its 2 (ranks - 1) steps; beta: bytes a second."""
+    """What an all-reduce costs. alpha: seconds of each of its 2 (ranks - 1) steps; beta: bytes a
+    second.
+    """
 
     alpha: float
     beta: float
@@ -80,10 +90,14 @@ class Link:
 
 
 def fitted(points: list[tuple[int, float]], ranks: int, source: str) -> Link:
-    """The link through measured (bytes, seconds): least squares of the relative error, so that small messages count too."""
+    """The link through measured (bytes, seconds): least squares of the relative error, so that
+    small messages count too.
+    """
     sizes, seconds = (np.array(column, float) for column in zip(*points, strict=True))
     columns = np.stack([np.full_like(sizes, 2 * (ranks - 1)), 2 * (ranks - 1) / ranks * sizes], 1)
-    alpha, inverse = np.linalg.lstsq(columns / seconds[:, None], np.ones_like(seconds), rcond=None)[0]
+    alpha, inverse = np.linalg.lstsq(columns / seconds[:, None], np.ones_like(seconds), rcond=None)[
+        0
+    ]
     return Link(max(float(alpha), 1e-9), 1 / max(float(inverse), 1e-15), source, points)
 
 
@@ -91,25 +105,36 @@ def from_facts(config: HardwareConfig) -> Link:
     """The link of a preset. Raises: ConfigError where it has no facts."""
     if config.allreduce_gbs is None or config.hop_us is None:
         raise ConfigError(
-            f"hardware={config.name} does not say how fast its link is, and there are no two devices here to measure it with. "
-            "Name the device: hardware=a100_40g, a100_80g, h100, h200, rtx4090 or v100; or hardware=cpu."
+            f"hardware={config.name} does not say how fast its link is, and there are no two"
+            " devices here to measure it with. Name the device: hardware=a100_40g, a100_80g, h100,"
+            " h200, rtx4090 or v100; or hardware=cpu."
         )
-    return Link(config.hop_us * 1e-6, config.allreduce_gbs * 1e9, f"conf/hardware/{config.name}.yaml", [])
+    return Link(
+        config.hop_us * 1e-6, config.allreduce_gbs * 1e9, f"conf/hardware/{config.name}.yaml", []
+    )
 
 
 def exposed(
-    ready: list[tuple[float, float]], backward: float, cap: float, link: Link, ranks: int, overlap: bool
+    ready: list[tuple[float, float]],
+    backward: float,
+    cap: float,
+    link: Link,
+    ranks: int,
+    overlap: bool,
 ) -> float:
     """Seconds for which the ranks wait for gradients after a backward pass of `backward` seconds.
 
-    Args: ready: of each gradient in order of arrival, its bytes as sent and when it is there, in shares of the pass; cap: bytes
-    of a bucket; overlap: whether sending goes on beside computing, which on a CPU without free cores it does not.
+    Args: ready: of each gradient in order of arrival, its bytes as sent and when it is there, in
+    shares of the pass; cap: bytes of a bucket; overlap: whether sending goes on beside computing,
+    which on a CPU without free cores it does not.
     """
     buckets: list[tuple[float, float]] = []
     size = 0.0
     for i, (part, share) in enumerate(ready):
         size += part
-        if size >= cap or i == len(ready) - 1:  # as DistributedDataParallel rebuilds them: by arrival, full or last
+        if (
+            size >= cap or i == len(ready) - 1
+        ):  # as DistributedDataParallel rebuilds them: by arrival, full or last
             buckets.append((size, share))
             size = 0.0
     if not overlap:
@@ -121,7 +146,8 @@ def exposed(
 
 
 def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str, Any]:
-    """Measure what is here, predict, write RUN/prediction.json and prediction.txt, and print it. Returns what the file holds.
+    """Measure what is here, predict, write RUN/prediction.json and prediction.txt, and print it.
+    Returns what the file holds.
 
     Raises: ConfigError for settings that cannot work.
     """
@@ -132,7 +158,9 @@ def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str,
         check_timing(settings)
         link, threads = from_facts(run.hardware), None
         # One process on the CPU takes the steps, whatever other devices are here.
-        here = replace(run, hardware=replace(run.hardware, device="cpu"), opt=replace(run.opt, ddp=DdpConfig()))
+        here = replace(
+            run, hardware=replace(run.hardware, device="cpu"), opt=replace(run.opt, ddp=DdpConfig())
+        )
         found = launch("ddp_bench.predict:simulate", here, out_dir, task)
         device = f"{run.hardware.name} of conf/hardware"
     else:
@@ -141,8 +169,15 @@ def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str,
     shares: dict[Cell, Share] = found["shares"]
     if settings.predict_times:
         alone = assembled(run, shares, link)[0]["step_seconds"]["p50"]
-        shares = {cell: share.scaled(settings.predict_times[1] / 1000 / alone) for cell, share in shares.items()}
-    saved = described(run, found) | {"device": device, "threads_per_rank": threads, "simulated": simulating}
+        shares = {
+            cell: share.scaled(settings.predict_times[1] / 1000 / alone)
+            for cell, share in shares.items()
+        }
+    saved = described(run, found) | {
+        "device": device,
+        "threads_per_rank": threads,
+        "simulated": simulating,
+    }
     saved |= {"match": run.hardware.match if simulating else None, "link": asdict(link)}
     saved["runs"] = runs = assembled(run, shares, link)
     saved["explained"] = [
@@ -164,23 +199,31 @@ def check(run: Run, out_dir: Path) -> None:
     assert settings.predict is not None
     check_alone(run, out_dir, "algo.predict", settings.predict)
     if settings.ddp.hook == "powersgd":
-        raise ConfigError("algo.predict does not know what algo.ddp.hook=powersgd costs. Use none or fp16.")
+        raise ConfigError(
+            "algo.predict does not know what algo.ddp.hook=powersgd costs. Use none or fp16."
+        )
     if settings.predict_times and run.hardware.device != "cuda":
         raise ConfigError(
-            f"algo.predict_times are explained with the facts of a GPU, and hardware={run.hardware.name} has none. Name the one "
-            "that they were measured on, for example hardware=a100_40g."
+            "algo.predict_times are explained with the facts of a GPU, and"
+            f" hardware={run.hardware.name} has none. Name the one that they were measured on, for"
+            " example hardware=a100_40g."
         )
     if (absent(run) or settings.predict_times) and run.opt.compile.enabled:
         raise ConfigError(
-            f"opt=compile can be measured on a {run.hardware.name}, not simulated. Leave it out: with fewer launches a step is "
-            "shorter than what is then predicted."
+            f"opt=compile can be measured on a {run.hardware.name}, not simulated. Leave it out:"
+            " with fewer launches a step is shorter than what is then predicted."
         )
 
 
 def check_timing(settings: ClassifyConfig) -> None:
-    """Raise ConfigError where settings of the timing were changed, and steps are simulated, so that nothing is timed."""
+    """Raise ConfigError where settings of the timing were changed, and steps are simulated, so that
+    nothing is timed.
+    """
     for key in ("scaling_steps", "scaling_warmup", "scaling_repeats"):
-        why = "here: the GPU is not on this node, so its steps are simulated and not timed. Leave it out."
+        why = (
+            "here: the GPU is not on this node, so its steps are simulated and not timed. Leave it"
+            " out."
+        )
         no_effect("algo/classify.yaml", f"algo.{key}", getattr(settings, key), why)
 
 
@@ -193,12 +236,17 @@ Cell = tuple[str, int]  # how it scales (one rank, strong, weak), and ranks
 
 
 def wanted(settings: ClassifyConfig) -> dict[Cell, int]:
-    """What is predicted, the one rank first: cells, and the rows that all of its ranks have in a step."""
+    """What is predicted, the one rank first: cells, and the rows that all of its ranks have in a
+    step.
+    """
     assert settings.predict is not None
     found: dict[Cell, int] = {("one rank", 1): settings.batch_rows}
     for mode in ("strong", "weak"):
         if settings.scaling_mode in (mode, "both"):
-            found |= {(mode, n): settings.batch_rows * (n if mode == "weak" else 1) for n in settings.predict}
+            found |= {
+                (mode, n): settings.batch_rows * (n if mode == "weak" else 1)
+                for n in settings.predict
+            }
     return found
 
 
@@ -219,7 +267,13 @@ class Share:
     def scaled(self, factor: float) -> "Share":
         """The same on a device that takes `factor` times as long."""
         phases = {name: factor * seconds for name, seconds in self.phases.items()}
-        return replace(self, phases=phases, p50=factor * self.p50, p90=factor * self.p90, wait=factor * self.wait)
+        return replace(
+            self,
+            phases=phases,
+            p50=factor * self.p50,
+            p90=factor * self.p90,
+            wait=factor * self.wait,
+        )
 
     def waits(self, cap_mb: float, link: Link, ranks: int) -> float:
         """Seconds of exposed communication with buckets of `cap_mb`."""
@@ -230,7 +284,9 @@ class Share:
 def prepared(
     run: Run, context: Context, task: ClassTask | None, numbers: Precision
 ) -> tuple[Stepper, Rows, list[int], dict[str, Any]]:
-    """A stepper of one rank, the training data, the rows of it, and what prediction.json says of them."""
+    """A stepper of one rank, the training data, the rows of it, and what prediction.json says of
+    them.
+    """
     settings: ClassifyConfig = run.algo
     task = task or made(run.task)
     data, tokenizer = prepare(task, settings.tokenizer, settings.model.max_tokens, log.info)
@@ -253,7 +309,9 @@ def arriving(stepper: Stepper, clock: Clock) -> Iterator[list[tuple[int, Any]]]:
     """Note each gradient that a step makes: its numbers, and when it is there."""
     seen: list[tuple[int, Any]] = []
     handles = [
-        parameter.register_post_accumulate_grad_hook(lambda p: seen.append((p.numel(), clock.mark())))
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: seen.append((p.numel(), clock.mark()))
+        )
         for parameter in stepper.model.parameters()
     ]
     yield seen
@@ -262,7 +320,9 @@ def arriving(stepper: Stepper, clock: Clock) -> Iterator[list[tuple[int, Any]]]:
 
 
 def arrived(stepper: Stepper, seen: list[tuple[int, Any]]) -> list[tuple[float, float]]:
-    """Share.ready from the last backward pass of what `arriving` noted: from its first gradient (0) to its last (1)."""
+    """Share.ready from the last backward pass of what `arriving` noted: from its first gradient (0)
+    to its last (1).
+    """
     seen, clock = seen[-len(list(stepper.model.parameters())) :], Clock(stepper.device)
     for i, (_, mark) in enumerate(seen):
         clock.add(str(i), seen[0][1], mark)
@@ -276,7 +336,9 @@ def arrived(stepper: Stepper, seen: list[tuple[int, Any]]) -> list[tuple[float, 
 
 
 def measured(run: Run, out_dir: Path, task: ClassTask | None) -> tuple[dict[str, Any], Link]:
-    """What `prepared` tells and the shares, from as many processes at once as there are ranks, devices or cores; the link."""
+    """What `prepared` tells and the shares, from as many processes at once as there are ranks,
+    devices or cores; the link.
+    """
     settings: ClassifyConfig = run.algo
     assert settings.predict is not None
     devices, cores = hardware.local_devices(run.hardware), os.cpu_count() or 1
@@ -287,9 +349,16 @@ def measured(run: Run, out_dir: Path, task: ClassTask | None) -> tuple[dict[str,
     try:
         for _ in range(settings.scaling_repeats):
             for processes in sorted({min(ranks, devices or cores) for _, ranks in cells}):
-                ddp = replace(run.opt.ddp, enabled=True, ranks=processes) if processes > 1 else DdpConfig()
+                ddp = (
+                    replace(run.opt.ddp, enabled=True, ranks=processes)
+                    if processes > 1
+                    else DdpConfig()
+                )
                 one = replace(run, opt=replace(run.opt, ddp=ddp))
-                parts.append(launch("ddp_bench.predict:neighbours", one, out_dir, task) | {"processes": processes})
+                parts.append(
+                    launch("ddp_bench.predict:neighbours", one, out_dir, task)
+                    | {"processes": processes}
+                )
     finally:
         torch.set_num_threads(before)
     most = max(part["processes"] for part in parts)
@@ -297,7 +366,9 @@ def measured(run: Run, out_dir: Path, task: ClassTask | None) -> tuple[dict[str,
     if most == 1:
         link = from_facts(run.hardware)
     else:
-        middle = [(size, statistics.median(found[i] for found in points)) for i, size in enumerate(SIZES)]
+        middle = [
+            (size, statistics.median(found[i] for found in points)) for i, size in enumerate(SIZES)
+        ]
         link = fitted(middle, most, f"measured between {most} {'GPUs' if devices else 'processes'}")
     shares = {}
     for mode, ranks in cells:
@@ -311,7 +382,9 @@ def measured(run: Run, out_dir: Path, task: ClassTask | None) -> tuple[dict[str,
 
 
 def neighbours(run: Run, context: Context, task: ClassTask | None = None) -> dict[str, Any]:
-    """In each process: the steps of a rank, sending nothing, while those beside it take theirs; then the link."""
+    """In each process: the steps of a rank, sending nothing, while those beside it take theirs;
+    then the link.
+    """
     settings: ClassifyConfig = run.algo
     assert settings.predict is not None
     device, cores = context.device.device, os.cpu_count() or 1
@@ -338,9 +411,11 @@ def neighbours(run: Run, context: Context, task: ClassTask | None = None) -> dic
             "spans": context.gather_objects(spans),
             "passes": -(-len(batch[1]) // stepper.rows),
             "ready": arrived(stepper, seen),
-            "workers": settings.loader.workers
-            if settings.loader.workers is not None
-            else WORKERS_PER_GPU * (device.type == "cuda"),
+            "workers": (
+                settings.loader.workers
+                if settings.loader.workers is not None
+                else WORKERS_PER_GPU * (device.type == "cuda")
+            ),
             "making": making(data, feed),
         }
     return found | {"times": times, "points": messages(context)}
@@ -373,21 +448,31 @@ def messages(context: Context) -> list[float]:
 
 
 def summed(repeats: list[dict[str, Any]], overlap: bool, cores: float | None) -> Share:
-    """The share of a rank from the repeats of `neighbours`. cores: of each rank, where more ranks share them than did."""
+    """The share of a rank from the repeats of `neighbours`. cores: of each rank, where more ranks
+    share them than did.
+    """
     first = repeats[0]
     spans = [span for repeat in repeats for every in repeat["spans"] for span in every]
     phases = pooled([{"spans": spans, "exposed": 0.0, "batch_rows": 0}])["phase_seconds"]
-    steps = [[span["seconds"] for span in step] for repeat in repeats for step in zip(*repeat["spans"], strict=True)]
+    steps = [
+        [span["seconds"] for span in step]
+        for repeat in repeats
+        for step in zip(*repeat["spans"], strict=True)
+    ]
     slowest = [max(step) for step in steps]
     stall = 0.0
     if cores is not None and first["workers"]:
         busy = statistics.median(slowest) - phases["data"]["p50"]
-        stall = max(0.0, first["making"] / min(first["workers"], cores) - busy - phases["data"]["p50"])
+        stall = max(
+            0.0, first["making"] / min(first["workers"], cores) - busy - phases["data"]["p50"]
+        )
     return Share(
         phases={name: span["p50"] + stall * (name == "data") for name, span in phases.items()},
         p50=quantile(slowest, 50) + stall,
         p90=quantile(slowest, 90) + stall,
-        wait=max(0.0, quantile(slowest, 50) - quantile([statistics.fmean(step) for step in steps], 50)),
+        wait=max(
+            0.0, quantile(slowest, 50) - quantile([statistics.fmean(step) for step in steps], 50)
+        ),
         passes=first["passes"],
         ready=first["ready"],
         overlap=overlap,
@@ -398,7 +483,8 @@ def summed(repeats: list[dict[str, Any]], overlap: bool, cores: float | None) ->
 
 
 class Simulator(TorchDispatchMode):
-    """A device that works off what a host launches, in order: the host's time and the device's, seconds.
+    """A device that works off what a host launches, in order: the host's time and the device's,
+    seconds.
 
     Args: flops, bandwidth: of products and of memory, a second, as they are reached.
     """
@@ -416,9 +502,13 @@ class Simulator(TorchDispatchMode):
             self.host = self.device = max(self.host, self.device)
         elif not func.is_view and not kind.__name__.startswith(("empty", "detach")):
             self.host += LAUNCH
-            count = flop_registry[kind](*args, **kwargs, out_val=out) if kind in flop_registry else 0
+            count = (
+                flop_registry[kind](*args, **kwargs, out_val=out) if kind in flop_registry else 0
+            )
             moved = sum(t.nbytes for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor))
-            self.device = max(self.device, self.host) + max(count / self.flops, moved / self.bandwidth)
+            self.device = max(self.device, self.host) + max(
+                count / self.flops, moved / self.bandwidth
+            )
         return out
 
 
@@ -439,35 +529,56 @@ class _Fused(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        return func(*args, **(kwargs | {"dropout_p": 0.0} if func is F.scaled_dot_product_attention else kwargs))
+        return func(
+            *args,
+            **(kwargs | {"dropout_p": 0.0} if func is F.scaled_dot_product_attention else kwargs),
+        )
 
 
 def peak(run: Run) -> tuple[str, float]:
-    """The dtype that the preset's device would use, and its peak in FLOP/s. Raises: ConfigError where facts are missing."""
+    """The dtype that the preset's device would use, and its peak in FLOP/s. Raises: ConfigError
+    where facts are missing.
+    """
     facts = run.hardware.peak_tflops
     if run.opt.amp.enabled:
-        half = run.opt.amp.dtype if run.opt.amp.dtype != "auto" else "bfloat16" if facts.bf16 else "float16"
+        half = (
+            run.opt.amp.dtype
+            if run.opt.amp.dtype != "auto"
+            else "bfloat16"
+            if facts.bf16
+            else "float16"
+        )
         name, found = half, facts.bf16 if half == "bfloat16" else facts.fp16
     else:
         name, found = "float32", facts.tf32 if run.opt.tf32.enabled else facts.fp32
     if found is None or run.hardware.bandwidth_gbs is None:
         raise ConfigError(
-            f"hardware={run.hardware.name} has no peak for {'tf32' if run.opt.tf32.enabled else name}. Leave "
-            f"{'opt=tf32' if run.opt.tf32.enabled else 'opt.amp.dtype'} out, or name another device."
+            f"hardware={run.hardware.name} has no peak for"
+            f" {'tf32' if run.opt.tf32.enabled else name}. Leave"
+            f" {'opt=tf32' if run.opt.tf32.enabled else 'opt.amp.dtype'} out, or name another"
+            " device."
         )
     return name, found * 1e12
 
 
 def simulate(run: Run, context: Context, task: ClassTask | None = None) -> dict[str, Any]:
-    """What `prepared` tells, and the shares of ranks on the preset's device: the mean of SIMULATED real steps on this CPU."""
+    """What `prepared` tells, and the shares of ranks on the preset's device: the mean of SIMULATED
+    real steps on this CPU.
+    """
     settings: ClassifyConfig = run.algo
     dtype, flops = peak(run)
     bandwidth = run.hardware.bandwidth_gbs
     assert bandwidth is not None
-    plain = replace(run, opt=replace(run.opt, amp=replace(run.opt.amp, enabled=False, dtype="auto")))
-    stepper, data, rows, found = prepared(plain, context, task, Precision(torch.float32, scaler=False))
+    plain = replace(
+        run, opt=replace(run.opt, amp=replace(run.opt.amp, enabled=False, dtype="auto"))
+    )
+    stepper, data, rows, found = prepared(
+        plain, context, task, Precision(torch.float32, scaler=False)
+    )
     workers = settings.loader.workers if settings.loader.workers is not None else WORKERS_PER_GPU
-    feeding = replace(plain, algo=replace(settings, loader=replace(settings.loader, workers=0, prefetch=None)))
+    feeding = replace(
+        plain, algo=replace(settings, loader=replace(settings.loader, workers=0, prefetch=None))
+    )
     shares: dict[Cell, Share] = {}
     for (mode, ranks), batch_rows in wanted(settings).items():
         if mode == "weak":  # as many rows a rank as the one has
@@ -477,7 +588,8 @@ def simulate(run: Run, context: Context, task: ClassTask | None = None) -> dict[
         feed = Feed(feeding, replace(context, world_size=ranks), data, rows, batch_rows)
         spans: list[dict[str, float]] = []
         batch, of_all = feed.take()
-        # The first step makes the optimizer's state, which no later one does; one row is enough for that.
+        # The first step makes the optimizer's state, which no later one does; one row is enough for
+        # that.
         stepper.step(split(batch, 1)[0], of_all, 0, 1 + SIMULATED, Clock(stepper.device))
         for step in range(1, 1 + SIMULATED):
             batch, of_all = feed.take()
@@ -488,7 +600,10 @@ def simulate(run: Run, context: Context, task: ClassTask | None = None) -> dict[
                 stepper.step(batch, of_all, step, 1 + SIMULATED, clock)
                 clock.add("seconds", start, clock.mark())
             spans.append(clock.read())
-        phases = {name: statistics.fmean(span.get(name, 0.0) for span in spans) for name in (*PHASES, "seconds")}
+        phases = {
+            name: statistics.fmean(span.get(name, 0.0) for span in spans)
+            for name in (*PHASES, "seconds")
+        }
         seconds, made_in = phases.pop("seconds"), making(data, feed)
         phases["data"] = max(0.0, made_in / workers - seconds) if workers else made_in
         passes, ready = -(-len(batch[1]) // stepper.rows), arrived(stepper, seen)
@@ -520,16 +635,24 @@ def assembled(run: Run, shares: dict[Cell, Share], link: Link) -> list[dict[str,
     return runs
 
 
-def explained(run: Run, line: dict[str, Any], alone: dict[str, Any], gradient_bytes: int, link: Link) -> dict[str, Any]:
-    """Why a step of algo.predict_times took what it did, by what is left when computing and link are taken off."""
+def explained(
+    run: Run, line: dict[str, Any], alone: dict[str, Any], gradient_bytes: int, link: Link
+) -> dict[str, Any]:
+    """Why a step of algo.predict_times took what it did, by what is left when computing and link
+    are taken off.
+    """
     settings: ClassifyConfig = run.algo
     ranks, measured_seconds = line["ranks"], settings.predict_times[line["ranks"]] / 1000
     one, predicted = alone["step_seconds"]["p50"], line["step_seconds"]["p50"]
-    waited = line["phase_seconds"]["communication"]["p50"] + line["phase_seconds"]["exchange"]["p50"]
+    waited = (
+        line["phase_seconds"]["communication"]["p50"] + line["phase_seconds"]["exchange"]["p50"]
+    )
     free = predicted - waited
     rest = measured_seconds - predicted
     sent = 2 * (ranks - 1) / ranks * gradient_bytes / (2 if settings.ddp.hook in HALF else 1)
-    needed = sent / max(measured_seconds - free, 1e-12)  # bytes a second, if the link were all of it
+    needed = sent / max(
+        measured_seconds - free, 1e-12
+    )  # bytes a second, if the link were all of it
     causes = []
     if one / free < ENOUGH:
         causes.append("launch-bound")
@@ -551,7 +674,9 @@ def explained(run: Run, line: dict[str, Any], alone: dict[str, Any], gradient_by
     }
 
 
-def worded(run: Run, saved: dict[str, Any], shares: dict[Cell, Share], link: Link, out_dir: Path) -> str:
+def worded(
+    run: Run, saved: dict[str, Any], shares: dict[Cell, Share], link: Link, out_dir: Path
+) -> str:
     """prediction.txt: how it came about, the table, the diagnosis, and what measured times say."""
     settings: ClassifyConfig = run.algo
     cap = settings.ddp.bucket_cap_mb
@@ -560,13 +685,19 @@ def worded(run: Run, saved: dict[str, Any], shares: dict[Cell, Share], link: Lin
     if settings.predict_times:
         how = "simulated, and scaled to the time of one rank that was given"
     told_of = "\n".join(
-        short(saved["runs"], mode) for mode in ("strong", "weak") if settings.scaling_mode in (mode, "both")
+        short(saved["runs"], mode)
+        for mode in ("strong", "weak")
+        if settings.scaling_mode in (mode, "both")
     )
     lines = [
         f"one device   {how}: {saved['device']}",
         f"link         {1e6 * link.alpha:.1f} us a hop, {link.beta / 1e9:.2f} GB/s: {link.source}",
         f"gradients    {size:.1f} MB a step, in buckets of {cap:g} MB",
-        *(["             one bucket: nothing is sent before the backward pass ends"] if size <= cap else []),
+        *(
+            ["             one bucket: nothing is sent before the backward pass ends"]
+            if size <= cap
+            else []
+        ),
         "",
         "predicted milliseconds of a step",
         table(saved["runs"], phases=False),
@@ -586,7 +717,10 @@ def short(runs: list[dict[str, Any]], mode: str) -> str:
     """One line of advice: how many ranks, for one way to scale."""
     best = max((run for run in runs if run["scaling"] == mode), key=lambda run: run["speedup"])
     if best["speedup"] < ENOUGH:
-        return f"{mode}: use one. {best['ranks']} give {best['speedup']:.2f}x at most, and 1.2x is worth a second one"
+        return (
+            f"{mode}: use one. {best['ranks']} give {best['speedup']:.2f}x at most, and 1.2x is"
+            " worth a second one"
+        )
     enough = [run for run in runs if run["scaling"] == mode and run["efficiency_percent"] >= 80]
     text = f"{mode}: {best['ranks']} are the fastest, {best['speedup']:.2f}x"
     if best not in enough:
@@ -600,11 +734,18 @@ def crowded(settings: ClassifyConfig, saved: dict[str, Any]) -> list[str]:
     cores, ranks = os.cpu_count() or 1, max(settings.predict or [1])
     if saved["threads_per_rank"] is None or ranks <= cores:
         return []
-    return [f"oversubscribed cores: {ranks} ranks and {cores} cores, so ranks take turns; more than {cores} cannot pay"]
+    return [
+        f"oversubscribed cores: {ranks} ranks and {cores} cores, so ranks take turns; more than"
+        f" {cores} cannot pay"
+    ]
 
 
-def buckets(settings: ClassifyConfig, saved: dict[str, Any], shares: dict[Cell, Share], link: Link) -> list[str]:
-    """Whether smaller buckets, which leave earlier, would pay: a line for each number of ranks where they do."""
+def buckets(
+    settings: ClassifyConfig, saved: dict[str, Any], shares: dict[Cell, Share], link: Link
+) -> list[str]:
+    """Whether smaller buckets, which leave earlier, would pay: a line for each number of ranks
+    where they do.
+    """
     lines = []
     for line in saved["runs"]:
         share, step = shares[line["scaling"], line["ranks"]], line["step_seconds"]["p50"]
@@ -615,39 +756,59 @@ def buckets(settings: ClassifyConfig, saved: dict[str, Any], shares: dict[Cell, 
         gain = step / (step - now + share.waits(best, link, line["ranks"]))
         if gain >= 1.05:
             lines.append(
-                f"{line['ranks']} ranks, {line['scaling']}: algo.ddp.bucket_cap_mb={best}: gain {gain:.2f}x (predicted)"
+                f"{line['ranks']} ranks, {line['scaling']}: algo.ddp.bucket_cap_mb={best}: gain"
+                f" {gain:.2f}x (predicted)"
             )
     return [*lines, ""] if lines else []
 
 
 def diagnosed(found: dict[str, Any], sent_mb: float) -> list[str]:
-    """What the measured step of one number of ranks says, for people. sent_mb: of gradients, a step."""
+    """What the measured step of one number of ranks says, for people. sent_mb: of gradients, a
+    step.
+    """
     ranks, causes = found["ranks"], found["causes"]
     head = (
-        f"measured elsewhere: {ranks} ranks, {1000 * found['measured_seconds']:.1f} ms a step, {found['speedup']:.2f}x"
+        f"measured elsewhere: {ranks} ranks, {1000 * found['measured_seconds']:.1f} ms a step,"
+        f" {found['speedup']:.2f}x"
     )
-    lines = [head, "=" * len(head), "", f"  cause: {', then '.join(causes) or 'none, it is as predicted'}"]
-    lines.append(f"  predicted {1000 * found['predicted_seconds']:.1f} ms, {found['predicted_speedup']:.2f}x")
+    lines = [
+        head,
+        "=" * len(head),
+        "",
+        f"  cause: {', then '.join(causes) or 'none, it is as predicted'}",
+    ]
+    lines.append(
+        f"  predicted {1000 * found['predicted_seconds']:.1f} ms, {found['predicted_speedup']:.2f}x"
+    )
     lines.append(f"  if communication took no time: {found['free_speedup']:.2f}x")
     if "launch-bound" in causes:
         lines.append("  fewer rows take as long: give each rank more of them, or use one GPU")
     if "loader-or-socket-bound" in causes:
         lines += [
-            f"  {1000 * found['unexplained_seconds']:.1f} ms are neither computing nor the link. It is not the bandwidth of the link: to be "
-            "all of that,",
-            f"  {sent_mb:.0f} MB would have to go at {found['needed_gbs']:.2f} GB/s. This link gives {found['link_gbs']:.0f}, PCIe 3 gives "
-            f"{PCIE / 1e9:.0f}. Look at",
+            (
+                f"  {1000 * found['unexplained_seconds']:.1f} ms are neither computing nor the"
+                " link. It is not the bandwidth of the link: to be all of that,"
+            ),
+            (
+                f"  {sent_mb:.0f} MB would have to go at {found['needed_gbs']:.2f} GB/s. This link"
+                f" gives {found['link_gbs']:.0f}, PCIe 3 gives {PCIE / 1e9:.0f}. Look at"
+            ),
             "    phase_seconds.data: waiting for the loader",
             "    NCCL_DEBUG=INFO: it must not say NET/Socket",
             "    processes: srun --ntasks=4 with torchrun --nproc_per_node=4 makes 16 on 4 GPUs",
         ]
     elif found["unexplained_seconds"] > 0.2 * found["measured_seconds"]:
-        lines.append(f"  a link of {found['needed_gbs']:.1f} GB/s would explain it: look at nvidia-smi topo -m")
+        lines.append(
+            f"  a link of {found['needed_gbs']:.1f} GB/s would explain it: look at nvidia-smi"
+            " topo -m"
+        )
     return [*lines, ""]
 
 
 def main() -> int:
-    """The command python -m ddp_bench.predict: from facts alone, all four algorithms and many more devices."""
+    """The command python -m ddp_bench.predict: from facts alone, all four algorithms and many more
+    devices.
+    """
     from ddp_bench import capacity
 
     return capacity.main()

@@ -1,11 +1,14 @@
-"""What finished classify runs say about scaling: tables, figures, a diagnosis, and what to do about it.
+"""What finished classify runs say about scaling: tables, figures, a diagnosis, and what to do about
+it.
 
     python -m ddp_bench.report --root outputs
     python -m ddp_bench.report --root outputs --out report --warmup 1 --datasets ag_news imdb
 
-Reads run folders (run.yaml, result.json, metrics.jsonl), scaling runs (scaling.json) and predictions (prediction.json)
-anywhere below --root, and puts those of one task with the same settings together. Speed-up is rows a second against one rank. Strong: the batch of all
-ranks is that of the one rank; weak: the batch of each rank is. Training time alone counts, without validation.
+Reads run folders (run.yaml, result.json, metrics.jsonl), scaling runs (scaling.json) and
+predictions (prediction.json) anywhere below --root, and puts those of one task with the same
+settings together. Speed-up is rows a second against one rank. Strong: the batch of all ranks is
+that of the one rank; weak: the batch of each rank is. Training time alone counts, without
+validation.
 """
 
 import argparse
@@ -28,15 +31,28 @@ from common.report.plots import COLOURS, STYLE
 
 PHASES = ("data", "forward", "backward", "communication", "exchange", "optimizer")
 ENOUGH = 1.2  # a speed-up below it is not worth a second device
-# Settings that change neither the time of a step nor what is computed in it, or that tell ranks and batch apart.
-NOT_A_GROUP = {"ddp", "batch_rows", "epochs", "patience", "lr", "lr_schedule", "warmup", "validation_share", "name"}
+# Settings that change neither the time of a step nor what is computed in it, or that tell ranks and
+# batch apart.
+NOT_A_GROUP = {
+    "ddp",
+    "batch_rows",
+    "epochs",
+    "patience",
+    "lr",
+    "lr_schedule",
+    "warmup",
+    "validation_share",
+    "name",
+}
 # What colours tell apart on a screen, markers tell apart in print.
 MARKERS = "os^Dv<>P"
 
 
 @dataclass
 class Record:
-    """One run, or one measurement of a scaling run. Seconds are of training steps; warm-up is left out of them."""
+    """One run, or one measurement of a scaling run. Seconds are of training steps; warm-up is left
+    out of them.
+    """
 
     folder: str
     task: str
@@ -55,9 +71,14 @@ class Record:
     accuracy: list[float] = field(default_factory=list)  # of the validation rows by epoch, percent
     test: float | None = None  # accuracy of the test rows, percent
     threads: int | None = None  # a rank, where the measurement fixed them
-    wrapper: dict[str, Any] = field(default_factory=dict)  # algo.ddp, where there is more than one rank
+    wrapper: dict[str, Any] = field(
+        default_factory=dict
+    )  # algo.ddp, where there is more than one rank
     predicted: bool = False  # of algo.predict: nothing was run with these ranks
-    match: str | None = None  # what the name of the device holds that it was predicted for, where that was not there
+    match: str | None = (
+        # what the name of the device holds that it was predicted for, where that was not there
+        None
+    )
 
 
 @dataclass
@@ -69,8 +90,12 @@ class Point:
     speedup: float | None = None
     free: float | None = None  # the speed-up if communication took no time
     causes: list[str] = field(default_factory=list)  # the largest first
-    advice: list[tuple[float, str]] = field(default_factory=list)  # predicted gain, what to do; best first
-    foreseen: float | None = None  # seconds of a step that algo.predict told for this measured point
+    advice: list[tuple[float, str]] = field(
+        default_factory=list
+    )  # predicted gain, what to do; best first
+    foreseen: float | None = (
+        None  # seconds of a step that algo.predict told for this measured point
+    )
 
     @property
     def ranks(self) -> int:
@@ -96,7 +121,9 @@ class Point:
     @property
     def error(self) -> float | None:
         """Percent by which the prediction is above what was measured."""
-        return None if self.foreseen is None else 100 * (self.foreseen / self.number("step_p50") - 1)
+        return (
+            None if self.foreseen is None else 100 * (self.foreseen / self.number("step_p50") - 1)
+        )
 
     @property
     def how(self) -> str:
@@ -124,7 +151,9 @@ class Point:
 
 @dataclass
 class Group:
-    """One task with one set of settings. name: in file names; points: by mode, then ranks. All predicted, or all measured."""
+    """One task with one set of settings. name: in file names; points: by mode, then ranks. All
+    predicted, or all measured.
+    """
 
     name: str
     task: str
@@ -136,20 +165,28 @@ class Group:
 
 
 def read(root: Path, warmup: int) -> tuple[list[Record], list[tuple[str, str]]]:
-    """The records below `root`, and the folders that are incomplete with the reason. Other algorithms' are passed over.
+    """The records below `root`, and the folders that are incomplete with the reason. Other
+    algorithms' are passed over.
 
-    Args: warmup: epochs of a run that do not count; of scaling.json nothing, which leaves its own warm-up out.
+    Args: warmup: epochs of a run that do not count; of scaling.json nothing, which leaves its own
+    warm-up out.
     Raises: ConfigError where there is no such folder.
     """
     if not root.is_dir():
-        raise ConfigError(f"--root {root} is no folder. Give the one that holds the run folders, for example outputs.")
+        raise ConfigError(
+            f"--root {root} is no folder. Give the one that holds the run folders, for example"
+            " outputs."
+        )
     names = ("run.yaml", "metrics.jsonl", "result.json", "scaling.json", "prediction.json")
     folders = sorted({path.parent for name in names for path in root.rglob(name)})
     records: list[Record] = []
     incomplete: list[tuple[str, str]] = []
     for folder in folders:
         try:
-            table = next((folder / n for n in ("scaling.json", "prediction.json") if (folder / n).exists()), None)
+            table = next(
+                (folder / n for n in ("scaling.json", "prediction.json") if (folder / n).exists()),
+                None,
+            )
             if table is not None:
                 records += scaling(table)
             elif (found := finished(folder, warmup)) is not None:
@@ -158,7 +195,9 @@ def read(root: Path, warmup: int) -> tuple[list[Record], list[tuple[str, str]]]:
             incomplete.append((str(folder), str(error)))
         except (KeyError, TypeError, ValueError, AttributeError, OSError, yaml.YAMLError) as error:
             reason = str(error).splitlines()[0] if str(error) else ""
-            incomplete.append((str(folder), f"damaged or of another version ({type(error).__name__}: {reason})"))
+            incomplete.append(
+                (str(folder), f"damaged or of another version ({type(error).__name__}: {reason})")
+            )
     return records, incomplete
 
 
@@ -169,7 +208,9 @@ class Incomplete(Exception):
 def finished(folder: Path, warmup: int) -> Record | None:
     """The record of a run folder; None for another algorithm's. Raises: Incomplete."""
     saved = (
-        yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8")) if (folder / "run.yaml").exists() else None
+        yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))
+        if (folder / "run.yaml").exists()
+        else None
     )
     path = folder / "result.json"
     result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
@@ -178,7 +219,9 @@ def finished(folder: Path, warmup: int) -> Record | None:
         return None
     log = events(folder / "metrics.jsonl")
     if result is None:
-        raise Incomplete(f"no result.json: the run stopped after {log[-1]['step'] if log else 'no'} steps")
+        raise Incomplete(
+            f"no result.json: the run stopped after {log[-1]['step'] if log else 'no'} steps"
+        )
     if saved is None:
         raise Incomplete("no run.yaml: its settings are not known")
     if not log:
@@ -196,7 +239,9 @@ def finished(folder: Path, warmup: int) -> Record | None:
     config = saved["config"]
     kept = [event for epoch in epochs[warmup:] for event in epoch]
     batch = config["algo"]["batch_rows"]
-    whole = [event["seconds"] for event in kept if event["rows"] == batch] or [event["seconds"] for event in kept]
+    whole = [event["seconds"] for event in kept if event["rows"] == batch] or [
+        event["seconds"] for event in kept
+    ]
     seconds = [math.fsum(event["seconds"] for event in epoch) for epoch in epochs]
     opt = {name: value for name, value in config["opt"].items() if name not in ("ddp", "profile")}
     settings = {
@@ -215,7 +260,8 @@ def finished(folder: Path, warmup: int) -> Record | None:
         dtype=result["dtype"],
         step_p50=quantile(whole, 50),
         step_p90=quantile(whole, 90),
-        rows_per_second=sum(event["rows"] for event in kept) / sum(event["seconds"] for event in kept),
+        rows_per_second=sum(event["rows"] for event in kept)
+        / sum(event["seconds"] for event in kept),
         phases={
             name: statistics.fmean(event["phase_seconds"].get(name, 0.0) for event in kept)
             for name in PHASES
@@ -223,7 +269,9 @@ def finished(folder: Path, warmup: int) -> Record | None:
         },
         epoch_seconds=statistics.median(seconds[warmup:]),
         epochs=seconds,
-        accuracy=[epoch[-1]["validation"]["accuracy"] for epoch in epochs if "validation" in epoch[-1]],
+        accuracy=[
+            epoch[-1]["validation"]["accuracy"] for epoch in epochs if "validation" in epoch[-1]
+        ],
         test=result["after"],
         wrapper=config["algo"]["ddp"] if result["world_size"] > 1 else {},
     )
@@ -271,7 +319,8 @@ def quantile(values: Sequence[float], percent: int) -> float:
 def grouped(records: Iterable[Record]) -> list[Group]:
     """Records by task, settings and device, with speed-up, cause and advice at each point.
 
-    Predictions stand beside what was measured with the same settings; those of devices without any are groups of their own.
+    Predictions stand beside what was measured with the same settings; those of devices without any
+    are groups of their own.
     """
     keys: dict[tuple[str, str, str, str, bool], list[Record]] = {}
     for record in records:
@@ -295,9 +344,9 @@ def grouped(records: Iterable[Record]) -> list[Group]:
         name = name if names[name] == 1 else f"{name}-{names[name]}"
         cells: dict[tuple[int, int, str], list[Record]] = {}
         for record in members:
-            cells.setdefault((record.ranks, record.batch_rows, json.dumps(record.wrapper, sort_keys=True)), []).append(
-                record
-            )
+            cells.setdefault(
+                (record.ranks, record.batch_rows, json.dumps(record.wrapper, sort_keys=True)), []
+            ).append(record)
         points = [Point(found) for _, found in sorted(cells.items())]
         for point in points:
             compare(point, points)
@@ -310,14 +359,21 @@ def grouped(records: Iterable[Record]) -> list[Group]:
             point.foreseen = statistics.median(seconds) if seconds else None
         order = ("one rank", "strong", "weak", "unpaired")
         groups.append(
-            Group(name, task, model, sorted(points, key=lambda p: (order.index(p.mode), p.ranks, p.batch_rows)))
+            Group(
+                name,
+                task,
+                model,
+                sorted(points, key=lambda p: (order.index(p.mode), p.ranks, p.batch_rows)),
+            )
         )
     return groups
 
 
 def like_device(predicted: Record, device: str) -> bool:
     """Whether a prediction is for this device."""
-    return predicted.match.lower() in device.lower() if predicted.match else predicted.device == device
+    return (
+        predicted.match.lower() in device.lower() if predicted.match else predicted.device == device
+    )
 
 
 def compare(point: Point, points: list[Point]) -> None:
@@ -343,7 +399,9 @@ def compare(point: Point, points: list[Point]) -> None:
 
 
 def lost(point: Point, base: Point) -> dict[str, float]:
-    """Seconds of a step above the ideal one, by cause: what the base takes, for each rank's share of the rows."""
+    """Seconds of a step above the ideal one, by cause: what the base takes, for each rank's share
+    of the rows.
+    """
     here, alone = point.phases, base.phases
     share = 1 / point.ranks if point.mode == "strong" else 1.0
 
@@ -364,13 +422,18 @@ def cores_of(point: Point) -> int | None:
 
 
 def causes(point: Point, base: Point, points: list[Point]) -> list[str]:
-    """What holds the ranks back, the largest first; empty where nothing does, or where there are no phases to tell by."""
+    """What holds the ranks back, the largest first; empty where nothing does, or where there are no
+    phases to tell by.
+    """
     if not (point.phases and base.phases) or (point.efficiency or 0) >= 90:
         return []
     parts, total = lost(point, base), point.number("step_p50")
-    # Fewer rows, or as many, cannot take a device longer: something is shared. As many tell it best.
+    # Fewer rows, or as many, cannot take a device longer: something is shared. As many tell it
+    # best.
     like = same_share(point, base, points) or point
-    computing, before = (sum(p.phases.get(name, 0.0) for name in ("forward", "backward")) for p in (like, base))
+    computing, before = (
+        sum(p.phases.get(name, 0.0) for name in ("forward", "backward")) for p in (like, base)
+    )
     crowded = computing > 1.1 * before
     cores, threads = cores_of(point), point.records[0].threads
     if cores is not None:
@@ -381,11 +444,15 @@ def causes(point: Point, base: Point, points: list[Point]) -> list[str]:
         "loader": "loader-bound",
         "compute": "oversubscribed cores" if crowded else "launch-bound",
     }
-    order = [name for name in sorted(parts, key=lambda name: -parts[name]) if parts[name] > 0.05 * total]
+    order = [
+        name for name in sorted(parts, key=lambda name: -parts[name]) if parts[name] > 0.05 * total
+    ]
     # Ranks that get too few cores also wait longer for each other, which looks like communication.
     forced = cores is not None and point.ranks * (threads or 1) > cores
     assert point.free is not None
-    if "compute" in order and (forced or (crowded and cores is not None) or (point.free < ENOUGH and not crowded)):
+    if "compute" in order and (
+        forced or (crowded and cores is not None) or (point.free < ENOUGH and not crowded)
+    ):
         order.remove("compute")
         order.insert(0, "compute")
     elif forced:
@@ -396,7 +463,10 @@ def causes(point: Point, base: Point, points: list[Point]) -> list[str]:
 def same_share(point: Point, base: Point, points: list[Point]) -> Point | None:
     """The point of as many ranks where each has as many rows as the one rank."""
     batch = point.ranks * base.batch_rows
-    return next((p for p in points if (p.ranks, p.batch_rows, p.hook) == (point.ranks, batch, point.hook)), None)
+    return next(
+        (p for p in points if (p.ranks, p.batch_rows, p.hook) == (point.ranks, batch, point.hook)),
+        None,
+    )
 
 
 def base_step(point: Point, base: Point) -> float:
@@ -406,38 +476,63 @@ def base_step(point: Point, base: Point) -> float:
 
 def advice(point: Point, base: Point, points: list[Point]) -> list[tuple[float, str]]:
     """Gain in rows a second, and what to do, the best first. Less than 5 % is not worth a line."""
-    step, here, alone, parts = point.number("step_p50"), point.phases, base.phases, lost(point, base)
+    step, here, alone, parts = (
+        point.number("step_p50"),
+        point.phases,
+        base.phases,
+        lost(point, base),
+    )
     speed = point.number("rows_per_second")
-    rivals = [p for p in points if p is base or (1 < p.ranks < point.ranks and p.mode == point.mode)]
+    rivals = [
+        p for p in points if p is base or (1 < p.ranks < point.ranks and p.mode == point.mode)
+    ]
     best = max(rivals, key=lambda p: p.number("rows_per_second"))
     fewer: list[tuple[float, str]] = []
-    if (point.speedup or 0) < ENOUGH and best.number("rows_per_second") < ENOUGH * base.number("rows_per_second"):
+    if (point.speedup or 0) < ENOUGH and best.number("rows_per_second") < ENOUGH * base.number(
+        "rows_per_second"
+    ):
         gain = base.number("rows_per_second") / speed
         # It stands even where it is a little slower: it costs a part.
         given = "" if gain >= 1 else f": {point.ranks} give only {1 / gain:.2f}x"
         fewer = [(gain, f"use one {unit(point)}{given} ({point.how})")]
     elif best.number("rows_per_second") > 1.05 * speed:
         plural = "s" * (best.ranks > 1)
-        fewer = [(best.number("rows_per_second") / speed, f"use {best.ranks} {unit(point)}{plural} ({point.how})")]
+        fewer = [
+            (
+                best.number("rows_per_second") / speed,
+                f"use {best.ranks} {unit(point)}{plural} ({point.how})",
+            )
+        ]
     found: list[tuple[float, str]] = []
     if here and alone and point.causes:
         cause = point.causes[0]
         measured = same_share(point, base, points)
-        if point.mode == "strong" and (measured or cause in ("launch-bound", "communication-bound")):
+        if point.mode == "strong" and (
+            measured or cause in ("launch-bound", "communication-bound")
+        ):
             # Each rank then computes as many rows as the one rank did, and sends as often.
             larger = parts["communication"] + point.ranks * here.get("data", 0.0)
             larger += sum(alone.get(name, 0.0) for name in ("forward", "backward", "optimizer"))
             gain, how = point.ranks * step / max(larger, 1e-12), "predicted"
             if measured:
                 gain, how = measured.number("rows_per_second") / speed, measured.how
-            text = f"algo.batch_rows={point.ranks * point.batch_rows}: more rows a rank; raise algo.lr, check accuracy"
+            text = (
+                f"algo.batch_rows={point.ranks * point.batch_rows}: more rows a rank; raise"
+                " algo.lr, check accuracy"
+            )
             found.append((gain, f"{text} ({how})"))
         if "loader-bound" in point.causes:
             gain = step / max(step - here.get("data", 0.0), 1e-12)
             found.append((gain, "more algo.loader.workers (predicted, at best)"))
-        if "communication-bound" in point.causes and cause != "oversubscribed cores" and not point.hook:
+        if (
+            "communication-bound" in point.causes
+            and cause != "oversubscribed cores"
+            and not point.hook
+        ):
             gain = step / max(step - here.get("communication", 0.0) / 2, 1e-12)
-            found.append((gain, "algo.ddp.hook=fp16: half the bytes; check accuracy (predicted, at best)"))
+            found.append(
+                (gain, "algo.ddp.hook=fp16: half the bytes; check accuracy (predicted, at best)")
+            )
         if cause == "launch-bound" and cores_of(point) is None:
             gain = step / max(step - parts["compute"], 1e-12)
             found.append((gain, "opt=[compile]: fewer launches (predicted, at best)"))
@@ -474,7 +569,9 @@ def cells(group: Group, point: Point) -> dict[str, Any]:
         "predicted_step_seconds": rounded(point.foreseen),
         "prediction_error_percent": rounded(point.error),
         **{f"{name}_seconds": rounded(point.phases.get(name)) for name in PHASES},
-        "best_validation_accuracy_percent": rounded(statistics.median(accuracy) if accuracy else None),
+        "best_validation_accuracy_percent": rounded(
+            statistics.median(accuracy) if accuracy else None
+        ),
         "test_accuracy_percent": rounded(point.middle("test")),
         "causes": "; ".join(point.causes),
         "device": point.records[0].device,
@@ -505,7 +602,18 @@ def escaped(text: str) -> str:
 
 def write_tex(groups: list[Group], path: Path) -> None:
     """summary_table.tex: a small document; its tabular may be copied into another one."""
-    head = ["Task", "Model", "Scaling", "Ranks", "Batch", "Epoch (s)", "Rows/s", "Speed-up", "Efficiency", "Test acc."]
+    head = [
+        "Task",
+        "Model",
+        "Scaling",
+        "Ranks",
+        "Batch",
+        "Epoch (s)",
+        "Rows/s",
+        "Speed-up",
+        "Efficiency",
+        "Test acc.",
+    ]
     lines = [
         r"\documentclass{article}",
         r"\usepackage[margin=1cm]{geometry}",
@@ -546,7 +654,10 @@ def told(groups: list[Group], incomplete: list[tuple[str, str]]) -> str:
         if not any(point.ranks == 1 for point in group.points):
             lines += ["No run of one rank: there is no speed-up to tell. Run one with opt=[].", ""]
         elif len(group.points) == 1:
-            lines += ["No run of several ranks. Run one with 'opt=[ddp]', or algo.scaling=[1,2].", ""]
+            lines += [
+                "No run of several ranks. Run one with 'opt=[ddp]', or algo.scaling=[1,2].",
+                "",
+            ]
     if incomplete:
         lines += ["Incomplete folders, not counted", "===============================", ""]
         lines += [f"{folder}: {reason}" for folder, reason in incomplete] + [""]
@@ -561,22 +672,31 @@ def section(point: Point) -> list[str]:
     epoch = point.middle("epoch_seconds")
     lines = [
         head,
-        f"  step {1000 * point.number('step_p50'):.2f} ms p50, {1000 * point.number('step_p90'):.2f} ms p90; "
-        f"{point.number('rows_per_second'):.0f} rows/s" + (f"; epoch {epoch:.2f} s" if epoch is not None else ""),
+        f"  step {1000 * point.number('step_p50'):.2f} ms p50,"
+        f" {1000 * point.number('step_p90'):.2f} ms p90; {point.number('rows_per_second'):.0f}"
+        " rows/s" + (f"; epoch {epoch:.2f} s" if epoch is not None else ""),
     ]
     if point.foreseen is not None:
         lines.append(
-            f"  predicted {1000 * point.foreseen:.2f} ms, measured {1000 * point.number('step_p50'):.2f} ms: the prediction "
-            f"is {abs(point.error or 0):.1f} % too {'high' if (point.error or 0) > 0 else 'low'}"
+            f"  predicted {1000 * point.foreseen:.2f} ms, measured"
+            f" {1000 * point.number('step_p50'):.2f} ms: the prediction is"
+            f" {abs(point.error or 0):.1f} % too {'high' if (point.error or 0) > 0 else 'low'}"
         )
     if point.phases:
-        lines.append("  phases " + ", ".join(f"{name} {1000 * s:.2f} ms" for name, s in point.phases.items()))
+        lines.append(
+            "  phases " + ", ".join(f"{name} {1000 * s:.2f} ms" for name, s in point.phases.items())
+        )
     if point.mode == "unpaired":
-        lines.append("  no run of one rank with this batch or with that of a rank: nothing to compare with")
+        lines.append(
+            "  no run of one rank with this batch or with that of a rank: nothing to compare with"
+        )
     elif point.ranks > 1:
         assert point.speedup is not None
         assert point.efficiency is not None
-        lines.append(f"  speed-up {point.speedup:.2f}x, efficiency {point.efficiency:.1f} %: {verdict(point)}")
+        lines.append(
+            f"  speed-up {point.speedup:.2f}x, efficiency {point.efficiency:.1f} %:"
+            f" {verdict(point)}"
+        )
         if point.causes:
             lines.append(f"  cause: {point.causes[0]}: {EXPLAINED[point.causes[0]]}")
             lines += [f"  also: {cause}: {EXPLAINED[cause]}" for cause in point.causes[1:]]
@@ -584,7 +704,9 @@ def section(point: Point) -> list[str]:
         elif not point.phases:
             lines.append("  cause: not known, the runs have no phase_seconds")
         elif point.efficiency < 90:
-            lines.append("  cause: not in the phases of rank 0, which take no longer than they should")
+            lines.append(
+                "  cause: not in the phases of rank 0, which take no longer than they should"
+            )
         for number, (gain, text) in enumerate(point.advice, 1):
             lines.append(f"  {number}. gain {gain:.2f}x: {text}")
     return [*lines, ""]
@@ -642,7 +764,10 @@ def panels_of(count: int, width: float) -> tuple[Any, list[Any]]:
 def named(point: Point) -> str:
     """A point in a legend."""
     mode = (f", {point.mode}" if point.mode in ("strong", "weak") else "") + point.hook
-    return f"{point.ranks} {unit(point)}{'s' * (point.ranks > 1)}{mode}\n({point.batch_rows} rows a step)"
+    return (
+        f"{point.ranks} {unit(point)}{'s' * (point.ranks > 1)}{mode}\n({point.batch_rows} rows a"
+        " step)"
+    )
 
 
 def draw_times(group: Group, warmup: int) -> Any:
@@ -667,7 +792,11 @@ def draw_times(group: Group, warmup: int) -> Any:
         longest = max(len(record.epochs) for point in group.points for record in point.records)
         if warmup:
             axis.axvspan(0.5, warmup + 0.5, color="0.88", label="warm-up, not counted", zorder=0)
-        axis.set(xlabel="epoch", ylabel="training time of an epoch (s)", title=f"{group.name}: time of an epoch")
+        axis.set(
+            xlabel="epoch",
+            ylabel="training time of an epoch (s)",
+            title=f"{group.name}: time of an epoch",
+        )
         axis.set_xlim(0.5, longest + 0.5)
         axis.set_ylim(bottom=0)
         axis.xaxis.get_major_locator().set_params(integer=True)
@@ -678,9 +807,13 @@ def draw_times(group: Group, warmup: int) -> Any:
         for name, colour in zip(PHASES, COLOURS, strict=False):
             heights = [1000 * point.phases.get(name, 0.0) for point in with_phases]
             if any(heights):
-                axis.bar(range(len(heights)), heights, 0.65, bottom=bottoms, color=colour, label=name)
+                axis.bar(
+                    range(len(heights)), heights, 0.65, bottom=bottoms, color=colour, label=name
+                )
                 bottoms = [a + b for a, b in zip(bottoms, heights, strict=True)]
-        axis.set_xticks(range(len(with_phases)), [short(point) for point in with_phases], fontsize=12)
+        axis.set_xticks(
+            range(len(with_phases)), [short(point) for point in with_phases], fontsize=12
+        )
         what = unit(group.points[0])
         axis.set(
             xlabel=f"{what}s, rows of a step",
@@ -711,10 +844,19 @@ def draw_speedup(group: Group) -> Any:
     for axis, name, text in ((axes[0], "speedup", "{:.2f}x"), (axes[1], "efficiency", "{:.0f} %")):
         for i, (mode, points) in enumerate(lines.items()):
             values = [getattr(point, name) for point in points]
-            style = {"color": COLOURS[i % 8], "marker": MARKERS[i % 8], "markersize": 9, "label": mode}
+            style = {
+                "color": COLOURS[i % 8],
+                "marker": MARKERS[i % 8],
+                "markersize": 9,
+                "label": mode,
+            }
             axis.plot([point.ranks for point in points], values, **style)
-        for place in ranks[1:]:  # the lowest is labelled below and the highest above, so that no two meet
-            there = sorted(getattr(p, name) for points in lines.values() for p in points if p.ranks == place)
+        for place in ranks[
+            1:
+        ]:  # the lowest is labelled below and the highest above, so that no two meet
+            there = sorted(
+                getattr(p, name) for points in lines.values() for p in points if p.ranks == place
+            )
             for value, offset in {there[-1]: 10, there[0]: -22}.items():
                 axis.annotate(
                     text.format(value),
@@ -723,12 +865,21 @@ def draw_speedup(group: Group) -> Any:
                     textcoords="offset points",
                     ha="center",
                     fontsize=12,
-                    bbox={"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
+                    bbox={
+                        "boxstyle": "round,pad=0.1",
+                        "facecolor": "white",
+                        "edgecolor": "none",
+                        "alpha": 0.8,
+                    },
                 )
     what = unit(group.points[0])
     axes[0].set(xlabel=f"{what}s", ylabel="speed-up in rows/s (x)", title=f"{group.name}: speed-up")
-    axes[1].set(xlabel=f"{what}s", ylabel="efficiency (% of ideal)", title=f"{group.name}: efficiency")
-    axes[1].set_ylim(0, max(115, *(1.15 * (p.efficiency or 0) for points in lines.values() for p in points)))
+    axes[1].set(
+        xlabel=f"{what}s", ylabel="efficiency (% of ideal)", title=f"{group.name}: efficiency"
+    )
+    axes[1].set_ylim(
+        0, max(115, *(1.15 * (p.efficiency or 0) for points in lines.values() for p in points))
+    )
     axes[0].set_ylim(bottom=0)
     for axis, place in zip(axes, ("upper left", "lower left"), strict=True):
         axis.set_xticks(ranks)
@@ -738,7 +889,9 @@ def draw_speedup(group: Group) -> Any:
 
 
 def scaled_lines(group: Group) -> dict[str, list[Point]]:
-    """Points by what a line of them is called, the one rank first; empty where no two points compare."""
+    """Points by what a line of them is called, the one rank first; empty where no two points
+    compare.
+    """
     alone = {point.batch_rows: point for point in group.points if point.ranks == 1}
     lines: dict[str, list[Point]] = {}
     for point in group.points:
@@ -758,7 +911,9 @@ def draw_throughput(group: Group) -> Any:
     figure, [axis] = panels_of(1, max(7.5, 1.6 * len(group.points)))
     colours = {"one rank": "0.45", "strong": COLOURS[0], "weak": COLOURS[1], "unpaired": COLOURS[4]}
     values = [point.number("rows_per_second") for point in group.points]
-    bars = axis.bar(range(len(values)), values, 0.65, color=[colours[point.mode] for point in group.points])
+    bars = axis.bar(
+        range(len(values)), values, 0.65, color=[colours[point.mode] for point in group.points]
+    )
     axis.bar_label(bars, [f"{value:,.0f}" for value in values], padding=3, fontsize=12)
     axis.set_xticks(range(len(values)), [short(point) for point in group.points], fontsize=12)
     axis.set_ylim(0, 1.12 * max(values))
@@ -785,7 +940,9 @@ def draw_accuracy(group: Group) -> Any:
                 record.accuracy,
                 color=COLOURS[i % 8],
                 marker=MARKERS[i % 8],
-                linewidth=max(1.5, 7 - 2 * i),  # curves should lie on each other, and the lower one still show
+                linewidth=max(
+                    1.5, 7 - 2 * i
+                ),  # curves should lie on each other, and the lower one still show
                 markersize=max(4, 14 - 3 * i),
                 label=named(point) if number == 0 else None,
             )
@@ -800,7 +957,9 @@ def draw_accuracy(group: Group) -> Any:
 
 
 def chosen(records: list[Record], datasets: Sequence[str] | None) -> list[Record]:
-    """The records of these tasks, whose names need not have the same case or dashes. Raises: ConfigError."""
+    """The records of these tasks, whose names need not have the same case or dashes. Raises:
+    ConfigError.
+    """
     if datasets is None:
         return records
 
@@ -810,21 +969,25 @@ def chosen(records: list[Record], datasets: Sequence[str] | None) -> list[Record
     there = sorted({record.task for record in records})
     for name in datasets:
         if plain(name) not in map(plain, there):
-            raise ConfigError(f"--datasets {name}: no run of that task. Choices: {', '.join(there) or 'none'}.")
+            raise ConfigError(
+                f"--datasets {name}: no run of that task. Choices: {', '.join(there) or 'none'}."
+            )
     return [record for record in records if plain(record.task) in map(plain, datasets)]
 
 
 def write(root: Path, out: Path, warmup: int = 1, datasets: Sequence[str] | None = None) -> str:
     """Write the artefacts into `out`; returns the text of performance_report.txt.
 
-    Raises: ConfigError where nothing below `root` can be counted, and, after the texts are written, without matplotlib.
+    Raises: ConfigError where nothing below `root` can be counted, and, after the texts are written,
+    without matplotlib.
     """
     records, incomplete = read(root, warmup)
     records = chosen(records, datasets)
     if not records:
         reasons = "".join(f"\n  {folder}: {reason}" for folder, reason in incomplete)
         raise ConfigError(
-            f"--root {root} holds no finished classify run. Make one with python launch.py algo=classify{reasons}"
+            f"--root {root} holds no finished classify run. Make one with python launch.py"
+            f" algo=classify{reasons}"
         )
     groups = grouped(records)
     out.mkdir(parents=True, exist_ok=True)
@@ -839,11 +1002,19 @@ def write(root: Path, out: Path, warmup: int = 1, datasets: Sequence[str] | None
 
 def main() -> int:
     """The command line. Exit codes: 0 done, 2 a mistake."""
-    parser = argparse.ArgumentParser("python -m ddp_bench.report", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--root", type=Path, required=True, help="folder with run folders, at any depth")
+    parser = argparse.ArgumentParser(
+        "python -m ddp_bench.report", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "--root", type=Path, required=True, help="folder with run folders, at any depth"
+    )
     parser.add_argument("--out", type=Path, help="where to write; default: ROOT/report")
-    parser.add_argument("--warmup", type=int, default=1, help="epochs of each run that do not count; default: 1")
-    parser.add_argument("--datasets", nargs="+", metavar="NAME", help="these tasks only; default: all")
+    parser.add_argument(
+        "--warmup", type=int, default=1, help="epochs of each run that do not count; default: 1"
+    )
+    parser.add_argument(
+        "--datasets", nargs="+", metavar="NAME", help="these tasks only; default: all"
+    )
     options = parser.parse_args()
     out = options.out or options.root / "report"
     try:
@@ -854,7 +1025,10 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: {error.filename} cannot be written: {error.strerror}. Give another --out.", file=sys.stderr)
+        print(
+            f"error: {error.filename} cannot be written: {error.strerror}. Give another --out.",
+            file=sys.stderr,
+        )
         return 2
     print(f"written to {out}")
     return 0

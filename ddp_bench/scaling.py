@@ -1,11 +1,13 @@
-"""algo.scaling=[1,2,4]: the same training steps with one rank and with several, and where their time goes.
+"""algo.scaling=[1,2,4]: the same training steps with one rank and with several, and where their
+time goes.
 
     python launch.py algo=classify 'algo.scaling=[1,2]' algo.scaling_mode=both
 
-Each number of ranks is started on this node, and all of them again for each repeat, so that a device that slows down
-slows all. Strong scaling: algo.batch_rows is of all ranks. Weak: it is of each rank. Exposed communication is what the
-exchange of gradients adds to the backward pass: that pass on a batch with it, less the pass on the same batch under
-no_sync. Before the timing the loss of a few steps without dropout is compared at an equal batch of all ranks.
+Each number of ranks is started on this node, and all of them again for each repeat, so that a
+device that slows down slows all. Strong scaling: algo.batch_rows is of all ranks. Weak: it is of
+each rank. Exposed communication is what the exchange of gradients adds to the backward pass: that
+pass on a batch with it, less the pass on the same batch under no_sync. Before the timing the loss
+of a few steps without dropout is compared at an equal batch of all ranks.
 """
 
 import json
@@ -38,7 +40,8 @@ from ddp_bench.tasks import ClassTask, made
 log = logging.getLogger("clutch")
 
 CHECKED = 10  # steps whose loss is compared
-ROUNDING = 2e-5  # largest difference of it, of 1 or of the loss where that is larger: sums in another order
+# largest difference of it, of 1 or of the loss where that is larger: sums in another order
+ROUNDING = 2e-5
 PROBED = 20  # batches whose backward pass is timed with and without the exchange
 
 
@@ -51,9 +54,12 @@ def scale(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str, A
     assert settings.scaling is not None
     check(run, out_dir)
     by_ranks: dict[int, list[dict[str, Any]]] = {ranks: [] for ranks in settings.scaling}
-    # Every rank has the cores that it has among the most of them: like a device, which does not shrink.
+    # Every rank has the cores that it has among the most of them: like a device, which does not
+    # shrink.
     device = hardware.find(run.hardware)
-    threads = max(1, (os.cpu_count() or 1) // max(by_ranks)) if device.device.type == "cpu" else None
+    threads = (
+        max(1, (os.cpu_count() or 1) // max(by_ranks)) if device.device.type == "cpu" else None
+    )
     before = torch.get_num_threads()
     try:
         for _ in range(settings.scaling_repeats):
@@ -78,23 +84,36 @@ def check(run: Run, out_dir: Path) -> None:
     devices = hardware.local_devices(run.hardware)
     if devices and max(settings.scaling) > devices:
         raise ConfigError(
-            f"algo.scaling={settings.scaling}, but this node has {devices} CUDA devices. Use at most {devices}, or "
-            "hardware=cpu, which measures ranks that share the cores."
+            f"algo.scaling={settings.scaling}, but this node has {devices} CUDA devices. Use at"
+            f" most {devices}, or hardware=cpu, which measures ranks that share the cores."
         )
 
 
 def check_alone(run: Run, out_dir: Path, key: str, ranks: list[int]) -> None:
-    """Raise ConfigError for what a run that starts its own ranks (algo.scaling, algo.predict) cannot go with."""
+    """Raise ConfigError for what a run that starts its own ranks (algo.scaling, algo.predict)
+    cannot go with.
+    """
     if slurm.ranked():
-        raise ConfigError(f"{key} starts its own ranks. Run it without torchrun or srun: python launch.py ...")
+        raise ConfigError(
+            f"{key} starts its own ranks. Run it without torchrun or srun: python launch.py ..."
+        )
     if run.opt.ddp.ranks is not None:
-        raise ConfigError(f"opt.ddp.ranks={run.opt.ddp.ranks} has no effect with {key}={ranks}. Leave it out.")
+        raise ConfigError(
+            f"opt.ddp.ranks={run.opt.ddp.ranks} has no effect with {key}={ranks}. Leave it out."
+        )
     if run.opt.fsdp.enabled:
-        raise ConfigError(f"opt=fsdp has no effect with {key}, which is of DistributedDataParallel. Leave it out.")
+        raise ConfigError(
+            f"opt=fsdp has no effect with {key}, which is of DistributedDataParallel. Leave it out."
+        )
     if run.opt.profile.enabled:
-        raise ConfigError(f"opt=profile has no effect with {key}: it would slow what is measured. Leave it out.")
+        raise ConfigError(
+            f"opt=profile has no effect with {key}: it would slow what is measured. Leave it out."
+        )
     check_switches(run, run.algo, max(ranks))
-    if any((out_dir / name).exists() for name in ("result.json", "scaling.json", "prediction.json", "checkpoints")):
+    if any(
+        (out_dir / name).exists()
+        for name in ("result.json", "scaling.json", "prediction.json", "checkpoints")
+    ):
         raise ConfigError(f"{out_dir} already holds a run. Use another hydra.run.dir.")
 
 
@@ -115,7 +134,9 @@ def measure(run: Run, context: Context, task: ClassTask | None = None) -> dict[s
 
     def stepper(dropout: float) -> Stepper:
         sizes = replace(settings.model, dropout=dropout)
-        model = models.build(sizes, len(task.classes), tokenizer, data["train"], run.seed).to(device)
+        model = models.build(sizes, len(task.classes), tokenizer, data["train"], run.seed).to(
+            device
+        )
         return Stepper(model, run, context, precision.resolve(run.opt, device))
 
     # Ranks draw dropout by themselves, so it is off where their loss must be that of one rank.
@@ -143,19 +164,24 @@ def measure(run: Run, context: Context, task: ClassTask | None = None) -> dict[s
 class Feed:
     """The batches of this rank, with the rows that all ranks have in each."""
 
-    def __init__(self, run: Run, context: Context, data: Rows, rows: list[int], batch_rows: int) -> None:
+    def __init__(
+        self, run: Run, context: Context, data: Rows, rows: list[int], batch_rows: int
+    ) -> None:
         settings: ClassifyConfig = run.algo
         if len(rows) < batch_rows:
             raise ConfigError(
-                f"algo.batch_rows={settings.batch_rows} makes batches of {batch_rows} rows with {context.world_size} "
-                f"ranks, and there are {len(rows)} training rows. Lower it, or give more rows."
+                f"algo.batch_rows={settings.batch_rows} makes batches of {batch_rows} rows with"
+                f" {context.world_size} ranks, and there are {len(rows)} training rows. Lower it,"
+                " or give more rows."
             )
         self.batch_rows = batch_rows
         self.batches = Batches(
             *(rows, data.lengths, batch_rows, settings.loader.bucket_batches, run.seed),
             *(context.rank, context.world_size),
         )
-        self.loader = Loader(data, self.batches, settings.loader, context.device.device).from_step(0)
+        self.loader = Loader(data, self.batches, settings.loader, context.device.device).from_step(
+            0
+        )
         self.step, self.order = 0, []
 
     def take(self) -> tuple[Any, int]:
@@ -176,7 +202,9 @@ def losses_of(stepper: Stepper, feed: Feed) -> list[float]:
 
 
 def timed(stepper: Stepper, feed: Feed) -> dict[str, Any]:
-    """Seconds of the steps after the warm-up and of their phases, of whole batches; exposed communication of a step."""
+    """Seconds of the steps after the warm-up and of their phases, of whole batches; exposed
+    communication of a step.
+    """
     settings, spans = stepper.settings, []
     steps, step = settings.scaling_warmup + settings.scaling_steps, 0
     while len(spans) < settings.scaling_steps:
@@ -186,14 +214,18 @@ def timed(stepper: Stepper, feed: Feed) -> dict[str, Any]:
         stepper.step(batch, rows, min(step, steps - 1), steps, clock)
         phases = {"data": waited, **clock.read()}
         seconds = time.perf_counter() - started
-        if step >= settings.scaling_warmup and rows == feed.batch_rows:  # the last batch of an epoch may be smaller
+        if (
+            step >= settings.scaling_warmup and rows == feed.batch_rows
+        ):  # the last batch of an epoch may be smaller
             spans.append({"seconds": seconds, **phases})
         step += 1
     return {"batch_rows": feed.batch_rows, "spans": spans, "exposed": exposed(stepper, feed)}
 
 
 def exposed(stepper: Stepper, feed: Feed) -> float:
-    """Seconds that the exchange of gradients adds to a backward pass: the median over batches of the difference."""
+    """Seconds that the exchange of gradients adds to a backward pass: the median over batches of
+    the difference.
+    """
     if stepper.wrapper is None:
         return 0.0
     found = []
@@ -202,7 +234,8 @@ def exposed(stepper: Stepper, feed: Feed) -> float:
         batch, took = to(batch, stepper.device), {}
         for together in (False, True):
             stepper.updater.clear()
-            stepper.context.barrier()  # else a rank that is behind would look like communication of the others
+            # else a rank that is behind would look like communication of the others
+            stepper.context.barrier()
             clock = Clock(stepper.device)
             with nullcontext() if together else stepper.wrapper.no_sync():
                 stepper.backward(batch, rows, stepper.rows, clock)
@@ -216,7 +249,10 @@ def exposed(stepper: Stepper, feed: Feed) -> float:
 
 
 def summarised(
-    run: Run, device: hardware.Device, threads: int | None, by_ranks: dict[int, list[dict[str, Any]]]
+    run: Run,
+    device: hardware.Device,
+    threads: int | None,
+    by_ranks: dict[int, list[dict[str, Any]]],
 ) -> dict[str, Any]:
     """What scaling.json holds."""
     settings: ClassifyConfig = run.algo
@@ -242,11 +278,15 @@ def summarised(
         "steps": settings.scaling_steps,
         "warmup_steps": settings.scaling_warmup,
         "repeats": settings.scaling_repeats,
-        "environment": {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_"))},
+        "environment": {
+            name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_"))
+        },
         "loss_check": {
             "steps": CHECKED,
             "largest_difference": apart,
-            "limit": ROUNDING if exact else None,  # other numbers and compressed gradients may differ by more
+            "limit": (
+                ROUNDING if exact else None
+            ),  # other numbers and compressed gradients may differ by more
             "same": apart <= ROUNDING if exact else None,
         },
         "runs": runs,
@@ -254,7 +294,9 @@ def summarised(
 
 
 def described(run: Run, found: dict[str, Any]) -> dict[str, Any]:
-    """What was run, for scaling.json and prediction.json: equal settings are compared. found: what a rank told."""
+    """What was run, for scaling.json and prediction.json: equal settings are compared. found: what
+    a rank told.
+    """
     settings: ClassifyConfig = run.algo
     opt = {name: value for name, value in asdict(run.opt).items() if name not in ("ddp", "profile")}
     loader = asdict(settings.loader)
@@ -265,7 +307,12 @@ def described(run: Run, found: dict[str, Any]) -> dict[str, Any]:
         "gradient_mb": 4 * found["parameters"] / 2**20,
         "training_rows": found["training_rows"],
         "dtype": found["dtype"],
-        "settings": {"model": asdict(settings.model), "ddp": asdict(settings.ddp), "loader": loader, "opt": opt}
+        "settings": {
+            "model": asdict(settings.model),
+            "ddp": asdict(settings.ddp),
+            "loader": loader,
+            "opt": opt,
+        }
         | {"task": run.task, "micro_batch_rows": settings.micro_batch_rows},
         "versions": {"torch": str(torch.__version__), "cuda": torch.version.cuda},
     }
@@ -281,9 +328,17 @@ def compare(runs: list[dict[str, Any]]) -> None:
 def pooled(repeats: list[dict[str, Any]]) -> dict[str, Any]:
     """The repeats of one measurement together."""
     steps = [
-        {name: span.get(name, 0.0) for name in ("seconds", "data", "forward", "exchange", "optimizer")}
-        # The step's own mark of when the gradients were there cannot tell waiting from computing; the probe can.
-        | {"backward": max(0.0, span["backward"] + span.get("communication", 0.0) - repeat["exposed"])}
+        {
+            name: span.get(name, 0.0)
+            for name in ("seconds", "data", "forward", "exchange", "optimizer")
+        }
+        # The step's own mark of when the gradients were there cannot tell waiting from computing;
+        # the probe can.
+        | {
+            "backward": max(
+                0.0, span["backward"] + span.get("communication", 0.0) - repeat["exposed"]
+            )
+        }
         | {"communication": repeat["exposed"]}
         for repeat in repeats
         for span in repeat["spans"]
@@ -307,17 +362,30 @@ def tell(saved: dict[str, Any], out_dir: Path) -> None:
     """Print the table, the check of the losses, the causes and what to do."""
     log.info("\nmilliseconds of a step; phases are p50\n%s\n", table(saved["runs"]))
     losses = saved["loss_check"]
-    text = f"loss of {losses['steps']} steps at an equal batch: {losses['largest_difference']:.1e} apart at most"
+    text = (
+        f"loss of {losses['steps']} steps at an equal batch: {losses['largest_difference']:.1e}"
+        " apart at most"
+    )
     if losses["same"] is False:
-        log.warning("%s, and float32 rounding is %.0e. The ranks do not compute what one does.", text, losses["limit"])
+        log.warning(
+            "%s, and float32 rounding is %.0e. The ranks do not compute what one does.",
+            text,
+            losses["limit"],
+        )
     else:
         log.info("%s%s", text, "" if losses["same"] is None else ", float32 rounding")
     log.info("\n%s", told(grouped(read_back(out_dir / "scaling.json")), []))
-    log.info("written to %s/scaling.json; figures: python -m ddp_bench.report --root %s", out_dir, out_dir)
+    log.info(
+        "written to %s/scaling.json; figures: python -m ddp_bench.report --root %s",
+        out_dir,
+        out_dir,
+    )
 
 
 def table(runs: list[dict[str, Any]], phases: bool = True) -> str:
-    """A line for each of the runs of scaling.json or prediction.json; with p90 and phases it is 130 wide, without 70."""
+    """A line for each of the runs of scaling.json or prediction.json; with p90 and phases it is 130
+    wide, without 70.
+    """
     rows = [
         {
             "scaling": run["scaling"],
@@ -325,7 +393,9 @@ def table(runs: list[dict[str, Any]], phases: bool = True) -> str:
             "rows": str(run["batch_rows"]),
             "p50": f"{1000 * run['step_seconds']['p50']:.2f}",
             **({"p90": f"{1000 * run['step_seconds']['p90']:.2f}"} if phases else {}),
-            **{name: f"{1000 * run['phase_seconds'][name]['p50']:.2f}" for name in PHASES if phases},
+            **{
+                name: f"{1000 * run['phase_seconds'][name]['p50']:.2f}" for name in PHASES if phases
+            },
             "rows/s": f"{run['rows_per_second']:.0f}",
             "speed-up": f"{run['speedup']:.2f}x",
             "efficiency": f"{run['efficiency_percent']:.0f} %",
@@ -334,4 +404,6 @@ def table(runs: list[dict[str, Any]], phases: bool = True) -> str:
     ]
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
     lines = ({name: name for name in widths}, *rows)
-    return "\n".join("  ".join(row[name].rjust(width) for name, width in widths.items()) for row in lines)
+    return "\n".join(
+        "  ".join(row[name].rjust(width) for name, width in widths.items()) for row in lines
+    )

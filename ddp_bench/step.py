@@ -1,7 +1,9 @@
-"""One exact optimizer step of a classifier on a batch shared out over ranks, and where its time goes.
+"""One exact optimizer step of a classifier on a batch shared out over ranks, and where its time
+goes.
 
-Every row of a batch weighs the same, whatever the ranks and forwards: a rank's loss is the sum over its rows, divided
-by the rows of all ranks and multiplied by the number of ranks, which DistributedDataParallel's mean then divides by.
+Every row of a batch weighs the same, whatever the ranks and forwards: a rank's loss is the sum over
+its rows, divided by the rows of all ranks and multiplied by the number of ranks, which
+DistributedDataParallel's mean then divides by.
 """
 
 import math
@@ -27,7 +29,9 @@ from ddp_bench.data import IGNORED, Batch, split, to
 
 
 class Clock:
-    """Marks on the timeline of a device: wall clock on a CPU, events on CUDA, where only reading waits."""
+    """Marks on the timeline of a device: wall clock on a CPU, events on CUDA, where only reading
+    waits.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -65,7 +69,9 @@ class Clock:
 
 
 class Stepper:
-    """Model, optimizer and what connects the ranks. model: plain, on the device, float32; trained in place."""
+    """Model, optimizer and what connects the ranks. model: plain, on the device, float32; trained
+    in place.
+    """
 
     def __init__(self, model: Any, run: Run, context: Context, numbers: Precision) -> None:
         self.model, self.run, self.context, self.numbers = model, run, context, numbers
@@ -83,30 +89,39 @@ class Stepper:
             fsdp.shard([model], run, context, numbers)
         elif context.world_size > 1:
             self.forward = self.wrapper = wrapped(model, self.settings, self.device)
-            for parameter in model.encoder.layers[0].parameters():  # nearly the last ones to have a gradient
+            for parameter in model.encoder.layers[
+                0
+            ].parameters():  # nearly the last ones to have a gradient
                 parameter.register_post_accumulate_grad_hook(self._computed)
             for module in model.children():
                 if module is not model.encoder:  # the embeddings, the very last
                     module.weight.register_post_accumulate_grad_hook(self._computed)
         self.updater = optim.Updater(list(model.parameters()), self.settings, numbers, self.device)
 
-    def step(self, batch: Batch, rows: int, step: int, steps: int, clock: Clock) -> dict[str, float]:
+    def step(
+        self, batch: Batch, rows: int, step: int, steps: int, clock: Clock
+    ) -> dict[str, float]:
         """One optimizer step. Returns what goes into the log, the same on every rank.
 
-        Args: batch: this rank's share, on the CPU; rows: of all ranks together; step: 0-based, of `steps`.
-        Where loss or gradient are NaN or infinite, they are returned and no rank makes the step.
+        Args: batch: this rank's share, on the CPU; rows: of all ranks together; step: 0-based, of
+        `steps`. Where loss or gradient are NaN or infinite, they are returned and no rank makes the
+        step.
         Raises: ConfigError where memory does not even hold one row.
         """
         self.model.train()
         batch = to(batch, self.device)
         if self.wrapper is not None and not self.looked:
-            # A static graph is looked at in the first backward pass, which no_sync must not hide (pytorch#143580), nor
-            # may it keep the count of passes at one, or gradients are never exchanged again (pytorch#187732).
+            # A static graph is looked at in the first backward pass, which no_sync must not hide
+            # (pytorch#143580), nor may it keep the count of passes at one, or gradients are never
+            # exchanged again (pytorch#187732).
             self.looked = True
             (inputs, labels), *_ = split(batch, 1)
             self.backward((inputs, torch.full_like(labels, IGNORED)), rows, 1, Clock(self.device))
-        # Dropout is a function of (seed, step, rank), so a resumed run draws what an unbroken one would.
-        torch.manual_seed(((self.run.seed * 1_000_003 + step) * 1_000_003 + self.context.rank) % 2**63)
+        # Dropout is a function of (seed, step, rank), so a resumed run draws what an unbroken one
+        # would.
+        torch.manual_seed(
+            ((self.run.seed * 1_000_003 + step) * 1_000_003 + self.context.rank) % 2**63
+        )
 
         def attempt(micro: int) -> Tensor:
             self.updater.clear()
@@ -115,7 +130,9 @@ class Stepper:
         if self.context.world_size == 1 and not fsdp.of(self.model):
             loss, self.rows = hardware.halving(attempt, self.rows, 1, "algo.model.max_tokens")
         else:  # a rank that repeated alone would leave the others waiting
-            loss, _ = hardware.halving(attempt, self.rows, self.rows, "algo.model.max_tokens", "algo.micro_batch_rows")
+            loss, _ = hardware.halving(
+                attempt, self.rows, self.rows, "algo.model.max_tokens", "algo.micro_batch_rows"
+            )
         with clock("exchange"):
             total = self.context.sum(loss)
         with clock("optimizer"):
@@ -125,7 +142,9 @@ class Stepper:
         return seen
 
     def backward(self, batch: Batch, rows: int, micro: int, clock: Clock) -> Tensor:
-        """Accumulate gradients, exchanged once with the last part. Returns this rank's share of the mean loss."""
+        """Accumulate gradients, exchanged once with the last part. Returns this rank's share of the
+        mean loss.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         parts = split(batch, micro)
         if fsdp.of(self.model):  # all ranks make the same number of passes
@@ -152,7 +171,9 @@ class Stepper:
                 start = clock.mark()
                 self.updater.scaler.scale(loss * scale).backward()
                 end = clock.mark()
-            if self.wrapper is not None and last:  # what was sent while gradients were computed does not count
+            if (
+                self.wrapper is not None and last
+            ):  # what was sent while gradients were computed does not count
                 clock.add("backward", start, self.last_gradient)
                 clock.add("communication", self.last_gradient, end)
             else:
@@ -167,7 +188,9 @@ class Stepper:
             self.last_gradient = time.perf_counter()
 
 
-def wrapped(model: nn.Module, settings: ClassifyConfig, device: torch.device) -> DistributedDataParallel:
+def wrapped(
+    model: nn.Module, settings: ClassifyConfig, device: torch.device
+) -> DistributedDataParallel:
     """The model as every rank has it, gradients averaged over ranks as algo.ddp says."""
     found = DistributedDataParallel(
         model,
@@ -180,12 +203,16 @@ def wrapped(model: nn.Module, settings: ClassifyConfig, device: torch.device) ->
         state = powerSGD_hook.PowerSGDState(
             None,
             matrix_approximation_rank=settings.ddp.powersgd_rank,
-            start_powerSGD_iter=settings.ddp.powersgd_start + settings.ddp.static_graph,  # the look counts as a step
+            start_powerSGD_iter=settings.ddp.powersgd_start
+            + settings.ddp.static_graph,  # the look counts as a step
         )
         found.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif settings.ddp.hook != "none":
         if settings.ddp.hook == "bf16" and dist.get_backend() != "nccl":
-            raise ConfigError("algo.ddp.hook=bf16 needs NCCL, and the ranks talk through gloo. Use algo.ddp.hook=fp16.")
+            raise ConfigError(
+                "algo.ddp.hook=bf16 needs NCCL, and the ranks talk through gloo. Use"
+                " algo.ddp.hook=fp16."
+            )
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
         found.register_comm_hook(None, hooks[settings.ddp.hook])
     return found

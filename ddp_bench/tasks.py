@@ -1,6 +1,7 @@
 """Class tasks: rows with a label, for algo=classify. No torch.
 
-topics and trajectories are generated from a seed; text files come as JSON Lines or CSV, or from the `datasets` library.
+topics and trajectories are generated from a seed; text files come as JSON Lines or CSV, or from the
+`datasets` library.
 """
 
 import logging
@@ -25,7 +26,9 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz")
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What came before (context [C, S]), what happened (states [T, S]), and where it should have gone (goal [S])."""
+    """What came before (context [C, S]), what happened (states [T, S]), and where it should have
+    gone (goal [S]).
+    """
 
     context: np.ndarray
     states: np.ndarray
@@ -41,12 +44,16 @@ class Labelled:
 
 
 class ClassTask(Protocol):
-    """What a class task has. A user's own class needs no base class, only these; `name` is optional."""
+    """What a class task has. A user's own class needs no base class, only these; `name` is
+    optional.
+    """
 
     classes: list[str]  # names, by label
 
     def rows(self, split: str) -> Sequence[Labelled]:
-        """The rows of "train" or "test" (never trained on): all texts or all trajectories, in the same order always."""
+        """The rows of "train" or "test" (never trained on): all texts or all trajectories, in the
+        same order always.
+        """
         ...
 
 
@@ -59,11 +66,20 @@ def made(node: dict[str, Any]) -> ClassTask:
 
 # Words of a topic; one that stands in two of them decides nothing by itself.
 TOPICS = {
-    "sport": "match goal team coach season league score court referee stadium striker final training record",
+    "sport": (
+        "match goal team coach season league score court referee stadium striker final training"
+        " record"
+    ),
     "food": "recipe oven salt butter kitchen dish season roast stock flour taste spice boil course",
-    "money": "bank stock market interest price shares bond court record profit tax loan fund broker",
-    "travel": "flight hotel beach ticket map bank course season luggage train island border museum match",
-    "weather": "rain storm cloud wind forecast front record degrees snow humid sunny map boil thunder",
+    "money": (
+        "bank stock market interest price shares bond court record profit tax loan fund broker"
+    ),
+    "travel": (
+        "flight hotel beach ticket map bank course season luggage train island border museum match"
+    ),
+    "weather": (
+        "rain storm cloud wind forecast front record degrees snow humid sunny map boil thunder"
+    ),
 }
 TEMPLATES = (
     "we talked about the {} and the {} for a while",
@@ -100,7 +116,9 @@ class Topics:
     def _text(self, draw: random.Random, label: int) -> str:
         own = TOPICS[self.classes[label]].split()
         other = TOPICS[draw.choice([c for c in self.classes if c != self.classes[label]])].split()
-        words = draw.sample(own, draw.choice((2, 3, 3, 4))) + draw.sample(other, draw.choice((0, 1, 1, 2)))
+        words = draw.sample(own, draw.choice((2, 3, 3, 4))) + draw.sample(
+            other, draw.choice((0, 1, 1, 2))
+        )
         draw.shuffle(words)
         parts = []
         while words:  # a template takes two words; the last one may be alone
@@ -114,45 +132,62 @@ class Topics:
 
 
 class Trajectories:
-    """Paths of a point in the plane; the class is how it moves on after its context: to the left, to the right, to a
-    goal, straight.
+    """Paths of a point in the plane; the class is how it moves on after its context: to the left,
+    to the right, to a goal, straight.
 
     States are (x, y, velocity x, velocity y), noisy; lengths vary.
-    Args: rows, test_rows: of each split; longest: steps of a context and of a path at most; noise: of what is seen.
+    Args: rows, test_rows: of each split; longest: steps of a context and of a path at most; noise:
+    of what is seen.
     """
 
     name = "trajectories"
 
     def __init__(self, *, rows: int, test_rows: int, longest: int, noise: float) -> None:
-        for key, value, least in (("rows", rows, 10), ("test_rows", test_rows, 10), ("longest", longest, 4)):
+        for key, value, least in (
+            ("rows", rows, 10),
+            ("test_rows", test_rows, 10),
+            ("longest", longest, 4),
+        ):
             at_least(f"task.{key}", value, least)
         at_least("task.noise", noise, 0)
         self.classes = ["left", "right", "to the goal", "straight"]
         made = self._made(np.random.default_rng(0), rows + test_rows, longest, noise)
         self._splits = {"train": made[:rows], "test": made[rows:]}
 
-    def _made(self, draw: np.random.Generator, rows: int, longest: int, noise: float) -> list[Labelled]:
+    def _made(
+        self, draw: np.random.Generator, rows: int, longest: int, noise: float
+    ) -> list[Labelled]:
         labels = np.arange(rows) % 4
         lengths = draw.integers(longest // 4, longest + 1, (2, rows))
         place, goal = draw.normal(0, 1, (2, rows, 2))
         angle = draw.uniform(0, 2 * np.pi, rows)
         velocity = 0.05 * np.stack([np.cos(angle), np.sin(angle)], 1)
         turn = 0.05 * np.select([labels == 0, labels == 1], [1.0, -1.0], 0.0)
-        rotation = np.stack([np.cos(turn), -np.sin(turn), np.sin(turn), np.cos(turn)], 1).reshape(rows, 2, 2)
+        rotation = np.stack([np.cos(turn), -np.sin(turn), np.sin(turn), np.cos(turn)], 1).reshape(
+            rows, 2, 2
+        )
         seen = np.empty((rows, 2 * longest, 4), np.float32)
-        for step in range(2 * longest):  # a context of `longest` steps, of which the last ones are kept, and the path
+        for step in range(
+            2 * longest
+        ):  # a context of `longest` steps, of which the last ones are kept, and the path
             if step >= longest:
                 velocity = np.einsum("nij,nj->ni", rotation, velocity)
                 towards = goal - place
                 towards *= 0.05 / np.maximum(np.linalg.norm(towards, axis=1, keepdims=True), 1e-6)
-                velocity = np.where((labels == 2)[:, None], 0.9 * velocity + 0.1 * towards, velocity)
+                velocity = np.where(
+                    (labels == 2)[:, None], 0.9 * velocity + 0.1 * towards, velocity
+                )
             place = place + velocity
             seen[:, step] = np.concatenate([place, 10 * velocity], 1)
         seen += noise * draw.normal(0, 1, seen.shape).astype(np.float32)
         goals = np.concatenate([goal, np.zeros_like(goal)], 1).astype(np.float32)
         return [
             Labelled(
-                Trajectory(seen[i, longest - before : longest], seen[i, longest : longest + after], goals[i]),
+                Trajectory(
+                    seen[i, longest - before : longest],
+                    seen[i, longest : longest + after],
+                    goals[i],
+                ),
                 int(labels[i]),
             )
             for i, (before, after) in enumerate(lengths.T.tolist())
@@ -167,12 +202,14 @@ class Trajectories:
 
 
 class TextFiles:
-    """Texts with labels from files, or from a dataset of the hub. Train texts that stand in the test rows are dropped.
+    """Texts with labels from files, or from a dataset of the hub. Train texts that stand in the
+    test rows are dropped.
 
-    Args: name: for reports; path: a folder with train.jsonl and test.jsonl (or .csv, or either with .gz), or an id for
-    the `datasets` library; train, test: files instead of it; text_field: one field or several, separated by commas,
-    joined by blanks; label_field: a class's name, or its number, counted from first_label; classes: names by number,
-    None = those that the training rows have, sorted; on_bad_row: error | skip.
+    Args: name: for reports; path: a folder with train.jsonl and test.jsonl (or .csv, or either with
+    .gz), or an id for the `datasets` library; train, test: files instead of it; text_field: one
+    field or several, separated by commas, joined by blanks; label_field: a class's name, or its
+    number, counted from first_label; classes: names by number, None = those that the training rows
+    have, sorted; on_bad_row: error | skip.
     Raises: ConfigError for data that is missing or broken, with file and line.
     """
 
@@ -191,32 +228,46 @@ class TextFiles:
     ) -> None:
         choice("task.on_bad_row", on_bad_row, ("error", "skip"))
         self.name, self.skip = name, on_bad_row == "skip"
-        self.text_fields, self.label_field = [field.strip() for field in text_field.split(",")], label_field
+        self.text_fields, self.label_field = (
+            [field.strip() for field in text_field.split(",")],
+            label_field,
+        )
         self.first_label = first_label
         sources = {"train": ("task.train", train), "test": ("task.test", test)}
         given = [f"{key}={file}" for key, file in sources.values() if file is not None]
         if path is not None:
             if given:
-                raise ConfigError(f"{given[0]} has no effect with task.path={path}. Give one or the other.")
+                raise ConfigError(
+                    f"{given[0]} has no effect with task.path={path}. Give one or the other."
+                )
             sources = {split: ("task.path", _file(path, split)) for split in SPLITS}
         elif len(given) < len(sources):
             raise ConfigError(
-                f"task={name} has no data of its own. Give a folder with train.jsonl and test.jsonl (or .csv, or "
-                "either with .gz) or an id for the datasets library, task.path=FOLDER; or two files, task.train=FILE "
-                "task.test=FILE."
+                f"task={name} has no data of its own. Give a folder with train.jsonl and test.jsonl"
+                " (or .csv, or either with .gz) or an id for the datasets library,"
+                " task.path=FOLDER; or two files, task.train=FILE task.test=FILE."
             )
-        found = {split: self._read(file, path, split, key) for split, (key, file) in sources.items()}
-        self.classes = list(classes) if classes else _sorted({label for _, _, label in found["train"]})
+        found = {
+            split: self._read(file, path, split, key) for split, (key, file) in sources.items()
+        }
+        self.classes = (
+            list(classes) if classes else _sorted({label for _, _, label in found["train"]})
+        )
         if len(self.classes) < 2:
-            raise ConfigError(f"the training rows of task={name} have {len(self.classes)} class. Give at least 2.")
+            raise ConfigError(
+                f"the training rows of task={name} have {len(self.classes)} class. Give at least 2."
+            )
         splits = {split: self._labelled(rows, split) for split, rows in found.items()}
         tested = {row.value for row in splits["test"]}
         kept = [row for row in splits["train"] if row.value not in tested]
         if dropped := len(splits["train"]) - len(kept):
-            log.warning("%d training rows are left out: their texts stand in the test rows", dropped)
+            log.warning(
+                "%d training rows are left out: their texts stand in the test rows", dropped
+            )
         if len(kept) < 2:
             raise ConfigError(
-                f"task={name} has {len(kept)} training rows whose text is not in the test rows. Give more."
+                f"task={name} has {len(kept)} training rows whose text is not in the test rows."
+                " Give more."
             )
         self._splits = {"train": kept, "test": splits["test"]}
 
@@ -224,14 +275,18 @@ class TextFiles:
         """As in `ClassTask`."""
         return self._splits[split]
 
-    def _read(self, file: str | None, path: str | None, split: str, key: str) -> list[tuple[str, str, str]]:
+    def _read(
+        self, file: str | None, path: str | None, split: str, key: str
+    ) -> list[tuple[str, str, str]]:
         """(place, text, label) of each good row."""
         bad: list[str] | None = [] if self.skip else None
         if file is None:
             assert path is not None
             rows = read_dataset(path, None, split, key)
         else:
-            rows = (read_csv if file.removesuffix(".gz").endswith(".csv") else read_jsonl)(file, key, bad)
+            rows = (read_csv if file.removesuffix(".gz").endswith(".csv") else read_jsonl)(
+                file, key, bad
+            )
         found = []
         for row in rows:
             try:
@@ -244,7 +299,8 @@ class TextFiles:
         self._tell(split, bad)
         if not found:
             raise ConfigError(
-                f"{key}={file or path!r} has no row that is good. The first error: {(bad or ['none'])[0]}"
+                f"{key}={file or path!r} has no row that is good. The first error:"
+                f" {(bad or ['none'])[0]}"
             )
         return found
 
@@ -253,14 +309,19 @@ class TextFiles:
         if value is None or (isinstance(value, str) and not value.strip()):
             there = ", ".join(row.fields)
             raise ConfigError(
-                f"{key} is missing in {row.where}. Fill it in, or name another field. Fields there: {there}."
+                f"{key} is missing in {row.where}. Fill it in, or name another field. Fields there:"
+                f" {there}."
             )
         if not isinstance(value, (str, int)) or isinstance(value, bool):
-            raise ConfigError(f"{key} is no label in {row.where}: {value!r:.60}. Give a name or a whole number.")
+            raise ConfigError(
+                f"{key} is no label in {row.where}: {value!r:.60}. Give a name or a whole number."
+            )
         return str(value).strip()
 
     def _labelled(self, rows: list[tuple[str, str, str]], split: str) -> list[Labelled]:
-        """The rows whose label is known. Numbers count from first_label where the classes have names of their own."""
+        """The rows whose label is known. Numbers count from first_label where the classes have
+        names of their own.
+        """
         known = {name: i for i, name in enumerate(self.classes)}
         for i in range(len(self.classes)):
             known.setdefault(str(i + self.first_label), i)
@@ -270,10 +331,14 @@ class TextFiles:
             if label in known:
                 found.append(Labelled(text, known[label]))
                 continue
-            error = f"{where} has the label {label!r}, which is not a class. Classes: {', '.join(self.classes)}."
+            error = (
+                f"{where} has the label {label!r}, which is not a class. Classes:"
+                f" {', '.join(self.classes)}."
+            )
             if not self.skip:
                 raise ConfigError(
-                    f"{error} Correct the row, set task.classes, or leave it out with task.on_bad_row=skip."
+                    f"{error} Correct the row, set task.classes, or leave it out with"
+                    " task.on_bad_row=skip."
                 )
             bad.append(error)
         self._tell(split, bad)
@@ -283,29 +348,49 @@ class TextFiles:
 
     def _tell(self, split: str, bad: list[str] | None) -> None:
         if bad:
-            log.warning("%d bad rows of the %s split are skipped. The first: %s", len(bad), split, bad[0])
+            log.warning(
+                "%d bad rows of the %s split are skipped. The first: %s", len(bad), split, bad[0]
+            )
 
 
 def _file(path: str, split: str) -> str | None:
-    """The file of a split in a folder; None where `path` is no folder but may be an id. Raises: ConfigError."""
+    """The file of a split in a folder; None where `path` is no folder but may be an id. Raises:
+    ConfigError.
+    """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        if folder.is_absolute() or folder.exists() or path.startswith((".", "~")) or path.count("/") > 1:
+        if (
+            folder.is_absolute()
+            or folder.exists()
+            or path.startswith((".", "~"))
+            or path.count("/") > 1
+        ):
             raise ConfigError(
-                f"task.path={path!r} is no folder; tried {folder.absolute()}. Give one with train.jsonl and "
-                "test.jsonl, or an id for the datasets library."
+                f"task.path={path!r} is no folder; tried {folder.absolute()}. Give one with"
+                " train.jsonl and test.jsonl, or an id for the datasets library."
             )
         return None
-    found = [folder / f"{split}{suffix}" for suffix in SUFFIXES if (folder / f"{split}{suffix}").is_file()]
+    found = [
+        folder / f"{split}{suffix}"
+        for suffix in SUFFIXES
+        if (folder / f"{split}{suffix}").is_file()
+    ]
     if len(found) != 1:
-        there = ", ".join(file.name for file in found) or "none of " + ", ".join(f"{split}{s}" for s in SUFFIXES)
-        raise ConfigError(f"task.path={path!r} must hold exactly one file with the {split} rows; there is {there}.")
+        there = ", ".join(file.name for file in found) or "none of " + ", ".join(
+            f"{split}{s}" for s in SUFFIXES
+        )
+        raise ConfigError(
+            f"task.path={path!r} must hold exactly one file with the {split} rows; there is"
+            f" {there}."
+        )
     return str(found[0])
 
 
 def _sorted(labels: set[str]) -> list[str]:
     """Numbers by value, then names by letter."""
-    return sorted(labels, key=lambda label: (not label.isdigit(), int(label) if label.isdigit() else 0, label))
+    return sorted(
+        labels, key=lambda label: (not label.isdigit(), int(label) if label.isdigit() else 0, label)
+    )
 
 
 def majority(rows: Sequence[Labelled]) -> int:

@@ -33,7 +33,10 @@ class NoiseConfig:
         for pattern, policy in self.patterns.items():
             choice(f"algo.noise.patterns[{pattern!r}]", policy, POLICIES)
         if self.vectors == "lowrank":
-            raise ConfigError("algo.noise.vectors=lowrank is not possible: a vector has no rank. Use full or frozen.")
+            raise ConfigError(
+                "algo.noise.vectors=lowrank is not possible: a vector has no rank. Use full or"
+                " frozen."
+            )
 
 
 @dataclass(kw_only=True)
@@ -47,7 +50,8 @@ class StopAtConfig:
         if self.drift is None or drift <= self.drift:
             return None
         return (
-            f"drift {drift:.3g} is above algo.stop_at.drift={self.drift:g}. Lower algo.lr or raise algo.weight_decay."
+            f"drift {drift:.3g} is above algo.stop_at.drift={self.drift:g}. Lower algo.lr or raise"
+            " algo.weight_decay."
         )
 
     def __post_init__(self) -> None:
@@ -96,11 +100,15 @@ class EggrollConfig:
                 f"Use algo.members={self.members + 1}, or algo.mirrored=false."
             )
         if self.fitness == "pair_sign" and not self.mirrored:
-            raise ConfigError("algo.fitness=pair_sign compares mirrored pairs. Set algo.mirrored=true, or use zscore.")
+            raise ConfigError(
+                "algo.fitness=pair_sign compares mirrored pairs. Set algo.mirrored=true, or use"
+                " zscore."
+            )
         if self.samples_per_prompt > 1 and self.sampling.temperature == 0:
             raise ConfigError(
-                f"algo.samples_per_prompt={self.samples_per_prompt} has no effect at algo.sampling.temperature=0: "
-                "greedy completions of one prompt are equal. Set a temperature above 0."
+                f"algo.samples_per_prompt={self.samples_per_prompt} has no effect at"
+                " algo.sampling.temperature=0: greedy completions of one prompt are equal. Set a"
+                " temperature above 0."
             )
 
     def directions(self) -> int:
@@ -112,10 +120,11 @@ def check_switches(opt: OptConfig) -> None:
     """Raise ConfigError for an opt switch that has no effect in EGGROLL."""
     if opt.checkpointing.enabled:
         raise ConfigError(
-            "opt=checkpointing has no effect with algo=eggroll: there is no backward pass to recompute for. Leave it out."
+            "opt=checkpointing has no effect with algo=eggroll: there is no backward pass to"
+            " recompute for. Leave it out."
         )
     if opt.offload.enabled and not opt.amp.enabled:
         raise ConfigError(
-            "opt=offload has no effect with algo=eggroll in float32: the forward uses the masters themselves. Leave it out, or "
-            "add opt=amp."
+            "opt=offload has no effect with algo=eggroll in float32: the forward uses the masters"
+            " themselves. Leave it out, or add opt=amp."
         )

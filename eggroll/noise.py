@@ -1,15 +1,18 @@
 """Low-rank noise on an unmodified model: where it lives, the population's forward, the update.
 
-EGGROLL (arXiv:2511.16652), for a weight W [out, in] and direction j: E_j = A_j B_j^T / sqrt(r), A_j [out, r] and B_j [in, r]
-standard normal, so var(E) = 1 for every rank. Member i of a mirrored pair uses direction i // 2 with sign (-1)^i:
+EGGROLL (arXiv:2511.16652), for a weight W [out, in] and direction j: E_j = A_j B_j^T / sqrt(r), A_j
+[out, r] and B_j [in, r] standard normal, so var(E) = 1 for every rank. Member i of a mirrored pair
+uses direction i // 2 with sign (-1)^i:
 
-    forward   y_i = x W^T + s_i sigma / sqrt(r) (x B_j) A_j^T      one shared product and two skinny ones
-    gradient  g = -1/N sum_i f_i s_i E_j                            one product a layer; 1/sigma is left to the step size
+    forward   y_i = x W^T + s_i sigma / sqrt(r) (x B_j) A_j^T      one shared product and two skinny
+    ones
+    gradient  g = -1/N sum_i f_i s_i E_j                            one product a layer; 1/sigma is
+    left to the step size
 
-No member's weights are ever made. A normal number is a pure function of (seed, draw, parameter, direction, index): the
-same in any chunk, on any rank, on CPU and CUDA; equal-shaped layers never share noise. Departures from the paper's code:
-noise is drawn in float32 whatever the weights are, pairs share their two products, and embeddings, biases, norms and
-the head can be perturbed too.
+No member's weights are ever made. A normal number is a pure function of (seed, draw, parameter,
+direction, index): the same in any chunk, on any rank, on CPU and CUDA; equal-shaped layers never
+share noise. Departures from the paper's code: noise is drawn in float32 whatever the weights are,
+pairs share their two products, and embeddings, biases, norms and the head can be perturbed too.
 """
 
 import fnmatch
@@ -40,8 +43,8 @@ BUFFER = 1 << 22
 class Address:
     """Where the noise of one parameter is, and what it looks like.
 
-    A low-rank parameter of shape [m, n] owns (m + n) * rank numbers: A^T [rank, m], then B^T [rank, n].
-    A full one owns one number an element.
+    A low-rank parameter of shape [m, n] owns (m + n) * rank numbers: A^T [rank, m], then B^T [rank,
+    n]. A full one owns one number an element.
     """
 
     name: str
@@ -93,7 +96,8 @@ def kind_of(model: nn.Module) -> dict[str, str]:
 def addresses(model: nn.Module, noise: NoiseConfig, rank: int) -> list[Address]:
     """What is perturbed in `model` under the policy of the configuration, in the model's order.
 
-    Raises: ConfigError where a pattern matches nothing, asks for low rank on a vector, or where nothing is perturbed.
+    Raises: ConfigError where a pattern matches nothing, asks for low rank on a vector, or where
+    nothing is perturbed.
     """
     found, unused = [], set(noise.patterns)
     kinds = kind_of(model)
@@ -106,30 +110,33 @@ def addresses(model: nn.Module, noise: NoiseConfig, rank: int) -> list[Address]:
                 break
         if policy == "lowrank" and parameter.ndim != 2:
             raise ConfigError(
-                f"algo.noise.patterns asks for lowrank noise on {name} of shape {tuple(parameter.shape)}, which has no rank. "
-                "Use full or frozen there."
+                f"algo.noise.patterns asks for lowrank noise on {name} of shape"
+                f" {tuple(parameter.shape)}, which has no rank. Use full or frozen there."
             )
         if policy != "frozen":
             found.append(Address(name, number, tuple(parameter.shape), policy, rank))
     if unused:
         names = ", ".join(list(kinds)[:4])
         raise ConfigError(
-            f"algo.noise.patterns: {sorted(unused)[0]!r} has no effect: it matches no parameter, or an earlier pattern "
-            f"takes them all. Parameters are named like {names}, ..."
+            f"algo.noise.patterns: {sorted(unused)[0]!r} has no effect: it matches no parameter, or"
+            f" an earlier pattern takes them all. Parameters are named like {names}, ..."
         )
     if not found:
         raise ConfigError(
-            "algo.noise freezes every parameter. Set at least one of matrices, vectors, embeddings, head."
+            "algo.noise freezes every parameter. Set at least one of matrices, vectors, embeddings,"
+            " head."
         )
     return found
 
 
 @dataclass(frozen=True)
 class _Share:
-    """The rows of a parameter that this rank holds, all of them unless it is sharded: what an update here is made of.
+    """The rows of a parameter that this rank holds, all of them unless it is sharded: what an
+    update here is made of.
 
-    address: of the rows as if they were the parameter. block: int64 [K], the blocks that hold their numbers; where these
-    are not all numbers of the parameter, column: int64 [address.numbers], where each is in what is drawn of the blocks.
+    address: of the rows as if they were the parameter. block: int64 [K], the blocks that hold their
+    numbers; where these are not all numbers of the parameter, column: int64 [address.numbers],
+    where each is in what is drawn of the blocks.
     """
 
     address: Address
@@ -143,10 +150,15 @@ class _Share:
             return cls(address, torch.arange(address.blocks, device=device), None)
         if address.policy == "lowrank":
             starts = [(k * whole + rows.start, len(rows)) for k in range(address.rank)]
-            parts = [*starts, (address.rank * whole, address.rank * others[0])]  # of A^T its columns, of B^T all
+            parts = [
+                *starts,
+                (address.rank * whole, address.rank * others[0]),
+            ]  # of A^T its columns, of B^T all
         else:
             parts = [(rows.start * math.prod(others), len(rows) * math.prod(others))]
-        numbers = torch.cat([torch.arange(start, start + count, device=device) for start, count in parts])
+        numbers = torch.cat(
+            [torch.arange(start, start + count, device=device) for start, count in parts]
+        )
         block = torch.unique(numbers // 4)
         column = torch.searchsorted(block, numbers // 4) * 4 + numbers % 4
         return cls(replace(address, shape=(len(rows), *others)), block, column)
@@ -159,15 +171,20 @@ class _Share:
 class Noise:
     """The noise of one run on one model.
 
-    `with noise.members(...)` perturbs the model's forward; `noise.gradients(...)` yields the ES gradient by parameter.
+    `with noise.members(...)` perturbs the model's forward; `noise.gradients(...)` yields the ES
+    gradient by parameter.
     """
 
-    def __init__(self, model: nn.Module, config: NoiseConfig, *, rank: int, mirrored: bool, seed: int) -> None:
+    def __init__(
+        self, model: nn.Module, config: NoiseConfig, *, rank: int, mirrored: bool, seed: int
+    ) -> None:
         self.model, self.mirrored, self.seed = model, mirrored, seed
         self.addresses = addresses(model, config, rank)
         self.device = fsdp.device(model)
         self.sites = _sites(model, self.addresses)
-        self.inputs = _shared_inputs(model, [s.module for s in self.sites if isinstance(s.module, (nn.Linear, Conv1D))])
+        self.inputs = _shared_inputs(
+            model, [s.module for s in self.sites if isinstance(s.module, (nn.Linear, Conv1D))]
+        )
         self._blocks = {a.name: torch.arange(a.blocks, device=self.device) for a in self.addresses}
         parameters = dict(model.named_parameters())
         self._shares = [_Share.of(a, parameters[a.name], self.device) for a in self.addresses]
@@ -186,7 +203,9 @@ class Noise:
         """Normals of the given blocks of each parameter."""
         sizes = [len(block) for block in blocks]
         numbers = torch.tensor([address.number for address in addresses], device=self.device)
-        parameter = numbers.repeat_interleave(torch.tensor(sizes, device=self.device), output_size=sum(sizes))
+        parameter = numbers.repeat_interleave(
+            torch.tensor(sizes, device=self.device), output_size=sum(sizes)
+        )
         buffer = torch.empty(len(directions), 4 * sum(sizes), device=self.device)
         if sum(sizes):
             normals(self.seed, draw, parameter, torch.cat(blocks), directions, buffer)
@@ -194,7 +213,8 @@ class Noise:
 
     @contextmanager
     def members(self, draw: int, members: range, sigma: float) -> Iterator[None]:
-        """Perturb the model's forward: rows are member-major, the same number for each of `members`.
+        """Perturb the model's forward: rows are member-major, the same number for each of
+        `members`.
 
         With mirrored noise `members` starts at an even number and has an even length.
         """
@@ -216,29 +236,47 @@ class Noise:
                 module.__dict__.pop("forward", None)
 
     def gradients(self, draw: int, fitness: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The ES gradient (to be descended) of each perturbed parameter: -1/N sum_i f_i s_i E_i, float32.
+        """The ES gradient (to be descended) of each perturbed parameter: -1/N sum_i f_i s_i E_i,
+        float32.
 
-        Of a sharded parameter that of the rows that this rank holds; only the noise that they need is made.
-        Streamed: noise is made again for as many parameters or directions as fit `BUFFER`.
+        Of a sharded parameter that of the rows that this rank holds; only the noise that they need
+        is made. Streamed: noise is made again for as many parameters or directions as fit `BUFFER`.
 
         Args: fitness: [N] of all members, on every rank the same.
         """
         fitness = fitness.to(device=self.device, dtype=torch.float32)
         # Mirrored members share E: f_+ E - f_- E. Equal fitness gives exactly zero.
-        weights = (fitness[0::2] - fitness[1::2] if self.mirrored else fitness) / -len(fitness)  # [D]
+        weights = (fitness[0::2] - fitness[1::2] if self.mirrored else fitness) / -len(
+            fitness
+        )  # [D]
         directions = torch.arange(len(weights), device=self.device)
-        for batch in in_parts(self._shares, [4 * len(share.block) * len(weights) for share in self._shares]):
-            # More than one parameter fit the buffer with all directions; one alone may take several parts of them.
+        for batch in in_parts(
+            self._shares, [4 * len(share.block) * len(weights) for share in self._shares]
+        ):
+            # More than one parameter fit the buffer with all directions; one alone may take several
+            # parts of them.
             step = max(1, BUFFER // max(1, 4 * sum(len(share.block) for share in batch)))
-            first = self._normals(draw, [s.address for s in batch], [s.block for s in batch], directions[:step])
+            first = self._normals(
+                draw, [s.address for s in batch], [s.block for s in batch], directions[:step]
+            )
             for share, noise in zip(batch, first, strict=True):
                 # Not a variable: none is held while the next is made.
-                yield share.address.name, self._gradient(draw, share, noise, directions, weights, step)
+                yield (
+                    share.address.name,
+                    self._gradient(draw, share, noise, directions, weights, step),
+                )
 
     def _gradient(
-        self, draw: int, share: _Share, noise: Tensor, directions: Tensor, weights: Tensor, step: int
+        self,
+        draw: int,
+        share: _Share,
+        noise: Tensor,
+        directions: Tensor,
+        weights: Tensor,
+        step: int,
     ) -> Tensor:
-        """sum_j w_j E_j of one parameter, `step` directions at a time. noise: of the first of them."""
+        """sum_j w_j E_j of one parameter, `step` directions at a time. noise: of the first of them.
+        """
         total = _weighted_sum(share.address, share.pick(noise), weights[:step])
         for start in range(step, len(directions), step):
             part = slice(start, start + step)
@@ -248,7 +286,9 @@ class Noise:
 
 
 def in_parts(items: Sequence[T], floats: Sequence[int]) -> Iterator[list[T]]:
-    """Cut `items`, of so many `floats` each, into runs that fit `BUFFER`; one that alone does not is a run of its own."""
+    """Cut `items`, of so many `floats` each, into runs that fit `BUFFER`; one that alone does not
+    is a run of its own.
+    """
     part: list[T] = []
     held = 0
     for item, size in zip(items, floats, strict=True):
@@ -273,9 +313,11 @@ def _weighted_sum(address: Address, noise: Tensor, weights: Tensor) -> Tensor:
 
 
 class _Perturbed:
-    """Forwards for all perturbed modules and `count` directions, over buffers that each chunk of members refills.
+    """Forwards for all perturbed modules and `count` directions, over buffers that each chunk of
+    members refills.
 
-    They outlive a step, so that a compiled model or a captured graph sees the same tensors at every step.
+    They outlive a step, so that a compiled model or a captured graph sees the same tensors at every
+    step.
     """
 
     def __init__(self, noise: "Noise", count: int, dtype: torch.dtype) -> None:
@@ -297,9 +339,13 @@ class _Perturbed:
 
     def fill(self, draw: int, directions: Tensor, sigma: float) -> None:
         """Draw the noise and hand it to the forwards."""
-        floats = [4 * len(directions) * sum(a.blocks for a in addresses) for _, addresses in self.refills]
+        floats = [
+            4 * len(directions) * sum(a.blocks for a in addresses) for _, addresses in self.refills
+        ]
         for part in in_parts(self.refills, floats):
-            noise = iter(self.noise.draw(draw, [a for _, addresses in part for a in addresses], directions))
+            noise = iter(
+                self.noise.draw(draw, [a for _, addresses in part for a in addresses], directions)
+            )
             for refill, addresses in part:
                 refill(list(itertools.islice(noise, len(addresses))), sigma)
         for shared in self.groups:
@@ -330,23 +376,40 @@ class _Population:
             by_sign[:, 1] = noise * -scale
 
     def each_row(self, noise: Tensor, like: Tensor) -> Tensor:
-        """A vector for each member, [members, d] -> one for each row of `like`: [rows, 1, ..., d]."""
+        """A vector for each member, [members, d] -> one for each row of `like`: [rows, 1, ..., d].
+        """
         noise = noise.repeat_interleave(like.shape[0] // self.members, dim=0)
         return noise.view(like.shape[0], *[1] * (like.ndim - 2), noise.shape[-1])
 
 
 class _LowRankLinear:
-    """y = x W^T + b, plus (x B) (s sigma / sqrt(r) A)^T; W is any of nn.Linear and Conv1D. The sign is kept in A."""
+    """y = x W^T + b, plus (x B) (s sigma / sqrt(r) A)^T; W is any of nn.Linear and Conv1D. The sign
+    is kept in A.
+    """
 
-    def __init__(self, module: nn.Linear | Conv1D, population: _Population, names: dict[str, Address]) -> None:
+    def __init__(
+        self, module: nn.Linear | Conv1D, population: _Population, names: dict[str, Address]
+    ) -> None:
         self.address = names["weight"]
         self.transposed = isinstance(module, Conv1D)  # keeps [in, out], nn.Linear [out, in]
-        out_features, in_features = self.address.shape[::-1] if self.transposed else self.address.shape
+        out_features, in_features = (
+            self.address.shape[::-1] if self.transposed else self.address.shape
+        )
         self.base = _Bias(module, population, names)
-        self.module = module  # its weights are read in the forward: sharded ones are there then alone
-        self.population, self.directions, self.members = population, population.directions, population.members
+        self.module = (
+            module  # its weights are read in the forward: sharded ones are there then alone
+        )
+        self.population, self.directions, self.members = (
+            population,
+            population.directions,
+            population.members,
+        )
         self.signs = self.members // self.directions
-        self.in_features, self.out_features, self.rank = in_features, out_features, self.address.rank
+        self.in_features, self.out_features, self.rank = (
+            in_features,
+            out_features,
+            self.address.rank,
+        )
         self.out_t = population.empty(self.members, self.rank, out_features)
         self.out_by_sign = self.out_t.view(self.directions, self.signs, self.rank, out_features)
         self.in_t = population.empty(self.directions, self.rank, in_features)
@@ -373,11 +436,16 @@ class _LowRankLinear:
         if self.rank == 1:  # an outer product
             noise = u.reshape(self.directions, self.signs, -1, 1) * self.out_by_sign
         else:
-            by_member = u.unflatten(2, (self.signs, -1)).permute(0, 2, 3, 1).reshape(self.members, -1, self.rank)
+            by_member = (
+                u.unflatten(2, (self.signs, -1))
+                .permute(0, 2, 3, 1)
+                .reshape(self.members, -1, self.rank)
+            )
             noise = torch.bmm(by_member, self.out_t)
         if self.base.bias is not None:  # a bias with noise of its own
             return self.base(x).add_(noise.view(shape))
-        # The shared product adds itself to the noise: one pass over the output less than the other way round, and one output.
+        # The shared product adds itself to the noise: one pass over the output less than the other
+        # way round, and one output.
         weight, bias = self.module.weight, self.module.bias
         weight_t = weight if self.transposed else weight.T  # [in, out]
         y = noise.view(-1, self.out_features).addmm_(x.reshape(-1, self.in_features), weight_t)
@@ -385,7 +453,8 @@ class _LowRankLinear:
 
 
 class _SharedInput:
-    """Linear layers that read one tensor (q, k, v; gate, up): x B is computed once for all of them."""
+    """Linear layers that read one tensor (q, k, v; gate, up): x B is computed once for all of them.
+    """
 
     def __init__(self) -> None:
         self.layers: list[_LowRankLinear] = []
@@ -418,12 +487,18 @@ class _SharedInput:
 
 
 class _Bias:
-    """The forward of a linear layer without noise on its weight, with noise on its bias if the policy says so."""
+    """The forward of a linear layer without noise on its weight, with noise on its bias if the
+    policy says so.
+    """
 
-    def __init__(self, module: nn.Linear | Conv1D, population: _Population, names: dict[str, Address]) -> None:
+    def __init__(
+        self, module: nn.Linear | Conv1D, population: _Population, names: dict[str, Address]
+    ) -> None:
         self.names, self.population, self.module = list(names), population, module
         self.forward: Any = type(module).forward
-        self.bias = population.empty(population.members, *names["bias"].shape) if "bias" in names else None
+        self.bias = (
+            population.empty(population.members, *names["bias"].shape) if "bias" in names else None
+        )
 
     def refill(self, noise: list[Tensor], sigma: float) -> None:
         if self.bias is not None:
@@ -438,11 +513,15 @@ class _Bias:
 class _FullLinear:
     """y = x W^T + b, plus x E^T by member, E dense: for small layers."""
 
-    def __init__(self, module: nn.Linear | Conv1D, population: _Population, names: dict[str, Address]) -> None:
+    def __init__(
+        self, module: nn.Linear | Conv1D, population: _Population, names: dict[str, Address]
+    ) -> None:
         self.address, self.population = names["weight"], population
         self.base = _Bias(module, population, names)
         self.noise = population.empty(population.members, *self.address.shape)
-        self.right = self.noise if isinstance(module, Conv1D) else self.noise.transpose(1, 2)  # [members, in, out]
+        self.right = (
+            self.noise if isinstance(module, Conv1D) else self.noise.transpose(1, 2)
+        )  # [members, in, out]
 
     def refill(self, noise: list[Tensor], sigma: float) -> None:
         by_name = dict(zip(self.base.names, noise, strict=True))
@@ -460,12 +539,16 @@ class _FullLinear:
 class _Embedding:
     """Row lookup in W + s sigma E of the row's member."""
 
-    def __init__(self, module: nn.Embedding, population: _Population, names: dict[str, Address]) -> None:
+    def __init__(
+        self, module: nn.Embedding, population: _Population, names: dict[str, Address]
+    ) -> None:
         self.module, self.population, self.address = module, population, names["weight"]
         vocabulary, size = self.address.shape
         self.low_rank = self.address.policy == "lowrank"
         rank = self.address.rank if self.low_rank else vocabulary
-        self.rows_t = population.empty(population.members, rank, vocabulary) if self.low_rank else None
+        self.rows_t = (
+            population.empty(population.members, rank, vocabulary) if self.low_rank else None
+        )
         self.dims_t = population.empty(population.members, rank, size)  # of full noise: E itself
 
     def refill(self, noise: list[Tensor], sigma: float) -> None:
@@ -482,23 +565,30 @@ class _Embedding:
         if ids.shape[0] % self.population.members:
             # GPT-2's position ids may be one row for all: its members cannot be told apart.
             raise ConfigError(
-                f"noise on {self.address.name} is not possible: all rows share its lookup. Freeze it: "
-                f"'algo.noise.patterns={{\"{self.address.name}\": frozen}}'."
+                f"noise on {self.address.name} is not possible: all rows share its lookup. Freeze"
+                f" it: 'algo.noise.patterns={{\"{self.address.name}\": frozen}}'."
             )
         y = nn.Embedding.forward(self.module, ids)
         ids = ids.reshape(self.population.members, -1)  # [members, n]
         if self.rows_t is None:
             return y + self.dims_t.gather(1, ids[..., None].expand(-1, -1, y.shape[-1])).view_as(y)
-        u = self.rows_t.gather(2, ids[:, None].expand(-1, self.rows_t.shape[1], -1)).transpose(1, 2)  # [members, n, r]
+        u = self.rows_t.gather(2, ids[:, None].expand(-1, self.rows_t.shape[1], -1)).transpose(
+            1, 2
+        )  # [members, n, r]
         return y + torch.bmm(u, self.dims_t).view_as(y)
 
 
 class _Norm:
     """A norm with its own weight (and bias) for each member."""
 
-    def __init__(self, module: nn.Module, population: _Population, names: dict[str, Address]) -> None:
+    def __init__(
+        self, module: nn.Module, population: _Population, names: dict[str, Address]
+    ) -> None:
         self.module, self.population = module, population
-        self.noise = {own: population.empty(population.members, *address.shape) for own, address in names.items()}
+        self.noise = {
+            own: population.empty(population.members, *address.shape)
+            for own, address in names.items()
+        }
 
     def refill(self, noise: list[Tensor], sigma: float) -> None:
         for kept, part in zip(self.noise.values(), noise, strict=True):
@@ -517,7 +607,8 @@ class _Norm:
             bias = self.of_rows("bias", x)
             y = y if weight is None else y * weight
             return y if bias is None else y + bias
-        # transformers' RMS norms multiply by self.weight, which broadcasts; so a weight for each row does.
+        # transformers' RMS norms multiply by self.weight, which broadcasts; so a weight for each
+        # row does.
         parameter = self.module._parameters["weight"]
         self.module._parameters["weight"] = weight  # type: ignore[assignment]
         try:
@@ -548,7 +639,9 @@ class _Site:
 
 
 def _sites(model: nn.Module, wanted: list[Address]) -> list[_Site]:
-    """The modules that use the perturbed parameters (a tied one has two). Raises ConfigError for an unknown kind."""
+    """The modules that use the perturbed parameters (a tied one has two). Raises ConfigError for an
+    unknown kind.
+    """
     by_parameter = {id(p): n for n, p in model.named_parameters()}
     address_of = {address.name: address for address in wanted}
     sites, seen = [], set()
@@ -560,13 +653,20 @@ def _sites(model: nn.Module, wanted: list[Address]) -> list[_Site]:
         }
         if not names:
             continue
-        # A subclass with a forward of its own may scale or cap: noise would be added to something else.
-        plain = any(type(module).forward is kind.forward for kind in (nn.Linear, Conv1D, nn.Embedding, nn.LayerNorm))
-        known = plain or ("RMSNorm" in type(module).__name__ and set(module._parameters) == {"weight"})
+        # A subclass with a forward of its own may scale or cap: noise would be added to something
+        # else.
+        plain = any(
+            type(module).forward is kind.forward
+            for kind in (nn.Linear, Conv1D, nn.Embedding, nn.LayerNorm)
+        )
+        known = plain or (
+            "RMSNorm" in type(module).__name__ and set(module._parameters) == {"weight"}
+        )
         if not known:
             raise ConfigError(
-                f"noise on {next(iter(names.values())).name} is not possible: {type(module).__name__} is no plain Linear, "
-                f"Conv1D, Embedding, LayerNorm or RMSNorm. Freeze it: 'algo.noise.patterns={{\"*{next(iter(names))}\": frozen}}'."
+                f"noise on {next(iter(names.values())).name} is not possible:"
+                f" {type(module).__name__} is no plain Linear, Conv1D, Embedding, LayerNorm or"
+                f" RMSNorm. Freeze it: 'algo.noise.patterns={{\"*{next(iter(names))}\": frozen}}'."
             )
         sites.append(_Site(module, names))
         seen.update(address.name for address in names.values())
@@ -576,22 +676,36 @@ def _sites(model: nn.Module, wanted: list[Address]) -> list[_Site]:
 
 @torch.no_grad()
 def _shared_inputs(model: nn.Module, layers: list[nn.Module]) -> dict[int, int]:
-    """id of a linear layer -> number of its group: layers that are handed the very same tensor, found by one forward."""
+    """id of a linear layer -> number of its group: layers that are handed the very same tensor,
+    found by one forward.
+    """
     inputs: dict[int, Tensor] = {}
     hooks = [
-        layer.register_forward_pre_hook(lambda module, args: inputs.__setitem__(id(module), args[0]))
+        layer.register_forward_pre_hook(
+            lambda module, args: inputs.__setitem__(id(module), args[0])
+        )
         for layer in layers
     ]
     training = model.training
     try:
         model.eval()
         with fsdp.forwards(model):
-            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=fsdp.device(model)), use_cache=False)
+            model(
+                input_ids=torch.zeros(1, 1, dtype=torch.long, device=fsdp.device(model)),
+                use_cache=False,
+            )
     finally:
         model.train(training)
         for hook in hooks:
             hook.remove()
     groups: dict[int, list[int]] = {}
     for layer, x in inputs.items():
-        groups.setdefault(id(x), []).append(layer)  # the tensors are all alive in `inputs`, so ids are distinct
-    return {layer: number for number, group in enumerate(groups.values()) if len(group) > 1 for layer in group}
+        groups.setdefault(id(x), []).append(
+            layer
+        )  # the tensors are all alive in `inputs`, so ids are distinct
+    return {
+        layer: number
+        for number, group in enumerate(groups.values())
+        if len(group) > 1
+        for layer in group
+    }

@@ -35,8 +35,8 @@ class KlConfig:
         above("algo.kl.clamp", self.clamp, 0)
         if self.beta and self.estimator == "k1" and self.where == "loss":
             raise ConfigError(
-                "algo.kl.estimator=k1 has no effect with algo.kl.where=loss: its gradient is zero on average. "
-                "Use k2 or k3 there, or algo.kl.where=reward."
+                "algo.kl.estimator=k1 has no effect with algo.kl.where=loss: its gradient is zero"
+                " on average. Use k2 or k3 there, or algo.kl.where=reward."
             )
 
 
@@ -49,18 +49,24 @@ class StopAtConfig:
     entropy_below: float | None
 
     def crossed(self, seen: dict[str, float]) -> str | None:
-        """Which bound the numbers of a step are beyond, and what to do about it; None where they are within."""
+        """Which bound the numbers of a step are beyond, and what to do about it; None where they
+        are within.
+        """
         if self.kl is not None and seen["kl"] > self.kl:
-            return f"kl {seen['kl']:.3g} is above algo.stop_at.kl={self.kl:g}. Lower algo.lr or raise algo.kl.beta."
+            return (
+                f"kl {seen['kl']:.3g} is above algo.stop_at.kl={self.kl:g}. Lower algo.lr or raise"
+                " algo.kl.beta."
+            )
         if self.ratio_kl is not None and seen["ratio_kl"] > self.ratio_kl:
             return (
-                f"ratio_kl {seen['ratio_kl']:.3g} is above algo.stop_at.ratio_kl={self.ratio_kl:g}. "
-                "Lower algo.lr or algo.passes."
+                f"ratio_kl {seen['ratio_kl']:.3g} is above algo.stop_at.ratio_kl={self.ratio_kl:g}."
+                " Lower algo.lr or algo.passes."
             )
         if self.entropy_below is not None and seen["entropy"] < self.entropy_below:
             return (
-                f"entropy {seen['entropy']:.3g} is below algo.stop_at.entropy_below={self.entropy_below:g}. "
-                "Raise algo.entropy_bonus, or with algo.passes above 1 algo.epsilon_high."
+                f"entropy {seen['entropy']:.3g} is below"
+                f" algo.stop_at.entropy_below={self.entropy_below:g}. Raise algo.entropy_bonus, or"
+                " with algo.passes above 1 algo.epsilon_high."
             )
         return None
 
@@ -114,30 +120,42 @@ class GrpoConfig:
         for key in ("epsilon_low", "epsilon_high", "lr", "grad_clip", "cispo_max"):
             above(f"algo.{key}", getattr(self, key), 0)
         if self.epsilon_low >= 1:
-            raise ConfigError(f"algo.epsilon_low={self.epsilon_low} is out of range. Give a value below 1.")
+            raise ConfigError(
+                f"algo.epsilon_low={self.epsilon_low} is out of range. Give a value below 1."
+            )
         if self.dual_clip is not None:
             above("algo.dual_clip", self.dual_clip, 1)
         if self.delta is not None:
             above("algo.delta", self.delta, 1 + self.epsilon_high)
         if self.loss == "cispo" and (self.dual_clip is not None or self.delta is not None):
-            raise ConfigError("algo.dual_clip and algo.delta have no effect with algo.loss=cispo. Set them to null.")
+            raise ConfigError(
+                "algo.dual_clip and algo.delta have no effect with algo.loss=cispo. Set them to"
+                " null."
+            )
         if self.stop_at.kl is not None and not (self.kl.beta and self.kl.where == "loss"):
             raise ConfigError(
-                f"algo.stop_at.kl={self.stop_at.kl:g} has no effect without algo.kl.beta above 0 and algo.kl.where=loss: there the KL "
-                "to the reference model is measured. Set algo.kl.beta, for example 0.001, or leave it out."
+                f"algo.stop_at.kl={self.stop_at.kl:g} has no effect without algo.kl.beta above 0"
+                " and algo.kl.where=loss: there the KL to the reference model is measured. Set"
+                " algo.kl.beta, for example 0.001, or leave it out."
             )
         if self.passes == 1:
-            off_policy = {"dual_clip": self.dual_clip, "delta": self.delta, "stop_at.ratio_kl": self.stop_at.ratio_kl}
+            off_policy = {
+                "dual_clip": self.dual_clip,
+                "delta": self.delta,
+                "stop_at.ratio_kl": self.stop_at.ratio_kl,
+            }
             for key, value in off_policy.items():
                 if value is not None:
                     raise ConfigError(
-                        f"algo.{key}={value:g} has no effect with algo.passes=1: the ratio to the policy that sampled is "
-                        f"exactly 1. Set algo.{key}=null, or raise algo.passes."
+                        f"algo.{key}={value:g} has no effect with algo.passes=1: the ratio to the"
+                        f" policy that sampled is exactly 1. Set algo.{key}=null, or raise"
+                        " algo.passes."
                     )
         self._check_unused()
         if self.sampling.temperature == 0:
             raise ConfigError(
-                "algo.sampling.temperature=0 makes all samples of a prompt equal, so nothing is learnt. Use 1.0."
+                "algo.sampling.temperature=0 makes all samples of a prompt equal, so nothing is"
+                " learnt. Use 1.0."
             )
         if self.overlong_buffer >= self.sampling.max_new_tokens:
             raise ConfigError(
@@ -146,23 +164,33 @@ class GrpoConfig:
             )
 
     def _check_unused(self) -> None:
-        """Raise ConfigError for settings of another loss, of a pull that is off, or of ratios that are all 1."""
+        """Raise ConfigError for settings of another loss, of a pull that is off, or of ratios that
+        are all 1.
+        """
         leave = "Leave it out."
         unused: dict[str, str] = {}
         if self.passes == 1:  # first, so that what is more to the point stands in its place
-            exact = "with algo.passes=1: the ratio to the policy that sampled is exactly 1. Leave it out, or raise algo.passes."
+            exact = (
+                "with algo.passes=1: the ratio to the policy that sampled is exactly 1. Leave it"
+                " out, or raise algo.passes."
+            )
             unused = dict.fromkeys(("epsilon_low", "epsilon_high"), exact)
             if self.cispo_max >= 1:
                 unused["cispo_max"] = exact
             if not self.kl.beta or self.kl.estimator != "k3":
-                unused["kl.clamp"] = f"without algo.kl.beta above 0 and algo.kl.estimator=k3. {leave}"
+                unused["kl.clamp"] = (
+                    f"without algo.kl.beta above 0 and algo.kl.estimator=k3. {leave}"
+                )
         if self.loss == "cispo":
             other = f"with algo.loss=cispo, whose bound is algo.cispo_max. {leave}"
             unused |= dict.fromkeys(("epsilon_low", "epsilon_high"), other)
         else:
             unused["cispo_max"] = f"with algo.loss={self.loss}. {leave}"
         if not self.kl.beta:
-            off = "with algo.kl.beta=0: nothing is pulled. Set algo.kl.beta, for example 0.001, or leave it out."
+            off = (
+                "with algo.kl.beta=0: nothing is pulled. Set algo.kl.beta, for example 0.001, or"
+                " leave it out."
+            )
             unused |= {"kl.estimator": off, "kl.where": off}
         for key, why in unused.items():
             value = functools.reduce(getattr, key.split("."), self)
@@ -173,9 +201,11 @@ def check_switches(run: Run, settings: GrpoConfig) -> None:
     """Raise ConfigError for settings outside `algo` that have no effect with these."""
     if run.model.attention != "sdpa":
         raise ConfigError(
-            f"model.attention={run.model.attention} has no effect with algo=grpo, which uses sdpa. Leave it out."
+            f"model.attention={run.model.attention} has no effect with algo=grpo, which uses sdpa."
+            " Leave it out."
         )
     if run.opt.offload.enabled and not settings.kl.beta:
         raise ConfigError(
-            "opt=offload has no effect with algo=grpo and algo.kl.beta=0: there is no reference model. Leave it out, or set beta."
+            "opt=offload has no effect with algo=grpo and algo.kl.beta=0: there is no reference"
+            " model. Leave it out, or set beta."
         )

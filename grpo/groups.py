@@ -1,4 +1,6 @@
-"""From prompts to scored groups of completions: sampled once a prompt, scored in parallel, dead groups replaced."""
+"""From prompts to scored groups of completions: sampled once a prompt, scored in parallel, dead
+groups replaced.
+"""
 
 import itertools
 import logging
@@ -48,11 +50,13 @@ class Group:
 WHY_DEAD = ("all_wrong", "all_right", "cut_off", "all_equal")
 
 
-def why_dead(scores: Sequence[float], earned: Sequence[float], carries: Sequence[bool]) -> str | None:
+def why_dead(
+    scores: Sequence[float], earned: Sequence[float], carries: Sequence[bool]
+) -> str | None:
     """Why a group has nothing to teach, one of WHY_DEAD; None if it has.
 
-    Args: scores: the task's; earned: with the overlong penalty, but without KL, which is never equal twice and would
-    make every group look alive; carries: which completions carry loss.
+    Args: scores: the task's; earned: with the overlong penalty, but without KL, which is never
+    equal twice and would make every group look alive; carries: which completions carry loss.
     """
     if not any(carries):
         return "cut_off"
@@ -97,10 +101,11 @@ class Rollout:
     def nothing_to_learn(self) -> str:
         """Why there is no group to learn from."""
         return (
-            f"nothing to learn, so no optimizer step. Of {self.seen} groups in {self.rounds} rounds {self.dead['all_wrong']} "
-            f"are all wrong (too hard), {self.dead['all_right']} all right (too easy), {self.dead['cut_off']} cut off as a "
-            f"whole (raise algo.sampling.max_new_tokens), and {self.dead['all_equal']} have equal rewards in between (too "
-            "coarse)."
+            f"nothing to learn, so no optimizer step. Of {self.seen} groups in {self.rounds} rounds"
+            f" {self.dead['all_wrong']} are all wrong (too hard), {self.dead['all_right']} all"
+            f" right (too easy), {self.dead['cut_off']} cut off as a whole (raise"
+            f" algo.sampling.max_new_tokens), and {self.dead['all_equal']} have equal rewards in"
+            " between (too coarse)."
         )
 
 
@@ -120,14 +125,21 @@ class Roller:
         reference_rows: int,
     ) -> None:
         self.settings: GrpoConfig = run.algo
-        self.seed, self.context, self.sampler, self.tokenizer = run.seed, context, sampler, tokenizer
+        self.seed, self.context, self.sampler, self.tokenizer = (
+            run.seed,
+            context,
+            sampler,
+            tokenizer,
+        )
         self.task, self.order, self.reference, self.numbers = task, order, reference, numbers
         self.scorer = Scorer(task, run.scoring)
         self.rows, self.reference_rows = sampler.rows, reference_rows
         self.offload = run.opt.offload.enabled
 
     def roll(self, step: int, cursor: int, phases: Timer) -> tuple[Rollout, int]:
-        """Groups for one step, from position `cursor` of the training order on. Returns the next position too."""
+        """Groups for one step, from position `cursor` of the training order on. Returns the next
+        position too.
+        """
         live: list[Group] = []
         offending: list[dict[str, Any]] = []
         seen: list[Group] = []
@@ -149,41 +161,63 @@ class Roller:
             offending += self._offending(mine)
             fresh = [group for group in groups if group is not None]
             seen += fresh
-            live += [group for group in fresh if not group.dead or self.settings.resample_rounds == 0]
+            live += [
+                group for group in fresh if not group.dead or self.settings.resample_rounds == 0
+            ]
             rounds += 1
         scores = torch.tensor([group.scores for group in seen], dtype=torch.float64)
-        sound = all(math.isfinite(reward) for group in seen for reward in (*group.scores, *group.rewards))
+        sound = all(
+            math.isfinite(reward) for group in seen for reward in (*group.scores, *group.rewards)
+        )
         names = components[0] if components else {}
-        return Rollout(
-            groups=live if sound and any(not group.dead for group in live) else [],
-            seen=len(seen),
-            dead=Counter(group.dead for group in seen if group.dead),
-            rounds=rounds,
-            generated=sum(len(c) for group in seen for c in group.completions),
-            completions=scores.numel(),
-            scores=scores,
-            lengths=torch.tensor([[len(c) for c in group.completions] for group in seen], dtype=torch.float64),
-            truncated=1 - sum(sum(group.finished) for group in seen) / scores.numel(),
-            components={n: _mean([v for part in components for v in part.get(n, [])]) for n in names},
-            component_seconds=seconds,
-            finite=sound,
-            offending=offending,
-        ), cursor
+        return (
+            Rollout(
+                groups=live if sound and any(not group.dead for group in live) else [],
+                seen=len(seen),
+                dead=Counter(group.dead for group in seen if group.dead),
+                rounds=rounds,
+                generated=sum(len(c) for group in seen for c in group.completions),
+                completions=scores.numel(),
+                scores=scores,
+                lengths=torch.tensor(
+                    [[len(c) for c in group.completions] for group in seen], dtype=torch.float64
+                ),
+                truncated=1 - sum(sum(group.finished) for group in seen) / scores.numel(),
+                components={
+                    n: _mean([v for part in components for v in part.get(n, [])]) for n in names
+                },
+                component_seconds=seconds,
+                finite=sound,
+                offending=offending,
+            ),
+            cursor,
+        )
 
     def _offending(self, groups: list[Group]) -> list[dict[str, Any]]:
         """The rows of `groups` whose rewards are not finite."""
         return [
-            nonfinite.row(self.task, group.example, self.tokenizer.decode(tokens), score, broken=math.isfinite(score))
+            nonfinite.row(
+                self.task,
+                group.example,
+                self.tokenizer.decode(tokens),
+                score,
+                broken=math.isfinite(score),
+            )
             for group in groups
-            for tokens, score, reward in zip(group.completions, group.scores, group.rewards, strict=True)
+            for tokens, score, reward in zip(
+                group.completions, group.scores, group.rewards, strict=True
+            )
             if not (math.isfinite(score) and math.isfinite(reward))
         ]
 
-    def _sample(self, examples: list[Example], start: int, step: int, phases: Timer) -> tuple[list[Group], Any]:
-        """This rank's share of `examples`: sampled, scored, and looked at by the reference model meanwhile.
+    def _sample(
+        self, examples: list[Example], start: int, step: int, phases: Timer
+    ) -> tuple[list[Group], Any]:
+        """This rank's share of `examples`: sampled, scored, and looked at by the reference model
+        meanwhile.
 
-        start: position of the first one in the training order. Draws are keyed by it: an example that comes twice in a
-        step gets other samples the second time.
+        start: position of the first one in the training order. Draws are keyed by it: an example
+        that comes twice in a step gets other samples the second time.
         """
         settings, share = self.settings, slice(self.context.rank, None, self.context.world_size)
         mine, positions = examples[share], list(range(start, start + len(examples)))[share]
@@ -203,7 +237,9 @@ class Roller:
 
         with phases("rollout"), fsdp.forwards(self.sampler.model):
             floor = fsdp.floor(self.sampler.model, self.rows, 1)
-            made, self.rows = hardware.halving(sample, self.rows, floor) if mine else (None, self.rows)
+            made, self.rows = (
+                hardware.halving(sample, self.rows, floor) if mine else (None, self.rows)
+            )
         if made is None:  # a rank without a prompt has only kept step
             with fsdp.forwards(self.reference):
                 return [], self.scorer.nothing()
@@ -234,12 +270,16 @@ class Roller:
         rewards = torch.tensor(scored.rewards, dtype=torch.float64)
         if settings.overlong_buffer:
             limit = settings.sampling.max_new_tokens
-            rewards = rewards + overlong_penalty(made.lengths.cpu().double(), limit, settings.overlong_buffer)
+            rewards = rewards + overlong_penalty(
+                made.lengths.cpu().double(), limit, settings.overlong_buffer
+            )
         earned = rewards.tolist()
         if settings.kl.beta and settings.kl.where == "reward":
             assert reference is not None
             for row, (logp, ref) in enumerate(zip(logps, reference, strict=True)):
-                divergence = kl(torch.tensor(logp), torch.tensor(ref), settings.kl.estimator, settings.kl.clamp)
+                divergence = kl(
+                    torch.tensor(logp), torch.tensor(ref), settings.kl.estimator, settings.kl.clamp
+                )
                 rewards[row] -= settings.kl.beta * divergence.sum().double()
         rewards[made.broken.cpu()] = math.nan  # a policy without finite logits has drawn nothing
         finished = made.finished.tolist()
@@ -264,17 +304,31 @@ class Roller:
         return groups, scored
 
     @torch.no_grad()
-    def _reference(self, prompts: list[list[int]], tokens: list[list[int]], rows: int) -> list[list[float]]:
-        """Log-probabilities of all completions under the reference model, `rows` in a forward, in order."""
+    def _reference(
+        self, prompts: list[list[int]], tokens: list[list[int]], rows: int
+    ) -> list[list[float]]:
+        """Log-probabilities of all completions under the reference model, `rows` in a forward, in
+        order.
+        """
         device, size = self.context.device.device, self.settings.samples_per_prompt
         found: list[list[float]] = []
-        each, cut = max(1, rows // size), min(rows, size)  # whole groups side by side, or parts of one
+        each, cut = (
+            max(1, rows // size),
+            min(rows, size),
+        )  # whole groups side by side, or parts of one
         for start, first in itertools.product(range(0, len(prompts), each), range(0, size, cut)):
             part = prompts[start : start + each]
-            chosen = [tokens[i * size : (i + 1) * size][first : first + cut] for i in range(start, start + len(part))]
-            with torch.autocast(device.type, self.numbers.compute, enabled=self.numbers.compute != torch.float32):
+            chosen = [
+                tokens[i * size : (i + 1) * size][first : first + cut]
+                for i in range(start, start + len(part))
+            ]
+            with torch.autocast(
+                device.type, self.numbers.compute, enabled=self.numbers.compute != torch.float32
+            ):
                 logp, _ = logprobs.token_logprobs(
-                    self.reference, logprobs.group(part, chosen, device), self.settings.sampling.temperature
+                    self.reference,
+                    logprobs.group(part, chosen, device),
+                    self.settings.sampling.temperature,
                 )
             flat = [row for group in chosen for row in group]
             found += [values[: len(row)] for values, row in zip(logp.tolist(), flat, strict=True)]

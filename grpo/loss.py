@@ -1,10 +1,11 @@
 """The losses and advantages of GRPO and its kin, as pure functions.
 
-Sources: GRPO arXiv:2402.03300 · Dr. GRPO 2503.20783 · DAPO 2503.14476 · GSPO 2507.18071 · CISPO 2506.13585 · dual clip
-1912.09729 · KL estimators: Schulman, "Approximating KL divergence". BNPO is TRL's name for a mean over a micro-batch's tokens.
+Sources: GRPO arXiv:2402.03300 · Dr. GRPO 2503.20783 · DAPO 2503.14476 · GSPO 2507.18071 · CISPO
+2506.13585 · dual clip 1912.09729 · KL estimators: Schulman, "Approximating KL divergence". BNPO is
+TRL's name for a mean over a micro-batch's tokens.
 
-Every loss is a sum divided by a count of the whole optimizer step, so that it and its gradient do not depend on
-micro-batches or ranks (bnpo alone does, by its definition).
+Every loss is a sum divided by a count of the whole optimizer step, so that it and its gradient do
+not depend on micro-batches or ranks (bnpo alone does, by its definition).
 """
 
 from dataclasses import dataclass
@@ -41,12 +42,16 @@ def advantages(rewards: Tensor, scale: str) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, limit: int, buffer: int) -> Tensor:
-    """DAPO's soft punishment (its equation 13): 0 up to limit - buffer tokens, then linearly to -1 at the limit."""
+    """DAPO's soft punishment (its equation 13): 0 up to limit - buffer tokens, then linearly to -1
+    at the limit.
+    """
     return ((limit - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 
 def kl(logp: Tensor, ref: Tensor, estimator: str, clamp: float) -> Tensor:
-    """Estimate of KL(policy || reference) at each token, from samples of the policy; k3's exponent is clamped."""
+    """Estimate of KL(policy || reference) at each token, from samples of the policy; k3's exponent
+    is clamped.
+    """
     x = logp - ref
     if estimator == "k1":
         return x
@@ -69,18 +74,24 @@ def policy_loss(
     """The loss of a micro-batch: its part of the optimizer step's loss. The parts add up.
 
     Args:
-        logp, old, ref, entropy: [B, T], of the policy, of the policy that sampled, of the reference, of the distribution.
-        advantage: [B]. mask: bool [B, T], tokens that carry loss. counts: of the whole optimizer step.
+        logp, old, ref, entropy: [B, T], of the policy, of the policy that sampled, of the
+        reference, of the distribution.
+        advantage: [B]. mask: bool [B, T], tokens that carry loss. counts: of the whole optimizer
+        step.
     Returns: a scalar, and sums over this micro-batch's tokens for the log.
     """
     kept = mask.to(logp.dtype)
     lengths = kept.sum(1).clamp(min=1)  # [B]
-    log_ratio = (logp - old).masked_fill(~mask, 0.0).clamp(-20.0, 20.0)  # exp of more would be infinite soon
+    log_ratio = (
+        (logp - old).masked_fill(~mask, 0.0).clamp(-20.0, 20.0)
+    )  # exp of more would be infinite soon
     advantage = advantage[:, None]  # [B, 1]
     low, high = 1 - settings.epsilon_low, 1 + settings.epsilon_high
 
     if settings.loss == "gspo":
-        ratio = torch.exp((log_ratio * kept).sum(1, keepdim=True) / lengths[:, None])  # [B, 1], one a sequence
+        ratio = torch.exp(
+            (log_ratio * kept).sum(1, keepdim=True) / lengths[:, None]
+        )  # [B, 1], one a sequence
     else:
         ratio = torch.exp(log_ratio)  # [B, T]
     clipped = ratio.clamp(low, high)
@@ -90,10 +101,14 @@ def policy_loss(
         unclipped = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
         loss = -torch.minimum(unclipped * advantage, clipped * advantage)
         if settings.dual_clip is not None:
-            loss = torch.where(advantage < 0, torch.minimum(loss, -settings.dual_clip * advantage), loss)
+            loss = torch.where(
+                advantage < 0, torch.minimum(loss, -settings.dual_clip * advantage), loss
+            )
     loss = loss.expand_as(logp)
 
-    divergence = kl(logp, ref, settings.kl.estimator, settings.kl.clamp) if ref is not None else None
+    divergence = (
+        kl(logp, ref, settings.kl.estimator, settings.kl.clamp) if ref is not None else None
+    )
     if divergence is not None and settings.kl.where == "loss":
         loss = loss + settings.kl.beta * divergence
     if settings.entropy_bonus:
@@ -116,7 +131,9 @@ def policy_loss(
         outside = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
         sums = {
             "clipped": (outside.expand_as(mask) & mask).sum(),
-            "ratio_kl": (kl(old, logp, "k3", settings.kl.clamp) * kept).sum(),  # samples come from the old policy
+            "ratio_kl": (
+                (kl(old, logp, "k3", settings.kl.clamp) * kept).sum()
+            ),  # samples come from the old policy
             "entropy": (entropy * kept).sum() if entropy is not None else logp.new_zeros(()),
             "kl": (divergence * kept).sum() if divergence is not None else logp.new_zeros(()),
         }

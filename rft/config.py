@@ -42,11 +42,15 @@ class SelectConfig:
         at_least("algo.select.min_distance", self.min_distance, 0)
         for key in ("accept", "min_distance"):
             if getattr(self, key) > 1:
-                raise ConfigError(f"algo.select.{key}={getattr(self, key)} is out of range. Give a value up to 1.")
+                raise ConfigError(
+                    f"algo.select.{key}={getattr(self, key)} is out of range. Give a value up to 1."
+                )
         choice("algo.select.buffer", self.buffer, ("all", "last"))
 
     def accepts(self, reward: float, finished: bool) -> bool:
-        """Whether a completion is right; one that was cut off never is. The slack is that of a weighted mean's rounding."""
+        """Whether a completion is right; one that was cut off never is. The slack is that of a
+        weighted mean's rounding.
+        """
         return finished and self.accept - 1e-9 <= reward < math.inf
 
 
@@ -63,7 +67,10 @@ class LoraConfig:
         above("algo.lora.alpha", self.alpha, 0)
         if not self.rank:
             for key in ("alpha", "targets"):
-                off = "with algo.lora.rank=0: all weights are trained. Set algo.lora.rank, for example 16, or leave it out."
+                off = (
+                    "with algo.lora.rank=0: all weights are trained. Set algo.lora.rank, for"
+                    " example 16, or leave it out."
+                )
                 no_effect("algo/rft.yaml", f"lora.{key}", getattr(self, key), off)
 
 
@@ -108,7 +115,13 @@ class RftConfig:
             *("empty_cache_every", "epochs", "batch_rows", "accumulate", "pack_tokens", "patience"),
         ):
             at_least(f"algo.{key}", getattr(self, key), 1)
-        for key in ("second_round_samples", "hint_samples", "validation_prompts", "pass_samples", "warmup"):
+        for key in (
+            "second_round_samples",
+            "hint_samples",
+            "validation_prompts",
+            "pass_samples",
+            "warmup",
+        ):
             at_least(f"algo.{key}", getattr(self, key), 0)
         for key in ("lr", "grad_clip"):
             above(f"algo.{key}", getattr(self, key), 0)
@@ -116,12 +129,14 @@ class RftConfig:
             if getattr(self, key) is not None:
                 at_least(f"algo.{key}", getattr(self, key), 1)
         if self.warmup >= 1:
-            raise ConfigError(f"algo.warmup={self.warmup} is a share of the steps. Give a value below 1.")
+            raise ConfigError(
+                f"algo.warmup={self.warmup} is a share of the steps. Give a value below 1."
+            )
         choice("algo.start_from", self.start_from, ("base", "last"))
         if self.sampling.temperature == 0:
             raise ConfigError(
-                "algo.sampling.temperature=0 makes all samples of a prompt equal, so there is nothing to choose from. "
-                "Use for example 0.7."
+                "algo.sampling.temperature=0 makes all samples of a prompt equal, so there is"
+                " nothing to choose from. Use for example 0.7."
             )
         if not self.packing:
             off = "with algo.packing=false. Add algo.packing=true, or leave it out."
@@ -129,18 +144,21 @@ class RftConfig:
         self.part()
         if self.shard is not None and self.stage != "generate":
             raise ConfigError(
-                f"algo.shard={self.shard} has no effect with algo.stage={self.stage}: only samples are made in shards. "
-                "Use algo.stage=generate."
+                f"algo.shard={self.shard} has no effect with algo.stage={self.stage}: only samples"
+                " are made in shards. Use algo.stage=generate."
             )
 
     def part(self) -> tuple[int, int]:
-        """Which shard this run makes, from 1, and of how many. Raises: ConfigError where `shard` is not like 2/8."""
+        """Which shard this run makes, from 1, and of how many. Raises: ConfigError where `shard` is
+        not like 2/8.
+        """
         if self.shard is None:
             return 1, 1
         match = re.fullmatch(r"(\d+)/(\d+)", self.shard)
         if not match or not 1 <= int(match[1]) <= int(match[2]):
             raise ConfigError(
-                f"algo.shard={self.shard!r} is no shard. Give one of I/N with I from 1 to N, such as 2/8."
+                f"algo.shard={self.shard!r} is no shard. Give one of I/N with I from 1 to N, such"
+                " as 2/8."
             )
         return int(match[1]), int(match[2])
 
@@ -149,18 +167,22 @@ def check_switches(run: Run, settings: RftConfig) -> None:
     """Raise ConfigError for settings outside `algo` that have no effect with these."""
     if run.model.attention != "sdpa":
         raise ConfigError(
-            f"model.attention={run.model.attention} has no effect with algo=rft, which uses sdpa. Leave it out."
+            f"model.attention={run.model.attention} has no effect with algo=rft, which uses sdpa."
+            " Leave it out."
         )
     if run.opt.offload.enabled:
-        raise ConfigError("opt=offload has no effect with algo=rft: there is no reference model. Leave it out.")
+        raise ConfigError(
+            "opt=offload has no effect with algo=rft: there is no reference model. Leave it out."
+        )
     if run.evaluate.every:
         raise ConfigError(
-            f"evaluate.every={run.evaluate.every} has no effect with algo=rft, which evaluates after each iteration. "
-            "Leave it out."
+            f"evaluate.every={run.evaluate.every} has no effect with algo=rft, which evaluates"
+            " after each iteration. Leave it out."
         )
     if run.budget.given and settings.stage != "all":
         raise ConfigError(
-            f"a budget has no effect with algo.stage={settings.stage}: it is one of a whole run. Leave it out."
+            f"a budget has no effect with algo.stage={settings.stage}: it is one of a whole run."
+            " Leave it out."
         )
     if run.resume not in ("no", "auto"):
         raise ConfigError(

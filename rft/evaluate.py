@@ -25,7 +25,9 @@ def pass_rates(
     scorer: Scorer,
     examples: Sequence[Example],
 ) -> dict[str, float]:
-    """pass@1 and pass@k in percent, with k = algo.pass_samples; empty where that is 0. Every rank returns the same."""
+    """pass@1 and pass@k in percent, with k = algo.pass_samples; empty where that is 0. Every rank
+    returns the same.
+    """
     settings: RftConfig = run.algo
     count, mine = settings.pass_samples, examples[context.rank :: context.world_size]
     if not count:
@@ -46,20 +48,28 @@ def pass_rates(
 
     with fsdp.forwards(sampler.model):
         floor = fsdp.floor(sampler.model, sampler.rows, 1)
-        made, sampler.rows = hardware.halving(sample, sampler.rows, floor) if mine else (None, sampler.rows)
+        made, sampler.rows = (
+            hardware.halving(sample, sampler.rows, floor) if mine else (None, sampler.rows)
+        )
     if made is not None:
         repeated = [example for example in mine for _ in range(count)]
         rewards = scorer.submit(repeated, made.texts(tokenizer)).result().rewards
         good = [
-            settings.select.accepts(reward, done) for reward, done in zip(rewards, made.finished.tolist(), strict=True)
+            settings.select.accepts(reward, done)
+            for reward, done in zip(rewards, made.finished.tolist(), strict=True)
         ]
         right = [sum(good[i : i + count]) for i in range(0, len(good), count)]
     everyone = [n for part in context.gather_objects(right) for n in part]
-    return {f"pass@{k}": 100 * sum(pass_at(n, count, k) for n in everyone) / len(everyone) for k in sorted({1, count})}
+    return {
+        f"pass@{k}": 100 * sum(pass_at(n, count, k) for n in everyone) / len(everyone)
+        for k in sorted({1, count})
+    }
 
 
 def pass_at(right: int, of: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of `k` samples is right, from `right` of `of` (arXiv:2107.03374)."""
+    """Unbiased estimate of the chance that one of `k` samples is right, from `right` of `of`
+    (arXiv:2107.03374).
+    """
     if of - right < k:
         return 1.0
     chance = 1.0

@@ -1,8 +1,9 @@
-"""Fine-tuning on selected completions: full weights or LoRA, completion tokens only, a prompt computed once for all of them.
+"""Fine-tuning on selected completions: full weights or LoRA, completion tokens only, a prompt
+computed once for all of them.
 
-A prompt and its completions are a tree: completions attend to their prompt and to themselves, never to each other, and their
-positions go on from the prompt. A row holds one tree, or with packing several, none of which sees another; either way every
-token's loss equals that of a row of its own.
+A prompt and its completions are a tree: completions attend to their prompt and to themselves, never
+to each other, and their positions go on from the prompt. A row holds one tree, or with packing
+several, none of which sees another; either way every token's loss equals that of a row of its own.
 """
 
 import importlib.util
@@ -57,8 +58,8 @@ class Tree:
 class Layout:
     """Rows of trees, padded on the right. B rows, T columns, N tokens that carry loss.
 
-    ids, positions: int64 [B, T]. mask: additive [B, 1, T, T]. source: int64 [N], flat index of the state that predicts each
-    token of `targets`, int64 [N].
+    ids, positions: int64 [B, T]. mask: additive [B, 1, T, T]. source: int64 [N], flat index of the
+    state that predicts each token of `targets`, int64 [N].
     """
 
     ids: Tensor
@@ -73,7 +74,8 @@ def lay(rows: Sequence[Sequence[Tree]], device: torch.device) -> Layout:
     width = max(sum(tree.tokens for tree in row) for row in rows)
     shape = (len(rows), width)
     ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-    # Of each column: which tree, and which completion in it (0 = the prompt). Padding is a tree of its own.
+    # Of each column: which tree, and which completion in it (0 = the prompt). Padding is a tree of
+    # its own.
     trees, branches = torch.full(shape, -1), torch.zeros(shape, dtype=torch.long)
     source: list[int] = []
     targets: list[int] = []
@@ -88,7 +90,10 @@ def lay(rows: Sequence[Sequence[Tree]], device: torch.device) -> Layout:
                 positions[row, where] = torch.arange(len(tokens)) + (length if branch else 0)
                 trees[row, where], branches[row, where] = number, branch
                 if branch:
-                    source += [row * width + last, *range(row * width + column, row * width + where.stop - 1)]
+                    source += [
+                        row * width + last,
+                        *range(row * width + column, row * width + where.stop - 1),
+                    ]
                     targets += tokens
                 column = where.stop
     trees, branches = trees.to(device), branches.to(device)
@@ -106,7 +111,9 @@ def lay(rows: Sequence[Sequence[Tree]], device: torch.device) -> Layout:
 
 
 def token_losses(forward: Any, model: Any, layout: Layout, dtype: torch.dtype) -> Tensor:
-    """-log p of each token that carries loss, float32 [N]. forward: the model without its head, perhaps compiled."""
+    """-log p of each token that carries loss, float32 [N]. forward: the model without its head,
+    perhaps compiled.
+    """
 
     def losses(model: Any) -> Tensor:
         states = forward(
@@ -115,7 +122,9 @@ def token_losses(forward: Any, model: Any, layout: Layout, dtype: torch.dtype) -
             position_ids=layout.positions,
             use_cache=False,
         ).last_hidden_state
-        logp, _ = logprobs.head_logprobs(model, states.flatten(0, 1)[layout.source], layout.targets, 1.0)
+        logp, _ = logprobs.head_logprobs(
+            model, states.flatten(0, 1)[layout.source], layout.targets, 1.0
+        )
         return -logp
 
     with torch.autocast(layout.ids.device.type, dtype, enabled=dtype != torch.float32):
@@ -123,7 +132,9 @@ def token_losses(forward: Any, model: Any, layout: Layout, dtype: torch.dtype) -
 
 
 def steps(trees: Sequence[Tree], completions: int, epoch: int, seed: int) -> list[list[Tree]]:
-    """The trees of an epoch in random order, cut into optimizer steps of about `completions` completions each."""
+    """The trees of an epoch in random order, cut into optimizer steps of about `completions`
+    completions each.
+    """
     order = list(trees)
     random.Random(f"finetune {seed} {epoch}").shuffle(order)
     found: list[list[Tree]] = []
@@ -137,13 +148,16 @@ def steps(trees: Sequence[Tree], completions: int, epoch: int, seed: int) -> lis
     return found
 
 
-def micro_batches(trees: Sequence[Tree], completions: int, pack_tokens: int | None) -> list[list[list[Tree]]]:
+def micro_batches(
+    trees: Sequence[Tree], completions: int, pack_tokens: int | None
+) -> list[list[list[Tree]]]:
     """Forwards of about `completions` completions: lists of rows, which are lists of trees.
 
-    pack_tokens: None = a tree a row, those of like length together; else rows of up to so many tokens, filled best-fit (a
-    longer tree has a row of its own).
+    pack_tokens: None = a tree a row, those of like length together; else rows of up to so many
+    tokens, filled best-fit (a longer tree has a row of its own).
     """
-    # Where memory is so short that a tree does not fit, its completions share their prompt in smaller parts.
+    # Where memory is so short that a tree does not fit, its completions share their prompt in
+    # smaller parts.
     parts = [
         Tree(tree.prompt, tree.completions[start : start + completions])
         for tree in trees
@@ -175,17 +189,28 @@ def micro_batches(trees: Sequence[Tree], completions: int, pack_tokens: int | No
 def check_lora(model: Any, config: LoraConfig) -> None:
     """Raise ConfigError where peft is not installed or a target is not in the model."""
     if importlib.util.find_spec("peft") is None:
-        raise ConfigError("algo.lora.rank needs a package: pip install 'clutch[lora]'. Or set algo.lora.rank=0.")
-    names = sorted({name.rsplit(".", 1)[-1] for name, module in model.named_modules() if hasattr(module, "weight")})
+        raise ConfigError(
+            "algo.lora.rank needs a package: pip install 'clutch[lora]'. Or set algo.lora.rank=0."
+        )
+    names = sorted(
+        {
+            name.rsplit(".", 1)[-1]
+            for name, module in model.named_modules()
+            if hasattr(module, "weight")
+        }
+    )
     for target in _targets(config):
         if target != "all-linear" and target not in names:
             raise ConfigError(
-                f"algo.lora.targets={config.targets!r}: the model has no module {target!r}. Modules: {', '.join(names)}."
+                f"algo.lora.targets={config.targets!r}: the model has no module {target!r}."
+                f" Modules: {', '.join(names)}."
             )
 
 
 def with_lora(model: Any, config: LoraConfig) -> Any:
-    """`model` with adapters in it, its own weights frozen. Returns the peft model around it; see `check_lora`."""
+    """`model` with adapters in it, its own weights frozen. Returns the peft model around it; see
+    `check_lora`.
+    """
     import peft
 
     targets = _targets(config)
@@ -196,17 +221,23 @@ def with_lora(model: Any, config: LoraConfig) -> Any:
         task_type="CAUSAL_LM",
         lora_dropout=0.0,
     )
-    with peft_of_today(), fsdp.gathered(model):  # peft takes a sharded weight for one of tensor parallelism
+    with (
+        peft_of_today(),
+        fsdp.gathered(model),
+    ):  # peft takes a sharded weight for one of tensor parallelism
         found = peft.get_peft_model(model, adapters)
     for parameter in model.parameters():
-        if isinstance(parameter, DTensor):  # peft has frozen what was gathered of it; adapters are whole on every rank
+        if isinstance(
+            parameter, DTensor
+        ):  # peft has frozen what was gathered of it; adapters are whole on every rank
             parameter.requires_grad_(False)
     return found
 
 
 @torch.no_grad()
 def merge_rows(model: Any) -> None:
-    """Add adapters, which every rank has, to the rows of the sharded weights that this rank holds."""
+    """Add adapters, which every rank has, to the rows of the sharded weights that this rank holds.
+    """
     for module in model.modules():
         if hasattr(module, "get_delta_weight"):
             weight = module.base_layer.weight
@@ -222,9 +253,10 @@ def _targets(config: LoraConfig) -> list[str]:
 class Finetuner:
     """One fine-tuning: the weights, their optimizer and the steps still to do.
 
-    Args: model: plain, float32; trained in place (with LoRA, `finish` merges the adapters into it). folder: where its
-    checkpoints and adapter go. seed: of the order, and of the adapters' first values. unusual: called where a step was not made, with what is not finite
-    and this rank's trees behind it; it may raise to stop the run.
+    Args: model: plain, float32; trained in place (with LoRA, `finish` merges the adapters into it).
+    folder: where its checkpoints and adapter go. seed: of the order, and of the adapters' first
+    values. unusual: called where a step was not made, with what is not finite and this rank's trees
+    behind it; it may raise to stop the run.
     """
 
     def __init__(
@@ -248,7 +280,9 @@ class Finetuner:
                 torch.default_generator.manual_seed(seed)
                 self.lora = with_lora(model, self.settings.lora)
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.updater = optim.Updater(list(self.named.values()), self.settings, numbers, context.device.device)
+        self.updater = optim.Updater(
+            list(self.named.values()), self.settings, numbers, context.device.device
+        )
         self.guards = optim.Guards(numbers.scaler)
         self.rows = self.settings.batch_rows
         if run.opt.checkpointing.enabled:
@@ -262,7 +296,9 @@ class Finetuner:
         self.done = 0
 
     def resume(self, record: dict[str, Any], same: Callable[..., None]) -> dict[str, Any]:
-        """Take over the newest checkpoint, if there is one. Returns the state that was saved with it."""
+        """Take over the newest checkpoint, if there is one. Returns the state that was saved with
+        it.
+        """
         saved = checkpoint.latest(self.folder / "checkpoints")
         if saved is None:
             return {}
@@ -284,7 +320,9 @@ class Finetuner:
         )
 
     def train(self, seen: Callable[..., bool]) -> None:
-        """All steps that are left. Calls `seen(event, phases)` on every rank after each; it returns True to end."""
+        """All steps that are left. Calls `seen(event, phases)` on every rank after each; it returns
+        True to end.
+        """
         flat = [trees for epoch in self.epochs for trees in epoch]
         for step in range(self.done, self.total):
             started, phases = time.perf_counter(), Timer()
@@ -294,7 +332,9 @@ class Finetuner:
                 return
 
     def step(self, trees: Sequence[Tree], step: int, phases: Timer) -> dict[str, float]:
-        """One optimizer step on `trees`: the mean loss over all of their completion tokens, whatever the forwards."""
+        """One optimizer step on `trees`: the mean loss over all of their completion tokens,
+        whatever the forwards.
+        """
         context, settings = self.context, self.settings
         device = context.device.device
         tokens = sum(tree.targets for tree in trees)
@@ -303,18 +343,27 @@ class Finetuner:
         def attempt(rows: int) -> float:
             self.updater.clear()
             total = torch.zeros((), dtype=torch.float64, device=device)
-            every = [micro_batches(share, rows, settings.pack_tokens if settings.packing else None) for share in shares]
+            every = [
+                micro_batches(share, rows, settings.pack_tokens if settings.packing else None)
+                for share in shares
+            ]
             for batch in every[context.rank]:
-                losses = token_losses(self.forward, self.model, lay(batch, device), self.numbers.compute)
+                losses = token_losses(
+                    self.forward, self.model, lay(batch, device), self.numbers.compute
+                )
                 loss = losses.sum() / tokens
                 self.updater.scaler.scale(loss).backward()
                 total += loss.detach()
             if fsdp.of(self.model):
-                logprobs.keep_step(self.model, max(map(len, every)) - len(every[context.rank]), device)
+                logprobs.keep_step(
+                    self.model, max(map(len, every)) - len(every[context.rank]), device
+                )
             return total.item()
 
         with phases("train"):
-            self.model.train(self.run.opt.checkpointing.enabled)  # a checkpointed block wants training mode
+            self.model.train(
+                self.run.opt.checkpointing.enabled
+            )  # a checkpointed block wants training mode
             loss, self.rows = hardware.halving(
                 attempt, self.rows, fsdp.floor(self.model, self.rows, 1), key="algo.batch_rows"
             )
@@ -336,11 +385,18 @@ class Finetuner:
         """Those whose loss is not finite; all of them where only their gradient is not."""
         device, dtype = self.context.device.device, self.numbers.compute
         with fsdp.forwards(self.model):
-            alone = [token_losses(self.model.base_model, self.model, lay([[tree]], device), dtype) for tree in trees]
-        return [tree for tree, loss in zip(trees, alone, strict=True) if not torch.isfinite(loss).all()] or list(trees)
+            alone = [
+                token_losses(self.model.base_model, self.model, lay([[tree]], device), dtype)
+                for tree in trees
+            ]
+        return [
+            tree for tree, loss in zip(trees, alone, strict=True) if not torch.isfinite(loss).all()
+        ] or list(trees)
 
     def finish(self) -> Any:
-        """The plain model after training. With LoRA the adapter is written to FOLDER/adapter and merged."""
+        """The plain model after training. With LoRA the adapter is written to FOLDER/adapter and
+        merged.
+        """
         if self.lora is None:
             return self.model
         if self.context.main:

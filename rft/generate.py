@@ -1,8 +1,9 @@
 """From prompts to verified samples, in chunks that are written whole and never made twice.
 
-Samples are lines of RUN/iteration-K/samples-I-of-N.jsonl, one file a shard, below a first line that says what they were made
-with. A chunk (some prompts, some sample ids of each) is one call of the sampler; a run that was killed makes a chunk that
-was cut short again as a whole, the same rows together, so that it ends with the set of a run that was not killed.
+Samples are lines of RUN/iteration-K/samples-I-of-N.jsonl, one file a shard, below a first line that
+says what they were made with. A chunk (some prompts, some sample ids of each) is one call of the
+sampler; a run that was killed makes a chunk that was cut short again as a whole, the same rows
+together, so that it ends with the set of a run that was not killed.
 """
 
 import json
@@ -33,7 +34,18 @@ log = logging.getLogger("clutch")
 
 Record = dict[str, Any]
 # What later stages read of a record.
-FIELDS = {"prompt", "sample", "round", "completion", "parsed", "finished", "accepted", "path", "entropy", "tokens"}
+FIELDS = {
+    "prompt",
+    "sample",
+    "round",
+    "completion",
+    "parsed",
+    "finished",
+    "accepted",
+    "path",
+    "entropy",
+    "tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -47,11 +59,16 @@ class Chunk:
 
     def keys(self) -> list[tuple[int, int]]:
         """(prompt id, sample id) of each of its samples, in order."""
-        return [(e.id, s) for e in self.examples for s in range(self.first, self.first + self.count)]
+        return [
+            (e.id, s) for e in self.examples for s in range(self.first, self.first + self.count)
+        ]
 
 
-def missing(examples: Sequence[Example], held: dict[tuple[int, int], Record], settings: RftConfig) -> list[Chunk]:
-    """Chunks of the first unfinished round that are not wholly in `held`; empty when all rounds are done.
+def missing(
+    examples: Sequence[Example], held: dict[tuple[int, int], Record], settings: RftConfig
+) -> list[Chunk]:
+    """Chunks of the first unfinished round that are not wholly in `held`; empty when all rounds are
+    done.
 
     The later rounds are for the prompts that have no accepted sample by then.
     """
@@ -74,7 +91,9 @@ def missing(examples: Sequence[Example], held: dict[tuple[int, int], Record], se
     return []
 
 
-def _chunks(name: str, examples: Sequence[Example], first: int, count: int, settings: RftConfig) -> Iterator[Chunk]:
+def _chunks(
+    name: str, examples: Sequence[Example], first: int, count: int, settings: RftConfig
+) -> Iterator[Chunk]:
     for start in range(0, len(examples), settings.prompts_per_batch):
         together = tuple(examples[start : start + settings.prompts_per_batch])
         for offset in range(0, count, settings.chunk_size):
@@ -84,14 +103,23 @@ def _chunks(name: str, examples: Sequence[Example], first: int, count: int, sett
 def made_with(run: Run, iteration: int) -> dict[str, Any]:
     """The settings that the samples of an iteration depend on."""
     settings: RftConfig = run.algo
-    keys = ("prompts", "samples_per_prompt", "second_round_samples", "hint_samples", "prompts_per_batch", "chunk_size")
+    keys = (
+        "prompts",
+        "samples_per_prompt",
+        "second_round_samples",
+        "hint_samples",
+        "prompts_per_batch",
+        "chunk_size",
+    )
     return {
         "iteration": iteration,
         "seed": run.seed,
         "model": asdict(run.model),
         "task": run.task,
-        "algo": {key: getattr(settings, key) for key in (*keys, "validation_prompts")}
-        | {"sampling": asdict(settings.sampling), "select.accept": settings.select.accept},
+        "algo": (
+            {key: getattr(settings, key) for key in (*keys, "validation_prompts")}
+            | {"sampling": asdict(settings.sampling), "select.accept": settings.select.accept}
+        ),
     }
 
 
@@ -113,8 +141,8 @@ class Store:
         except ValueError:
             if len(lines) > 1:
                 raise ConfigError(
-                    f"{self.path}:1 is not the first line of a file of samples. Move the file away, or use another "
-                    "hydra.run.dir."
+                    f"{self.path}:1 is not the first line of a file of samples. Move the file away,"
+                    " or use another hydra.run.dir."
                 ) from None
             saved = self.header  # the file was torn in its first line: nothing is lost
         check_same(self.path, saved, self.header)
@@ -128,7 +156,8 @@ class Store:
             except (ValueError, KeyError, TypeError, AttributeError):
                 if number < len(lines):
                     raise ConfigError(
-                        f"{self.path}:{number} is not a sample. Remove the line: its chunk is then made again."
+                        f"{self.path}:{number} is not a sample. Remove the line: its chunk is then"
+                        " made again."
                     ) from None
         self.held = dict(records)
         if self.writes and (len(lines) == 1 or lines[-1] or len(self.held) < len(records)):
@@ -186,18 +215,24 @@ def shard_counts(folder: Path) -> set[int]:
 
 
 def merged(
-    folder: Path, examples: Sequence[Example], header: dict[str, Any], settings: RftConfig, whole: bool = True
+    folder: Path,
+    examples: Sequence[Example],
+    header: dict[str, Any],
+    settings: RftConfig,
+    whole: bool = True,
 ) -> list[Record]:
     """The samples of all shards of an iteration, by prompt and sample.
 
-    Raises: ConfigError where a shard is missing or, if they are to be `whole`, not done, or was made with other settings.
+    Raises: ConfigError where a shard is missing or, if they are to be `whole`, not done, or was
+    made with other settings.
     """
     counts = shard_counts(folder)
     if not counts:
         raise ConfigError(f"{folder} has no samples yet. Make them: algo.stage=generate.")
     if len(counts) > 1:
         raise ConfigError(
-            f"{folder} has samples in shards of {' and of '.join(map(str, sorted(counts)))}. Keep the files of one of them."
+            f"{folder} has samples in shards of {' and of '.join(map(str, sorted(counts)))}. Keep"
+            " the files of one of them."
         )
     of = counts.pop()
     records: dict[tuple[int, int], Record] = {}
@@ -225,10 +260,20 @@ class _Made:
 
 
 class Generator:
-    """Fills a store. Each rank samples a chunk at a time; rank 0 writes; all of them hold all samples."""
+    """Fills a store. Each rank samples a chunk at a time; rank 0 writes; all of them hold all
+    samples.
+    """
 
-    def __init__(self, run: Run, context: Context, task: Task, tokenizer: Any, scorer: Scorer, rows: int) -> None:
-        self.run, self.context, self.task, self.tokenizer, self.scorer = run, context, task, tokenizer, scorer
+    def __init__(
+        self, run: Run, context: Context, task: Task, tokenizer: Any, scorer: Scorer, rows: int
+    ) -> None:
+        self.run, self.context, self.task, self.tokenizer, self.scorer = (
+            run,
+            context,
+            task,
+            tokenizer,
+            scorer,
+        )
         self.settings: RftConfig = run.algo
         self.rows = rows
 
@@ -244,10 +289,12 @@ class Generator:
     ) -> None:
         """Make all that is missing, a chunk a rank at a time.
 
-        Args: begin: called before each round with its name and the number of samples to come. seen: called on every rank
-        after each wave of chunks with their samples, the seconds of sampling, all seconds since the last call, and those by
-        phase; it may raise to stop the run, or return True to end the sampling after the wave that is under way. unusual: called
-        on every rank with its samples of a wave whose rewards or logits are not finite, where any rank has some; it may raise.
+        Args: begin: called before each round with its name and the number of samples to come. seen:
+        called on every rank after each wave of chunks with their samples, the seconds of sampling,
+        all seconds since the last call, and those by phase; it may raise to stop the run, or return
+        True to end the sampling after the wave that is under way. unusual: called on every rank
+        with its samples of a wave whose rewards or logits are not finite, where any rank has some;
+        it may raise.
         """
         context, size = self.context, self.context.world_size
         sampler.rows, waves = self.rows, 0
@@ -258,16 +305,23 @@ class Generator:
             ending = False
             started, phases = time.perf_counter(), Timer()
             for start in range(0, len(todo) + size, size):
-                # The rewards of a wave are computed, in a pool of workers, while the next one is sampled.
+                # The rewards of a wave are computed, in a pool of workers, while the next one is
+                # sampled.
                 was_ending = ending
-                mine = todo[start + context.rank] if start + context.rank < len(todo) and not ending else None
+                mine = (
+                    todo[start + context.rank]
+                    if start + context.rank < len(todo) and not ending
+                    else None
+                )
                 with fsdp.forwards(sampler.model):
                     made = self._sample(mine, sampler, iteration, phases) if mine else None
                 if start > 0:
                     with phases("reward"):
                         records, offending = self._records(last) if last else ([], [])
                     with phases("exchange"):
-                        parts = context.gather_objects((records, last.seconds if last else 0.0, bool(offending)))
+                        parts = context.gather_objects(
+                            (records, last.seconds if last else 0.0, bool(offending))
+                        )
                     fresh = [record for part, _, _ in parts for record in part]
                     if any(bad for _, _, bad in parts):
                         unusual(offending)
@@ -305,7 +359,9 @@ class Generator:
 
         started = time.perf_counter()
         with phases("rollout"):
-            made, self.rows = hardware.halving(sample, self.rows, fsdp.floor(sampler.model, self.rows, 1))
+            made, self.rows = hardware.halving(
+                sample, self.rows, fsdp.floor(sampler.model, self.rows, 1)
+            )
             texts = made.texts(self.tokenizer)
         seconds = time.perf_counter() - started
         repeated = [example for example in chunk.examples for _ in range(chunk.count)]
@@ -317,7 +373,9 @@ class Generator:
         scored, completions = made.pending.result(), made.completions
         assert completions.logprobs is not None
         lengths = completions.lengths.tolist()
-        entropy = (-completions.logprobs.sum(1) / completions.lengths).tolist()  # estimated from what was drawn
+        entropy = (
+            -completions.logprobs.sum(1) / completions.lengths
+        ).tolist()  # estimated from what was drawn
         answer = getattr(self.task, "answer", lambda text: None)
         path_key = getattr(self.task, "path_key", lambda text: "")
         by_id = {example.id: example for example in made.chunk.examples}
@@ -325,13 +383,22 @@ class Generator:
         offending: list[dict[str, Any]] = []
         broken = completions.broken.tolist()
         for row, (prompt, sample) in enumerate(made.chunk.keys()):
-            example, text, finished = by_id[prompt], made.texts[row], bool(completions.finished[row])
+            example, text, finished = (
+                by_id[prompt],
+                made.texts[row],
+                bool(completions.finished[row]),
+            )
             reward = scored.rewards[row]
             if sound := math.isfinite(reward) and not broken[row]:
                 accepted = self.settings.select.accepts(reward, finished)
             else:
                 accepted = False
-                offending.append({"sample": sample, **nonfinite.row(self.task, example, text, reward, broken[row])})
+                offending.append(
+                    {
+                        "sample": sample,
+                        **nonfinite.row(self.task, example, text, reward, broken[row]),
+                    }
+                )
             records.append(
                 {
                     "prompt": prompt,

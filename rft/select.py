@@ -1,8 +1,9 @@
 """From samples to training data: the right ones, and of each prompt a few distinct ways.
 
-The number of distinct reasoning paths is what rejection-sampling fine-tuning gains from (arXiv:2308.01825). Two completions are
-one path if their texts are equal, or if the task's `path_key` (normalised equations or numbers) is; among the
-others those are kept that differ most in text.
+The number of distinct reasoning paths is what rejection-sampling fine-tuning gains from
+(arXiv:2308.01825). Two completions are one path if their texts are equal, or if the task's
+`path_key` (normalised equations or numbers) is; among the others those are kept that differ most in
+text.
 """
 
 from collections.abc import Sequence
@@ -19,14 +20,19 @@ QUARTERS = (25, 50, 75)
 
 @dataclass
 class Selection:
-    """kept: by prompt id, in order of the ids. stats: what the log and RUN/iteration-K/selected.json say."""
+    """kept: by prompt id, in order of the ids. stats: what the log and
+    RUN/iteration-K/selected.json say.
+    """
 
     kept: dict[int, list[Record]]
     stats: dict[str, Any]
 
 
-def select(records: Sequence[Record], settings: SelectConfig, can_answer: bool = False) -> Selection:
-    """Choose training data among the samples of one or more iterations. A function of its arguments alone.
+def select(
+    records: Sequence[Record], settings: SelectConfig, can_answer: bool = False
+) -> Selection:
+    """Choose training data among the samples of one or more iterations. A function of its arguments
+    alone.
 
     can_answer: the task has `answer`, so that a record's "parsed" says whether there was one.
     """
@@ -58,7 +64,11 @@ def select(records: Sequence[Record], settings: SelectConfig, can_answer: bool =
         "accepted": accepted,
         "accepted_share": accepted / max(1, samples),
         # null where the task has no `answer`
-        "answered_share": sum(bool(record["parsed"]) for record in records) / max(1, samples) if can_answer else None,
+        "answered_share": (
+            sum(bool(record["parsed"]) for record in records) / max(1, samples)
+            if can_answer
+            else None
+        ),
         "truncated_share": sum(not record["finished"] for record in records) / max(1, samples),
         "solved_share": (prompts - all_wrong) / max(1, prompts),
         "all_right_share": all_right / max(1, prompts),
@@ -92,7 +102,8 @@ def distinct(right: Sequence[Record]) -> list[Record]:
 def diverse(ways: Sequence[Record], most: int, min_distance: float) -> list[Record]:
     """At most `most` of `ways`: the first, then always the one that is farthest from those taken.
 
-    min_distance: normalised edit distance (0 = equal, 1 = nothing in common) that a further one must have to all of them.
+    min_distance: normalised edit distance (0 = equal, 1 = nothing in common) that a further one
+    must have to all of them.
     """
     taken, rest = [ways[0]], list(ways[1:])
     gaps = [_gap(ways[0], way) for way in rest]

@@ -37,7 +37,17 @@ from common.tasks.scoring import Scorer
 from rft.config import STAGES, RftConfig
 from rft.evaluate import pass_rates
 from rft.finetune import Finetuner, Tree, check_lora
-from rft.generate import Generator, Record, Store, check_same, made_with, merged, missing, shard_counts, shard_path
+from rft.generate import (
+    Generator,
+    Record,
+    Store,
+    check_same,
+    made_with,
+    merged,
+    missing,
+    shard_counts,
+    shard_path,
+)
 from rft.plan import fitted, plan
 from rft.prompts import split
 from rft.select import Selection, select
@@ -48,7 +58,9 @@ MANY_CUT = 0.1  # share of samples cut off that is worth a warning
 
 
 class Stages:
-    """The stages of an iteration. Each finds what it needs in the run folder, and leaves what it made there."""
+    """The stages of an iteration. Each finds what it needs in the run folder, and leaves what it
+    made there.
+    """
 
     def __init__(self, run: Run, context: Context, task: Task) -> None:
         self.run, self.context, self.task = run, context, task
@@ -60,14 +72,27 @@ class Stages:
         self._prepare()
         index, of = self.settings.part()
         # Shards run side by side in one folder, so each has its own log.
-        self.written = context.out_dir / f"shard-{index}-of-{of}" if self.settings.shard else context.out_dir
+        self.written = (
+            context.out_dir / f"shard-{index}-of-{of}" if self.settings.shard else context.out_dir
+        )
         self.written.mkdir(exist_ok=True)
         self.prompts = split(run, task, self.tokenizer, context_length(self.model))
         self._check_folder()
-        rows, batch, peak = fitted(run, context, self._sampler(self.model), self.prompts.longest, self.numbers)
+        rows, batch, peak = fitted(
+            run, context, self._sampler(self.model), self.prompts.longest, self.numbers
+        )
         self.sizes = _Sizes(self.written, context.main, rows, batch)
         if context.main:
-            plan(run, context, task, self.model, self.prompts, self.numbers, self.sizes["micro_batch_rows"], peak)
+            plan(
+                run,
+                context,
+                task,
+                self.model,
+                self.prompts,
+                self.numbers,
+                self.sizes["micro_batch_rows"],
+                peak,
+            )
         self.scorer = Scorer(task, run.scoring)
         self._check_training()
         self.stop: Any = None
@@ -81,8 +106,12 @@ class Stages:
         for event in self.events:
             self.seconds[event["iteration"]] += event.get("seconds", 0.0)
         counted = ("generated_tokens", "reward_evaluations")
-        self.unusual = NotFinite(run, context, max((event.get("skipped_steps", 0) for event in self.events), default=0))
-        self.used = {key: max((event.get(key, 0) for event in self.events), default=0) for key in counted}
+        self.unusual = NotFinite(
+            run, context, max((event.get("skipped_steps", 0) for event in self.events), default=0)
+        )
+        self.used = {
+            key: max((event.get(key, 0) for event in self.events), default=0) for key in counted
+        }
         self.step = len(self.events)
         self.tracker: Tracker | None = None
         if context.main:
@@ -110,7 +139,14 @@ class Stages:
         if not missing(mine, store.held, settings) or self._cut(iteration):
             return
         sampler = self._sampler(self._at(iteration - 1))
-        generator = Generator(self.run, context, self.task, self.tokenizer, self.scorer, self.sizes["micro_batch_rows"])
+        generator = Generator(
+            self.run,
+            context,
+            self.task,
+            self.tokenizer,
+            self.scorer,
+            self.sizes["micro_batch_rows"],
+        )
         done = 0
 
         def begin(name: str, samples: int) -> None:
@@ -118,13 +154,18 @@ class Stages:
             done = 0
             self._begin(f"iteration {iteration}, {name} samples", samples, 0, "sample")
 
-        def seen(fresh: list[Record], sampling: float, seconds: float, phases: dict[str, float]) -> bool:
+        def seen(
+            fresh: list[Record], sampling: float, seconds: float, phases: dict[str, float]
+        ) -> bool:
             nonlocal done
             done += len(fresh)
             held = store.held
             prompts = {record["prompt"] for record in held.values()}
             solved = {record["prompt"] for record in held.values() if record["accepted"]}
-            generated, accepted = sum(len(r["tokens"]) for r in fresh), sum(r["accepted"] for r in fresh)
+            generated, accepted = (
+                sum(len(r["tokens"]) for r in fresh),
+                sum(r["accepted"] for r in fresh),
+            )
             memory = hardware.peak_memory_gb(context.device.device)
             self.used["generated_tokens"] += generated
             self.used["reward_evaluations"] += len(fresh)
@@ -149,8 +190,8 @@ class Stages:
                     "peak_memory_gb": memory,
                 },
                 done,
-                f"{len(prompts)} of {len(mine)} prompts, {100 * len(solved) / len(prompts):.0f} % solved, "
-                f"{generated / sampling:,.0f} tokens/s, {memory:.1f} GB",
+                f"{len(prompts)} of {len(mine)} prompts, {100 * len(solved) / len(prompts):.0f} %"
+                f" solved, {generated / sampling:,.0f} tokens/s, {memory:.1f} GB",
             )
             self.sizes["micro_batch_rows"] = sampler.rows
             if self._stopping():
@@ -158,7 +199,9 @@ class Stages:
             return self._used(for_samples)[0] >= 1
 
         for_samples = self._for_sampling(iteration)
-        if not store.held or self._used(for_samples)[0] < 1:  # a run that goes on may have used all of it
+        if (
+            not store.held or self._used(for_samples)[0] < 1
+        ):  # a run that goes on may have used all of it
             generator.fill(
                 store,
                 mine,
@@ -171,11 +214,16 @@ class Stages:
         if missing(mine, store.held, settings):
             if context.main:
                 _write(folder / "budget.json", {"samples": len(store.held), "used": self.used})
-                log.info("iteration %d: the budget for samples is spent after %d of them", iteration, len(store.held))
+                log.info(
+                    "iteration %d: the budget for samples is spent after %d of them",
+                    iteration,
+                    len(store.held),
+                )
             context.barrier()
 
     def select(self, iteration: int) -> bool:
-        """Choose training data among the samples, and say what was found. Returns whether there is any.
+        """Choose training data among the samples, and say what was found. Returns whether there is
+        any.
 
         Raises: ConfigError where there is none, unless a budget ended the sampling.
         """
@@ -194,8 +242,9 @@ class Stages:
             text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in rows)
             (folder / "selected.jsonl").write_text(text, encoding="utf-8")
             log.info(
-                "iteration %d: %d of %d samples right, %.0f %% of %d prompts solved (%.0f %% always right), %.1f ways a solved "
-                "prompt, %d completions kept; %.0f %% were cut off; entropy %.2f",
+                "iteration %d: %d of %d samples right, %.0f %% of %d prompts solved (%.0f %% always"
+                " right), %.1f ways a solved prompt, %d completions kept; %.0f %% were cut off;"
+                " entropy %.2f",
                 iteration,
                 stats["accepted"],
                 stats["samples"],
@@ -209,23 +258,29 @@ class Stages:
             )
             if stats["truncated_share"] > MANY_CUT:
                 log.warning(
-                    "%.0f %% of the samples were cut off, and those are never accepted. Raise algo.sampling.max_new_tokens.",
+                    "%.0f %% of the samples were cut off, and those are never accepted. Raise"
+                    " algo.sampling.max_new_tokens.",
                     100 * stats["truncated_share"],
                 )
             log.info("%s", _histogram(stats["prompts_by_share_right"]))
         self.context.barrier()  # no rank goes on before the files are there
         if not selection.kept and self._cut(iteration):
             if self.context.main:
-                log.warning("iteration %d: none of the samples that the budget allowed was accepted", iteration)
+                log.warning(
+                    "iteration %d: none of the samples that the budget allowed was accepted",
+                    iteration,
+                )
             return False
         if not selection.kept:
             answered = stats["answered_share"]
             hint = "tell the answer (algo.hint_samples), " if hasattr(self.task, "hint") else ""
             raise ConfigError(
-                f"no completion of iteration {iteration} was accepted, so there is nothing to learn from: "
+                f"no completion of iteration {iteration} was accepted, so there is nothing to learn"
+                " from: "
                 + (f"{100 * answered:.0f} % had an answer, " if answered is not None else "")
-                + f"{100 * stats['truncated_share']:.0f} % were cut off. Take more samples (algo.samples_per_prompt, "
-                f"algo.second_round_samples), {hint}raise algo.sampling.max_new_tokens or lower algo.select.accept."
+                + f"{100 * stats['truncated_share']:.0f} % were cut off. Take more samples"
+                f" (algo.samples_per_prompt, algo.second_round_samples), {hint}raise"
+                " algo.sampling.max_new_tokens or lower algo.select.accept."
             )
         return True
 
@@ -237,7 +292,9 @@ class Stages:
         self._check_selected(folder / "selected.json")
         selection = self._selection(iteration)
         asked = {example.id: example for example in self.prompts.train}
-        prompts = encode_prompts(self.tokenizer, [self.task.prompt(asked[i]) for i in selection.kept])
+        prompts = encode_prompts(
+            self.tokenizer, [self.task.prompt(asked[i]) for i in selection.kept]
+        )
         trees = [
             Tree(prompt, [record["tokens"] for record in rows])
             for prompt, rows in zip(prompts, selection.kept.values(), strict=True)
@@ -296,10 +353,17 @@ class Stages:
                 raise self._stopped(iteration, "finetune")
             return enough
 
-        if not tuner.done or self._used(for_training)[0] < 1:  # a run that goes on may have used all of it
+        if (
+            not tuner.done or self._used(for_training)[0] < 1
+        ):  # a run that goes on may have used all of it
             tuner.train(seen)
         if context.main and tuner.done < tuner.total:
-            log.info("iteration %d: the budget is spent after %d of %d steps", iteration, tuner.done, tuner.total)
+            log.info(
+                "iteration %d: the budget is spent after %d of %d steps",
+                iteration,
+                tuner.done,
+                tuner.total,
+            )
         self.model = tuner.finish().eval()
         weights = fsdp.whole(self.model)
         if self.tracker:
@@ -319,7 +383,9 @@ class Stages:
         context.barrier()
 
     def evaluate(self, iteration: int) -> dict[str, Any]:
-        """Measure an iteration's model on the held-out and on the validation prompts; 0 = the base model."""
+        """Measure an iteration's model on the held-out and on the validation prompts; 0 = the base
+        model.
+        """
         path = self._folder(iteration) / "evaluation.json"
         record = self._measured_with()
         saved = _read(path)
@@ -332,9 +398,19 @@ class Stages:
         sampler.rows = self.sizes["micro_batch_rows"]
         held_out = self._measure(sampler, self.prompts.held_out)
         rates = pass_rates(
-            self.run, self.context, sampler, self.tokenizer, self.task, self.scorer, self.prompts.held_out
+            self.run,
+            self.context,
+            sampler,
+            self.tokenizer,
+            self.task,
+            self.scorer,
+            self.prompts.held_out,
         )
-        validation = self._measure(sampler, self.prompts.validation).value if self.prompts.validation else None
+        validation = (
+            self._measure(sampler, self.prompts.validation).value
+            if self.prompts.validation
+            else None
+        )
         found = {
             "made_with": record,
             "iteration": iteration,
@@ -370,7 +446,9 @@ class Stages:
     # --- the ends of a run
 
     def under_way(self) -> int:
-        """The iteration that the stage asked for belongs to: the first without a model, or for evaluate the last with one."""
+        """The iteration that the stage asked for belongs to: the first without a model, or for
+        evaluate the last with one.
+        """
         done = 0
         while self._finished(done + 1):
             done += 1
@@ -386,7 +464,12 @@ class Stages:
             ):  # shards run side by side: python -m common.report when all are done
                 page.write_or_warn(self.context.out_dir)
             after = STAGES[(STAGES.index(self.settings.stage) + 1) % len(STAGES)]
-            log.info("%s is done; %s. Next: algo.stage=%s", self.settings.stage, self.context.out_dir, after)
+            log.info(
+                "%s is done; %s. Next: algo.stage=%s",
+                self.settings.stage,
+                self.context.out_dir,
+                after,
+            )
 
     @property
     def iterations(self) -> range:
@@ -394,7 +477,9 @@ class Stages:
         return range(1, (self.settings.iterations or sys.maxsize) + 1)
 
     def finish(self, best: int, ended_by: str | None = None) -> summary.Result:
-        """Result, export and summary of the whole run, with the best iteration's model. ended_by: see report.Result."""
+        """Result, export and summary of the whole run, with the best iteration's model. ended_by:
+        see report.Result.
+        """
         first, last = (_read(self._folder(k) / "evaluation.json") for k in (0, best))
         done = list(itertools.takewhile(self._finished, self.iterations))
         samples = [record for k in done for record in self._samples(k)]
@@ -402,14 +487,20 @@ class Stages:
         used = self._used(self.run.budget)
         if self.context.main:
             loop.warn_if_overshot(*used)
-            whose = f"of iteration {best}" if best else "the base: no iteration was better on the validation prompts"
+            whose = (
+                f"of iteration {best}"
+                if best
+                else "the base: no iteration was better on the validation prompts"
+            )
             log.info("the model is %s", whose)
         state = {
             "before": first,
             "step": sum(steps),
             "seconds": self.seconds.total(),
             # Shards are logged apart, and samples that nothing came of are in the log alone.
-            "generated": max(sum(len(record["tokens"]) for record in samples), self.used["generated_tokens"]),
+            "generated": max(
+                sum(len(record["tokens"]) for record in samples), self.used["generated_tokens"]
+            ),
             "evaluations": max(len(samples), self.used["reward_evaluations"]),
             "skipped": self.unusual.skipped,
         }
@@ -432,14 +523,20 @@ class Stages:
     # --- the budget
 
     def spent(self, iteration: int) -> str | None:
-        """The limit that leaves nothing for an iteration that has not begun, such as budget.tokens=200000; None = go on."""
+        """The limit that leaves nothing for an iteration that has not begun, such as
+        budget.tokens=200000; None = go on.
+        """
         used, limit = self._used(self.run.budget)
         return limit if used >= 1 and not shard_counts(self._folder(iteration)) else None
 
     def _used(self, budget: BudgetConfig) -> tuple[float, str]:
-        """The share that is used of the limit that is nearest to its end, and that limit; on every rank the same."""
+        """The share that is used of the limit that is nearest to its end, and that limit; on every
+        rank the same.
+        """
         found = budget.nearest(self.used["generated_tokens"], self.seconds.total())
-        return max(self.context.gather_objects(found)) if budget.seconds is not None else found  # their clocks differ
+        return (
+            max(self.context.gather_objects(found)) if budget.seconds is not None else found
+        )  # their clocks differ
 
     def _for_sampling(self, iteration: int) -> BudgetConfig:
         """Of the seconds that are left before an iteration, half are for its samples."""
@@ -467,7 +564,9 @@ class Stages:
         """All samples of an iteration. Raises: ConfigError where some are missing."""
         prompts = self.prompts.of(iteration, self.settings.prompts)
         made = made_with(self.run, iteration)
-        return merged(self._folder(iteration), prompts, made, self.settings, whole=not self._cut(iteration))
+        return merged(
+            self._folder(iteration), prompts, made, self.settings, whole=not self._cut(iteration)
+        )
 
     def _finetuned_with(self) -> dict[str, Any]:
         """The settings that a fine-tuned model depends on, beside its samples."""
@@ -475,23 +574,31 @@ class Stages:
         keys = ("start_from", "epochs", "packing", "pack_tokens", "lr", "warmup", "grad_clip")
         return {
             "seed": self.run.seed,
-            "algo": {key: getattr(settings, key) for key in keys}
-            | {key: asdict(getattr(settings, key)) for key in ("select", "lr_schedule", "optimizer", "lora")}
-            | {"batch_rows * accumulate": settings.batch_rows * settings.accumulate},
+            "algo": (
+                {key: getattr(settings, key) for key in keys}
+                | {
+                    key: asdict(getattr(settings, key))
+                    for key in ("select", "lr_schedule", "optimizer", "lora")
+                }
+                | {"batch_rows * accumulate": settings.batch_rows * settings.accumulate}
+            ),
         }
 
     def _folder(self, iteration: int) -> Path:
         return self.context.out_dir / f"iteration-{iteration}"
 
     def _finished(self, iteration: int) -> bool:
-        """Whether an iteration has its model. Raises: ConfigError where it was made with other settings."""
+        """Whether an iteration has its model. Raises: ConfigError where it was made with other
+        settings.
+        """
         folder = self._folder(iteration)
         if not (folder / "model").is_dir():
             return False
         path = folder / "finetune.json"
         if "made_with" not in (record := _read(path)):
             raise ConfigError(
-                f"{path} is missing or damaged beside {folder}/model. Remove {folder}/model to make it again."
+                f"{path} is missing or damaged beside {folder}/model. Remove {folder}/model to make"
+                " it again."
             )
         check_same(path, record["made_with"], self._finetuned_with())
         return True
@@ -507,12 +614,13 @@ class Stages:
         if settings.stage in ("select", "finetune", "evaluate"):
             if not present and settings.stage != "evaluate":
                 raise ConfigError(
-                    f"{out_dir} holds no samples for algo.stage={settings.stage}. Give the folder of algo.stage=generate: "
-                    "hydra.run.dir=FOLDER."
+                    f"{out_dir} holds no samples for algo.stage={settings.stage}. Give the folder"
+                    " of algo.stage=generate: hydra.run.dir=FOLDER."
                 )
         elif present and self.run.resume != "auto":
             raise ConfigError(
-                f"{out_dir} already holds a run. Use resume=auto to go on with it, or another hydra.run.dir."
+                f"{out_dir} already holds a run. Use resume=auto to go on with it, or another"
+                " hydra.run.dir."
             )
 
     def _check_training(self) -> None:
@@ -523,7 +631,9 @@ class Stages:
             check_lora(self.model, settings.lora)
 
     def _check_selected(self, path: Path) -> None:
-        """The stage `select` shows what fine-tuning will train on: both must have the same settings."""
+        """The stage `select` shows what fine-tuning will train on: both must have the same
+        settings.
+        """
         if "made_with" not in (saved := _read(path)):
             raise ConfigError(f"{path} is missing. Make it: algo.stage=select.")
         check_same(path, saved["made_with"], asdict(self.settings.select))
@@ -538,7 +648,11 @@ class Stages:
     def _reopen(self) -> None:
         """Take up an iteration that a smaller budget had cut short, as if it had not been cut."""
         last = max(
-            (int(path.name.removeprefix("iteration-")) for path in self.context.out_dir.glob("iteration-*")), default=0
+            (
+                int(path.name.removeprefix("iteration-"))
+                for path in self.context.out_dir.glob("iteration-*")
+            ),
+            default=0,
         )
         found = events(self.written / "metrics.jsonl")
         tokens = max((event.get("generated_tokens", 0) for event in found), default=0)
@@ -549,12 +663,20 @@ class Stages:
         log.info("iteration %d goes on: the budget that cut it short is no longer spent", last)
         for name in ("model", "adapter", "checkpoints"):
             shutil.rmtree(folder / name, ignore_errors=True)
-        for name in ("finetune.json", "evaluation.json", "selected.json", "selected.jsonl", "budget.json"):
+        for name in (
+            "finetune.json",
+            "evaluation.json",
+            "selected.json",
+            "selected.jsonl",
+            "budget.json",
+        ):
             (folder / name).unlink(missing_ok=True)
 
     def was_cut(self, iteration: int) -> bool:
         """Whether the budget ended the sampling or the fine-tuning of an iteration."""
-        return self._cut(iteration) or _read(self._folder(iteration) / "finetune.json").get("cut", False)
+        return self._cut(iteration) or _read(self._folder(iteration) / "finetune.json").get(
+            "cut", False
+        )
 
     def limit(self) -> str:
         """Of the budget, the limit that is nearest to its end, such as budget.tokens=200000."""
@@ -567,7 +689,9 @@ class Stages:
         steps_saved = functools.cache(self._steps_saved)
 
         def redone(event: dict[str, Any]) -> bool:
-            """Whether it is a fine-tuning step after the checkpoint that it will be done again from."""
+            """Whether it is a fine-tuning step after the checkpoint that it will be done again
+            from.
+            """
             iteration = event["iteration"]
             return (
                 event.get("stage") == "finetune"
@@ -587,7 +711,11 @@ class Stages:
         if event["stage"] == "evaluate":
             return (folder / "evaluation.json").exists()
         if event["stage"] == "select" and not self._finished(iteration):
-            told = {key: value for key, value in event.items() if key not in ("step", "stage", "iteration")}
+            told = {
+                key: value
+                for key, value in event.items()
+                if key not in ("step", "stage", "iteration")
+            }
             saved = _read(folder / "selected.json")
             return told == {key: value for key, value in saved.items() if key != "made_with"}
         path = shard_path(folder, *self.settings.part())
@@ -596,8 +724,12 @@ class Stages:
         return True
 
     def _as_logged(self, store: Store, iteration: int) -> None:
-        """Drop the samples of a wave whose event a kill prevented: both are made again, as in a run that was not killed."""
-        of_iteration = [e for e in self.events if e["stage"] == "generate" and e["iteration"] == iteration]
+        """Drop the samples of a wave whose event a kill prevented: both are made again, as in a run
+        that was not killed.
+        """
+        of_iteration = [
+            e for e in self.events if e["stage"] == "generate" and e["iteration"] == iteration
+        ]
         logged = of_iteration[-1].get("samples") if of_iteration else 0
         settings = self.settings
         wave = settings.prompts_per_batch * settings.chunk_size * self.context.world_size
@@ -618,7 +750,12 @@ class Stages:
             gc.collect()
             run, path = self.run, self._folder(iteration) / "model"
             if iteration > 0:
-                options: dict[str, Any] = {"revision": None, "gguf_file": None, "lora": None, "tiny": None}
+                options: dict[str, Any] = {
+                    "revision": None,
+                    "gguf_file": None,
+                    "lora": None,
+                    "tiny": None,
+                }
                 run = replace(run, model=replace(run.model, name="hf", path=str(path), **options))
             self.model, _ = loop.load(run, self.task, self.context)
             self.loaded = iteration
@@ -670,7 +807,11 @@ class Stages:
     def _tell(self, found: dict[str, Any]) -> None:
         if self.context.main:
             what = f"iteration {found['iteration']}" if found["iteration"] else "base"
-            log.info("%s: held-out %s", what, ", ".join(f"{k} {v:.1f}" for k, v in found["metrics"].items()))
+            log.info(
+                "%s: held-out %s",
+                what,
+                ", ".join(f"{k} {v:.1f}" for k, v in found["metrics"].items()),
+            )
 
     def _begin(self, what: str, total: int, done: int, unit: str) -> None:
         if self.tracker:
@@ -691,7 +832,8 @@ class Stages:
         self.traced()
 
     def _met(self, what: str, rows: list[dict[str, Any]], advice: str = "") -> None:
-        """Numbers that are not finite, in the step whose event comes next; on all ranks together."""
+        """Numbers that are not finite, in the step whose event comes next; on all ranks together.
+        """
         if (trouble := self.unusual.met(self.step + 1, what, rows, advice)) is not None:
             raise RunStopped(f"step {self.step + 1}: {trouble}", EXIT_NUMBERS)
 
@@ -700,14 +842,17 @@ class Stages:
 
     def _stopped(self, iteration: int, stage: str) -> RunStopped:
         return RunStopped(
-            f"stopped in iteration {iteration}, stage {stage}; what is done is in {self.context.out_dir}. "
-            f"Go on with hydra.run.dir={self.context.out_dir} resume=auto.",
+            f"stopped in iteration {iteration}, stage {stage}; what is done is in"
+            f" {self.context.out_dir}. Go on with hydra.run.dir={self.context.out_dir}"
+            " resume=auto.",
             EXIT_SIGNAL,
         )
 
 
 class _Sizes:
-    """Rows a forward, those that held after memory ran out; kept in FOLDER/sizes.json across a restart."""
+    """Rows a forward, those that held after memory ran out; kept in FOLDER/sizes.json across a
+    restart.
+    """
 
     def __init__(self, folder: Path, writes: bool, micro_batch_rows: int, batch_rows: int) -> None:
         self.path, self.writes = folder / "sizes.json", writes
@@ -734,7 +879,9 @@ def _histogram(prompts: dict[str, int]) -> str:
     """Prompts by the share of their samples that is right, as a row of counts."""
     widths = [max(len(name), len(str(count))) for name, count in prompts.items()]
     head = "  ".join(name.rjust(width) for name, width in zip(prompts, widths, strict=True))
-    body = "  ".join(str(count).rjust(width) for count, width in zip(prompts.values(), widths, strict=True))
+    body = "  ".join(
+        str(count).rjust(width) for count, width in zip(prompts.values(), widths, strict=True)
+    )
     return f"samples right  {head}\nprompts        {body}"
 
 

@@ -1,4 +1,6 @@
-"""Shared by the tests: small models, where the real data lies, and the command line in a subprocess."""
+"""Shared by the tests: small models, where the real data lies, and the command line in a
+subprocess.
+"""
 
 import contextlib
 import gc
@@ -15,9 +17,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes with two threads each slow all of them
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # two test processes with two threads each slow all of them
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("CLUTCH_PLOTS", "0")  # half a second of each run; tests of what a run leaves draw them
+os.environ.setdefault(
+    "CLUTCH_PLOTS", "0"
+)  # half a second of each run; tests of what a run leaves draw them
 
 import pytest
 import torch
@@ -53,7 +59,9 @@ SMALL = [
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: collections, which composing a run alone sets off, need not look at it again and again."""
+    """What was imported stays: collections, which composing a run alone sets off, need not look at
+    it again and again.
+    """
     gc.collect()
     gc.freeze()
 
@@ -78,7 +86,9 @@ def shared_data() -> Path:
 
 
 class Started:
-    """A command or a function under way in a fork of tests/warm.py; with the methods of Popen that tests use."""
+    """A command or a function under way in a fork of tests/warm.py; with the methods of Popen that
+    tests use.
+    """
 
     def __init__(self, warm: "Warm", printed: Path) -> None:
         self.warm, self.printed, self.pid, self.returncode = warm, printed, int(warm.line()), None
@@ -124,26 +134,42 @@ class Warm:
         self.last: Started | None = None
 
     def start(
-        self, folder: Path, environment: dict[str, str], printed: Path, merged: bool = False, **what: Any
+        self,
+        folder: Path,
+        environment: dict[str, str],
+        printed: Path,
+        merged: bool = False,
+        **what: Any,
     ) -> Started:
-        """what: arguments and module (None: launch.py), or call, the file of a pickled function; merged: standard error into standard output."""
+        """what: arguments and module (None: launch.py), or call, the file of a pickled function;
+        merged: standard error into standard output.
+        """
         if self.process is None:
             command = [sys.executable, str(ROOT / "tests/warm.py")]
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            )
         assert self.last is None or self.last.poll() is not None, "one at a time"
         assert self.process.stdin is not None
-        files = {"stdout": str(printed / "stdout"), "stderr": str(printed / ("stdout" if merged else "stderr"))}
+        files = {
+            "stdout": str(printed / "stdout"),
+            "stderr": str(printed / ("stdout" if merged else "stderr")),
+        }
         request = {"folder": str(folder), "environment": environment, **files, **what}
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
         self.last = Started(self, printed)
         return self.last
 
     def call(self, function: Callable[..., Any], *arguments: Any, **environment: str) -> Any:
-        """What a function of a module returns in a process of its own; what it raises is raised here, what it prints is printed."""
+        """What a function of a module returns in a process of its own; what it raises is raised
+        here, what it prints is printed.
+        """
         with tempfile.TemporaryDirectory() as printed:
             file = Path(printed) / "call"
             file.write_bytes(pickle.dumps((function, arguments)))
-            started = self.start(ROOT, dict(os.environ | environment), Path(printed), call=str(file))
+            started = self.start(
+                ROOT, dict(os.environ | environment), Path(printed), call=str(file)
+            )
             out, err = started.communicate()
             print(out, end="")
             print(err, end="", file=sys.stderr)
@@ -186,10 +212,11 @@ def warm() -> Iterator[Warm]:
 
 @pytest.fixture
 def launch(cache: Path, tmp_path: Path, begin: Begin) -> Launch:
-    """Run launch.py as a user does, from another folder. Returns the finished process; asserts its exit code.
+    """Run launch.py as a user does, from another folder. Returns the finished process; asserts its
+    exit code.
 
-    fresh: in a new interpreter; else in a fork of one, which saves the seconds of its imports. module: that one in place of launch.py,
-    as python -m does.
+    fresh: in a new interpreter; else in a fork of one, which saves the seconds of its imports.
+    module: that one in place of launch.py, as python -m does.
     """
 
     def run(
@@ -201,7 +228,11 @@ def launch(cache: Path, tmp_path: Path, begin: Begin) -> Launch:
     ) -> subprocess.CompletedProcess[str]:
         if fresh:
             done = subprocess.run(
-                [sys.executable, *(["-m", module] if module else [str(ROOT / "launch.py")]), *arguments],
+                [
+                    sys.executable,
+                    *(["-m", module] if module else [str(ROOT / "launch.py")]),
+                    *arguments,
+                ],
                 cwd=ROOT if module else tmp_path,
                 env=os.environ | {"CLUTCH_CACHE": str(cache)} | (env or {}),
                 capture_output=True,
@@ -213,7 +244,9 @@ def launch(cache: Path, tmp_path: Path, begin: Begin) -> Launch:
             out, err = process.communicate()
             assert process.returncode is not None
             done = subprocess.CompletedProcess(arguments, process.returncode, out, err)
-        assert code is None or done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert code is None or done.returncode == code, (
+            f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
         return done
 
     return run
@@ -221,11 +254,16 @@ def launch(cache: Path, tmp_path: Path, begin: Begin) -> Launch:
 
 @pytest.fixture
 def begin(cache: Path, tmp_path: Path, warm: Warm) -> Iterator[Begin]:
-    """Start launch.py in a fork, to be killed: `launch` that does not wait. All that it prints is in one text."""
+    """Start launch.py in a fork, to be killed: `launch` that does not wait. All that it prints is
+    in one text.
+    """
     printed = ExitStack()
 
     def start(
-        *arguments: str, env: dict[str, str] | None = None, merged: bool = True, module: str | None = None
+        *arguments: str,
+        env: dict[str, str] | None = None,
+        merged: bool = True,
+        module: str | None = None,
     ) -> Started:
         environment = dict(os.environ | {"CLUTCH_CACHE": str(cache)} | (env or {}))
         files = Path(printed.enter_context(tempfile.TemporaryDirectory()))

@@ -1,4 +1,6 @@
-"""Tasks whose reward does not come back, for worker processes: no torch is imported to unpickle them."""
+"""Tasks whose reward does not come back, for worker processes: no torch is imported to unpickle
+them.
+"""
 
 import os
 import time

@@ -1,4 +1,5 @@
-"""Runs that are killed again and again: `until_done` drives launch.py, `differing` says what an unbroken run has otherwise.
+"""Runs that are killed again and again: `until_done` drives launch.py, `differing` says what an
+unbroken run has otherwise.
 
 command = [sys.executable, "launch.py", "algo=eggroll", ...]
 kills = until_done(command, folder, seed=0, kills=20)
@@ -23,20 +24,39 @@ MOMENTS = ("start", "append", "torn", "rollout", "save")
 STEPS = 5  # lines of the log that an attempt may get on before it is killed, at most
 # What the clock and the machine decide, wherever it stands in an event or a result.
 TIMES = {
-    *("seconds", "phase_seconds", "component_seconds", "evaluate_seconds", "compile_seconds", "peak_memory_gb"),
+    *(
+        "seconds",
+        "phase_seconds",
+        "component_seconds",
+        "evaluate_seconds",
+        "compile_seconds",
+        "peak_memory_gb",
+    ),
     *("tokens_per_second", "samples_per_second", "accepted_per_minute", "folder"),
 }
 # What a run leaves that an interruption must not change; of the rest a part is compared below.
 FILES = (
-    *("model/*.safetensors", "completions/*.jsonl", "predictions.jsonl", "confusion.json", "not_finite.jsonl"),
+    *(
+        "model/*.safetensors",
+        "completions/*.jsonl",
+        "predictions.jsonl",
+        "confusion.json",
+        "not_finite.jsonl",
+    ),
     *("iteration-*/samples-*.jsonl", "iteration-*/selected.jsonl", "iteration-*/selected.json"),
-    *("iteration-*/evaluation.json", "iteration-*/finetune.json", "iteration-*/model/*.safetensors"),
+    *(
+        "iteration-*/evaluation.json",
+        "iteration-*/finetune.json",
+        "iteration-*/model/*.safetensors",
+    ),
 )
 
 
 @dataclass
 class Kill:
-    """One kill: when it was to come, how many lines the log had, and whether a checkpoint was being written just then."""
+    """One kill: when it was to come, how many lines the log had, and whether a checkpoint was being
+    written just then.
+    """
 
     moment: str
     lines: int
@@ -56,19 +76,27 @@ def until_done(
     between: Callable[[random.Random], None] = lambda _: None,
     timeout: float = 600,
 ) -> list[Kill]:
-    """Run `command` with resume=auto in `folder`, kill -9 it and all its processes, and again, until it ends by itself.
+    """Run `command` with resume=auto in `folder`, kill -9 it and all its processes, and again,
+    until it ends by itself.
 
-    Args: command: launch.py and its arguments, without the folder; kills: how often at most; moments: of MOMENTS, drawn by
-    `seed`: while it starts or resumes, at the moment when a line is appended, the same with that line cut short, in between
-    lines, and while a checkpoint or a model is written; variants: arguments added in turn, attempt by attempt (another
-    number of ranks, say); signals: drawn from too; those but SIGKILL go to the first process alone, which has to end in good
-    time; between: called after each kill; timeout: seconds of one attempt.
-    Returns: the kills that hit. Raises: AssertionError where an attempt ends with a code other than 0, or not in time.
+    Args: command: launch.py and its arguments, without the folder; kills: how often at most;
+    moments: of MOMENTS, drawn by `seed`: while it starts or resumes, at the moment when a line is
+    appended, the same with that line cut short, in between lines, and while a checkpoint or a model
+    is written; variants: arguments added in turn, attempt by attempt (another number of ranks,
+    say); signals: drawn from too; those but SIGKILL go to the first process alone, which has to end
+    in good time; between: called after each kill; timeout: seconds of one attempt.
+    Returns: the kills that hit. Raises: AssertionError where an attempt ends with a code other than
+    0, or not in time.
     """
     draw, made, attempt = random.Random(seed), [], 0
     while True:
         moment = draw.choice(moments) if len(made) < kills else "never"
-        given = [*command, f"hydra.run.dir={folder}", "resume=auto", *variants[attempt % len(variants)]]
+        given = [
+            *command,
+            f"hydra.run.dir={folder}",
+            "resume=auto",
+            *variants[attempt % len(variants)],
+        ]
         attempt += 1
         process = subprocess.Popen(
             given,
@@ -88,21 +116,29 @@ def until_done(
             _kill(process)
         said = process.communicate()[0]
         if not hit:
-            assert process.returncode == 0, f"attempt {attempt} ended with {process.returncode}:\n{said}"
+            assert process.returncode == 0, (
+                f"attempt {attempt} ended with {process.returncode}:\n{said}"
+            )
             return made
         if moment == "torn":
             _tear(folder, draw)
         between(draw)
         made.append(
             Kill(
-                f"{moment}" if number == signal.SIGKILL else f"{moment}, {signal.Signals(number).name}",
+                (
+                    f"{moment}"
+                    if number == signal.SIGKILL
+                    else f"{moment}, {signal.Signals(number).name}"
+                ),
                 sum(_lines(folder).values()),
                 bool(_half_written(folder)),
             )
         )
 
 
-def _wait(process: subprocess.Popen[str], folder: Path, moment: str, draw: random.Random, timeout: float) -> bool:
+def _wait(
+    process: subprocess.Popen[str], folder: Path, moment: str, draw: random.Random, timeout: float
+) -> bool:
     """Return at the moment, True; or when the process has ended, False."""
     began, until = time.monotonic(), time.monotonic() + timeout
     before, more = sum(_lines(folder).values()), draw.randint(1, STEPS)
@@ -111,9 +147,16 @@ def _wait(process: subprocess.Popen[str], folder: Path, moment: str, draw: rando
     while time.monotonic() < until:
         if process.poll() is not None:
             return False
-        if moment == "save" and _half_written(folder) and sum(_lines(folder).values()) >= before + more - 1:
+        if (
+            moment == "save"
+            and _half_written(folder)
+            and sum(_lines(folder).values()) >= before + more - 1
+        ):
             return True
-        if moment in ("append", "torn", "rollout") and sum(_lines(folder).values()) >= before + more:
+        if (
+            moment in ("append", "torn", "rollout")
+            and sum(_lines(folder).values()) >= before + more
+        ):
             time.sleep(draw.uniform(0, 0.05) if moment == "rollout" else 0)
             return True
         time.sleep(0.0005 if moment != "never" else 0.05)
@@ -152,13 +195,20 @@ def _glob(folder: Path, *patterns: str) -> list[Path]:
 def _tear(folder: Path, draw: random.Random) -> None:
     """Cut the newest log in the middle of its last line, as a power cut would leave it.
 
-    Not where a checkpoint, a model or what a stage came to is newer: before one is written, the log is synced to disk.
+    Not where a checkpoint, a model or what a stage came to is newer: before one is written, the log
+    is synced to disk.
     """
     newest = max(_lines(folder), key=lambda name: Path(name).stat().st_mtime_ns, default=None)
     if newest is None:
         return
     path = Path(newest)
-    names = ("manifest.json", "model.safetensors", "selected.json", "evaluation.json", "finetune.json")
+    names = (
+        "manifest.json",
+        "model.safetensors",
+        "selected.json",
+        "evaluation.json",
+        "finetune.json",
+    )
     saved = [saved for name in names for saved in folder.rglob(name)]
     if any(other.stat().st_mtime_ns > path.stat().st_mtime_ns for other in saved):
         return
@@ -168,7 +218,8 @@ def _tear(folder: Path, draw: random.Random) -> None:
 
 
 def differing(one: Path, other: Path, metrics: bool = True) -> list[str]:
-    """Names of what two run folders have otherwise: weights, samples, completions, and metrics apart from times; [] = nothing.
+    """Names of what two run folders have otherwise: weights, samples, completions, and metrics
+    apart from times; [] = nothing.
 
     metrics: False = leave out what counts forwards, where runs had different numbers of ranks.
     """
@@ -185,10 +236,15 @@ def _kept(folder: Path, metrics: bool) -> dict[str, Any]:
     for name in ("metrics.jsonl", "evaluations.jsonl") if metrics else ():
         if (folder / name).exists():
             lines = (folder / name).read_text(encoding="utf-8").splitlines()
-            found |= {f"{name}:{number}": _timeless(json.loads(line)) for number, line in enumerate(lines, 1)}
+            found |= {
+                f"{name}:{number}": _timeless(json.loads(line))
+                for number, line in enumerate(lines, 1)
+            }
     if (folder / "result.json").exists():
         result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-        found["result.json"] = {k: v for k, v in _timeless(result).items() if metrics or k != "world_size"}
+        found["result.json"] = {
+            k: v for k, v in _timeless(result).items() if metrics or k != "world_size"
+        }
     return found
 
 

@@ -1,4 +1,6 @@
-"""A small task for the tests, as a user would write one: its rewards differ at once, and it can go wrong on purpose."""
+"""A small task for the tests, as a user would write one: its rewards differ at once, and it can go
+wrong on purpose.
+"""
 
 import random
 from collections.abc import Sequence
@@ -11,8 +13,9 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 class Letters:
     """Repeat two letters: "ab =>" wants "abab". The base model writes them in capitals as often.
 
-    Args: scoring: right = share of letters in place; smooth = any text earns something, so that random weights learn too.
-    fault: how the reward of the row with the id fault_id goes wrong: infinite, raises or text; null = not at all.
+    Args: scoring: right = share of letters in place; smooth = any text earns something, so that
+    random weights learn too. fault: how the reward of the row with the id fault_id goes wrong:
+    infinite, raises or text; null = not at all.
     """
 
     name = "letters"
@@ -24,7 +27,9 @@ class Letters:
         pairs = [first + second for first in LETTERS for second in LETTERS if first != second]
         random.Random(0).shuffle(pairs)
         chosen = pairs[:40] if split == "test" else pairs[40:]
-        return [Example(id=index, question=pair, answer=pair * 2) for index, pair in enumerate(chosen)]
+        return [
+            Example(id=index, question=pair, answer=pair * 2) for index, pair in enumerate(chosen)
+        ]
 
     def prompt(self, example: Example) -> str:
         return f"{example.question} =>"
@@ -36,11 +41,19 @@ class Letters:
             return {"infinite": float("nan"), "text": "good"}[self.fault]  # type: ignore[return-value]
         if self.scoring == "smooth":
             return sum(ord(letter) % 7 for letter in completion) / (7 * max(1, len(completion)))
-        return sum(a == b for a, b in zip(example.answer, completion.strip(), strict=False)) / len(example.answer)
+        return sum(a == b for a, b in zip(example.answer, completion.strip(), strict=False)) / len(
+            example.answer
+        )
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
-        exact = [text.strip() == example.answer for example, text in zip(examples, completions, strict=True)]
-        return {"exact": 100 * sum(exact) / len(exact), "characters": sum(map(len, completions)) / len(completions)}
+        exact = [
+            text.strip() == example.answer
+            for example, text in zip(examples, completions, strict=True)
+        ]
+        return {
+            "exact": 100 * sum(exact) / len(exact),
+            "characters": sum(map(len, completions)) / len(completions),
+        }
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
         right = example.answer

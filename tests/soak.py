@@ -2,9 +2,10 @@
 
     python tests/soak.py --minutes 60 --out soak.json
 
-A round is one run of one algorithm, on one rank or two, with a new seed: once unbroken, then once more with kills at random moments (SIGKILL,
-SIGTERM, SIGUSR1), logs cut short, and newest checkpoints that are damaged before the run goes on. What the two leave must be equal
-bit for bit: weights, metrics apart from times, samples, completions. The first difference ends the soak with 1.
+A round is one run of one algorithm, on one rank or two, with a new seed: once unbroken, then once
+more with kills at random moments (SIGKILL, SIGTERM, SIGUSR1), logs cut short, and newest
+checkpoints that are damaged before the run goes on. What the two leave must be equal bit for bit:
+weights, metrics apart from times, samples, completions. The first difference ends the soak with 1.
 """
 
 import argparse
@@ -38,26 +39,45 @@ class Soak:
         kills = until_done(
             command(*arguments),
             killed,
-            **{"seed": seed, "kills": 8, "signals": SIGNALS, "environment": environment(self.cache)},
+            **{
+                "seed": seed,
+                "kills": 8,
+                "signals": SIGNALS,
+                "environment": environment(self.cache),
+            },
             between=lambda draw: self.damage(killed, draw),
             timeout=3600,
         )
         log = (killed / "run.log").read_text(encoding="utf-8")
         self.counts.update(
-            **{"runs": 1, f"runs of {algorithm}": 1, "runs on two ranks": int(ranks == 2), "kills": len(kills)},
+            **{
+                "runs": 1,
+                f"runs of {algorithm}": 1,
+                "runs on two ranks": int(ranks == 2),
+                "kills": len(kills),
+            },
             **{"kills in the middle of a save": sum(kill.half_written for kill in kills)},
             **{
                 "checkpoints read": log.count("resuming after step"),
                 "checkpoints passed over": log.count("is skipped"),
             },
-            **{"rows compared": sum(len(path.read_bytes().splitlines()) for path in killed.rglob("*.jsonl"))},
+            **{
+                "rows compared": sum(
+                    len(path.read_bytes().splitlines()) for path in killed.rglob("*.jsonl")
+                )
+            },
         )
         self.moments.update(kill.moment for kill in kills)
         return differing(folder / "whole", killed)
 
     def damage(self, folder: Path, draw: random.Random) -> None:
-        """One time in three: flip a bit of the newest checkpoint, or cut a file of it short. An older one is left alone."""
-        found = sorted((folder / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+        """One time in three: flip a bit of the newest checkpoint, or cut a file of it short. An
+        older one is left alone.
+        """
+        found = sorted(
+            (folder / "checkpoints").glob("step-*"),
+            key=lambda path: int(path.name.removeprefix("step-")),
+        )
         if len(found) < 2 or draw.random() > 1 / 3:
             return
         path = draw.choice(sorted(file for file in found[-1].iterdir() if file.stat().st_size))
@@ -87,16 +107,24 @@ def main() -> int:
                 different = soak.round(algorithm, ranks, number, Path(folder))
             rows_lost += sum("jsonl" in name for name in different)
             print(
-                f"{(time.monotonic() - began) / 60:5.1f} min  {algorithm}, {ranks} rank(s), seed {number}: "
-                f"{different or 'equal'}",
+                f"{(time.monotonic() - began) / 60:5.1f} min  {algorithm}, {ranks} rank(s), seed"
+                f" {number}: {different or 'equal'}",
                 flush=True,
             )
             number += 1
             if different:
                 break
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
     minutes = round((time.monotonic() - began) / 60, 1)
-    told = {"commit": commit, "minutes": minutes, **soak.counts, "rows lost": rows_lost, "moments": soak.moments}
+    told = {
+        "commit": commit,
+        "minutes": minutes,
+        **soak.counts,
+        "rows lost": rows_lost,
+        "moments": soak.moments,
+    }
     text = json.dumps(told, indent=2)
     print(text)
     if given.out:

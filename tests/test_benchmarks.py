@@ -26,7 +26,9 @@ ROWS = [
 
 @pytest.fixture
 def benchmark(launch: Launch):
-    """python -m benchmarks; fresh where it compiles, which wants an environment and processes of its own."""
+    """python -m benchmarks; fresh where it compiles, which wants an environment and processes of
+    its own.
+    """
     return partial(launch, module="benchmarks")
 
 
@@ -34,7 +36,18 @@ def check(content, printed):
     """The form that is set, and nothing claimed that was not measured."""
     assert set(content) == {"conditions", "rows"}
     conditions, rows = content["conditions"], content["rows"]
-    for key in ("device", "threads", "torch", "transformers", "commit", "date", "sizes", "repeats", "dtype", "timing"):
+    for key in (
+        "device",
+        "threads",
+        "torch",
+        "transformers",
+        "commit",
+        "date",
+        "sizes",
+        "repeats",
+        "dtype",
+        "timing",
+    ):
         assert key in conditions, key
     for row in rows:
         assert list(row) == ["benchmark", "row", "value", "unit", "against", "ratio"]
@@ -48,11 +61,19 @@ def check(content, printed):
         assert name not in conditions["timing"]
     timed = {row["row"] for row in rows if row["unit"] == "s/step" and row["value"] is not None}
     assert len(timed) == len(conditions["timing"])
-    assert all(len(timing["seconds"]) == conditions["repeats"] for timing in conditions["timing"].values())
+    assert all(
+        len(timing["seconds"]) == conditions["repeats"] for timing in conditions["timing"].values()
+    )
     assert set(conditions["same_completions"]) == {eggroll.ONE, eggroll.MEMBER}
     assert [figure["figure"] for figure in conditions["figures"]] == [0.95, 5, 20, 0.1]
-    assert all(figure["reached"] is None for figure in conditions["figures"])  # of sizes that nobody asked for
-    against = [row["against"] for row in rows if row["row"] == "population in one forward" and row["against"]]
+    assert all(
+        figure["reached"] is None for figure in conditions["figures"]
+    )  # of sizes that nobody asked for
+    against = [
+        row["against"]
+        for row in rows
+        if row["row"] == "population in one forward" and row["against"]
+    ]
     assert against == ["plain sampler, no noise", ROWS[1], ROWS[0]]
     for line in printed.splitlines():
         assert len(line) <= 80 or line.startswith("written to"), line
@@ -61,7 +82,14 @@ def check(content, printed):
 def test_eggroll_without_a_compiler(benchmark, tmp_path):
     path = tmp_path / "there" / "out.json"
     done = benchmark(
-        "eggroll", "--quick", "--device", "cpu", "--json", str(path), env={"CXX": "/no/compiler"}, fresh=True
+        "eggroll",
+        "--quick",
+        "--device",
+        "cpu",
+        "--json",
+        str(path),
+        env={"CXX": "/no/compiler"},
+        fresh=True,
     )
     content = json.loads(path.read_text())
     check(content, done.stdout)
@@ -72,7 +100,15 @@ def test_eggroll_without_a_compiler(benchmark, tmp_path):
 @pytest.mark.slow
 def test_eggroll_with_a_compiler(benchmark, tmp_path):
     done = benchmark(
-        "eggroll", "--quick", "--device", "cpu", "--repeats", "1", "--json", str(tmp_path / "out.json"), fresh=True
+        "eggroll",
+        "--quick",
+        "--device",
+        "cpu",
+        "--repeats",
+        "1",
+        "--json",
+        str(tmp_path / "out.json"),
+        fresh=True,
     )
     content = json.loads((tmp_path / "out.json").read_text())
     check(content, done.stdout)
@@ -82,7 +118,9 @@ def test_eggroll_with_a_compiler(benchmark, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_eggroll_on_cuda(benchmark, tmp_path):
-    done = benchmark("eggroll", "--quick", "--device", "cuda", "--json", str(tmp_path / "out.json"), fresh=True)
+    done = benchmark(
+        "eggroll", "--quick", "--device", "cuda", "--json", str(tmp_path / "out.json"), fresh=True
+    )
     check(json.loads((tmp_path / "out.json").read_text()), done.stdout)
 
 
@@ -117,7 +155,9 @@ def test_rft_rows_do_the_same_work(benchmark, tmp_path):
 
 
 def test_grpo_in_brief(benchmark, tmp_path):
-    done = benchmark("grpo", "--quick", "--brief", "--device", "cpu", "--json", str(tmp_path / "out.json"))
+    done = benchmark(
+        "grpo", "--quick", "--brief", "--device", "cpu", "--json", str(tmp_path / "out.json")
+    )
     content = json.loads((tmp_path / "out.json").read_text())
     values = {row["row"]: row["value"] for row in content["rows"] if row["benchmark"] == "grpo"}
     assert values[grpo.PLAIN] > 0
@@ -129,8 +169,12 @@ def test_grpo_in_brief(benchmark, tmp_path):
 
 @pytest.mark.slow
 def test_grpo(benchmark, tmp_path):
-    """Every row that a CPU has, tiny; the loss curves are the check that all of them do the same work."""
-    done = benchmark("grpo", "--quick", "--device", "cpu", "--json", str(tmp_path / "out.json"), fresh=True)
+    """Every row that a CPU has, tiny; the loss curves are the check that all of them do the same
+    work.
+    """
+    done = benchmark(
+        "grpo", "--quick", "--device", "cpu", "--json", str(tmp_path / "out.json"), fresh=True
+    )
     content = json.loads((tmp_path / "out.json").read_text())
     conditions, rows = content["conditions"], content["rows"]
     assert {row["row"] for row in rows if row["benchmark"] == "grpo"} >= {
@@ -156,12 +200,22 @@ def test_grpo(benchmark, tmp_path):
     for name, gap in gaps.items():
         assert gap < (0.05 if name in ("+ amp", "+ parallel rewards", "+ 2 ranks") else 1e-4), name
     for name in gaps:
-        assert set(conditions["phases"][name]) == {"rollout", "reward", "reference", "train", "update"}
+        assert set(conditions["phases"][name]) == {
+            "rollout",
+            "reward",
+            "reference",
+            "train",
+            "update",
+        }
         assert 0 < conditions["memory"][name] < 1
         losses = conditions["losses"][name]
         assert len(losses) == 4
         assert all(abs(loss) > 1e-6 for loss in losses[1:])
-    for line in ("one prompt at a time", "each alone", "tf32                  skipped: wants a CUDA device"):
+    for line in (
+        "one prompt at a time",
+        "each alone",
+        "tf32                  skipped: wants a CUDA device",
+    ):
         assert line in done.stdout
     assert done.stderr == ""
 
@@ -171,12 +225,18 @@ def test_sampler(benchmark, tmp_path):
     content = json.loads((tmp_path / "out.json").read_text())
     ratios = {row["row"]: row["ratio"] for row in content["rows"] if row["against"]}
     assert set(ratios) == {
-        *("equal lengths: this project", "spread lengths: this project", "spread lengths: this project, too"),
+        *(
+            "equal lengths: this project",
+            "spread lengths: this project",
+            "spread lengths: this project, too",
+        ),
         "spread lengths: continuous batching",
     }
     assert all(ratio > 0 for ratio in ratios.values())
     drawn = content["conditions"]["mean_length"]
-    assert all(4 < drawn[row] < 24 for row in ("generate", "continuous batching", "this project"))  # longest is 24
+    assert all(
+        4 < drawn[row] < 24 for row in ("generate", "continuous batching", "this project")
+    )  # longest is 24
     assert "decode, share of the bandwidth roofline" in done.stdout
 
 
@@ -194,7 +254,16 @@ def test_results_side_by_side(benchmark, tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     for side, value in (("a", 2.0), ("b", 3.0)):
-        rows = [{"benchmark": "x", "row": "y", "value": value, "unit": "s", "against": None, "ratio": None}]
+        rows = [
+            {
+                "benchmark": "x",
+                "row": "y",
+                "value": value,
+                "unit": "s",
+                "against": None,
+                "ratio": None,
+            }
+        ]
         content = {"conditions": {"device": side, "torch": "2"}, "rows": rows}
         (tmp_path / side / "x.json").write_text(json.dumps(content))
     done = benchmark("compare", str(tmp_path / "a"), str(tmp_path / "b"))
@@ -202,14 +271,25 @@ def test_results_side_by_side(benchmark, tmp_path):
     assert "differs: device: a | b" in done.stdout
     assert "torch" not in done.stdout
     (tmp_path / "b" / "x.json").write_text("{}")
-    assert "is no result of a benchmark" in benchmark("compare", *(str(tmp_path / x) for x in "ab"), code=1).stderr
+    assert (
+        "is no result of a benchmark"
+        in benchmark("compare", *(str(tmp_path / x) for x in "ab"), code=1).stderr
+    )
     assert "holds no results" in benchmark("compare", "nowhere", str(tmp_path / "a"), code=1).stderr
 
 
 @pytest.mark.slow
 def test_all_in_one_go(benchmark, tmp_path):
-    done = benchmark("all", "--quick", "--device", "cpu", "--out", str(tmp_path / "out"), fresh=True)
-    assert {path.stem for path in (tmp_path / "out").glob("*.json")} == {"sampler", "grpo", "eggroll", "loader", "rft"}
+    done = benchmark(
+        "all", "--quick", "--device", "cpu", "--out", str(tmp_path / "out"), fresh=True
+    )
+    assert {path.stem for path in (tmp_path / "out").glob("*.json")} == {
+        "sampler",
+        "grpo",
+        "eggroll",
+        "loader",
+        "rft",
+    }
     assert "sampler: spread lengths: this project / generate" in done.stdout
 
 
@@ -229,7 +309,10 @@ def test_an_unknown_name_is_answered_with_the_names(benchmark):
 
 
 def test_help_names_each_benchmark_and_imports_no_torch():
-    code = "import sys; from benchmarks.__main__ import parser; print(parser().format_help()); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from benchmarks.__main__ import parser; print(parser().format_help());"
+        " sys.exit('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0
     assert "eggroll" in done.stdout
@@ -242,7 +325,9 @@ def test_different_completions_are_not_equal_work():
     assert work.same(made, made, which) == len(which)
     other = made.clone()
     other[3, 5] = (other[3, 5] + 1) % 256
-    with pytest.raises(RuntimeError, match="not the same work: member 1, prompt 1 differ at token 5"):
+    with pytest.raises(
+        RuntimeError, match="not the same work: member 1, prompt 1 differ at token 5"
+    ):
         work.same(other, made, which)
 
 
@@ -250,7 +335,9 @@ def test_the_weights_come_back():
     work = eggroll.Work(eggroll.QUICK, torch.device("cpu"), torch.float32, False)
     before = {name: weight.clone() for name, weight in work.parameters.items()}
     with work.materialised(3):
-        assert any(not torch.equal(weight, before[name]) for name, weight in work.parameters.items())
+        assert any(
+            not torch.equal(weight, before[name]) for name, weight in work.parameters.items()
+        )
     work.member_by_member()
     work.population()
     work.update()
@@ -259,7 +346,10 @@ def test_the_weights_come_back():
 
 def test_cases_take_turns_and_the_warm_up_is_not_counted():
     calls = []
-    cases = [Case("a", lambda: calls.append("a") or len(calls), warm_ups=2), Case("b", lambda: calls.append("b"))]
+    cases = [
+        Case("a", lambda: calls.append("a") or len(calls), warm_ups=2),
+        Case("b", lambda: calls.append("b")),
+    ]
     timings = measure.interleaved(cases, 3, torch.device("cpu"))
     assert "".join(calls) == "aab" + "ababab"
     assert [len(timing.seconds) for timing in timings.values()] == [3, 3]

@@ -1,4 +1,6 @@
-"""common.chat: a model tried from the command line; models of a hub and LoRA adapters, which it loads as runs do."""
+"""common.chat: a model tried from the command line; models of a hub and LoRA adapters, which it
+loads as runs do.
+"""
 
 import json
 import os
@@ -58,17 +60,43 @@ def talk(monkeypatch, capsys, *arguments: str, code: int = 0) -> tuple[str, str]
 
 def test_one_prompt_is_what_generate_makes_of_it(folder, monkeypatch, capsys):
     shown, _ = talk(
-        monkeypatch, capsys, folder, "--prompt", "ab", "--temperature", "0", "--max-new-tokens", "12", "--device", "cpu"
+        monkeypatch,
+        capsys,
+        folder,
+        "--prompt",
+        "ab",
+        "--temperature",
+        "0",
+        "--max-new-tokens",
+        "12",
+        "--device",
+        "cpu",
     )
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     ids = tokenizer("ab", return_tensors="pt")["input_ids"]
-    expected = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=256, eos_token_id=257)[0, 2:]
+    expected = model.generate(
+        ids, max_new_tokens=12, do_sample=False, pad_token_id=256, eos_token_id=257
+    )[0, 2:]
     assert shown == tokenizer.decode(expected, skip_special_tokens=True).strip() + "\n"
 
 
 def test_lines_of_a_pipe(folder):
-    call = [sys.executable, "-m", "common.chat", str(folder), "--max-new-tokens", "4", "--temperature", "0"]
-    done = subprocess.run(call, input="ab\n\nab\n", capture_output=True, text=True, cwd=ROOT, timeout=120)
+    call = [
+        sys.executable,
+        "-m",
+        "common.chat",
+        str(folder),
+        "--max-new-tokens",
+        "4",
+        "--temperature",
+        "0",
+    ]
+    done = subprocess.run(
+        call, input="ab\n\nab\n", capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
     assert (done.returncode, done.stderr) == (0, "")
     half = len(done.stdout) // 2
     assert done.stdout
@@ -76,17 +104,32 @@ def test_lines_of_a_pipe(folder):
 
 
 def test_the_help_says_what_becomes_of_blank_lines():
-    assert "lines of standard input, blank ones skipped" in " ".join(chat.parser().format_help().split())
+    assert "lines of standard input, blank ones skipped" in " ".join(
+        chat.parser().format_help().split()
+    )
 
 
 def test_bytes_that_are_no_text_and_a_reader_that_leaves(folder):
-    call = [sys.executable, "-m", "common.chat", str(folder), "--max-new-tokens", "4", "--temperature", "0"]
+    call = [
+        sys.executable,
+        "-m",
+        "common.chat",
+        str(folder),
+        "--max-new-tokens",
+        "4",
+        "--temperature",
+        "0",
+    ]
     done = subprocess.run(call, input=b"ab\n\xff\n", capture_output=True, cwd=ROOT, timeout=120)
     assert done.returncode == 2
-    assert done.stderr.decode() == (
-        "error: line 2 of standard input is not UTF-8: byte 0xff. Convert it, for example with iconv -f LATIN1 -t UTF-8.\n"
+    assert (
+        done.stderr.decode()
+        == "error: line 2 of standard input is not UTF-8: byte 0xff. Convert it, for example with"
+        " iconv -f LATIN1 -t UTF-8.\n"
     )
-    process = subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    process = subprocess.Popen(
+        call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    )
     process.stdout.close()
     process.stdin.write(b"ab\n" * 20)
     process.stdin.close()
@@ -100,7 +143,9 @@ def test_the_template_of_a_run_is_filled_in(run_folder):
         "{question}": ("", ""),
         "{a} and {b}": None,
     }.items():
-        (run_folder / "run.yaml").write_text(json.dumps({"config": {"task": {"template": template}}}))
+        (run_folder / "run.yaml").write_text(
+            json.dumps({"config": {"task": {"template": template}}})
+        )
         assert chat.template_of(str(run_folder)) == parts
     (run_folder / "run.yaml").write_text("config: {}\n")
     assert chat.template_of(str(run_folder)) is None
@@ -127,7 +172,12 @@ def test_prompts_take_the_form_of_the_runs(run_folder):
     assert path == str(run_folder / "model")
     made = chat.prompt_like("new", shown, None, True)
     assert [m["content"] for m in made] == ["Be brief.", "a", "b", "new"]
-    assert [m["content"] for m in chat.prompt_like("new", shown, "Other.", True)] == ["Other.", "a", "b", "new"]
+    assert [m["content"] for m in chat.prompt_like("new", shown, "Other.", True)] == [
+        "Other.",
+        "a",
+        "b",
+        "new",
+    ]
     assert chat.prompt_like("new", shown, None, False) == "new"
 
 
@@ -139,7 +189,9 @@ def test_a_chat_template_is_used(folder, tmp_path, monkeypatch, capsys):
     tokenizer.save_pretrained(model)
     own = ["--temperature", "0", "--max-new-tokens", "8"]
     through, _ = talk(monkeypatch, capsys, model, "--prompt", "ab", *own)
-    spelled, _ = talk(monkeypatch, capsys, model, "--plain", "--prompt", "[user]ab[assistant]", *own)
+    spelled, _ = talk(
+        monkeypatch, capsys, model, "--plain", "--prompt", "[user]ab[assistant]", *own
+    )
     bare, _ = talk(monkeypatch, capsys, model, "--plain", "--prompt", "ab", *own)
     assert through == spelled != bare
 
@@ -147,12 +199,28 @@ def test_a_chat_template_is_used(folder, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("break_it", "arguments", "text"),
     [
-        (lambda run: shutil.rmtree(run / "model"), [], "has no model/ yet: the run has not ended. Go on with it"),
-        (lambda run: (run / "result.json").write_text('{"algo": "classify"}'), [], "holds a classifier"),
+        (
+            lambda run: shutil.rmtree(run / "model"),
+            [],
+            "has no model/ yet: the run has not ended. Go on with it",
+        ),
+        (
+            lambda run: (run / "result.json").write_text('{"algo": "classify"}'),
+            [],
+            "holds a classifier",
+        ),
         (lambda run: None, ["--temperature", "-1"], "sampling.temperature=-1.0 is too small"),
-        (lambda run: None, ["--prompt", "x" * 500], "fills the model's context of 128. Shorten it."),
+        (
+            lambda run: None,
+            ["--prompt", "x" * 500],
+            "fills the model's context of 128. Shorten it.",
+        ),
         (lambda run: None, ["--plain", "--system", "x"], "--system has no effect with --plain"),
-        (lambda run: None, ["--lora", "nowhere"], "model.lora='nowhere' is no folder with a LoRA adapter"),
+        (
+            lambda run: None,
+            ["--lora", "nowhere"],
+            "model.lora='nowhere' is no folder with a LoRA adapter",
+        ),
     ],
 )
 def test_mistakes_are_worded(run_folder, monkeypatch, capsys, break_it, arguments, text):
@@ -171,7 +239,9 @@ def adapter(folder, tmp_path) -> Path:
     peft = pytest.importorskip("peft")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        settings = peft.LoraConfig(
+            r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+        )
         with peft_of_today():
             made = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), settings)
     made.save_pretrained(tmp_path / "adapter")
@@ -188,14 +258,19 @@ def test_an_adapter_is_merged(folder, adapter):
 
     model, _ = load_model(config(folder, lora=str(adapter)), None, torch.float32, CPU)
     with peft_of_today():
-        wanted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter)
+        wanted = peft.PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(folder), adapter
+        )
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         assert torch.allclose(model(ids).logits, wanted(ids).logits, atol=1e-5)
         assert not torch.allclose(
             model(ids).logits, AutoModelForCausalLM.from_pretrained(folder)(ids).logits, atol=1e-3
         )
-    assert {type(m).__module__.split(".")[0] for m in model.modules()} <= {"transformers", "torch"}  # it is plain again
+    assert {type(m).__module__.split(".")[0] for m in model.modules()} <= {
+        "transformers",
+        "torch",
+    }  # it is plain again
 
 
 def test_adapters_that_do_not_fit(folder, adapter, tmp_path):
@@ -221,16 +296,35 @@ def test_adapters_that_do_not_fit(folder, adapter, tmp_path):
 
 
 def test_the_commit_of_a_model_of_the_hub_is_kept(folder, launch, tmp_path):
-    """A model in the hub's cache, as a download leaves it; its commit is printed and stands in run.yaml."""
+    """A model in the hub's cache, as a download leaves it; its commit is printed and stands in
+    run.yaml.
+    """
     commit = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / "hub" / "models--acme--small"
     shutil.copytree(folder, repository / "snapshots" / commit)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
-    small = ["algo.members=2", "algo.prompts_per_step=1", "algo.steps=1", "algo.sampling.max_new_tokens=4"]
-    arguments = ["algo=eggroll", "hardware=cpu", "model=hf", "model.path=acme/small", *small, "evaluate.examples=2"]
+    small = [
+        "algo.members=2",
+        "algo.prompts_per_step=1",
+        "algo.steps=1",
+        "algo.sampling.max_new_tokens=4",
+    ]
+    arguments = [
+        "algo=eggroll",
+        "hardware=cpu",
+        "model=hf",
+        "model.path=acme/small",
+        *small,
+        "evaluate.examples=2",
+    ]
     cache = {"HF_HUB_CACHE": str(tmp_path / "hub")}
     done = launch(*arguments, "hydra.run.dir=out", env=cache, fresh=True)
-    assert f"model.path='acme/small' is at commit {commit} (model.revision=COMMIT pins it)" in done.stdout + done.stderr
-    assert re.search(rf"^model_commit: ['\"]?{commit}", (tmp_path / "out" / "run.yaml").read_text(), re.MULTILINE)
+    assert (
+        f"model.path='acme/small' is at commit {commit} (model.revision=COMMIT pins it)"
+        in done.stdout + done.stderr
+    )
+    assert re.search(
+        rf"^model_commit: ['\"]?{commit}", (tmp_path / "out" / "run.yaml").read_text(), re.MULTILINE
+    )
     assert model_commit(replace(config(folder), path=str(folder))) is None

@@ -26,7 +26,11 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 def write(root, step, keep=10, extra=True):
     tensors = {"a": torch.full((3, 2), float(step)), "b": torch.arange(5)}
-    extras = {"generator": torch.Generator().manual_seed(step).get_state(), "groups": [{"lr": 0.1}]} if extra else None
+    extras = (
+        {"generator": torch.Generator().manual_seed(step).get_state(), "groups": [{"lr": 0.1}]}
+        if extra
+        else None
+    )
     return save(root, step, tensors, {"step": step}, extras, keep=keep)
 
 
@@ -56,7 +60,9 @@ def test_everything_comes_back_bit_for_bit(tmp_path):
     optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
     optimizer.step()
     state = {"step": 7, "rate": 0.1, "nested": {"text": "ä\n", "list": [1, None, True]}}
-    path = save(tmp_path / "deep" / "root", 7, tensors, state, {"optimizer": optimizer.state_dict()}, keep=1)
+    path = save(
+        tmp_path / "deep" / "root", 7, tensors, state, {"optimizer": optimizer.state_dict()}, keep=1
+    )
     assert path == tmp_path / "deep" / "root" / "step-00000007"
     assert names(path) == ["extra.pt", "manifest.json", "state.json", "tensors.safetensors"]
 
@@ -67,11 +73,15 @@ def test_everything_comes_back_bit_for_bit(tmp_path):
     for name, tensor in tensors.items():
         assert found.tensors[name].dtype == tensor.dtype, name
         assert found.tensors[name].shape == tensor.shape, name
-        torch.testing.assert_close(found.tensors[name], tensor.detach(), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            found.tensors[name], tensor.detach(), rtol=0, atol=0, equal_nan=True
+        )
     assert found.tensors["tied"] is found.tensors["weight"]
     assert math.copysign(1, found.tensors["parameter"][1].item()) == -1
     assert found.extra is not None
-    torch.testing.assert_close(found.extra["optimizer"]["state"], optimizer.state_dict()["state"], rtol=0, atol=0)
+    torch.testing.assert_close(
+        found.extra["optimizer"]["state"], optimizer.state_dict()["state"], rtol=0, atol=0
+    )
 
 
 def test_views_of_one_storage_come_back_apart(tmp_path):
@@ -85,7 +95,9 @@ def test_views_of_one_storage_come_back_apart(tmp_path):
 
 
 def test_the_saved_tensors_are_copies(tmp_path):
-    """Training goes on in place; a model that is as large again on disk as in memory would mean tied weights twice."""
+    """Training goes on in place; a model that is as large again on disk as in memory would mean
+    tied weights twice.
+    """
     weight = torch.zeros(1000)
     path = save(tmp_path, 1, {"one": weight, "two": weight}, {}, None, keep=1)
     weight += 1
@@ -101,7 +113,9 @@ def test_only_the_newest_are_kept(tmp_path):
 
 
 def test_going_back_keeps_what_was_just_saved(tmp_path):
-    """A run that resumed before a damaged step 30 saves step 20: keep=1 must not mean 'keep the damaged one only'."""
+    """A run that resumed before a damaged step 30 saves step 20: keep=1 must not mean 'keep the
+    damaged one only'.
+    """
     write(tmp_path, 30)
     (tmp_path / "step-00000030" / "state.json").unlink()
     write(tmp_path, 10, keep=1)
@@ -191,7 +205,9 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize(("damage", "words"), DAMAGE.items(), ids=[f"{i}-{w}" for i, w in enumerate(DAMAGE.values())])
+@pytest.mark.parametrize(
+    ("damage", "words"), DAMAGE.items(), ids=[f"{i}-{w}" for i, w in enumerate(DAMAGE.values())]
+)
 def test_a_damaged_checkpoint_is_skipped_with_one_warning(tmp_path, caplog, damage, words):
     write(tmp_path, 10)
     damage(write(tmp_path, 20))
@@ -227,7 +243,10 @@ def test_foreign_and_half_written_entries(tmp_path, caplog):
     found = latest(tmp_path)
     assert found is not None
     assert found.step == 3
-    assert [next(word for word in ("half-written", "foreign") if word in text) for text in warnings_of(caplog)] == [
+    assert [
+        next(word for word in ("half-written", "foreign") if word in text)
+        for text in warnings_of(caplog)
+    ] == [
         "half-written",
         "foreign",
     ]
@@ -300,7 +319,9 @@ except CheckpointError as error:
 
 @pytest.mark.parametrize("kind", ["tensors", "state", "extra"])
 def test_a_disk_that_takes_no_more(tmp_path, kind):
-    """The kernel refuses writes beyond a file size, as a full disk does, in whatever language the writer is written."""
+    """The kernel refuses writes beyond a file size, as a full disk does, in whatever language the
+    writer is written.
+    """
     write(tmp_path, 1)
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(tmp_path), "100000", kind],
@@ -319,7 +340,9 @@ def test_a_disk_that_takes_no_more(tmp_path, kind):
 
 def test_a_root_that_is_a_file(tmp_path):
     (tmp_path / "root").write_text("")
-    with pytest.raises(CheckpointError, match=r"root/step-00000001 could not be written: .*Not a directory"):
+    with pytest.raises(
+        CheckpointError, match=r"root/step-00000001 could not be written: .*Not a directory"
+    ):
         write(tmp_path / "root", 1)
 
 
@@ -331,7 +354,9 @@ def test_a_failed_replacement_leaves_the_old_one(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save_file", refuse)
-    with pytest.raises(CheckpointError, match=r"step-00000004 could not be written: .*No space left on device"):
+    with pytest.raises(
+        CheckpointError, match=r"step-00000004 could not be written: .*No space left on device"
+    ):
         save(tmp_path, 4, {}, {"other": 1}, None, keep=1)
     assert names(tmp_path) == ["step-00000004"]
     assert load(tmp_path / "step-00000004").state == before
@@ -353,7 +378,10 @@ def test_kill_9_at_any_moment_leaves_a_valid_checkpoint(tmp_path):
     """Replacements too: the steps go round. keep=3 of steps up to the current one."""
     for attempt in range(3):
         process = subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(tmp_path)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", KILLED, str(tmp_path)],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert process.stdout is not None
         for _ in range(5):

@@ -1,4 +1,6 @@
-"""Chess: FEN validation against python-chess, components, data, and pools that give the serial scores."""
+"""Chess: FEN validation against python-chess, components, data, and pools that give the serial
+scores.
+"""
 
 import csv
 import gzip
@@ -66,7 +68,9 @@ HOSTILE = [
 
 def make(**changed: Any) -> Chess:
     node = SETTINGS | {"positions": 300, "test_positions": 50} | changed
-    return Chess(**{key: value for key, value in node.items() if key not in ("_target_", "pretrain_steps")})
+    return Chess(
+        **{key: value for key, value in node.items() if key not in ("_target_", "pretrain_steps")}
+    )
 
 
 def error(call: Any, *args: Any, **kwargs: Any) -> str:
@@ -88,14 +92,21 @@ PASSANT = {"-"} | {f"{file}{rank}" for file in "abcdefgh" for rank in "36"}
 
 
 def reference(text: str) -> bool:
-    """What valid_fens promises, by python-chess, which is laxer in spelling: castling rights in any order, "Q~", "+1"."""
+    """What valid_fens promises, by python-chess, which is laxer in spelling: castling rights in any
+    order, "Q~", "+1".
+    """
     fields = text.split(" ")
     if len(text) > 120 or len(fields) != 6 or "~" in text or text.split() != fields:
         return False
     if fields[2] not in CASTLING or fields[3] not in PASSANT:
         return False
     for clock, least in zip(fields[4:], (0, 1), strict=True):
-        if not (clock.isascii() and clock.isdecimal() and str(int(clock)) == clock and least <= int(clock) <= 9999):
+        if not (
+            clock.isascii()
+            and clock.isdecimal()
+            and str(int(clock)) == clock
+            and least <= int(clock) <= 9999
+        ):
             return False
     try:
         board = chess.Board(text)
@@ -118,7 +129,8 @@ def played(count: int) -> list[str]:
 
 
 def mutated(fen: str, draw: random.Random) -> str:
-    """One to three letters changed, put in, left out or swapped; from the letters of FENs mostly."""
+    """One to three letters changed, put in, left out or swapped; from the letters of FENs mostly.
+    """
     letters = list(fen)
     for _ in range(draw.randint(1, 3)):
         at = draw.randrange(len(letters))
@@ -163,14 +175,27 @@ def test_valid_fens_of_a_field_each():
         ["1", "2", "9999", "10000", "0", "01", "-1", "", "x"],
     )
     right = [board, turn, castling, passant, half, full]
-    texts = [" ".join([*right[:i], c, *right[i + 1 :]]) for i, options in enumerate(choices) for c in options]
-    texts += [AFTER + " ", " " + AFTER, AFTER + "\n", AFTER + " x", AFTER.replace(" ", "\t"), f"{AFTER} {'x' * 100}"]
+    texts = [
+        " ".join([*right[:i], c, *right[i + 1 :]])
+        for i, options in enumerate(choices)
+        for c in options
+    ]
+    texts += [
+        AFTER + " ",
+        " " + AFTER,
+        AFTER + "\n",
+        AFTER + " x",
+        AFTER.replace(" ", "\t"),
+        f"{AFTER} {'x' * 100}",
+    ]
     found = valid_fens(texts)
     assert [text for text, f in zip(texts, found, strict=True) if f != reference(text)] == []
     assert 40 < found.sum() < len(texts)
 
 
-@given(st.lists(st.text(alphabet="pkKQ18/ wb-0\0é", max_size=40) | st.text(max_size=20), max_size=6))
+@given(
+    st.lists(st.text(alphabet="pkKQ18/ wb-0\0é", max_size=40) | st.text(max_size=20), max_size=6)
+)
 def test_valid_fens_of_any_texts(texts):
     assert valid_fens([*texts, START]).tolist() == [reference(text) for text in texts] + [True]
 
@@ -215,7 +240,9 @@ def test_components_by_hand(task, completion, exact, fields, valid):
     assert (found["exact"], found["fields"], found["valid"]) == (exact, fields / 6, valid)
     assert found["levenshtein"] == (similarity(completion.strip(), AFTER) if fields else 0)
     total = sum(task.weights.values())
-    assert task.reward(ROW, completion) == pytest.approx(sum(task.weights[n] * v for n, v in found.items()) / total)
+    assert task.reward(ROW, completion) == pytest.approx(
+        sum(task.weights[n] * v for n, v in found.items()) / total
+    )
 
 
 @pytest.mark.parametrize("completion", HOSTILE, ids=range(len(HOSTILE)))
@@ -242,7 +269,9 @@ def completions_of(examples: list[Example]) -> list[str]:
     """Right, copied, cut, mutated and hostile ones."""
     draw = random.Random(3)
     return [
-        draw.choice([e.answer, e.extra["fen"], e.answer[:30], mutated(e.answer, draw), draw.choice(HOSTILE)])
+        draw.choice(
+            [e.answer, e.extra["fen"], e.answer[:30], mutated(e.answer, draw), draw.choice(HOSTILE)]
+        )
         for e in examples
     ]
 
@@ -262,7 +291,9 @@ def test_what_has_the_shape_of_a_fen():
     assert shaped([f" {fen}\n" for fen in fens]) == fens
     draw = random.Random(5)
     texts = [mutated(fen, draw) for fen in fens]
-    assert all(bool(shape) >= valid for shape, valid in zip(shaped(texts), valid_fens(texts), strict=True))
+    assert all(
+        bool(shape) >= valid for shape, valid in zip(shaped(texts), valid_fens(texts), strict=True)
+    )
     assert shaped(HOSTILE) == [""] * len(HOSTILE)
     assert shaped(["7/8/8/8/8/8/8/8 w - - 0 1"]) != [""]  # a rank that is one short is nearly right
 
@@ -295,7 +326,9 @@ def test_one_by_one_and_batched_scores_are_equal(task):
     alone = [task.reward(e, text) for e, text in zip(rows, texts, strict=True)]
     assert alone == task.rewards(rows, texts) == score(task, rows, texts)
     for component in task.components.values():
-        assert component(rows, texts) == [component([e], [text])[0] for e, text in zip(rows, texts, strict=True)]
+        assert component(rows, texts) == [
+            component([e], [text])[0] for e, text in zip(rows, texts, strict=True)
+        ]
 
 
 @pytest.mark.parametrize("kind", ["serial", "threads", "processes"])
@@ -310,7 +343,9 @@ def test_pools_give_the_serial_scores_in_order(task, kind):
     for at, pending in zip((0, 1, 98), batches, strict=True):
         scored = pending.result()
         assert scored.rewards == task.rewards(rows[at:], texts[at:])
-        assert scored.components == {n: c(rows[at:], texts[at:]) for n, c in task.components.items()}
+        assert scored.components == {
+            n: c(rows[at:], texts[at:]) for n, c in task.components.items()
+        }
         assert set(scored.seconds) == set(task.weights)
     scorer.close()
 
@@ -330,11 +365,19 @@ class Slow(Chess):
 
 
 def test_a_pool_that_hangs_names_the_example():
-    task = Slow(**{key: value for key, value in SMALL_SETTINGS.items() if key not in ("_target_", "pretrain_steps")})
+    task = Slow(
+        **{
+            key: value
+            for key, value in SMALL_SETTINGS.items()
+            if key not in ("_target_", "pretrain_steps")
+        }
+    )
     rows = list(task.examples("train"))[:4]
     scorer = Scorer(task, ScoringConfig(kind="threads", workers=2, timeout_seconds=0.2))
     text = error(scorer.submit(rows, ["", "", "hang", ""]).result)
-    assert text.startswith("scoring took longer than scoring.timeout_seconds=0.2, at or after example 2.")
+    assert text.startswith(
+        "scoring took longer than scoring.timeout_seconds=0.2, at or after example 2."
+    )
     scorer.close()
 
 
@@ -369,9 +412,12 @@ def test_generated_rows_are_right_distinct_and_the_same_every_time(task):
     replayed(task, "test")
     e = task.examples("test")[0]
     assert task.prompt(e) == f"{e.extra['fen']} {e.extra['move']} =>"
-    # the very row, so that another machine or version that draws anew is noticed: the model that comes with the
-    # project was pre-trained on these
-    assert task.prompt(e) == "rn1qkbnr/2p1ppp1/b7/pp1p4/1P2P1p1/1Q6/P1PP1P1P/RNB1KBNR b KQkq - 1 8 b8d7 =>"
+    # the very row, so that another machine or version that draws anew is noticed: the model that
+    # comes with the project was pre-trained on these
+    assert (
+        task.prompt(e)
+        == "rn1qkbnr/2p1ppp1/b7/pp1p4/1P2P1p1/1Q6/P1PP1P1P/RNB1KBNR b KQkq - 1 8 b8d7 =>"
+    )
 
 
 @pytest.mark.parametrize("share", [0.0, 0.35, 1.0])
@@ -380,7 +426,11 @@ def test_pretraining_is_right_as_often_as_asked(share):
     draw, right = random.Random(1), 0
     for e in teacher.examples("train"):
         prompt, completion = teacher.pretraining(e, draw)
-        given, wanted, before = completion[1:].split(" "), e.answer.split(" "), e.extra["fen"].split(" ")
+        given, wanted, before = (
+            completion[1:].split(" "),
+            e.answer.split(" "),
+            e.extra["fen"].split(" "),
+        )
         assert (prompt, completion[0]) == (teacher.prompt(e), " ")
         assert given in (wanted, [wanted[0], before[1], *wanted[2:4], *before[4:]])
         right += given == wanted
@@ -433,8 +483,14 @@ def test_csv_with_a_test_file_leaks_nothing(tmp_path):
         (f"2,{START},", "line 3: no moves."),
         (f"2,{START}", "line 3 has too few cells."),
         ("2,,e2e4", "line 3: empty fen."),
-        ("2,rnbqkbnr w - - 0 1,e2e4", "line 3: expected 8 rows in position part of fen: 'rnbqkbnr'."),
-        ("2,8/8/8/8/8/8/8/K7 w - - 0 1,a1a2", "line 3: '8/8/8/8/8/8/8/K7 w - - 0 1' is no position (no_black_king)."),
+        (
+            "2,rnbqkbnr w - - 0 1,e2e4",
+            "line 3: expected 8 rows in position part of fen: 'rnbqkbnr'.",
+        ),
+        (
+            "2,8/8/8/8/8/8/8/K7 w - - 0 1,a1a2",
+            "line 3: '8/8/8/8/8/8/8/K7 w - - 0 1' is no position (no_black_king).",
+        ),
         (
             "2,k6R/8/8/8/8/8/8/K7 w - - 0 1,a1a2",
             "line 3: 'k6R/8/8/8/8/8/8/K7 w - - 0 1' is no position (opposite_check).",
@@ -469,11 +525,23 @@ PGN = """[Event "one"]
 
 @pytest.mark.parametrize("name", ["games.pgn", "games.2024.pgn.gz"])
 def test_pgn(tmp_path, name):
-    (tmp_path / name).write_bytes(gzip.compress(PGN.encode()) if name.endswith(".gz") else PGN.encode())
+    (tmp_path / name).write_bytes(
+        gzip.compress(PGN.encode()) if name.endswith(".gz") else PGN.encode()
+    )
     found = make(path=str(tmp_path / name), test_positions=2)
     moves = {*keys(found, "train"), *keys(found, "test")}
     assert len(moves) == 9
-    assert {m for _, m in moves} == {"e2e4", "e7e5", "d1h5", "b8c6", "f1c4", "g8f6", "h5f7", "a7a8q", "h7g7"}
+    assert {m for _, m in moves} == {
+        "e2e4",
+        "e7e5",
+        "d1h5",
+        "b8c6",
+        "f1c4",
+        "g8f6",
+        "h5f7",
+        "a7a8q",
+        "h7g7",
+    }
     replayed(found, "train")
     replayed(found, "test")
 
@@ -483,18 +551,36 @@ def test_pgn(tmp_path, name):
     [
         ("4. Qxf7# 1-0", "4. Qxa8 1-0", "5: illegal san: 'Qxa8' in r1bqkb1r"),
         ("4. Qxf7# 1-0", "4. -- 1-0", "6: illegal move 0000 in 'r1bqkb1r"),
-        ("8/P6k/8/8/8/8/8/K7 w", "8/P6k w", "15: expected 8 rows in position part of fen: '8/P6k'. Mend or remove it."),
-        ("8/P6k/8/8/8/8/8/K7 w", "8/P6k/8/8/8/8/8/KK6 w", "15: '8/P6k/8/8/8/8/8/KK6 w - - 0 50' is no position (too_"),
-        ('[SetUp "1"]', '[Variant "Atomic"]', "15: a game of another variant; this task plays standard chess. Mend or"),
+        (
+            "8/P6k/8/8/8/8/8/K7 w",
+            "8/P6k w",
+            "15: expected 8 rows in position part of fen: '8/P6k'. Mend or remove it.",
+        ),
+        (
+            "8/P6k/8/8/8/8/8/K7 w",
+            "8/P6k/8/8/8/8/8/KK6 w",
+            "15: '8/P6k/8/8/8/8/8/KK6 w - - 0 50' is no position (too_",
+        ),
+        (
+            '[SetUp "1"]',
+            '[Variant "Atomic"]',
+            "15: a game of another variant; this task plays standard chess. Mend or",
+        ),
         ('[SetUp "1"]', '[Variant "Chess960"]', "15: a game of another variant"),
-        ('[SetUp "1"]', '[Variant "Made up"]', "15: unsupported variant: Made up. Mend or remove it."),
+        (
+            '[SetUp "1"]',
+            '[Variant "Made up"]',
+            "15: unsupported variant: Made up. Mend or remove it.",
+        ),
     ],
 )
 def test_a_broken_game_is_named_by_file_and_line(tmp_path, old, new, text):
     path = tmp_path / "games.pgn"
     path.write_text(PGN.replace(old, new))
     assert old not in path.read_text()
-    assert error(make, path=str(path)).startswith(f"task.path={str(path)!r}: the game up to line {text}")
+    assert error(make, path=str(path)).startswith(
+        f"task.path={str(path)!r}: the game up to line {text}"
+    )
 
 
 # --- errors of settings --------------------------------------------------------------------------------------------
@@ -503,21 +589,38 @@ def test_a_broken_game_is_named_by_file_and_line(tmp_path, old, new, text):
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"test_path": "a.csv"}, "task.test_path='a.csv' has no effect without task.path. Give task.path too."),
-        ({"path": "a.txt"}, "task.path='a.txt' is of no known kind. Give a file that ends in .csv or .pgn"),
+        (
+            {"test_path": "a.csv"},
+            "task.test_path='a.csv' has no effect without task.path. Give task.path too.",
+        ),
+        (
+            {"path": "a.txt"},
+            "task.path='a.txt' is of no known kind. Give a file that ends in .csv or .pgn",
+        ),
         ({"path": "no.csv"}, "task.path='no.csv' does not exist; tried "),
         ({"share_right": -1}, "task.share_right=-1 is out of range. Give a share from 0 to 1."),
-        ({"template": "{fen}"}, "task.template='{fen}' does not hold {move}. Add it, as in '{fen} {move} =>'."),
+        (
+            {"template": "{fen}"},
+            "task.template='{fen}' does not hold {move}. Add it, as in '{fen} {move} =>'.",
+        ),
         (
             {"weights": {"exakt": 1}},
             "task.weights.exakt is not a component. Components: exact, fields, valid, levenshtein.",
         ),
-        ({"weights": {"exact": 0}}, "task.weights are all 0. Give at least one component a weight above 0."),
-        ({"weights": {"exact": -1}}, "task.weights.exact=-1 is too small. Give a value of at least 0."),
+        (
+            {"weights": {"exact": 0}},
+            "task.weights are all 0. Give at least one component a weight above 0.",
+        ),
+        (
+            {"weights": {"exact": -1}},
+            "task.weights.exact=-1 is too small. Give a value of at least 0.",
+        ),
         (
             {"plies": 1},
-            "task.positions and task.test_positions ask for 350 positions, but 2000 random games of task.plies=1 brought "
-            "none beside 20. Ask for fewer, or raise task.plies.",
+            (
+                "task.positions and task.test_positions ask for 350 positions, but 2000 random"
+                " games of task.plies=1 brought none beside 20. Ask for fewer, or raise task.plies."
+            ),
         ),
     ],
 )
@@ -528,6 +631,12 @@ def test_setting_errors(changed, text):
 def test_a_file_without_columns_or_rows(tmp_path):
     (tmp_path / "a.csv").write_text("FEN,Move\nx,y\n")
     path = str(tmp_path / "a.csv")
-    assert error(make, path=path) == f"task.path={path!r}: line 1 names no column 'Moves'. Columns there: FEN, Move."
+    assert (
+        error(make, path=path)
+        == f"task.path={path!r}: line 1 names no column 'Moves'. Columns there: FEN, Move."
+    )
     few = table(tmp_path, f"1,{START},e2e4")
-    assert error(make, path=few) == f"task.path={few!r} leaves 1 train and 0 test rows. Give more rows."
+    assert (
+        error(make, path=few)
+        == f"task.path={few!r} leaves 1 train and 0 test rows. Give more rows."
+    )

@@ -28,10 +28,26 @@ pytestmark = pytest.mark.usefixtures("in_cache")
 SIZES = EncoderConfig(size=16, heads=2, layers=2, feedforward=32, dropout=0.3, max_tokens=41)
 # 298 rows are nine batches of 33 and one of a single row, of which a second rank has nothing.
 SMALL = [
-    *("algo=classify", "hardware=cpu", "task.rows=298", "task.test_rows=60", "algo.batch_rows=33", "algo.epochs=2"),
-    *("algo.model.size=32", "algo.model.feedforward=64", "algo.tokenizer.vocabulary=600", "algo.lr=3e-3"),
+    *(
+        "algo=classify",
+        "hardware=cpu",
+        "task.rows=298",
+        "task.test_rows=60",
+        "algo.batch_rows=33",
+        "algo.epochs=2",
+    ),
+    *(
+        "algo.model.size=32",
+        "algo.model.feedforward=64",
+        "algo.tokenizer.vocabulary=600",
+        "algo.lr=3e-3",
+    ),
 ]
-LAST = ["algo.validation_share=0", "algo.patience=null", "algo.model.dropout=0"]  # the last weights, no draws
+LAST = [
+    "algo.validation_share=0",
+    "algo.patience=null",
+    "algo.model.dropout=0",
+]  # the last weights, no draws
 
 
 def random_weights(model: torch.nn.Module) -> torch.nn.Module:
@@ -56,13 +72,18 @@ def test_a_text_has_the_same_logits_alone_and_in_a_batch():
 
 
 def trajectories(count=9, longest=20):
-    return list(Trajectories(rows=count + 10, test_rows=10, longest=longest, noise=0.1).rows("train"))[:count]
+    return list(
+        Trajectories(rows=count + 10, test_rows=10, longest=longest, noise=0.1).rows("train")
+    )[:count]
 
 
 def test_slow_and_fast_collate_and_forward_are_equal():
     listed = trajectories()
     rows = data.trajectories(listed, 41)
-    (slow, slow_labels), (fast, fast_labels) = benchmark.concatenated(listed), rows.__getitems__(list(range(9)))
+    (slow, slow_labels), (fast, fast_labels) = (
+        benchmark.concatenated(listed),
+        rows.__getitems__(list(range(9))),
+    )
     assert slow.keys() == fast.keys()
     for name, tensor in slow.items():
         assert tensor.dtype == fast[name].dtype
@@ -99,7 +120,9 @@ def test_probabilities_come_in_the_order_asked_for():
     rows = data.trajectories(trajectories(), 41)
     chosen = [7, 0, 3, 3, 8]
     found = models.probabilities_of(model, rows, chosen, batch_rows=2)
-    one_by_one = torch.cat([models.probabilities_of(model, rows, [i], batch_rows=1) for i in chosen])
+    one_by_one = torch.cat(
+        [models.probabilities_of(model, rows, [i], batch_rows=1) for i in chosen]
+    )
     torch.testing.assert_close(found, one_by_one, rtol=1e-5, atol=1e-6)
     assert model.training, "as it was"
 
@@ -110,7 +133,12 @@ def test_probabilities_come_in_the_order_asked_for():
 def test_topics_reach_ninety_percent_in_seconds(tmp_path):
     started = time.monotonic()
     result = train(compose(["algo=classify", "hardware=cpu", "algo.epochs=2"]), tmp_path)
-    assert (result.algo, result.task, result.metric, result.before) == ("classify", "topics", "accuracy", 20.0)
+    assert (result.algo, result.task, result.metric, result.before) == (
+        "classify",
+        "topics",
+        "accuracy",
+        20.0,
+    )
     assert 90 < result.after < 100
     assert result.seconds < 60
     assert time.monotonic() - started < 90
@@ -130,7 +158,9 @@ def test_topics_reach_ninety_percent_in_seconds(tmp_path):
     table = json.loads((tmp_path / "confusion.json").read_text())
     right = sum(table["table"][i][i] for i in range(5))
     assert 100 * right / sum(map(sum, table["table"])) == pytest.approx(result.after)
-    predictions = [json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text().splitlines()]
+    predictions = [
+        json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text().splitlines()
+    ]
     assert sum(p["class"] == p["predicted"] for p in predictions) == right
     classifier = models.load(tmp_path / "model")
     test = compose(["algo=classify"]).task
@@ -143,8 +173,19 @@ def test_topics_reach_ninety_percent_in_seconds(tmp_path):
 
 
 def test_trajectories_are_learnt_and_exported(tmp_path):
-    settings = ["algo=classify", "task=trajectories", "hardware=cpu", "task.rows=2000", "task.test_rows=200"]
-    sizes = ["algo.model.size=32", "algo.model.feedforward=64", "algo.model.layers=1", "algo.model.dropout=0"]
+    settings = [
+        "algo=classify",
+        "task=trajectories",
+        "hardware=cpu",
+        "task.rows=2000",
+        "task.test_rows=200",
+    ]
+    sizes = [
+        "algo.model.size=32",
+        "algo.model.feedforward=64",
+        "algo.model.layers=1",
+        "algo.model.dropout=0",
+    ]
     more = ["task.longest=40", "task.noise=0.01", "algo.epochs=6", "algo.lr=5e-3"]
     result = train(compose([*settings, *sizes, *more]), tmp_path)
     assert result.after > 50
@@ -198,16 +239,25 @@ def one_rank(tmp_path_factory, cache):
     "more",
     [
         pytest.param([], marks=pytest.mark.slow),
-        ["algo.micro_batch_rows=5", "algo.loader.workers=1"],  # parts of a batch, which are not exchanged (no_sync)
+        [
+            "algo.micro_batch_rows=5",
+            "algo.loader.workers=1",
+        ],  # parts of a batch, which are not exchanged (no_sync)
         pytest.param(
-            ["algo.micro_batch_rows=5", "algo.ddp.static_graph=false", "algo.ddp.gradient_as_bucket_view=false"],
+            [
+                "algo.micro_batch_rows=5",
+                "algo.ddp.static_graph=false",
+                "algo.ddp.gradient_as_bucket_view=false",
+            ],
             marks=pytest.mark.slow,
         ),
     ],
     ids=["whole", "accumulated", "dynamic"],
 )
 def test_two_ranks_equal_one(one_rank, warm, tmp_path, more):
-    result = warm.call(train, compose([*SMALL, *LAST, "opt=[ddp]", "opt.ddp.ranks=2", *more]), tmp_path)
+    result = warm.call(
+        train, compose([*SMALL, *LAST, "opt=[ddp]", "opt.ddp.ranks=2", *more]), tmp_path
+    )
     assert (result.world_size, result.steps) == (2, 20)
     log, reference = events(tmp_path), events(one_rank)
     assert {event["rows"] for event in log} == {33, 1}
@@ -216,7 +266,9 @@ def test_two_ranks_equal_one(one_rank, warm, tmp_path, more):
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
         assert "communication" in mine["phase_seconds"]
     same_weights(tmp_path, one_rank, atol=2e-4)
-    assert result.after == pytest.approx(json.loads((one_rank / "result.json").read_text())["after"], abs=2)
+    assert result.after == pytest.approx(
+        json.loads((one_rank / "result.json").read_text())["after"], abs=2
+    )
 
 
 def test_accumulation_on_one_rank_changes_nothing(one_rank, tmp_path):
@@ -227,13 +279,18 @@ def test_accumulation_on_one_rank_changes_nothing(one_rank, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("hook", "exact", "off"), [pytest.param("fp16", 0, 1e-3, marks=pytest.mark.slow), ("powersgd", 2, 0.5)]
+    ("hook", "exact", "off"),
+    [pytest.param("fp16", 0, 1e-3, marks=pytest.mark.slow), ("powersgd", 2, 0.5)],
 )
 def test_compressed_gradients_learn_nearly_the_same(one_rank, warm, tmp_path, hook, exact, off):
-    """exact: steps before it begins to compress; with fp16 the loss of the first step is the same all the same."""
+    """exact: steps before it begins to compress; with fp16 the loss of the first step is the same
+    all the same.
+    """
     more = ["opt=[ddp]", "opt.ddp.ranks=2", f"algo.ddp.hook={hook}", "algo.ddp.powersgd_start=2"]
     warm.call(train, compose([*SMALL, *LAST, *more]), tmp_path)
-    apart = [abs(a["loss"] - b["loss"]) for a, b in zip(events(tmp_path), events(one_rank), strict=True)]
+    apart = [
+        abs(a["loss"] - b["loss"]) for a, b in zip(events(tmp_path), events(one_rank), strict=True)
+    ]
     assert max(apart[: exact + 1]) < 2e-6
     assert 2e-6 < max(apart) < off, "it did something, and learnt all the same"
 
@@ -263,10 +320,15 @@ def test_killed_in_mid_epoch_and_resumed_it_ends_the_same(launch: Launch, begin:
     for steps in (5, 14):  # in the first epoch, and in the second
         killed(begin, broken, steps, signal.SIGKILL)
     assert not (broken / "result.json").exists()
-    assert killed(begin, broken, 20, signal.SIGTERM).returncode in (EXIT_SIGNAL, 0)  # 0: it was just done
+    assert killed(begin, broken, 20, signal.SIGTERM).returncode in (
+        EXIT_SIGNAL,
+        0,
+    )  # 0: it was just done
     launch(*LONGER, f"hydra.run.dir={broken}", "resume=auto")
     kept = ("step", "loss", "grad_norm", "lr", "rows", "validation")
-    mended, unbroken = ([{k: e.get(k) for k in kept} for e in events(folder)] for folder in (broken, whole))
+    mended, unbroken = (
+        [{k: e.get(k) for k in kept} for e in events(folder)] for folder in (broken, whole)
+    )
     assert mended == unbroken
     same_weights(broken, whole, atol=0)
     assert (broken / "predictions.jsonl").read_bytes() == (whole / "predictions.jsonl").read_bytes()
@@ -280,26 +342,46 @@ def test_killed_in_mid_epoch_and_resumed_it_ends_the_same(launch: Launch, begin:
 # --- mistakes --------------------------------------------------------------------------------------------------------
 
 MISTAKES = {
-    "algo=classify task=units": "algo=classify needs a class task, and common.tasks.units.Units is a reward task. "
-    "Use one of task=ag_news, custom_text, imdb, topics, trajectories.",
-    "algo=rft task=topics": "algo=rft needs a reward task, and ddp_bench.tasks.Topics is a class task. "
-    "Use one of task=chess, countdown, custom, gsm8k, translate, units.",
-    "algo=classify model=gpt2": "model has no effect with algo=classify: the sizes are algo.model.*. Leave it out.",
-    "algo=classify algo.ddp.powersgd_rank=4": "algo.ddp.powersgd_rank=4 has no effect with algo.ddp.hook=none. Add "
-    "algo.ddp.hook=powersgd, or leave it out.",
-    "algo=classify evaluate.every=3": "evaluate.every has no effect with algo=classify: it evaluates after each epoch. "
-    "Leave it out.",
-    "experiment=ag_news_small scoring.kind=threads": "scoring.kind has no effect with algo=classify: there are no "
-    "rewards. "
-    "Leave it out.",
-    "algo=classify algo.model.heads=3": "algo.model.size=128 is not a multiple of algo.model.heads=3.",
-    "algo=classify task=trajectories algo.tokenizer.vocabulary=900": "algo.tokenizer.vocabulary has no effect with "
-    "task=trajectories, which has no texts. Leave it out.",
-    "algo=classify algo.validation_share=0": "algo.patience=2 has no effect with algo.validation_share=0: there is "
-    "nothing to "
-    "tell by when to stop. Set a share, for example 0.1, or algo.patience=null.",
-    "algo=classify algo.label_smoothing=1": "algo.label_smoothing=1.0 is a share. Give a value below 1.",
-    "algo=classify algo.ddp.hook=fp8": "algo.ddp.hook='fp8' is not a choice. Choices: none, fp16, bf16, powersgd.",
+    "algo=classify task=units": (
+        "algo=classify needs a class task, and common.tasks.units.Units is a reward task. "
+        "Use one of task=ag_news, custom_text, imdb, topics, trajectories."
+    ),
+    "algo=rft task=topics": (
+        "algo=rft needs a reward task, and ddp_bench.tasks.Topics is a class task. "
+        "Use one of task=chess, countdown, custom, gsm8k, translate, units."
+    ),
+    "algo=classify model=gpt2": (
+        "model has no effect with algo=classify: the sizes are algo.model.*. Leave it out."
+    ),
+    "algo=classify algo.ddp.powersgd_rank=4": (
+        "algo.ddp.powersgd_rank=4 has no effect with algo.ddp.hook=none. Add "
+        "algo.ddp.hook=powersgd, or leave it out."
+    ),
+    "algo=classify evaluate.every=3": (
+        "evaluate.every has no effect with algo=classify: it evaluates after each epoch. "
+        "Leave it out."
+    ),
+    "experiment=ag_news_small scoring.kind=threads": (
+        "scoring.kind has no effect with algo=classify: there are no rewards. Leave it out."
+    ),
+    "algo=classify algo.model.heads=3": (
+        "algo.model.size=128 is not a multiple of algo.model.heads=3."
+    ),
+    "algo=classify task=trajectories algo.tokenizer.vocabulary=900": (
+        "algo.tokenizer.vocabulary has no effect with "
+        "task=trajectories, which has no texts. Leave it out."
+    ),
+    "algo=classify algo.validation_share=0": (
+        "algo.patience=2 has no effect with algo.validation_share=0: there is "
+        "nothing to "
+        "tell by when to stop. Set a share, for example 0.1, or algo.patience=null."
+    ),
+    "algo=classify algo.label_smoothing=1": (
+        "algo.label_smoothing=1.0 is a share. Give a value below 1."
+    ),
+    "algo=classify algo.ddp.hook=fp8": (
+        "algo.ddp.hook='fp8' is not a choice. Choices: none, fp16, bf16, powersgd."
+    ),
 }
 
 
@@ -311,15 +393,22 @@ def test_mistakes_are_worded(arguments):
 
 
 RUN_MISTAKES = {
-    "algo.ddp.hook=fp16": "algo.ddp.hook=fp16 has no effect with one rank: nothing is sent. Add 'opt=[ddp]', or leave "
-    "it out.",
-    "opt=[ddp] algo.ddp.hook=bf16": "algo.ddp.hook=bf16 needs NCCL, and the ranks talk through gloo. Use "
-    "algo.ddp.hook=fp16.",
-    "algo.loader.prefetch=4": "algo.loader.prefetch=4 has no effect without algo.loader.workers: this process makes the "
-    "batches. Set algo.loader.workers, for example 2, or leave it out.",
-    "task=ag_news": "task=ag_news has no data of its own. Give a folder with train.jsonl and test.jsonl (or .csv, or "
-    "either with "
-    ".gz) or an id for the datasets library, task.path=FOLDER; or two files, task.train=FILE task.test=FILE.",
+    "algo.ddp.hook=fp16": (
+        "algo.ddp.hook=fp16 has no effect with one rank: nothing is sent. Add 'opt=[ddp]', or leave"
+        " it out."
+    ),
+    "opt=[ddp] algo.ddp.hook=bf16": (
+        "algo.ddp.hook=bf16 needs NCCL, and the ranks talk through gloo. Use algo.ddp.hook=fp16."
+    ),
+    "algo.loader.prefetch=4": (
+        "algo.loader.prefetch=4 has no effect without algo.loader.workers: this process makes the "
+        "batches. Set algo.loader.workers, for example 2, or leave it out."
+    ),
+    "task=ag_news": (
+        "task=ag_news has no data of its own. Give a folder with train.jsonl and test.jsonl (or"
+        " .csv, or either with .gz) or an id for the datasets library, task.path=FOLDER; or two"
+        " files, task.train=FILE task.test=FILE."
+    ),
 }
 
 
@@ -349,10 +438,11 @@ def test_srun_times_torchrun_is_refused(monkeypatch, tmp_path):
         monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
         with pytest.raises(ConfigError) as caught:
             train(run, tmp_path)
-        assert str(caught.value) == (
-            "srun started 4 tasks on this node, and torchrun in each of them 4 ranks: 16 processes in 4 groups that "
-            "get in "
-            "each other's way. Use srun --ntasks-per-node=1 with torchrun --nproc_per_node=4, one torchrun a node."
+        assert (
+            str(caught.value)
+            == "srun started 4 tasks on this node, and torchrun in each of them 4 ranks: 16"
+            " processes in 4 groups that get in each other's way. Use srun --ntasks-per-node=1"
+            " with torchrun --nproc_per_node=4, one torchrun a node."
         )
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1(x2)")  # one torchrun a node
     _check_started(run)
@@ -368,10 +458,10 @@ def test_more_ranks_than_devices(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(ConfigError) as caught:
         _check_started(run)
-    assert str(caught.value) == (
-        "torchrun --nproc_per_node=4, but this node has 1 CUDA devices. Use at most 1, or give the job more (with "
-        "Slurm: "
-        "--gpus-per-node, not --gpus-per-task)."
+    assert (
+        str(caught.value)
+        == "torchrun --nproc_per_node=4, but this node has 1 CUDA devices. Use at most 1, or give"
+        " the job more (with Slurm: --gpus-per-node, not --gpus-per-task)."
     )
 
 
@@ -382,10 +472,11 @@ def test_device_ordinals_that_do_not_exist(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,7")
     with pytest.raises(ConfigError) as caught:
         hardware.check_visible(run.hardware)
-    assert str(caught.value) == (
-        "CUDA_VISIBLE_DEVICES=0,1,7 names 3 devices, but CUDA finds 2 of them: one of these ordinals does not exist "
-        "on this "
-        "node, or is named twice. Correct it (nvidia-smi -L lists them), or use hardware=cpu."
+    assert (
+        str(caught.value)
+        == "CUDA_VISIBLE_DEVICES=0,1,7 names 3 devices, but CUDA finds 2 of them: one of these"
+        " ordinals does not exist on this node, or is named twice. Correct it (nvidia-smi -L"
+        " lists them), or use hardware=cpu."
     )
     for fine in ("0,1", "", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", fine)
@@ -401,7 +492,14 @@ def test_experiments_on_a_few_real_rows(experiment, shared_data, tmp_path):
     for split, count in (("train", 120), ("test", 40)):
         with gzip.open(shared_data / name / f"{split}.jsonl.gz", "rt") as file:
             (tmp_path / f"{split}.jsonl").write_text("".join(file.readlines()[:count]))
-    settings = [f"experiment={experiment}", "hardware=cpu", f"task.path={tmp_path}", "algo.epochs=1"]
-    result = train(compose([*settings, "algo.model.size=32", "algo.model.layers=1"]), tmp_path / "out")
+    settings = [
+        f"experiment={experiment}",
+        "hardware=cpu",
+        f"task.path={tmp_path}",
+        "algo.epochs=1",
+    ]
+    result = train(
+        compose([*settings, "algo.model.size=32", "algo.model.layers=1"]), tmp_path / "out"
+    )
     assert (result.task, result.steps > 0) == (name, True)
     assert 0 <= result.after <= 100

@@ -33,16 +33,29 @@ TOKENIZER = TokenizerConfig(kind="bpe", vocabulary=600, lowercase=True)
 )
 def test_every_row_once_an_epoch(count, batch_rows, bucket, world, seed):
     lengths = np.arange(count)[::-1] % 7 + 1
-    ranks = [Batches(range(count), lengths, batch_rows, bucket, seed, rank, world) for rank in range(world)]
+    ranks = [
+        Batches(range(count), lengths, batch_rows, bucket, seed, rank, world)
+        for rank in range(world)
+    ]
     for epoch in range(3):
         for batches in ranks:
             batches.step = epoch * len(batches)
         shares = [list(batches) for batches in ranks]
-        assert {len(share) for share in shares} == {-(-count // batch_rows)}, "all ranks take the same number of steps"
-        assert sorted(row for share in shares for batch in share for row in batch) == list(range(count))
-        together = [sorted(row for batch in step for row in batch) for step in zip(*shares, strict=True)]
-        assert together == [sorted(batch) for batch in ranks[0].epoch(epoch)], "the batch does not depend on ranks"
-        assert sorted(map(len, together))[1:] == [batch_rows] * (len(together) - 1), "one batch at most is smaller"
+        assert {len(share) for share in shares} == {-(-count // batch_rows)}, (
+            "all ranks take the same number of steps"
+        )
+        assert sorted(row for share in shares for batch in share for row in batch) == list(
+            range(count)
+        )
+        together = [
+            sorted(row for batch in step for row in batch) for step in zip(*shares, strict=True)
+        ]
+        assert together == [sorted(batch) for batch in ranks[0].epoch(epoch)], (
+            "the batch does not depend on ranks"
+        )
+        assert sorted(map(len, together))[1:] == [batch_rows] * (len(together) - 1), (
+            "one batch at most is smaller"
+        )
 
 
 def test_the_order_is_a_function_of_seed_epoch_and_position():
@@ -72,7 +85,12 @@ def test_rows_of_like_length_go_together():
 def test_the_loader_goes_on_from_any_step(workers):
     rows = Rows({"ids": Ragged.of([[i] * (i % 5 + 1) for i in range(23)], np.int32)}, np.arange(23))
     batches = Batches(range(23), rows.lengths, 4, 2, seed=1)
-    loader = Loader(rows, batches, LoaderConfig(workers=workers, prefetch=None, bucket_batches=2), torch.device("cpu"))
+    loader = Loader(
+        rows,
+        batches,
+        LoaderConfig(workers=workers, prefetch=None, bucket_batches=2),
+        torch.device("cpu"),
+    )
     before = torch.random.get_rng_state()
     feed = loader.from_step(4)
     got = [next(feed) for _ in range(10)]
@@ -81,9 +99,9 @@ def test_the_loader_goes_on_from_any_step(workers):
     assert [labels.tolist() for _, labels in got] == wanted
     for inputs, labels in got:
         assert inputs["ids_lengths"].tolist() == [label % 5 + 1 for label in labels]
-        assert [ids[:n].tolist() for ids, n in zip(inputs["ids"], inputs["ids_lengths"], strict=True)] == [
-            [label] * (label % 5 + 1) for label in labels.tolist()
-        ]
+        assert [
+            ids[:n].tolist() for ids, n in zip(inputs["ids"], inputs["ids_lengths"], strict=True)
+        ] == [[label] * (label % 5 + 1) for label in labels.tolist()]
         assert inputs["ids"].shape[1] == inputs["ids_lengths"].max()
     del feed, loader
     assert multiprocessing.active_children() == []
@@ -105,7 +123,10 @@ def test_validation_rows_are_kept_apart():
     assert data.held_out(rows, 0, 0) == (list(range(40)), [])
     with pytest.raises(ConfigError) as caught:
         data.held_out(rows, 0.001, 0)
-    assert str(caught.value) == ("algo.validation_share=0.001 of 40 training rows are 0. Change it, or give more rows.")
+    assert (
+        str(caught.value)
+        == "algo.validation_share=0.001 of 40 training rows are 0. Change it, or give more rows."
+    )
 
 
 # --- tokenizer -------------------------------------------------------------------------------------------------------
@@ -116,8 +137,13 @@ def test_texts_are_tokenised_once_and_kept(monkeypatch):
     first, tokenizer = data.prepare(task, TOKENIZER, 16, print)
     assert first["train"].lengths.max() == 16, "longer texts are cut"
     text = task.rows("test")[3].value
-    assert first["test"].fields["ids"].padded([3])[0][0].tolist()[:16] == tokenizer.encode(text).ids[:16]
-    assert tokenizer.decode(tokenizer.encode("Flour, ÄÖ!").ids).strip() == "flour, äö!", "any text, in bytes"
+    assert (
+        first["test"].fields["ids"].padded([3])[0][0].tolist()[:16]
+        == tokenizer.encode(text).ids[:16]
+    )
+    assert tokenizer.decode(tokenizer.encode("Flour, ÄÖ!").ids).strip() == "flour, äö!", (
+        "any text, in bytes"
+    )
     monkeypatch.setattr(data, "trained", lambda *_: pytest.fail("trained again"))
     second, _ = data.prepare(task, TOKENIZER, 16, print)
     assert second["train"].digest() == first["train"].digest()
@@ -127,7 +153,9 @@ def test_texts_are_tokenised_once_and_kept(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
 def test_kinds_of_tokenizer(kind):
-    found = data.trained(TokenizerConfig(kind=kind, vocabulary=400, lowercase=False), ["Rain and rain"] * 3)
+    found = data.trained(
+        TokenizerConfig(kind=kind, vocabulary=400, lowercase=False), ["Rain and rain"] * 3
+    )
     assert found.token_to_id("[PAD]") == 0
     assert found.decode(found.encode("Rain and rain").ids).strip() == "Rain and rain"
 
@@ -145,7 +173,14 @@ def files(folder, train: bytes, test: bytes = b'{"text": "other", "label": "a"}\
 def texts(**given):
     return TextFiles(
         **{
-            **dict(name="custom_text", path=None, train=None, test=None, text_field="text", label_field="label"),
+            **dict(
+                name="custom_text",
+                path=None,
+                train=None,
+                test=None,
+                text_field="text",
+                label_field="label",
+            ),
             **dict(first_label=0, classes=None, on_bad_row="error"),
         }
         | given
@@ -156,38 +191,52 @@ GOOD = b'{"text": "one", "label": "a"}\n{"text": "two", "label": "b"}\n'
 BAD = {
     "missing label": (
         b'{"text": "x"}\n',
-        "task.label_field='label' is missing in {train!r} line 3. Fill it in, or name another field. Fields there: "
-        "text.",
+        (
+            "task.label_field='label' is missing in {train!r} line 3. Fill it in, or name another"
+            " field. Fields there: text."
+        ),
     ),
     "empty label": (
         b'{"text": "x", "label": " "}\n',
-        "task.label_field='label' is missing in {train!r} line 3. Fill it in, or name another field. "
-        "Fields there: text, label.",
+        (
+            "task.label_field='label' is missing in {train!r} line 3. Fill it in, or name another"
+            " field. Fields there: text, label."
+        ),
     ),
     "label of no kind": (
         b'{"text": "x", "label": 1.5}\n',
-        "task.label_field='label' is no label in {train!r} line 3: 1.5. Give a name or a whole number.",
+        (
+            "task.label_field='label' is no label in {train!r} line 3: 1.5. Give a name or a whole"
+            " number."
+        ),
     ),
     "unknown label": (
         b'{"text": "x", "label": "c"}\n',
-        "{train!r} line 3 has the label 'c', which is not a class. Classes: a, b. Correct the row, set task.classes, "
-        "or leave "
-        "it out with task.on_bad_row=skip.",
+        (
+            "{train!r} line 3 has the label 'c', which is not a class. Classes: a, b. Correct the"
+            " row, set task.classes, or leave it out with task.on_bad_row=skip."
+        ),
     ),
     "empty text": (
         b'{"text": "", "label": "a"}\n',
-        "task.text_field='text' is empty in {train!r} line 3. Remove the row, or fill it in. Fields there: text, "
-        "label.",
+        (
+            "task.text_field='text' is empty in {train!r} line 3. Remove the row, or fill it in."
+            " Fields there: text, label."
+        ),
     ),
     "bad UTF-8": (
         b'{"text": "caf\xe9", "label": "a"}\n',
-        "task.train={train!r}: line 3 is not UTF-8: byte 0xe9 at offset 73 of the text. "
-        "Convert the file, for example with iconv -f LATIN1 -t UTF-8.",
+        (
+            "task.train={train!r}: line 3 is not UTF-8: byte 0xe9 at offset 73 of the text. "
+            "Convert the file, for example with iconv -f LATIN1 -t UTF-8."
+        ),
     ),
     "no JSON": (
         b"oops\n",
-        "task.train={train!r}: line 3 is not JSON (Expecting value, column 1). Each line must be one object, such as "
-        '{{"question": "..."}}.',
+        (
+            "task.train={train!r}: line 3 is not JSON (Expecting value, column 1). Each line must"
+            ' be one object, such as {{"question": "..."}}.'
+        ),
     ),
 }
 
@@ -208,24 +257,37 @@ def test_bad_rows_can_be_skipped_and_are_counted(tmp_path, caplog):
     assert [(row.value, row.label) for row in task.rows("train")] == [("one", 0), ("two", 1)]
     said = "\n".join(caplog.messages)
     assert "6 bad rows of the train split are skipped. The first: " in said
-    assert "1 bad rows of the train split are skipped. The first: " in said, "the one whose label is unknown"
+    assert "1 bad rows of the train split are skipped. The first: " in said, (
+        "the one whose label is unknown"
+    )
     with pytest.raises(
-        ConfigError, match=r"has no row that is good\. The first error: task.text_field='text' is empty"
+        ConfigError,
+        match=r"has no row that is good\. The first error: task.text_field='text' is empty",
     ):
         texts(**files(tmp_path / "e", BAD["empty text"][0]), on_bad_row="skip")
 
 
 def test_classes_by_number_by_name_and_as_found(tmp_path):
-    rows = b'{"text": "one", "label": 10}\n{"text": "two", "label": 9}\n{"text": "three", "label": "x"}\n'
+    rows = (
+        b'{"text": "one", "label": 10}\n{"text": "two", "label": 9}\n{"text": "three", "label":'
+        b' "x"}\n'
+    )
     task = texts(**files(tmp_path / "d", rows, b'{"text": "other", "label": "9"}\n'))
     assert task.classes == ["9", "10", "x"]
     assert [row.label for row in task.rows("train")] == [1, 0, 2]
-    rows = b'{"text": "one", "label": 1}\n{"text": "two", "label": "2"}\n{"text": "three", "label": "good"}\n'
+    rows = (
+        b'{"text": "one", "label": 1}\n{"text": "two", "label": "2"}\n{"text": "three", "label":'
+        b' "good"}\n'
+    )
     paths = files(tmp_path / "d", rows, b'{"text": "other", "label": "good"}\n')
     task = texts(**paths, classes=["bad", "good"], first_label=1)
     assert [row.label for row in task.rows("train")] == [0, 1, 1]
     with pytest.raises(ConfigError, match=r"have 1 class\. Give at least 2"):
-        texts(**files(tmp_path / "d", b'{"text": "one", "label": 1}\n', b'{"text": "b", "label": 1}\n'))
+        texts(
+            **files(
+                tmp_path / "d", b'{"text": "one", "label": 1}\n', b'{"text": "b", "label": 1}\n'
+            )
+        )
 
 
 def test_csv_gz_with_quotes_and_joined_fields(tmp_path):
@@ -237,14 +299,17 @@ def test_csv_gz_with_quotes_and_joined_fields(tmp_path):
         '{"title": "Three", "body": "d", "label": 2}\n{"title": "F", "body": "g", "label": 1}\n'
     )
     task = texts(path=str(folder), text_field="title, body")
-    assert [row.value for row in task.rows("train")] == ['One, two a "b"\nc', "Four e"], (
-        "a text of the test rows is left out"
-    )
+    assert [row.value for row in task.rows("train")] == [
+        'One, two a "b"\nc',
+        "Four e",
+    ], "a text of the test rows is left out"
 
 
 def test_csv_errors(tmp_path):
     for text, error in {
-        "text,label\none,a\ntwo\n": "line 3 has 1 cells, but line 1 names 2 columns: text, label. Mend or remove it.",
+        "text,label\none,a\ntwo\n": (
+            "line 3 has 1 cells, but line 1 names 2 columns: text, label. Mend or remove it."
+        ),
         'text,label\n"one\ntwo",a\n"open,b\n': "line 4: unexpected end of data. Mend or remove it.",
         "text,text\na,b\n": "line 1 names a column twice: text, text. Rename one.",
     }.items():
@@ -256,16 +321,23 @@ def test_csv_errors(tmp_path):
 
 def test_missing_data(tmp_path):
     for settings_, text in {
-        (): "task=custom_text has no data of its own. Give a folder with train.jsonl and test.jsonl (or .csv, or "
-        "either with "
-        ".gz) or an id for the datasets library, task.path=FOLDER; or two files, task.train=FILE task.test=FILE.",
-        (("path", "a/b"), ("train", "c")): "task.train=c has no effect with task.path=a/b. Give one or the other.",
-        (("path", f"{tmp_path}/no"),): f"task.path='{tmp_path}/no' is no folder; tried {tmp_path}/no. Give one with "
-        "train.jsonl and test.jsonl, or an id for the datasets library.",
+        (): (
+            "task=custom_text has no data of its own. Give a folder with train.jsonl and test.jsonl"
+            " (or .csv, or either with .gz) or an id for the datasets library, task.path=FOLDER; or"
+            " two files, task.train=FILE task.test=FILE."
+        ),
         (
-            ("path", str(tmp_path)),
-        ): f"task.path='{tmp_path}' must hold exactly one file with the train rows; there is none of "
-        "train.jsonl, train.jsonl.gz, train.csv, train.csv.gz.",
+            ("path", "a/b"),
+            ("train", "c"),
+        ): "task.train=c has no effect with task.path=a/b. Give one or the other.",
+        (("path", f"{tmp_path}/no"),): (
+            f"task.path='{tmp_path}/no' is no folder; tried {tmp_path}/no. Give one with "
+            "train.jsonl and test.jsonl, or an id for the datasets library."
+        ),
+        (("path", str(tmp_path)),): (
+            f"task.path='{tmp_path}' must hold exactly one file with the train rows; there is none"
+            " of train.jsonl, train.jsonl.gz, train.csv, train.csv.gz."
+        ),
     }.items():
         with pytest.raises(ConfigError) as caught:
             texts(**dict(settings_))
@@ -290,19 +362,24 @@ def test_generated_tasks_are_always_the_same_and_hold_nothing_out_twice():
     assert len(set(train + test)) == 600
     assert train == [row.value for row in Topics(rows=500, test_rows=100).rows("train")]
     words = [set(text.split()) for text in tasks.TOPICS.values()]
-    assert all(any(a & b for b in words if b is not a) for a in words), "every topic shares words with another"
+    assert all(any(a & b for b in words if b is not a) for a in words), (
+        "every topic shares words with another"
+    )
 
     paths = Trajectories(rows=40, test_rows=10, longest=12, noise=0.1).rows("train")
     assert {len(row.value.states) for row in paths} <= set(range(3, 13))
     assert len({len(row.value.context) for row in paths}) > 3
     again = Trajectories(rows=40, test_rows=10, longest=12, noise=0.1).rows("train")
-    assert all(np.array_equal(a.value.states, b.value.states) for a, b in zip(paths, again, strict=True))
+    assert all(
+        np.array_equal(a.value.states, b.value.states) for a, b in zip(paths, again, strict=True)
+    )
 
 
 def test_a_trajectory_that_is_too_long():
     task = Trajectories(rows=40, test_rows=10, longest=30, noise=0.1)
     with pytest.raises(
-        ConfigError, match=r"algo\.model\.max_tokens=20 is too small: the longest trajectory has \d\d tokens"
+        ConfigError,
+        match=r"algo\.model\.max_tokens=20 is too small: the longest trajectory has \d\d tokens",
     ):
         data.prepare(task, TOKENIZER, 20, print)
 

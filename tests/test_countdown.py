@@ -56,7 +56,11 @@ HOSTILE = [
 
 
 def make(**changed: Any) -> Countdown:
-    node = {key: value for key, value in (SETTINGS | changed).items() if key not in ("_target_", "pretrain_steps")}
+    node = {
+        key: value
+        for key, value in (SETTINGS | changed).items()
+        if key not in ("_target_", "pretrain_steps")
+    }
     return Countdown(**node)
 
 
@@ -82,14 +86,18 @@ PROBLEM = example(3, 7, 12, target=33)
 
 trees = st.recursive(
     st.integers(0, 10**DIGITS - 1),
-    lambda inner: st.one_of(st.tuples(st.sampled_from("+-*/"), inner, inner), st.tuples(st.sampled_from("+-"), inner)),
+    lambda inner: st.one_of(
+        st.tuples(st.sampled_from("+-*/"), inner, inner), st.tuples(st.sampled_from("+-"), inner)
+    ),
     max_leaves=12,
 )
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
 def written(tree: Any) -> tuple[str, Fraction, list[int]]:
-    """Text (every operation in parentheses), value and numbers of a tree; ZeroDivisionError where it has no value."""
+    """Text (every operation in parentheses), value and numbers of a tree; ZeroDivisionError where
+    it has no value.
+    """
     if isinstance(tree, int):
         return str(tree), Fraction(tree), [tree]
     sign, *parts = tree
@@ -119,8 +127,12 @@ def test_precedence_is_pythons():
         numbers = [draw.randint(1, 99) for _ in range(draw.randint(1, 8))]
         signs = [draw.choice("+-*/") for _ in numbers[1:]]
         spell = [f"Fraction({n})" for n in numbers]
-        expected = eval("".join(itertools.chain(*itertools.zip_longest(spell, signs, fillvalue=""))))
-        text = "".join(itertools.chain(*itertools.zip_longest(map(str, numbers), signs, fillvalue="")))
+        expected = eval(
+            "".join(itertools.chain(*itertools.zip_longest(spell, signs, fillvalue="")))
+        )
+        text = "".join(
+            itertools.chain(*itertools.zip_longest(map(str, numbers), signs, fillvalue=""))
+        )
         assert evaluate(text).value == expected, text
 
 
@@ -190,12 +202,24 @@ def test_extraction(completion, text):
 
 
 def scores(task: Countdown, problem: Example, completion: str) -> dict[str, float]:
-    return {name: component([problem], [completion])[0] for name, component in task.components.items()}
+    return {
+        name: component([problem], [completion])[0] for name, component in task.components.items()
+    }
 
 
 def test_components(task):
-    assert scores(task, PROBLEM, " 12+7*3 = 33") == {"right": 1, "numbers": 1, "valid": 1, "close": 1}
-    assert scores(task, PROBLEM, "12+7-3") == {"right": 0, "numbers": 1, "valid": 1, "close": 33 / (33 + 17)}
+    assert scores(task, PROBLEM, " 12+7*3 = 33") == {
+        "right": 1,
+        "numbers": 1,
+        "valid": 1,
+        "close": 1,
+    }
+    assert scores(task, PROBLEM, "12+7-3") == {
+        "right": 0,
+        "numbers": 1,
+        "valid": 1,
+        "close": 33 / (33 + 17),
+    }
     assert scores(task, PROBLEM, "3*11") == {"right": 0, "numbers": 0, "valid": 1, "close": 0}
     assert scores(task, PROBLEM, "12+7*3*1") == {"right": 0, "numbers": 0, "valid": 1, "close": 0}
     assert scores(task, PROBLEM, "33") == {"right": 0, "numbers": 0, "valid": 1, "close": 0}
@@ -204,7 +228,9 @@ def test_components(task):
     assert task.reward(twice, "5+5+3") == 1
     assert scores(task, twice, "5+3+3") == {"right": 0, "numbers": 0, "valid": 1, "close": 0}
     assert scores(task, example(8, 3, 3, target=8), "8/(3-8/3)")["right"] == 0
-    assert scores(task, example(8, 8, 3, 3, target=24), "8/(3-8/3)")["right"] == 1  # exact: no rounding on the way
+    assert (
+        scores(task, example(8, 8, 3, 3, target=24), "8/(3-8/3)")["right"] == 1
+    )  # exact: no rounding on the way
 
 
 def test_use_all_false_lets_numbers_out():
@@ -242,7 +268,9 @@ def test_measures(task):
 
 def test_one_by_one_batched_and_pooled_scores_are_equal():
     examples = [e for e in SMALL.examples("train") for _ in range(3)]
-    completions = [text for e in SMALL.examples("train") for text in (e.answer, e.answer[:-1], "1+1")]
+    completions = [
+        text for e in SMALL.examples("train") for text in (e.answer, e.answer[:-1], "1+1")
+    ]
     alone = [SMALL.reward(e, text) for e, text in zip(examples, completions, strict=True)]
     assert alone == SMALL.rewards(examples, completions) == score(SMALL, examples, completions)
     for kind in ("serial", "threads", "processes"):
@@ -325,7 +353,9 @@ def test_real_data(shared_data):
     assert teacher.reward(row, teacher.pretraining(row, random.Random(0))[1]) == 1
 
 
-ROWS = [{"numbers": [1, 2, n], "target": n + 3, "solution": f"1+2+{n} = {n + 3}"} for n in range(3, 23)]
+ROWS = [
+    {"numbers": [1, 2, n], "target": n + 3, "solution": f"1+2+{n} = {n + 3}"} for n in range(3, 23)
+]
 
 
 def rows_file(folder, rows, name="rows.jsonl.gz"):
@@ -335,11 +365,15 @@ def rows_file(folder, rows, name="rows.jsonl.gz"):
 
 
 def test_a_file_is_split_without_leaks(tmp_path):
-    again = [row | {"numbers": row["numbers"][::-1]} for row in ROWS]  # the same problems in another order
+    again = [
+        row | {"numbers": row["numbers"][::-1]} for row in ROWS
+    ]  # the same problems in another order
     alone = make(path=rows_file(tmp_path, ROWS + again), solution_field="solution")
     assert (len(alone.examples("train")), len(alone.examples("test"))) == (16, 4)
     assert not set(keys(alone, "train")) & set(keys(alone, "test"))
-    two = make(path=rows_file(tmp_path, ROWS), test_path=rows_file(tmp_path, again[:5], "test.jsonl"))
+    two = make(
+        path=rows_file(tmp_path, ROWS), test_path=rows_file(tmp_path, again[:5], "test.jsonl")
+    )
     assert (len(two.examples("train")), len(two.examples("test"))) == (15, 5)
     named = make(path=rows_file(tmp_path, [{"n": {"of": r["numbers"]}, "t": r["target"]} for r in ROWS]),
                  numbers_field="n.of", target_field="t")  # fmt: skip
@@ -349,27 +383,43 @@ def test_a_file_is_split_without_leaks(tmp_path):
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        ({"numbers": [1, 2]}, "task.target_field='target' is not a field of {file} line 3. Fields there: numbers."),
+        (
+            {"numbers": [1, 2]},
+            "task.target_field='target' is not a field of {file} line 3. Fields there: numbers.",
+        ),
         (
             {"numbers": [1], "target": 1},
             "task.numbers_field='numbers' in {file} line 3 is [1]. Give a list of 2 to 10 ",
         ),
-        ({"numbers": [1, 0], "target": 1}, "task.numbers_field='numbers' in {file} line 3 is [1, 0]. Give a list"),
+        (
+            {"numbers": [1, 0], "target": 1},
+            "task.numbers_field='numbers' in {file} line 3 is [1, 0]. Give a list",
+        ),
         (
             {"numbers": [1, True], "target": 1},
             "task.numbers_field='numbers' in {file} line 3 is [1, True]. Give a list",
         ),
-        ({"numbers": "1 2", "target": 3}, "task.numbers_field='numbers' in {file} line 3 is '1 2'. Give a list"),
-        ({"numbers": [1, 2], "target": 1.5}, "task.target_field='target' in {file} line 3 is 1.5. Give a whole number"),
+        (
+            {"numbers": "1 2", "target": 3},
+            "task.numbers_field='numbers' in {file} line 3 is '1 2'. Give a list",
+        ),
+        (
+            {"numbers": [1, 2], "target": 1.5},
+            "task.target_field='target' in {file} line 3 is 1.5. Give a whole number",
+        ),
         (
             {"numbers": [1, 2], "target": 3, "solution": "1*2"},
-            "task.solution_field='solution' in {file} line 3 is no solution for 3 from [1, 2]: "
-            "its numbers are [1, 2] and its value is 2. Mend or remove the row.",
+            (
+                "task.solution_field='solution' in {file} line 3 is no solution for 3 from [1, 2]: "
+                "its numbers are [1, 2] and its value is 2. Mend or remove the row."
+            ),
         ),
         (
             {"numbers": [1, 2], "target": 3, "solution": "exit()"},
-            "task.solution_field='solution' in {file} line 3 is no solution for 3 from [1, 2]: the character 'e'. "
-            "Mend or remove the row.",
+            (
+                "task.solution_field='solution' in {file} line 3 is no solution for 3 from [1, 2]:"
+                " the character 'e'. Mend or remove the row."
+            ),
         ),
     ],
 )
@@ -382,18 +432,36 @@ def test_a_broken_row_is_named_by_file_and_line(tmp_path, row, text):
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"test_path": "a"}, "task.test_path='a' has no effect without task.path. Give task.path too."),
-        ({"solution_field": "a"}, "task.solution_field='a' has no effect without task.path. Give task.path too."),
+        (
+            {"test_path": "a"},
+            "task.test_path='a' has no effect without task.path. Give task.path too.",
+        ),
+        (
+            {"solution_field": "a"},
+            "task.solution_field='a' has no effect without task.path. Give task.path too.",
+        ),
         ({"share_right": 2}, "task.share_right=2 is out of range. Give a share from 0 to 1."),
-        ({"template": "{target}"}, "task.template='{target}' does not hold {numbers}. Add it, as in"),
-        ({"weights": {"rigth": 1}}, "task.weights.rigth is not a component. Components: right, numbers, valid, close."),
-        ({"weights": {"right": 0}}, "task.weights are all 0. Give at least one component a weight above 0."),
+        (
+            {"template": "{target}"},
+            "task.template='{target}' does not hold {numbers}. Add it, as in",
+        ),
+        (
+            {"weights": {"rigth": 1}},
+            "task.weights.rigth is not a component. Components: right, numbers, valid, close.",
+        ),
+        (
+            {"weights": {"right": 0}},
+            "task.weights are all 0. Give at least one component a weight above 0.",
+        ),
         ({"numbers": 11}, "task.numbers=11 is too large. Give a value of at most 10."),
         ({"numbers": 1}, "task.numbers=1 is too small. Give a value of at least 2."),
         (
             {"numbers": 2, "largest_number": 3},
-            "task.problems and task.test_problems ask for 8500 problems, but only 16 different ones were found with "
-            "task.numbers=2, task.largest_number=3 and task.largest_target=99. Ask for fewer, or raise one of these.",
+            (
+                "task.problems and task.test_problems ask for 8500 problems, but only 16 different"
+                " ones were found with task.numbers=2, task.largest_number=3 and"
+                " task.largest_target=99. Ask for fewer, or raise one of these."
+            ),
         ),
     ],
 )

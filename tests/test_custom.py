@@ -1,4 +1,5 @@
-"""task=custom: rows of the user's own, without code; and the examples, from a folder of their own."""
+"""task=custom: rows of the user's own, without code; and the examples, from a folder of their own.
+"""
 
 import gzip
 import json
@@ -17,7 +18,10 @@ from common.tasks import build
 from common.tasks.data import Row
 from launch import compose, train
 
-ROWS = [{"question": f"{i} and {i}", "answer": str(2 * i), "note": {"of": f"n{i}"}, "blank": ""} for i in range(20)]
+ROWS = [
+    {"question": f"{i} and {i}", "answer": str(2 * i), "note": {"of": f"n{i}"}, "blank": ""}
+    for i in range(20)
+]
 FIELDS = ["task.prompt_field=question", "task.answer_field=answer"]
 THERE = "Fields there: question, answer, note.of, blank."
 
@@ -47,18 +51,27 @@ def data(tmp_path, monkeypatch):
     ("name", "old", "new", "key", "where"),
     [
         ("data.csv", b"7 and 7", b"7 and\0 7", "task.prompt_field='question'", "line 9"),
-        ("data.jsonl", b'"answer": "14"', rb'"answer": "1\u00004"', "task.answer_field='answer'", "line 8"),
+        (
+            "data.jsonl",
+            b'"answer": "14"',
+            rb'"answer": "1\u00004"',
+            "task.answer_field='answer'",
+            "line 8",
+        ),
     ],
 )
 def test_a_nul_character_is_named(data, name, old, new, key, where):
-    (data / "data.csv").write_text("question,answer\n" + "".join(f"{r['question']},{r['answer']}\n" for r in ROWS))
+    (data / "data.csv").write_text(
+        "question,answer\n" + "".join(f"{r['question']},{r['answer']}\n" for r in ROWS)
+    )
     custom(f"task.path={name}", *FIELDS)
     good = (data / name).read_bytes()
     assert old in good
     (data / name).write_bytes(good.replace(old, new))
-    assert wording(f"task.path={name}", *FIELDS) == (
-        f"{key} holds a NUL character in '{name}' {where}. Remove it; a file in UTF-16 holds many: convert it, with iconv "
-        "-f UTF-16LE -t UTF-8."
+    assert (
+        wording(f"task.path={name}", *FIELDS)
+        == f"{key} holds a NUL character in '{name}' {where}. Remove it; a file in UTF-16 holds"
+        " many: convert it, with iconv -f UTF-16LE -t UTF-8."
     )
 
 
@@ -69,8 +82,12 @@ def test_every_kind_of_file_gives_the_same_rows(data):
     lines = [f"{row['question']}\t{row['answer']}" for row in ROWS]
     (data / "data.tsv").write_text("\n".join(["question\tanswer", *lines]) + "\n")
     (data / "data.csv").write_text("\n".join(["question,answer", *lines]).replace("\t", ",") + "\n")
-    parquet.write_table(pyarrow.Table.from_pylist([r | {"answer": int(r["answer"])} for r in ROWS]), "data.parquet")
-    wanted = [(e.question, e.answer) for e in custom("task.path=data.jsonl", *FIELDS).examples("train")]
+    parquet.write_table(
+        pyarrow.Table.from_pylist([r | {"answer": int(r["answer"])} for r in ROWS]), "data.parquet"
+    )
+    wanted = [
+        (e.question, e.answer) for e in custom("task.path=data.jsonl", *FIELDS).examples("train")
+    ]
     assert len(wanted) == 16
     for kind in ("jsonl", "tsv", "csv", "parquet"):
         (data / f"data.{kind}.gz").write_bytes(gzip.compress((data / f"data.{kind}").read_bytes()))
@@ -81,7 +98,9 @@ def test_every_kind_of_file_gives_the_same_rows(data):
 
 def test_a_saved_dataset_and_a_folder_that_datasets_loads(data):
     datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_list([{"question": r["question"], "answer": r["answer"]} for r in ROWS])
+    rows = datasets.Dataset.from_list(
+        [{"question": r["question"], "answer": r["answer"]} for r in ROWS]
+    )
     datasets.DatasetDict({"train": rows, "valid": rows.select(range(4))}).save_to_disk("saved")
     task = custom("task.path=saved", *FIELDS, "task.dataset_test_split=valid")
     assert [e.question for e in task.examples("test")] == [r["question"] for r in ROWS[:4]]
@@ -98,15 +117,23 @@ def test_held_out_rows(data):
     (data / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:5]))
     task = custom("task.path=data.jsonl", "task.test_path=test.jsonl", *FIELDS)
     assert [e.id for e in task.examples("train")] == list(range(15))
-    assert not {e.question for e in task.examples("train")} & {e.question for e in task.examples("test")}
-    assert len(custom("task.path=data.jsonl", "task.test_share=0.5", *FIELDS).examples("test")) == 10
+    assert not {e.question for e in task.examples("train")} & {
+        e.question for e in task.examples("test")
+    }
+    assert (
+        len(custom("task.path=data.jsonl", "task.test_share=0.5", *FIELDS).examples("test")) == 10
+    )
     one, two = (custom("task.path=data.jsonl", *FIELDS).examples("test") for _ in range(2))
     assert one == two
 
 
 def test_numbers_are_text(data):
-    (data / "n.jsonl").write_text('{"q": 1, "a": 2.0}\n{"q": 1.5, "a": 1e-5}\n{"q": "x", "a": -3}\n')
-    task = custom("task.path=n.jsonl", "task.prompt_field=q", "task.answer_field=a", "task.reward=numeric")
+    (data / "n.jsonl").write_text(
+        '{"q": 1, "a": 2.0}\n{"q": 1.5, "a": 1e-5}\n{"q": "x", "a": -3}\n'
+    )
+    task = custom(
+        "task.path=n.jsonl", "task.prompt_field=q", "task.answer_field=a", "task.reward=numeric"
+    )
     found = {e.question: e.answer for split in ("train", "test") for e in task.examples(split)}
     assert found == {"1": "2", "1.5": "0.00001", "x": "-3"}
 
@@ -134,8 +161,13 @@ def test_it_teaches_the_answer_both_ways_round(data):
     example = next(e for e in [*task.examples("train"), *task.examples("test")] if e.answer == "12")
     taught = {task.pretraining(example, random.Random(i)) for i in range(20)}
     assert taught == {("6 and 6\n", "12"), ("6 and 6\n", "21")}
-    palindrome = next(e for e in [*task.examples("train"), *task.examples("test")] if e.answer == "22")
-    assert task.pretraining(palindrome, random.Random(1)) in {("11 and 11\n", "22"), ("11 and 11\n", "2222")}
+    palindrome = next(
+        e for e in [*task.examples("train"), *task.examples("test")] if e.answer == "22"
+    )
+    assert task.pretraining(palindrome, random.Random(1)) in {
+        ("11 and 11\n", "22"),
+        ("11 and 11\n", "2222"),
+    }
 
 
 # --- rewards -------------------------------------------------------------------------------------------------------
@@ -191,7 +223,12 @@ def test_the_leading_measure_is_not_the_reward(data):
 
 def test_tolerance(data):
     (data / "pi.jsonl").write_text('{"q": "pi?", "a": 3.14159}\n{"q": "pi!", "a": 3.14159}\n')
-    own = ["task.path=pi.jsonl", "task.prompt_field=q", "task.answer_field=a", "task.reward=numeric"]
+    own = [
+        "task.path=pi.jsonl",
+        "task.prompt_field=q",
+        "task.answer_field=a",
+        "task.reward=numeric",
+    ]
     strict, loose = custom(*own), custom(*own, "task.tolerance=0.01")
     example = strict.examples("test")[0]
     assert [strict.reward(example, text) for text in ("3.14", "3.14159")] == [0, 1]
@@ -202,7 +239,9 @@ def test_math_asks_math_verify_where_numbers_do_not_tell(data, monkeypatch):
     asked = []
     module = types.SimpleNamespace(
         parse=lambda text, parsing_timeout: text,
-        verify=lambda gold, target, timeout_seconds: asked.append((gold, target)) or target == "$4$",
+        verify=lambda gold, target, timeout_seconds: (
+            asked.append((gold, target)) or target == "$4$"
+        ),
     )
     monkeypatch.setitem(sys.modules, "math_verify", module)
     (data / "m.jsonl").write_text(
@@ -263,7 +302,9 @@ def test_mistakes_are_worded(data, monkeypatch, overrides, text):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     (data / "data.txt").write_text("a")
     (data / "bad.parquet").write_text("a")
-    (data / "words.jsonl").write_text('{"question": "a", "answer": "1"}\n{"question": "b", "answer": "none"}\n')
+    (data / "words.jsonl").write_text(
+        '{"question": "a", "answer": "1"}\n{"question": "b", "answer": "none"}\n'
+    )
     if "bad.parquet" in overrides[0:1]:
         pytest.importorskip("pyarrow")
     assert text in wording(*overrides)
@@ -275,13 +316,24 @@ def test_mistakes_are_worded(data, monkeypatch, overrides, text):
 @pytest.mark.parametrize("algo", ["grpo", "rft"])
 def test_a_run_on_the_example_rows(algo, in_cache, tmp_path):
     """The rows of examples/own_data: a base that has been taught a little solves some prompts."""
-    own = [f"task.path={ROOT}/examples/own_data/numbers.csv", "task.prompt_field=words", "task.answer_field=number"]
+    own = [
+        f"task.path={ROOT}/examples/own_data/numbers.csv",
+        "task.prompt_field=words",
+        "task.answer_field=number",
+    ]
     tiny = [s for s in SMALL if s.startswith("model.tiny") and "pretrain_steps" not in s]
     sizes = {
         "grpo": ["algo.steps=2", "algo.prompts_per_step=2", "algo.samples_per_prompt=4"],
-        "rft": ["algo.prompts=8", "algo.validation_prompts=2", "algo.samples_per_prompt=8", "algo.iterations=1"],
+        "rft": [
+            "algo.prompts=8",
+            "algo.validation_prompts=2",
+            "algo.samples_per_prompt=8",
+            "algo.iterations=1",
+        ],
     }
-    more = ["algo.epochs=1", "algo.select.accept=0.1", "algo.pass_samples=2"] if algo == "rft" else []
+    more = (
+        ["algo.epochs=1", "algo.select.accept=0.1", "algo.pass_samples=2"] if algo == "rft" else []
+    )
     run = compose(
         [
             f"algo={algo}",
@@ -305,7 +357,9 @@ def test_a_run_on_the_example_rows(algo, in_cache, tmp_path):
 def test_the_example_folder_works_from_elsewhere(launch, tmp_path):
     """A copy of examples/own_task, outside the repository, as its page says."""
     folder = tmp_path / "copy"
-    shutil.copytree(ROOT / "examples" / "own_task", folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "examples" / "own_task", folder, ignore=shutil.ignore_patterns("__pycache__")
+    )
     done = subprocess.run(
         [
             sys.executable,
@@ -329,10 +383,15 @@ def test_the_example_folder_works_from_elsewhere(launch, tmp_path):
     result = json.loads((folder / "out" / "result.json").read_text())
     assert (result["task"], result["metric"]) == ("acronyms", "exact")
     told = (folder / "out" / "report.md").read_text()
-    assert f"python launch.py --config-dir {folder}/conf task=acronyms task.length=2 hardware=cpu" in told
+    assert (
+        f"python launch.py --config-dir {folder}/conf task=acronyms task.length=2 hardware=cpu"
+        in told
+    )
 
 
 def test_whole_numbers_stay_as_they_are():
     for number in (12345678901234567890, 10**400, -3, 0):
-        assert Row("here", {"a": number}).text("a", "task.answer_field", numbers=True) == str(number)
+        assert Row("here", {"a": number}).text("a", "task.answer_field", numbers=True) == str(
+            number
+        )
     assert Row("here", {"a": 2.0}).text("a", "task.answer_field", numbers=True) == "2"

@@ -1,7 +1,9 @@
-"""The commands of the documentation: each is known, and composes or parses as it stands; links lead somewhere.
+"""The commands of the documentation: each is known, and composes or parses as it stands; links lead
+somewhere.
 
-A block of commands that a test cannot try is marked in the Markdown, in a line of its own before it: <!-- needs: network -->, or gpu or
-cluster. Commands of a marked block are still checked as far as that goes without: composed, or parsed.
+A block of commands that a test cannot try is marked in the Markdown, in a line of its own before
+it: <!-- needs: network -->, or gpu or cluster. Commands of a marked block are still checked as far
+as that goes without: composed, or parsed.
 """
 
 import argparse
@@ -23,7 +25,18 @@ from launch import compose
 
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NEEDS = ("gpu", "cluster", "network")
-PROGRAMS = ("python", "torchrun", "sbatch", "srun", "make", "pip", "tensorboard", "wandb", "pytest", "clutch")
+PROGRAMS = (
+    "python",
+    "torchrun",
+    "sbatch",
+    "srun",
+    "make",
+    "pip",
+    "tensorboard",
+    "wandb",
+    "pytest",
+    "clutch",
+)
 FOREIGN = ("pip", "tensorboard", "wandb")  # of other projects
 
 
@@ -71,12 +84,18 @@ def commands() -> list[Command]:
             for line in lines:
                 if joined and joined[-1].endswith("\\"):
                     joined[-1] = joined[-1][:-1] + line.strip()
-                elif joined and line.startswith(" ") and not joined[-1].startswith(("prompt", "held-out")):
+                elif (
+                    joined
+                    and line.startswith(" ")
+                    and not joined[-1].startswith(("prompt", "held-out"))
+                ):
                     joined[-1] += " " + line.strip()  # goes on
                 elif line.strip():
                     joined.append(line)
             for line in joined:
-                if words(line)[:1] and (words(line)[0] in PROGRAMS or words(line)[0].startswith("task=")):
+                if words(line)[:1] and (
+                    words(line)[0] in PROGRAMS or words(line)[0].startswith("task=")
+                ):
                     found.append(Command(name, line, needs))
         for cell in re.findall(r"`((?:python|torchrun|sbatch) [^`]*)`", text):
             if (
@@ -90,7 +109,9 @@ def commands() -> list[Command]:
 
 
 def words(line: str) -> list[str]:
-    """The command's words, without its comment, what is piped into it, redirections and variables before it."""
+    """The command's words, without its comment, what is piped into it, redirections and variables
+    before it.
+    """
     try:
         found = shlex.split(line, comments=True)
     except ValueError:
@@ -174,7 +195,9 @@ def test_every_command_is_right(command, monkeypatch):
     elif program == "make":
         assert f"\n{found[1]}:" in (ROOT / "Makefile").read_text()
     elif program == "sbatch":
-        assert f"slurm.script={found[-1]} " in (ROOT / command.page).read_text(), "a script that the page has made"
+        assert f"slurm.script={found[-1]} " in (ROOT / command.page).read_text(), (
+            "a script that the page has made"
+        )
     elif program == "pytest" or found[1:3] == ["-m", "pytest"]:
         for word in found:
             assert not word.startswith("tests/") or (ROOT / word).is_file(), word
@@ -191,12 +214,17 @@ def test_every_command_is_right(command, monkeypatch):
     elif found[1:2] == ["-m"] and found[2] != "venv":
         parsed(found[2], found[3:], monkeypatch)
     else:
-        assert found[1:3] == ["-m", "venv"], f"a command that this test does not know: {command.line}"
+        assert found[1:3] == [
+            "-m",
+            "venv",
+        ], f"a command that this test does not know: {command.line}"
 
 
 def test_there_are_commands_of_every_kind():
     assert len(ALL) > 120
-    assert {"README.md", "docs/quickstart.md", "docs/sources.md"} <= {command.page for command in ALL}
+    assert {"README.md", "docs/quickstart.md", "docs/sources.md"} <= {
+        command.page for command in ALL
+    }
     assert any(command.needs == "cluster" for command in ALL)
 
 
@@ -208,9 +236,16 @@ def test_the_settings_in_the_right_column_of_sources():
     for algo, section in zip(algorithms, sections, strict=True):
         for row in section.splitlines():
             cells = row.split(" | ")
-            for code in re.findall(r"`([^`]*)`", cells[1] if len(cells) > 1 and row.startswith("| ") else ""):
+            for code in re.findall(
+                r"`([^`]*)`", cells[1] if len(cells) > 1 and row.startswith("| ") else ""
+            ):
                 found = words(code)
-                if not found or not all(re.match(r"[\w.]+=", word) for word in found) or "..." in code or " = " in code:
+                if (
+                    not found
+                    or not all(re.match(r"[\w.]+=", word) for word in found)
+                    or "..." in code
+                    or " = " in code
+                ):
                     continue
                 needed = ["opt=[ddp]"] if "opt.ddp" in code and "opt=[" not in code else []
                 composed([*needed, *found], None if "algo=" in code else algo)
@@ -219,7 +254,8 @@ def test_the_settings_in_the_right_column_of_sources():
 
 
 def test_the_python_page_runs(in_cache, tmp_path, monkeypatch, capsys):
-    """All its blocks, one after the other as in a notebook, with a smaller model and fewer steps."""
+    """All its blocks, one after the other as in a notebook, with a smaller model and fewer steps.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "compose", lambda overrides: compose([*overrides, *SMALL]))
     space: dict = {}
@@ -240,4 +276,6 @@ def test_links_lead_somewhere(page: Path):
         assert file.exists(), f"{target} of {page.name}"
         if anchor:
             titles = re.findall(r"(?m)^#+ (.*)$", file.read_text(encoding="utf-8"))
-            assert anchor in {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}, target
+            assert anchor in {
+                re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles
+            }, target

@@ -26,7 +26,8 @@ from eggroll.train import Weights, without_influence
 from launch import compose, train
 
 TESTS = Path(__file__).resolve().parent
-# Random weights answer everything alike, so noise is large, tokens are drawn, and any text earns something.
+# Random weights answer everything alike, so noise is large, tokens are drawn, and any text earns
+# something.
 MOVING = [*SMALL, "algo.sigma=0.1", "algo.lr=0.5", "algo.sampling.temperature=1.0"]
 TIMES = ("seconds", "phase_seconds", "tokens_per_second", "samples_per_second", "peak_memory_gb")
 
@@ -53,7 +54,9 @@ def run_in_ranks(warm: Warm):
     """`run_here` for two ranks, without their imports."""
 
     def run(out: Path, *overrides: str, task: object = None):
-        return warm.call(train, compose([*MOVING, "opt=[ddp]", *overrides]), out, task or Letters("smooth"))
+        return warm.call(
+            train, compose([*MOVING, "opt=[ddp]", *overrides]), out, task or Letters("smooth")
+        )
 
     return run
 
@@ -78,11 +81,16 @@ def largest_difference(one: Path, other: Path) -> float:
 
 
 def completions(out: Path, name: str = "after") -> list[str]:
-    return [json.loads(line)["completion"] for line in (out / "completions" / f"{name}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["completion"]
+        for line in (out / "completions" / f"{name}.jsonl").read_text().splitlines()
+    ]
 
 
 def timeless(out: Path) -> list[dict]:
-    return [{key: value for key, value in event.items() if key not in TIMES} for event in events(out)]
+    return [
+        {key: value for key, value in event.items() if key not in TIMES} for event in events(out)
+    ]
 
 
 # --- equal runs ------------------------------------------------------------------------------------------------------
@@ -93,7 +101,9 @@ def test_two_ranks_and_one_end_alike(tmp_path):
     two = run_here(tmp_path / "two", "opt=[ddp]")
     assert (one.world_size, two.world_size) == (1, 2)
     assert saved(tmp_path / "one").step == 4
-    assert events(tmp_path / "one")[-1]["drift"] > 1e-3, "the weights must have moved, or equality says nothing"
+    assert events(tmp_path / "one")[-1]["drift"] > 1e-3, (
+        "the weights must have moved, or equality says nothing"
+    )
     assert same_bits(tmp_path / "one", tmp_path / "two")
     assert timeless(tmp_path / "one") == timeless(tmp_path / "two")
     for name in ("before", "after"):
@@ -187,7 +197,9 @@ def go_on(own_task: Path, out: Path, *overrides: str):
 
 @pytest.mark.faults
 def test_kill_9_and_resume_ends_with_the_same_bits(own_task, started, unbroken, tmp_path):
-    """Killed twice, the second time while it resumes; the newest checkpoint is damaged between the two."""
+    """Killed twice, the second time while it resumes; the newest checkpoint is damaged between the
+    two.
+    """
     step = random.randrange(9, 40)
     print(f"killed after step {step}")  # shown when the test fails
     process = started()
@@ -218,7 +230,9 @@ def test_kill_9_and_resume_ends_with_the_same_bits(own_task, started, unbroken, 
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)], ids=["SIGTERM", "SIGINT"]
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+    ids=["SIGTERM", "SIGINT"],
 )
 @pytest.mark.faults
 def test_a_signal_saves_and_the_run_goes_on(own_task, started, unbroken, tmp_path, number):
@@ -240,7 +254,9 @@ def test_a_signal_saves_and_the_run_goes_on(own_task, started, unbroken, tmp_pat
 
 @pytest.mark.faults
 def test_a_signal_to_the_parent_stops_all_ranks(own_task, cache, unbroken, tmp_path):
-    """Of spawned ranks, so in a new interpreter. One rank then goes on with the run of two. tests/test_launch.py has torchrun's."""
+    """Of spawned ranks, so in a new interpreter. One rank then goes on with the run of two.
+    tests/test_launch.py has torchrun's.
+    """
     settings = [f"hydra.run.dir={tmp_path}", *LONG, "checkpoint.every=0", "opt=[ddp]"]
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "launch.py"), "--config-dir", str(own_task), *settings],
@@ -264,14 +280,18 @@ def test_resume_refuses_other_settings(tmp_path):
     run_here(tmp_path / "first", "algo.steps=2")
     with pytest.raises(ConfigError) as caught:
         run_here(tmp_path / "first", "algo.steps=2", "resume=auto", "algo.sigma=0.2", "seed=3")
-    assert str(caught.value) == (
-        f"{tmp_path}/first/checkpoints/step-00000002 was made with other settings: seed was 0, is 3; "
-        "algo.sigma was 0.1, is 0.2. Give the same ones, or start anew with another hydra.run.dir."
+    assert (
+        str(caught.value)
+        == f"{tmp_path}/first/checkpoints/step-00000002 was made with other settings: seed was 0,"
+        " is 3; algo.sigma was 0.1, is 0.2. Give the same ones, or start anew with another"
+        " hydra.run.dir."
     )
     with pytest.raises(ConfigError) as caught:
         run_here(tmp_path / "first", "algo.steps=2")
-    assert str(caught.value) == (
-        f"{tmp_path}/first already holds a run. Use resume=auto to go on with it, or another hydra.run.dir."
+    assert (
+        str(caught.value)
+        == f"{tmp_path}/first already holds a run. Use resume=auto to go on with it, or another"
+        " hydra.run.dir."
     )
 
 
@@ -283,7 +303,9 @@ def test_resume_from_the_folder_of_another_run(tmp_path):
     assert saved(tmp_path / "half").step == 2, "the other run is left as it was"
     assert [event["step"] for event in events(tmp_path / "rest")] == [3, 4]
     assert result.metrics == whole.metrics
-    with pytest.raises(ConfigError, match=r"resume=nowhere: no valid checkpoint there\. Give a run folder, or"):
+    with pytest.raises(
+        ConfigError, match=r"resume=nowhere: no valid checkpoint there\. Give a run folder, or"
+    ):
         run_here(tmp_path / "new", "resume=nowhere")
 
 
@@ -314,9 +336,10 @@ def test_a_nan_reward_stops_the_run_and_names_the_row(own_task, launch, tmp_path
     assert [(row["step"], row["member"], row["id"], row["reward"]) for row in kept] == [
         (3, member, FAULTY, "nan") for member in range(8)
     ]
-    assert done.stderr == (
-        f"step 3: NaN or infinity in a reward or logits on example {FAULTY}. The rows are in {out}/not_finite.jsonl. "
-        f"Last good checkpoint: {out}/checkpoints/step-00000002.\n"
+    assert (
+        done.stderr
+        == f"step 3: NaN or infinity in a reward or logits on example {FAULTY}. The rows are in"
+        f" {out}/not_finite.jsonl. Last good checkpoint: {out}/checkpoints/step-00000002.\n"
     )
     assert [event["step"] for event in events(out)] == [1, 2]
 
@@ -331,15 +354,17 @@ def fails(tmp_path: Path, task: object, *overrides: str, run=run_here) -> str:
 def test_a_reward_that_raises(tmp_path):
     said = fails(tmp_path, Letters(fault="raises", fault_id=FAULTY))
     assert said.startswith(
-        f"Letters.reward raised KeyError: 'no such letter', on example {FAULTY} with the completion "
+        f"Letters.reward raised KeyError: 'no such letter', on example {FAULTY} with the"
+        " completion "
     )
     assert said.endswith("A reward must score any text; give 0 where it cannot.")
 
 
 @pytest.mark.faults
 def test_a_reward_that_is_text(tmp_path):
-    assert fails(tmp_path, Letters(fault="text", fault_id=FAULTY)) == (
-        f"the reward of Letters for example {FAULTY} is 'good', not a number in [0, 1]."
+    assert (
+        fails(tmp_path, Letters(fault="text", fault_id=FAULTY))
+        == f"the reward of Letters for example {FAULTY} is 'good', not a number in [0, 1]."
     )
 
 
@@ -351,7 +376,9 @@ class Batched(Letters):
             return [0.5] * (len(completions) - 1)
         if self.fault == "batch raises":
             raise ZeroDivisionError("by zero")
-        return [self.reward(example, text) for example, text in zip(examples, completions, strict=True)]
+        return [
+            self.reward(example, text) for example, text in zip(examples, completions, strict=True)
+        ]
 
 
 @pytest.mark.faults
@@ -359,18 +386,25 @@ def test_a_batch_of_rewards(tmp_path):
     run_here(tmp_path / "one", "algo.steps=2", task=Letters("smooth"))
     run_here(tmp_path / "many", "algo.steps=2", task=Batched("smooth"))
     assert same_bits(tmp_path / "one", tmp_path / "many")
-    assert fails(tmp_path, Batched(fault="short")) == (
-        "Batched.rewards returned 7 rewards for 8 completions. Return one for each, in order."
+    assert (
+        fails(tmp_path, Batched(fault="short"))
+        == "Batched.rewards returned 7 rewards for 8 completions. Return one for each, in order."
     )
     said = fails(tmp_path, Batched(fault="batch raises"))
-    assert said.startswith("Batched.rewards raised ZeroDivisionError: by zero, on 8 completions (the first: example ")
+    assert said.startswith(
+        "Batched.rewards raised ZeroDivisionError: by zero, on 8 completions (the first: example "
+    )
 
 
 @pytest.mark.faults
 def test_a_mistake_on_one_rank_ends_all(run_in_ranks, tmp_path, capfd):
-    """And with the text of that rank's error, not with a traceback of the other, which waits for it."""
+    """And with the text of that rank's error, not with a traceback of the other, which waits for
+    it.
+    """
     said = fails(tmp_path, Letters(fault="raises", fault_id=FAULTY), run=run_in_ranks)
-    assert said.startswith(f"Letters.reward raised KeyError: 'no such letter', on example {FAULTY} with")
+    assert said.startswith(
+        f"Letters.reward raised KeyError: 'no such letter', on example {FAULTY} with"
+    )
     assert capfd.readouterr().err == ""
 
 
@@ -430,13 +464,18 @@ def test_drift_is_measured_from_the_first_weights(tmp_path, compute, offload):
     """Which lie in a file that has no name, so that nothing is left of it."""
     model = small_model("gpt2").requires_grad_(False)
     first = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    settings = compose(["algo.members=4", "algo.weight_decay=0.5", "algo.lr=0.5", "algo.optimizer.name=Adam"]).algo
+    settings = compose(
+        ["algo.members=4", "algo.weight_decay=0.5", "algo.lr=0.5", "algo.optimizer.name=Adam"]
+    ).algo
     noise = Noise(model, settings.noise, rank=1, mirrored=True, seed=0)
     weights = Weights(model, noise, settings, compute, offload=offload, folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
     for step in range(2):
         drift = weights.update(noise, step, torch.tensor([1.0, -1.0, 0.5, 0.0]), 0.5)
-        moved = sum((master - first[name]).square().sum().double() for name, master in weights.masters.items())
+        moved = sum(
+            (master - first[name]).square().sum().double()
+            for name, master in weights.masters.items()
+        )
         began = sum(first[name].square().sum().double() for name in weights.masters)
         assert drift == pytest.approx(float((moved / began).sqrt()), rel=1e-6)
     for name, parameter in model.named_parameters():
@@ -445,7 +484,9 @@ def test_drift_is_measured_from_the_first_weights(tmp_path, compute, offload):
 
 
 def test_offload_wants_masters_of_their_own():
-    with pytest.raises(ConfigError, match=r"opt=offload has no effect with algo=eggroll in float32.*add opt=amp"):
+    with pytest.raises(
+        ConfigError, match=r"opt=offload has no effect with algo=eggroll in float32.*add opt=amp"
+    ):
         check_switches(compose(["opt=[offload]"]).opt)
     check_switches(compose(["opt=[offload,amp]"]).opt)
 
@@ -456,7 +497,10 @@ def test_equal_rewards_change_nothing(tmp_path):
             return 0.5
 
     run_here(tmp_path, "algo.steps=2", task=Indifferent())
-    assert [(event["zero_fitness"], event["drift"]) for event in events(tmp_path)] == [(1.0, 0.0), (1.0, 0.0)]
+    assert [(event["zero_fitness"], event["drift"]) for event in events(tmp_path)] == [
+        (1.0, 0.0),
+        (1.0, 0.0),
+    ]
 
 
 def test_amp_keeps_float32_masters(tmp_path):
@@ -466,9 +510,14 @@ def test_amp_keeps_float32_masters(tmp_path):
     assert json.loads((tmp_path / "result.json").read_text())["dtype"] == result.dtype
     assert {tensor.dtype for tensor in saved(tmp_path).tensors.values()} == {torch.float32}
     exported = load_file(tmp_path / "model" / "model.safetensors")
-    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16 if bf16 else torch.float32}
+    assert {tensor.dtype for tensor in exported.values()} == {
+        torch.bfloat16 if bf16 else torch.float32
+    }
     if bf16:  # masters have bits that the forward's weights have not
-        assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in saved(tmp_path).tensors.values())
+        assert any(
+            not torch.equal(tensor, tensor.bfloat16().float())
+            for tensor in saved(tmp_path).tensors.values()
+        )
     go_on = run_here(tmp_path, "opt=[amp]", "algo.steps=5", "resume=auto")
     assert go_on.steps == 5
 
@@ -487,7 +536,9 @@ def test_compile_equals_eager(own_task, launch, tmp_path):
     )
     run_here(tmp_path / "eager", "algo.steps=2", "model.tiny.layers=1")
     first, second = events(tmp_path / "compiled")
-    assert first["compile_seconds"] > 3 * first["seconds"], "compilation is told apart from the first step"
+    assert first["compile_seconds"] > 3 * first["seconds"], (
+        "compilation is told apart from the first step"
+    )
     assert "compile_seconds" not in second
     assert completions(tmp_path / "compiled", "before") == completions(tmp_path / "eager", "before")
     assert largest_difference(tmp_path / "compiled", tmp_path / "eager") < 1e-4
@@ -514,9 +565,10 @@ def test_evaluation_on_the_way(tmp_path):
 def test_a_prompt_that_does_not_fit_is_a_worded_error(tmp_path):
     with pytest.raises(ConfigError) as caught:
         run_here(tmp_path, "algo.sampling.max_new_tokens=300")
-    assert str(caught.value) == (
-        "algo.sampling.max_new_tokens=300 and a prompt of 5 tokens exceed the model's context of 256 tokens. "
-        "Lower it to 251, or shorten the prompts."
+    assert (
+        str(caught.value)
+        == "algo.sampling.max_new_tokens=300 and a prompt of 5 tokens exceed the model's context of"
+        " 256 tokens. Lower it to 251, or shorten the prompts."
     )
 
 
@@ -524,7 +576,9 @@ def test_a_prompt_that_does_not_fit_is_a_worded_error(tmp_path):
 
 
 def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, above_rows: int) -> list[int]:
-    """The sampler's forwards fail above a number of rows. Returns the rows tried, filled as the run goes."""
+    """The sampler's forwards fail above a number of rows. Returns the rows tried, filled as the run
+    goes.
+    """
     real, tried = Sampler.generate, []
 
     def generate(self, *arguments, **options):
@@ -556,13 +610,17 @@ class ShortOnRank1(Letters):
 
     def examples(self, split):
         if dist.is_initialized() and dist.get_rank() == 1 and split == "test":
-            run_out_of_memory(pytest.MonkeyPatch(), above_rows=4)  # in a process of its own, which ends with the run
+            run_out_of_memory(
+                pytest.MonkeyPatch(), above_rows=4
+            )  # in a process of its own, which ends with the run
         return super().examples(split)
 
 
 @pytest.mark.faults
 def test_ranks_agree_on_the_rows_when_one_runs_out_of_memory(run_in_ranks, tmp_path):
-    """Members are shared out by rows, so a rank that goes on with fewer on its own would leave some out."""
+    """Members are shared out by rows, so a rank that goes on with fewer on its own would leave some
+    out.
+    """
     run_here(tmp_path / "one", "algo.steps=3")
     run_in_ranks(tmp_path / "two", "algo.steps=3", task=ShortOnRank1("smooth"))
     assert "repeating with 4 rows a forward" in (tmp_path / "two" / "rank-1.log").read_text()
@@ -579,9 +637,9 @@ def test_out_of_memory_at_the_floor_gives_advice(tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as caught:
         run_here(tmp_path)
     assert tried == [8, 4, 2]
-    assert str(caught.value) == (
-        "out of memory even with 2 rows a forward. Use a smaller model, lower algo.sampling.max_new_tokens, or add "
-        "'opt=[amp]'."
+    assert (
+        str(caught.value) == "out of memory even with 2 rows a forward. Use a smaller model, lower"
+        " algo.sampling.max_new_tokens, or add 'opt=[amp]'."
     )
 
 
@@ -596,7 +654,11 @@ def test_the_export_completes_as_the_run_did(tmp_path):
     for example, text in zip(task.examples("test"), completions(tmp_path), strict=False):
         ids = tokenizer(task.prompt(example), return_tensors="pt")["input_ids"]
         made = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, pad_token_id=256
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=8,
+            do_sample=False,
+            pad_token_id=256,
         )
         assert tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True) == text
 
@@ -608,8 +670,17 @@ def test_learning(tmp_path):
             [
                 "hardware=cpu",
                 *("model.tiny.hidden_size=64", "model.tiny.layers=2", "model.tiny.heads=2"),
-                *("model.tiny.intermediate_size=128", "model.tiny.pretrain_steps=250", "model.tiny.pretrain_lr=6e-3"),
-                *("algo.steps=30", "algo.members=32", "algo.prompts_per_step=4", "algo.sampling.max_new_tokens=6"),
+                *(
+                    "model.tiny.intermediate_size=128",
+                    "model.tiny.pretrain_steps=250",
+                    "model.tiny.pretrain_lr=6e-3",
+                ),
+                *(
+                    "algo.steps=30",
+                    "algo.members=32",
+                    "algo.prompts_per_step=4",
+                    "algo.sampling.max_new_tokens=6",
+                ),
                 *("algo.sigma=0.02", "algo.lr=0.04", "evaluate.examples=40"),
             ]
         ),
@@ -625,7 +696,9 @@ def test_learning(tmp_path):
 
 @pytest.mark.faults
 def test_a_run_that_is_not_finite_stops(tmp_path):
-    with pytest.raises(RunStopped, match=r"step 1: weights are not finite. No checkpoint was written before\.") as stop:
+    with pytest.raises(
+        RunStopped, match=r"step 1: weights are not finite. No checkpoint was written before\."
+    ) as stop:
         run_here(tmp_path, "algo.lr=1e38", "algo.steps=2")
     assert stop.value.code == EXIT_NUMBERS
 
@@ -647,7 +720,12 @@ def test_all_checkpoints_damaged_is_no_fresh_start(launch, tmp_path):
 def test_another_preset_may_go_on(launch, tmp_path):
     out = tmp_path / "run"
     launch(*SMALL, "algo.steps=2", f"hydra.run.dir={out}")
-    launch(*[s for s in SMALL if s != "hardware=cpu"], "hardware=a100_40g", f"hydra.run.dir={out}", "resume=auto")
+    launch(
+        *[s for s in SMALL if s != "hardware=cpu"],
+        "hardware=a100_40g",
+        f"hydra.run.dir={out}",
+        "resume=auto",
+    )
     assert len(events(out)) == 4
     done = launch(*SMALL, "algo.steps=3", f"hydra.run.dir={out}", "resume=auto", code=2)
     assert "4 steps are done already, algo.steps is 3" in done.stderr

@@ -1,4 +1,6 @@
-"""Each file of conf/experiment is run, at toy size. Those of classify, which want real rows, are in test_classify.py."""
+"""Each file of conf/experiment is run, at toy size. Those of classify, which want real rows, are in
+test_classify.py.
+"""
 
 import gzip
 import re
@@ -15,9 +17,16 @@ GRPO = [
     *(*TINY, "model.tiny.context=512", "task.positions=64", "task.test_positions=8"),
     *("algo.steps=2", "algo.prompts_per_step=2", "algo.samples_per_prompt=3"),
 ]
-# A base that knows a little (that of test_every_task.py), few samples and a low bar, so that something is accepted.
+# A base that knows a little (that of test_every_task.py), few samples and a low bar, so that
+# something is accepted.
 RFT = [
-    *("algo.prompts=8", "algo.validation_prompts=2", "algo.samples_per_prompt=4", "algo.iterations=1", "algo.epochs=1"),
+    *(
+        "algo.prompts=8",
+        "algo.validation_prompts=2",
+        "algo.samples_per_prompt=4",
+        "algo.iterations=1",
+        "algo.epochs=1",
+    ),
     *("algo.select.accept=0.05", "algo.pass_samples=2", "algo.sampling.max_new_tokens=48"),
     *(s for s in TINY if "pretrain" not in s and "hidden" not in s),
     *(
@@ -57,7 +66,13 @@ def test_an_experiment_says_what_came_of_it(path):
     assert re.search(rf"(?m)^# command: python launch.py experiment={path.stem}\b", header)
     measured = re.search(r"(?s)# measured: (.*)", header)
     assert measured, "no line of what was measured"
-    for what in (r"\d %|BLEU|chrF", r"\d s\b|\d min|minutes", r"EPYC|A100|H\d00|RTX", r"torch \d", r"20\d\d-\d\d-\d\d"):
+    for what in (
+        r"\d %|BLEU|chrF",
+        r"\d s\b|\d min|minutes",
+        r"EPYC|A100|H\d00|RTX",
+        r"torch \d",
+        r"20\d\d-\d\d-\d\d",
+    ):
         assert re.search(what, measured[1]), f"{what} is not in {measured[1]}"
 
 
@@ -79,8 +94,12 @@ def test_an_experiment_runs(name, in_cache, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         for part in ("train", "test_2016_flickr"):
             for language in ("en", "de"):
-                real = gzip.decompress((SHARED / "data" / "multi30k" / f"{part}.{language}.gz").read_bytes())
-                (tmp_path / f"{part}.{language}.gz").write_bytes(gzip.compress(b"".join(real.splitlines(True)[:50])))
+                real = gzip.decompress(
+                    (SHARED / "data" / "multi30k" / f"{part}.{language}.gz").read_bytes()
+                )
+                (tmp_path / f"{part}.{language}.gz").write_bytes(
+                    gzip.compress(b"".join(real.splitlines(True)[:50]))
+                )
     run = compose([f"experiment={name}", *TOY[name], "hardware=cpu", "evaluate.examples=4"])
     result = train(run, tmp_path / "out")
     assert result.algo == name.partition("_")[0]
@@ -89,16 +108,25 @@ def test_an_experiment_runs(name, in_cache, tmp_path, monkeypatch):
 
 
 def test_the_experiment_of_smollm2_runs(tmp_path):
-    """With a small model of stories in its place: prompts, samples and rewards are made, and as it answers nothing, that is said."""
+    """With a small model of stories in its place: prompts, samples and rewards are made, and as it
+    answers nothing, that is said.
+    """
     if not (SHARED / "data").is_dir():
         pytest.skip("the conversions and the model are not beside the repository")
     data = SHARED / "data"
     files = [
-        f"task.{key}={data}/unit_conversion/{file}.json" for key, file in (("path", "train"), ("test_path", "valid"))
+        f"task.{key}={data}/unit_conversion/{file}.json"
+        for key, file in (("path", "train"), ("test_path", "valid"))
     ]
     own = [f"model.path={data}/stories260k-hf", *files, "task.few_shot=[]", "task.system=''"]
     run = compose(
-        ["experiment=rft_smollm2_units", *TOY["rft_smollm2_units"], *own, "hardware=cpu", "evaluate.examples=4"]
+        [
+            "experiment=rft_smollm2_units",
+            *TOY["rft_smollm2_units"],
+            *own,
+            "hardware=cpu",
+            "evaluate.examples=4",
+        ]
     )
     with pytest.raises(ConfigError, match="no completion of iteration 1 was accepted"):
         train(run, tmp_path / "out")

@@ -23,10 +23,28 @@ from launch import compose, train
 pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("in_cache")]
 TINY = [text for text in SMALL if text.startswith(("hardware", "model.tiny"))]
 SKIP = ["not_finite.policy=skip", "not_finite.max_skips=2"]
-EGGROLL = [*SMALL, "algo=eggroll", "algo.sigma=0.1", "algo.sampling.temperature=1.0", "checkpoint.every=1"]
+EGGROLL = [
+    *SMALL,
+    "algo=eggroll",
+    "algo.sigma=0.1",
+    "algo.sampling.temperature=1.0",
+    "checkpoint.every=1",
+]
 GRPO = [
-    *(*TINY, "algo=grpo", "task=translate", "algo.prompts_per_step=2", "algo.samples_per_prompt=4", "algo.steps=4"),
-    *("algo.sampling.max_new_tokens=8", "algo.resample_rounds=0", "evaluate.examples=4", "checkpoint.every=1"),
+    *(
+        *TINY,
+        "algo=grpo",
+        "task=translate",
+        "algo.prompts_per_step=2",
+        "algo.samples_per_prompt=4",
+        "algo.steps=4",
+    ),
+    *(
+        "algo.sampling.max_new_tokens=8",
+        "algo.resample_rounds=0",
+        "evaluate.examples=4",
+        "checkpoint.every=1",
+    ),
 ]
 RANKS = ["opt=[ddp]", "opt.ddp.ranks=2"]
 _ORDER = list(range(len(Letters().examples("train"))))
@@ -57,7 +75,9 @@ class OnRank1(Letters):
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory, cache, warm):
-    """What two ranks came to, started once for all: see `on_two_ranks`. The folder, and their results."""
+    """What two ranks came to, started once for all: see `on_two_ranks`. The folder, and their
+    results.
+    """
     folder = tmp_path_factory.mktemp("ranks")
     arguments = ("test_finite:on_two_ranks", compose([*EGGROLL, *RANKS]), folder)
     return folder, warm.call(launch, *arguments, CLUTCH_CACHE=str(cache))
@@ -115,20 +135,26 @@ def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all(two_ranks):
 
 
 def test_other_data_or_weights_on_a_rank_are_found_before_the_first_step(two_ranks):
-    for name, what in {"OtherRows": "rows of the task", "OtherWeights": "weights of the model"}.items():
+    for name, what in {
+        "OtherRows": "rows of the task",
+        "OtherWeights": "weights of the model",
+    }.items():
         assert two_ranks[1][name].startswith(
-            f"the {what} on rank 1 are not those of rank 0, so the ranks would train apart. Give all ranks the same files"
+            f"the {what} on rank 1 are not those of rank 0, so the ranks would train apart. Give"
+            " all ranks the same files"
         )
 
 
 @pytest.mark.parametrize("arguments", [EGGROLL, GRPO], ids=["eggroll", "grpo"])
-def test_a_step_that_was_left_out_is_met_again_by_a_run_that_goes_on_from_before(arguments, tmp_path):
+def test_a_step_that_was_left_out_is_met_again_by_a_run_that_goes_on_from_before(
+    arguments, tmp_path
+):
     given = [*arguments, *SKIP, "checkpoint.keep=9"]
     train(compose(given), tmp_path, OnRank1("smooth"))
     kept, end = rows(tmp_path), weights(tmp_path, 4)
     assert (
-        f"step 3 is left out (1 of 2): NaN or infinity in a reward or logits on example {FAULTY}. The rows are in {tmp_path}"
-        in (tmp_path / "run.log").read_text()
+        f"step 3 is left out (1 of 2): NaN or infinity in a reward or logits on example {FAULTY}."
+        f" The rows are in {tmp_path}" in (tmp_path / "run.log").read_text()
     )
     for step in (3, 4):
         (tmp_path / "checkpoints" / f"step-{step:08d}" / "manifest.json").unlink()
@@ -144,7 +170,9 @@ class Never(Letters):
 
 @pytest.mark.parametrize("arguments", [EGGROLL, GRPO], ids=["eggroll", "grpo"])
 def test_after_max_skips_the_run_stops(arguments, tmp_path):
-    with pytest.raises(RunStopped, match=r"^step 3: .* one more than not_finite.max_skips=2\. Last good ch") as stop:
+    with pytest.raises(
+        RunStopped, match=r"^step 3: .* one more than not_finite.max_skips=2\. Last good ch"
+    ) as stop:
         train(compose([*arguments, *SKIP]), tmp_path, Never("smooth"))
     assert stop.value.code == EXIT_NUMBERS
     assert {row["step"] for row in rows(tmp_path)} == {1, 2, 3}
@@ -163,7 +191,12 @@ class BadLossOnRank1(Letters):
             calls.append(loss)
             return (loss * math.nan if len(calls) == 3 else loss), sums
 
-        if split == "test" and dist.is_initialized() and dist.get_rank() == 1 and "bad" not in whole.__name__:
+        if (
+            split == "test"
+            and dist.is_initialized()
+            and dist.get_rank() == 1
+            and "bad" not in whole.__name__
+        ):
             module.policy_loss = bad
         return super().examples(split)
 
@@ -178,7 +211,12 @@ def test_rft_counts_a_sample_without_a_finite_reward_as_wrong(tmp_path, monkeypa
         return whole(*arguments) * (math.nan if len(calls) == 2 else 1)
 
     monkeypatch.setattr(finetune, "token_losses", bad)
-    sizes = ["algo.prompts=8", "algo.validation_prompts=0", "algo.samples_per_prompt=4", "algo.prompts_per_batch=4"]
+    sizes = [
+        "algo.prompts=8",
+        "algo.validation_prompts=0",
+        "algo.samples_per_prompt=4",
+        "algo.prompts_per_batch=4",
+    ]
     more = [
         "algo.second_round_samples=0",
         "algo.epochs=2",
@@ -206,16 +244,21 @@ def test_rft_counts_a_sample_without_a_finite_reward_as_wrong(tmp_path, monkeypa
             return super().examples(split)[:12]
 
     with pytest.raises(
-        RunStopped, match=r"^step 2: NaN or infinity in a reward or logits on example \d+\. The rows are in"
+        RunStopped,
+        match=r"^step 2: NaN or infinity in a reward or logits on example \d+\. The rows are in",
     ) as stop:
         train(compose(rft), tmp_path / "stop", Faulty())
     assert stop.value.code == EXIT_NUMBERS
     chosen.clear()
     calls.clear()
-    tiny = ["model.tiny.pretrain_steps=40", "evaluate.examples=4"]  # so that it learns to end its answers
+    tiny = [
+        "model.tiny.pretrain_steps=40",
+        "evaluate.examples=4",
+    ]  # so that it learns to end its answers
     result = train(compose([*rft, *SKIP, *tiny]), tmp_path / "skip", Faulty())
     samples = [
-        json.loads(line) for line in (tmp_path / "skip/iteration-1/samples-1-of-1.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (tmp_path / "skip/iteration-1/samples-1-of-1.jsonl").read_text().splitlines()
     ]
     of_faulty = [s for s in samples[1:] if s["prompt"] == chosen[0]]
     assert [(s["accepted"], s["reward"]) for s in of_faulty] == [(False, 0.0)] * 4
@@ -238,14 +281,31 @@ def test_classify_leaves_out_a_step_without_a_finite_gradient(tmp_path, monkeypa
         return loss
 
     monkeypatch.setattr(Stepper, "backward", bad)
-    small = ["algo.model.size=32", "algo.model.feedforward=64", "algo.tokenizer.vocabulary=600", "task.rows=120"]
-    given = ["algo=classify", "hardware=cpu", *small, "task.test_rows=20", "algo.batch_rows=33", "algo.epochs=1"]
+    small = [
+        "algo.model.size=32",
+        "algo.model.feedforward=64",
+        "algo.tokenizer.vocabulary=600",
+        "task.rows=120",
+    ]
+    given = [
+        "algo=classify",
+        "hardware=cpu",
+        *small,
+        "task.test_rows=20",
+        "algo.batch_rows=33",
+        "algo.epochs=1",
+    ]
     result = train(compose([*given, *SKIP]), tmp_path / "skip")
     assert (result.steps, result.skipped_steps) == (4, 1)
     second = events(tmp_path / "skip")[1]["rows"]
-    assert len(rows(tmp_path / "skip")) == second, "which of the batch it was cannot be told, so all are kept"
+    assert len(rows(tmp_path / "skip")) == second, (
+        "which of the batch it was cannot be told, so all are kept"
+    )
     calls.clear()
-    with pytest.raises(RunStopped, match=r"^step 2: loss \S+, gradient norm inf on example .* and \d+ more\. The rows"):
+    with pytest.raises(
+        RunStopped,
+        match=r"^step 2: loss \S+, gradient norm inf on example .* and \d+ more\. The rows",
+    ):
         train(compose(given), tmp_path / "stop")
 
 
@@ -261,21 +321,34 @@ def test_logits_that_are_not_finite_are_noticed(tmp_path):
         assert sampler.generate([[1, 2], [3]], sampling).broken.tolist() == [False, True]
         with torch.no_grad():
             model.model.embed_tokens.weight[3] = before
-    with pytest.raises(RunStopped, match="step 1: NaN or infinity in a reward or logits on example") as stop:
+    with pytest.raises(
+        RunStopped, match="step 1: NaN or infinity in a reward or logits on example"
+    ) as stop:
         train(compose([*EGGROLL, "algo.sigma=1e30"]), tmp_path, Letters("smooth"))
     assert stop.value.code == EXIT_NUMBERS
-    assert {(row["reward"] == "nan", row["logits"]) for row in rows(tmp_path)} == {(False, "not finite")}
+    assert {(row["reward"] == "nan", row["logits"]) for row in rows(tmp_path)} == {
+        (False, "not finite")
+    }
 
 
 GUARDS = {
-    "drift": ([*EGGROLL, "algo.stop_at.drift=1e-9"], r"^step 1: drift \S+ is above algo\.stop_at\.drift=1e-09\. Lower"),
+    "drift": (
+        [*EGGROLL, "algo.stop_at.drift=1e-9"],
+        r"^step 1: drift \S+ is above algo\.stop_at\.drift=1e-09\. Lower",
+    ),
     "kl": (
         [*GRPO, "algo.kl.beta=0.1", "algo.stop_at.kl=1e-12", "algo.lr=0.01"],
-        r"^step 2: kl \S+ is above algo\.stop_at\.kl=1e-12\. Lower algo\.lr or raise algo\.kl\.beta",
+        (
+            r"^step 2: kl \S+ is above algo\.stop_at\.kl=1e-12\. Lower algo\.lr or raise"
+            r" algo\.kl\.beta"
+        ),
     ),
     "ratio": (
         [*GRPO, "algo.passes=2", "algo.stop_at.ratio_kl=1e-12", "algo.lr=0.01"],
-        r"^step 2: ratio_kl \S+ is above algo\.stop_at\.ratio_kl=1e-12\. Lower algo\.lr or algo\.passes",
+        (
+            r"^step 2: ratio_kl \S+ is above algo\.stop_at\.ratio_kl=1e-12\. Lower algo\.lr or"
+            r" algo\.passes"
+        ),
     ),
     "entropy": (
         [*GRPO, "algo.stop_at.entropy_below=99"],
@@ -298,14 +371,26 @@ def test_a_guard_stops_the_run_after_logging_the_step(name, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (["not_finite.max_skips=3"], "not_finite.max_skips=3 has no effect with not_finite.policy=stop. Add"),
-        (["not_finite.policy=skip"], "not_finite.policy=skip needs a number of steps that may be left out: not_fin"),
-        (["not_finite.policy=skp"], "not_finite.policy='skp' is not a choice. Did you mean 'skip'?"),
+        (
+            ["not_finite.max_skips=3"],
+            "not_finite.max_skips=3 has no effect with not_finite.policy=stop. Add",
+        ),
+        (
+            ["not_finite.policy=skip"],
+            "not_finite.policy=skip needs a number of steps that may be left out: not_fin",
+        ),
+        (
+            ["not_finite.policy=skp"],
+            "not_finite.policy='skp' is not a choice. Did you mean 'skip'?",
+        ),
         (
             ["algo=grpo", "algo.stop_at.kl=1"],
             "algo.stop_at.kl=1 has no effect without algo.kl.beta above 0 and algo.kl",
         ),
-        (["algo.stop_at.drift=-1"], "algo.stop_at.drift=-1.0 is out of range. Give a value above 0."),
+        (
+            ["algo.stop_at.drift=-1"],
+            "algo.stop_at.drift=-1.0 is out of range. Give a value above 0.",
+        ),
     ],
 )
 def test_mistakes_are_worded(overrides, text):

@@ -1,4 +1,6 @@
-"""Bad input of every kind: an error that names the place, or a defined result; never a traceback from inside a library."""
+"""Bad input of every kind: an error that names the place, or a defined result; never a traceback
+from inside a library.
+"""
 
 import gzip
 import itertools
@@ -31,17 +33,50 @@ pytestmark = pytest.mark.faults
 # --- settings --------------------------------------------------------------------------------------------------------
 
 VALUES = (
-    *("-1", "0", "1", "1.5", "1e400", "1e-320", "-0.0", "99999999999999999999", "nan", "inf", "-inf"),
-    *("null", "true", "abc", "''", "'a b'", "'${seed}'", "../../x", "é", "[]", "[1,2]", "{}", "{a: 1}"),
+    *(
+        "-1",
+        "0",
+        "1",
+        "1.5",
+        "1e400",
+        "1e-320",
+        "-0.0",
+        "99999999999999999999",
+        "nan",
+        "inf",
+        "-inf",
+    ),
+    *(
+        "null",
+        "true",
+        "abc",
+        "''",
+        "'a b'",
+        "'${seed}'",
+        "../../x",
+        "é",
+        "[]",
+        "[1,2]",
+        "{}",
+        "{a: 1}",
+    ),
 )
 RUNS = (
-    *(("eggroll", "translate"), ("grpo", "chess"), ("rft", "units"), ("grpo", "countdown"), ("rft", "gsm8k")),
+    *(
+        ("eggroll", "translate"),
+        ("grpo", "chess"),
+        ("rft", "units"),
+        ("grpo", "countdown"),
+        ("rft", "gsm8k"),
+    ),
     *(("classify", "topics"), ("classify", "ag_news"), ("classify", "trajectories")),
 )
 
 
 def refused(call) -> str | None:
-    """The text of a ConfigError; None where there is none. Any other error, and a warning, is the test's."""
+    """The text of a ConfigError; None where there is none. Any other error, and a warning, is the
+    test's.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -73,9 +108,13 @@ def test_any_value_of_any_setting_is_taken_or_named(algo, task):
     """A sample for each pair; thousands more were tried by hand."""
     pairs = list(itertools.product(settings(algo, task), VALUES))
     for key, value in random.Random(f"{algo} {task}").sample(pairs, 12):
-        error = refused(lambda change=f"{key}={value}": launch.compose([f"algo={algo}", f"task={task}", change]))
+        error = refused(
+            lambda change=f"{key}={value}": launch.compose([f"algo={algo}", f"task={task}", change])
+        )
         if error is not None:
-            named = key.split(".")[-1] in error or key == "algo.name" or "scoring.workers=" in error  # read from it
+            named = (
+                key.split(".")[-1] in error or key == "algo.name" or "scoring.workers=" in error
+            )  # read from it
             assert named, f"{key}={value}: {error}"
             assert "\n" not in error
 
@@ -126,7 +165,8 @@ FILES = {
     "units": ("units", "path", {}, "rows.json", json.dumps(PAIRS).encode()),
     "chess, csv": (
         *("chess", "path", {}, "rows.csv"),
-        b"PuzzleId,FEN,Moves\n" + b"".join(f"x,{b.fen()},{next(iter(b.legal_moves))}\n".encode() for b in GAMES),
+        b"PuzzleId,FEN,Moves\n"
+        + b"".join(f"x,{b.fen()},{next(iter(b.legal_moves))}\n".encode() for b in GAMES),
     ),
     "chess, pgn": (
         *("chess", "path", {}, "games.pgn"),
@@ -160,19 +200,39 @@ DAMAGE = {
     "a NUL": lambda good: good.replace(b"e", b"\0", 3),
     "Latin-1": lambda good: good.replace(b"o", b"\xe9", 2),
     "no line end": lambda good: good.rstrip(b"\n"),
-    "other fields": lambda good: good.replace(b"text", b"body").replace(b"question", b"q").replace(b"de", b"xx", 1),
-    "another type": lambda good: good.replace(b'"label": 1', b'"label": [1]').replace(b'"target": 7', b'"target": {}'),
-    "numbers as texts": lambda good: good.replace(b"[2, 3,", b'["2", null,').replace(b" 2000]", b" []]"),
-    "NaN": lambda good: good.replace(b'"target": 8', b'"target": NaN').replace(b'"label": 2', b'"label": NaN'),
-    "a huge number": lambda good: good.replace(b'"target": 8', b'"target": ' + b"9" * 5000).replace(
-        b"#### 3", b"#### " + b"9" * 5000
+    "other fields": (
+        lambda good: (
+            good.replace(b"text", b"body").replace(b"question", b"q").replace(b"de", b"xx", 1)
+        )
+    ),
+    "another type": (
+        lambda good: good.replace(b'"label": 1', b'"label": [1]').replace(
+            b'"target": 7', b'"target": {}'
+        )
+    ),
+    "numbers as texts": (
+        lambda good: good.replace(b"[2, 3,", b'["2", null,').replace(b" 2000]", b" []]")
+    ),
+    "NaN": (
+        lambda good: good.replace(b'"target": 8', b'"target": NaN').replace(
+            b'"label": 2', b'"label": NaN'
+        )
+    ),
+    "a huge number": (
+        lambda good: good.replace(b'"target": 8', b'"target": ' + b"9" * 5000).replace(
+            b"#### 3", b"#### " + b"9" * 5000
+        )
     ),
     "deep nesting": lambda good: b"[" * 100_000 + good,
     "deep nesting in a row": lambda good: good + b'{"a":' * 100_000 + b"\n",
     "a row of a million letters": lambda good: good + b"x" * 1_000_000 + b"\n",
     "only its first line": lambda good: good.split(b"\n")[0] + b"\n",
-    "a lone surrogate": lambda good: good.replace(b"Hallo 1", b"Hallo \\ud800").replace(b"topic 1", b"\\udfff"),
-    "a NUL in a text": lambda good: good.replace(b"Hallo 1", b"Hallo\0 1").replace(b"topic 1", b"\\u0000"),
+    "a lone surrogate": (
+        lambda good: good.replace(b"Hallo 1", b"Hallo \\ud800").replace(b"topic 1", b"\\udfff")
+    ),
+    "a NUL in a text": (
+        lambda good: good.replace(b"Hallo 1", b"Hallo\0 1").replace(b"topic 1", b"\\u0000")
+    ),
     "gzip of nothing": lambda good: gzip.compress(b""),
 }
 HOSTILE = (
@@ -192,14 +252,18 @@ HOSTILE = (
 def test_a_damaged_file_is_read_or_named(name, zipped, tmp_path):
     task, setting, more, file, good = FILES[name]
     algo = "classify" if task in ("ag_news", "custom_text") else "grpo"
-    node = launch.compose([f"algo={algo}", f"task={task}"]).task | {k: v for k, v in more.items() if v is not None}
+    node = launch.compose([f"algo={algo}", f"task={task}"]).task | {
+        k: v for k, v in more.items() if v is not None
+    }
     for damage, do in DAMAGE.items():
         content = do(good)
         folder = tmp_path / damage.replace(" ", "-")
         folder.mkdir()
         path = folder / (f"{file}.gz" if zipped else file)
         path.write_bytes(
-            (gzip.compress(content)[:-6] if damage == "cut" else gzip.compress(content)) if zipped else content
+            (gzip.compress(content)[:-6] if damage == "cut" else gzip.compress(content))
+            if zipped
+            else content
         )
         node[setting] = str(path)
         if task in HELD_OUT:
@@ -208,8 +272,15 @@ def test_a_damaged_file_is_read_or_named(name, zipped, tmp_path):
             node |= {"test": str(twin)} if setting == "train" else {"path": str(folder)}
         error = refused(lambda node=dict(node): read(node, algo))
         if error is not None:
-            assert damage not in ("whole", "a byte order mark", "CRLF", "no line end"), f"{damage}: {error}"
-            assert any(there in error for there in (path.name, str(folder), f"task={task}")), f"{damage}: {error}"
+            assert damage not in (
+                "whole",
+                "a byte order mark",
+                "CRLF",
+                "no line end",
+            ), f"{damage}: {error}"
+            assert any(there in error for there in (path.name, str(folder), f"task={task}")), (
+                f"{damage}: {error}"
+            )
             assert error.isprintable(), f"{damage}: {error!r}"
             assert len(error) < 700, f"{damage}: {error[:2000]}"
 
@@ -232,11 +303,15 @@ def read(node: dict, algo: str) -> None:
         score = loaded.reward(examples[0], completion)
         assert math.isfinite(score)
         assert 0 <= score <= 1
-    assert all(math.isfinite(value) for value in loaded.metrics(examples[:1], [HOSTILE[0]]).values())
+    assert all(
+        math.isfinite(value) for value in loaded.metrics(examples[:1], [HOSTILE[0]]).values()
+    )
 
 
 def test_a_line_without_end_is_refused_before_it_is_read(tmp_path, monkeypatch):
-    """A sparse file of a gigabyte, and a small gzip file that would be a large one; the limit is lower than its real 64 MiB."""
+    """A sparse file of a gigabyte, and a small gzip file that would be a large one; the limit is
+    lower than its real 64 MiB.
+    """
     monkeypatch.setattr(data, "LONGEST_LINE", 2**20)
     for name in ("rows.jsonl", "rows.csv", "rows.tsv", "rows.jsonl.gz"):
         path = tmp_path / name
@@ -246,7 +321,9 @@ def test_a_line_without_end_is_refused_before_it_is_read(tmp_path, monkeypatch):
             with path.open("wb") as file:
                 file.write(b'{"question": "a", "answer": "b"}\n')
                 file.truncate(2**30)
-        node = node_of("custom", f"task.path={path}", "task.prompt_field=question", "task.answer_field=answer")
+        node = node_of(
+            "custom", f"task.path={path}", "task.prompt_field=question", "task.answer_field=answer"
+        )
         tracemalloc.start()
         error = refused(lambda node=node: build(node))
         peak = tracemalloc.get_traced_memory()[1]
@@ -266,7 +343,9 @@ def node_of(task: str, *overrides: str) -> dict:
 
 @pytest.fixture(scope="module")
 def every_reward(tmp_path_factory) -> dict:
-    """Each task with a reward, and an example of it; task=custom with each of its rewards that needs no other package."""
+    """Each task with a reward, and an example of it; task=custom with each of its rewards that
+    needs no other package.
+    """
     folder = tmp_path_factory.mktemp("rows")
     (folder / "train.jsonl").write_bytes(jsonl(map(question, range(20))))
     (folder / "test.jsonl").write_bytes(jsonl(map(question, range(50, 60))))
@@ -277,7 +356,11 @@ def every_reward(tmp_path_factory) -> dict:
         changes = {key: value for key, value in more.items() if value is not None}
         tasks[task] = build(node_of(task) | changes | {setting: str(folder / file)})
     tasks["gsm8k"] = build(node_of("gsm8k", f"task.path={folder}"))
-    fields = [f"task.path={folder}/train.jsonl", "task.prompt_field=question", "task.answer_field=answer"]
+    fields = [
+        f"task.path={folder}/train.jsonl",
+        "task.prompt_field=question",
+        "task.answer_field=answer",
+    ]
     for reward in ("exact", "numeric", "levenshtein", "bleu", "chrf"):
         tasks[f"custom {reward}"] = build(node_of("custom", *fields, f"task.reward={reward}"))
     return {name: (task, task.examples("test")[0]) for name, task in tasks.items()}
@@ -329,13 +412,17 @@ def changed(name: str, **fields):
 
     def change(folder):
         found = json.loads((folder / name).read_text()) | fields
-        (folder / name).write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+        (folder / name).write_text(
+            json.dumps({key: value for key, value in found.items() if value is not None})
+        )
 
     return change
 
 
 def written(name: str, content: bytes | None):
-    return lambda folder: (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
+    return lambda folder: (
+        (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
+    )
 
 
 def cut(folder):
@@ -345,7 +432,10 @@ def cut(folder):
 
 def fewer_rows(folder):
     tensors = load_file(folder / "model.safetensors")
-    save_file({name: t[:100] if t.shape[0] == 258 else t for name, t in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: t[:100] if t.shape[0] == 258 else t for name, t in tensors.items()},
+        folder / "model.safetensors",
+    )
 
 
 # What is wrong with a model folder, and what must be said of it; None = it loads all the same.
@@ -359,18 +449,39 @@ FOLDERS = {
     "unknown kind": (changed("config.json", model_type="nothing"), "could not be loaded"),
     "sizes as texts": (changed("config.json", hidden_size="many"), "could not be loaded"),
     "negative sizes": (changed("config.json", num_hidden_layers=-1), None),
-    "heads that do not fit": (changed("config.json", num_attention_heads=5, num_key_value_heads=5), ""),
-    "encoder": (changed("config.json", model_type="bert", architectures=["BertModel"]), "is not a causal language mod"),
-    "another decoder": (changed("config.json", model_type="gpt2", architectures=["GPT2LMHeadModel"]), ""),
+    "heads that do not fit": (
+        changed("config.json", num_attention_heads=5, num_key_value_heads=5),
+        "",
+    ),
+    "encoder": (
+        changed("config.json", model_type="bert", architectures=["BertModel"]),
+        "is not a causal language mod",
+    ),
+    "another decoder": (
+        changed("config.json", model_type="gpt2", architectures=["GPT2LMHeadModel"]),
+        "",
+    ),
     "no weights": (written("model.safetensors", None), "could not be loaded"),
     "empty weights": (written("model.safetensors", b""), "could not be loaded"),
     "cut weights": (cut, "could not be loaded"),
-    "weights that are a pickle": (written("model.safetensors", b"\x80\x04K\x01."), "could not be loaded"),
+    "weights that are a pickle": (
+        written("model.safetensors", b"\x80\x04K\x01."),
+        "could not be loaded",
+    ),
     "fewer embeddings than ids": (fewer_rows, ""),
     "no tokenizer": (written("tokenizer.json", None), "has no tokenizer that can be loaded"),
-    "tokenizer that is no JSON": (written("tokenizer.json", b"{"), "has no tokenizer that can be loaded"),
-    "tokenizer of another program": (written("tokenizer.json", b"{}"), "has no tokenizer that can be loaded"),
-    "tokenizer_config that is a list": (written("tokenizer_config.json", b"[]"), "has no tokenizer that can be loaded"),
+    "tokenizer that is no JSON": (
+        written("tokenizer.json", b"{"),
+        "has no tokenizer that can be loaded",
+    ),
+    "tokenizer of another program": (
+        written("tokenizer.json", b"{}"),
+        "has no tokenizer that can be loaded",
+    ),
+    "tokenizer_config that is a list": (
+        written("tokenizer_config.json", b"[]"),
+        "has no tokenizer that can be loaded",
+    ),
     "no pad token": (changed("tokenizer_config.json", pad_token=None), None),
     "neither pad nor eos": (
         changed("tokenizer_config.json", pad_token=None, eos_token=None),
@@ -395,9 +506,18 @@ def test_a_damaged_model_folder_is_loaded_or_named(what, good_model, tmp_path):
     shutil.copytree(good_model, folder)
     damage(folder)
     config = ModelConfig(
-        **{"name": "hf", "path": str(folder), "revision": None, "gguf_file": None, "lora": None, "attention": "sdpa"}
+        **{
+            "name": "hf",
+            "path": str(folder),
+            "revision": None,
+            "gguf_file": None,
+            "lora": None,
+            "attention": "sdpa",
+        }
     )
-    error = refused(lambda: load_model(config, None, torch.float32, torch.device("cpu"), progress=False))
+    error = refused(
+        lambda: load_model(config, None, torch.float32, torch.device("cpu"), progress=False)
+    )
     if error is None:
         assert not words, "it should not have been loaded"
         return

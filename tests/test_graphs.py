@@ -1,5 +1,7 @@
-"""Decode steps that are recorded and replayed. CUDA records kernels; here a tape records torch's operations, which stand for them:
-as in a graph, numbers and shapes that Python had while recording are fixed, and memory is addressed as it was then."""
+"""Decode steps that are recorded and replayed. CUDA records kernels; here a tape records torch's
+operations, which stand for them: as in a graph, numbers and shapes that Python had while recording
+are fixed, and memory is addressed as it was then.
+"""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,8 +23,16 @@ from eggroll.config import NoiseConfig
 from eggroll.noise import Noise
 
 aten = torch.ops.aten
-# What asks the device for a number, or brings one from the host: CUDA refuses to record it, or would repeat it blindly.
-WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.lift_fresh, aten._unique2}
+# What asks the device for a number, or brings one from the host: CUDA refuses to record it, or
+# would repeat it blindly.
+WAITS = {
+    aten._local_scalar_dense,
+    aten.nonzero,
+    aten.masked_select,
+    aten.equal,
+    aten.lift_fresh,
+    aten._unique2,
+}
 
 
 class Recording(TorchDispatchMode):
@@ -38,7 +48,11 @@ class Recording(TorchDispatchMode):
         assert func.overloadpacket not in WAITS, f"{func} waits for the device"
         kwargs = kwargs or {}
         for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor):
+            if (
+                argument.alias_info is not None
+                and argument.alias_info.is_write
+                and isinstance(value, torch.Tensor)
+            ):
                 storage = value.untyped_storage()
                 if storage.data_ptr() not in self.made:
                     self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
@@ -75,7 +89,9 @@ class Tape(CudaGraphs):
             now: dict[int, torch.Tensor] = {}
 
             def current(tree: Any) -> Any:
-                return tree_map(lambda x: now.get(id(x), x) if isinstance(x, torch.Tensor) else x, tree)
+                return tree_map(
+                    lambda x: now.get(id(x), x) if isinstance(x, torch.Tensor) else x, tree
+                )
 
             for func, args, kwargs, out in recording.calls:
                 again = func(*current(args), **current(kwargs))
@@ -116,17 +132,22 @@ def test_recorded_steps_change_nothing(name, rows, groups, recorded):
     """Refills, shifts of the cache and shrinks included; nothing in a step waits for the device."""
     model = small_model(name)
     arguments: Any = {"samples_per_prompt": 4, "seed": 3, "groups": groups, "logprobs": True}
-    plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=rows).generate(prompts(), sampling(1.0), **arguments)
+    plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=rows).generate(
+        prompts(), sampling(1.0), **arguments
+    )
     same(recorded(model, rows).generate(prompts(), sampling(1.0), **arguments), plain)
     assert Tape.replayed > Tape.recorded > 1
 
 
 @pytest.mark.parametrize(
-    "cut", [{"temperature": 0.0}, {"temperature": 0.7, "top_k": 5}, {"temperature": 1.0, "top_p": 0.8}]
+    "cut",
+    [{"temperature": 0.0}, {"temperature": 0.7, "top_k": 5}, {"temperature": 1.0, "top_p": 0.8}],
 )
 def test_recorded_steps_draw_as_others(cut, recorded):
     model = small_model("qwen2")
-    plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=6).generate(prompts(), sampling(**cut), logprobs=True)
+    plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=6).generate(
+        prompts(), sampling(**cut), logprobs=True
+    )
     same(recorded(model, 6).generate(prompts(), sampling(**cut), logprobs=True), plain)
 
 
@@ -136,8 +157,13 @@ def test_recorded_steps_under_autocast(recorded):
     plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=6, **half)
     plain.shares = False
     arguments: Any = {"samples_per_prompt": 2, "logprobs": True}
-    one, other = (s.generate(prompts(), sampling(1.0), **arguments) for s in (recorded(model, 6, **half), plain))
-    assert (one.tokens == other.tokens).double().mean() > 0.9  # rounding differs, as products of other shapes do
+    one, other = (
+        s.generate(prompts(), sampling(1.0), **arguments)
+        for s in (recorded(model, 6, **half), plain)
+    )
+    assert (
+        one.tokens == other.tokens
+    ).double().mean() > 0.9  # rounding differs, as products of other shapes do
     assert Tape.replayed > Tape.recorded
 
 
@@ -147,7 +173,10 @@ def test_recorded_steps_of_any_length(recorded):
     for new in (1, 2, 7, 8, 9, 118):
         cut = sampling(1.0, new=new)
         plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=3)
-        ways = [s.generate(prompts((10, 10, 3, 8)), cut, logprobs=True) for s in (recorded(model, 3), plain)]
+        ways = [
+            s.generate(prompts((10, 10, 3, 8)), cut, logprobs=True)
+            for s in (recorded(model, 3), plain)
+        ]
         same(*ways)
 
 
@@ -184,14 +213,21 @@ def test_recorded_steps_with_the_models_own_attention(recorded):
     made = recorded(model, 3)
     made.replaces = False
     plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=64)
-    same(*(s.generate(prompts(), sampling(1.0), samples_per_prompt=2, logprobs=True) for s in (made, plain)))
+    same(
+        *(
+            s.generate(prompts(), sampling(1.0), samples_per_prompt=2, logprobs=True)
+            for s in (made, plain)
+        )
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_recorded_population_is_that_population(name, recorded):
     """The noise is read where it lies: a step records the forward, not the noise."""
     model = small_model(name).requires_grad_(False)
-    config = NoiseConfig(matrices="lowrank", vectors="full", embeddings="frozen", head="frozen", patterns={})
+    config = NoiseConfig(
+        matrices="lowrank", vectors="full", embeddings="frozen", head="frozen", patterns={}
+    )
     noise = Noise(model, config, rank=2, mirrored=True, seed=5)
     arguments: Any = {"groups": 4, "logprobs": True}
     plain, replayed = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=12), recorded(model, 12)
@@ -247,4 +283,6 @@ def test_a_step_that_cuda_cannot_record_is_told():
     model = small_model("llama").cuda()
     model.model.layers[0].register_forward_hook(lambda _, args, out: out * bool(out.sum()))
     with pytest.raises(ConfigError, match=r"Set hardware\.cuda_graphs=false"):
-        Sampler(model, pad_id=96, stop_ids=(), rows=4, graphs=True).generate(prompts(), sampling(1.0))
+        Sampler(model, pad_id=96, stop_ids=(), rows=4, graphs=True).generate(
+            prompts(), sampling(1.0)
+        )

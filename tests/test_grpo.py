@@ -65,8 +65,26 @@ def test_a_run_leaves_everything(launch: Launch, tmp_path):
     assert result["algo"] == "grpo"
     assert result["steps"] == 4
     assert result["reward_evaluations"] >= 4 * 12
-    keys = {"step", "seconds", "phase_seconds", "reward", "tokens_per_second", "peak_memory_gb", "loss", "grad_norm"}
-    keys |= {"entropy", "clipped", "ratio_kl", "sampler_gap", "dead_groups", "truncated", "live_groups", "rounds"}
+    keys = {
+        "step",
+        "seconds",
+        "phase_seconds",
+        "reward",
+        "tokens_per_second",
+        "peak_memory_gb",
+        "loss",
+        "grad_norm",
+    }
+    keys |= {
+        "entropy",
+        "clipped",
+        "ratio_kl",
+        "sampler_gap",
+        "dead_groups",
+        "truncated",
+        "live_groups",
+        "rounds",
+    }
     logged = events(tmp_path / "out")
     assert [event["step"] for event in logged] == [1, 2, 3, 4]
     for event in logged:
@@ -145,16 +163,26 @@ def test_micro_batches_and_checkpointing_change_nothing(tmp_path, in_cache):
             train(run, tmp_path / f"{name}-{run.algo.loss}")
     for loss in LOSSES:
         for name in ("split", "recomputed"):
-            for one, whole in zip(events(tmp_path / f"{name}-{loss}"), events(tmp_path / f"whole-{loss}"), strict=True):
+            for one, whole in zip(
+                events(tmp_path / f"{name}-{loss}"), events(tmp_path / f"whole-{loss}"), strict=True
+            ):
                 # Adam forgives a gradient of another scale; its norm does not.
                 assert one["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
                 assert one["loss"] == pytest.approx(whole["loss"], rel=1e-4, abs=1e-7)
-            same(weights(tmp_path / f"{name}-{loss}"), weights(tmp_path / f"whole-{loss}"), rtol=1e-3, atol=2e-5)
+            same(
+                weights(tmp_path / f"{name}-{loss}"),
+                weights(tmp_path / f"whole-{loss}"),
+                rtol=1e-3,
+                atol=2e-5,
+            )
 
 
 @pytest.mark.parametrize(
     "changes",
-    [pytest.param([], marks=pytest.mark.slow), ["algo.passes=2", "algo.kl.beta=0.05", "algo.loss=grpo"]],
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        ["algo.passes=2", "algo.kl.beta=0.05", "algo.loss=grpo"],
+    ],
     ids=["plain", "passes and kl"],
 )
 def test_two_ranks_end_where_one_ends(launch: Launch, tmp_path, changes):
@@ -185,7 +213,16 @@ def test_killed_and_resumed_equals_unbroken(launch: Launch, begin: Begin, tmp_pa
     process.communicate()
     launch(*arguments, "hydra.run.dir=broken", "resume=auto")
     same(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
-    kept = ("step", "reward", "loss", "grad_norm", "entropy", "generated_tokens", "reward_evaluations", "ratio_kl")
+    kept = (
+        "step",
+        "reward",
+        "loss",
+        "grad_norm",
+        "entropy",
+        "generated_tokens",
+        "reward_evaluations",
+        "ratio_kl",
+    )
     for mended, whole in zip(events(tmp_path / "broken"), events(tmp_path / "whole"), strict=True):
         assert {k: mended[k] for k in kept} == {k: whole[k] for k in kept}
 
@@ -222,7 +259,9 @@ class Fading(Fixed):
         return [float(self.calls <= 2 and i % 2) for i in range(len(completions))]
 
 
-@pytest.mark.parametrize("changes", [[], ["algo.kl.beta=0.1", "algo.kl.where=reward"], ["algo.passes=2"]])
+@pytest.mark.parametrize(
+    "changes", [[], ["algo.kl.beta=0.1", "algo.kl.where=reward"], ["algo.passes=2"]]
+)
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_a_step_without_live_groups_is_no_step(changes, rounds, tmp_path, in_cache):
     """Momentum does not move the weights, and the log makes nothing up."""
@@ -232,13 +271,18 @@ def test_a_step_without_live_groups_is_no_step(changes, rounds, tmp_path, in_cac
     alive = 4 if "algo.passes=2" in changes else 2
     dead = 3 * (rounds + 1)
     assert (
-        f"step {alive + 1}: nothing to learn, so no optimizer step. Of {dead} groups in {rounds + 1} rounds {dead} are"
-        in text
+        f"step {alive + 1}: nothing to learn, so no optimizer step. Of {dead} groups in"
+        f" {rounds + 1} rounds {dead} are" in text
     )
-    saved = {step: checkpoint.load(tmp_path / "out" / "checkpoints" / f"step-{step:08d}") for step in (2, 4, 5, 6)}
+    saved = {
+        step: checkpoint.load(tmp_path / "out" / "checkpoints" / f"step-{step:08d}")
+        for step in (2, 4, 5, 6)
+    }
     same(saved[alive].tensors, saved[5].tensors)
     same(saved[alive].tensors, saved[6].tensors)
-    assert any(not torch.equal(t, saved[2].tensors[n]) for n, t in saved[6].tensors.items()) == (alive == 4)
+    assert any(not torch.equal(t, saved[2].tensors[n]) for n, t in saved[6].tensors.items()) == (
+        alive == 4
+    )
     for event in events(tmp_path / "out"):
         made = event["step"] <= alive
         assert event["dead_groups"] == event["dead_all_wrong"] == (0 if made else 1)
@@ -259,24 +303,38 @@ def test_why_a_group_is_dead():
 
 def test_completions_without_loss_are_nothing_to_learn_from(tmp_path, in_cache):
     """Rewards differ, but max_new_tokens cuts every completion off."""
-    changes = ["algo.mask_truncated=true", "algo.sampling.max_new_tokens=1", "algo.steps=1", "algo.resample_rounds=1"]
+    changes = [
+        "algo.mask_truncated=true",
+        "algo.sampling.max_new_tokens=1",
+        "algo.steps=1",
+        "algo.resample_rounds=1",
+    ]
     train(compose([*SMALL, *changes]), tmp_path / "out", task=Fading())
     (event,) = events(tmp_path / "out")
     assert event["dead_cut_off"] == 1
     assert "loss" not in event
-    assert "6 cut off as a whole (raise algo.sampling.max_new_tokens)" in (tmp_path / "out" / "run.log").read_text()
+    assert (
+        "6 cut off as a whole (raise algo.sampling.max_new_tokens)"
+        in (tmp_path / "out" / "run.log").read_text()
+    )
 
 
 def test_a_checkpoint_is_a_phase_of_the_next_step(tmp_path, in_cache):
     train(compose([*SMALL, "algo.steps=3", "checkpoint.every=2"]), tmp_path / "out")
-    assert ["checkpoint" in event["phase_seconds"] for event in events(tmp_path / "out")] == [False, False, True]
+    assert ["checkpoint" in event["phase_seconds"] for event in events(tmp_path / "out")] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_a_run_that_ended_between_two_passes_does_not_go_on(tmp_path, in_cache):
     """The unbroken run would have used the rollout again; it is in no checkpoint."""
     arguments = [*SMALL, "algo.passes=2"]
     train(compose([*arguments, "algo.steps=3"]), tmp_path / "out")
-    train(compose([*arguments, "algo.steps=3", "resume=auto"]), tmp_path / "out")  # all done: nothing to go on with
+    train(
+        compose([*arguments, "algo.steps=3", "resume=auto"]), tmp_path / "out"
+    )  # all done: nothing to go on with
     with pytest.raises(ConfigError, match=r"ended a run with 1 of algo\.passes=2 over its last"):
         train(compose([*arguments, "algo.steps=6", "resume=auto"]), tmp_path / "out")
     train(compose([*arguments, "algo.steps=2"]), tmp_path / "even")
@@ -288,7 +346,8 @@ def test_a_run_that_ended_between_two_passes_does_not_go_on(tmp_path, in_cache):
 @pytest.mark.faults
 def test_a_reward_that_is_not_finite_stops_with_the_row(tmp_path, in_cache):
     with pytest.raises(
-        loop.RunStopped, match=r"step 1: NaN or infinity in a reward or logits on example \d+, \d+, \d+\. The rows"
+        loop.RunStopped,
+        match=r"step 1: NaN or infinity in a reward or logits on example \d+, \d+, \d+\. The rows",
     ):
         train(compose(SMALL), tmp_path / "out", task=Fixed(float("nan")))
     assert '"reward": "nan"' in (tmp_path / "out" / "not_finite.jsonl").read_text()
@@ -297,7 +356,14 @@ def test_a_reward_that_is_not_finite_stops_with_the_row(tmp_path, in_cache):
 @pytest.mark.faults
 def test_fp16_that_overflows_for_good_stops():
     """Sequences as a GradScaler gives them, without a device that has one."""
-    seen = {"loss": 0.1, "grad_norm": 1.0, "ratio_kl": 0.0, "entropy": 1.0, "loss_scale": 65536.0, "overflow": 0.0}
+    seen = {
+        "loss": 0.1,
+        "grad_norm": 1.0,
+        "ratio_kl": 0.0,
+        "entropy": 1.0,
+        "loss_scale": 65536.0,
+        "overflow": 0.0,
+    }
     overflow = seen | {"overflow": 1.0, "grad_norm": float("inf")}
 
     guards = Guards(scaled=True)
@@ -331,9 +397,12 @@ class Slow(Fixed):
 
 @pytest.mark.faults
 def test_a_reward_that_hangs_is_named(tmp_path, in_cache):
-    run = compose([*SMALL, "scoring.kind=threads", "scoring.timeout_seconds=0.2", "scoring.workers=16"])
+    run = compose(
+        [*SMALL, "scoring.kind=threads", "scoring.timeout_seconds=0.2", "scoring.workers=16"]
+    )
     with pytest.raises(
-        ConfigError, match=r"scoring took longer than scoring.timeout_seconds=0.2, at or after example \d+"
+        ConfigError,
+        match=r"scoring took longer than scoring.timeout_seconds=0.2, at or after example \d+",
     ):
         train(run, tmp_path / "out", task=Slow())
 
@@ -363,7 +432,10 @@ if __name__ == "__main__":
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("scoring took longer than scoring.timeout_seconds=1, at or after example") == 2
+    assert (
+        done.stdout.count("scoring took longer than scoring.timeout_seconds=1, at or after example")
+        == 2
+    )
 
 
 @pytest.mark.faults
@@ -373,7 +445,9 @@ def test_a_reward_that_ends_its_process_is_told_at_once():
     rows = task.examples("train")
     assert scorer.submit(rows[:4], [""] * 4).result().rewards == [0.0] * 4
     started = time.monotonic()
-    with pytest.raises(ConfigError, match=r"ended with exit code 7, at or after example 4. A reward must not end"):
+    with pytest.raises(
+        ConfigError, match=r"ended with exit code 7, at or after example 4. A reward must not end"
+    ):
         scorer.submit(rows[4:8], [""] * 4).result()
     assert time.monotonic() - started < 10
     scorer.close()
@@ -381,7 +455,10 @@ def test_a_reward_that_ends_its_process_is_told_at_once():
 
 @pytest.mark.faults
 def test_out_of_memory_halves_the_rows(tmp_path, in_cache, monkeypatch):
-    train(compose([*SMALL, "algo.rows_per_forward=6", "algo.micro_batch_rows=4"]), tmp_path / "smaller")
+    train(
+        compose([*SMALL, "algo.rows_per_forward=6", "algo.micro_batch_rows=4"]),
+        tmp_path / "smaller",
+    )
     generate, calls = Sampler.generate, []
 
     def once(self, *args, **kwargs):
@@ -392,7 +469,10 @@ def test_out_of_memory_halves_the_rows(tmp_path, in_cache, monkeypatch):
 
     monkeypatch.setattr(Sampler, "generate", once)
     monkeypatch.setattr("grpo.train.evaluate", lambda *a, **k: _nothing())
-    train(compose([*SMALL, "algo.rows_per_forward=12", "algo.micro_batch_rows=4"]), tmp_path / "halved")
+    train(
+        compose([*SMALL, "algo.rows_per_forward=12", "algo.micro_batch_rows=4"]),
+        tmp_path / "halved",
+    )
     assert 12 in calls
     same(weights(tmp_path / "halved"), weights(tmp_path / "smaller"), rtol=1e-3, atol=2e-5)
     assert hardware.halving(lambda rows: rows, 8, 1) == (8, 8)
@@ -402,7 +482,9 @@ def test_rows_are_fitted_to_the_memory(tmp_path, in_cache, monkeypatch):
     arguments = [*SMALL, "algo.steps=2", "algo.rows_per_forward=12", "algo.micro_batch_rows=12"]
     train(compose(arguments), tmp_path / "roomy")
     find = hardware.find
-    monkeypatch.setattr(hardware, "find", lambda *a: dataclasses.replace(find(*a), memory_gb=0.0014))
+    monkeypatch.setattr(
+        hardware, "find", lambda *a: dataclasses.replace(find(*a), memory_gb=0.0014)
+    )
     train(compose(arguments), tmp_path / "tight")
     train(compose([*arguments, "opt=checkpointing"]), tmp_path / "recomputed")
     same(weights(tmp_path / "tight"), weights(tmp_path / "roomy"), rtol=1e-3, atol=2e-5)
@@ -414,7 +496,9 @@ def test_rows_are_fitted_to_the_memory(tmp_path, in_cache, monkeypatch):
         fitted[name] = {key: int(rows) for key, rows in found}
     assert fitted["roomy"] == {}
     assert set(fitted["tight"]) == {"rows_per_forward", "micro_batch_rows"}
-    assert 1 <= fitted["tight"]["micro_batch_rows"] < fitted["recomputed"].get("micro_batch_rows", 12)
+    assert (
+        1 <= fitted["tight"]["micro_batch_rows"] < fitted["recomputed"].get("micro_batch_rows", 12)
+    )
 
 
 @pytest.mark.faults
@@ -464,7 +548,14 @@ class Roomy(Cramped):
 @pytest.mark.slow
 def test_ranks_cut_micro_batches_alike(tmp_path, in_cache):
     """bnpo is a mean over the micro-batches of all ranks, though memory runs out on one alone."""
-    arguments = [*SMALL, "algo.steps=2", "algo.loss=bnpo", "opt=[ddp]", "opt.ddp.ranks=2", "algo.resample_rounds=0"]
+    arguments = [
+        *SMALL,
+        "algo.steps=2",
+        "algo.loss=bnpo",
+        "opt=[ddp]",
+        "opt.ddp.ranks=2",
+        "algo.resample_rounds=0",
+    ]
     train(compose([*arguments, "algo.micro_batch_rows=4"]), tmp_path / "cramped", task=Cramped())
     train(compose([*arguments, "algo.micro_batch_rows=2"]), tmp_path / "small", task=Roomy())
     same(weights(tmp_path / "cramped"), weights(tmp_path / "small"))
@@ -489,9 +580,13 @@ def test_prompts_that_do_not_fit_are_found_before_the_first_step(tmp_path, in_ca
         train(compose([*SMALL, "evaluate.examples=10"]), tmp_path / "out", task=Wordy())
     text = str(caught.value)
     assert text.startswith(
-        "2 of 20 prompts do not fit the model's context of 256 tokens with algo.sampling.max_new_tokens=8"
+        "2 of 20 prompts do not fit the model's context of 256 tokens with"
+        " algo.sampling.max_new_tokens=8"
     )
-    assert "the first is train example 7 with 300 tokens, the longest has 300. Shorten the prompts" in text
+    assert (
+        "the first is train example 7 with 300 tokens, the longest has 300. Shorten the prompts"
+        in text
+    )
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
@@ -509,9 +604,13 @@ def test_micro_batches_cover_every_completion_once():
     for rows in (1, 2, 3, 6, 7, 100):
         for indices in (range(0, 5), range(1, 5, 2), range(5, 5)):
             batches = micro_batches(groups, indices, rows)
-            found = sorted((i, row) for batch in batches for i, part in batch for row in range(3)[part])
+            found = sorted(
+                (i, row) for batch in batches for i, part in batch for row in range(3)[part]
+            )
             assert found == [(i, row) for i in indices for row in range(3)]
-            assert all(sum(len(range(3)[part]) for _, part in batch) <= max(rows, 1) for batch in batches)
+            assert all(
+                sum(len(range(3)[part]) for _, part in batch) <= max(rows, 1) for batch in batches
+            )
 
 
 def test_it_learns(launch: Launch, tmp_path):

@@ -7,10 +7,17 @@ from common.config import ConfigError
 from grpo.loss import Counts, advantages, kl, overlong_penalty, policy_loss
 from launch import compose
 
-# One group of four completions; the numbers that three other implementations agree on to six decimals.
-NEW = torch.tensor([[-0.5, -1, -0.2, -0.7], [-1.2, -0.3, -0.9, 0], [-0.4, -0.6, 0, 0], [-2, -0.1, -0.8, -1.5]])
-OLD = torch.tensor([[-0.7, -1, -0.5, -0.6], [-1, -0.4, -0.9, 0], [-0.4, -1.1, 0, 0], [-1.6, -0.2, -0.8, -1.4]])
-REF = torch.tensor([[-0.6, -0.9, -0.4, -0.7], [-1.1, -0.5, -0.8, 0], [-0.5, -0.8, 0, 0], [-1.8, -0.1, -1, -1.3]])
+# One group of four completions; the numbers that three other implementations agree on to six
+# decimals.
+NEW = torch.tensor(
+    [[-0.5, -1, -0.2, -0.7], [-1.2, -0.3, -0.9, 0], [-0.4, -0.6, 0, 0], [-2, -0.1, -0.8, -1.5]]
+)
+OLD = torch.tensor(
+    [[-0.7, -1, -0.5, -0.6], [-1, -0.4, -0.9, 0], [-0.4, -1.1, 0, 0], [-1.6, -0.2, -0.8, -1.4]]
+)
+REF = torch.tensor(
+    [[-0.6, -0.9, -0.4, -0.7], [-1.1, -0.5, -0.8, 0], [-0.5, -0.8, 0, 0], [-1.8, -0.1, -1, -1.3]]
+)
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]]).bool()
 REWARDS = torch.tensor([[1, 0, 0.5, 0]])
 COUNTS = Counts(rows=4, tokens=13, micro_batches=1)
@@ -18,22 +25,34 @@ VARIANTS = ["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo"]
 
 
 def settings(loss="grpo", beta=0.0, **changes):
-    given = [f"algo.loss={loss}", "algo.sampling.max_new_tokens=8", f"algo.kl.beta={beta}", "algo.passes=2"]
+    given = [
+        f"algo.loss={loss}",
+        "algo.sampling.max_new_tokens=8",
+        f"algo.kl.beta={beta}",
+        "algo.passes=2",
+    ]
     return replace(compose(["algo=grpo", *given]).algo, **changes)
 
 
 def loss(config, new=NEW, old=OLD, ref=REF, advantage=None, mask=MASK, counts=COUNTS):
     advantage = advantages(REWARDS, "group").flatten() if advantage is None else advantage
-    return policy_loss(new, old, advantage, mask, counts, config, ref=ref if config.kl.beta else None)
+    return policy_loss(
+        new, old, advantage, mask, counts, config, ref=ref if config.kl.beta else None
+    )
 
 
 def test_advantages():
     torch.testing.assert_close(
-        advantages(REWARDS, "group"), torch.tensor([[1.30531, -0.783186, 0.261062, -0.783186]]), rtol=0, atol=1e-5
+        advantages(REWARDS, "group"),
+        torch.tensor([[1.30531, -0.783186, 0.261062, -0.783186]]),
+        rtol=0,
+        atol=1e-5,
     )
     assert advantages(REWARDS, "none").tolist() == [[0.625, -0.375, 0.125, -0.375]]
     two = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
-    torch.testing.assert_close(advantages(two, "batch"), torch.tensor([[0.5, -0.5], [0, 0]]) / (two.std() + 1e-4))
+    torch.testing.assert_close(
+        advantages(two, "batch"), torch.tensor([[0.5, -0.5], [0, 0]]) / (two.std() + 1e-4)
+    )
     for scale in ("group", "batch", "none"):
         assert (advantages(torch.full((3, 7), 0.1), scale) == 0).all()
 
@@ -79,20 +98,30 @@ SEQUENCE = {"epsilon_low": 3e-4, "epsilon_high": 4e-4}
     ],
 )
 def test_golden_bounds(name, beta, changes, first, second):
-    """Constants from a loop over tokens in float64, written apart from this code; for REWARDS and for BOUNDED."""
+    """Constants from a loop over tokens in float64, written apart from this code; for REWARDS and
+    for BOUNDED.
+    """
     for rewards, expected in ((REWARDS, first), (BOUNDED, second)):
-        found, _ = loss(settings(name, beta, **changes), advantage=advantages(rewards, "group").flatten())
+        found, _ = loss(
+            settings(name, beta, **changes), advantage=advantages(rewards, "group").flatten()
+        )
         assert found.item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_golden_kl():
     means = {k: (kl(NEW, REF, k, 20.0) * MASK).sum() / 13 for k in ("k1", "k2", "k3")}
-    assert {k: round(v.item(), 6) for k, v in means.items()} == {"k1": 0.023077, "k2": 0.011154, "k3": 0.010994}
+    assert {k: round(v.item(), 6) for k, v in means.items()} == {
+        "k1": 0.023077,
+        "k2": 0.011154,
+        "k3": 0.010994,
+    }
 
 
 def test_kl_is_bounded():
     for estimator in ("k1", "k2", "k3"):
-        assert torch.isfinite(kl(torch.tensor([0.0, -1e9]), torch.tensor([-1e9, 0.0]), estimator, 10.0)).all()
+        assert torch.isfinite(
+            kl(torch.tensor([0.0, -1e9]), torch.tensor([-1e9, 0.0]), estimator, 10.0)
+        ).all()
 
 
 def naive(config, new, old, advantage, mask):
@@ -126,7 +155,14 @@ def naive(config, new, old, advantage, mask):
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize(
-    "changes", [{}, {"epsilon_high": 0.28}, {"delta": 1.5}, {"dual_clip": 1.2}, {"delta": 1.3, "dual_clip": 3.0}]
+    "changes",
+    [
+        {},
+        {"epsilon_high": 0.28},
+        {"delta": 1.5},
+        {"dual_clip": 1.2},
+        {"delta": 1.3, "dual_clip": 3.0},
+    ],
 )
 def test_equals_a_loop_over_tokens(name, changes):
     if name == "cispo" and changes:
@@ -152,18 +188,23 @@ def test_micro_batches_add_up(name):
     parts_new = NEW.clone().requires_grad_()
     counts = replace(COUNTS, micro_batches=2)
     parts = sum(
-        loss(config, parts_new[p], OLD[p], REF[p], advantage[p], MASK[p], counts)[0] for p in (slice(0, 2), slice(2, 4))
+        loss(config, parts_new[p], OLD[p], REF[p], advantage[p], MASK[p], counts)[0]
+        for p in (slice(0, 2), slice(2, 4))
     )
     if name == "bnpo":  # a mean of means: not invariant, by definition
         without = settings(name)
         parts = sum(
-            loss(without, NEW[p], OLD[p], REF[p], advantage[p], MASK[p], counts)[0] for p in (slice(0, 2), slice(2, 4))
+            loss(without, NEW[p], OLD[p], REF[p], advantage[p], MASK[p], counts)[0]
+            for p in (slice(0, 2), slice(2, 4))
         )
         assert round(parts.item(), 6) == -0.036998
         return
     torch.testing.assert_close(parts, whole)
     torch.testing.assert_close(
-        *(torch.autograd.grad(total, new)[0] for total, new in ((parts, parts_new), (whole, whole_new)))
+        *(
+            torch.autograd.grad(total, new)[0]
+            for total, new in ((parts, parts_new), (whole, whole_new))
+        )
     )
 
 
@@ -204,21 +245,42 @@ def test_overlong_penalty():
     [
         ("algo.loss=drgrpo", "algo.loss='drgrpo' is not a choice. Did you mean 'dr_grpo'?"),
         ("algo.sampling.temperature=0", "makes all samples of a prompt equal"),
-        ("algo.samples_per_prompt=1", "algo.samples_per_prompt=1 is too small. Give a value of at least 2."),
+        (
+            "algo.samples_per_prompt=1",
+            "algo.samples_per_prompt=1 is too small. Give a value of at least 2.",
+        ),
         ("algo.dual_clip=3", "algo.dual_clip=3 has no effect with algo.passes=1"),
         ("algo.delta=4", "algo.delta=4 has no effect with algo.passes=1"),
         ("algo.stop_at.ratio_kl=0.1", "Set algo.stop_at.ratio_kl=null, or raise algo.passes."),
         (
             "algo.kl.estimator=k2",
-            "algo.kl.estimator=k2 has no effect with algo.kl.beta=0: nothing is pulled. Set algo.kl.b",
+            (
+                "algo.kl.estimator=k2 has no effect with algo.kl.beta=0: nothing is pulled. Set"
+                " algo.kl.b"
+            ),
         ),
         ("algo.kl.where=reward", "algo.kl.where=reward has no effect with algo.kl.beta=0"),
-        ("algo.kl.clamp=5", "algo.kl.clamp=5.0 has no effect without algo.kl.beta above 0 and algo.kl.estimator=k3."),
-        ("algo.kl.clamp=5 algo.kl.beta=1 algo.kl.estimator=k2", "algo.kl.clamp=5.0 has no effect without"),
+        (
+            "algo.kl.clamp=5",
+            (
+                "algo.kl.clamp=5.0 has no effect without algo.kl.beta above 0 and"
+                " algo.kl.estimator=k3."
+            ),
+        ),
+        (
+            "algo.kl.clamp=5 algo.kl.beta=1 algo.kl.estimator=k2",
+            "algo.kl.clamp=5.0 has no effect without",
+        ),
         ("algo.cispo_max=2", "algo.cispo_max=2.0 has no effect with algo.loss=dapo. Leave it out."),
         ("algo.cispo_max=2 algo.loss=cispo", "algo.cispo_max=2.0 has no effect with algo.passes=1"),
-        ("algo.epsilon_low=0.1", "algo.epsilon_low=0.1 has no effect with algo.passes=1: the ratio to the policy that"),
-        ("algo.epsilon_high=0.28 algo.loss=cispo algo.passes=2", "has no effect with algo.loss=cispo, whose bound is"),
+        (
+            "algo.epsilon_low=0.1",
+            "algo.epsilon_low=0.1 has no effect with algo.passes=1: the ratio to the policy that",
+        ),
+        (
+            "algo.epsilon_high=0.28 algo.loss=cispo algo.passes=2",
+            "has no effect with algo.loss=cispo, whose bound is",
+        ),
         ("algo.stop_at.entropy_below=0", "algo.stop_at.entropy_below=0.0 is out of range"),
         ("algo.overlong_buffer=80", "must be below algo.sampling.max_new_tokens=80"),
     ],

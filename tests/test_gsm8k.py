@@ -21,7 +21,10 @@ from common.tasks.scoring import Scorer
 
 SETTINGS: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/task/gsm8k.yaml"))  # type: ignore
 ROWS = [
-    {"question": f"Tim has {n} boxes of 1,000 pens. How many?", "answer": f"{n}*1000=<<{n}*1000={n}000>>\n#### {n},000"}
+    {
+        "question": f"Tim has {n} boxes of 1,000 pens. How many?",
+        "answer": f"{n}*1000=<<{n}*1000={n}000>>\n#### {n},000",
+    }
     for n in range(1, 6)
 ]
 
@@ -52,7 +55,9 @@ HOSTILE = [
 ]
 
 
-def folder(path, train=ROWS, test=({"question": "What is 6*7?", "answer": "6*7\n#### 42"},), end=""):
+def folder(
+    path, train=ROWS, test=({"question": "What is 6*7?", "answer": "6*7\n#### 42"},), end=""
+):
     for name, rows in (("train", train), ("test", test)):
         text = "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows).encode()
         (path / f"{name}.jsonl{end}").write_bytes(gzip.compress(text) if end else text)
@@ -83,10 +88,14 @@ def test_rows(tmp_path, end):
     path = folder(tmp_path, end=end)
     plain: Task = build(SETTINGS | {"path": path})
     train, test = plain.examples("train"), plain.examples("test")
-    assert [(e.id, e.answer, e.extra["value"]) for e in train] == [(n - 1, f"{n},000", 1000 * n) for n in range(1, 6)]
+    assert [(e.id, e.answer, e.extra["value"]) for e in train] == [
+        (n - 1, f"{n},000", 1000 * n) for n in range(1, 6)
+    ]
     assert test[0].question == "What is 6*7?"
-    assert plain.prompt(test[0]) == (
-        'Solve the problem step by step. End with a line "#### <number>".\n\nProblem: What is 6*7?\n\nSolution:'
+    assert (
+        plain.prompt(test[0])
+        == 'Solve the problem step by step. End with a line "#### <number>".\n\nProblem: What is'
+        " 6*7?\n\nSolution:"
     )
     assert not hasattr(plain, "pretraining")
     assert make(path=path, template="{x} {question}").prompt(test[0]) == "{x} What is 6*7?"
@@ -94,7 +103,9 @@ def test_rows(tmp_path, end):
 
 def test_a_train_row_whose_question_is_in_the_test_is_dropped(tmp_path):
     path = folder(tmp_path, train=[*ROWS, {"question": "What is 6*7?", "answer": "#### 42"}])
-    assert [e.question for e in make(path=path).examples("train")] == [row["question"] for row in ROWS]
+    assert [e.question for e in make(path=path).examples("train")] == [
+        row["question"] for row in ROWS
+    ]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +181,14 @@ def test_hostile_completions_earn_nothing(task, completion):
 
 
 def test_very_long_texts(task):
-    for text in ("9" * 10**6, "1," * 10**5, "####" * 10**5, "\\boxed{" * 10**5, "1/" * 10**5, "-$" * 10**5):
+    for text in (
+        "9" * 10**6,
+        "1," * 10**5,
+        "####" * 10**5,
+        "\\boxed{" * 10**5,
+        "1/" * 10**5,
+        "-$" * 10**5,
+    ):
         assert task.reward(example("42"), text) == 0
 
 
@@ -188,7 +206,9 @@ def test_pools_give_the_serial_scores(task, kind):
     rows = [example(str(n)) for n in range(40)]
     completions = [f"#### {n if n % 3 else n + 1}" for n in range(40)]
     scorer = Scorer(task, ScoringConfig(kind=kind, workers=2, timeout_seconds=60))
-    assert scorer.submit(rows, completions).result().rewards == [float(n % 3 > 0) for n in range(40)]
+    assert scorer.submit(rows, completions).result().rewards == [
+        float(n % 3 > 0) for n in range(40)
+    ]
     scorer.close()
 
 
@@ -197,9 +217,10 @@ def test_pools_give_the_serial_scores(task, kind):
 
 def test_math_verify_that_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    assert error(make, path=folder(tmp_path), check="math_verify") == (
-        "task.check='math_verify' needs the package math-verify. Install it: pip install 'math-verify[antlr4_9_3]' "
-        "(Hydra needs antlr 4.9.3 too). Or use task.check=numeric."
+    assert (
+        error(make, path=folder(tmp_path), check="math_verify")
+        == "task.check='math_verify' needs the package math-verify. Install it: pip install"
+        " 'math-verify[antlr4_9_3]' (Hydra needs antlr 4.9.3 too). Or use task.check=numeric."
     )
 
 
@@ -216,9 +237,20 @@ def test_math_verify_is_asked_where_the_numbers_differ(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", module)
     task = make(path=folder(tmp_path), check="math_verify")
     four = example("4")
-    completions = ["#### 4.0", "\\boxed{\\sqrt{16}}", "\\boxed{5}", "\\boxed{boom}", "\\boxed{2^2}", "\\boxed{9!}"]
+    completions = [
+        "#### 4.0",
+        "\\boxed{\\sqrt{16}}",
+        "\\boxed{5}",
+        "\\boxed{boom}",
+        "\\boxed{2^2}",
+        "\\boxed{9!}",
+    ]
     assert task.rewards([four] * 6, completions) == [1, 1, 0, 0, 0, 0]
-    assert asked == [("$4$", "$\\sqrt{16}$"), ("$4$", "$5$"), ("$4$", "$boom$")]  # numbers and powers never get there
+    assert asked == [
+        ("$4$", "$\\sqrt{16}$"),
+        ("$4$", "$5$"),
+        ("$4$", "$boom$"),
+    ]  # numbers and powers never get there
 
 
 def test_the_real_math_verify(tmp_path):
@@ -239,22 +271,30 @@ def test_the_real_math_verify(tmp_path):
 
 
 def test_setting_errors(tmp_path):
-    assert error(make) == (
-        "task.path is not set, and task=gsm8k has no data of its own. Give a folder that holds train.jsonl and "
-        "test.jsonl, plain or .gz, with the fields question and answer: task.path=FOLDER."
+    assert (
+        error(make)
+        == "task.path is not set, and task=gsm8k has no data of its own. Give a folder that holds"
+        " train.jsonl and test.jsonl, plain or .gz, with the fields question and answer:"
+        " task.path=FOLDER."
     )
     path = str(tmp_path)
-    assert error(make, path=path) == (
-        f"task.path={path!r} holds no train.jsonl or train.jsonl.gz; tried {tmp_path}. Give a folder with the train and "
-        "the test rows."
+    assert (
+        error(make, path=path)
+        == f"task.path={path!r} holds no train.jsonl or train.jsonl.gz; tried {tmp_path}. Give a"
+        " folder with the train and the test rows."
     )
     folder(tmp_path)
-    assert error(make, path=path, template="{x}") == "task.template='{x}' does not hold {question}. Add it."
+    assert (
+        error(make, path=path, template="{x}")
+        == "task.template='{x}' does not hold {question}. Add it."
+    )
     assert error(make, path=path, check="number").startswith(
         "task.check='number' is not a choice. Did you mean 'numeric'?"
     )
     few = folder(tmp_path, train=ROWS[:1])
-    assert error(make, path=few).startswith(f"task.path={few!r} leaves 1 train rows whose question is not in the test")
+    assert error(make, path=few).startswith(
+        f"task.path={few!r} leaves 1 train rows whose question is not in the test"
+    )
 
 
 @pytest.mark.parametrize(
@@ -262,17 +302,28 @@ def test_setting_errors(tmp_path):
     [
         (
             {"question": "Why?", "answer": "It is 42"},
-            "task.path={path}: the answer in {file} line 2 has no final line '#### NUMBER': 'It is 42'. ",
+            (
+                "task.path={path}: the answer in {file} line 2 has no final line '#### NUMBER': 'It"
+                " is 42'. "
+            ),
         ),
         (
             {"question": "Why?", "answer": "#### none"},
-            "task.path={path}: the answer in {file} line 2 has no final line '#### NUMBER': '#### none'. ",
+            (
+                "task.path={path}: the answer in {file} line 2 has no final line '#### NUMBER':"
+                " '#### none'. "
+            ),
         ),
-        ({"question": "Why?"}, "field='answer' is not a field of {file} line 2. Fields there: question."),
+        (
+            {"question": "Why?"},
+            "field='answer' is not a field of {file} line 2. Fields there: question.",
+        ),
         ({"question": " ", "answer": "#### 1"}, "field='question' is empty in {file} line 2."),
         ("[1]", "task.path={file}: line 2 is JSON, but list and no object."),
     ],
 )
 def test_a_broken_row_is_named_by_file_and_line(tmp_path, row, text):
     path = folder(tmp_path, train=[ROWS[0], row, *ROWS[1:]])
-    assert error(make, path=path).startswith(text.format(path=repr(path), file=repr(f"{path}/train.jsonl")))
+    assert error(make, path=path).startswith(
+        text.format(path=repr(path), file=repr(f"{path}/train.jsonl"))
+    )

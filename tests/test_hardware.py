@@ -13,7 +13,9 @@ from common.hardware import Device, check, find, fit_rows, halving
 from launch import compose, train
 
 CUDA = torch.device("cuda", 0)
-elsewhere = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA devices")
+elsewhere = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="needs a machine without CUDA devices"
+)
 
 
 def preset(name: str, *overrides: str):
@@ -24,7 +26,9 @@ def preset(name: str, *overrides: str):
 def pretend(monkeypatch):
     """Make torch say that there is one CUDA device, of a name, memory in GB and capability."""
 
-    def device(name: str, gb: float, capability: tuple[int, int], built: tuple[str, ...] = ()) -> None:
+    def device(
+        name: str, gb: float, capability: tuple[int, int], built: tuple[str, ...] = ()
+    ) -> None:
         facts = SimpleNamespace(name=name, total_memory=int(gb * 2**30))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -41,10 +45,14 @@ def pretend(monkeypatch):
 @elsewhere
 def test_another_device_is_one_warning_and_the_run_goes_on(in_cache, tmp_path, capsys):
     train(compose([*SMALL, "hardware=a100_40g", "algo.steps=1"]), tmp_path / "run")
-    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
+    warnings = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")
+    ]
     assert len(warnings) == 1
     assert warnings[0].startswith("warning: hardware=a100_40g describes another device; here is ")
-    assert warnings[0].endswith("Sizes are refitted to it and the run goes on (hardware.strict=true would stop).")
+    assert warnings[0].endswith(
+        "Sizes are refitted to it and the run goes on (hardware.strict=true would stop)."
+    )
     assert (tmp_path / "run" / "result.json").is_file()
 
 
@@ -91,8 +99,10 @@ def test_compile_is_refused_where_the_preset_rules_it_out(pretend):
     run = preset("v100", "opt=[compile]")
     with pytest.raises(ConfigError) as caught:
         check(run.hardware, run.opt, find(run.hardware))
-    assert str(caught.value) == (
-        "opt=compile is not for hardware=v100: its compiler needs compute capability 8.0. Leave it out."
+    assert (
+        str(caught.value)
+        == "opt=compile is not for hardware=v100: its compiler needs compute capability 8.0. Leave"
+        " it out."
     )
     check(run.hardware, preset("v100").opt, find(run.hardware))
     elsewhere = Device(torch.device("cpu"), "CPU", 16, matches=False)
@@ -102,7 +112,9 @@ def test_compile_is_refused_where_the_preset_rules_it_out(pretend):
 def test_a_torch_without_kernels_for_the_device(pretend):
     run = preset("v100")
     pretend("Tesla V100-SXM2-32GB", 32, (7, 0), built=("sm_75", "sm_80", "sm_90a"))
-    with pytest.raises(ConfigError, match=r"has no kernels for Tesla V100-SXM2-32GB \(sm_70; it has sm_75, sm_80"):
+    with pytest.raises(
+        ConfigError, match=r"has no kernels for Tesla V100-SXM2-32GB \(sm_70; it has sm_75, sm_80"
+    ):
         check(run.hardware, run.opt, find(run.hardware))
     pretend("Tesla V100-SXM2-32GB", 32, (7, 0), built=("sm_50", "sm_80"))  # sm_50 runs on 7.0
     check(run.hardware, run.opt, find(run.hardware))
@@ -127,26 +139,38 @@ def test_peer_to_peer_is_off_on_a_4090(pretend, monkeypatch):
 
 @pytest.mark.parametrize(
     ("capability", "dtype", "scaler"),
-    [((7, 0), "float16", True), ((7, 5), "float16", True), ((8, 0), "bfloat16", False), ((9, 0), "bfloat16", False)],
+    [
+        ((7, 0), "float16", True),
+        ((7, 5), "float16", True),
+        ((8, 0), "bfloat16", False),
+        ((9, 0), "bfloat16", False),
+    ],
 )
 def test_amp_is_what_the_device_really_has(pretend, capability, dtype, scaler):
     pretend("a device", 16, capability)
     numbers = precision.resolve(compose(["opt=[amp]"]).opt, CUDA)
     assert (numbers.name, numbers.scaler) == (dtype, scaler)
-    assert precision.resolve(compose([]).opt, CUDA) == precision.Precision(torch.float32, scaler=False)
+    assert precision.resolve(compose([]).opt, CUDA) == precision.Precision(
+        torch.float32, scaler=False
+    )
 
 
 def test_a_dtype_that_is_insisted_on(pretend):
     pretend("Tesla V100", 32, (7, 0))
     with pytest.raises(ConfigError) as caught:
         precision.resolve(compose(["opt=[amp]", "opt.amp.dtype=bfloat16"]).opt, CUDA)
-    assert str(caught.value) == (
-        "opt.amp.dtype=bfloat16: this device only emulates it. Use opt.amp.dtype=auto or float16."
+    assert (
+        str(caught.value)
+        == "opt.amp.dtype=bfloat16: this device only emulates it. Use opt.amp.dtype=auto or"
+        " float16."
     )
     pretend("A100", 40, (8, 0))
     half = precision.resolve(compose(["opt=[amp]", "opt.amp.dtype=float16"]).opt, CUDA)
     assert (half.name, half.scaler) == ("float16", True)
-    with pytest.raises(ConfigError, match=r"^opt\.amp\.dtype=float16 is not for a CPU\. Use opt\.amp\.dtype=auto\.$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^opt\.amp\.dtype=float16 is not for a CPU\. Use opt\.amp\.dtype=auto\.$",
+    ):
         precision.resolve(compose(["opt=[amp]", "opt.amp.dtype=float16"]).opt, torch.device("cpu"))
 
 
@@ -159,7 +183,10 @@ def test_amp_on_a_cpu(monkeypatch, native):
 
 
 def test_tf32(pretend):
-    said = "opt=tf32 has no effect here: TF32 needs a CUDA device of compute capability 8.0. Leave it out."
+    said = (
+        "opt=tf32 has no effect here: TF32 needs a CUDA device of compute capability 8.0. Leave it"
+        " out."
+    )
     run = compose(["opt=[tf32]"])
     try:
         for device, capability in ((torch.device("cpu"), (8, 0)), (CUDA, (7, 0))):
@@ -186,14 +213,21 @@ def test_fit_rows():
     assert fit_rows(2000, gb / 100, 4 * gb, 10) == 500
     assert fit_rows(2000, gb / 100, 4.505 * gb, 10, multiple=64) == 448
     assert fit_rows(255, gb / 100, 0, 10, multiple=2) == 254
-    assert fit_rows(256, gb / 100, 11 * gb, 10, multiple=2) == 2  # nothing fits: the smallest, and the device decides
+    assert (
+        fit_rows(256, gb / 100, 11 * gb, 10, multiple=2) == 2
+    )  # nothing fits: the smallest, and the device decides
 
 
 def test_rows_are_refitted_to_a_small_device(in_cache, tmp_path, monkeypatch):
     """As if the machine had next to no memory left beside the weights: forwards of one pair."""
-    monkeypatch.setattr(hardware, "find", lambda *_: Device(torch.device("cpu"), "a small CPU", 1e-4, True))
+    monkeypatch.setattr(
+        hardware, "find", lambda *_: Device(torch.device("cpu"), "a small CPU", 1e-4, True)
+    )
     train(compose([*SMALL, "algo.steps=1"]), tmp_path)
-    assert "4 a step, 2 rows each (algo.rows_per_forward=2), 4 a rank" in (tmp_path / "run.log").read_text()
+    assert (
+        "4 a step, 2 rows each (algo.rows_per_forward=2), 4 a rank"
+        in (tmp_path / "run.log").read_text()
+    )
 
 
 class Memory:
@@ -209,11 +243,16 @@ class Memory:
         return f"done with {rows}"
 
 
-CPU_ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+CPU_ALLOCATOR = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"
+    " tried"
+)
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError(CPU_ALLOCATOR)], ids=repr
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError(CPU_ALLOCATOR)],
+    ids=repr,
 )
 def test_halving(error):
     memory = Memory(holds=70, error=error)
@@ -225,19 +264,23 @@ def test_halving(error):
     with pytest.raises(ConfigError) as caught:
         halving(memory, 8, floor=2)
     assert memory.tried == [8, 4, 2]
-    assert str(caught.value) == (
-        "out of memory even with 2 rows a forward. Use a smaller model, lower algo.sampling.max_new_tokens, or add "
-        "'opt=[amp]'."
+    assert (
+        str(caught.value) == "out of memory even with 2 rows a forward. Use a smaller model, lower"
+        " algo.sampling.max_new_tokens, or add 'opt=[amp]'."
     )
 
 
 def test_ranks_that_keep_step_are_told_what_to_lower():
     """With opt=fsdp the floor is the rows themselves."""
     with pytest.raises(ConfigError) as caught:
-        halving(Memory(holds=4, error=torch.OutOfMemoryError()), 8, floor=8, key="algo.micro_batch_rows")
-    assert str(caught.value) == (
-        "out of memory with 8 rows a forward, and ranks that share weights or gradients cannot go on with fewer one by one. Lower "
-        "algo.micro_batch_rows, lower algo.sampling.max_new_tokens, use a smaller model, or add 'opt=[amp]'."
+        halving(
+            Memory(holds=4, error=torch.OutOfMemoryError()), 8, floor=8, key="algo.micro_batch_rows"
+        )
+    assert (
+        str(caught.value)
+        == "out of memory with 8 rows a forward, and ranks that share weights or gradients cannot"
+        " go on with fewer one by one. Lower algo.micro_batch_rows, lower"
+        " algo.sampling.max_new_tokens, use a smaller model, or add 'opt=[amp]'."
     )
 
 
@@ -248,11 +291,14 @@ def test_halving_lets_other_errors_through():
 
 @pytest.mark.gpu
 def test_real_memory_runs_out():
-    """The device's own allocator raises, and what is left afterwards is enough for the repetition."""
+    """The device's own allocator raises, and what is left afterwards is enough for the repetition.
+    """
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     total = torch.cuda.get_device_properties(0).total_memory
-    made, rows = halving(lambda rows: torch.empty(rows, total // 24, dtype=torch.int8, device="cuda"), 64, floor=1)
+    made, rows = halving(
+        lambda rows: torch.empty(rows, total // 24, dtype=torch.int8, device="cuda"), 64, floor=1
+    )
     assert (rows, made.shape[0]) == (16, 16)
 
 

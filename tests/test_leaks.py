@@ -1,4 +1,6 @@
-"""Memory is flat over a run: no tensor, no object and no resident page more after many steps than after a few."""
+"""Memory is flat over a run: no tensor, no object and no resident page more after many steps than
+after a few.
+"""
 
 import gc
 import os
@@ -16,17 +18,47 @@ TINY = [text for text in SMALL if text.startswith(("hardware", "model.tiny"))]
 WARM = 20  # steps, after which allocators and caches have what they keep
 SHORT, LONG = 60, 1000
 
-# With {steps} steps; the events of RFT are also chunks of samples, whose records it keeps until the iteration is done.
+# With {steps} steps; the events of RFT are also chunks of samples, whose records it keeps until the
+# iteration is done.
 RUNS = {
     "eggroll": [*SMALL, "algo=eggroll", "algo.steps={steps}", "algo.sampling.temperature=1.0"],
     "grpo": [
-        *(*TINY, "algo=grpo", "task=translate", "algo.steps={steps}", "algo.prompts_per_step=2", "evaluate.examples=2"),
-        *("algo.samples_per_prompt=2", "algo.sampling.max_new_tokens=4", "algo.resample_rounds=0", "algo.kl.beta=0.1"),
+        *(
+            *TINY,
+            "algo=grpo",
+            "task=translate",
+            "algo.steps={steps}",
+            "algo.prompts_per_step=2",
+            "evaluate.examples=2",
+        ),
+        *(
+            "algo.samples_per_prompt=2",
+            "algo.sampling.max_new_tokens=4",
+            "algo.resample_rounds=0",
+            "algo.kl.beta=0.1",
+        ),
     ],
     "rft": [
-        *(*TINY, "algo=rft", "task=translate", "algo.prompts=8", "algo.validation_prompts=0", "algo.epochs={steps}"),
-        *("algo.samples_per_prompt=4", "algo.second_round_samples=0", "algo.prompts_per_batch=8", "algo.batch_rows=64"),
-        *("algo.iterations=1", "algo.pass_samples=0", "evaluate.examples=2", "algo.sampling.max_new_tokens=4"),
+        *(
+            *TINY,
+            "algo=rft",
+            "task=translate",
+            "algo.prompts=8",
+            "algo.validation_prompts=0",
+            "algo.epochs={steps}",
+        ),
+        *(
+            "algo.samples_per_prompt=4",
+            "algo.second_round_samples=0",
+            "algo.prompts_per_batch=8",
+            "algo.batch_rows=64",
+        ),
+        *(
+            "algo.iterations=1",
+            "algo.pass_samples=0",
+            "evaluate.examples=2",
+            "algo.sampling.max_new_tokens=4",
+        ),
         *("algo.select.accept=0.01", "model.tiny.pretrain_steps=40"),
     ],
     "classify": [
@@ -38,7 +70,12 @@ RUNS = {
             "algo.batch_rows=40",
             "algo.patience=null",
         ),
-        *("algo.model.size=16", "algo.model.feedforward=16", "algo.model.heads=2", "algo.tokenizer.vocabulary=400"),
+        *(
+            "algo.model.size=16",
+            "algo.model.feedforward=16",
+            "algo.model.heads=2",
+            "algo.tokenizer.vocabulary=400",
+        ),
         *("algo.epochs={steps}", "algo.validation_share=0"),  # two steps each
     ],
 }
@@ -61,14 +98,26 @@ def test_memory_is_flat(algo, steps, tmp_path, monkeypatch):
         if len(seen) in (WARM, steps):
             gc.collect()
             objects = gc.get_objects()
-            tensors = sum(issubclass(type(value), torch.Tensor) for value in objects)  # isinstance asks lazy modules
+            tensors = sum(
+                issubclass(type(value), torch.Tensor) for value in objects
+            )  # isinstance asks lazy modules
             found[len(seen)] = (tensors, len(objects), resident())
 
     monkeypatch.setattr(Tracker, "write", watched)
     arguments = [text.format(steps=steps) for text in RUNS[algo]]
-    train(compose([*arguments, "checkpoint.every=7"]), tmp_path, Letters("smooth") if algo != "classify" else None)
-    (tensors, objects, megabytes), (more_tensors, more_objects, more_megabytes) = found[WARM], found[steps]
-    print(f"{algo}: {tensors} -> {more_tensors} tensors, {objects} -> {more_objects} objects", end=", ")
+    train(
+        compose([*arguments, "checkpoint.every=7"]),
+        tmp_path,
+        Letters("smooth") if algo != "classify" else None,
+    )
+    (tensors, objects, megabytes), (more_tensors, more_objects, more_megabytes) = (
+        found[WARM],
+        found[steps],
+    )
+    print(
+        f"{algo}: {tensors} -> {more_tensors} tensors, {objects} -> {more_objects} objects",
+        end=", ",
+    )
     print(f"{megabytes:.1f} -> {more_megabytes:.1f} MB from step {WARM} to {steps}")
     assert more_tensors - tensors <= 8
     assert more_objects - objects <= 400

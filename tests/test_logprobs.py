@@ -65,7 +65,9 @@ def test_no_padding_is_computed():
     model = small_model("llama")
     prepare(model)
     computed = []
-    model.model.layers[0].mlp.register_forward_hook(lambda _, args, out: computed.append(out.shape[:2].numel()))
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda _, args, out: computed.append(out.shape[:2].numel())
+    )
     prompts, completions = data()
     token_logprobs(model, group(prompts, completions, CPU), 1.0)
     assert computed == [sum(map(len, prompts)) + sum(len(c) for cs in completions for c in cs)]
@@ -80,14 +82,17 @@ def test_prompts_of_one_length_need_no_mask(name):
     assert laid.prompt_mask is None
     among = torch.ones(6, 6).tril().log().expand(2, 1, 6, 6)
     fast, slow = (
-        token_logprobs(model, groups, 1.0)[0] for groups in (laid, dataclasses.replace(laid, prompt_mask=among))
+        token_logprobs(model, groups, 1.0)[0]
+        for groups in (laid, dataclasses.replace(laid, prompt_mask=among))
     )
     torch.testing.assert_close(fast, slow, rtol=0, atol=1e-6)
     assert group(*data(), CPU).prompt_mask is not None
 
 
 def test_autocast_gradients_are_those_of_the_reported_values():
-    """bfloat16 forward, float32 weights: beside the model's own logits and plain autograd under the same autocast."""
+    """bfloat16 forward, float32 weights: beside the model's own logits and plain autograd under the
+    same autocast.
+    """
     model, other = small_model("llama"), small_model("llama")
     prepare(model)
     prompts, completions = data()
@@ -101,7 +106,9 @@ def test_autocast_gradients_are_those_of_the_reported_values():
     assert logp.dtype == torch.float32
     (weights * logp).sum().backward()
     slow.backward()
-    fast_grad, slow_grad = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (model, other))
+    fast_grad, slow_grad = (
+        torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (model, other)
+    )
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
     assert torch.cosine_similarity(fast_grad, slow_grad, dim=0) > 0.995
     assert 0.97 < fast_grad.norm() / slow_grad.norm() < 1.03
@@ -128,8 +135,15 @@ def test_plain_forwards_stay_the_same(name):
     padding = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7, [0, 1, 1, 1, 1, 1, 1]])
     positions = (padding.cumsum(1) - 1).clamp(min=0)
     inputs = {"input_ids": ids, "attention_mask": padding, "position_ids": positions}
-    torch.testing.assert_close(model(**inputs).logits[padding.bool()], other(**inputs).logits[padding.bool()])
-    kept = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    torch.testing.assert_close(
+        model(**inputs).logits[padding.bool()], other(**inputs).logits[padding.bool()]
+    )
+    kept = {
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(ids),
+    }
     assert torch.equal(model.generate(ids, **kept), other.generate(ids, **kept))
 
 

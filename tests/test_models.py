@@ -1,4 +1,5 @@
-"""Loading, the tiny model and its cache, the byte tokenizer, exports, and errors worded for users."""
+"""Loading, the tiny model and its cache, the byte tokenizer, exports, and errors worded for users.
+"""
 
 import json
 import logging
@@ -37,7 +38,9 @@ from common.model.tiny import byte_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 STORIES = REPOSITORY.parent / "shared" / "data" / "stories260k-hf"
-needs_stories = pytest.mark.skipif(not STORIES.is_dir(), reason=f"needs the real model in {STORIES}")
+needs_stories = pytest.mark.skipif(
+    not STORIES.is_dir(), reason=f"needs the real model in {STORIES}"
+)
 CPU = torch.device("cpu")
 
 
@@ -67,7 +70,13 @@ def tiny_config(**changes):
 
 def tiny_model(**changes):
     return ModelConfig(
-        name="tiny", path=None, revision=None, gguf_file=None, lora=None, attention="sdpa", tiny=tiny_config(**changes)
+        name="tiny",
+        path=None,
+        revision=None,
+        gguf_file=None,
+        lora=None,
+        attention="sdpa",
+        tiny=tiny_config(**changes),
     )
 
 
@@ -82,12 +91,24 @@ def get(path, dtype=torch.float32, **changes):
 
 def small_gpt2(**changes):
     values = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 258, "n_positions": 40}
-    return GPT2LMHeadModel(GPT2Config(**(values | {"bos_token_id": 257, "eos_token_id": 257} | changes)))
+    return GPT2LMHeadModel(
+        GPT2Config(**(values | {"bos_token_id": 257, "eos_token_id": 257} | changes))
+    )
 
 
 def small_qwen2(**changes):
-    values = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    values |= {"intermediate_size": 32, "vocab_size": 258, "max_position_embeddings": 48, "eos_token_id": 257}
+    values = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    values |= {
+        "intermediate_size": 32,
+        "vocab_size": 258,
+        "max_position_embeddings": 48,
+        "eos_token_id": 257,
+    }
     return Qwen2ForCausalLM(Qwen2Config(**(values | changes)))
 
 
@@ -161,7 +182,13 @@ def test_tiny_learns_what_the_task_teaches():
     prompts = encode_prompts(tokenizer, [f"{letter}>" for letter in "abcdefgh"])
     output = model.generate(torch.tensor(prompts), max_new_tokens=5, do_sample=False)[:, 2:]
     answers = [tokenizer.decode(row, skip_special_tokens=True) for row in output]
-    assert sum(answer in (letter * 2, letter * 3) for letter, answer in zip("abcdefgh", answers, strict=True)) >= 7
+    assert (
+        sum(
+            answer in (letter * 2, letter * 3)
+            for letter, answer in zip("abcdefgh", answers, strict=True)
+        )
+        >= 7
+    )
     assert not model.training
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
@@ -191,7 +218,9 @@ def test_tiny_is_a_function_of_its_settings(cache):
     assert len(cached(cache)) == 3
     # The same rows, another model or training of it.
     for changes in ({"hidden_size": 16}, {"pretrain_lr": 1e-3}, {"context": 17}):
-        assert tiny.tiny_model(tiny_config(**changes), Doubling(), progress=False).name != first.name
+        assert (
+            tiny.tiny_model(tiny_config(**changes), Doubling(), progress=False).name != first.name
+        )
 
 
 def test_where_a_prompt_ends_is_part_of_the_key():
@@ -200,7 +229,10 @@ def test_where_a_prompt_ends_is_part_of_the_key():
             prompt, completion = super().pretraining(example, draw)
             return prompt + completion[:1], completion[1:]
 
-    names = {tiny.tiny_model(tiny_config(), task, progress=False).name for task in (Doubling(), Shifted())}
+    names = {
+        tiny.tiny_model(tiny_config(), task, progress=False).name
+        for task in (Doubling(), Shifted())
+    }
     assert len(names) == 2
 
 
@@ -227,7 +259,9 @@ def build_and_count(barrier, counter, names):
 def in_two_processes():
     fork = multiprocessing.get_context("fork")
     barrier, counter, names = fork.Barrier(2), fork.Value("i", 0), fork.Queue()
-    workers = [fork.Process(target=build_and_count, args=(barrier, counter, names)) for _ in range(2)]
+    workers = [
+        fork.Process(target=build_and_count, args=(barrier, counter, names)) for _ in range(2)
+    ]
     for worker in workers:
         worker.start()
     found = {names.get(timeout=120) for _ in workers}
@@ -257,21 +291,31 @@ def test_a_damaged_cache_is_built_again_with_a_warning(caplog, damage):
         (folder / "tokenizer.json").unlink()
     caplog.clear()
     assert tiny.tiny_model(tiny_config(), Doubling(), progress=False) == folder
-    assert [record.levelno for record in caplog.records if record.name == "clutch"] == [logging.WARNING]
+    assert [record.levelno for record in caplog.records if record.name == "clutch"] == [
+        logging.WARNING
+    ]
     assert str(folder) in caplog.text
     assert (folder / "model.safetensors").read_bytes() == weights
 
 
 def test_tiny_without_pretraining_needs_no_teacher():
-    model, tokenizer = load_model(tiny_model(pretrain_steps=0), Silent(), torch.bfloat16, CPU, progress=False)
+    model, tokenizer = load_model(
+        tiny_model(pretrain_steps=0), Silent(), torch.bfloat16, CPU, progress=False
+    )
     assert model.dtype == torch.bfloat16
     assert len(tokenizer) == 258
 
 
 def test_errors_of_tiny(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"Silent has no pretraining method.*model=hf model\.path=.*pretrain_steps=0"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Silent has no pretraining method.*model=hf model\.path=.*pretrain_steps=0",
+    ):
         tiny.tiny_model(tiny_config(), Silent())
-    with pytest.raises(ConfigError, match=r"model\.tiny\.context=4 is too small.*Set model\.tiny\.context=6 or more"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.tiny\.context=4 is too small.*Set model\.tiny\.context=6 or more",
+    ):
         tiny.tiny_model(tiny_config(context=4), Doubling())
     monkeypatch.setattr(Doubling, "examples", lambda self, split: [])
     with pytest.raises(ConfigError, match="Doubling has no training examples"):
@@ -300,16 +344,22 @@ def test_a_real_model_says_what_its_readme_says():
     model, tokenizer = get(STORIES)
     [prompt] = encode_prompts(tokenizer, ["Once upon a time"])
     assert prompt[0] == tokenizer.bos_token_id
-    output = model.generate(torch.tensor([prompt]), max_new_tokens=60, do_sample=False, pad_token_id=0)[0]
+    output = model.generate(
+        torch.tensor([prompt]), max_new_tokens=60, do_sample=False, pad_token_id=0
+    )[0]
     text = tokenizer.decode(output[len(prompt) :], skip_special_tokens=True)
-    assert text.startswith(", there was a little girl named Lily. She loved to play outside in the park.")
+    assert text.startswith(
+        ", there was a little girl named Lily. She loved to play outside in the park."
+    )
     assert stop_ids(model, tokenizer) == [1, 2]
     assert context_length(model) == 512
     # Here bos also ends a story; in front it stays.
     assert encode_prompts(tokenizer, [""]) == [[1]]
 
 
-@pytest.mark.parametrize("build", [small_gpt2, small_qwen2, lambda: small_qwen2(tie_word_embeddings=True)])
+@pytest.mark.parametrize(
+    "build", [small_gpt2, small_qwen2, lambda: small_qwen2(tie_word_embeddings=True)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_export_and_load_are_the_same_model(tmp_path, build, dtype):
     torch.manual_seed(0)
@@ -326,12 +376,16 @@ def test_export_and_load_are_the_same_model(tmp_path, build, dtype):
         assert torch.equal(loaded.state_dict()[name], weight), name
     with torch.no_grad():
         assert torch.equal(loaded(tokens).logits, plain(tokens).logits)
-        if dtype == torch.float32:  # `to(bfloat16)` above also rounded the rotary frequencies, which loading does not
+        if (
+            dtype == torch.float32
+        ):  # `to(bfloat16)` above also rounded the rotary frequencies, which loading does not
             assert torch.equal(loaded(tokens).logits, model(tokens).logits)
 
 
 def test_the_tokenizer_is_the_files_whatever_the_model_is(tmp_path):
-    """AutoTokenizer would put Qwen2's tokenizer in its place, which composes e + accent to one letter."""
+    """AutoTokenizer would put Qwen2's tokenizer in its place, which composes e + accent to one
+    letter.
+    """
     export_model(small_qwen2(), byte_tokenizer(), tmp_path / "m")
     tokenizer = get(tmp_path / "m")[1]
     assert tokenizer("e\u0301")["input_ids"] == list("e\u0301".encode())
@@ -399,8 +453,24 @@ def test_stop_ids_are_the_union():
         (MistralConfig(max_position_embeddings=99, sliding_window=32), 32),
         (MistralConfig(max_position_embeddings=99, sliding_window=None), 99),
         (Qwen2Config(max_position_embeddings=99, sliding_window=32, use_sliding_window=False), 99),
-        (Qwen2Config(max_position_embeddings=99, sliding_window=32, use_sliding_window=True, max_window_layers=1), 32),
-        (Qwen2Config(max_position_embeddings=99, sliding_window=32, use_sliding_window=True, max_window_layers=32), 99),
+        (
+            Qwen2Config(
+                max_position_embeddings=99,
+                sliding_window=32,
+                use_sliding_window=True,
+                max_window_layers=1,
+            ),
+            32,
+        ),
+        (
+            Qwen2Config(
+                max_position_embeddings=99,
+                sliding_window=32,
+                use_sliding_window=True,
+                max_window_layers=32,
+            ),
+            99,
+        ),
         (GPTNeoConfig(max_position_embeddings=99, window_size=16), 16),
     ],
 )
@@ -418,7 +488,9 @@ def test_no_context_length():
 
 
 def test_the_window_is_where_the_plain_causal_mask_stops_being_exact(tmp_path):
-    """The claim of context_length, on a real forward: equal logits up to the window, different ones beyond."""
+    """The claim of context_length, on a real forward: equal logits up to the window, different ones
+    beyond.
+    """
     torch.manual_seed(0)
     config = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
     windowed = small_qwen2(**config).eval()
@@ -458,7 +530,10 @@ def framed_tokenizer(template):
 )
 def test_what_the_tokenizer_appends_is_left_out(template, front):
     tokenizer = framed_tokenizer(template)
-    assert encode_prompts(tokenizer, ["ab", "a<eos>"]) == [[*front, 97, 98], [*front, 97, *b"<eos>"]]
+    assert encode_prompts(tokenizer, ["ab", "a<eos>"]) == [
+        [*front, 97, 98],
+        [*front, 97, *b"<eos>"],
+    ]
     assert encode_prompts(tokenizer, []) == []
 
 
@@ -488,7 +563,8 @@ def complaint(path, **changes):
 def test_missing_folder():
     text = complaint("./modles/gpt2")
     assert text.startswith(
-        "model.path='./modles/gpt2': there is no such folder. Correct the path (relative ones start at"
+        "model.path='./modles/gpt2': there is no such folder. Correct the path (relative ones"
+        " start at"
     )
     assert "hub id" in text
     assert "no such folder" in complaint("/a/b/c")
@@ -497,10 +573,15 @@ def test_missing_folder():
 def test_not_a_model_folder(tmp_path):
     (tmp_path / "notes.txt").write_text("")
     text = complaint(tmp_path)
-    assert f"model.path='{tmp_path}' is not a model folder: it has no config.json (it has: notes.txt)" in text
+    assert (
+        f"model.path='{tmp_path}' is not a model folder: it has no config.json (it has: notes.txt)"
+        in text
+    )
     assert "is a file" in complaint(tmp_path / "notes.txt")
     (tmp_path / "m.gguf").write_text("")
-    assert f"model=gguf model.path={tmp_path} model.gguf_file=m.gguf" in complaint(tmp_path / "m.gguf")
+    assert f"model=gguf model.path={tmp_path} model.gguf_file=m.gguf" in complaint(
+        tmp_path / "m.gguf"
+    )
 
 
 def test_hub_id_without_a_network(monkeypatch):
@@ -515,7 +596,9 @@ def test_revision_of_a_local_folder(gpt2):
 
 
 def bert(kind):
-    return kind(BertConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16))
+    return kind(
+        BertConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16)
+    )
 
 
 @pytest.mark.parametrize(
@@ -546,7 +629,9 @@ def test_no_tokenizer(tmp_path):
 
 
 def test_tokenizer_of_another_model(tmp_path):
-    export_model(small_gpt2(vocab_size=100, bos_token_id=1, eos_token_id=1), byte_tokenizer(), tmp_path / "m")
+    export_model(
+        small_gpt2(vocab_size=100, bos_token_id=1, eos_token_id=1), byte_tokenizer(), tmp_path / "m"
+    )
     assert "ids up to 257, its embedding has 100 rows" in complaint(tmp_path / "m")
 
 
@@ -574,7 +659,9 @@ def test_code_that_comes_with_a_model_is_not_run(gpt2, tmp_path):
     (gpt2 / "custom.py").write_text(f"open({str(sprung)!r}, 'w')\n")
     config = json.loads((gpt2 / "config.json").read_text())
     auto = {"AutoConfig": "custom.C", "AutoModelForCausalLM": "custom.M"}
-    (gpt2 / "config.json").write_text(json.dumps({**config, "model_type": "own_kind", "auto_map": auto}))
+    (gpt2 / "config.json").write_text(
+        json.dumps({**config, "model_type": "own_kind", "auto_map": auto})
+    )
     assert "never run here" in complaint(gpt2)
     assert not sprung.exists()
 

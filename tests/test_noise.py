@@ -15,22 +15,35 @@ from eggroll.noise import Noise
 GREEDY = SamplingConfig(max_new_tokens=12, temperature=0.0, top_p=1.0, top_k=0)
 
 
-def policy(name="llama", matrices="lowrank", vectors="frozen", embeddings="frozen", head="frozen", **patterns):
+def policy(
+    name="llama",
+    matrices="lowrank",
+    vectors="frozen",
+    embeddings="frozen",
+    head="frozen",
+    **patterns,
+):
     if name == "gpt2" and embeddings != "frozen":
         patterns = {"*wpe*": "frozen", **patterns}  # positions are shared by all rows
-    return NoiseConfig(matrices=matrices, vectors=vectors, embeddings=embeddings, head=head, patterns=patterns)
+    return NoiseConfig(
+        matrices=matrices, vectors=vectors, embeddings=embeddings, head=head, patterns=patterns
+    )
 
 
 def dense(noise, model, draw, members):
     """E of every member by name, [members, *shape], signs included: the slow way."""
     directions = torch.arange(members // 2 if noise.mirrored else members)
     out = {}
-    for address, drawn in zip(noise.addresses, noise.draw(draw, noise.addresses, directions), strict=True):
+    for address, drawn in zip(
+        noise.addresses, noise.draw(draw, noise.addresses, directions), strict=True
+    ):
         if address.policy == "lowrank":
             m, n = address.shape
             a_t = drawn[:, : address.rank * m].reshape(-1, address.rank, m)
             b_t = drawn[:, address.rank * m : address.rank * (m + n)].reshape(-1, address.rank, n)
-            each = torch.stack([a.T @ b / math.sqrt(address.rank) for a, b in zip(a_t, b_t, strict=True)])
+            each = torch.stack(
+                [a.T @ b / math.sqrt(address.rank) for a, b in zip(a_t, b_t, strict=True)]
+            )
         else:
             each = drawn[:, : address.numbers].reshape(-1, *address.shape)
         if noise.mirrored:
@@ -51,7 +64,12 @@ def materialised(model, noise, draw, member, members, sigma):
 POLICIES = {
     "matrices": {},
     "everything low rank": {"vectors": "full", "embeddings": "lowrank", "head": "lowrank"},
-    "everything full": {"matrices": "full", "vectors": "full", "embeddings": "full", "head": "full"},
+    "everything full": {
+        "matrices": "full",
+        "vectors": "full",
+        "embeddings": "full",
+        "head": "full",
+    },
 }
 
 
@@ -78,14 +96,18 @@ def test_population_forward_equals_materialised_weights(name, which, rank, mirro
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_population_samples_what_each_member_would(name):
-    """Prompts of several lengths, more of them than slots; every member's completions are its own model's."""
+    """Prompts of several lengths, more of them than slots; every member's completions are its own
+    model's.
+    """
     model = small_model(name)
     noise = Noise(model, policy(name), rank=2, mirrored=True, seed=3)
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(2, 90, (n,), generator=generator).tolist() for n in (4, 9, 6)]
     for rows in (8, 100):
         with noise.members(1, range(4), 0.05):
-            made = Sampler(model, pad_id=0, stop_ids=[11, 12], rows=rows).generate(prompts, GREEDY, groups=4)
+            made = Sampler(model, pad_id=0, stop_ids=[11, 12], rows=rows).generate(
+                prompts, GREEDY, groups=4
+            )
         for member in range(4):
             alone = Sampler(
                 materialised(model, noise, 1, member, 4, 0.05), pad_id=0, stop_ids=[11, 12], rows=3
@@ -103,7 +125,9 @@ def test_noise_does_not_depend_on_the_chunk():
         for members in (range(0, 4), range(4, 8), range(2, 4)):
             with noise.members(0, members, 0.1):
                 part = model(input_ids=ids[members.start : members.stop]).logits
-            torch.testing.assert_close(part, whole[members.start : members.stop], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                part, whole[members.start : members.stop], rtol=1e-4, atol=1e-5
+            )
 
 
 def test_equal_shapes_never_share_noise():
@@ -128,7 +152,9 @@ def test_variance_is_one_for_every_rank(rank):
 @pytest.mark.parametrize("buffer", [None, 3000])
 def test_gradient_equals_the_dense_sum(which, rank, mirrored, buffer, monkeypatch):
     if buffer:
-        monkeypatch.setattr(noise_module, "BUFFER", buffer)  # streamed over parameters and directions
+        monkeypatch.setattr(
+            noise_module, "BUFFER", buffer
+        )  # streamed over parameters and directions
     model = small_model("llama")
     noise = Noise(model, policy(**POLICIES[which]), rank=rank, mirrored=mirrored, seed=7)
     f = torch.randn(10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -150,10 +176,15 @@ def test_equal_fitness_in_a_pair_gives_exactly_nothing():
 def test_the_gradient_points_uphill():
     """On a linear reward the ES gradient is as close to the true one as theory says."""
     model = small_model("llama")
-    noise = Noise(model, policy(**{"*q_proj*": "lowrank"}, matrices="frozen"), rank=1, mirrored=True, seed=0)
+    noise = Noise(
+        model, policy(**{"*q_proj*": "lowrank"}, matrices="frozen"), rank=1, mirrored=True, seed=0
+    )
     members = 4096
     slow = dense(noise, model, 0, members)
-    target = {a.name: torch.randn(a.shape, generator=torch.Generator().manual_seed(a.number)) for a in noise.addresses}
+    target = {
+        a.name: torch.randn(a.shape, generator=torch.Generator().manual_seed(a.number))
+        for a in noise.addresses
+    }
     rewards = sum((each * target[name]).sum((1, 2)) for name, each in slow.items())
     found = dict(noise.gradients(0, rewards))
     flat = torch.cat([-found[name].flatten() for name in target])
@@ -168,17 +199,22 @@ def test_policies_choose_parameters():
     names = [a.name for a in Noise(model, policy(), rank=1, mirrored=True, seed=0).addresses]
     assert len(names) == 14
     assert all(name.endswith("proj.weight") for name in names)
-    some = Noise(model, policy(**{"*mlp*": "frozen", "*k_proj.bias": "full"}), rank=1, mirrored=True, seed=0).addresses
+    some = Noise(
+        model, policy(**{"*mlp*": "frozen", "*k_proj.bias": "full"}), rank=1, mirrored=True, seed=0
+    ).addresses
     assert {a.policy for a in some if a.name.endswith("bias")} == {"full"}
     assert not any("mlp" in a.name for a in some)
     tied = [
         a.name
-        for a in Noise(model, policy(matrices="frozen", embeddings="lowrank"), rank=1, mirrored=True, seed=0).addresses
+        for a in Noise(
+            model, policy(matrices="frozen", embeddings="lowrank"), rank=1, mirrored=True, seed=0
+        ).addresses
     ]
     assert tied == ["model.embed_tokens.weight"]
-    assert next(a.name for a in Noise(small_model("gpt2"), policy(), rank=1, mirrored=True, seed=0).addresses).endswith(
-        "c_attn.weight"
-    )
+    assert next(
+        a.name
+        for a in Noise(small_model("gpt2"), policy(), rank=1, mirrored=True, seed=0).addresses
+    ).endswith("c_attn.weight")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +234,9 @@ def test_policies_that_cannot_be(choices, text):
 def test_an_unknown_module_is_refused_with_the_way_out():
     model = small_model("llama")
     model.model.norm = torch.nn.BatchNorm1d(32)
-    with pytest.raises(ConfigError, match=r"BatchNorm1d is no plain .* Freeze it: 'algo.noise.patterns="):
+    with pytest.raises(
+        ConfigError, match=r"BatchNorm1d is no plain .* Freeze it: 'algo.noise.patterns="
+    ):
         Noise(model, policy(vectors="full"), rank=1, mirrored=True, seed=0)
 
 
@@ -228,7 +266,9 @@ def test_prompt_zscore_ignores_how_hard_a_prompt_is():
     shifted = rewards + torch.tensor([0.0, 5.0, -3.0])
     torch.testing.assert_close(fitness(rewards, "prompt_zscore"), fitness(shifted, "prompt_zscore"))
     centred = rewards - rewards.mean(0)
-    torch.testing.assert_close(fitness(rewards, "prompt_zscore"), (centred / centred.std(correction=0)).mean(1))
+    torch.testing.assert_close(
+        fitness(rewards, "prompt_zscore"), (centred / centred.std(correction=0)).mean(1)
+    )
 
 
 def test_centered_rank_shares_ties():

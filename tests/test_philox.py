@@ -62,7 +62,9 @@ def test_uniforms_cover_the_interval():
     u = token_uniforms(3, 0, torch.arange(500), torch.zeros(500, dtype=torch.long), 40)
     assert u.shape == (500, 40)
     assert abs(u.mean() - 0.5) < 5 * math.sqrt(1 / 12 / u.numel())
-    assert not torch.equal(u, token_uniforms(3, 1, torch.arange(500), torch.zeros(500, dtype=torch.long), 40))
+    assert not torch.equal(
+        u, token_uniforms(3, 1, torch.arange(500), torch.zeros(500, dtype=torch.long), 40)
+    )
 
 
 @pytest.mark.gpu
@@ -72,10 +74,16 @@ def test_cuda_draws_the_same():
     parameter = torch.full_like(block, 7)
     here = normals(1, 2, parameter, block, direction, torch.empty(16, 4 * 4096))
     there = normals(
-        1, 2, parameter.cuda(), block.cuda(), direction.cuda(), torch.empty(16, 4 * 4096, device="cuda")
+        1,
+        2,
+        parameter.cuda(),
+        block.cuda(),
+        direction.cuda(),
+        torch.empty(16, 4 * 4096, device="cuda"),
     ).cpu()
     torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)
     prompts = torch.arange(100)
     assert torch.equal(
-        token_uniforms(1, 2, prompts, prompts, 9), token_uniforms(1, 2, prompts.cuda(), prompts.cuda(), 9).cpu()
+        token_uniforms(1, 2, prompts, prompts, 9),
+        token_uniforms(1, 2, prompts.cuda(), prompts.cuda(), 9).cpu(),
     )

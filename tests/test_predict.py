@@ -1,4 +1,5 @@
-"""algo.predict: its arithmetic on numbers that are known, document 004's own times, and real runs."""
+"""algo.predict: its arithmetic on numbers that are known, document 004's own times, and real runs.
+"""
 
 import csv
 import json
@@ -45,12 +46,22 @@ def test_one_slow_message_does_not_turn_the_bandwidth_negative():
 def test_what_of_the_gradients_is_exposed():
     link = Link(0, 1 * MB, "", [])  # among two: a MB takes a second
     ready = [(1.0 * MB, share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
-    assert exposed(ready, 8.0, 25 * MB, link, 2, True) == pytest.approx(5.0), "one bucket leaves at the end"
-    assert exposed(ready, 8.0, 1 * MB, link, 2, True) == pytest.approx(1.0), "the last bucket cannot hide"
+    assert exposed(ready, 8.0, 25 * MB, link, 2, True) == pytest.approx(5.0), (
+        "one bucket leaves at the end"
+    )
+    assert exposed(ready, 8.0, 1 * MB, link, 2, True) == pytest.approx(1.0), (
+        "the last bucket cannot hide"
+    )
     assert exposed(ready, 8.0, 2 * MB, link, 2, True) == pytest.approx(1.0), "buckets of 2, 2 and 1"
-    assert exposed(ready, 2.0, 1 * MB, link, 2, True) == pytest.approx(3.0), "five seconds of sending, two of computing"
-    assert exposed(ready, 8.0, 1 * MB, link, 2, False) == pytest.approx(5.0), "no core is free to send"
-    assert exposed(ready, 8.0, 1 * MB, Link(1.0, 1e18, "", []), 2, True) == pytest.approx(2.0), "one hop there and back"
+    assert exposed(ready, 2.0, 1 * MB, link, 2, True) == pytest.approx(3.0), (
+        "five seconds of sending, two of computing"
+    )
+    assert exposed(ready, 8.0, 1 * MB, link, 2, False) == pytest.approx(5.0), (
+        "no core is free to send"
+    )
+    assert exposed(ready, 8.0, 1 * MB, Link(1.0, 1e18, "", []), 2, True) == pytest.approx(2.0), (
+        "one hop there and back"
+    )
 
 
 def test_a_simulated_device_is_bound_by_launches_or_by_work():
@@ -74,8 +85,16 @@ def test_a_simulated_device_is_bound_by_launches_or_by_work():
 
 
 def repeat(*ranks: list[float], workers: int = 0, making: float = 0.0) -> dict:
-    spans = [[{"seconds": s, "data": 0.0, "forward": s, "backward": 0.0} for s in rank] for rank in ranks]
-    return {"spans": spans, "passes": 1, "ready": [(4.0, 1.0)], "workers": workers, "making": making}
+    spans = [
+        [{"seconds": s, "data": 0.0, "forward": s, "backward": 0.0} for s in rank] for rank in ranks
+    ]
+    return {
+        "spans": spans,
+        "passes": 1,
+        "ready": [(4.0, 1.0)],
+        "workers": workers,
+        "making": making,
+    }
 
 
 def test_a_step_takes_as_long_as_the_slowest_of_the_neighbours():
@@ -90,7 +109,9 @@ def test_a_step_takes_as_long_as_the_slowest_of_the_neighbours():
 def test_loader_workers_that_share_cores_make_a_step_wait():
     four = repeat([1.0], workers=4, making=2.0)
     assert summed([four], overlap=True, cores=None).p50 == pytest.approx(1.0)
-    assert summed([four], overlap=True, cores=2.0).p50 == pytest.approx(1.0), "a batch a second is made in time"
+    assert summed([four], overlap=True, cores=2.0).p50 == pytest.approx(1.0), (
+        "a batch a second is made in time"
+    )
     starved = summed([four], overlap=True, cores=0.5)
     assert starved.p50 == pytest.approx(4.0)
     assert starved.phases["data"] == pytest.approx(3.0)
@@ -136,14 +157,25 @@ def long_texts(tmp_path: Path) -> list[str]:
         with (tmp_path / f"{name}.csv").open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["text", "label"])
-            writer.writerows([" ".join(draw.choices(words, k=300)), "ab"[i % 2]] for i in range(rows))
-    return ["algo=classify", "task=custom_text", *(f"task.{n}={tmp_path / n}.csv" for n in ("train", "test"))]
+            writer.writerows(
+                [" ".join(draw.choices(words, k=300)), "ab"[i % 2]] for i in range(rows)
+            )
+    return [
+        "algo=classify",
+        "task=custom_text",
+        *(f"task.{n}={tmp_path / n}.csv" for n in ("train", "test")),
+    ]
 
 
 def explained(settings: list[str], out: Path) -> tuple[dict, str]:
-    saved = train(compose([*settings, "hardware=a100_40g", "algo.predict=[4]", "algo.scaling_mode=strong"]), out)
+    saved = train(
+        compose([*settings, "hardware=a100_40g", "algo.predict=[4]", "algo.scaling_mode=strong"]),
+        out,
+    )
     (found,) = saved["explained"]
-    assert saved["runs"][0]["step_seconds"]["p50"] == pytest.approx(found["speedup"] * found["measured_seconds"])
+    assert saved["runs"][0]["step_seconds"]["p50"] == pytest.approx(
+        found["speedup"] * found["measured_seconds"]
+    )
     return found, (out / "prediction.txt").read_text()
 
 
@@ -164,19 +196,34 @@ def test_document_004_small_model_is_launch_bound(long_texts, tmp_path, monkeypa
 def test_document_004_large_model_is_loader_or_socket_bound(long_texts, tmp_path, monkeypatch):
     monkeypatch.setattr(predict, "SIMULATED", 1)
     larger = "algo.model={size: 256, heads: 8, layers: 4, feedforward: 1024, max_tokens: 256}"
-    # Of its 128 rows a quarter, to be quick: the times are given, and what shrinks does so all the same.
-    settings = [*long_texts, larger, "algo.batch_rows=32", "algo.predict_times={1: 106.6, 4: 133.3}"]
+    # Of its 128 rows a quarter, to be quick: the times are given, and what shrinks does so all the
+    # same.
+    settings = [
+        *long_texts,
+        larger,
+        "algo.batch_rows=32",
+        "algo.predict_times={1: 106.6, 4: 133.3}",
+    ]
     found, text = explained(settings, tmp_path / "out")
     assert found["speedup"] == pytest.approx(0.80, abs=0.005)
     assert found["causes"] == ["loader-or-socket-bound"]
-    assert found["predicted_seconds"] == pytest.approx(0.0267, rel=0.1), "computing shrinks with the rows"
+    assert found["predicted_seconds"] == pytest.approx(0.0267, rel=0.1), (
+        "computing shrinks with the rows"
+    )
     assert found["needed_gbs"] < 0.6, "slower than any link inside a node"
     assert "It is not the bandwidth of the link" in text
     assert "must not say NET/Socket" in text
 
 
 def test_a_slow_link_is_named_where_it_explains_a_step():
-    run = compose(["algo=classify", "algo.predict=[4]", "algo.predict_times={1: 100, 4: 45}", "hardware=rtx4090"])
+    run = compose(
+        [
+            "algo=classify",
+            "algo.predict=[4]",
+            "algo.predict_times={1: 100, 4: 45}",
+            "hardware=rtx4090",
+        ]
+    )
     alone = {"step_seconds": {"p50": 0.1}}
     line = {
         "ranks": 4,
@@ -205,7 +252,9 @@ def test_a_prediction_on_this_cpu_and_its_error_in_the_report(warm, tmp_path, mo
     assert one["phase_seconds"]["communication"]["p50"] == 0
     for run in (strong, weak):
         assert run["phase_seconds"]["communication"]["p50"] > 0
-        assert run["rows_per_second"] == pytest.approx(run["batch_rows"] / run["step_seconds"]["p50"])
+        assert run["rows_per_second"] == pytest.approx(
+            run["batch_rows"] / run["step_seconds"]["p50"]
+        )
     text = (out / "prediction.txt").read_text()
     assert "predicted milliseconds of a step" in text
     assert "measured between 2 processes" in text
@@ -213,7 +262,9 @@ def test_a_prediction_on_this_cpu_and_its_error_in_the_report(warm, tmp_path, mo
 
     # What a scaling run with the same settings writes, 1.25 times as long.
     for run in saved["runs"]:
-        run["step_seconds"] = {name: 1.25 * seconds for name, seconds in run["step_seconds"].items()}
+        run["step_seconds"] = {
+            name: 1.25 * seconds for name, seconds in run["step_seconds"].items()
+        }
     (tmp_path / "in" / "scaling").mkdir()
     (tmp_path / "in" / "scaling" / "scaling.json").write_text(json.dumps(saved))
     text = report.write(tmp_path / "in", tmp_path / "report")
@@ -228,10 +279,14 @@ def test_a_prediction_on_this_cpu_and_its_error_in_the_report(warm, tmp_path, mo
 
 def test_a_device_that_was_not_there_is_compared_by_its_name():
     def record(device: str, seconds: float, **more) -> report.Record:
-        return report.Record("f", "t", "m", "g", 1, 32, device, "float32", seconds, seconds, 32 / seconds, {}, **more)
+        return report.Record(
+            "f", "t", "m", "g", 1, 32, device, "float32", seconds, seconds, 32 / seconds, {}, **more
+        )
 
     guess = record("a100_40g of conf/hardware", 2.0, predicted=True, match="A100")
-    found = report.grouped([guess, record("NVIDIA A100-SXM4-40GB", 1.0), record("NVIDIA H100", 1.0)])
+    found = report.grouped(
+        [guess, record("NVIDIA A100-SXM4-40GB", 1.0), record("NVIDIA H100", 1.0)]
+    )
     assert {g.points[0].records[0].device: g.points[0].error for g in found} == {
         "NVIDIA A100-SXM4-40GB": pytest.approx(100.0),
         "NVIDIA H100": None,
@@ -241,12 +296,16 @@ def test_a_device_that_was_not_there_is_compared_by_its_name():
 
 @pytest.mark.usefixtures("in_cache")
 def test_a_gpu_that_is_not_here_is_simulated(tmp_path):
-    saved = train(compose([*TINY[:1], "hardware=h100", *TINY[2:5], "opt=[amp,ddp]", "algo.predict=[2,8]"]), tmp_path)
+    saved = train(
+        compose([*TINY[:1], "hardware=h100", *TINY[2:5], "opt=[amp,ddp]", "algo.predict=[2,8]"]),
+        tmp_path,
+    )
     assert (saved["simulated"], saved["match"], saved["dtype"]) == (True, "H100", "bfloat16")
     strong = [run for run in saved["runs"] if run["scaling"] == "strong"]
     weak = [run for run in saved["runs"] if run["scaling"] == "weak"]
     assert [run["ranks"] for run in weak] == [2, 8]
-    # So small a model is launched, not computed: more GPUs do not make a step shorter, but take more rows in it.
+    # So small a model is launched, not computed: more GPUs do not make a step shorter, but take
+    # more rows in it.
     assert all(run["speedup"] < 1.1 for run in strong)
     assert weak[1]["speedup"] > 5
     said = (tmp_path / "prediction.txt").read_text()
@@ -255,25 +314,45 @@ def test_a_gpu_that_is_not_here_is_simulated(tmp_path):
     assert text.startswith("# classify on Topics: prediction\n")
     assert said.strip() in text
     assert "not finished" not in text
-    with pytest.raises(ConfigError, match=r"algo\.scaling_repeats=2 has no effect here: the GPU is not on this node"):
-        train(compose([*TINY[:1], "hardware=h100", "algo.predict=[2]", "algo.scaling_repeats=2"]), tmp_path / "other")
+    with pytest.raises(
+        ConfigError,
+        match=r"algo\.scaling_repeats=2 has no effect here: the GPU is not on this node",
+    ):
+        train(
+            compose([*TINY[:1], "hardware=h100", "algo.predict=[2]", "algo.scaling_repeats=2"]),
+            tmp_path / "other",
+        )
 
 
 MISTAKES = {
-    "algo.predict=[1,2]": "algo.predict=[1, 2] must be numbers of ranks from 2 on, and grow; one rank is always told. Use "
-    "for example algo.predict=[2,4,8].",
-    "algo.predict=[2] algo.scaling=[1,2]": "algo.scaling=[1, 2] measures and algo.predict=[2] predicts. Give one of them, "
-    "and the other in a run of its own; ddp_bench.report puts them side by side.",
-    "algo.predict=[2] algo.epochs=3": "algo.epochs has no effect with algo.predict, which measures steps and keeps no model. "
-    "Leave it out.",
-    "algo.predict_times={1:5}": "algo.predict_times has no effect without algo.predict. Add for example algo.predict=[4].",
-    "algo.predict=[4] algo.predict_times={1:5,2:4}": "algo.predict_times names 2 ranks, and algo.predict=[4] does not. Add "
-    "it there.",
-    "algo.predict=[4] algo.predict_times={4:5}": "algo.predict_times has no time of one rank, which the others are told "
-    "against. Use for example 'algo.predict_times={1: 5.2, 4: 11.3}'.",
-    "algo.predict=[4] algo.predict_times={1:0,4:5}": "algo.predict_times.1=0.0 is out of range. Give a value above 0.",
-    "algo.predict=[4] algo.predict_times={1:2,4:5} algo.scaling_mode=weak": "algo.predict_times are of strong scaling. Use "
-    "algo.scaling_mode=strong or both.",
+    "algo.predict=[1,2]": (
+        "algo.predict=[1, 2] must be numbers of ranks from 2 on, and grow; one rank is always told."
+        " Use for example algo.predict=[2,4,8]."
+    ),
+    "algo.predict=[2] algo.scaling=[1,2]": (
+        "algo.scaling=[1, 2] measures and algo.predict=[2] predicts. Give one of them, "
+        "and the other in a run of its own; ddp_bench.report puts them side by side."
+    ),
+    "algo.predict=[2] algo.epochs=3": (
+        "algo.epochs has no effect with algo.predict, which measures steps and keeps no model. "
+        "Leave it out."
+    ),
+    "algo.predict_times={1:5}": (
+        "algo.predict_times has no effect without algo.predict. Add for example algo.predict=[4]."
+    ),
+    "algo.predict=[4] algo.predict_times={1:5,2:4}": (
+        "algo.predict_times names 2 ranks, and algo.predict=[4] does not. Add it there."
+    ),
+    "algo.predict=[4] algo.predict_times={4:5}": (
+        "algo.predict_times has no time of one rank, which the others are told "
+        "against. Use for example 'algo.predict_times={1: 5.2, 4: 11.3}'."
+    ),
+    "algo.predict=[4] algo.predict_times={1:0,4:5}": (
+        "algo.predict_times.1=0.0 is out of range. Give a value above 0."
+    ),
+    "algo.predict=[4] algo.predict_times={1:2,4:5} algo.scaling_mode=weak": (
+        "algo.predict_times are of strong scaling. Use algo.scaling_mode=strong or both."
+    ),
 }
 
 
@@ -288,7 +367,9 @@ RUN_MISTAKES = {
     "hardware=cpu algo.predict_times={1:5,4:4}": "hardware=cpu has none",
     "hardware=a100_40g opt=[compile]": "opt=compile can be measured on a a100_40g, not simulated",
     "hardware=cpu algo.ddp.hook=powersgd": "does not know what algo.ddp.hook=powersgd costs",
-    "hardware=cpu opt=[ddp] opt.ddp.ranks=2": r"opt\.ddp\.ranks=2 has no effect with algo\.predict=\[4\]",
+    "hardware=cpu opt=[ddp] opt.ddp.ranks=2": (
+        r"opt\.ddp\.ranks=2 has no effect with algo\.predict=\[4\]"
+    ),
 }
 
 

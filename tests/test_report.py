@@ -1,4 +1,6 @@
-"""report.md and its figures, of real runs of all algorithms, and of runs that did not get to their end."""
+"""report.md and its figures, of real runs of all algorithms, and of runs that did not get to their
+end.
+"""
 
 import json
 import re
@@ -26,17 +28,48 @@ TINY = [*SMALL[:6], "evaluate.examples=8"]
 RUNS = {
     "eggroll": [*SMALL, "evaluate.every=2", "algo.sigma=0.1"],
     "grpo": [
-        *("algo=grpo", "task=letters", *TINY, "evaluate.every=2", "algo.steps=4", "algo.sampling.max_new_tokens=6"),
+        *(
+            "algo=grpo",
+            "task=letters",
+            *TINY,
+            "evaluate.every=2",
+            "algo.steps=4",
+            "algo.sampling.max_new_tokens=6",
+        ),
         *("algo.prompts_per_step=2", "algo.samples_per_prompt=4", "task.scoring=smooth"),
     ],
     "rft": [
-        *("algo=rft", "task=letters", *TINY, "task.scoring=smooth", "algo.select.accept=0.3", "algo.pass_samples=2"),
-        *("algo.prompts=12", "algo.validation_prompts=4", "algo.samples_per_prompt=4", "algo.prompts_per_batch=4"),
-        *("algo.chunk_size=4", "algo.sampling.max_new_tokens=6", "algo.epochs=1", "algo.batch_rows=8"),
+        *(
+            "algo=rft",
+            "task=letters",
+            *TINY,
+            "task.scoring=smooth",
+            "algo.select.accept=0.3",
+            "algo.pass_samples=2",
+        ),
+        *(
+            "algo.prompts=12",
+            "algo.validation_prompts=4",
+            "algo.samples_per_prompt=4",
+            "algo.prompts_per_batch=4",
+        ),
+        *(
+            "algo.chunk_size=4",
+            "algo.sampling.max_new_tokens=6",
+            "algo.epochs=1",
+            "algo.batch_rows=8",
+        ),
         "algo.second_round_samples=0",
     ],
     "classify": [
-        *("algo=classify", "hardware=cpu", "task.rows=200", "task.test_rows=40", "algo.epochs=2", "algo.batch_rows=40"),
+        *(
+            "algo=classify",
+            "hardware=cpu",
+            "task.rows=200",
+            "task.test_rows=40",
+            "algo.epochs=2",
+            "algo.batch_rows=40",
+        ),
         *("algo.model.size=32", "algo.model.feedforward=64", "algo.tokenizer.vocabulary=600"),
     ],
 }
@@ -69,12 +102,16 @@ def test_a_run_leaves_a_report(finished, algo):
     page = (folder / "report.md").read_text()
     result = json.loads((folder / "result.json").read_text())
     title = page.splitlines()[0]
-    assert title.startswith(f"# {algo} on {result['task']}: {result['metric']} {result['before']:.2f} → ")
+    assert title.startswith(
+        f"# {algo} on {result['task']}: {result['metric']} {result['before']:.2f} → "
+    )
     for name, value in result["metrics"]["after"].items():
         assert re.search(rf"^\| {re.escape(name)} \|.*\| {value:.2f} \|", page, re.MULTILINE)
     shown = re.findall(r'src="(plots/\w+\.png)"', page)
     assert sorted(shown) == sorted(f"plots/{path.name}" for path in (folder / "plots").iterdir())
-    assert {"metric", "throughput", "phases", "loss" if algo != "eggroll" else "drift"} <= {Path(p).stem for p in shown}
+    assert {"metric", "throughput", "phases", "loss" if algo != "eggroll" else "drift"} <= {
+        Path(p).stem for p in shown
+    }
     for path in shown:
         image = imread(folder / path)
         assert image.shape[:2] == (528, 825)
@@ -91,7 +128,10 @@ def test_every_panel_shows_what_is_logged(finished, algo):
     """Of the report and of the dashboard alike: no panel is of a name that no run has."""
     folder = finished[algo]
     logged = (
-        [*events(folder), *(json.loads(line) for line in (folder / EVALUATIONS).read_text().splitlines())]
+        [
+            *events(folder),
+            *(json.loads(line) for line in (folder / EVALUATIONS).read_text().splitlines()),
+        ]
         if (folder / EVALUATIONS).exists()
         else events(folder)
     )
@@ -115,7 +155,9 @@ def test_points_are_what_was_logged(finished):
     x, y = page._points(drift, points["drift"])
     assert x == [1, 2, 3, 4]
     assert y == [event["drift"] for event in history]
-    assert page._points(idle, points["zero_fitness"])[1] == [100 * event["zero_fitness"] for event in history]
+    assert page._points(idle, points["zero_fitness"])[1] == [
+        100 * event["zero_fitness"] for event in history
+    ]
     points["drift"][1] = (history[1], float("nan"))
     assert page._points(drift, points["drift"])[0] == [1, 3, 4]
 
@@ -140,7 +182,9 @@ def test_a_killed_run_gets_its_report_by_command(finished, tmp_path, monkeypatch
         (folder / name).unlink()
     shutil.rmtree(folder / "plots")
     log = folder / "metrics.jsonl"
-    log.write_text("".join(line + "\n" for line in log.read_text().splitlines()[:3]) + '{"step": 4, "rew')
+    log.write_text(
+        "".join(line + "\n" for line in log.read_text().splitlines()[:3]) + '{"step": 4, "rew'
+    )
     monkeypatch.setattr(sys, "argv", ["report", str(folder)])
     assert __main__.main() == 0
     assert capsys.readouterr().out == f"{folder}/report.md\n"
@@ -154,10 +198,16 @@ def test_a_killed_run_gets_its_report_by_command(finished, tmp_path, monkeypatch
 
 
 def test_a_run_that_was_stopped_has_a_report(in_cache, tmp_path):
-    second = loop.Order(Letters().examples("train"), 0).take(2, 1)[0].id  # its first prompt, two a step
+    second = (
+        loop.Order(Letters().examples("train"), 0).take(2, 1)[0].id
+    )  # its first prompt, two a step
     with pytest.raises(RunStopped):
         train(compose(SMALL), tmp_path, Letters(fault="infinite", fault_id=second))
-    assert (tmp_path / "report.md").read_text().startswith("# eggroll on Translate: not finished\n\n1 of 4 steps")
+    assert (
+        (tmp_path / "report.md")
+        .read_text()
+        .startswith("# eggroll on Translate: not finished\n\n1 of 4 steps")
+    )
 
 
 def test_a_report_that_cannot_be_written_does_not_end_the_run(in_cache, tmp_path):
@@ -172,7 +222,9 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(in_cache, tmp_path
     assert "## Warnings\n\n- " in page
 
 
-@pytest.mark.parametrize("labels", [["a", "b"], ["copy_levenshtein"] * 8, ["from the policy that sampled", "kl"]])
+@pytest.mark.parametrize(
+    "labels", [["a", "b"], ["copy_levenshtein"] * 8, ["from the policy that sampled", "kl"]]
+)
 @pytest.mark.parametrize("values", [(0.0, 0.0), (1e-7, 3e-7), (0.0, 123456.0)])
 def test_a_figure_covers_and_cuts_nothing(tmp_path, labels, values):
     """The legend lies above the axes and below the title; all text lies within the picture."""
@@ -180,7 +232,11 @@ def test_a_figure_covers_and_cuts_nothing(tmp_path, labels, values):
     with plots.saved(tmp_path / "figure.png") as axis:
         plots.lines(axis, {f"{label}{' ' * i}": ([1, 2], values) for i, label in enumerate(labels)})
         plots.finished(
-            axis, "Where the time of a fine-tuning step goes", "optimizer step", "norm before clipping", True
+            axis,
+            "Where the time of a fine-tuning step goes",
+            "optimizer step",
+            "norm before clipping",
+            True,
         )
         figure: Figure = axis.figure
         canvas = FigureCanvasAgg(figure)
@@ -215,15 +271,24 @@ def test_what_would_end_a_cell_is_escaped():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # pydantic, of wandb-workspaces
 def test_the_dashboard_has_the_panels_of_each_algorithm():
     pytest.importorskip("wandb_workspaces")
-    view = dashboard.workspace("team", "clutch", panels.ALGORITHMS)._to_model().spec.model_dump(by_alias=True)
-    sections = {section["name"]: section["panels"] for section in view["section"]["panelBankConfig"]["sections"]}
+    view = (
+        dashboard.workspace("team", "clutch", panels.ALGORITHMS)
+        ._to_model()
+        .spec.model_dump(by_alias=True)
+    )
+    sections = {
+        section["name"]: section["panels"]
+        for section in view["section"]["panelBankConfig"]["sections"]
+    }
     assert list(sections) == ["All algorithms", *panels.ALGORITHMS, "Completions", "System"]
     for algo in panels.ALGORITHMS:
         titles = [panel["config"]["chartTitle"] for panel in sections[algo]]
         assert titles == [panel.title for panel in panels.of(algo)]
         for panel, shown in zip(panels.of(algo), sections[algo], strict=True):
             config = shown["config"]
-            assert set(config["metrics"] or []) == {name for name in panel.curves if "*" not in name}
+            assert set(config["metrics"] or []) == {
+                name for name in panel.curves if "*" not in name
+            }
             for name in panel.curves:
                 if "*" in name:
                     assert re.match(config["metricRegex"], name.replace("*", "some"))

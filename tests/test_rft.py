@@ -57,7 +57,9 @@ def composed(*overrides):
 
 
 def settings(**changes):
-    run = compose(["algo=rft", "task=countdown", *(f"algo.{key}={value}" for key, value in changes.items())])
+    run = compose(
+        ["algo=rft", "task=countdown", *(f"algo.{key}={value}" for key, value in changes.items())]
+    )
     return run.algo
 
 
@@ -81,7 +83,13 @@ def record(prompt, sample, completion="x", accepted=True, path="", **more):
 
 def test_rounds_ask_only_what_is_unsolved_and_chunks_cover_each_sample_once():
     examples = [Example(i, str(i), "") for i in (7, 3, 5, 9, 1)]
-    chosen = settings(samples_per_prompt=5, second_round_samples=3, hint_samples=2, prompts_per_batch=2, chunk_size=3)
+    chosen = settings(
+        samples_per_prompt=5,
+        second_round_samples=3,
+        hint_samples=2,
+        prompts_per_batch=2,
+        chunk_size=3,
+    )
     held, rounds = {}, []
     while todo := missing(examples, held, chosen):
         assert len({chunk.round for chunk in todo}) == 1
@@ -103,7 +111,9 @@ def test_rounds_ask_only_what_is_unsolved_and_chunks_cover_each_sample_once():
 
 def test_a_chunk_that_lost_one_sample_is_made_again_whole():
     examples = [Example(i, str(i), "") for i in range(4)]
-    chosen = settings(samples_per_prompt=4, second_round_samples=0, prompts_per_batch=2, chunk_size=2)
+    chosen = settings(
+        samples_per_prompt=4, second_round_samples=0, prompts_per_batch=2, chunk_size=2
+    )
     held = {key: record(*key) for chunk in missing(examples, {}, chosen) for key in chunk.keys()}  # noqa: SIM118
     del held[2, 3]
     (again,) = missing(examples, held, chosen)
@@ -192,7 +202,9 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(of, k):
     for right in range(of + 1):
         flags = [i < right for i in range(of)]
         subsets = list(itertools.combinations(flags, k))
-        assert math.isclose(pass_at(right, of, k), sum(map(any, subsets)) / len(subsets), abs_tol=1e-12)
+        assert math.isclose(
+            pass_at(right, of, k), sum(map(any, subsets)) / len(subsets), abs_tol=1e-12
+        )
 
 
 # --- fine-tuning
@@ -214,7 +226,11 @@ def plain_losses(model, trees):
         for completion in tree.completions:
             whole = torch.tensor([tree.prompt + completion])
             logits = model(input_ids=whole).logits[0, len(tree.prompt) - 1 : -1]
-            losses.append(torch.nn.functional.cross_entropy(logits, whole[0, len(tree.prompt) :], reduction="none"))
+            losses.append(
+                torch.nn.functional.cross_entropy(
+                    logits, whole[0, len(tree.prompt) :], reduction="none"
+                )
+            )
     return torch.cat(losses)
 
 
@@ -237,8 +253,12 @@ def test_a_shared_prompt_or_a_packed_row_changes_no_loss_and_no_gradient(name, p
 
 def test_a_packed_neighbour_has_no_influence():
     model, trees = small_model("llama"), some_trees()
-    one = token_losses(model.base_model, model, lay([[trees[0], trees[1]]], torch.device("cpu")), torch.float32)
-    other = token_losses(model.base_model, model, lay([[trees[0], trees[2]]], torch.device("cpu")), torch.float32)
+    one = token_losses(
+        model.base_model, model, lay([[trees[0], trees[1]]], torch.device("cpu")), torch.float32
+    )
+    other = token_losses(
+        model.base_model, model, lay([[trees[0], trees[2]]], torch.device("cpu")), torch.float32
+    )
     assert torch.allclose(one[: trees[0].targets], other[: trees[0].targets], atol=1e-6)
 
 
@@ -287,7 +307,13 @@ def command(launch):
     """The same with launch.py in a process of its own."""
 
     def run(*overrides):
-        return launch("--config-dir", str(TESTS / "conf"), *LETTERS, *overrides, env={"PYTHONPATH": str(TESTS)})
+        return launch(
+            "--config-dir",
+            str(TESTS / "conf"),
+            *LETTERS,
+            *overrides,
+            env={"PYTHONPATH": str(TESTS)},
+        )
 
     return run
 
@@ -316,7 +342,10 @@ def test_two_iterations_teach_the_letters(letters, tmp_path):
     for iteration in (1, 2):
         found = json.loads((folder / f"iteration-{iteration}" / "selected.json").read_text())
         rows = [
-            json.loads(line) for line in (folder / f"iteration-{iteration}" / "selected.jsonl").read_text().splitlines()
+            json.loads(line)
+            for line in (
+                (folder / f"iteration-{iteration}" / "selected.jsonl").read_text().splitlines()
+            )
         ]
         assert len(rows) == found["kept"] > 0
         assert all(row["accepted"] and row["finished"] and row["reward"] == 1 for row in rows)
@@ -328,16 +357,27 @@ def test_two_iterations_teach_the_letters(letters, tmp_path):
     ]
     assert [event["step"] for event in events(folder)] == list(range(1, len(stages) + 1))
     model, _ = result.model_and_tokenizer()
-    assert torch.equal(model.state_dict()["model.norm.weight"], weights(folder)["model.norm.weight"])
+    assert torch.equal(
+        model.state_dict()["model.norm.weight"], weights(folder)["model.norm.weight"]
+    )
 
 
 def test_samples_do_not_depend_on_the_chunks(letters, tmp_path):
     def drawn(folder):
-        return {(r["prompt"], r["sample"]): r["completion"] for r in map(json.loads, samples(tmp_path / folder))}
+        return {
+            (r["prompt"], r["sample"]): r["completion"]
+            for r in map(json.loads, samples(tmp_path / folder))
+        }
 
     one = ["algo.stage=generate", "algo.second_round_samples=0"]
     letters(*one, folder="one")
-    letters(*one, "algo.prompts_per_batch=5", "algo.chunk_size=3", "algo.micro_batch_rows=7", folder="other")
+    letters(
+        *one,
+        "algo.prompts_per_batch=5",
+        "algo.chunk_size=3",
+        "algo.micro_batch_rows=7",
+        folder="other",
+    )
     assert drawn("one") == drawn("other")
 
 
@@ -358,14 +398,17 @@ def test_shards_are_merged_only_when_all_are_there_and_whole(letters, tmp_path):
     shard(1)
     shard(3)
     with pytest.raises(
-        ConfigError, match=r"samples-2-of-3.jsonl is missing. Make it: algo.stage=generate algo.shard=2/3"
+        ConfigError,
+        match=r"samples-2-of-3.jsonl is missing. Make it: algo.stage=generate algo.shard=2/3",
     ):
         letters("algo.stage=select", folder="shards")
     shard(2)
     path = tmp_path / "shards/iteration-1/samples-2-of-3.jsonl"
     whole = path.read_text()
     path.write_text("".join(line + "\n" for line in whole.splitlines()[:-1]))
-    with pytest.raises(ConfigError, match=r"samples-2-of-3.jsonl is not complete. Go on with it: .* resume=auto"):
+    with pytest.raises(
+        ConfigError, match=r"samples-2-of-3.jsonl is not complete. Go on with it: .* resume=auto"
+    ):
         letters("algo.stage=select", folder="shards")
     with pytest.raises(ConfigError, match="already holds a run"):
         shard(2)
@@ -375,19 +418,27 @@ def test_shards_are_merged_only_when_all_are_there_and_whole(letters, tmp_path):
     letters("algo.stage=generate", folder="whole")
 
     def drawn(folder):
-        return {(r["prompt"], r["sample"]): r["completion"] for r in map(json.loads, samples(tmp_path / folder))}
+        return {
+            (r["prompt"], r["sample"]): r["completion"]
+            for r in map(json.loads, samples(tmp_path / folder))
+        }
 
     assert drawn("shards") == drawn("whole")
 
 
 def test_a_stage_without_what_it_needs_says_which_is_next(letters):
-    with pytest.raises(ConfigError, match=r"holds no samples for algo.stage=select. Give the folder of"):
+    with pytest.raises(
+        ConfigError, match=r"holds no samples for algo.stage=select. Give the folder of"
+    ):
         letters("algo.stage=select")
     letters("algo.stage=generate")
     with pytest.raises(ConfigError, match=r"selected.json is missing. Make it: algo.stage=select"):
         letters("algo.stage=finetune")
     letters("algo.stage=select")
-    with pytest.raises(ConfigError, match=r"selected.json was made with other settings: keep_per_prompt was 4, is 1"):
+    with pytest.raises(
+        ConfigError,
+        match=r"selected.json was made with other settings: keep_per_prompt was 4, is 1",
+    ):
         letters("algo.stage=finetune", "algo.select.keep_per_prompt=1")
 
 
@@ -395,22 +446,30 @@ def test_other_settings_do_not_go_on_with_a_run(letters):
     letters("algo.iterations=1")
     with pytest.raises(ConfigError, match="already holds a run"):
         letters("algo.iterations=1")
-    with pytest.raises(ConfigError, match=r"finetune.json was made with other settings: algo.lr was 0.001, is 0.002"):
+    with pytest.raises(
+        ConfigError,
+        match=r"finetune.json was made with other settings: algo.lr was 0.001, is 0.002",
+    ):
         letters("algo.lr=0.002", "resume=auto")
     with pytest.raises(ConfigError, match=r"algo.sampling.temperature was 1.0, is 0.9"):
         letters("algo.sampling.temperature=0.9", "resume=auto", "algo.stage=select")
 
 
 def test_nothing_accepted_is_said_with_numbers(letters):
-    with pytest.raises(ConfigError, match=r"no completion of iteration 1 was accepted.*algo.samples_per_prompt"):
+    with pytest.raises(
+        ConfigError, match=r"no completion of iteration 1 was accepted.*algo.samples_per_prompt"
+    ):
         letters("task.scoring=smooth")
 
 
 def test_the_run_stops_when_validation_does_not_rise(letters, tmp_path):
-    # One epoch at a vanishing rate changes nothing, so the first iteration is no better than the base.
+    # One epoch at a vanishing rate changes nothing, so the first iteration is no better than the
+    # base.
     result = letters("algo.lr=1e-12", "algo.iterations=4", "algo.patience=2")
     assert result.after == result.before
-    assert len(list((tmp_path / "run").glob("iteration-*"))) == 3  # the base and two that did not help
+    assert (
+        len(list((tmp_path / "run").glob("iteration-*"))) == 3
+    )  # the base and two that did not help
 
 
 @pytest.mark.parametrize("start", ["base", "last"])
@@ -468,9 +527,18 @@ def test_lora_trains_adapters_that_peft_loads(letters, tmp_path):
 @pytest.mark.parametrize(
     ("override", "text"),
     [
-        ("algo.lora.alpha=16", "algo.lora.alpha=16 has no effect with algo.lora.rank=0: all weights are trained. Set"),
-        ("algo.lora.targets=q_proj", "algo.lora.targets=q_proj has no effect with algo.lora.rank=0"),
-        ("algo.pack_tokens=64", "algo.pack_tokens=64 has no effect with algo.packing=false. Add algo.packing=true,"),
+        (
+            "algo.lora.alpha=16",
+            "algo.lora.alpha=16 has no effect with algo.lora.rank=0: all weights are trained. Set",
+        ),
+        (
+            "algo.lora.targets=q_proj",
+            "algo.lora.targets=q_proj has no effect with algo.lora.rank=0",
+        ),
+        (
+            "algo.pack_tokens=64",
+            "algo.pack_tokens=64 has no effect with algo.packing=false. Add algo.packing=true,",
+        ),
     ],
 )
 def test_settings_without_effect(override, text):
@@ -481,7 +549,8 @@ def test_settings_without_effect(override, text):
 def test_lora_targets_that_are_not_there_are_named(letters):
     pytest.importorskip("peft")
     with pytest.raises(
-        ConfigError, match=r"algo.lora.targets='nothing': the model has no module 'nothing'. Modules: down"
+        ConfigError,
+        match=r"algo.lora.targets='nothing': the model has no module 'nothing'. Modules: down",
     ):
         letters("algo.lora.rank=4", "algo.lora.targets=nothing", "algo.iterations=1")
     with pytest.raises(ConfigError, match=r"algo.optimizer.name='Foo' is not in torch.optim"):
@@ -491,7 +560,9 @@ def test_lora_targets_that_are_not_there_are_named(letters):
 def test_an_evaluation_of_other_settings_is_made_again(letters, tmp_path):
     letters("algo.iterations=1")
     before = json.loads((tmp_path / "run/iteration-0/evaluation.json").read_text())
-    result = letters("algo.iterations=1", "resume=auto", "evaluate.examples=8", "algo.pass_samples=3")
+    result = letters(
+        "algo.iterations=1", "resume=auto", "evaluate.examples=8", "algo.pass_samples=3"
+    )
     after = json.loads((tmp_path / "run/iteration-0/evaluation.json").read_text())
     assert (len(before["completions"]), len(after["completions"])) == (16, 8)
     assert set(result.metrics["after"]) == {"exact", "characters", "pass@1", "pass@3"}
@@ -499,7 +570,13 @@ def test_an_evaluation_of_other_settings_is_made_again(letters, tmp_path):
 
 def test_a_folder_of_another_algorithm_is_left_alone(letters, tmp_path):
     letters("algo.iterations=1")
-    other = ["algo=grpo", "hardware=cpu", "model.tiny.pretrain_steps=0", "algo.steps=1", "task=translate"]
+    other = [
+        "algo=grpo",
+        "hardware=cpu",
+        "model.tiny.pretrain_steps=0",
+        "algo.steps=1",
+        "task=translate",
+    ]
     with pytest.raises(ConfigError, match=r"holds a run of algo=rft. Use another hydra.run.dir"):
         train(compose(other), tmp_path / "run")
     (tmp_path / "run/tracker.json").write_text("")  # cut short by a kill
@@ -522,7 +599,9 @@ def test_odd_line_ends_in_a_question_lose_nothing(in_cache, tmp_path):
 
     class Odd(Letters):
         def examples(self, split):
-            return [Example(e.id, e.question + "\u2028\x85", e.answer) for e in super().examples(split)]
+            return [
+                Example(e.id, e.question + "\u2028\x85", e.answer) for e in super().examples(split)
+            ]
 
         def prompt(self, example):
             return f"{example.question[:2]} =>"
@@ -533,10 +612,14 @@ def test_odd_line_ends_in_a_question_lose_nothing(in_cache, tmp_path):
 
 
 def test_an_unused_rank_has_a_scaler_with_a_scale():
-    """Of two ranks one may have no row in the first step: its gradients are the other's, its scaler must still work."""
+    """Of two ranks one may have no row in the first step: its gradients are the other's, its scaler
+    must still work.
+    """
     parameter = torch.nn.Parameter(torch.ones(2))
     config = settings()
-    updater = optim.Updater([parameter], config, Precision(torch.float16, scaler=True), torch.device("cpu"))
+    updater = optim.Updater(
+        [parameter], config, Precision(torch.float16, scaler=True), torch.device("cpu")
+    )
     updater.clear()
     parameter.grad = torch.full((2,), 65536.0)
     seen = updater.step(0.1, 1.0)
@@ -572,14 +655,19 @@ def test_evaluation_prompts_are_reported_and_never_trained_on(in_cache, tmp_path
         def examples(self, split):
             rows = list(super().examples(split))
             if split == "train":
-                leaked = [Example(len(rows) + i, e.question, e.answer) for i, e in enumerate(super().examples("test"))]
+                leaked = [
+                    Example(len(rows) + i, e.question, e.answer)
+                    for i, e in enumerate(super().examples("test"))
+                ]
                 rows += leaked
             return rows
 
     few = ["algo.samples_per_prompt=1", "algo.second_round_samples=0", "algo.epochs=1"]
     train(composed("algo.iterations=1", "algo.prompts=null", *few), tmp_path / "run", Leaky())
     log = (tmp_path / "run/run.log").read_text()
-    assert log.index("40 training prompts are evaluation prompts too: left out") < log.index("base: held-out")
+    assert log.index("40 training prompts are evaluation prompts too: left out") < log.index(
+        "base: held-out"
+    )
     held_out = {example.question for example in Leaky().examples("test")}
     drawn = {json.loads(line)["question"] for line in samples(tmp_path / "run")}
     assert len(drawn) == 610 - 20
@@ -610,7 +698,12 @@ def test_environment_variables_of_the_first_scripts_are_defaults(monkeypatch):
     monkeypatch.setenv("A100_BATCH_SIZE", "16")
     monkeypatch.setenv("A100_GRAD_ACCUM", "2")
     found = settings(batch_rows=24)
-    assert (found.micro_batch_rows, found.chunk_size, found.batch_rows, found.accumulate) == (96, 3, 24, 2)
+    assert (found.micro_batch_rows, found.chunk_size, found.batch_rows, found.accumulate) == (
+        96,
+        3,
+        24,
+        2,
+    )
     monkeypatch.setenv("CHUNK_SIZE", "many")
     with pytest.raises(ConfigError, match=r"environment variable CHUNK_SIZE='many' is no number"):
         settings()
@@ -620,9 +713,15 @@ def test_environment_variables_of_the_first_scripts_are_defaults(monkeypatch):
     ("overrides", "text"),
     [
         (["algo.stage=train"], "algo.stage='train' is not a choice."),
-        (["algo.stage=generate", "algo.shard=9/8"], "algo.shard='9/8' is no shard. Give one of I/N with I from 1 to N"),
+        (
+            ["algo.stage=generate", "algo.shard=9/8"],
+            "algo.shard='9/8' is no shard. Give one of I/N with I from 1 to N",
+        ),
         (["algo.shard=1/2"], "algo.shard=1/2 has no effect with algo.stage=all"),
-        (["algo.sampling.temperature=0"], "algo.sampling.temperature=0 makes all samples of a prompt equal"),
+        (
+            ["algo.sampling.temperature=0"],
+            "algo.sampling.temperature=0 makes all samples of a prompt equal",
+        ),
         (["algo.select.accept=1.5"], "algo.select.accept=1.5 is out of range"),
     ],
 )
@@ -640,7 +739,13 @@ def start(begin):
     """`command` that does not wait."""
 
     def run(*overrides):
-        return begin("--config-dir", str(TESTS / "conf"), *LETTERS, *overrides, env={"PYTHONPATH": str(TESTS)})
+        return begin(
+            "--config-dir",
+            str(TESTS / "conf"),
+            *LETTERS,
+            *overrides,
+            env={"PYTHONPATH": str(TESTS)},
+        )
 
     return run
 
@@ -680,8 +785,12 @@ def test_killed_at_several_points_and_resumed_it_ends_the_same(start, command, t
         assert samples(killed, iteration) == samples(whole, iteration)
     assert same_weights(killed, whole)
     assert [e["step"] for e in events(killed)] == list(range(1, len(events(killed)) + 1))
-    trained = [(e["iteration"], e["train_step"]) for e in events(killed) if e["stage"] == "finetune"]
-    assert trained == [(e["iteration"], e["train_step"]) for e in events(whole) if e["stage"] == "finetune"]
+    trained = [
+        (e["iteration"], e["train_step"]) for e in events(killed) if e["stage"] == "finetune"
+    ]
+    assert trained == [
+        (e["iteration"], e["train_step"]) for e in events(whole) if e["stage"] == "finetune"
+    ]
 
 
 @pytest.mark.faults

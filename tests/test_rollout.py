@@ -41,29 +41,43 @@ def test_greedy_equals_generate(name, rows):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_sample_does_not_depend_on_its_company(name):
-    """One row at a time, few slots with refills, all at once, one prompt alone, side by side in groups: the same."""
+    """One row at a time, few slots with refills, all at once, one prompt alone, side by side in
+    groups: the same.
+    """
     model = small_model(name)
-    many = sampler(model).generate(prompts(), sampling(1.0), samples_per_prompt=5, seed=3, logprobs=True)
+    many = sampler(model).generate(
+        prompts(), sampling(1.0), samples_per_prompt=5, seed=3, logprobs=True
+    )
     assert many.tokens.shape == (25, 20)
     assert len({tuple(row) for row in many.tokens.tolist()}) > 20  # samples differ from each other
     for rows in (1, 2, 7):
-        few = sampler(model, rows).generate(prompts(), sampling(1.0), samples_per_prompt=5, seed=3, logprobs=True)
+        few = sampler(model, rows).generate(
+            prompts(), sampling(1.0), samples_per_prompt=5, seed=3, logprobs=True
+        )
         assert torch.equal(few.tokens, many.tokens)
         assert torch.equal(few.lengths, many.lengths)
         torch.testing.assert_close(few.logprobs, many.logprobs, rtol=0, atol=1e-5)
-    alone = sampler(model).generate(prompts()[2:3], sampling(1.0), samples_per_prompt=5, seed=3, prompt_ids=[2])
+    alone = sampler(model).generate(
+        prompts()[2:3], sampling(1.0), samples_per_prompt=5, seed=3, prompt_ids=[2]
+    )
     assert torch.equal(alone.tokens, many.tokens[10:15])
     for rows in (4, 12, 100):
-        grouped = sampler(model, rows).generate(prompts(), sampling(1.0), samples_per_prompt=5, seed=3, groups=4)
+        grouped = sampler(model, rows).generate(
+            prompts(), sampling(1.0), samples_per_prompt=5, seed=3, groups=4
+        )
         assert torch.equal(grouped.tokens.view(4, 25, -1), many.tokens.expand(4, -1, -1))
 
 
 def test_looking_seldom_changes_nothing(monkeypatch):
     """On CUDA finished rows are noticed every few steps only."""
     model = small_model("llama")
-    often = sampler(model, 4).generate(prompts(), sampling(1.0), samples_per_prompt=3, logprobs=True)
+    often = sampler(model, 4).generate(
+        prompts(), sampling(1.0), samples_per_prompt=3, logprobs=True
+    )
     monkeypatch.setitem(LOOK_EVERY, "cpu", 8)
-    seldom = sampler(model, 4).generate(prompts(), sampling(1.0), samples_per_prompt=3, logprobs=True)
+    seldom = sampler(model, 4).generate(
+        prompts(), sampling(1.0), samples_per_prompt=3, logprobs=True
+    )
     assert torch.equal(seldom.tokens, often.tokens)
     assert torch.equal(seldom.lengths, often.lengths)
     assert torch.equal(seldom.finished, often.finished)
@@ -105,7 +119,11 @@ def test_looking_seldom_up_to_the_last_position(monkeypatch, shares):
         monkeypatch.setitem(LOOK_EVERY, "cpu", every)
         ours = sampler(model, rows=2, stop=())
         ours.shares = shares
-        made.append(ours.generate(prompts((10, 10, 3)), sampling(1.0, new=118), samples_per_prompt=2, seed=3))
+        made.append(
+            ours.generate(
+                prompts((10, 10, 3)), sampling(1.0, new=118), samples_per_prompt=2, seed=3
+            )
+        )
     assert torch.equal(made[1].tokens, made[0].tokens)
 
 
@@ -115,21 +133,29 @@ def test_looking_seldom_up_to_the_last_position(monkeypatch, shares):
 def test_log_probabilities_are_the_models(name, temperature, samples):
     """With a prompt in front of each row, and with one that its samples share."""
     model = small_model(name)
-    made = sampler(model, 4).generate(prompts(), sampling(temperature), samples_per_prompt=samples, logprobs=True)
+    made = sampler(model, 4).generate(
+        prompts(), sampling(temperature), samples_per_prompt=samples, logprobs=True
+    )
     for index in range(len(prompts()) * samples):
         prompt = prompts()[index // samples]
         length = int(made.lengths[index])
         completion = made.tokens[index, :length]
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt + completion.tolist()])).logits[0, len(prompt) - 1 : -1]
-        logp = torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, completion[:, None])[:, 0]
+            logits = model(input_ids=torch.tensor([prompt + completion.tolist()])).logits[
+                0, len(prompt) - 1 : -1
+            ]
+        logp = torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, completion[:, None])[
+            :, 0
+        ]
         torch.testing.assert_close(made.logprobs[index, :length], logp, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize(("rows", "groups"), [(64, 1), (5, 1), (12, 3)])
 def test_a_shared_prompt_changes_nothing(name, rows, groups):
-    """Samples of a prompt attend to one copy of it; an attention that cannot do so has a copy in each row."""
+    """Samples of a prompt attend to one copy of it; an attention that cannot do so has a copy in
+    each row.
+    """
     model = small_model(name)
     made = {}
     for shares in (True, False):
@@ -150,7 +176,9 @@ def test_the_prompt_of_a_group_is_prefilled_once():
     prefilled = []
     model.register_forward_pre_hook(
         lambda _, args, kwargs: (
-            prefilled.append(kwargs["input_ids"].shape[0]) if kwargs["input_ids"].shape[1] > 1 else None
+            prefilled.append(kwargs["input_ids"].shape[0])
+            if kwargs["input_ids"].shape[1] > 1
+            else None
         ),
         with_kwargs=True,
     )
@@ -171,9 +199,16 @@ def test_draw_follows_the_distribution():
 def test_top_k_and_top_p_cut():
     logits = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.1]]))
     u = torch.linspace(0, 0.99999, 1000)
-    assert draw(logits.expand(1000, 4), sampling(1.0, top_k=2), u, False)[0].unique().tolist() == [0, 1]
-    assert draw(logits.expand(1000, 4), sampling(1.0, top_p=0.71), u, False)[0].unique().tolist() == [0, 1, 2]
-    assert draw(logits.expand(1000, 4), sampling(1.0, top_p=0.69), u, False)[0].unique().tolist() == [0, 1]
+    assert draw(logits.expand(1000, 4), sampling(1.0, top_k=2), u, False)[0].unique().tolist() == [
+        0,
+        1,
+    ]
+    assert draw(logits.expand(1000, 4), sampling(1.0, top_p=0.71), u, False)[
+        0
+    ].unique().tolist() == [0, 1, 2]
+    assert draw(logits.expand(1000, 4), sampling(1.0, top_p=0.69), u, False)[
+        0
+    ].unique().tolist() == [0, 1]
     # Kept tokens share the whole interval in proportion.
     token, _, _ = draw(logits.expand(1000, 4), sampling(1.0, top_k=2), u, False)
     assert abs((token == 0).double().mean() - 4 / 7) < 0.01
@@ -198,7 +233,8 @@ def test_dropout_is_off_and_the_mode_comes_back():
 def test_what_does_not_fit_is_refused():
     model = small_model("llama")
     with pytest.raises(
-        ValueError, match=r"exceed the model's context of 128. Lower algo.sampling.max_new_tokens to 28"
+        ValueError,
+        match=r"exceed the model's context of 128. Lower algo.sampling.max_new_tokens to 28",
     ):
         sampler(model).generate([[5] * 100], sampling(new=29))
     with pytest.raises(ValueError, match="prompt 1 is empty"):
@@ -213,7 +249,10 @@ def test_a_narrow_copy_changes_nothing_under_autocast(name):
     plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=8, autocast=torch.bfloat16)
     plain.narrow, plain.used, plain.forward = None, model, model
     for _ in range(2):
-        one, other = (s.generate(prompts(), sampling(1.0), samples_per_prompt=3, logprobs=True) for s in (ours, plain))
+        one, other = (
+            s.generate(prompts(), sampling(1.0), samples_per_prompt=3, logprobs=True)
+            for s in (ours, plain)
+        )
         assert torch.equal(one.tokens, other.tokens)
         assert torch.equal(one.logprobs, other.logprobs)
         with torch.no_grad():
@@ -223,7 +262,9 @@ def test_a_narrow_copy_changes_nothing_under_autocast(name):
 
 def casts(sampler, new):
     """How often a matrix is cast to bfloat16 while sampling `new` tokens."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+    ) as profile:
         sampler.generate([[5, 6, 7]], sampling(1.0, new=new))
     shapes = (e.input_shapes[0] for e in profile.events() if e.name == "aten::_to_copy")
     return sum(len(shape) == 2 and min(shape) > 3 for shape in shapes)

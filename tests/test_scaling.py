@@ -15,8 +15,15 @@ from common.config import ConfigError
 from ddp_bench import report, scaling
 from launch import compose, train
 
-# Document 004: AG News, 120,000 rows, batches of 32, one GPU and four; then the larger model, batches of 128.
-SMALL_ALONE = {"data": 0.0001, "forward": 0.0017, "backward": 0.0024, "exchange": 0.0, "optimizer": 0.0009}
+# Document 004: AG News, 120,000 rows, batches of 32, one GPU and four; then the larger model,
+# batches of 128.
+SMALL_ALONE = {
+    "data": 0.0001,
+    "forward": 0.0017,
+    "backward": 0.0024,
+    "exchange": 0.0,
+    "optimizer": 0.0009,
+}
 SMALL_FOUR = {
     "data": 0.0002,
     "forward": 0.0018,
@@ -25,8 +32,20 @@ SMALL_FOUR = {
     "communication": 0.0045,
     "optimizer": 0.0013,
 }
-LARGE_ALONE = {"data": 0.002, "forward": 0.034, "backward": 0.069, "exchange": 0.0, "optimizer": 0.001}
-LARGE_FOUR = {"data": 0.085, "forward": 0.0102, "backward": 0.0191, "communication": 0.016, "optimizer": 0.002}
+LARGE_ALONE = {
+    "data": 0.002,
+    "forward": 0.034,
+    "backward": 0.069,
+    "exchange": 0.0,
+    "optimizer": 0.001,
+}
+LARGE_FOUR = {
+    "data": 0.085,
+    "forward": 0.0102,
+    "backward": 0.0191,
+    "communication": 0.016,
+    "optimizer": 0.002,
+}
 
 
 def write_run(
@@ -43,10 +62,18 @@ def write_run(
     rows: int = 120_000,
     **algo,
 ) -> Path:
-    """A finished run: the first epoch takes twice as long, the others `epoch_seconds`. An epoch is `steps` steps."""
+    """A finished run: the first epoch takes twice as long, the others `epoch_seconds`. An epoch is
+    `steps` steps.
+    """
     folder.mkdir(parents=True)
     config = {
-        "algo": {"name": "classify", "batch_rows": batch_rows, "ddp": {"hook": "none"}, "model": model, **algo},
+        "algo": {
+            "name": "classify",
+            "batch_rows": batch_rows,
+            "ddp": {"hook": "none"},
+            "model": model,
+            **algo,
+        },
         "opt": {"amp": {"enabled": False}, "ddp": {"enabled": ranks > 1}},
         "task": {"_target_": task},
     }
@@ -56,10 +83,19 @@ def write_run(
         event = {"step": step + 1, "seconds": epoch_seconds / steps * (2 if step < steps else 1)}
         event |= {"rows": rows // steps, "phase_seconds": phases or {}}
         if step % steps == steps - 1:
-            event |= {"epoch_done": step // steps + 1, "validation": {"accuracy": 80.0 + step // steps}}
+            event |= {
+                "epoch_done": step // steps + 1,
+                "validation": {"accuracy": 80.0 + step // steps},
+            }
         lines.append(json.dumps(event) + "\n")
     (folder / "metrics.jsonl").write_text("".join(lines))
-    result = {"algo": "classify", "task": task, "model": model, "world_size": ranks, "device": device}
+    result = {
+        "algo": "classify",
+        "task": task,
+        "model": model,
+        "world_size": ranks,
+        "device": device,
+    }
     result |= {"dtype": "float32", "steps": epochs * steps, "after": 81.5}
     (folder / "result.json").write_text(json.dumps(result))
     return folder
@@ -93,8 +129,12 @@ def test_speedup_and_efficiency_of_known_times(tmp_path):
         ("unpaired", 2, 100): (None, None),
     }
     one = group.points[0]
-    assert one.middle("epoch_seconds") == pytest.approx(40.0), "the first epoch, of 80 s, is warm-up"
-    assert groups_of(tmp_path, warmup=0)[0].points[0].number("rows_per_second") == pytest.approx(360_000 / 160)
+    assert one.middle("epoch_seconds") == pytest.approx(40.0), (
+        "the first epoch, of 80 s, is warm-up"
+    )
+    assert groups_of(tmp_path, warmup=0)[0].points[0].number("rows_per_second") == pytest.approx(
+        360_000 / 160
+    )
 
 
 def test_runs_of_the_same_settings_are_put_together_and_others_kept_apart(tmp_path):
@@ -105,7 +145,11 @@ def test_runs_of_the_same_settings_are_put_together_and_others_kept_apart(tmp_pa
     write_run(tmp_path / "fp16", 2, 6.0, ddp={"hook": "fp16"})
     write_run(tmp_path / "plain", 2, 7.0)
     groups = {group.name: group for group in groups_of(tmp_path)}
-    assert set(groups) == {"ag_news-encoder-2x128", "ag_news-encoder-4x256", "ag_news-encoder-4x256-2"}
+    assert set(groups) == {
+        "ag_news-encoder-2x128",
+        "ag_news-encoder-4x256",
+        "ag_news-encoder-4x256-2",
+    }
     points = groups["ag_news-encoder-2x128"].points
     assert [(len(p.records), p.hook) for p in points] == [(3, ""), (1, ", hook fp16"), (1, "")]
     assert points[0].middle("epoch_seconds") == pytest.approx(11.0)
@@ -123,11 +167,25 @@ def test_what_is_written(tmp_path, monkeypatch):
     assert (tmp_path / "out" / "performance_report.txt").read_text() == text
     with (tmp_path / "out" / "comprehensive_summary.csv").open() as file:
         one, four = csv.DictReader(file)
-    assert (one["scaling"], one["epoch_seconds"], one["rows_per_second"]) == ("one rank", "40", "3000")
-    assert (four["speedup"], four["efficiency_percent"], four["communication_seconds"]) == ("3.2", "80", "0.0045")
-    assert (four["best_validation_accuracy_percent"], four["test_accuracy_percent"]) == ("82", "81.5")
+    assert (one["scaling"], one["epoch_seconds"], one["rows_per_second"]) == (
+        "one rank",
+        "40",
+        "3000",
+    )
+    assert (four["speedup"], four["efficiency_percent"], four["communication_seconds"]) == (
+        "3.2",
+        "80",
+        "0.0045",
+    )
+    assert (four["best_validation_accuracy_percent"], four["test_accuracy_percent"]) == (
+        "82",
+        "81.5",
+    )
     table = (tmp_path / "out" / "summary_table.tex").read_text()
-    assert r"ag\_news & encoder 2x128 & strong & 4 & 32 & 12.50 & 9600 & 3.20x & 80.0 \% & 81.5 \% \\" in table
+    assert (
+        r"ag\_news & encoder 2x128 & strong & 4 & 32 & 12.50 & 9600 & 3.20x & 80.0 \% & 81.5 \% \\"
+        in table
+    )
     assert table.count(r"\begin{") == table.count(r"\end{") == 2
 
 
@@ -147,8 +205,10 @@ def test_the_table_compiles_as_it_is(tmp_path):
 
 
 def test_latex_escapes():
-    assert report.escaped(r"a_b & 5 % of #1 {x} $2 c:\d ~e^f") == (
-        r"a\_b \& 5 \% of \#1 \{x\} \$2 c:\textbackslash{}d \textasciitilde{}e\textasciicircum{}f"
+    assert (
+        report.escaped(r"a_b & 5 % of #1 {x} $2 c:\d ~e^f")
+        == r"a\_b \& 5 \% of \#1 \{x\} \$2 c:\textbackslash{}d"
+        r" \textasciitilde{}e\textasciicircum{}f"
     )
 
 
@@ -188,7 +248,8 @@ def test_document_004_small_model_is_launch_bound_and_wants_one_gpu(tmp_path):
     assert four.efficiency == pytest.approx(11.5, abs=0.05)
     text = report.told([group], [])
     assert "speed-up 0.46x, efficiency 11.5 %: NEGATIVE SCALING" in text
-    # Without any communication four would still not be worth it: 11.3 - 5.5 = 5.8 ms against 5.2 ms.
+    # Without any communication four would still not be worth it: 11.3 - 5.5 = 5.8 ms against 5.2
+    # ms.
     assert four.number("step_p50") == pytest.approx(0.01129, abs=1e-5)
     assert "cause: launch-bound: the work of a step does not shrink with its rows" in text
     assert four.causes == ["launch-bound", "communication-bound"]
@@ -209,7 +270,10 @@ def test_document_004_large_model_is_loader_bound(tmp_path):
     assert four.speedup == pytest.approx(0.80, abs=5e-4)
     assert four.causes[:2] == ["loader-bound", "communication-bound"]
     advised = [text for _, text in four.advice]
-    assert advised[:2] == ["more algo.loader.workers (predicted, at best)", "use one GPU (measured)"]
+    assert advised[:2] == [
+        "more algo.loader.workers (predicted, at best)",
+        "use one GPU (measured)",
+    ]
     assert four.advice[0][0] == pytest.approx(133.35 / (133.35 - 85), rel=1e-3)
 
 
@@ -218,9 +282,24 @@ def test_document_004_large_model_is_loader_bound(tmp_path):
     [
         ({"forward": 0.3, "backward": 0.3, "communication": 0.5}, 2, "A100", "communication-bound"),
         ({"forward": 0.45, "backward": 0.5, "communication": 0.05}, 2, "A100", "launch-bound"),
-        ({"forward": 0.7, "backward": 0.6, "communication": 0.05}, 2, "A100", "oversubscribed cores"),
-        ({"forward": 0.25, "backward": 0.25, "communication": 0.6}, 4, "CPU (2 cores)", "oversubscribed cores"),
-        ({"forward": 0.4, "backward": 0.4, "communication": 0.6}, 2, "CPU (2 cores)", "oversubscribed cores"),
+        (
+            {"forward": 0.7, "backward": 0.6, "communication": 0.05},
+            2,
+            "A100",
+            "oversubscribed cores",
+        ),
+        (
+            {"forward": 0.25, "backward": 0.25, "communication": 0.6},
+            4,
+            "CPU (2 cores)",
+            "oversubscribed cores",
+        ),
+        (
+            {"forward": 0.4, "backward": 0.4, "communication": 0.6},
+            2,
+            "CPU (2 cores)",
+            "oversubscribed cores",
+        ),
         ({"forward": 0.25, "backward": 0.25, "communication": 0.02}, 2, "A100", None),
     ],
 )
@@ -233,17 +312,37 @@ def test_causes(tmp_path, phases, ranks, device, cause):
 
 def test_what_was_measured_is_not_predicted(tmp_path):
     write_run(tmp_path / "one", 1, 10.0, {"forward": 0.5, "backward": 0.5})
-    write_run(tmp_path / "strong", 2, 10.0, {"forward": 0.45, "backward": 0.5, "communication": 0.05})
-    write_run(tmp_path / "weak", 2, 8.0, {"forward": 0.7, "backward": 0.8, "communication": 0.1}, batch_rows=64)
+    write_run(
+        tmp_path / "strong", 2, 10.0, {"forward": 0.45, "backward": 0.5, "communication": 0.05}
+    )
+    write_run(
+        tmp_path / "weak",
+        2,
+        8.0,
+        {"forward": 0.7, "backward": 0.8, "communication": 0.1},
+        batch_rows=64,
+    )
     (group,) = groups_of(tmp_path)
     _, strong, weak = group.points
-    # The same rows a rank take longer than on one: what keeps the strong run from shrinking is shared, not launched.
+    # The same rows a rank take longer than on one: what keeps the strong run from shrinking is
+    # shared, not launched.
     assert strong.causes[0] == weak.causes[0] == "oversubscribed cores"
     more = "algo.batch_rows=64: more rows a rank; raise algo.lr, check accuracy (measured)"
-    assert strong.advice == [(pytest.approx(1.25), more), (pytest.approx(1.0), "use one GPU (measured)")]
-    write_run(tmp_path / "better", 2, 5.0, {"forward": 0.5, "backward": 0.5}, batch_rows=64, task="imdb")
+    assert strong.advice == [
+        (pytest.approx(1.25), more),
+        (pytest.approx(1.0), "use one GPU (measured)"),
+    ]
+    write_run(
+        tmp_path / "better", 2, 5.0, {"forward": 0.5, "backward": 0.5}, batch_rows=64, task="imdb"
+    )
     write_run(tmp_path / "alone", 1, 10.0, {"forward": 0.5, "backward": 0.5}, task="imdb")
-    write_run(tmp_path / "split", 2, 10.0, {"forward": 0.45, "backward": 0.5, "communication": 0.05}, task="imdb")
+    write_run(
+        tmp_path / "split",
+        2,
+        10.0,
+        {"forward": 0.45, "backward": 0.5, "communication": 0.05},
+        task="imdb",
+    )
     strong = groups_of(tmp_path)[1].points[1]
     assert strong.causes[0] == "launch-bound"
     assert strong.advice[0][0] == pytest.approx(2.0)
@@ -299,7 +398,9 @@ def test_real_runs_are_read(warm, tmp_path):
     (group,) = report.grouped(records)
     one, two = group.points
     assert (one.mode, two.mode, group.name) == ("one rank", "strong", "topics")
-    lines = [json.loads(line) for line in (tmp_path / "2" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "2" / "metrics.jsonl").read_text().splitlines()
+    ]
     second = [line for line in lines if line["epoch"] > 1]
     assert two.middle("epoch_seconds") == pytest.approx(sum(line["seconds"] for line in second))
     assert two.speedup == pytest.approx(one.middle("epoch_seconds") / two.middle("epoch_seconds"))
@@ -311,7 +412,12 @@ def test_real_runs_are_read(warm, tmp_path):
 TINY = [
     *("algo=classify", "hardware=cpu", "task.rows=298", "task.test_rows=60", "algo.batch_rows=32"),
     *("algo.model.size=32", "algo.model.feedforward=64", "algo.tokenizer.vocabulary=600"),
-    *("algo.scaling=[1,2]", "algo.scaling_steps=4", "algo.scaling_warmup=1", "algo.scaling_repeats=1"),
+    *(
+        "algo.scaling=[1,2]",
+        "algo.scaling_steps=4",
+        "algo.scaling_warmup=1",
+        "algo.scaling_repeats=1",
+    ),
 ]
 
 
@@ -325,7 +431,9 @@ def test_a_scaling_run(launch: Launch, tmp_path, monkeypatch):
         ("weak", 2, 64),
     ]
     assert saved["loss_check"]["same"] is True
-    assert 0 < saved["loss_check"]["largest_difference"] < scaling.ROUNDING, "ranks add in another order"
+    assert 0 < saved["loss_check"]["largest_difference"] < scaling.ROUNDING, (
+        "ranks add in another order"
+    )
     one, strong, weak = saved["runs"]
     assert (one["speedup"], one["phase_seconds"]["communication"]["p50"]) == (1.0, 0.0)
     for run in saved["runs"]:
@@ -335,7 +443,9 @@ def test_a_scaling_run(launch: Launch, tmp_path, monkeypatch):
         assert set(run["phase_seconds"]) == set(report.PHASES)
         assert run["rows_per_second"] == pytest.approx(run["batch_rows"] / step["p50"])
         assert sum(span["p50"] for span in run["phase_seconds"].values()) < 1.5 * step["p50"]
-    assert weak["efficiency_percent"] == pytest.approx(50 * weak["rows_per_second"] / one["rows_per_second"])
+    assert weak["efficiency_percent"] == pytest.approx(
+        50 * weak["rows_per_second"] / one["rows_per_second"]
+    )
     assert "float32 rounding" in done.stdout
     assert "strong" in done.stdout
     assert not (out / "checkpoints").exists()
@@ -348,14 +458,25 @@ def test_a_scaling_run(launch: Launch, tmp_path, monkeypatch):
 
 
 MISTAKES = {
-    "algo.scaling=[2,4]": "algo.scaling=[2, 4] must be numbers of ranks that begin with 1, what speed-up is told against, "
-    "and grow. Use for example algo.scaling=[1,2,4].",
-    "algo.scaling=[1,2] algo.scaling_mode=stong": "algo.scaling_mode='stong' is not a choice. Did you mean 'strong'? "
-    "Choices: strong, weak, both.",
-    "algo.scaling=[1,2] algo.scaling_steps=0": "algo.scaling_steps=0 is too small. Give a value of at least 1.",
-    "algo.scaling_steps=5": "algo.scaling_steps has no effect without algo.scaling. Add for example 'algo.scaling=[1,2]'.",
-    "algo.scaling=[1,2] algo.epochs=2": "algo.epochs has no effect with algo.scaling, which measures steps and keeps no "
-    "model. Leave it out.",
+    "algo.scaling=[2,4]": (
+        "algo.scaling=[2, 4] must be numbers of ranks that begin with 1, what speed-up is told"
+        " against, and grow. Use for example algo.scaling=[1,2,4]."
+    ),
+    "algo.scaling=[1,2] algo.scaling_mode=stong": (
+        "algo.scaling_mode='stong' is not a choice. Did you mean 'strong'? "
+        "Choices: strong, weak, both."
+    ),
+    "algo.scaling=[1,2] algo.scaling_steps=0": (
+        "algo.scaling_steps=0 is too small. Give a value of at least 1."
+    ),
+    "algo.scaling_steps=5": (
+        "algo.scaling_steps has no effect without algo.scaling. Add for example"
+        " 'algo.scaling=[1,2]'."
+    ),
+    "algo.scaling=[1,2] algo.epochs=2": (
+        "algo.epochs has no effect with algo.scaling, which measures steps and keeps no "
+        "model. Leave it out."
+    ),
 }
 
 
@@ -367,10 +488,13 @@ def test_mistakes_are_worded(arguments):
 
 
 def test_mistakes_that_a_run_finds(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"opt\.ddp\.ranks=2 has no effect with algo\.scaling=\[1, 2\]"):
+    with pytest.raises(
+        ConfigError, match=r"opt\.ddp\.ranks=2 has no effect with algo\.scaling=\[1, 2\]"
+    ):
         train(compose([*TINY, "opt=[ddp]", "opt.ddp.ranks=2"]), tmp_path)
     with pytest.raises(
-        ConfigError, match=r"algo\.batch_rows=500 makes batches of 500 rows with 1 ranks, and there are 268"
+        ConfigError,
+        match=r"algo\.batch_rows=500 makes batches of 500 rows with 1 ranks, and there are 268",
     ):
         train(compose([*TINY, "algo.batch_rows=500"]), tmp_path)
     with monkeypatch.context() as patched:

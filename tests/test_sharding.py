@@ -1,6 +1,8 @@
-"""opt=fsdp: two ranks with a share of the weights each end where one rank does, and go on from each other's checkpoints.
+"""opt=fsdp: two ranks with a share of the weights each end where one rank does, and go on from each
+other's checkpoints.
 
-A pair of processes makes all runs of two ranks one after the other, as under torchrun: starting them is what takes time.
+A pair of processes makes all runs of two ranks one after the other, as under torchrun: starting
+them is what takes time.
 """
 
 import json
@@ -33,11 +35,30 @@ from common.report import page
 from ddp_bench import models
 from launch import compose, train
 
-GRPO = [*test_grpo.SMALL, "algo.passes=2", "algo.kl.beta=0.05", "algo.loss=grpo", "checkpoint.every=2"]
-# 3 prompts of which rank 1 has one, and held-out examples of which it has one less: ranks make different numbers of forwards.
+GRPO = [
+    *test_grpo.SMALL,
+    "algo.passes=2",
+    "algo.kl.beta=0.05",
+    "algo.loss=grpo",
+    "checkpoint.every=2",
+]
+# 3 prompts of which rank 1 has one, and held-out examples of which it has one less: ranks make
+# different numbers of forwards.
 UNEVEN = ["algo.micro_batch_rows=3", "evaluate.examples=5", "algo.rows_per_forward=4"]
-CLASSIFY = [*test_classify.SMALL, *test_classify.LAST, "algo.micro_batch_rows=8", "algo.epochs=1", "task.test_rows=49"]
-RFT = [*test_rft.LETTERS, "algo.iterations=1", "algo.prompts=30", "algo.batch_rows=8", "algo.accumulate=2"]
+CLASSIFY = [
+    *test_classify.SMALL,
+    *test_classify.LAST,
+    "algo.micro_batch_rows=8",
+    "algo.epochs=1",
+    "task.test_rows=49",
+]
+RFT = [
+    *test_rft.LETTERS,
+    "algo.iterations=1",
+    "algo.prompts=30",
+    "algo.batch_rows=8",
+    "algo.accumulate=2",
+]
 EGGROLL = {
     "default": [*MOVING, "algo.rows_per_forward=6"],
     "of all kinds": [
@@ -73,7 +94,9 @@ LONG = {  # the same in other combinations
 def start(out: Path, folder: str, overrides: list[str]):
     task = Letters("smooth") if folder.startswith("eggroll") else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "write_or_warn", lambda _: False)  # reports with plots take longer than these runs
+        patch.setattr(
+            page, "write_or_warn", lambda _: False
+        )  # reports with plots take longer than these runs
         return train(compose(overrides, str(test_rft.TESTS / "conf")), out / folder, task)
 
 
@@ -166,7 +189,9 @@ def same(first: Path, second: Path, **tolerance: float) -> None:
     one, other = weights(first), weights(second)
     assert one.keys() == other.keys()
     for name, tensor in one.items():
-        torch.testing.assert_close(tensor, other[name], **(tolerance or {"rtol": 1e-4, "atol": 1e-6}), msg=name)
+        torch.testing.assert_close(
+            tensor, other[name], **(tolerance or {"rtol": 1e-4, "atol": 1e-6}), msg=name
+        )
 
 
 def grpo_is_that_of_one_rank(folder: Path, how: str) -> None:
@@ -196,7 +221,9 @@ def classify_is_that_of_one_rank(folder: Path, how: str) -> None:
     for mine, theirs in zip(events(two), events(one), strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], abs=2e-6)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
-    (first,), (second,) = (models.load(folder / "model").predict(["rain tomorrow"]) for folder in (one, two))
+    (first,), (second,) = (
+        models.load(folder / "model").predict(["rain tomorrow"]) for folder in (one, two)
+    )
     assert first[0] == second[0]
     assert first[1] == pytest.approx(second[1], rel=1e-4)
 
@@ -250,12 +277,17 @@ def test_a_rank_holds_its_share(runs):
     assert two / one == pytest.approx(0.5, abs=0.01)
     log = (runs / "grpo/gathered/run.log").read_text()
     assert "measured: training state 0.22 MB a rank, with opt=ddp 0.44 MB" in log
-    assert "; training state 0.28 MB a rank, with opt=ddp 0.55 MB" in log, "the plan, with the reference model"
+    assert "; training state 0.28 MB a rank, with opt=ddp 0.55 MB" in log, (
+        "the plan, with the reference model"
+    )
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(runs):
     for rank in (0, 1):
-        assert json.loads((runs / f"overflow-{rank}.json").read_text()) == [[1.0, False], [0.0, True]]
+        assert json.loads((runs / f"overflow-{rank}.json").read_text()) == [
+            [1.0, False],
+            [0.0, True],
+        ]
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(runs, in_cache, tmp_path):
@@ -273,7 +305,10 @@ def test_a_run_goes_on_with_another_number_of_ranks(runs, in_cache, tmp_path):
 @pytest.mark.parametrize(
     ("switches", "said"),
     [
-        (["opt=[fsdp]", "opt.fsdp.ranks=1"], ["opt=fsdp with one rank: nothing is shared out: it holds all weights, "]),
+        (
+            ["opt=[fsdp]", "opt.fsdp.ranks=1"],
+            ["opt=fsdp with one rank: nothing is shared out: it holds all weights, "],
+        ),
         (["opt=[ddp]", "opt.ddp.ranks=1"], ["opt=ddp with one rank: the same as without it"]),
         ([], []),
     ],
@@ -290,7 +325,12 @@ def test_a_sharded_checkpoint_is_one_folder_of_safetensors_with_hashes(runs, tmp
     saved = checkpoint.latest(runs / "grpo/two first/checkpoints")
     assert saved is not None
     assert saved.sharded
-    assert sorted(path.suffix for path in saved.path.iterdir()) == [".json", ".json", ".pt", *[".safetensors"] * 2]
+    assert sorted(path.suffix for path in saved.path.iterdir()) == [
+        ".json",
+        ".json",
+        ".pt",
+        *[".safetensors"] * 2,
+    ]
     damaged = tmp_path / "checkpoints" / saved.path.name
     shutil.copytree(saved.path, damaged)
     shard = next(damaged.glob("shard-00002*"))
@@ -313,12 +353,24 @@ def test_the_export_is_a_plain_folder(runs):
         (["opt=[fsdp,compile]"], "opt=fsdp and opt=compile do not go together"),
         (["opt=[fsdp,offload]"], "opt=fsdp and opt=offload do not go together"),
         (["opt=[fsdp]", "opt.fsdp.rollout=both"], "opt.fsdp.rollout='both' is not a choice"),
-        (["opt.fsdp.ranks=2"], "opt.fsdp.ranks=2 has no effect: fsdp is off. Add it: 'opt=[fsdp,...]'"),
+        (
+            ["opt.fsdp.ranks=2"],
+            "opt.fsdp.ranks=2 has no effect: fsdp is off. Add it: 'opt=[fsdp,...]'",
+        ),
         (["opt=[fsdp]", "opt.fsdp.ranks=1", "opt.fsdp.cpu_offload=true"], "has no effect on a CPU"),
-        (["opt=[fsdp]", "opt.fsdp.ranks=1", "opt.fsdp.ranks_per_group=2"], "does not divide the 1 ranks"),
+        (
+            ["opt=[fsdp]", "opt.fsdp.ranks=1", "opt.fsdp.ranks_per_group=2"],
+            "does not divide the 1 ranks",
+        ),
         (["opt=[fsdp]", "opt.fsdp.backend=nccl"], "opt.fsdp.backend=nccl needs CUDA devices"),
-        (["algo=classify", "opt=[fsdp]", "opt.fsdp.ranks=1", "algo.ddp.hook=powersgd"], "which opt=fsdp replaces"),
-        (["algo=classify", "opt=[fsdp]", "algo.scaling=[1,2]"], "opt=fsdp has no effect with algo.scaling"),
+        (
+            ["algo=classify", "opt=[fsdp]", "opt.fsdp.ranks=1", "algo.ddp.hook=powersgd"],
+            "which opt=fsdp replaces",
+        ),
+        (
+            ["algo=classify", "opt=[fsdp]", "algo.scaling=[1,2]"],
+            "opt=fsdp has no effect with algo.scaling",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

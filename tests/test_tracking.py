@@ -23,7 +23,14 @@ from common.report.events import numbers
 from common.signals import EXIT_NUMBERS
 from launch import compose, train
 
-RUN = [*SMALL, "algo.steps=4", "evaluate.every=1", "algo.sigma=0.1", "algo.lr=0.5", "algo.sampling.temperature=1.0"]
+RUN = [
+    *SMALL,
+    "algo.steps=4",
+    "evaluate.every=1",
+    "algo.sigma=0.1",
+    "algo.lr=0.5",
+    "algo.sampling.temperature=1.0",
+]
 
 
 def run_here(out, *overrides):
@@ -36,7 +43,9 @@ def test_resume_cuts_later_events_and_a_torn_line(in_cache, tmp_path):
     path = tmp_path / "metrics.jsonl"
     first = path.read_text()
     lost = [{"step": step, "reward": -1.0} for step in (3, 4)]
-    path.write_text(first + "".join(json.dumps(event) + "\n" for event in lost) + '{"step": 5, "rewa')
+    path.write_text(
+        first + "".join(json.dumps(event) + "\n" for event in lost) + '{"step": 5, "rewa'
+    )
     run_here(tmp_path, "resume=auto")
     assert path.read_text().startswith(first), "what stands is not written anew with other times"
     assert [event["step"] for event in events(tmp_path)] == [1, 2, 3, 4]
@@ -56,12 +65,16 @@ def tracked(event: dict) -> dict[str, float]:
     found: dict[str, float] = {}
     for key, value in event.items():
         inner = value.items() if isinstance(value, dict) else [("", value)]
-        found |= {f"{key}/{name}" if name else key: v for name, v in inner if isinstance(v, (int, float))}
+        found |= {
+            f"{key}/{name}" if name else key: v for name, v in inner if isinstance(v, (int, float))
+        }
     return {name: value for name, value in found.items() if name != "step"}
 
 
 def by_step(out) -> dict[int, dict[str, float]]:
-    """What trackers are to show at each step: the events, and the measures before the first and after the last."""
+    """What trackers are to show at each step: the events, and the measures before the first and
+    after the last.
+    """
     shown = {event["step"]: tracked(event) for event in events(out)}
     for line in (out / "evaluations.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -80,7 +93,12 @@ def test_stages_are_curves_of_their_own_and_shared_measures_are_not():
         "metrics": {"a": 1.0},
         "seconds": {"x": 2.0},
     }
-    assert numbers(event) == {"iteration": 2, "metric": 5.0, "metrics/a": 1.0, "evaluate/seconds/x": 2.0}
+    assert numbers(event) == {
+        "iteration": 2,
+        "metric": 5.0,
+        "metrics/a": 1.0,
+        "evaluate/seconds/x": 2.0,
+    }
 
 
 def test_tensorboard_shows_the_same_numbers(in_cache, tmp_path):
@@ -98,23 +116,37 @@ def test_tensorboard_shows_the_same_numbers(in_cache, tmp_path):
     assert scalars == names
     for name in names:
         shown = {scalar.step: scalar.value for scalar in seen.Scalars(name)}
-        assert shown == pytest.approx({s: values[name] for s, values in expected.items() if name in values}, rel=1e-6)
+        assert shown == pytest.approx(
+            {s: values[name] for s, values in expected.items() if name in values}, rel=1e-6
+        )
     assert seen.Scalars("summary/after")[-1].value == pytest.approx(result.after)
-    tables = {f"completions/{name}/text_summary" for name in ("before", "step-00000001", "step-00000003", "after")}
+    tables = {
+        f"completions/{name}/text_summary"
+        for name in ("before", "step-00000001", "step-00000003", "after")
+    }
     assert tables <= set(seen.Tags()["tensors"])
 
 
-def test_completions_of_each_evaluation_are_kept_and_those_after_the_checkpoint_cut(in_cache, tmp_path):
+def test_completions_of_each_evaluation_are_kept_and_those_after_the_checkpoint_cut(
+    in_cache, tmp_path
+):
     run_here(tmp_path, "algo.steps=2")
-    (tmp_path / "completions" / "step-00000003.jsonl").write_text("{}\n")  # of a step that no checkpoint holds
+    (tmp_path / "completions" / "step-00000003.jsonl").write_text(
+        "{}\n"
+    )  # of a step that no checkpoint holds
     with (tmp_path / "evaluations.jsonl").open("a") as file:
         file.write('{"step": 3, "metric": -1, "metric_name": "exact", "metrics": {"exact": -1}}\n')
     run_here(tmp_path, "resume=auto", "evaluate.every=2")
-    kept = {path.stem: path.read_text().splitlines() for path in (tmp_path / "completions").iterdir()}
+    kept = {
+        path.stem: path.read_text().splitlines() for path in (tmp_path / "completions").iterdir()
+    }
     assert kept.keys() == {"before", "after", "step-00000001"}
     assert {len(rows) for rows in kept.values()} == {8}
     assert json.loads(kept["after"][0]).keys() == {"id", "prompt", "answer", "completion"}
-    steps = [json.loads(line)["step"] for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()
+    ]
     assert steps == [0, 1, 2, 4]
 
 
@@ -126,16 +158,25 @@ class Wandb:
         self.folder = folder
         self.run = next(r.run for r in found if r.WhichOneof("record_type") == "run")
         self.config = {item.key: json.loads(item.value_json) for item in self.run.config.update}
-        self.axes = {m.glob_name or m.name: m.step_metric for m in (r.metric for r in found) if m.glob_name or m.name}
+        self.axes = {
+            m.glob_name or m.name: m.step_metric
+            for m in (r.metric for r in found)
+            if m.glob_name or m.name
+        }
         self.history, self.summary = {}, {}
         for record in found:
             for item in record.summary.update:
                 self.summary[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
             if record.WhichOneof("record_type") == "history":
-                items = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+                items = {
+                    i.key or "/".join(i.nested_key): json.loads(i.value_json)
+                    for i in record.history.item
+                }
                 assert record.history.step.num not in self.history
                 self.history[record.history.step.num] = items
-        self.artifacts = [(a.type, sorted(a.aliases)) for a in (r.artifact for r in found) if a.type]
+        self.artifacts = [
+            (a.type, sorted(a.aliases)) for a in (r.artifact for r in found) if a.type
+        ]
         self.exit = next(r.exit.exit_code for r in found if r.WhichOneof("record_type") == "exit")
         self.kinds = {record.WhichOneof("record_type") for record in found}
 
@@ -148,10 +189,21 @@ OFFLINE = {"WANDB_MODE": "offline", "WANDB_BASE_URL": "http://127.0.0.1:9"}
 
 
 def test_wandb_offline(launch, tmp_path):
-    """Nothing listens where W&B is told to be, so anything that went over the network would fail or wait."""
-    secrets = {"WANDB_API_KEY": "0123456789abcdef" * 2 + "01234567", "HF_TOKEN": "hf_aVerySecretToken"}
+    """Nothing listens where W&B is told to be, so anything that went over the network would fail or
+    wait.
+    """
+    secrets = {
+        "WANDB_API_KEY": "0123456789abcdef" * 2 + "01234567",
+        "HF_TOKEN": "hf_aVerySecretToken",
+    }
     out = tmp_path / "run"
-    common = [*SMALL, "tracker=wandb", f"hydra.run.dir={out}", "tracker.artifacts=true", "evaluate.every=1"]
+    common = [
+        *SMALL,
+        "tracker=wandb",
+        f"hydra.run.dir={out}",
+        "tracker.artifacts=true",
+        "evaluate.every=1",
+    ]
     env = OFFLINE | {"HOME": str(tmp_path), **secrets}
     done = launch(*common, "algo.steps=2", env=env)
     assert "wandb:" not in done.stdout + done.stderr, "the chatter of the library"
@@ -174,9 +226,14 @@ def test_wandb_offline(launch, tmp_path):
     result = json.loads((out / "result.json").read_text())
     assert seen.summary["after"] == result["after"]
     assert seen.summary["metric_name"] == result["metric"] == "bleu"
-    tables = {name: seen.table(f"completions/{name}") for name in ("before", "step-00000001", "after")}
+    tables = {
+        name: seen.table(f"completions/{name}") for name in ("before", "step-00000001", "after")
+    }
     for name, table in tables.items():
-        kept = [json.loads(line) for line in (out / "completions" / f"{name}.jsonl").read_text().splitlines()]
+        kept = [
+            json.loads(line)
+            for line in (out / "completions" / f"{name}.jsonl").read_text().splitlines()
+        ]
         assert table["columns"] == ["id", "prompt", "answer", "completion"]
         assert [row[3] for row in table["data"]] == [row["completion"] for row in kept]
     kinds = [(kind, aliases) for kind, aliases in seen.artifacts if kind in ("checkpoint", "model")]
@@ -202,7 +259,8 @@ def test_wandb_has_the_end_of_a_run_that_was_killed_after_its_last_checkpoint(la
     for more in ([], ["resume=auto"]):
         launch(*SMALL, "tracker=wandb", f"hydra.run.dir={out}", "algo.steps=2", *more, env=env)
     _, later = (
-        Wandb(folder) for folder in sorted((out / "wandb").glob("offline-run-*"), key=lambda f: f.stat().st_mtime)
+        Wandb(folder)
+        for folder in sorted((out / "wandb").glob("offline-run-*"), key=lambda f: f.stat().st_mtime)
     )
     result = json.loads((out / "result.json").read_text())
     assert [values["step"] for values in later.history.values()] == [2]
@@ -213,7 +271,15 @@ def test_wandb_has_the_end_of_a_run_that_was_killed_after_its_last_checkpoint(la
 def test_wandb_shows_the_stages_of_rft(launch, tmp_path):
     """Its step is the event of the log, which stages, evaluations and tables share."""
     out = tmp_path / "run"
-    rft = [*("algo=rft", "task=letters", "task.scoring=smooth", "algo.select.accept=0.2", "algo.pass_samples=0")]
+    rft = [
+        *(
+            "algo=rft",
+            "task=letters",
+            "task.scoring=smooth",
+            "algo.select.accept=0.2",
+            "algo.pass_samples=0",
+        )
+    ]
     rft += [
         *SMALL[:6],
         "evaluate.examples=4",
@@ -221,7 +287,12 @@ def test_wandb_shows_the_stages_of_rft(launch, tmp_path):
         "algo.validation_prompts=2",
         "algo.samples_per_prompt=4",
     ]
-    rft += ["algo.sampling.max_new_tokens=6", "algo.epochs=1", "algo.iterations=1", f"hydra.run.dir={out}"]
+    rft += [
+        "algo.sampling.max_new_tokens=6",
+        "algo.epochs=1",
+        "algo.iterations=1",
+        f"hydra.run.dir={out}",
+    ]
     path = os.pathsep.join((str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
     env = OFFLINE | {"HOME": str(tmp_path), "PYTHONPATH": path}
     done = launch(*rft, "tracker=wandb", f"--config-dir={ROOT}/tests/conf", env=env)
@@ -233,7 +304,12 @@ def test_wandb_shows_the_stages_of_rft(launch, tmp_path):
         shown = seen.history[event["step"]]
         assert {name: shown[name] for name in numbers(event)} == pytest.approx(numbers(event))
     names = {name for shown in seen.history.values() for name in shown}
-    assert {"generate/accepted", "select/prompts_by_share_right/none", "finetune/loss", "metrics/exact"} <= names
+    assert {
+        "generate/accepted",
+        "select/prompts_by_share_right/none",
+        "finetune/loss",
+        "metrics/exact",
+    } <= names
     assert {"iteration", "generated_tokens", "reward_evaluations"} <= names
     for name in ("before", "iteration-1", "after"):
         assert len(seen.table(f"completions/{name}")["data"]) == 4
@@ -243,9 +319,17 @@ def test_wandb_is_told_that_a_run_failed(launch, tmp_path):
     """And keeps what was logged until then."""
     path = os.pathsep.join((str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
     env = OFFLINE | {"HOME": str(tmp_path), "PYTHONPATH": path}
-    bad = Order(Letters().examples("train"), 0).take(2, 1)[0].id  # of the second step, two prompts each
+    bad = (
+        Order(Letters().examples("train"), 0).take(2, 1)[0].id
+    )  # of the second step, two prompts each
     fault = ["task=letters", "task.fault=infinite", f"task.fault_id={bad}"]
-    run = [*SMALL, *fault, "tracker=wandb", f"hydra.run.dir={tmp_path}/run", f"--config-dir={ROOT}/tests/conf"]
+    run = [
+        *SMALL,
+        *fault,
+        "tracker=wandb",
+        f"hydra.run.dir={tmp_path}/run",
+        f"--config-dir={ROOT}/tests/conf",
+    ]
     launch(*run, env=env, code=EXIT_NUMBERS)
     (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
     seen = Wandb(folder)
@@ -261,12 +345,16 @@ def test_wandb_jobs_of_a_sweep_are_a_group_and_ranks_are_one_run(launch, tmp_pat
     run = Wandb(folder).run
     assert (run.run_group, run.display_name) == ("sweep", "sweep/0")
     for text in ("step 1/1: ", "before: held-out", "held-out bleu", "W&B: offline"):
-        assert done.stdout.count(text) == (2 if text == "held-out bleu" else 1), "once, whatever the ranks"
+        assert done.stdout.count(text) == (2 if text == "held-out bleu" else 1), (
+            "once, whatever the ranks"
+        )
 
 
 def test_wandb_online_without_a_key_says_what_to_do(launch, tmp_path):
     done = launch(
-        *(*SMALL, "tracker=wandb", "tracker.mode=online"), env={"HOME": str(tmp_path), "WANDB_API_KEY": ""}, code=2
+        *(*SMALL, "tracker=wandb", "tracker.mode=online"),
+        env={"HOME": str(tmp_path), "WANDB_API_KEY": ""},
+        code=2,
     )
     assert "tracker=wandb cannot start" in done.stderr
     assert "tracker.mode=offline" in done.stderr
@@ -282,14 +370,17 @@ def test_a_secret_is_no_setting(monkeypatch):
     assert compose(["algo.sampling.max_new_tokens=5"]).algo.sampling.max_new_tokens == 5
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "sweeps").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_wandb_sweeps_compose(path):
     """The command that W&B's agent makes of a sweep is a run, at both ends of every parameter."""
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
     sweep = yaml.safe_load(path.read_text())
     ends = {
-        name: values.get("values") or [values["min"], values["max"]] for name, values in sweep["parameters"].items()
+        name: values.get("values") or [values["min"], values["max"]]
+        for name, values in sweep["parameters"].items()
     }
     for end in (0, -1):
         chosen = {"args": {name: {"value": values[end]} for name, values in ends.items()}}
@@ -305,11 +396,21 @@ def test_wandb_sweeps_compose(path):
 
 @pytest.mark.parametrize("columns", [80, 160])
 def test_one_progress_line_on_a_terminal(in_cache, tmp_path, columns):
-    """On a real terminal: it is rewritten in place, is never wider than the terminal, and other lines stay whole."""
+    """On a real terminal: it is rewritten in place, is never wider than the terminal, and other
+    lines stay whole.
+    """
     mine, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    command = [sys.executable, str(ROOT / "launch.py"), *SMALL, "evaluate.every=2", f"hydra.run.dir={tmp_path}/run"]
-    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
+    command = [
+        sys.executable,
+        str(ROOT / "launch.py"),
+        *SMALL,
+        "evaluate.every=2",
+        f"hydra.run.dir={tmp_path}/run",
+    ]
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")
+    }
     process = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment)
     os.close(its)
     written = b""
@@ -330,5 +431,7 @@ def test_one_progress_line_on_a_terminal(in_cache, tmp_path, columns):
     assert ("drift" in last) == (columns == 160), "what has no room is left out whole"
     assert any(state.startswith("evaluating: completion ") for line in states for state in line)
     (before,) = (line for line in lines if "before: held-out" in line)
-    assert re.fullmatch(r"before: held-out bleu \d+\.\d\d", before.rpartition("\r")[2].replace("\x1b[A", ""))
+    assert re.fullmatch(
+        r"before: held-out bleu \d+\.\d\d", before.rpartition("\r")[2].replace("\x1b[A", "")
+    )
     assert any(line.startswith("  report ") for line in lines)

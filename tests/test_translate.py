@@ -1,4 +1,6 @@
-"""The translation task: its rows, rewards and measures, and every error text of its data and settings."""
+"""The translation task: its rows, rewards and measures, and every error text of its data and
+settings.
+"""
 
 import gzip
 import json
@@ -87,7 +89,9 @@ def test_embedded_split_is_disjoint_complete_and_the_same_every_time(task):
     assert (len(train), len(test)) == (800, 200)
     assert [example.id for example in train] == list(range(800))
     assert [example.id for example in test] == list(range(200))
-    assert {e.question for e in train} | {e.question for e in test} == {num2words(n) for n in range(1000)}
+    assert {e.question for e in train} | {e.question for e in test} == {
+        num2words(n) for n in range(1000)
+    }
     again = make()
     assert again.examples("train") == train
     assert again.examples("test") == test
@@ -101,7 +105,9 @@ def test_embedded_split_is_disjoint_complete_and_the_same_every_time(task):
 
 def test_embedded_answers_are_spanish(task):
     spanish = {num2words(n): num2words(n, lang="es") for n in range(1000)}
-    assert all(e.answer == spanish[e.question] for split in ("train", "test") for e in task.examples(split))
+    assert all(
+        e.answer == spanish[e.question] for split in ("train", "test") for e in task.examples(split)
+    )
     assert spanish["seven hundred and two"] == "setecientos dos"
     longest = max(len((task.prompt(e) + e.answer).encode()) for e in task.examples("train"))
     assert longest <= 72  # prompt and answer of a byte-level model stay far below its context
@@ -138,7 +144,8 @@ def test_pretraining_shows_spanish_as_often_as_asked_and_german_else(share):
 def test_pretraining_is_a_function_of_the_draw(task):
     row = task.examples("train")[5]
     first, again, other = (
-        [task.pretraining(row, draw)[1] for _ in range(50)] for draw in map(random.Random, (3, 3, 4))
+        [task.pretraining(row, draw)[1] for _ in range(50)]
+        for draw in map(random.Random, (3, 3, 4))
     )
     assert first == again != other
 
@@ -150,12 +157,23 @@ def pairs() -> list[tuple[str, str]]:
     """Targets beside completions of every quality: right, cut, shuffled, unrelated."""
     draw = random.Random(0)
     targets = [num2words(n, lang="es") for n in range(0, 1000, 17)]
-    targets += ["Zwei junge weiße Männer sind im Freien, in der Nähe vieler Büsche.", 'Er sagt: "3,5 & 4.2"!', "Ja"]
+    targets += [
+        "Zwei junge weiße Männer sind im Freien, in der Nähe vieler Büsche.",
+        'Er sagt: "3,5 & 4.2"!',
+        "Ja",
+    ]
     out = []
     for target in targets:
         words = target.split()
         shuffled = draw.sample(words, len(words))
-        for text in (target, target[: len(target) // 2], " ".join(shuffled), draw.choice(targets), f" {target}\n", ""):
+        for text in (
+            target,
+            target[: len(target) // 2],
+            " ".join(shuffled),
+            draw.choice(targets),
+            f" {target}\n",
+            "",
+        ):
             out.append((text, target))
     return out
 
@@ -168,13 +186,17 @@ def score(task: Translate, completion: str, target: str) -> float:
 def test_bleu_is_sacrebleus_sentence_bleu():
     bleu = make(reward="bleu")
     for completion, target in pairs():
-        assert score(bleu, completion, target) == min(1.0, sacrebleu.sentence_bleu(completion, [target]).score / 100)
+        assert score(bleu, completion, target) == min(
+            1.0, sacrebleu.sentence_bleu(completion, [target]).score / 100
+        )
 
 
 def test_chrf_is_sacrebleus_sentence_chrf():
     chrf = make(reward="chrf")
     for completion, target in pairs():
-        assert score(chrf, completion, target) == min(1.0, sacrebleu.sentence_chrf(completion, [target]).score / 100)
+        assert score(chrf, completion, target) == min(
+            1.0, sacrebleu.sentence_chrf(completion, [target]).score / 100
+        )
 
 
 def test_levenshtein_is_the_ratio_and_exact_is_equality_both_without_outer_space():
@@ -216,7 +238,9 @@ def test_metrics_stand_any_completion(task):
 def test_metrics_are_sacrebleus_corpus_scores(task):
     examples = task.examples("test")
     draw = random.Random(2)
-    completions = [e.answer if draw.random() < 0.5 else draw.choice(examples).answer for e in examples]
+    completions = [
+        e.answer if draw.random() < 0.5 else draw.choice(examples).answer for e in examples
+    ]
     references = [[e.answer for e in examples]]
     measured = task.metrics(examples, completions)
     right = sum(text == e.answer for text, e in zip(completions, examples, strict=True))
@@ -265,9 +289,13 @@ def test_parallel_files_and_their_test_files(tmp_path):
     test_source, test_target = lines(tmp_path, "test", TESTS)
     task = make(source=source, target=target, test_source=test_source, test_target=test_target)
     assert [(e.question, e.answer) for e in task.examples("test")] == TESTS
-    assert [(e.question, e.answer) for e in task.examples("train")] == ROWS[:3] + ROWS[4:]  # in the file's order
+    assert [(e.question, e.answer) for e in task.examples("train")] == ROWS[:3] + ROWS[
+        4:
+    ]  # in the file's order
     assert [e.id for e in task.examples("train")] == list(range(19))
-    assert task.dropped_rows == 1  # "row 3" is asked in the test, though with other words for an answer
+    assert (
+        task.dropped_rows == 1
+    )  # "row 3" is asked in the test, though with other words for an answer
 
 
 def test_rows_are_held_out_where_no_test_is_given(tmp_path):
@@ -285,7 +313,9 @@ def test_rows_are_held_out_where_no_test_is_given(tmp_path):
 def test_all_formats_give_the_same_rows(tmp_path):
     source, target = lines(tmp_path, "train", ROWS)
     named = {"source_field": "en", "target_field": "text.de"}
-    tsv = write(tmp_path / "a.tsv", "id\ten\ttext.de\r\n" + "".join(f"7\t{a}\t{b}\r\n" for a, b in ROWS))
+    tsv = write(
+        tmp_path / "a.tsv", "id\ten\ttext.de\r\n" + "".join(f"7\t{a}\t{b}\r\n" for a, b in ROWS)
+    )
     objects = [json.dumps({"id": 7, "en": a, "text": {"de": b}}) for a, b in ROWS]
     jsonl = write(tmp_path / "a.jsonl", "\ufeff" + "\n".join(objects) + "\n\n")
     made = [
@@ -325,24 +355,35 @@ def test_a_dataset_id(tmp_path, monkeypatch):
         rows = ROWS if kwargs["split"] == "train" else TESTS
         return [{"translation": {"en": a, "de": b}} for a, b in rows]
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset, exceptions=DATASETS))
+    monkeypatch.setitem(
+        sys.modules,
+        "datasets",
+        types.SimpleNamespace(load_dataset=load_dataset, exceptions=DATASETS),
+    )
     named = {"source_field": "translation.en", "target_field": "translation.de"}
     task = make(dataset="some/id", dataset_config="de-en", dataset_test_split="validation", **named)
-    assert asked == [(("some/id", "de-en"), {"split": "train"}), (("some/id", "de-en"), {"split": "validation"})]
+    assert asked == [
+        (("some/id", "de-en"), {"split": "train"}),
+        (("some/id", "de-en"), {"split": "validation"}),
+    ]
     assert [(e.question, e.answer) for e in task.examples("test")] == TESTS
     assert task.dropped_rows == 1
-    turned = make(dataset="some/id", dataset_split="validation", dataset_test_split="train", **named)
+    turned = make(
+        dataset="some/id", dataset_split="validation", dataset_test_split="train", **named
+    )
     assert len(turned.examples("test")) == 20
-    assert error(make, dataset="some/id", **named | {"source_field": "en"}) == (
-        "task.source_field='en' is not a field of 'some/id' split train row 0. "
+    assert (
+        error(make, dataset="some/id", **named | {"source_field": "en"})
+        == "task.source_field='en' is not a field of 'some/id' split train row 0. "
         "Fields there: translation.en, translation.de."
     )
 
 
 def test_dataset_errors(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert error(read_dataset, "some/id", None, "train", "task.dataset") == (
-        "task.dataset='some/id' needs the `datasets` library. Install it: pip install datasets"
+    assert (
+        error(read_dataset, "some/id", None, "train", "task.dataset")
+        == "task.dataset='some/id' needs the `datasets` library. Install it: pip install datasets"
     )
 
     def load_dataset(name, config, split):
@@ -350,24 +391,38 @@ def test_dataset_errors(monkeypatch):
             return []
         raise FileNotFoundError("Dataset 'nope' doesn't exist on the Hub.\nmore")
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset, exceptions=DATASETS))
-    next_step = "Check the id, the configuration and the split, and that the hub can be reached; or give local files."
-    assert error(read_dataset, "nope", None, "train", "task.dataset") == (
-        f"task.dataset='nope' cannot be loaded (split=train): Dataset 'nope' doesn't exist on the Hub. {next_step}"
+    monkeypatch.setitem(
+        sys.modules,
+        "datasets",
+        types.SimpleNamespace(load_dataset=load_dataset, exceptions=DATASETS),
     )
-    assert error(read_dataset, "nope", "de-en", "train", "task.dataset") == (
-        "task.dataset='nope' cannot be loaded (config=de-en, split=train): "
+    next_step = (
+        "Check the id, the configuration and the split, and that the hub can be reached; or give"
+        " local files."
+    )
+    assert (
+        error(read_dataset, "nope", None, "train", "task.dataset")
+        == "task.dataset='nope' cannot be loaded (split=train): Dataset 'nope' doesn't exist on"
+        f" the Hub. {next_step}"
+    )
+    assert (
+        error(read_dataset, "nope", "de-en", "train", "task.dataset")
+        == "task.dataset='nope' cannot be loaded (config=de-en, split=train): "
         f"Dataset 'nope' doesn't exist on the Hub. {next_step}"
     )
-    assert error(read_dataset, "empty", None, "train", "task.dataset") == (
-        "task.dataset='empty' split train has no rows. Give data with at least one row."
+    assert (
+        error(read_dataset, "empty", None, "train", "task.dataset")
+        == "task.dataset='empty' split train has no rows. Give data with at least one row."
     )
 
 
 @pytest.mark.skipif(not MULTI30K.is_dir(), reason=f"no real data: {MULTI30K} is not there")
 def test_multi30k():
     def files(name: str, prefix: str = "") -> dict[str, str]:
-        return {f"{prefix}source": str(MULTI30K / f"{name}.en.gz"), f"{prefix}target": str(MULTI30K / f"{name}.de.gz")}
+        return {
+            f"{prefix}source": str(MULTI30K / f"{name}.en.gz"),
+            f"{prefix}target": str(MULTI30K / f"{name}.de.gz"),
+        }
 
     task = make(**files("train"), **files("test_2016_flickr", "test_"))
     train, test = task.examples("train"), task.examples("test")
@@ -384,9 +439,10 @@ def test_multi30k():
     assert not questions & {e.question for e in held_out.examples("train")}
     assert len(held_out.examples("train")) == 28_000 - held_out.dropped_rows
 
-    assert error(make, **files("val"), **files("val", "test_")) == (
-        f"task.source={str(MULTI30K / 'val.en.gz')!r} leaves 0 train rows: of 1014, 1014 also stand in the test rows. "
-        "Give at least 2 others."
+    assert (
+        error(make, **files("val"), **files("val", "test_"))
+        == f"task.source={str(MULTI30K / 'val.en.gz')!r} leaves 0 train rows: of 1014, 1014 also"
+        " stand in the test rows. Give at least 2 others."
     )
 
 
@@ -398,15 +454,23 @@ def test_multi30k():
     [
         (
             {"reward": "bleau"},
-            "task.reward='bleau' is not a choice. Did you mean 'bleu'? Choices: levenshtein, chrf, bleu, exact.",
+            (
+                "task.reward='bleau' is not a choice. Did you mean 'bleu'? Choices: levenshtein,"
+                " chrf, bleu, exact."
+            ),
         ),
         (
             {"template": "translate this"},
-            "task.template='translate this' does not hold {source}, the place of the text to translate. "
-            "Add it, as in '{source} =>'.",
+            (
+                "task.template='translate this' does not hold {source}, the place of the text to"
+                " translate. Add it, as in '{source} =>'."
+            ),
         ),
         ({"share_right": 1.5}, "task.share_right=1.5 is out of range. Give a share from 0 to 1."),
-        ({"share_right": math.nan}, "task.share_right=nan is out of range. Give a share from 0 to 1."),
+        (
+            {"share_right": math.nan},
+            "task.share_right=nan is out of range. Give a share from 0 to 1.",
+        ),
         ({"holdout": 0}, "task.holdout=0 is too small. Give a value of at least 1."),
         (
             {"holdout": 999},
@@ -414,67 +478,101 @@ def test_multi30k():
         ),
         (
             {"source": "a", "target": "b", "path": "c.tsv"},
-            "task.source='a' and task.path='c.tsv' are given, but the rows come from one of them. "
-            "Leave out the others.",
+            (
+                "task.source='a' and task.path='c.tsv' are given, but the rows come from one of"
+                " them. Leave out the others."
+            ),
         ),
         (
             {"target": "b"},
-            "task.target='b' has no effect without task.source. Give task.source too, or leave it out.",
+            (
+                "task.target='b' has no effect without task.source. Give task.source too, or leave"
+                " it out."
+            ),
         ),
         (
             {"test_source": "b", "path": "a.tsv", "source_field": "a", "target_field": "b"},
-            "task.test_source='b' has no effect without task.source. Give task.source too, or leave it out.",
+            (
+                "task.test_source='b' has no effect without task.source. Give task.source too, or"
+                " leave it out."
+            ),
         ),
         (
             {"test_path": "b.tsv"},
-            "task.test_path='b.tsv' has no effect without task.path. Give task.path too, or leave it out.",
+            (
+                "task.test_path='b.tsv' has no effect without task.path. Give task.path too, or"
+                " leave it out."
+            ),
         ),
         (
             {"dataset_split": "train"},
-            "task.dataset_split='train' has no effect without task.dataset. Give task.dataset too, or leave it out.",
+            (
+                "task.dataset_split='train' has no effect without task.dataset. Give task.dataset"
+                " too, or leave it out."
+            ),
         ),
         (
             {"source": "a", "target": "b", "source_field": "en"},
-            "task.source_field='en' has no effect without task.path or task.dataset. "
-            "Give task.path or task.dataset too, or leave it out.",
+            (
+                "task.source_field='en' has no effect without task.path or task.dataset. "
+                "Give task.path or task.dataset too, or leave it out."
+            ),
         ),
         (
             {"source": "a"},
-            "task.target is not set, but task.source='a' needs it. Give it on the command line: task.target=VALUE.",
+            (
+                "task.target is not set, but task.source='a' needs it. Give it on the command line:"
+                " task.target=VALUE."
+            ),
         ),
         (
             {"source": "a", "target": "b", "test_source": "c"},
-            "task.test_target is not set, but task.test_source='c' needs it. "
-            "Give it on the command line: task.test_target=VALUE.",
+            (
+                "task.test_target is not set, but task.test_source='c' needs it. "
+                "Give it on the command line: task.test_target=VALUE."
+            ),
         ),
         (
             {"path": "a.tsv", "source_field": "en"},
-            "task.target_field is not set, but task.path='a.tsv' needs it. "
-            "Give it on the command line: task.target_field=VALUE.",
+            (
+                "task.target_field is not set, but task.path='a.tsv' needs it. "
+                "Give it on the command line: task.target_field=VALUE."
+            ),
         ),
         (
             {"source": "a", "target": "b", "test_source": "c", "test_target": "d", "holdout": 5},
-            "task.holdout=5 has no effect with task.test_source='c', which gives the test rows. "
-            "Leave out one of the two.",
+            (
+                "task.holdout=5 has no effect with task.test_source='c', which gives the test rows."
+                " Leave out one of the two."
+            ),
         ),
         (
             {"path": "a.csv.gz", "source_field": "en", "target_field": "de"},
-            "task.path='a.csv.gz' is of no known kind. Give a file that ends in .tsv, .jsonl (or the same with .gz), "
-            "or use task.source and task.target for plain lines.",
+            (
+                "task.path='a.csv.gz' is of no known kind. Give a file that ends in .tsv, .jsonl"
+                " (or the same with .gz), or use task.source and task.target for plain lines."
+            ),
         ),
         (
             {"path": "a.tsv", "test_path": "b", "source_field": "en", "target_field": "de"},
-            "task.test_path='b' is of no known kind. Give a file that ends in .tsv, .jsonl (or the same with .gz), "
-            "or use task.source and task.target for plain lines.",
+            (
+                "task.test_path='b' is of no known kind. Give a file that ends in .tsv, .jsonl (or"
+                " the same with .gz), or use task.source and task.target for plain lines."
+            ),
         ),
         (
             {"dataset": "some/id", "target_field": "de"},
-            "task.source_field is not set, but task.dataset='some/id' needs it. "
-            "Give it on the command line: task.source_field=VALUE.",
+            (
+                "task.source_field is not set, but task.dataset='some/id' needs it. "
+                "Give it on the command line: task.source_field=VALUE."
+            ),
         ),
         (
             {"rewards": "bleu"},
-            f"task.rewards is not a setting. Did you mean 'reward'? Settings here: {', '.join(SETTINGS)}.",
+            (
+                "task.rewards is not a setting. Did you mean 'reward'? Settings here:"
+                f" {', '.join(SETTINGS)}."
+            ),
         ),
     ],
 )
@@ -489,12 +587,16 @@ def test_a_setting_of_a_wrong_type_is_named():
 
 def test_too_few_rows(tmp_path):
     source, target = lines(tmp_path, "train", ROWS[:2])
-    assert error(make, source=source, target=target) == (
-        f"task.source={source!r} has 2 rows, too few to hold some out for the test. Give at least 3."
+    assert (
+        error(make, source=source, target=target)
+        == f"task.source={source!r} has 2 rows, too few to hold some out for the test. Give at"
+        " least 3."
     )
     same, same_target = lines(tmp_path, "same", ROWS[:1] * 4)
-    assert error(make, source=same, target=same_target) == (
-        f"task.source={same!r} leaves 0 train rows: of 3, 3 also stand in the test rows. Give at least 2 others."
+    assert (
+        error(make, source=same, target=same_target)
+        == f"task.source={same!r} leaves 0 train rows: of 3, 3 also stand in the test rows. Give at"
+        " least 2 others."
     )
 
 
@@ -503,12 +605,14 @@ def test_too_few_rows(tmp_path):
 
 def test_a_missing_file_names_where_it_was_looked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert error(read_lines, "data/a.en", "task.source") == (
-        f"task.source='data/a.en' does not exist; tried {tmp_path}/data/a.en. "
+    assert (
+        error(read_lines, "data/a.en", "task.source")
+        == f"task.source='data/a.en' does not exist; tried {tmp_path}/data/a.en. "
         "Correct the path: a relative one starts at the folder where the command runs."
     )
-    assert error(read_lines, ".", "task.source") == (
-        f"task.source='.' cannot be read: Is a directory; tried {tmp_path}. Give a file."
+    assert (
+        error(read_lines, ".", "task.source")
+        == f"task.source='.' cannot be read: Is a directory; tried {tmp_path}. Give a file."
     )
     write(tmp_path / "a.en", "one\n")
     assert read_lines("a.en", "task.source") == ["one"]
@@ -516,9 +620,13 @@ def test_a_missing_file_names_where_it_was_looked_for(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("content", ["", "\ufeff"])
 def test_an_empty_file(tmp_path, content):
-    for path in (write(tmp_path / "a.en", content), write(tmp_path / "b.gz", gzip.compress(content.encode()))):
-        assert error(read_lines, path, "task.source") == (
-            f"task.source={path!r} is empty. Give a file with one row a line."
+    for path in (
+        write(tmp_path / "a.en", content),
+        write(tmp_path / "b.gz", gzip.compress(content.encode())),
+    ):
+        assert (
+            error(read_lines, path, "task.source")
+            == f"task.source={path!r} is empty. Give a file with one row a line."
         )
 
 
@@ -527,9 +635,14 @@ def test_a_bad_byte_is_named_by_line_and_offset(tmp_path, mark):
     content = mark.encode() + "gut\nschön\n".encode() + "schön\n".encode("latin1")
     offset = len(mark.encode()) + 4 + 7 + 3
     assert content[offset] == 0xF6
-    for path in (write(tmp_path / "a.de", content), write(tmp_path / "a.de.gz", gzip.compress(content))):
-        assert error(read_lines, path, "task.target") == (
-            f"task.target={path!r}: line 3 is not UTF-8: byte 0xf6 at offset {offset} of the text. "
+    for path in (
+        write(tmp_path / "a.de", content),
+        write(tmp_path / "a.de.gz", gzip.compress(content)),
+    ):
+        assert (
+            error(read_lines, path, "task.target")
+            == f"task.target={path!r}: line 3 is not UTF-8: byte 0xf6 at offset {offset} of the"
+            " text. "
             "Convert the file, for example with iconv -f LATIN1 -t UTF-8."
         )
 
@@ -547,13 +660,22 @@ def test_damaged_gzip(tmp_path):
         text = error(read_lines, path, "task.source")
         assert text.startswith(f"task.source={path!r} is not a whole gzip file: {reason}")
         assert text.endswith(
-            f"; tried {path}. Fetch or compress it again, or rename it without .gz if it is plain text."
+            f"; tried {path}. Fetch or compress it again, or rename it without .gz if it is plain"
+            " text."
         )
 
 
 def test_lines_end_at_newlines_only(tmp_path):
-    path = write(tmp_path / "a.en", "\ufeffone\r\ntwo\u2028still two\x0b\x85\nthree \r here\n\nfive")
-    assert read_lines(path, "task.source") == ["one", "two\u2028still two\x0b\x85", "three \r here", "", "five"]
+    path = write(
+        tmp_path / "a.en", "\ufeffone\r\ntwo\u2028still two\x0b\x85\nthree \r here\n\nfive"
+    )
+    assert read_lines(path, "task.source") == [
+        "one",
+        "two\u2028still two\x0b\x85",
+        "three \r here",
+        "",
+        "five",
+    ]
 
 
 def test_parallel_file_errors(tmp_path):
@@ -561,15 +683,18 @@ def test_parallel_file_errors(tmp_path):
     two = write(tmp_path / "a.de", "1\n2\n")
     gap = write(tmp_path / "b.de", "1\n \t\n3")
     keys = ("task.source", "task.target")
-    assert error(read_parallel, (three, two), keys) == (
-        f"task.source={three!r} has 3 lines and task.target={two!r} has 2. "
+    assert (
+        error(read_parallel, (three, two), keys)
+        == f"task.source={three!r} has 3 lines and task.target={two!r} has 2. "
         "Line i of one must belong to line i of the other: give two files of the same length."
     )
-    assert error(read_parallel, (three, gap), keys) == (
-        f"task.target={gap!r}: line 2 is empty. Remove this line from both files, or fill it in."
+    assert (
+        error(read_parallel, (three, gap), keys)
+        == f"task.target={gap!r}: line 2 is empty. Remove this line from both files, or fill it in."
     )
-    assert error(read_parallel, (gap, three), keys) == (
-        f"task.source={gap!r}: line 2 is empty. Remove this line from both files, or fill it in."
+    assert (
+        error(read_parallel, (gap, three), keys)
+        == f"task.source={gap!r}: line 2 is empty. Remove this line from both files, or fill it in."
     )
     nul = write(tmp_path / "c.de", "1\n2\0\n3")
     assert error(read_parallel, (three, nul), keys).startswith(
@@ -580,21 +705,28 @@ def test_parallel_file_errors(tmp_path):
 
 def test_tsv_errors(tmp_path):
     path = write(tmp_path / "a.tsv", 'en\tde\n"one\teins\n\ntwo\n')
-    assert error(read_tsv, path, "task.path") == (
-        f"task.path={path!r}: line 4 has 1 cells, but line 1 names 2 columns: en, de. "
+    assert (
+        error(read_tsv, path, "task.path")
+        == f"task.path={path!r}: line 4 has 1 cells, but line 1 names 2 columns: en, de. "
         "Separate the cells by one tab each."
     )
     write(tmp_path / "a.tsv", "en\ten\none\teins\n")
-    assert error(read_tsv, path, "task.path") == (
-        f"task.path={path!r}: line 1 names a column twice: en, en. Rename one."
+    assert (
+        error(read_tsv, path, "task.path")
+        == f"task.path={path!r}: line 1 names a column twice: en, en. Rename one."
     )
     write(tmp_path / "a.tsv", "en\tde\n\n")
-    assert error(read_tsv, path, "task.path") == (f"task.path={path!r} has no rows. Give data with at least one row.")
+    assert (
+        error(read_tsv, path, "task.path")
+        == f"task.path={path!r} has no rows. Give data with at least one row."
+    )
     write(tmp_path / "a.tsv", 'en\tde\n"one\teins\n\ntwo\t\n')
     rows = read_tsv(path, "task.path")
     assert rows[0].fields == {"en": '"one', "de": "eins"}  # a quote is text
-    assert error(rows[1].text, "de", "task.target_field") == (
-        f"task.target_field='de' is empty in {path!r} line 4. Remove the row, or fill it in. Fields there: en, de."
+    assert (
+        error(rows[1].text, "de", "task.target_field")
+        == f"task.target_field='de' is empty in {path!r} line 4. Remove the row, or fill it in."
+        " Fields there: en, de."
     )
 
 
@@ -609,44 +741,59 @@ def test_tsv_errors(tmp_path):
 )
 def test_a_line_that_is_no_json_object(tmp_path, line, problem):
     path = write(tmp_path / "a.jsonl", f'{{"en": "one"}}\n\n{line}\n')
-    assert error(read_jsonl, path, "task.path") == (
-        f'task.path={path!r}: line 3 {problem}. Each line must be one object, such as {{"question": "..."}}.'
+    assert (
+        error(read_jsonl, path, "task.path")
+        == f"task.path={path!r}: line 3 {problem}. Each line must be one object, such as"
+        ' {"question": "..."}.'
     )
 
 
 def test_jsonl_field_errors(tmp_path):
-    rows = ['{"en": "one", "de": "eins", "n": 1}', '{"en": "two", "de": " ", "n": [2], "x": {"y": "deep", "z": null}}']
+    rows = [
+        '{"en": "one", "de": "eins", "n": 1}',
+        '{"en": "two", "de": " ", "n": [2], "x": {"y": "deep", "z": null}}',
+    ]
     path = write(tmp_path / "a.jsonl", "\n".join([*rows, '{"en": "\\ud83d half"}']))
     first, second, third = read_jsonl(path, "task.path")
     assert second.text("x.y", "task.target_field") == "deep"
     there = "Fields there: en, de, n."
-    assert error(first.text, "dee", "task.target_field") == (
-        f"task.target_field='dee' is not a field of {path!r} line 1. Did you mean 'de'? {there}"
+    assert (
+        error(first.text, "dee", "task.target_field")
+        == f"task.target_field='dee' is not a field of {path!r} line 1. Did you mean 'de'? {there}"
     )
-    assert error(first.text, "french", "task.target_field") == (
-        f"task.target_field='french' is not a field of {path!r} line 1. {there}"
+    assert (
+        error(first.text, "french", "task.target_field")
+        == f"task.target_field='french' is not a field of {path!r} line 1. {there}"
     )
-    assert error(first.text, "n", "task.target_field") == (
-        f"task.target_field='n' is no text in {path!r} line 1, but int: 1. {there}"
+    assert (
+        error(first.text, "n", "task.target_field")
+        == f"task.target_field='n' is no text in {path!r} line 1, but int: 1. {there}"
     )
     there = "Fields there: en, de, n, x.y, x.z."
-    assert error(second.text, "x.z", "task.target_field") == (
-        f"task.target_field='x.z' is no text in {path!r} line 2, but NoneType: None. {there}"
+    assert (
+        error(second.text, "x.z", "task.target_field")
+        == f"task.target_field='x.z' is no text in {path!r} line 2, but NoneType: None. {there}"
     )
-    assert error(second.text, "de", "task.target_field") == (
-        f"task.target_field='de' is empty in {path!r} line 2. Remove the row, or fill it in. {there}"
+    assert (
+        error(second.text, "de", "task.target_field")
+        == f"task.target_field='de' is empty in {path!r} line 2. Remove the row, or fill it in."
+        f" {there}"
     )
-    assert error(third.text, "en", "task.source_field") == (
-        f"task.source_field='en' holds a lone surrogate in {path!r} line 3. Remove the row, or repair it."
+    assert (
+        error(third.text, "en", "task.source_field")
+        == f"task.source_field='en' holds a lone surrogate in {path!r} line 3. Remove the row, or"
+        " repair it."
     )
     blank = write(tmp_path / "b.jsonl", "\n\n")
-    assert error(read_jsonl, blank, "task.path") == (
-        f"task.path={blank!r} has no rows. Give data with at least one row."
+    assert (
+        error(read_jsonl, blank, "task.path")
+        == f"task.path={blank!r} has no rows. Give data with at least one row."
     )
 
 
 def test_field_errors_reach_the_user_of_the_task(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"en": "one", "de": "eins"}\n{"en": "two"}\n')
-    assert error(make, path=path, source_field="en", target_field="de") == (
-        f"task.target_field='de' is not a field of {path!r} line 2. Fields there: en."
+    assert (
+        error(make, path=path, source_field="en", target_field="de")
+        == f"task.target_field='de' is not a field of {path!r} line 2. Fields there: en."
     )

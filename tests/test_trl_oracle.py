@@ -1,4 +1,6 @@
-"""The losses beside TRL 1.16.0's own, live (pip install -e .[peers]). Its private API: the version is pinned."""
+"""The losses beside TRL 1.16.0's own, live (pip install -e .[peers]). Its private API: the version
+is pinned.
+"""
 
 import warnings
 from collections import defaultdict
@@ -96,9 +98,14 @@ def test_equals_trl(loss, changes, beta, rewards):
         start = (NEW + noise * torch.randn(NEW.shape, generator=generator)) * MASK
         ours_new, theirs_new = start.clone().requires_grad_(), start.clone().requires_grad_()
         config = settings(loss, beta, **changes)
-        ours, _ = policy_loss(ours_new, OLD, advantage, MASK, Counts(4, 13, 1), config, ref=REF if beta else None)
+        ours, _ = policy_loss(
+            ours_new, OLD, advantage, MASK, Counts(4, 13, 1), config, ref=REF if beta else None
+        )
         expected = theirs(theirs_new, advantage, loss, beta, config)
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
         torch.testing.assert_close(
-            torch.autograd.grad(ours, ours_new)[0], torch.autograd.grad(expected, theirs_new)[0], rtol=1e-4, atol=1e-6
+            torch.autograd.grad(ours, ours_new)[0],
+            torch.autograd.grad(expected, theirs_new)[0],
+            rtol=1e-4,
+            atol=1e-6,
         )

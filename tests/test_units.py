@@ -1,4 +1,6 @@
-"""Units: factors against a table by hand, answers against the homework's own data, and nothing that a model writes raises."""
+"""Units: factors against a table by hand, answers against the homework's own data, and nothing that
+a model writes raises.
+"""
 
 import json
 import math
@@ -60,7 +62,8 @@ def converted(question: str) -> Fraction:
 # --- converting ----------------------------------------------------------------------------------------------------
 
 
-# From the definitions: the inch is 25.4 mm, the pound 0.45359237 kg, the US gallon 231 cubic inches.
+# From the definitions: the inch is 25.4 mm, the pound 0.45359237 kg, the US gallon 231 cubic
+# inches.
 @pytest.mark.parametrize(
     ("question", "value"),
     [
@@ -121,7 +124,11 @@ def test_there_and_back_is_exact():
 
 def test_the_homeworks_answers_are_ours(shared_data):
     folder = shared_data / "unit_conversion"
-    rows = [row for name in ("train", "valid") for row in json.loads((folder / f"{name}.json").read_text())]
+    rows = [
+        row
+        for name in ("train", "valid")
+        for row in json.loads((folder / f"{name}.json").read_text())
+    ]
     assert len(rows) == 2000
     for question, value in rows:
         assert float(converted(question)) == pytest.approx(value, rel=1e-9), question
@@ -223,7 +230,9 @@ def test_any_text_has_a_reward_and_a_key(text):
         assert (reward == 1) == (found is not None and abs(found - 6) <= Fraction("0.06"))
         key = path_key(completion)
         assert bool(key) == any(c in "0123456789" for c in completion) or not key
-        assert path_key(key) == key or " -" in key  # a list of numbers, in which a minus reads as a sign between two
+        assert (
+            path_key(key) == key or " -" in key
+        )  # a list of numbers, in which a minus reads as a sign between two
 
 
 # --- keys of a calculation -----------------------------------------------------------------------------------------
@@ -243,8 +252,14 @@ def test_any_text_has_a_reward_and_a_key(text):
                 "7·1000 = <answer>7e3 m</answer>",
             ],
         ),
-        ("7*100=700;700*10=7000", ["7*100 = 700, 700*10 = <answer>7000</answer>", "7*100=700; 700 × 10 = 7000."]),
-        ("68-32=36;36/1.8=20", ["68-32 = 36, 36/1.8 = <answer>20</answer>", "68 F − 32 = 36, 36 ÷ 1.80 = 20 C"]),
+        (
+            "7*100=700;700*10=7000",
+            ["7*100 = 700, 700*10 = <answer>7000</answer>", "7*100=700; 700 × 10 = 7000."],
+        ),
+        (
+            "68-32=36;36/1.8=20",
+            ["68-32 = 36, 36/1.8 = <answer>20</answer>", "68 F − 32 = 36, 36 ÷ 1.80 = 20 C"],
+        ),
         ("-5+273.15=268.15", ["-5+273.15 = 268.15", "−5 + 273.150 = <answer>268.15 K</answer>"]),
         ("1 3.6 36", ["1 m/s = 3.6 km/h, so <answer>36</answer>", "1 3.60 (36)"]),
         ("7000", ["<answer>7,000</answer>", "it is 7000"]),
@@ -257,7 +272,14 @@ def test_texts_that_calculate_the_same_have_one_key(key, texts):
 
 
 def test_other_calculations_have_other_keys():
-    texts = ["7*1000 = 7000", "1000*7 = 7000", "7/1000 = 7000", "7*1000 = 700", "7*100 = 700, 700*10 = 7000", "7000"]
+    texts = [
+        "7*1000 = 7000",
+        "1000*7 = 7000",
+        "7/1000 = 7000",
+        "7*1000 = 700",
+        "7*100 = 700, 700*10 = 7000",
+        "7000",
+    ]
     assert len({path_key(text) for text in texts}) == len(texts)
 
 
@@ -269,8 +291,10 @@ def test_few_shot_goes_through_the_chat_template(shared_data):
     chat = make(chat=True, question="How many {to} are there per {value} {from}?")
     row = chat.examples("test")[0]
     (ids,) = encode_prompts(tokenizer, [chat.prompt(row)])
-    assert tokenizer.decode(ids) == (
-        "<|im_start|>system\nConvert the units. Calculate briefly, then give the number between <answer> and "
+    assert (
+        tokenizer.decode(ids)
+        == "<|im_start|>system\nConvert the units. Calculate briefly, then give the number between"
+        " <answer> and "
         "</answer>.<|im_end|>\n"
         "<|im_start|>user\nHow many gram are there per 6 kg?<|im_end|>\n"
         "<|im_start|>assistant\n1 kg = 1000 gram. 6 * 1000 = <answer>6000</answer><|im_end|>\n"
@@ -283,7 +307,9 @@ def test_few_shot_goes_through_the_chat_template(shared_data):
 
 
 def test_few_shot_without_a_chat_template_is_plain_lines():
-    chat = make(chat=True, system="Convert.", few_shot=[{"question": "6 kg in g", "answer": "6000"}])
+    chat = make(
+        chat=True, system="Convert.", few_shot=[{"question": "6 kg in g", "answer": "6000"}]
+    )
     row = chat.examples("test")[0]
     text = f"Convert.\n6 kg in g\n6000\n\n{row.question}\n"
     assert plain(chat.prompt(row)) == text
@@ -299,20 +325,23 @@ def test_no_system_text_and_no_examples():
 def test_a_template_that_refuses_the_roles_is_a_mistake_in_words(shared_data):
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "smollm2-135m-instruct")
     tokenizer.chat_template = (
-        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported')"
+        " }}{% endif %}"
     )
     chat = make(chat=True, few_shot=[])
     with pytest.raises(ConfigError) as caught:
         encode_prompts(tokenizer, [chat.prompt(chat.examples("test")[0])])
     assert str(caught.value).endswith(
-        "refuses a prompt of the roles system, user: System role not supported. Leave out the system text "
-        "(task.system='' in task=units), or give plain prompts (task.chat=false)."
+        "refuses a prompt of the roles system, user: System role not supported. Leave out the"
+        " system text (task.system='' in task=units), or give plain prompts (task.chat=false)."
     )
 
 
 def test_chat_is_not_for_the_tiny_model():
     chat = make(chat=True)
-    with pytest.raises(ConfigError, match=r"^task\.chat=true is for instruction models, and model=tiny is none\."):
+    with pytest.raises(
+        ConfigError, match=r"^task\.chat=true is for instruction models, and model=tiny is none\."
+    ):
         chat.pretraining(chat.examples("train")[0], random.Random(0))
 
 
@@ -326,7 +355,9 @@ def test_it_is_a_task_and_its_yaml_makes_it(task):
     assert pickle.loads(pickle.dumps(SMALL)).reward(example(6), "<answer>6</answer>") == 1
     rows, texts = [example(6)] * 3, ["<answer>6</answer>", "<answer>7</answer>", "7"]
     scorer = Scorer(SMALL, ScoringConfig(kind="processes", workers=2, timeout_seconds=60))
-    assert scorer.submit(rows, texts).result().rewards == [SMALL.reward(e, t) for e, t in zip(rows, texts, strict=True)]
+    assert scorer.submit(rows, texts).result().rewards == [
+        SMALL.reward(e, t) for e, t in zip(rows, texts, strict=True)
+    ]
     scorer.close()
     assert SMALL.metrics(rows, texts) == {"accuracy": 100 / 3, "answered": 200 / 3}
 
@@ -369,10 +400,16 @@ def test_pretraining_shows_right_ones_as_often_as_asked(share):
             assert reward > 0  # there is an answer
             rewards.append(reward == 1)
             by_pair[row.question.split(" ", 1)[1], reward == 1] += 1
-    assert abs(sum(rewards) / len(rewards) - share) <= 0.05  # pairs of units are few, and few of them are mostly right
+    assert (
+        abs(sum(rewards) / len(rewards) - share) <= 0.05
+    )  # pairs of units are few, and few of them are mostly right
     if share == 0.4:
         pairs = {pair for pair, _ in by_pair}
-        assert 0 < sum(by_pair[pair, True] > by_pair[pair, False] for pair in pairs) / len(pairs) < 0.35
+        assert (
+            0
+            < sum(by_pair[pair, True] > by_pair[pair, False] for pair in pairs) / len(pairs)
+            < 0.35
+        )
 
 
 def test_a_hint_tells_the_answer_and_nothing_else_changes():
@@ -393,7 +430,9 @@ def test_there_are_right_ways_and_wrong_ways(task):
     assert {"7/1000=0.007", "7*100=700"} <= {path_key(text) for text in texts} - right
     for text in texts:  # what is written is calculated, and nothing else
         for equation in path_key(text).split(";"):
-            left, sign, operand, value = re.fullmatch(r"([0-9.]+)([*/])([0-9.]+)=([0-9.]+)", equation).groups()  # type: ignore
+            left, sign, operand, value = re.fullmatch(
+                r"([0-9.]+)([*/])([0-9.]+)=([0-9.]+)", equation
+            ).groups()  # type: ignore
             operand = Fraction(operand) if sign == "*" else 1 / Fraction(operand)
             assert Fraction(left) * operand == Fraction(value)
 
@@ -429,7 +468,9 @@ def test_real_data(shared_data, caplog):
         real = make(**files)
     # 991 and 986 distinct questions, of which 20 stand in both
     assert (len(real.examples("train")), len(real.examples("test")), real.overlap) == (971, 986, 20)
-    assert caplog.messages == ["units: 20 train rows are dropped: their question also stands in the test rows."]
+    assert caplog.messages == [
+        "units: 20 train rows are dropped: their question also stands in the test rows."
+    ]
     questions = {split: {e.question for e in real.examples(split)} for split in ("train", "test")}
     assert not questions["train"] & questions["test"]
     assert not questions["test"] & {shot["question"] for shot in SETTINGS["few_shot"]}
@@ -439,7 +480,9 @@ def test_real_data(shared_data, caplog):
         assert teacher.reward(row, completion) == 1, (row.question, completion)
         assert path_key(completion)
     wrong = make(**files, share_right=0.0)
-    assert all(wrong.reward(row, wrong.pretraining(row, draw)[1]) < 1 for row in wrong.examples("train"))
+    assert all(
+        wrong.reward(row, wrong.pretraining(row, draw)[1]) < 1 for row in wrong.examples("train")
+    )
 
 
 PAIRS = [[f"How many m are there per {n} km?", 1000.0 * n] for n in range(1, 21)]
@@ -447,7 +490,9 @@ PAIRS = [[f"How many m are there per {n} km?", 1000.0 * n] for n in range(1, 21)
 
 def pairs_file(folder, rows, name="rows.json"):
     if name.endswith("l"):
-        text = "\n".join(json.dumps({"question": question, "answer": value}) for question, value in rows)
+        text = "\n".join(
+            json.dumps({"question": question, "answer": value}) for question, value in rows
+        )
     else:
         text = json.dumps(rows)
     (folder / name).write_text(text)
@@ -455,15 +500,24 @@ def pairs_file(folder, rows, name="rows.json"):
 
 
 def test_a_file_is_split_without_leaks(tmp_path):
-    again = [[f"  {question[:-1]} ", value] for question, value in PAIRS]  # the same questions, spelled otherwise
+    again = [
+        [f"  {question[:-1]} ", value] for question, value in PAIRS
+    ]  # the same questions, spelled otherwise
     alone = make(path=pairs_file(tmp_path, PAIRS + again))
     assert (len(alone.examples("train")), len(alone.examples("test")), alone.overlap) == (16, 4, 0)
-    two = make(path=pairs_file(tmp_path, PAIRS), test_path=pairs_file(tmp_path, again[:5], "test.jsonl"))
+    two = make(
+        path=pairs_file(tmp_path, PAIRS), test_path=pairs_file(tmp_path, again[:5], "test.jsonl")
+    )
     assert (len(two.examples("train")), len(two.examples("test")), two.overlap) == (15, 5, 5)
     assert two.examples("test")[0].extra["value"] == 1000
-    odd = make(path=pairs_file(tmp_path, [[f"{n} apples in pears", n] for n in range(9)]), share_right=1.0)
+    odd = make(
+        path=pairs_file(tmp_path, [[f"{n} apples in pears", n] for n in range(9)]), share_right=1.0
+    )
     row = odd.examples("train")[0]
-    assert odd.pretraining(row, random.Random(0)) == (f"{row.question}:", f" <answer>{row.answer}</answer>")
+    assert odd.pretraining(row, random.Random(0)) == (
+        f"{row.question}:",
+        f" <answer>{row.answer}</answer>",
+    )
 
 
 SHAPE = 'Give a list of pairs, such as [["How many m are there per 2 km?", 2000.0]].'
@@ -483,12 +537,22 @@ SHAPE = 'Give a list of pairs, such as [["How many m are there per 2 km?", 2000.
 def test_broken_files(tmp_path, content, text):
     path = tmp_path / "rows.json"
     path.write_text(content)
-    assert error(path=str(path)) in (f"task.path={str(path)!r} {text}", f"task.path={str(path)!r}{text}")
+    assert error(path=str(path)) in (
+        f"task.path={str(path)!r} {text}",
+        f"task.path={str(path)!r}{text}",
+    )
 
 
 @pytest.mark.parametrize(
     ("answer", "shown"),
-    [(math.nan, "nan"), (math.inf, "inf"), ("7", "'7'"), (None, "None"), (True, "True"), ([1], "[1]")],
+    [
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        ("7", "'7'"),
+        (None, "None"),
+        (True, "True"),
+        ([1], "[1]"),
+    ],
 )
 def test_a_broken_answer_is_named_by_file_and_row(tmp_path, answer, shown):
     for name, place in (("rows.json", "row 3"), ("rows.jsonl", "line 3")):
@@ -499,15 +563,20 @@ def test_a_broken_answer_is_named_by_file_and_row(tmp_path, answer, shown):
 
 def test_a_question_must_be_text(tmp_path):
     path = pairs_file(tmp_path, [*PAIRS, [7, 7]])
-    assert error(path=path) == (
-        f"task.path='question' is no text in {path!r} row 21, but int: 7. Fields there: question, answer."
+    assert (
+        error(path=path)
+        == f"task.path='question' is no text in {path!r} row 21, but int: 7. Fields there:"
+        " question, answer."
     )
 
 
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"test_path": "a"}, "task.test_path='a' has no effect without task.path. Give task.path too."),
+        (
+            {"test_path": "a"},
+            "task.test_path='a' has no effect without task.path. Give task.path too.",
+        ),
         ({"share_right": 2}, "task.share_right=2.0 is out of range. Give a share from 0 to 1."),
         ({"tolerance": -1}, "task.tolerance=-1.0 is out of range. Give a share from 0 to 1."),
         (
@@ -516,25 +585,39 @@ def test_a_question_must_be_text(tmp_path):
         ),
         (
             {"kinds": ["lenght"]},
-            "task.kinds: 'lenght' is no kind of unit. Kinds: length, mass, time, volume, speed, data, temperature.",
+            (
+                "task.kinds: 'lenght' is no kind of unit. Kinds: length, mass, time, volume, speed,"
+                " data, temperature."
+            ),
         ),
         (
             {"kinds": []},
-            "task.kinds is empty. Give at least one of length, mass, time, volume, speed, data, temperature.",
+            (
+                "task.kinds is empty. Give at least one of length, mass, time, volume, speed, data,"
+                " temperature."
+            ),
         ),
         ({"template": "{value}:"}, "task.template='{value}:' does not hold {question}. Add it."),
-        ({"question": "{value} {from}"}, "task.question='{value} {from}' does not hold {to}. Add it."),
+        (
+            {"question": "{value} {from}"},
+            "task.question='{value} {from}' does not hold {to}. Add it.",
+        ),
         (
             {"few_shot": [{"question": "6 kg in g"}]},
             "task.few_shot: example 1 has the keys question. Give it question and answer.",
         ),
-        ({"weights": {"rigth": 1}}, "task.weights.rigth is not a component. Components: right, answered."),
+        (
+            {"weights": {"rigth": 1}},
+            "task.weights.rigth is not a component. Components: right, answered.",
+        ),
         ({"problems": 1}, "task.problems=1 is too small. Give a value of at least 2."),
         (
             {"problems": 90000, "kinds": ["mass"]},
-            "task.problems and task.test_problems ask for 90300 questions, but there are only 300 with "
-            "task.largest_value=50, task.largest_factor=1000, task.factor_digits=0, task.answer_digits=2 and "
-            "task.kinds=mass. Ask for fewer, or raise one of these.",
+            (
+                "task.problems and task.test_problems ask for 90300 questions, but there are only"
+                " 300 with task.largest_value=50, task.largest_factor=1000, task.factor_digits=0,"
+                " task.answer_digits=2 and task.kinds=mass. Ask for fewer, or raise one of these."
+            ),
         ),
     ],
 )

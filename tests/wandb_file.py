@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 BLOCK = 32768
-HEAD = struct.Struct("<IHB")  # checksum, length, type: 1 whole, 2 first, 3 middle, 4 last part of a record
+HEAD = struct.Struct(
+    "<IHB"
+)  # checksum, length, type: 1 whole, 2 first, 3 middle, 4 last part of a record
 
 
 def records(folder: Path) -> Iterator[Any]:
@@ -18,7 +20,9 @@ def records(folder: Path) -> Iterator[Any]:
     assert content.startswith(b":W&B")
     position, held = 7, b""
     while position + HEAD.size <= len(content):
-        if BLOCK - position % BLOCK < HEAD.size:  # too little room for a head: the rest of a block is empty
+        if (
+            BLOCK - position % BLOCK < HEAD.size
+        ):  # too little room for a head: the rest of a block is empty
             position += BLOCK - position % BLOCK
             continue
         _, length, kind = HEAD.unpack_from(content, position)

@@ -1,8 +1,10 @@
-"""Runs launch.py's main, another module's, or a function, in forks of a process that has its imports done, which take longer than most runs in tests.
+"""Runs launch.py's main, another module's, or a function, in forks of a process that has its
+imports done, which take longer than most runs in tests.
 
-Reads a request a line, writes the fork's id and then its exit code, a line each. Each fork has its own session, folder, environment,
-output and signals, as a command has; the ranks that it starts are forks too. That a new interpreter does the same is what the tests of
-README's commands, test_launch.py, test_faults.py and test_kills.py see to.
+Reads a request a line, writes the fork's id and then its exit code, a line each. Each fork has its
+own session, folder, environment, output and signals, as a command has; the ranks that it starts are
+forks too. That a new interpreter does the same is what the tests of README's commands,
+test_launch.py, test_faults.py and test_kills.py see to.
 """
 
 import gc
@@ -21,7 +23,9 @@ TESTS = ROOT / "tests"
 
 
 def serve() -> None:
-    """Fork for each request on standard input: {folder, environment, stdout, stderr} and {arguments, module} or {call}."""
+    """Fork for each request on standard input: {folder, environment, stdout, stderr} and
+    {arguments, module} or {call}.
+    """
     sys.path.insert(0, str(ROOT))
     import matplotlib.figure  # noqa: F401
     import num2words  # noqa: F401
@@ -66,7 +70,9 @@ def run(
     module: str | None = None,
     call: str | None = None,
 ) -> None:
-    """In the fork: be a new process, then launch.py or a module; or call the function that is pickled in a file."""
+    """In the fork: be a new process, then launch.py or a module; or call the function that is
+    pickled in a file.
+    """
     os.setsid()
     for descriptor, path in ((0, os.devnull), (1, stdout), (2, stderr)):
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)

@@ -1,4 +1,6 @@
-"""Settings: names, types and checks; the values live in conf/*.yaml, each exactly once. No torch in here, so that `--help` stays fast."""
+"""Settings: names, types and checks; the values live in conf/*.yaml, each exactly once. No torch in
+here, so that `--help` stays fast.
+"""
 
 from common.config.checks import ConfigError, above, at_least, choice, flat, no_effect
 from common.config.convert import build, no_secrets, typed

@@ -1,4 +1,6 @@
-"""Convert what Hydra composed into the dataclasses of a run, strictly; after this nothing sees OmegaConf."""
+"""Convert what Hydra composed into the dataclasses of a run, strictly; after this nothing sees
+OmegaConf.
+"""
 
 import os
 import re
@@ -32,20 +34,27 @@ def typed(config: DictConfig, algo_schema: type) -> Run:
     no_secrets(plain)
     algo, task = plain.pop("algo"), plain.pop("task")
     if not isinstance(task, dict) or not task.get("_target_"):
-        raise ConfigError("task has no _target_. Choose one: task=translate, or see docs/tasks.md for your own.")
+        raise ConfigError(
+            "task has no _target_. Choose one: task=translate, or see docs/tasks.md for your own."
+        )
     run = _convert(plain, Run, "", skip=("algo", "task"))
     run["algo"] = build(algo_schema, algo, "algo")
     run["task"] = task
     return Run(**run)
 
 
-_SECRET = re.compile(r"(^|[_-])(api_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(^|[_-])(api_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE
+)
 
-_OF_TEXT = re.compile(r"(pad|eos|bos|unk|sep|cls|mask|stop|start|end)_token$", re.IGNORECASE)  # a tokenizer's
+_OF_TEXT = re.compile(
+    r"(pad|eos|bos|unk|sep|cls|mask|stop|start|end)_token$", re.IGNORECASE
+)  # a tokenizer's
 
 
 def no_secrets(settings: dict[str, Any], prefix: str = "") -> None:
-    """Raise ConfigError where a setting holds a secret: by its key, or because it is what a variable of such a name holds.
+    """Raise ConfigError where a setting holds a secret: by its key, or because it is what a
+    variable of such a name holds.
 
     A run's settings are written to run.yaml and into checkpoints, and sent to W&B.
     """
@@ -55,19 +64,26 @@ def no_secrets(settings: dict[str, Any], prefix: str = "") -> None:
             no_secrets(value, f"{prefix}{key}.")
         elif not isinstance(value, str) or not value:
             continue
-        elif (_SECRET.search(str(key)) and not _OF_TEXT.search(str(key))) or any(h in value for h in held):
+        elif (_SECRET.search(str(key)) and not _OF_TEXT.search(str(key))) or any(
+            h in value for h in held
+        ):
             raise ConfigError(
-                f"{prefix}{key} holds a secret, and settings are written to run.yaml, into checkpoints and to W&B. Leave it "
-                "out, and let the code that needs it read an environment variable (os.environ)."
+                f"{prefix}{key} holds a secret, and settings are written to run.yaml, into"
+                " checkpoints and to W&B. Leave it out, and let the code that needs it read an"
+                " environment variable (os.environ)."
             )
 
 
 def build(schema: type[T], values: dict[str, Any], prefix: str) -> T:
-    """Make one dataclass from a plain dict; unknown keys and wrong types raise ConfigError with the full key."""
+    """Make one dataclass from a plain dict; unknown keys and wrong types raise ConfigError with the
+    full key.
+    """
     return schema(**_convert(values, schema, prefix))
 
 
-def _convert(values: dict[str, Any], schema: type, prefix: str, skip: tuple[str, ...] = ()) -> dict[str, Any]:
+def _convert(
+    values: dict[str, Any], schema: type, prefix: str, skip: tuple[str, ...] = ()
+) -> dict[str, Any]:
     names = [f.name for f in fields(schema)]
     dot = f"{prefix}." if prefix else ""
     for key in values:
@@ -84,14 +100,22 @@ def _convert(values: dict[str, Any], schema: type, prefix: str, skip: tuple[str,
             flat[key] = value
     for key, value in flat.items():
         out[key] = _check_type(structured, key, value, f"{dot}{key}")
-    missing = [f.name for f in fields(schema) if f.name not in skip and f.name not in out and not _has_default(f)]
+    missing = [
+        f.name
+        for f in fields(schema)
+        if f.name not in skip and f.name not in out and not _has_default(f)
+    ]
     if missing:
-        raise ConfigError(f"{dot}{missing[0]} is not set. Give it on the command line: {dot}{missing[0]}=VALUE.")
+        raise ConfigError(
+            f"{dot}{missing[0]} is not set. Give it on the command line: {dot}{missing[0]}=VALUE."
+        )
     return out
 
 
 def _check_type(structured: DictConfig, key: str, value: Any, full_key: str) -> Any:
-    """Let OmegaConf convert one value to the field's type, so that the rules are the same as on the command line."""
+    """Let OmegaConf convert one value to the field's type, so that the rules are the same as on the
+    command line.
+    """
     try:
         OmegaConf.update(structured, key, value, merge=False)
         node = OmegaConf.select(structured, key)

@@ -1,4 +1,6 @@
-"""Turn errors of Hydra and OmegaConf into sentences that name the key, the value, the choices and the next step."""
+"""Turn errors of Hydra and OmegaConf into sentences that name the key, the value, the choices and
+the next step.
+"""
 
 import difflib
 import re
@@ -16,14 +18,18 @@ _ADVICE = {
 
 
 def wrong_type(given: str, reason: str, names: Sequence[str] = ()) -> str:
-    """The text for a value of a wrong type. given: as KEY=VALUE; reason: OmegaConf's; names: of the settings in KEY, if it is a group."""
+    """The text for a value of a wrong type. given: as KEY=VALUE; reason: OmegaConf's; names: of the
+    settings in KEY, if it is a group.
+    """
     key, _, value = given.partition("=")
     if "ListConfig" in reason:
         return f"{given} is no list. Use '{key}=[{value if value[:1] not in '{[' else '...'}]'."
     if "to Dict[" in reason:
         return f"{given} is no dict. Use '{key}={{NAME: VALUE}}'."
     if "is not a subclass of" in reason:
-        shown = f", such as {key}.{names[0]}=VALUE. Settings there: {', '.join(names)}" if names else ""
+        shown = (
+            f", such as {key}.{names[0]}=VALUE. Settings there: {', '.join(names)}" if names else ""
+        )
         return f"{given}: {key} is a group of settings. Set them one by one{shown}."
     advice = next((f" {text}." for part, text in _ADVICE.items() if part in reason), "")
     return f"{given}: {reason.removesuffix('.')}.{advice}"

@@ -1,4 +1,6 @@
-"""What conf/*.yaml writes as ${clutch_...:}: values that are known when a command runs. Imports no torch."""
+"""What conf/*.yaml writes as ${clutch_...:}: values that are known when a command runs. Imports no
+torch.
+"""
 
 import os
 from datetime import datetime
@@ -14,22 +16,27 @@ DEFAULT_TASKS = {"eggroll": "translate", "grpo": "chess", "rft": "units", "class
 
 def register() -> None:
     """Tell OmegaConf; safe to call again."""
-    # Cached in the config, so that the jobs of a sweep put their folders below that of the process that launched them.
+    # Cached in the config, so that the jobs of a sweep put their folders below that of the process
+    # that launched them.
     OmegaConf.register_new_resolver("clutch_started", started, replace=True, use_cache=True)
-    OmegaConf.register_new_resolver("clutch_task", lambda algo: DEFAULT_TASKS.get(algo, "translate"), replace=True)
+    OmegaConf.register_new_resolver(
+        "clutch_task", lambda algo: DEFAULT_TASKS.get(algo, "translate"), replace=True
+    )
     OmegaConf.register_new_resolver("clutch_rank0", rank0_only, replace=True)
     OmegaConf.register_new_resolver("clutch_env", from_environment, replace=True)
     OmegaConf.register_new_resolver("clutch_without_budget", without_budget, replace=True)
 
 
 def started() -> str:
-    """Time stamp for the run folder; the same for all ranks that one torchrun, or one srun, started on this node."""
+    """Time stamp for the run folder; the same for all ranks that one torchrun, or one srun, started
+    on this node.
+    """
     if "RANK" in os.environ and "SLURM_PROCID" in os.environ:
         return f"slurm_{os.environ['SLURM_JOB_ID']}_{os.environ['SLURM_STEP_ID']}"
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return "torchrun_" + datetime.fromtimestamp(os.stat(f"/proc/{os.getppid()}").st_ctime).strftime(
-            "%Y-%m-%d_%H-%M-%S-%f"
-        )
+        return "torchrun_" + datetime.fromtimestamp(
+            os.stat(f"/proc/{os.getppid()}").st_ctime
+        ).strftime("%Y-%m-%d_%H-%M-%S-%f")
     return _STARTED
 
 
@@ -42,12 +49,16 @@ def rank0_only(text: str) -> str | None:
 
 
 def from_environment(name: str, default: int) -> int:
-    """The integer in an environment variable, or `default` where it is not set. Raises: ConfigError."""
+    """The integer in an environment variable, or `default` where it is not set. Raises:
+    ConfigError.
+    """
     text = os.environ.get(name, "")
     if not text:
         return default
     if not text.isascii() or not text.isdigit():
-        raise ConfigError(f"the environment variable {name}={text!r} is no number. Set it to one, or unset it.")
+        raise ConfigError(
+            f"the environment variable {name}={text!r} is no number. Set it to one, or unset it."
+        )
     return int(text)
 
 

@@ -1,7 +1,8 @@
 """Names, types and checks of every setting; the values live in conf/*.yaml, each exactly once.
 
-A field without a default must be set by a YAML file. `typed` is the one strict conversion from what Hydra composed to
-the dataclasses; after it nothing sees OmegaConf. No torch in here, so that `--help` stays fast.
+A field without a default must be set by a YAML file. `typed` is the one strict conversion from what
+Hydra composed to the dataclasses; after it nothing sees OmegaConf. No torch in here, so that
+`--help` stays fast.
 """
 
 import math
@@ -32,13 +33,14 @@ class SamplingConfig:
         above("sampling.top_p", self.top_p, 0)
         if self.top_p > 1:
             raise ConfigError(
-                f"sampling.top_p={self.top_p} is out of range. Give a value in (0, 1]; 1 switches it off."
+                f"sampling.top_p={self.top_p} is out of range. Give a value in (0, 1]; 1 switches"
+                " it off."
             )
         at_least("sampling.top_k", self.top_k, 0)
         if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0):
             raise ConfigError(
-                "sampling.top_p and sampling.top_k have no effect at sampling.temperature=0 (greedy). "
-                "Set a temperature above 0, or leave top_p=1 and top_k=0."
+                "sampling.top_p and sampling.top_k have no effect at sampling.temperature=0"
+                " (greedy). Set a temperature above 0, or leave top_p=1 and top_k=0."
             )
 
 
@@ -59,10 +61,14 @@ class ScheduleConfig:
             )
         if self.kind != "constant" and self.end == 1:
             raise ConfigError(
-                f"schedule.kind={self.kind} has no effect with schedule.end=1. Set end, for example 0.1, or kind=constant."
+                f"schedule.kind={self.kind} has no effect with schedule.end=1. Set end, for example"
+                " 0.1, or kind=constant."
             )
         if self.kind == "exponential" and self.end == 0:
-            raise ConfigError("schedule.end=0 is out of range for schedule.kind=exponential. Give a value above 0.")
+            raise ConfigError(
+                "schedule.end=0 is out of range for schedule.kind=exponential. Give a value"
+                " above 0."
+            )
 
     @property
     def changes(self) -> bool:
@@ -70,7 +76,9 @@ class ScheduleConfig:
         return self.kind != "constant"
 
     def factor(self, step: int, steps: int | None) -> float:
-        """The factor at 0-based `step` of `steps`; None = a number that is not known, for a constant."""
+        """The factor at 0-based `step` of `steps`; None = a number that is not known, for a
+        constant.
+        """
         if steps is None:
             assert not self.changes, "Run checks it"
             return 1.0
@@ -93,7 +101,9 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         if "lr" in self.kwargs:
-            raise ConfigError(f"algo.optimizer.kwargs.lr={self.kwargs['lr']} has no effect. Use algo.lr.")
+            raise ConfigError(
+                f"algo.optimizer.kwargs.lr={self.kwargs['lr']} has no effect. Use algo.lr."
+            )
 
 
 @dataclass(kw_only=True)
@@ -111,7 +121,9 @@ class EvaluateConfig:
 
 @dataclass(kw_only=True)
 class BudgetConfig:
-    """What training may use: sampling, rewards and updates, without evaluation and pre-training. null = no limit."""
+    """What training may use: sampling, rewards and updates, without evaluation and pre-training.
+    null = no limit.
+    """
 
     tokens: int | None  # generated, by all ranks
     seconds: float | None  # as result.json counts them
@@ -129,13 +141,20 @@ class BudgetConfig:
     def limits(self) -> dict[str, str]:
         """What is given, as text by key: {"tokens": "budget.tokens=200000"}."""
         given = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {name: f"budget.{name}={limit:.12g}" for name, limit in given.items() if limit is not None}
+        return {
+            name: f"budget.{name}={limit:.12g}"
+            for name, limit in given.items()
+            if limit is not None
+        }
 
     def nearest(self, tokens: int, seconds: float) -> tuple[float, str]:
-        """The share that is used of the limit that is nearest to its end, and that limit; 0 where there is no budget."""
+        """The share that is used of the limit that is nearest to its end, and that limit; 0 where
+        there is no budget.
+        """
         used = {"tokens": tokens, "seconds": seconds}
         return max(
-            ((used[name] / getattr(self, name), text) for name, text in self.limits().items()), default=(0.0, "")
+            ((used[name] / getattr(self, name), text) for name, text in self.limits().items()),
+            default=(0.0, ""),
         )
 
 
@@ -153,7 +172,8 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True)
 class TinyConfig:
-    """The small byte-level Llama that `model=tiny` builds and pre-trains on the task's own stream."""
+    """The small byte-level Llama that `model=tiny` builds and pre-trains on the task's own stream.
+    """
 
     hidden_size: int
     layers: int
@@ -166,13 +186,21 @@ class TinyConfig:
     pretrain_seed: int
 
     def __post_init__(self) -> None:
-        for key in ("hidden_size", "layers", "heads", "intermediate_size", "context", "pretrain_rows"):
+        for key in (
+            "hidden_size",
+            "layers",
+            "heads",
+            "intermediate_size",
+            "context",
+            "pretrain_rows",
+        ):
             at_least(f"model.tiny.{key}", getattr(self, key), 1)
         at_least("model.tiny.pretrain_steps", self.pretrain_steps, 0)
         above("model.tiny.pretrain_lr", self.pretrain_lr, 0)
         if self.hidden_size % self.heads:
             raise ConfigError(
-                f"model.tiny.hidden_size={self.hidden_size} is not a multiple of model.tiny.heads={self.heads}."
+                f"model.tiny.hidden_size={self.hidden_size} is not a multiple of"
+                f" model.tiny.heads={self.heads}."
             )
 
 
@@ -196,10 +224,15 @@ class ModelConfig:
                 f"model={self.name} model.path=HuggingFaceTB/SmolLM2-135M"
                 f"{' model.gguf_file=NAME.gguf' if self.name == 'gguf' else ''}, or use model=tiny."
                 if self.path is None
-                else f"model.path={self.path!r} has no effect with model=tiny, which is built here. Use model=hf."
+                else (
+                    f"model.path={self.path!r} has no effect with model=tiny, which is built here."
+                    " Use model=hf."
+                )
             )
         if self.path is None and (self.gguf_file or self.revision):
-            raise ConfigError("model.revision and model.gguf_file have no effect with model=tiny. Use model=hf.")
+            raise ConfigError(
+                "model.revision and model.gguf_file have no effect with model=tiny. Use model=hf."
+            )
 
 
 @dataclass(kw_only=True)
@@ -295,9 +328,18 @@ class HardwareConfig:
         at_least("hardware.scoring_workers", self.scoring_workers, 1)
         if self.cuda_graphs and self.name == "cpu":
             raise ConfigError(
-                "hardware.cuda_graphs=true has no effect with hardware=cpu. Leave it out, or use another."
+                "hardware.cuda_graphs=true has no effect with hardware=cpu. Leave it out, or use"
+                " another."
             )
-        facts = ("memory_gb", "compute_capability", "bandwidth_gbs", "link_gbs", "allreduce_gbs", "hop_us", "power_w")
+        facts = (
+            "memory_gb",
+            "compute_capability",
+            "bandwidth_gbs",
+            "link_gbs",
+            "allreduce_gbs",
+            "hop_us",
+            "power_w",
+        )
         for key in facts:
             if getattr(self, key) is not None:
                 above(f"hardware.{key}", getattr(self, key), 0)
@@ -398,17 +440,21 @@ class SlurmConfig:
             at_least("slurm.ranks_per_node", self.ranks_per_node, 1)
         if not re.fullmatch(r"(\d+-)?\d+:[0-5]\d:[0-5]\d", self.time):
             raise ConfigError(
-                f"slurm.time={self.time} is no time. Give hours:minutes:seconds, such as 08:00:00, or days-hours:minutes:seconds."
+                f"slurm.time={self.time} is no time. Give hours:minutes:seconds, such as 08:00:00,"
+                " or days-hours:minutes:seconds."
             )
         days, _, clock = self.time.rpartition("-")
         hours, minutes, seconds = map(int, clock.split(":"))
         if self.warn_seconds >= 86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds:
             raise ConfigError(
-                f"slurm.warn_seconds={self.warn_seconds} is all of slurm.time={self.time}: the job would be warned as it starts. "
-                "Give less, or more time."
+                f"slurm.warn_seconds={self.warn_seconds} is all of slurm.time={self.time}: the job"
+                " would be warned as it starts. Give less, or more time."
             )
         if self.warn_seconds > 65535:
-            raise ConfigError(f"slurm.warn_seconds={self.warn_seconds} is more than Slurm takes. Give 65535 at most.")
+            raise ConfigError(
+                f"slurm.warn_seconds={self.warn_seconds} is more than Slurm takes. Give 65535 at"
+                " most."
+            )
 
 
 @dataclass(kw_only=True)
@@ -420,8 +466,13 @@ class SwitchConfig:
 
 NOT_WITH_FSDP = {
     "ddp": "with ddp every rank has all weights, with fsdp a share of them. Use one of them",
-    "compile": "gathering weights between blocks breaks the graph. Leave compile out, or use opt=ddp",
-    "offload": "what it would move is shared out already. Leave it out; opt.fsdp.cpu_offload=true moves all weights",
+    "compile": (
+        "gathering weights between blocks breaks the graph. Leave compile out, or use opt=ddp"
+    ),
+    "offload": (
+        "what it would move is shared out already. Leave it out; opt.fsdp.cpu_offload=true moves"
+        " all weights"
+    ),
 }
 
 
@@ -444,10 +495,14 @@ class OptConfig:
             default = switch.default_factory()  # type: ignore[misc]
             for option in fields(value):
                 given = getattr(value, option.name)
-                if not value.enabled and option.name != "enabled" and given != getattr(default, option.name):
+                if (
+                    not value.enabled
+                    and option.name != "enabled"
+                    and given != getattr(default, option.name)
+                ):
                     raise ConfigError(
-                        f"opt.{switch.name}.{option.name}={given} has no effect: {switch.name} is off. "
-                        f"Add it: 'opt=[{switch.name},...]'."
+                        f"opt.{switch.name}.{option.name}={given} has no effect: {switch.name} is"
+                        f" off. Add it: 'opt=[{switch.name},...]'."
                     )
         if not self.fsdp.enabled:
             return
@@ -482,7 +537,10 @@ class TrackerConfig:
         for key in ("project", "entity", "mode", "group", "job_type", "artifacts"):
             value = getattr(self, key)
             if value and self.name != "wandb":
-                raise ConfigError(f"tracker.{key}={value!r} has no effect with tracker={self.name}. Use tracker=wandb.")
+                raise ConfigError(
+                    f"tracker.{key}={value!r} has no effect with tracker={self.name}. Use"
+                    " tracker=wandb."
+                )
         if self.mode is not None:
             choice("tracker.mode", self.mode, ("online", "offline"))
 
@@ -500,11 +558,13 @@ class NotFiniteConfig:
             at_least("not_finite.max_skips", self.max_skips, 1)
         if self.policy == "stop" and self.max_skips is not None:
             raise ConfigError(
-                f"not_finite.max_skips={self.max_skips} has no effect with not_finite.policy=stop. Add not_finite.policy=skip."
+                f"not_finite.max_skips={self.max_skips} has no effect with not_finite.policy=stop."
+                " Add not_finite.policy=skip."
             )
         if self.policy == "skip" and self.max_skips is None:
             raise ConfigError(
-                "not_finite.policy=skip needs a number of steps that may be left out: not_finite.max_skips=5."
+                "not_finite.policy=skip needs a number of steps that may be left out:"
+                " not_finite.max_skips=5."
             )
 
 
@@ -524,7 +584,9 @@ class ScoringConfig:
 
 @dataclass(kw_only=True)
 class Run:
-    """Everything that a run is made of. `algo` is the algorithm's own dataclass, `task` stays a plain dict."""
+    """Everything that a run is made of. `algo` is the algorithm's own dataclass, `task` stays a
+    plain dict.
+    """
 
     seed: int
     resume: str  # no | auto | a run folder
@@ -547,21 +609,28 @@ class Run:
             raise ConfigError(f"seed={self.seed} is too large. Give a value below 2**63.")
         if self.scoring.kind == "serial":
             alone = (
-                "with scoring.kind=serial: this process scores. Add scoring.kind=threads or processes, or leave it out."
+                "with scoring.kind=serial: this process scores. Add scoring.kind=threads or"
+                " processes, or leave it out."
             )
             no_effect("config.yaml", "scoring.timeout_seconds", self.scoring.timeout_seconds, alone)
             if self.scoring.workers != self.hardware.scoring_workers:
                 raise ConfigError(f"scoring.workers={self.scoring.workers} has no effect {alone}")
         for key in ("steps", "iterations"):
             if getattr(self.algo, key, 0) is None and not self.budget.given:
-                raise ConfigError(f"algo.{key} is null, so nothing ends the run. Give a number, or a budget.")
+                raise ConfigError(
+                    f"algo.{key} is null, so nothing ends the run. Give a number, or a budget."
+                )
         if self.scheduled and getattr(self.algo, "steps", 0) is None:
             raise ConfigError(
-                f"algo.{self.scheduled[0]} goes over algo.steps, which a budget leaves open. Give algo.steps too; the budget may "
-                "end the run earlier."
+                f"algo.{self.scheduled[0]} goes over algo.steps, which a budget leaves open. Give"
+                " algo.steps too; the budget may end the run earlier."
             )
 
     @property
     def scheduled(self) -> list[str]:
         """Names of the algorithm's schedules that change something over its steps."""
-        return [f.name for f in fields(self.algo) if getattr(getattr(self.algo, f.name), "changes", False)]
+        return [
+            f.name
+            for f in fields(self.algo)
+            if getattr(getattr(self.algo, f.name), "changes", False)
+        ]

@@ -1,15 +1,18 @@
-"""opt=fsdp: weights, gradients and optimizer state shared out over ranks, by torch's own FSDP2 (`fully_shard`).
+"""opt=fsdp: weights, gradients and optimizer state shared out over ranks, by torch's own FSDP2
+(`fully_shard`).
 
-Each block, and what is outside the blocks, is a group that is gathered before its forward and given back after it; its
-gradients are summed over ranks as they come. Whoever uses a model that may be sharded does it by four rules:
+Each block, and what is outside the blocks, is a group that is gathered before its forward and given
+back after it; its gradients are summed over ranks as they come. Whoever uses a model that may be
+sharded does it by four rules:
 
-- a computation that touches weights outside `model(...)` goes through `inside`;
-- forwards without a backward pass go into `forwards`, in which ranks may make different numbers of them;
-- all ranks make the same number of backward passes (`common.model.logprobs.keep_step` fills up);
-- `save`, `restore` and `whole` are called on all ranks.
+- a computation that touches weights outside `model(...)` goes through `inside`; - forwards without
+a backward pass go into `forwards`, in which ranks may make different numbers of them; - all ranks
+make the same number of backward passes (`common.model.logprobs.keep_step` fills up); - `save`,
+`restore` and `whole` are called on all ranks.
 
-On a plain model each of them does what there was before. Checkpoints are written by torch.distributed.checkpoint as
-safetensors, a file a rank, and read by any number of ranks, sharded or not.
+On a plain model each of them does what there was before. Checkpoints are written by
+torch.distributed.checkpoint as safetensors, a file a rank, and read by any number of ranks, sharded
+or not.
 """
 
 import logging
@@ -49,7 +52,9 @@ log = logging.getLogger("clutch")
 
 @dataclass
 class Shards:
-    """How a model is shared out. mesh: [replicate, shard]; dtype: of gathered weights; rollout: opt.fsdp.rollout."""
+    """How a model is shared out. mesh: [replicate, shard]; dtype: of gathered weights; rollout:
+    opt.fsdp.rollout.
+    """
 
     mesh: DeviceMesh
     device: torch.device
@@ -65,17 +70,19 @@ class Shards:
 
 
 def shard(models: list[Any], run: Run, context: Context, numbers: Precision) -> None:
-    """With opt=fsdp, share `models` (plain, float32, on any device) out over ranks, in place; None among them is skipped.
+    """With opt=fsdp, share `models` (plain, float32, on any device) out over ranks, in place; None
+    among them is skipped.
 
-    Masters stay float32; blocks are gathered in the dtype of `numbers` and their gradients summed in float32.
+    Masters stay float32; blocks are gathered in the dtype of `numbers` and their gradients summed
+    in float32.
     Raises: ConfigError for settings that do not go together.
     """
     if context.mesh is None:
         return
     if numbers.scaler and run.opt.fsdp.cpu_offload:
         raise ConfigError(
-            "opt.fsdp.cpu_offload=true does not go with fp16, whose gradients are unscaled on the device. Leave out opt=amp, or "
-            "use a device with native bfloat16."
+            "opt.fsdp.cpu_offload=true does not go with fp16, whose gradients are unscaled on the"
+            " device. Leave out opt=amp, or use a device with native bfloat16."
         )
     offload = CPUOffloadPolicy() if run.opt.fsdp.cpu_offload else OffloadPolicy()
     half = numbers.compute if numbers.compute != torch.float32 else None
@@ -85,10 +92,13 @@ def shard(models: list[Any], run: Run, context: Context, numbers: Precision) -> 
             continue
         for part in [*blocks(model), model]:
             fully_shard(part, mesh=context.mesh, mp_policy=policy, offload_policy=offload)
-            # Sums, as algorithms divide by counts of all ranks themselves. Not by a factor of 1, which only NCCL can.
+            # Sums, as algorithms divide by counts of all ranks themselves. Not by a factor of 1,
+            # which only NCCL can.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-        model.shards = Shards(context.mesh, context.device.device, numbers.compute, run.opt.fsdp.rollout)
+        model.shards = Shards(
+            context.mesh, context.device.device, numbers.compute, run.opt.fsdp.rollout
+        )
         model.inside = types.MethodType(_call, model)
         register_fsdp_forward_method(model, "inside")
 
@@ -123,17 +133,23 @@ def dtype(model: Any) -> torch.dtype:
 
 
 def inference(model: Any) -> Any:
-    """The context of forwards without a backward pass. Weights gathered in inference mode could never be trained."""
+    """The context of forwards without a backward pass. Weights gathered in inference mode could
+    never be trained.
+    """
     return torch.no_grad() if of(model) else torch.inference_mode()
 
 
 def floor(model: Any, rows: int, lowest: int) -> int:
-    """Fewest rows to try when memory runs out: a rank that repeats a forward alone would leave the others waiting."""
+    """Fewest rows to try when memory runs out: a rank that repeats a forward alone would leave the
+    others waiting.
+    """
     return rows if of(model) else lowest
 
 
 def inside(model: Any, function: Callable[..., T], *args: Any) -> T:
-    """`function(model, *args)` as one forward of `model`, with the weights outside its blocks gathered meanwhile."""
+    """`function(model, *args)` as one forward of `model`, with the weights outside its blocks
+    gathered meanwhile.
+    """
     shards = of(model)
     if shards is None:
         return function(model, *args)
@@ -146,8 +162,9 @@ def inside(model: Any, function: Callable[..., T], *args: Any) -> T:
 def forwards(model: Any, idle: Callable[[], Any] | None = None) -> Iterator[None]:
     """For forwards without a backward pass, of which each rank may make another number.
 
-    With opt.fsdp.rollout=gathered the weights are whole meanwhile. With layerwise each forward gathers them, which takes all
-    ranks: one that has left the block makes idle forwards until the last one has.
+    With opt.fsdp.rollout=gathered the weights are whole meanwhile. With layerwise each forward
+    gathers them, which takes all ranks: one that has left the block makes idle forwards until the
+    last one has.
     Args: idle: makes a forward that nobody needs; None = of one token.
     """
     shards = of(model)
@@ -180,7 +197,9 @@ def forwards(model: Any, idle: Callable[[], Any] | None = None) -> Iterator[None
 
 @contextmanager
 def gathered(model: Any) -> Iterator[None]:
-    """Meanwhile the weights of a sharded model are whole on every rank; what is written to them is lost."""
+    """Meanwhile the weights of a sharded model are whole on every rank; what is written to them is
+    lost.
+    """
     parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
     if parts:
         model.inside(lambda _: None)  # what FSDP makes at the first forward
@@ -194,11 +213,15 @@ def gathered(model: Any) -> Iterator[None]:
             part.reshard()
         if parts:
             model.set_reshard_after_forward(True)
-            model.set_reshard_after_forward(False, recurse=False)  # the backward pass begins with the head
+            model.set_reshard_after_forward(
+                False, recurse=False
+            )  # the backward pass begins with the head
 
 
 def each(model: Any, items: Iterable[T]) -> Iterator[T]:
-    """`items`, of which each rank may have another number, with a body that makes forwards of `model`: see `forwards`."""
+    """`items`, of which each rank may have another number, with a body that makes forwards of
+    `model`: see `forwards`.
+    """
     with forwards(model):
         yield from items
 
@@ -207,7 +230,9 @@ def each(model: Any, items: Iterable[T]) -> Iterator[T]:
 
 
 def rows(tensor: Tensor) -> range:
-    """Which rows (of the first dimension) of the whole tensor this rank holds; all of them unless it is sharded."""
+    """Which rows (of the first dimension) of the whole tensor this rank holds; all of them unless
+    it is sharded.
+    """
     whole = tensor.shape[0]
     if not isinstance(tensor, DTensor):
         return range(whole)
@@ -215,7 +240,9 @@ def rows(tensor: Tensor) -> range:
     each = -(-whole // mesh.size(1))
     start = min(whole, mesh.get_local_rank("shard") * each)
     held = range(start, min(whole, start + each))
-    assert len(held) == local(tensor).shape[0], "FSDP shares out rows in chunks, the last of them smaller"
+    assert len(held) == local(tensor).shape[0], (
+        "FSDP shares out rows in chunks, the last of them smaller"
+    )
     return held
 
 
@@ -230,7 +257,9 @@ def like(tensor: Tensor, part: Tensor) -> Tensor:
         return part
     shape, stride = tensor.shape, tensor.stride()
     part = part.to(local(tensor).device)
-    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 def total(model: Any, value: Tensor) -> Tensor:
@@ -245,17 +274,25 @@ def total(model: Any, value: Tensor) -> Tensor:
 
 
 def measured(parts: Any) -> float:
-    """GB (2**30 bytes) that this rank holds of tensors in nested dicts and lists; says so where they are sharded."""
+    """GB (2**30 bytes) that this rank holds of tensors in nested dicts and lists; says so where
+    they are sharded.
+    """
     found = {id(tensor): tensor for tensor in _tensors(parts, "").values()}.values()
     here = sum(local(tensor).nbytes for tensor in found)
     if any(isinstance(tensor, DTensor) for tensor in found):
         whole = sum(tensor.numel() * tensor.dtype.itemsize for tensor in found)
-        log.info("measured: %s. Peak so far %.2f GB", _beside(here, whole), peak_memory_gb(next(iter(found)).device))
+        log.info(
+            "measured: %s. Peak so far %.2f GB",
+            _beside(here, whole),
+            peak_memory_gb(next(iter(found)).device),
+        )
     return here / 2**30
 
 
 def planned(model: Any, whole: float) -> str:
-    """For the plan, what a rank holds of `whole` bytes, beside what it would without; empty for a plain model."""
+    """For the plan, what a rank holds of `whole` bytes, beside what it would without; empty for a
+    plain model.
+    """
     return f"; {_beside(whole / share(model), whole)}" if of(model) else ""
 
 
@@ -265,15 +302,20 @@ def _beside(here: float, whole: float) -> str:
 
 
 def gathered_bytes(model: Any, rollout: bool) -> float:
-    """Bytes of weights that are gathered at a time: all of them in a gathered rollout, else what is outside the blocks and two
-    blocks, in training with their gradients; 0 for a plain model."""
+    """Bytes of weights that are gathered at a time: all of them in a gathered rollout, else what is
+    outside the blocks and two blocks, in training with their gradients; 0 for a plain model."""
     shards = of(model)
     if shards is None:
         return 0
-    each, total = [sum(p.numel() for p in block.parameters()) for block in blocks(model)], parameters(model)
+    each, total = (
+        [sum(p.numel() for p in block.parameters()) for block in blocks(model)],
+        parameters(model),
+    )
     if rollout and shards.rollout == "gathered":
         return shards.dtype.itemsize * total
-    return (shards.dtype.itemsize + 4 * (not rollout)) * (total - sum(each) + 2 * max(each, default=0))
+    return (shards.dtype.itemsize + 4 * (not rollout)) * (
+        total - sum(each) + 2 * max(each, default=0)
+    )
 
 
 def parameters(model: Any) -> int:
@@ -331,10 +373,13 @@ def save(
 EXTRA = "extra"
 
 
-def restore(saved: checkpoint.Checkpoint, tensors: dict[str, Tensor], fresh: Callable[[], dict[str, Any]]) -> Any:
+def restore(
+    saved: checkpoint.Checkpoint, tensors: dict[str, Tensor], fresh: Callable[[], dict[str, Any]]
+) -> Any:
     """Fill `tensors`, sharded or not, from a checkpoint written either way. Returns its `extra`.
 
-    Args: fresh: makes an `extra` of the same structure, to be filled; called where one side is sharded.
+    Args: fresh: makes an `extra` of the same structure, to be filled; called where one side is
+    sharded.
     """
     sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
     with torch.no_grad():
@@ -355,10 +400,15 @@ def restore(saved: checkpoint.Checkpoint, tensors: dict[str, Tensor], fresh: Cal
                 "ignore", "torch.distributed is disabled", UserWarning
             )  # that is what no_dist asks for
             try:
-                dcp.load({**tensors, **_tensors(extra, EXTRA)}, storage_reader=reader, no_dist=not sharded)
+                dcp.load(
+                    {**tensors, **_tensors(extra, EXTRA)},
+                    storage_reader=reader,
+                    no_dist=not sharded,
+                )
             except dcp.CheckpointException as error:
                 raise ConfigError(
-                    f"{saved.path} does not go into this run: {_first(error)}. Start anew with another hydra.run.dir."
+                    f"{saved.path} does not go into this run: {_first(error)}. Start anew with"
+                    " another hydra.run.dir."
                 ) from None
         return _merged(extra, saved.extra)
 
@@ -372,7 +422,8 @@ def names(saved: checkpoint.Checkpoint) -> set[str]:
 
 
 def whole(model: Any) -> dict[str, Tensor] | None:
-    """The weights of a sharded model by name, on the CPU of rank 0 (empty on others), tied ones once; None for a plain one.
+    """The weights of a sharded model by name, on the CPU of rank 0 (empty on others), tied ones
+    once; None for a plain one.
 
     Called on all ranks.
     """
@@ -408,8 +459,16 @@ def _tensors(nested: Any, prefix: str) -> dict[str, Tensor]:
     """The tensors in nested dicts and lists, by path."""
     if isinstance(nested, Tensor):
         return {prefix: nested}
-    items = nested.items() if isinstance(nested, dict) else enumerate(nested) if isinstance(nested, list) else ()
-    return {name: t for key, value in items for name, t in _tensors(value, f"{prefix}/{key}").items()}
+    items = (
+        nested.items()
+        if isinstance(nested, dict)
+        else enumerate(nested)
+        if isinstance(nested, list)
+        else ()
+    )
+    return {
+        name: t for key, value in items for name, t in _tensors(value, f"{prefix}/{key}").items()
+    }
 
 
 def _without_tensors(nested: Any) -> Any:

@@ -1,11 +1,13 @@
 """One big run on Slurm: a batch script for it, and the ranks that srun starts.
 
-    python launch.py slurm.script=chess.sbatch slurm.nodes=2 slurm.gpus_per_node=8 algo=grpo task=chess 'opt=[amp,ddp]'
+    python launch.py slurm.script=chess.sbatch slurm.nodes=2 slurm.gpus_per_node=8 algo=grpo
+    task=chess 'opt=[amp,ddp]'
     sbatch chess.sbatch
 
-srun is the one launcher: it starts a rank a device, and each rank tells torch.distributed who it is. Slurm's warning (SIGUSR1)
-so reaches the ranks themselves; they save and exit with 75, and the script puts the job back into the queue. It then goes on in
-the same run folder. Sweeps are another matter: hydra/launcher=submitit_slurm. No torch in here.
+srun is the one launcher: it starts a rank a device, and each rank tells torch.distributed who it
+is. Slurm's warning (SIGUSR1) so reaches the ranks themselves; they save and exit with 75, and the
+script puts the job back into the queue. It then goes on in the same run folder. Sweeps are another
+matter: hydra/launcher=submitit_slurm. No torch in here.
 """
 
 import os
@@ -16,41 +18,64 @@ from pathlib import Path
 from common.config import ConfigError, Run
 from common.signals import EXIT_SIGNAL
 
-LEFT_BEHIND = 300  # seconds that ranks may go on after the first has ended: rank 0 writes what comes out, others wait in vain for a dead one
+# seconds that ranks may go on after the first has ended: rank 0 writes what comes out, others wait
+# in vain for a dead one
+LEFT_BEHIND = 300
 WARNED_EARLY = 128 + 10  # SIGUSR1 before the first step, where nothing handles it yet
 
 
 def write(run: Run, arguments: list[str]) -> Path:
     """Write the batch script run.slurm.script for the command `arguments`. Returns its path.
 
-    Raises: ConfigError where a script is there already that this did not write, or where it cannot be written.
+    Raises: ConfigError where a script is there already that this did not write, or where it cannot
+    be written.
     """
     assert run.slurm.script is not None
     path = Path(run.slurm.script)
     if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(_HEAD):
-        raise ConfigError(f"slurm.script={path} is there already, and is no script of launch.py. Choose another name.")
+        raise ConfigError(
+            f"slurm.script={path} is there already, and is no script of launch.py. Choose another"
+            " name."
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(script(run, arguments), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"slurm.script={path} cannot be written: {error.strerror}. Choose another file.") from None
+        raise ConfigError(
+            f"slurm.script={path} cannot be written: {error.strerror}. Choose another file."
+        ) from None
     return path
 
 
 _LEAVE = "Leave it out."
 # Options of sbatch that `script` decides, and what to do instead.
 _OWN = {
-    **{"nodes": "Use slurm.nodes.", "ntasks-per-node": "Use slurm.ranks_per_node.", "time": "Use slurm.time."},
+    **{
+        "nodes": "Use slurm.nodes.",
+        "ntasks-per-node": "Use slurm.ranks_per_node.",
+        "time": "Use slurm.time.",
+    },
     **{"cpus-per-task": "Use slurm.cpus_per_rank.", "gpus-per-node": "Use slurm.gpus_per_node."},
-    **{"partition": "Use slurm.partition.", "account": "Use slurm.account.", "signal": "Use slurm.warn_seconds."},
-    **{"requeue": _LEAVE, "no-requeue": _LEAVE, "open-mode": _LEAVE, "ntasks": "Use slurm.ranks_per_node."},
+    **{
+        "partition": "Use slurm.partition.",
+        "account": "Use slurm.account.",
+        "signal": "Use slurm.warn_seconds.",
+    },
+    **{
+        "requeue": _LEAVE,
+        "no-requeue": _LEAVE,
+        "open-mode": _LEAVE,
+        "ntasks": "Use slurm.ranks_per_node.",
+    },
     "gpus-per-task": "Each rank would see its own GPU alone: use slurm.gpus_per_node.",
 }
 _HEAD = "#!/bin/bash\n# Written by launch.py slurm.script="
 
 
 def script(run: Run, arguments: list[str]) -> str:
-    """The batch script. arguments: those of launch.py; the ones that begin with slurm. are left out."""
+    """The batch script. arguments: those of launch.py; the ones that begin with slurm. are left
+    out.
+    """
     settings = run.slurm
     gpus = settings.gpus_per_node
     if gpus is None:
@@ -58,34 +83,44 @@ def script(run: Run, arguments: list[str]) -> str:
     ranks = settings.ranks_per_node or max(1, gpus)
     if gpus and ranks > gpus:
         raise ConfigError(
-            f"slurm.ranks_per_node={ranks}, but slurm.gpus_per_node={gpus}: each rank has a device of its own. Ask for "
-            f"slurm.gpus_per_node={ranks}."
+            f"slurm.ranks_per_node={ranks}, but slurm.gpus_per_node={gpus}: each rank has a device"
+            f" of its own. Ask for slurm.gpus_per_node={ranks}."
         )
     total, each = settings.nodes * ranks, run.opt.fsdp.ranks_per_group
-    if total > 1 and run.opt.fsdp.enabled and each and total % each:  # one rank alone starts opt.fsdp.ranks of its own
+    if (
+        total > 1 and run.opt.fsdp.enabled and each and total % each
+    ):  # one rank alone starts opt.fsdp.ranks of its own
         raise ConfigError(
-            f"opt.fsdp.ranks_per_group={each} does not divide the {total} ranks of slurm.nodes={settings.nodes} with {ranks} each."
+            f"opt.fsdp.ranks_per_group={each} does not divide the {total} ranks of"
+            f" slurm.nodes={settings.nodes} with {ranks} each."
         )
     for key in settings.options:
         if key in _OWN:
             raise ConfigError(f"slurm.options.{key} is what the script sets itself. {_OWN[key]}")
     kept = [argument for argument in arguments if not argument.lstrip("+").startswith("slurm.")]
-    given = {key.lstrip("+"): value for key, _, value in (argument.partition("=") for argument in kept)}
+    given = {
+        key.lstrip("+"): value for key, _, value in (argument.partition("=") for argument in kept)
+    }
     if given.get("resume", "").strip("'\"") == "no":
         raise ConfigError(
-            "resume=no does not go with slurm.script: a job that is queued again goes on in its run folder. Leave it out."
+            "resume=no does not go with slurm.script: a job that is queued again goes on in its run"
+            " folder. Leave it out."
         )
     if "${" in given.get("hydra.run.dir", ""):
         raise ConfigError(
-            f"hydra.run.dir={given['hydra.run.dir']} may be another folder when the job is queued again. Name one, or leave it "
-            "out: the script then names it after the job."
+            f"hydra.run.dir={given['hydra.run.dir']} may be another folder when the job is queued"
+            " again. Name one, or leave it out: the script then names it after the job."
         )
-    name = f"{run.algo.name}_{run.task.get('name') or run.task['_target_'].rpartition('.')[2].lower()}"
+    name = (
+        f"{run.algo.name}_{run.task.get('name') or run.task['_target_'].rpartition('.')[2].lower()}"
+    )
     command = [sys.executable, str(Path(__file__).resolve().parents[2] / "launch.py"), *kept]
     if "resume" not in given:
         command.append("resume=auto")
     words = [shlex.quote(word) for word in command]
-    if "hydra.run.dir" not in given:  # a job keeps its number when it is queued again, and so its folder
+    if (
+        "hydra.run.dir" not in given
+    ):  # a job keeps its number when it is queued again, and so its folder
         words.append(f'"hydra.run.dir=outputs/{name}_$SLURM_JOB_ID"')
     options = {
         "job-name": name,
@@ -101,13 +136,23 @@ def script(run: Run, arguments: list[str]) -> str:
         "signal": f"USR1@{settings.warn_seconds}",
         **settings.options,
     }
-    lines = [f"{_HEAD}{settings.script}; submit it with: sbatch {shlex.quote(str(settings.script))}"]
+    lines = [
+        f"{_HEAD}{settings.script}; submit it with: sbatch {shlex.quote(str(settings.script))}"
+    ]
     for key, value in options.items():
         if value is not None and value is not False:
             lines.append(f"#SBATCH --{key}" if value is True else f"#SBATCH --{key}={value}")
-    lines += ["#SBATCH --requeue", "set -euo pipefail", *settings.setup, f"cd {shlex.quote(os.getcwd())}"]
+    lines += [
+        "#SBATCH --requeue",
+        "set -euo pipefail",
+        *settings.setup,
+        f"cd {shlex.quote(os.getcwd())}",
+    ]
     lines += _MEETING.splitlines()
-    lines += [f"srun --kill-on-bad-exit=0 --wait={LEFT_BEHIND} --cpus-per-task={settings.cpus_per_rank} \\"]
+    lines += [
+        f"srun --kill-on-bad-exit=0 --wait={LEFT_BEHIND}"
+        f" --cpus-per-task={settings.cpus_per_rank} \\"
+    ]
     lines += ["    " + " ".join(words) + " && code=0 || code=$?"]
     lines += _AGAIN.splitlines()
     return "\n".join(lines) + "\n"
@@ -129,7 +174,8 @@ exit "$code\""""
 
 
 def adopt() -> None:
-    """Set what torch.distributed reads (RANK, WORLD_SIZE, ...) where srun started several ranks. Under torchrun nothing.
+    """Set what torch.distributed reads (RANK, WORLD_SIZE, ...) where srun started several ranks.
+    Under torchrun nothing.
 
     Raises: ConfigError where ranks of several nodes are not told where to meet.
     """
@@ -141,14 +187,17 @@ def adopt() -> None:
         environment.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_ADDR" not in environment:
         raise ConfigError(
-            f"srun started {ranks} ranks on {environment['SLURM_STEP_NUM_NODES']} nodes, and MASTER_ADDR does not say where they "
-            "meet. Set it to the address of the first node, or let launch.py write the batch script: slurm.script=FILE."
+            f"srun started {ranks} ranks on {environment['SLURM_STEP_NUM_NODES']} nodes, and"
+            " MASTER_ADDR does not say where they meet. Set it to the address of the first node,"
+            " or let launch.py write the batch script: slurm.script=FILE."
         )
     environment.setdefault("MASTER_PORT", str(20000 + int(environment["SLURM_JOB_ID"]) % 20000))
     environment["RANK"], environment["WORLD_SIZE"] = environment["SLURM_PROCID"], str(ranks)
     environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
     # As "4" or "4(x2),1": nodes in turn. The script gives every node as many.
-    environment["LOCAL_WORLD_SIZE"] = environment["SLURM_STEP_TASKS_PER_NODE"].partition("(")[0].partition(",")[0]
+    environment["LOCAL_WORLD_SIZE"] = (
+        environment["SLURM_STEP_TASKS_PER_NODE"].partition("(")[0].partition(",")[0]
+    )
 
 
 def ranked() -> bool:

@@ -1,7 +1,7 @@
 """Workers, process group, and what ranks say to each other.
 
-A worker is started by function, not by running the command again: in this process when there is one, spawned for
-`opt=ddp` and `opt=fsdp`, or the process that torchrun started.
+A worker is started by function, not by running the command again: in this process when there is
+one, spawned for `opt=ddp` and `opt=fsdp`, or the process that torchrun started.
 """
 
 import errno
@@ -35,33 +35,51 @@ from common.signals import EXIT_CONFIG, EXIT_CRASH, EXIT_WRITE, RunStopped, Stop
 
 log = logging.getLogger("clutch")
 
-# A rank may wait this long for another: rank 0 pre-trains the tiny model while the others stand at a barrier.
+# A rank may wait this long for another: rank 0 pre-trains the tiny model while the others stand at
+# a barrier.
 TIMEOUT = timedelta(minutes=20)
-PACKAGES = ("common", "eggroll", "grpo", "rft", "ddp_bench")  # what ranks must have the same version of
+PACKAGES = (
+    "common",
+    "eggroll",
+    "grpo",
+    "rft",
+    "ddp_bench",
+)  # what ranks must have the same version of
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the quota, the largest file allowed
 
 
 def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
-    """Run `entry` ("module:function", called with run, context, task) in every rank; return rank 0's result.
+    """Run `entry` ("module:function", called with run, context, task) in every rank; return rank
+    0's result.
 
-    Raises: ConfigError and RunStopped as the worker raised them; other failures with the worker's traceback.
+    Raises: ConfigError and RunStopped as the worker raised them; other failures with the worker's
+    traceback.
     """
     out_dir = out_dir.resolve()
     out_dir.mkdir(parents=True, exist_ok=True)
     switch, workers = run.opt.workers
     if workers.backend == "nccl" and not hardware.local_devices(run.hardware):
-        raise ConfigError(f"opt.{switch}.backend=nccl needs CUDA devices. Use opt.{switch}.backend=auto or gloo.")
+        raise ConfigError(
+            f"opt.{switch}.backend=nccl needs CUDA devices. Use opt.{switch}.backend=auto or gloo."
+        )
     hardware.check_visible(run.hardware)
     if slurm.ranked():
         _check_started(run)
         if workers.ranks is not None:
-            instead = "torchrun --nproc_per_node" if _torchrun() else "srun --ntasks-per-node, or slurm.ranks_per_node"
+            instead = (
+                "torchrun --nproc_per_node"
+                if _torchrun()
+                else "srun --ntasks-per-node, or slurm.ranks_per_node"
+            )
             raise ConfigError(
-                f"opt.{switch}.ranks={workers.ranks} has no effect: {'torchrun' if _torchrun() else 'srun'} has started "
-                f"{os.environ['WORLD_SIZE']} ranks. Leave it out, and say how many with {instead}."
+                f"opt.{switch}.ranks={workers.ranks} has no effect:"
+                f" {'torchrun' if _torchrun() else 'srun'} has started {os.environ['WORLD_SIZE']}"
+                f" ranks. Leave it out, and say how many with {instead}."
             )
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return _grouped(entry, run, out_dir, task, rank, world, int(os.environ["LOCAL_RANK"]), "env://")
+        return _grouped(
+            entry, run, out_dir, task, rank, world, int(os.environ["LOCAL_RANK"]), "env://"
+        )
     ranks = _ranks(run)
     if (
         ranks == 1 and run.opt.fsdp.enabled
@@ -79,19 +97,27 @@ def _torchrun() -> bool:
 
 
 def _check_started(run: Run) -> None:
-    """Raise ConfigError where torchrun or srun started ranks that cannot each have a device or that are not one group."""
+    """Raise ConfigError where torchrun or srun started ranks that cannot each have a device or that
+    are not one group.
+    """
     local, torchrun = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), _torchrun()
-    # Of the job step, as "4" or "4(x2),1": a batch script alone has none, and its torchrun runs once.
+    # Of the job step, as "4" or "4(x2),1": a batch script alone has none, and its torchrun runs
+    # once.
     tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if torchrun and local > 1 and tasks and int(tasks[0]) > 1:
         raise ConfigError(
-            f"srun started {tasks[0]} tasks on this node, and torchrun in each of them {local} ranks: "
-            f"{int(tasks[0]) * local} processes in {tasks[0]} groups that get in each other's way. Use srun --ntasks-per-node=1 "
-            f"with torchrun --nproc_per_node={local}, one torchrun a node."
+            f"srun started {tasks[0]} tasks on this node, and torchrun in each of them {local}"
+            f" ranks: {int(tasks[0]) * local} processes in {tasks[0]} groups that get in each"
+            f" other's way. Use srun --ntasks-per-node=1 with torchrun --nproc_per_node={local},"
+            " one torchrun a node."
         )
     devices = hardware.local_devices(run.hardware)
     if devices and local > devices:
-        started = f"torchrun --nproc_per_node={local}" if torchrun else f"srun started {local} ranks on this node"
+        started = (
+            f"torchrun --nproc_per_node={local}"
+            if torchrun
+            else f"srun started {local} ranks on this node"
+        )
         raise ConfigError(
             f"{started}, but this node has {devices} CUDA devices. Use at most {devices}, or "
             "give the job more (with Slurm: --gpus-per-node, not --gpus-per-task)."
@@ -107,7 +133,8 @@ def _ranks(run: Run) -> int:
         return devices or 2
     if devices and workers.ranks > devices:
         raise ConfigError(
-            f"opt.{switch}.ranks={workers.ranks}, but this node has {devices} CUDA devices. Use at most {devices}."
+            f"opt.{switch}.ranks={workers.ranks}, but this node has {devices} CUDA devices. Use at"
+            f" most {devices}."
         )
     return workers.ranks
 
@@ -119,10 +146,13 @@ def _spawn(entry: str, run: Run, out_dir: Path, task: Any, ranks: int) -> Any:
         reports = mp.get_context("spawn").SimpleQueue()
         meeting = f"file://{folder}/meeting"  # a file, not a port: nothing to collide with
         arguments = (entry, run, out_dir, task, ranks, meeting, reports)
-        workers = mp.start_processes(_spawned, args=arguments, nprocs=ranks, join=False, start_method="spawn")
+        workers = mp.start_processes(
+            _spawned, args=arguments, nprocs=ranks, join=False, start_method="spawn"
+        )
         assert workers is not None
 
-        # Ctrl-C in a terminal reaches the workers by itself; a signal sent to this process alone does not.
+        # Ctrl-C in a terminal reaches the workers by itself; a signal sent to this process alone
+        # does not.
         def forward(number: int, _: Any) -> None:
             StopSignal.last = number
             number = (
@@ -137,11 +167,18 @@ def _spawn(entry: str, run: Run, out_dir: Path, task: Any, ranks: int) -> Any:
             while not workers.join():
                 pass
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            if reports.empty() and isinstance(error, mp.ProcessExitedException) and error.signal_name:
-                written = out_dir / ("run.log" if error.error_index == 0 else f"rank-{error.error_index}.log")
+            if (
+                reports.empty()
+                and isinstance(error, mp.ProcessExitedException)
+                and error.signal_name
+            ):
+                written = out_dir / (
+                    "run.log" if error.error_index == 0 else f"rank-{error.error_index}.log"
+                )
                 raise RunStopped(
-                    f"rank {error.error_index} was killed from outside ({error.signal_name}; where memory runs out, the system does "
-                    f"that), so the others were stopped. Its log: {written}. Go on with hydra.run.dir={out_dir} resume=auto.",
+                    f"rank {error.error_index} was killed from outside ({error.signal_name}; where"
+                    " memory runs out, the system does that), so the others were stopped. Its log:"
+                    f" {written}. Go on with hydra.run.dir={out_dir} resume=auto.",
                     EXIT_CRASH,
                 ) from None
             if reports.empty():
@@ -159,16 +196,26 @@ def _spawn(entry: str, run: Run, out_dir: Path, task: Any, ranks: int) -> Any:
 
 
 def _spawned(
-    local_rank: int, entry: str, run: Run, out_dir: Path, task: Any, ranks: int, meeting: str, reports: Any
+    local_rank: int,
+    entry: str,
+    run: Run,
+    out_dir: Path,
+    task: Any,
+    ranks: int,
+    meeting: str,
+    reports: Any,
 ) -> None:
     try:
         result = _grouped(entry, run, out_dir, task, local_rank, ranks, local_rank, meeting)
     except RunStopped as stopped:
         reports.put(stopped)
-        if stopped.code == EXIT_WRITE:  # in this rank alone: leaving with a code ends the others, which wait for it
+        if (
+            stopped.code == EXIT_WRITE
+        ):  # in this rank alone: leaving with a code ends the others, which wait for it
             sys.exit(EXIT_WRITE)
         return  # else in all ranks alike
-    except ConfigError as error:  # perhaps in this rank alone: leaving with a code ends the others, which wait for it
+    # perhaps in this rank alone: leaving with a code ends the others, which wait for it
+    except ConfigError as error:
         reports.put(error)
         sys.exit(EXIT_CONFIG)
     if local_rank == 0:
@@ -176,13 +223,21 @@ def _spawned(
 
 
 def _grouped(
-    entry: str, run: Run, out_dir: Path, task: Any, rank: int, world: int, local_rank: int, meeting: str
+    entry: str,
+    run: Run,
+    out_dir: Path,
+    task: Any,
+    rank: int,
+    world: int,
+    local_rank: int,
+    meeting: str,
 ) -> Any:
     found = hardware.find(run.hardware, local_rank)
     if found.device.type == "cuda":
         torch.cuda.set_device(found.device)
     elif world > 1:
-        # Ranks on one machine share its cores, or have those that Slurm gave them; threads beyond that slow all of them.
+        # Ranks on one machine share its cores, or have those that Slurm gave them; threads beyond
+        # that slow all of them.
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         given = int(os.environ.get("SLURM_CPUS_PER_TASK", os.cpu_count() or 1))
         torch.set_num_threads(max(1, min((os.cpu_count() or 1) // local_world, given)))
@@ -194,7 +249,12 @@ def _grouped(
         backend = "cpu:gloo,cuda:nccl"  # what is on the CPU has norms of all ranks too
     _meet(switch, workers.arrival_seconds, backend, meeting, rank, world)
     try:
-        return _work(entry, run, Context(rank, world, found, out_dir, _mesh(run, world, found.device.type)), task)
+        return _work(
+            entry,
+            run,
+            Context(rank, world, found, out_dir, _mesh(run, world, found.device.type)),
+            task,
+        )
     finally:
         dist.destroy_process_group()
 
@@ -208,11 +268,13 @@ def _meet(switch: str, seconds: float, backend: str, meeting: str, rank: int, wo
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         if "EADDRINUSE" in str(error):
             raise ConfigError(
-                f"the ranks cannot meet at {where}: another program uses that port. Give another one, as MASTER_PORT or to torchrun."
+                f"the ranks cannot meet at {where}: another program uses that port. Give another"
+                " one, as MASTER_PORT or to torchrun."
             ) from None
         raise ConfigError(
-            f"rank {rank} of {world} waited {seconds:g} s for the others at {where} (opt.{switch}.arrival_seconds): "
-            f"{str(error).splitlines()[0]} Look whether every node has started its ranks and can reach that address."
+            f"rank {rank} of {world} waited {seconds:g} s for the others at {where}"
+            f" (opt.{switch}.arrival_seconds): {str(error).splitlines()[0]} Look whether every node"
+            " has started its ranks and can reach that address."
         ) from None
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
 
@@ -239,7 +301,11 @@ def _work(entry: str, run: Run, context: Context, task: Any) -> Any:
         workers.enabled and context.world_size == 1
     ):  # no error: a run of several may go on as one, or be compared with it
         nothing = "nothing is shared out: it holds all weights, gradients and optimizer state"
-        log.info("opt=%s with one rank: %s", switch, nothing if run.opt.fsdp.enabled else "the same as without it")
+        log.info(
+            "opt=%s with one rank: %s",
+            switch,
+            nothing if run.opt.fsdp.enabled else "the same as without it",
+        )
     module, function = entry.split(":")
     train = getattr(importlib.import_module(module), function)
     try:
@@ -248,28 +314,34 @@ def _work(entry: str, run: Run, context: Context, task: Any) -> Any:
         if isinstance(error, OSError) and error.errno not in FULL:
             raise
         raise RunStopped(
-            f"{error} Earlier checkpoints stand. Make room, then go on with hydra.run.dir={context.out_dir} resume=auto.",
+            f"{error} Earlier checkpoints stand. Make room, then go on with"
+            f" hydra.run.dir={context.out_dir} resume=auto.",
             EXIT_WRITE,
         ) from error
 
 
 def _agree(run: Run, context: Context) -> None:
-    """Raise ConfigError where ranks, which torchrun lets compose each for itself, have other settings than rank 0."""
+    """Raise ConfigError where ranks, which torchrun lets compose each for itself, have other
+    settings than rank 0.
+    """
     if context.world_size == 1:
         return
     mine = {"hydra.run.dir": str(context.out_dir), "code": _code()} | flat(asdict(run))
     every = context.gather_objects(mine)
     for rank, theirs in enumerate(every):
-        differing = next((key for key in {**every[0], **theirs} if every[0].get(key) != theirs.get(key)), None)
+        differing = next(
+            (key for key in {**every[0], **theirs} if every[0].get(key) != theirs.get(key)), None
+        )
         if differing == "code":
             raise ConfigError(
-                f"the code of clutch differs on rank {rank} from that on rank 0. Give all nodes one checkout on a shared disk, or the "
-                "same commit."
+                f"the code of clutch differs on rank {rank} from that on rank 0. Give all nodes one"
+                " checkout on a shared disk, or the same commit."
             )
         if differing is not None:
             raise ConfigError(
-                f"{differing} is {every[0].get(differing)!r} on rank 0 and {theirs.get(differing)!r} on rank {rank}. "
-                "Start all ranks with the same command and the same version of the files in conf/."
+                f"{differing} is {every[0].get(differing)!r} on rank 0 and"
+                f" {theirs.get(differing)!r} on rank {rank}. Start all ranks with the same command"
+                " and the same version of the files in conf/."
             )
 
 
@@ -308,7 +380,9 @@ class _Printed(logging.StreamHandler[TextIO]):
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Print no more where who reads has enough, as head has; the run goes on, and run.log has it all."""
+        """Print no more where who reads has enough, as head has; the run goes on, and run.log has
+        it all.
+        """
         if isinstance(sys.exc_info()[1], BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
         else:

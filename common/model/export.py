@@ -22,13 +22,21 @@ def export_model(
     folder: Path,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write a Hugging Face folder in the model's dtype that `from_pretrained` loads; whole or not at all.
+    """Write a Hugging Face folder in the model's dtype that `from_pretrained` loads; whole or not
+    at all.
 
-    An earlier export at `folder` is replaced. Args: weights: of a sharded model, gathered. Raises: ConfigError if `folder` holds something else; CheckpointError with
-    path and reason on I/O errors.
+    An earlier export at `folder` is replaced. Args: weights: of a sharded model, gathered. Raises:
+    ConfigError if `folder` holds something else; CheckpointError with path and reason on I/O
+    errors.
     """
-    if folder.exists() and not (folder / "config.json").is_file() and (folder.is_file() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} exists and is not a model folder. Give a new folder, or remove this one.")
+    if (
+        folder.exists()
+        and not (folder / "config.json").is_file()
+        and (folder.is_file() or any(folder.iterdir()))
+    ):
+        raise ConfigError(
+            f"{folder} exists and is not a model folder. Give a new folder, or remove this one."
+        )
     with replacing(folder) as temporary, _savable(model), progress_bars(False):
         model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
@@ -36,7 +44,8 @@ def export_model(
 
 @contextmanager
 def _savable(model: PreTrainedModel) -> Iterator[None]:
-    """Some published generation configs set a temperature without do_sample, which transformers loads but refuses to save.
+    """Some published generation configs set a temperature without do_sample, which transformers
+    loads but refuses to save.
 
     Meanwhile the model has a copy that says do_sample=True, as transformers itself advises.
     """

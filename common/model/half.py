@@ -20,9 +20,11 @@ WITHOUT_GRAPHS = {
 
 
 def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """`model` itself for float32 or where it is sharded, else a copy with its parameters in `dtype`, to sample from.
+    """`model` itself for float32 or where it is sharded, else a copy with its parameters in
+    `dtype`, to sample from.
 
-    Under autocast the weights would be cast anew for every token. Buffers stay: rotary frequencies in bf16 are off by 0.4 %.
+    Under autocast the weights would be cast anew for every token. Buffers stay: rotary frequencies
+    in bf16 are off by 0.4 %.
     """
     if dtype == torch.float32 or fsdp.of(model):
         return model
@@ -33,21 +35,27 @@ def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def compiled(part: Any, mode: str) -> Any:
-    """A model, or its inside, compiled for inputs of any shape. CUDA graphs would be recorded for each shape: none here."""
+    """A model, or its inside, compiled for inputs of any shape. CUDA graphs would be recorded for
+    each shape: none here.
+    """
     return torch.compile(part, mode=WITHOUT_GRAPHS[mode], dynamic=True)
 
 
 class Narrow:
-    """A twin of a float32 model whose linear layers are in `dtype`, to sample from under autocast, which casts no more then.
+    """A twin of a float32 model whose linear layers are in `dtype`, to sample from under autocast,
+    which casts no more then.
 
-    All else is shared, so that results are those of autocast to the bit (a tied head is the twin's own). 2 bytes a parameter.
+    All else is shared, so that results are those of autocast to the bit (a tied head is the twin's
+    own). 2 bytes a parameter.
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         layers = [module for module in model.modules() if type(module) in (torch.nn.Linear, Conv1D)]
         shared = [*model.parameters(), *model.buffers()]
         self.twin = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
-        twins = [module for module in self.twin.modules() if type(module) in (torch.nn.Linear, Conv1D)]
+        twins = [
+            module for module in self.twin.modules() if type(module) in (torch.nn.Linear, Conv1D)
+        ]
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the model, of the twin
         for layer, twin in zip(layers, twins, strict=True):
             for name, parameter in layer.named_parameters(recurse=False):

@@ -1,11 +1,11 @@
 """Language models: load one from a folder or the hub, build and pre-train the tiny one, export.
 
-Every mistake that a user can make with `model.*` is a ConfigError that names the key, the value and the next step. Code
-that comes with a model is never run (`trust_remote_code=False`).
+Every mistake that a user can make with `model.*` is a ConfigError that names the key, the value and
+the next step. Code that comes with a model is never run (`trust_remote_code=False`).
 
-The tiny model is a byte-level Llama of under a million parameters that is pre-trained on the task's own stream, once: it
-is cached by a hash of its settings and of the very rows that it was trained on. It makes every algorithm runnable in
-minutes, on any machine, without a download.
+The tiny model is a byte-level Llama of under a million parameters that is pre-trained on the task's
+own stream, once: it is cached by a hash of its settings and of the very rows that it was trained
+on. It makes every algorithm runnable in minutes, on any machine, without a download.
 """
 
 import importlib.util
@@ -44,13 +44,21 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def load_model(
-    config: ModelConfig, task: Any, dtype: torch.dtype, device: torch.device, *, progress: bool = True
+    config: ModelConfig,
+    task: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    progress: bool = True,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model that `config` names, in eval mode on `device`, and its tokenizer, which has a pad token.
+    """Load the model that `config` names, in eval mode on `device`, and its tokenizer, which has a
+    pad token.
 
-    Args: task: pre-trains the tiny model, otherwise unused; dtype: of the weights; progress: report on stderr.
-    Raises: ConfigError for all that a user can correct: no such folder or hub id, no causal language model in it, no
-    tokenizer, a tokenizer with more ids than the model has embeddings, a missing package.
+    Args: task: pre-trains the tiny model, otherwise unused; dtype: of the weights; progress: report
+    on stderr.
+    Raises: ConfigError for all that a user can correct: no such folder or hub id, no causal
+    language model in it, no tokenizer, a tokenizer with more ids than the model has embeddings, a
+    missing package.
     """
     if config.path is None:
         assert config.tiny is not None  # ModelConfig checks it
@@ -69,8 +77,9 @@ def load_model(
     largest = max(tokenizer.get_vocab().values())
     if largest >= rows:
         raise ConfigError(
-            f"{where}: its tokenizer has ids up to {largest}, its embedding has {rows} rows. "
-            "The two do not belong together; put the tokenizer files that the model was trained with into the folder."
+            f"{where}: its tokenizer has ids up to {largest}, its embedding has {rows} rows. The"
+            " two do not belong together; put the tokenizer files that the model was trained with"
+            " into the folder."
         )
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
@@ -78,17 +87,23 @@ def load_model(
                 f"{where}: its tokenizer has neither a pad token nor an eos token. "
                 'Set "pad_token" in its tokenizer_config.json to a token that it has.'
             )
-        tokenizer.pad_token = tokenizer.eos_token  # padding is masked everywhere, so which token it is has no effect
+        tokenizer.pad_token = (
+            tokenizer.eos_token
+        )  # padding is masked everywhere, so which token it is has no effect
     # `to` is typed by a decorator that loses its first argument.
     model.to(device)  # pyright: ignore[reportArgumentType]
     return model.eval(), tokenizer
 
 
 def model_commit(config: ModelConfig) -> str | None:
-    """The commit that a model of the hub has been loaded from, as the hub's cache knows it; None for a local one."""
+    """The commit that a model of the hub has been loaded from, as the hub's cache knows it; None
+    for a local one.
+    """
     if config.path is None or Path(config.path).expanduser().exists():
         return None
-    found = try_to_load_from_cache(config.path, config.gguf_file or "config.json", revision=config.revision)
+    found = try_to_load_from_cache(
+        config.path, config.gguf_file or "config.json", revision=config.revision
+    )
     if not isinstance(found, str):
         return None
     parts = Path(found).parts
@@ -99,7 +114,9 @@ def model_commit(config: ModelConfig) -> str | None:
 
 
 def _source(config: ModelConfig) -> str:
-    """`model.path` as transformers takes it: a local folder with ~ expanded, or a hub id. Raises ConfigError."""
+    """`model.path` as transformers takes it: a local folder with ~ expanded, or a hub id. Raises
+    ConfigError.
+    """
     assert config.path is not None
     given = f"model.path={config.path!r}"
     local = Path(config.path).expanduser()
@@ -108,7 +125,8 @@ def _source(config: ModelConfig) -> str:
         raise ConfigError(
             f"{given} is a file. Give the folder that holds it, with a config.json"
             + (
-                f"; for a GGUF file: model=gguf model.path={local.parent} model.gguf_file={local.name}."
+                f"; for a GGUF file: model=gguf model.path={local.parent}"
+                f" model.gguf_file={local.name}."
                 if local.suffix == ".gguf"
                 else "."
             )
@@ -116,45 +134,62 @@ def _source(config: ModelConfig) -> str:
     if local.is_dir():
         if not (local / wanted).is_file() and (local / ADAPTER).is_file():
             raise ConfigError(
-                f"{given} is an adapter and no model. Give the model that it belongs to, and the adapter on top: "
-                f"model=hf model.path=FOLDER_OR_HUB_ID model.lora={config.path}."
+                f"{given} is an adapter and no model. Give the model that it belongs to, and the"
+                f" adapter on top: model=hf model.path=FOLDER_OR_HUB_ID model.lora={config.path}."
             )
         if not (local / wanted).is_file():
             inside = ", ".join(sorted(entry.name for entry in local.iterdir())[:8]) or "nothing"
             key = "model.gguf_file" if config.gguf_file else given
             raise ConfigError(
                 f"{given} is not a model folder: it has no {wanted} (it has: {inside}). "
-                + (f"Correct {key}." if config.gguf_file else "Give a folder written by save_pretrained.")
+                + (
+                    f"Correct {key}."
+                    if config.gguf_file
+                    else "Give a folder written by save_pretrained."
+                )
             )
         if config.revision is not None:
             raise ConfigError(
-                f"model.revision={config.revision!r} has no effect: {given} is a local folder. Remove it."
+                f"model.revision={config.revision!r} has no effect: {given} is a local folder."
+                " Remove it."
             )
         return str(local)
     if not _HUB_ID.fullmatch(config.path):
         raise ConfigError(
-            f"{given}: there is no such folder. Correct the path (relative ones start at {Path.cwd()}), "
-            "or give a hub id such as HuggingFaceTB/SmolLM2-135M."
+            f"{given}: there is no such folder. Correct the path (relative ones start at"
+            f" {Path.cwd()}), or give a hub id such as HuggingFaceTB/SmolLM2-135M."
         )
     return config.path
 
 
-def _model(config: ModelConfig, path: str, where: str, origin: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
+def _model(
+    config: ModelConfig, path: str, where: str, origin: dict[str, Any], dtype: torch.dtype
+) -> PreTrainedModel:
     """The model on the CPU, every weight of it from the files. Raises ConfigError."""
     options: dict[str, Any] = {}
     if config.gguf_file:
-        missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+        missing = [
+            name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None
+        ]
         if missing:
             raise ConfigError(
-                f"model.gguf_file={config.gguf_file!r} needs the Python package {' and '.join(missing)}. "
-                "Install: pip install 'clutch[gguf]'."
+                f"model.gguf_file={config.gguf_file!r} needs the Python package"
+                f" {' and '.join(missing)}. Install: pip install 'clutch[gguf]'."
             )
-        options = {"gguf_file": config.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
+        options = {
+            "gguf_file": config.gguf_file,
+            "quantization_config": GgufConfig(dequantize=True),
+        }
     try:
         if not config.gguf_file:
             _check_causal(AutoConfig.from_pretrained(path, **origin), where)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=config.attention, output_loading_info=True, **origin, **options
+            path,
+            dtype=dtype,
+            attn_implementation=config.attention,
+            output_loading_info=True,
+            **origin,
+            **options,
         )
         model, info = loaded
     except ConfigError:
@@ -163,14 +198,18 @@ def _model(config: ModelConfig, path: str, where: str, origin: dict[str, Any], d
         *(OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError),
         *(SafetensorError, StrictDataclassError),
     ) as error:
-        # What a wrong config.json is told is in the cause: "Validation error for field 'hidden_size':" says little.
+        # What a wrong config.json is told is in the cause: "Validation error for field
+        # 'hidden_size':" says little.
         reason = (error.__cause__ if isinstance(error, StrictDataclassError) else None) or error
-        raise ConfigError(f"{where} could not be loaded: {_first_line(reason)} {_advice(path, error)}") from error
+        raise ConfigError(
+            f"{where} could not be loaded: {_first_line(reason)} {_advice(path, error)}"
+        ) from error
     if info["missing_keys"] or info["mismatched_keys"]:
         names = sorted(str(name) for name in [*info["missing_keys"], *info["mismatched_keys"]])
         raise ConfigError(
-            f"{where} is not a whole causal language model: {len(names)} weights are not in its files "
-            f"(the first: {names[0]}). Give the folder of a model saved with its language-model head."
+            f"{where} is not a whole causal language model: {len(names)} weights are not in its"
+            f" files (the first: {names[0]}). Give the folder of a model saved with its"
+            " language-model head."
         )
     if config.gguf_file and hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are plain now, and an export must say so
@@ -185,62 +224,100 @@ def _with_adapter(model: PreTrainedModel, given: str, where: str) -> PreTrainedM
     settings = folder / ADAPTER
     if not settings.is_file():
         raise ConfigError(
-            f"{key} is no folder with a LoRA adapter: there is no {settings.absolute()}. Give the folder that peft's "
-            "save_pretrained wrote, or RUN/iteration-K/adapter of algo=rft; one on the hub comes with: hf download ID --local-dir FOLDER."
+            f"{key} is no folder with a LoRA adapter: there is no {settings.absolute()}. Give the"
+            " folder that peft's save_pretrained wrote, or RUN/iteration-K/adapter of algo=rft;"
+            " one on the hub comes with: hf download ID --local-dir FOLDER."
         )
     kind = json.loads(settings.read_text(encoding="utf-8")).get("peft_type")
     if kind != "LORA":
-        raise ConfigError(f"{key} holds an adapter of the kind {kind}, which is not merged here. Give a LoRA adapter.")
+        raise ConfigError(
+            f"{key} holds an adapter of the kind {kind}, which is not merged here. Give a LoRA"
+            " adapter."
+        )
     import peft
 
     try:
         with peft_of_today():
             warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
             return peft.PeftModel.from_pretrained(model, folder).merge_and_unload(safe_merge=True)  # pyright: ignore
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, UserWarning) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RuntimeError,
+        SafetensorError,
+        UserWarning,
+    ) as error:
         raise ConfigError(
-            f"{key} does not go into {where}: {_first_line(error)} It must be an adapter of this very model, whole."
+            f"{key} does not go into {where}: {_first_line(error)} It must be an adapter of this"
+            " very model, whole."
         ) from error
 
 
 def _check_causal(config: Any, where: str) -> None:
-    """Raise ConfigError for encoders and encoder-decoders; transformers would load some of them without a word."""
+    """Raise ConfigError for encoders and encoder-decoders; transformers would load some of them
+    without a word.
+    """
     known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     architectures = config.architectures or []
     causal = not architectures or any(
         name in known or name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures
     )
     # BERT and its kin can be decoders, and say so; GPT-NeoX has the same field and is always one.
-    encoder = getattr(config, "is_decoder", True) is False and not config.model_type.startswith("gpt_neox")
+    encoder = getattr(config, "is_decoder", True) is False and not config.model_type.startswith(
+        "gpt_neox"
+    )
     if not causal or encoder or config.is_encoder_decoder:
         kind = ", ".join(architectures) or config.model_type
         raise ConfigError(
-            f"{where} is not a causal language model: its config.json says {kind}. Give a model that predicts the "
-            "next token, such as gpt2, a Llama or a Qwen (architectures: ...ForCausalLM)."
+            f"{where} is not a causal language model: its config.json says {kind}. Give a model"
+            " that predicts the next token, such as gpt2, a Llama or a Qwen (architectures:"
+            " ...ForCausalLM)."
         )
 
 
-def _tokenizer(config: ModelConfig, path: str, where: str, origin: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the weights, or the one inside the GGUF file. Raises ConfigError if there is none."""
+def _tokenizer(
+    config: ModelConfig, path: str, where: str, origin: dict[str, Any]
+) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the weights, or the one inside the GGUF file. Raises ConfigError if
+    there is none.
+    """
     options = {}
     if config.gguf_file and not (Path(path) / "tokenizer.json").is_file():
         options = {"gguf_file": config.gguf_file}
     try:
-        # AutoTokenizer goes by the model's type first: below a Qwen2 config it turns any tokenizer.json into Qwen2's own,
-        # with other normalisation and one more id. Where the folder says that the file is all there is, it is.
+        # AutoTokenizer goes by the model's type first: below a Qwen2 config it turns any
+        # tokenizer.json into Qwen2's own, with other normalisation and one more id. Where the
+        # folder says that the file is all there is, it is.
         declared = get_tokenizer_config(path, revision=config.revision).get("tokenizer_class")
         if declared in ("TokenizersBackend", "PreTrainedTokenizerFast") and not options:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(path, revision=config.revision or "main")
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(
+                path, revision=config.revision or "main"
+            )
         else:
             tokenizer = AutoTokenizer.from_pretrained(path, **origin, **options)
-        # Without files transformers may build an empty vocabulary, which encodes every text to nothing.
-        reason = "" if tokenizer("a", add_special_tokens=False)["input_ids"] else "its vocabulary is empty."
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+        # Without files transformers may build an empty vocabulary, which encodes every text to
+        # nothing.
+        reason = (
+            ""
+            if tokenizer("a", add_special_tokens=False)["input_ids"]
+            else "its vocabulary is empty."
+        )
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        RuntimeError,
+    ) as error:
         reason = _first_line(error)
     if reason:
         raise ConfigError(
-            f"{where} has no tokenizer that can be loaded: {reason} Put its tokenizer files (tokenizer.json and "
-            "tokenizer_config.json) into the folder."
+            f"{where} has no tokenizer that can be loaded: {reason} Put its tokenizer files"
+            " (tokenizer.json and tokenizer_config.json) into the folder."
         )
     return tokenizer
 
@@ -248,12 +325,18 @@ def _tokenizer(config: ModelConfig, path: str, where: str, origin: dict[str, Any
 def _advice(path: str, error: Exception) -> str:
     text = str(error)
     if "trust_remote_code" in text or "contains custom code" in text:
-        return "Code that comes with a model is never run here. Choose a model that transformers knows by itself."
+        return (
+            "Code that comes with a model is never run here. Choose a model that transformers knows"
+            " by itself."
+        )
     if "attn_implementation" in text or "scaled_dot_product_attention" in text:
         return "Try model.attention=eager."
     if Path(path).is_dir():
         return "Check that the folder is complete and written by save_pretrained."
-    return "Check the spelling and the network, log in for a gated model (hf auth login), or give a local folder."
+    return (
+        "Check the spelling and the network, log in for a gated model (hf auth login), or give a"
+        " local folder."
+    )
 
 
 def _first_line(error: BaseException) -> str:

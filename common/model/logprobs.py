@@ -1,9 +1,12 @@
-"""Token log-probabilities of given completions: the prompt computed once a group, no padding, the vocabulary in chunks.
+"""Token log-probabilities of given completions: the prompt computed once a group, no padding, the
+vocabulary in chunks.
 
-A batch has places [prompts, P + G * C]: a row is one prompt (on the right of P) and then its G completions (each on the left of C).
-The model computes the tokens of all rows as one sequence without the empty places; attention alone lays them out, so that a completion
-attends to its prompt and to itself, never to another. Positions go on from the prompt. The forward equals one of G separate
-rows [prompt, completion], at a fraction of the tokens (PrefixGrouper, arXiv:2506.05433, has the same idea for FlashAttention).
+A batch has places [prompts, P + G * C]: a row is one prompt (on the right of P) and then its G
+completions (each on the left of C). The model computes the tokens of all rows as one sequence
+without the empty places; attention alone lays them out, so that a completion attends to its prompt
+and to itself, never to another. Positions go on from the prompt. The forward equals one of G
+separate rows [prompt, completion], at a fraction of the tokens (PrefixGrouper, arXiv:2506.05433,
+has the same idea for FlashAttention).
 """
 
 from collections.abc import Sequence
@@ -28,12 +31,14 @@ LOGITS = 1 << 24
 
 @dataclass(frozen=True)
 class Groups:
-    """n prompts with G completions each, of P and C tokens at most, T tokens in all, N of them in completions.
+    """n prompts with G completions each, of P and C tokens at most, T tokens in all, N of them in
+    completions.
 
-    ids, positions: int64 [1, T], row by row. places: int64 [T], the place of each among n * (P + G * C); None where all are taken.
-    mask: bool [n * G, C], True on real completion tokens. targets: int64 [N], those tokens; predictors: int64 [N], which of the T
-    predicts each. prompt_mask: additive [n, 1, P, P], None where no prompt is padded; completion_mask: additive [n * G, 1, C, P + C].
-    sizes: n, P, G, C.
+    ids, positions: int64 [1, T], row by row. places: int64 [T], the place of each among n * (P + G
+    * C); None where all are taken. mask: bool [n * G, C], True on real completion tokens. targets:
+    int64 [N], those tokens; predictors: int64 [N], which of the T predicts each. prompt_mask:
+    additive [n, 1, P, P], None where no prompt is padded; completion_mask: additive [n * G, 1, C, P
+    + C]. sizes: n, P, G, C.
     """
 
     ids: Tensor
@@ -49,14 +54,18 @@ class Groups:
     def cast(self, dtype: torch.dtype) -> "Groups":
         """With masks of the dtype that attention computes in."""
         prompt_mask = None if self.prompt_mask is None else self.prompt_mask.to(dtype)
-        return replace(self, prompt_mask=prompt_mask, completion_mask=self.completion_mask.to(dtype))
+        return replace(
+            self, prompt_mask=prompt_mask, completion_mask=self.completion_mask.to(dtype)
+        )
 
     def lay_out(self, x: Tensor) -> Tensor:
         """Tokens [1, heads, T, d] in their places, [n, heads, P + G * C, d]; zeros elsewhere."""
         n, prompt, size, length = self.sizes
         x = x.transpose(1, 2)[0]
         if self.places is not None:
-            x = x.new_zeros(n * (prompt + size * length), *x.shape[1:]).index_copy_(0, self.places, x)
+            x = x.new_zeros(n * (prompt + size * length), *x.shape[1:]).index_copy_(
+                0, self.places, x
+            )
         return x.view(n, prompt + size * length, *x.shape[1:]).transpose(1, 2)
 
     def take_up(self, x: Tensor) -> Tensor:
@@ -66,9 +75,13 @@ class Groups:
 
 
 def group(
-    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Sequence[int]]], device: torch.device
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[Sequence[int]]],
+    device: torch.device,
 ) -> Groups:
-    """Lay out prompts and, for each, the same number of completions (token ids, none of them empty)."""
+    """Lay out prompts and, for each, the same number of completions (token ids, none of them
+    empty).
+    """
     n, size = len(prompts), len(completions[0])
     width = max(len(p) for p in prompts)
     length = max(len(c) for group in completions for c in group)
@@ -76,14 +89,19 @@ def group(
     real = torch.zeros(ids.shape, dtype=torch.bool)
     first = torch.tensor([width - len(p) for p in prompts])
     for row, (prompt, group) in enumerate(zip(prompts, completions, strict=True)):
-        for start, tokens in [(width - len(prompt), prompt), *((width + i * length, c) for i, c in enumerate(group))]:
+        for start, tokens in [
+            (width - len(prompt), prompt),
+            *((width + i * length, c) for i, c in enumerate(group)),
+        ]:
             ids[row, start : start + len(tokens)] = torch.tensor(tokens)
             real[row, start : start + len(tokens)] = True
     column = torch.arange(width)
     positions = torch.cat(
         (
             column[None, :] - first[:, None],
-            (width - first[:, None, None] + torch.arange(length)).expand(n, size, length).flatten(1),
+            (width - first[:, None, None] + torch.arange(length))
+            .expand(n, size, length)
+            .flatten(1),
         ),
         dim=1,
     )
@@ -104,7 +122,11 @@ def group(
         mask=mask.flatten(0, 1).to(device),
         targets=ids[:, width:].reshape(mask.shape)[mask].to(device),
         predictors=before[mask].to(device),
-        prompt_mask=None if bool(real[:, :width].all()) else additive(among_prompt, torch.float32)[:, None].to(device),
+        prompt_mask=(
+            None
+            if bool(real[:, :width].all())
+            else additive(among_prompt, torch.float32)[:, None].to(device)
+        ),
         completion_mask=additive(among_completion, torch.float32)[:, None].to(device),
         sizes=(n, width, size, length),
     )
@@ -122,7 +144,8 @@ def _attention(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over the layout of `Groups`; called by the model's layers. q, k, v [1, heads, T, size].
+    """Attention over the layout of `Groups`; called by the model's layers. q, k, v [1, heads, T,
+    size].
 
     Without `groups` (sampling, plain forwards) it is transformers' own.
     """
@@ -144,11 +167,17 @@ def _attention(
     def rows(x: Tensor) -> Tensor:  # [n, h, G * C, d] -> [n * G, h, C, d]
         return x[:, :, prompt:].unflatten(2, (size, length)).transpose(1, 2).flatten(0, 1)
 
-    def prefixed(x: Tensor) -> Tensor:  # each completion's keys behind its prompt's: [n * G, h, P + C, d]
-        shared = x[:, None, :, :prompt].expand(n, size, *x.shape[1:2], prompt, x.shape[3]).flatten(0, 1)
+    def prefixed(
+        x: Tensor,
+    ) -> Tensor:  # each completion's keys behind its prompt's: [n * G, h, P + C, d]
+        shared = (
+            x[:, None, :, :prompt].expand(n, size, *x.shape[1:2], prompt, x.shape[3]).flatten(0, 1)
+        )
         return torch.cat((shared, rows(x)), dim=2)
 
-    of_prompt = attend(query[:, :, :prompt], key[:, :, :prompt], value[:, :, :prompt], groups.prompt_mask)
+    of_prompt = attend(
+        query[:, :, :prompt], key[:, :, :prompt], value[:, :, :prompt], groups.prompt_mask
+    )
     of_rows = attend(rows(query), prefixed(key), prefixed(value), groups.completion_mask)
     of_rows = of_rows.unflatten(0, (n, size)).transpose(1, 2).flatten(2, 3)  # [n, h, G * C, d]
     return groups.take_up(torch.cat((of_prompt, of_rows), dim=2)).contiguous(), None
@@ -159,7 +188,8 @@ AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
 def prepare(model: PreTrainedModel) -> None:
-    """Make `model` understand `Groups`, for good: a checkpointed layer runs again in the backward pass.
+    """Make `model` understand `Groups`, for good: a checkpointed layer runs again in the backward
+    pass.
 
     Raises: ConfigError where its log-probabilities would not be the model's own.
     """
@@ -171,7 +201,9 @@ def hidden_states(model: PreTrainedModel, groups: Groups) -> Tensor:
     """The states that predict each real completion token: [N, d]."""
     assert model.config._attn_implementation == ATTENTION, "call prepare(model) first"
     kind = groups.ids.device.type  # masks are cast here, not in each layer
-    groups = groups.cast(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else fsdp.dtype(model))
+    groups = groups.cast(
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else fsdp.dtype(model)
+    )
     states = model.base_model(
         input_ids=groups.ids,
         position_ids=groups.positions,
@@ -179,19 +211,26 @@ def hidden_states(model: PreTrainedModel, groups: Groups) -> Tensor:
         use_cache=False,
         groups=groups,
     ).last_hidden_state
-    # Not index_select: the last token of a prompt predicts for each completion, and its gradient would be added in any order on CUDA.
+    # Not index_select: the last token of a prompt predicts for each completion, and its gradient
+    # would be added in any order on CUDA.
     return states[0][groups.predictors]
 
 
-def token_logprobs(model: PreTrainedModel, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability of each completion token, and entropy of its distribution, both float32 [n * G, C], 0 on padding.
+def token_logprobs(
+    model: PreTrainedModel, groups: Groups, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each completion token, and entropy of its distribution, both float32 [n *
+    G, C], 0 on padding.
 
-    Logits are divided by `temperature` (that of sampling; 1 for greedy runs) and never exist for more than `LOGITS` floats.
+    Logits are divided by `temperature` (that of sampling; 1 for greedy runs) and never exist for
+    more than `LOGITS` floats.
     """
     return fsdp.inside(model, _token_logprobs, groups, temperature)
 
 
-def _token_logprobs(model: PreTrainedModel, groups: Groups, temperature: float) -> tuple[Tensor, Tensor]:
+def _token_logprobs(
+    model: PreTrainedModel, groups: Groups, temperature: float
+) -> tuple[Tensor, Tensor]:
     states = hidden_states(model, groups)
     out = []
     for values in head_logprobs(model, states, groups.targets, temperature):
@@ -202,31 +241,48 @@ def _token_logprobs(model: PreTrainedModel, groups: Groups, temperature: float) 
 
 
 def keep_step(model: PreTrainedModel, passes: int, device: torch.device) -> None:
-    """Forward and backward passes that add nothing, on a sharded model: all ranks must make the same number of them."""
+    """Forward and backward passes that add nothing, on a sharded model: all ranks must make the
+    same number of them.
+    """
     for _ in range(passes):
         logp, _entropy = token_logprobs(model, group([[0]], [[[0]]], device), 1.0)
         (0.0 * logp.sum()).backward()
 
 
-def head_logprobs(model: PreTrainedModel, states: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability of `ids` [N] after `states` [N, d], and entropy of their distributions, both float32 [N]."""
+def head_logprobs(
+    model: PreTrainedModel, states: Tensor, ids: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of `ids` [N] after `states` [N, d], and entropy of their distributions, both
+    float32 [N].
+    """
     if torch.is_autocast_enabled(states.device.type):
-        # Cast here, once: the backward pass runs outside autocast and must make the logits of the forward again.
+        # Cast here, once: the backward pass runs outside autocast and must make the logits of the
+        # forward again.
         states = states.to(torch.get_autocast_dtype(states.device.type))
     head: Any = model.get_output_embeddings()
     return _HeadLogprobs.apply(states, head.weight, getattr(head, "bias", None), ids, temperature)
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """The output layer, log-softmax and entropy in chunks of tokens; the backward pass makes the logits again."""
+    """The output layer, log-softmax and entropy in chunks of tokens; the backward pass makes the
+    logits again.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, temperature: float
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        temperature: float,
     ) -> tuple[Tensor, Tensor]:
         """states [N, d], weight [V, d], ids [N] -> logp [N], entropy [N], float32."""
         weight, bias = weight.to(states.dtype), None if bias is None else bias.to(states.dtype)
-        logp, entropy = states.new_empty(len(ids), dtype=torch.float32), states.new_empty(len(ids), dtype=torch.float32)
+        logp, entropy = (
+            states.new_empty(len(ids), dtype=torch.float32),
+            states.new_empty(len(ids), dtype=torch.float32),
+        )
         for part in _chunks(len(ids), weight.shape[0]):
             log_softmax = _log_softmax(states[part], weight, bias, temperature)
             logp[part] = log_softmax.gather(1, ids[part, None])[:, 0]
@@ -241,13 +297,20 @@ class _HeadLogprobs(torch.autograd.Function):
         states, weight, ids, entropy = ctx.saved_tensors
         grad_states = torch.empty_like(states)
         grad_weight = (
-            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.needs_input_grad[1] else None
+            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+            if ctx.needs_input_grad[1]
+            else None
         )
-        grad_bias = torch.zeros(weight.shape[0], device=weight.device) if ctx.bias is not None else None
+        grad_bias = (
+            torch.zeros(weight.shape[0], device=weight.device) if ctx.bias is not None else None
+        )
         for part in _chunks(len(ids), weight.shape[0]):
             log_softmax = _log_softmax(states[part], weight, ctx.bias, ctx.temperature)
             p = log_softmax.exp()
-            grad = -p * (grad_logp[part, None] + grad_entropy[part, None] * (log_softmax + entropy[part, None]))
+            grad = -p * (
+                grad_logp[part, None]
+                + grad_entropy[part, None] * (log_softmax + entropy[part, None])
+            )
             grad.scatter_add_(1, ids[part, None], grad_logp[part, None])
             grad = (grad / ctx.temperature).to(states.dtype)
             grad_states[part] = grad @ weight
@@ -271,13 +334,17 @@ def _log_softmax(states: Tensor, weight: Tensor, bias: Tensor | None, temperatur
 def check_model(model: PreTrainedModel) -> None:
     """Compare with the model's own logits on a small input; ConfigError where they differ.
 
-    Some architectures scale or cap their logits, or bring an attention of their own: better refused than silently wrong.
+    Some architectures scale or cap their logits, or bring an attention of their own: better refused
+    than silently wrong.
     """
     device = next(model.parameters()).device
     head: Any = model.get_output_embeddings()
     vocabulary = head.weight.shape[0]
     ids = (torch.arange(12) * 7 + 3) % vocabulary
-    prompts, completions = [ids[:3].tolist(), ids[3:5].tolist()], [[ids[5:8].tolist(), ids[8:9].tolist()]] * 2
+    prompts, completions = (
+        [ids[:3].tolist(), ids[3:5].tolist()],
+        [[ids[5:8].tolist(), ids[8:9].tolist()]] * 2,
+    )
     training = model.training
     model.eval()
     with torch.no_grad():
@@ -290,7 +357,8 @@ def check_model(model: PreTrainedModel) -> None:
             gap = (found[row, : len(completion)] - wanted).abs().max().item()
             if not gap < (1e-3 if model.dtype == torch.float32 else 0.2):
                 raise ConfigError(
-                    f"{type(model).__name__} scales its logits or attends in a way that log-probabilities here do not follow "
-                    f"(off by {gap:.2g}). Use a Llama, Qwen2, Qwen3, GPT-2 or similar model."
+                    f"{type(model).__name__} scales its logits or attends in a way that"
+                    f" log-probabilities here do not follow (off by {gap:.2g}). Use a Llama, Qwen2,"
+                    " Qwen3, GPT-2 or similar model."
                 )
     model.train(training)

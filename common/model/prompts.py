@@ -15,10 +15,12 @@ from common.tasks import Messages, plain
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """The longest sequence, prompt and completion together in tokens, that the sampler computes exactly.
+    """The longest sequence, prompt and completion together in tokens, that the sampler computes
+    exactly.
 
-    That is the number of positions, and at most the attention window if any layer has one (Mistral, Gemma, Qwen2 with
-    use_sliding_window, GPT-Neo): the sampler's mask is plain causal, which equals the model's own inside the window only.
+    That is the number of positions, and at most the attention window if any layer has one (Mistral,
+    Gemma, Qwen2 with use_sliding_window, GPT-Neo): the sampler's mask is plain causal, which equals
+    the model's own inside the window only.
     Raises: ConfigError if the model's config.json names no number of positions.
     """
     config = model.config.get_text_config()
@@ -26,12 +28,15 @@ def context_length(model: PreTrainedModel) -> int:
     bounds = [value for name in names if isinstance(value := getattr(config, name, None), int)][:1]
     if not bounds:
         raise ConfigError(
-            f"model.path={model.name_or_path!r}: its config.json ({config.model_type}) names no context length. "
-            'Add "max_position_embeddings" to a local copy: the longest sequence in tokens that it was trained on.'
+            f"model.path={model.name_or_path!r}: its config.json ({config.model_type}) names no"
+            ' context length. Add "max_position_embeddings" to a local copy: the longest sequence'
+            " in tokens that it was trained on."
         )
     layers = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
-    if window and ("sliding_attention" in layers if layers else getattr(config, "use_sliding_window", True)):
+    if window and (
+        "sliding_attention" in layers if layers else getattr(config, "use_sliding_window", True)
+    ):
         bounds.append(window)
     if layers and "chunked_attention" in layers:
         bounds.append(config.attention_chunk_size)
@@ -41,7 +46,9 @@ def context_length(model: PreTrainedModel) -> int:
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids that end a completion: the eos ids of the generation config and of the tokenizer, sorted. May be empty."""
+    """Token ids that end a completion: the eos ids of the generation config and of the tokenizer,
+    sorted. May be empty.
+    """
     ids: list[Any] = [tokenizer.eos_token_id]
     if model.generation_config is not None:
         of_model: Any = model.generation_config.eos_token_id
@@ -49,41 +56,55 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list
     return sorted({token for token in ids if token is not None})
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, given: Sequence[str | Messages]) -> list[list[int]]:
-    """Token ids of each prompt: what the tokenizer puts in front (<s>) and the text, but nothing that it appends.
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, given: Sequence[str | Messages]
+) -> list[list[int]]:
+    """Token ids of each prompt: what the tokenizer puts in front (<s>) and the text, but nothing
+    that it appends.
 
-    An appended eos would tell the model that the text is over; a prompt is to be continued. A conversation goes through
-    the tokenizer's chat template, up to where the answer begins; without a template it is plain lines.
-    Raises: ValueError naming the prompt that encodes to nothing; ConfigError for a conversation that the template
-    refuses.
+    An appended eos would tell the model that the text is over; a prompt is to be continued. A
+    conversation goes through the tokenizer's chat template, up to where the answer begins; without
+    a template it is plain lines.
+    Raises: ValueError naming the prompt that encodes to nothing; ConfigError for a conversation
+    that the template refuses.
     """
     if tokenizer.chat_template is not None and any(not isinstance(prompt, str) for prompt in given):
         return [
-            encode_prompts(tokenizer, [prompt])[0] if isinstance(prompt, str) else _conversation(tokenizer, prompt)
+            (
+                encode_prompts(tokenizer, [prompt])[0]
+                if isinstance(prompt, str)
+                else _conversation(tokenizer, prompt)
+            )
             for prompt in given
         ]
     texts = [plain(prompt) for prompt in given]
-    # What is in front is found with a probe, not by stripping ids at the end: in some vocabularies bos and eos are one.
+    # What is in front is found with a probe, not by stripping ids at the end: in some vocabularies
+    # bos and eos are one.
     probe = tokenizer("a", add_special_tokens=False)["input_ids"]
     framed = tokenizer("a")["input_ids"]
     start = next(i for i in range(len(framed)) if framed[i : i + len(probe)] == probe)
     front = framed[:start]
     prompts = []
     if texts:  # transformers fails on an empty batch
-        bare = tokenizer(texts, add_special_tokens=False, padding=False, truncation=False, verbose=False)["input_ids"]
+        bare = tokenizer(
+            texts, add_special_tokens=False, padding=False, truncation=False, verbose=False
+        )["input_ids"]
         prompts = [front + list(ids) for ids in bare]
     for index, ids in enumerate(prompts):
         if not ids:
             raise ValueError(
-                f"prompt {index} is {texts[index]!r}, which is no token at all, and this tokenizer puts none in front. "
-                "A model needs at least one token to continue; give the task's prompt a text."
+                f"prompt {index} is {texts[index]!r}, which is no token at all, and this tokenizer"
+                " puts none in front. A model needs at least one token to continue; give the"
+                " task's prompt a text."
             )
     return prompts
 
 
 def _conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
     try:
-        made: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        made: Any = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True
+        )
     except (
         TemplateError,
         ValueError,
@@ -92,7 +113,8 @@ def _conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> lis
     ) as error:  # many refuse a system text, or two users in a row
         roles = ", ".join(message["role"] for message in messages)
         raise ConfigError(
-            f"the chat template of {tokenizer.name_or_path!r} refuses a prompt of the roles {roles}: "
-            f"{_first_line(error)} Leave out the system text (task.system='' in task=units), or give plain prompts (task.chat=false)."
+            f"the chat template of {tokenizer.name_or_path!r} refuses a prompt of the roles"
+            f" {roles}: {_first_line(error)} Leave out the system text (task.system='' in"
+            " task=units), or give plain prompts (task.chat=false)."
         ) from None
     return list(made["input_ids"])

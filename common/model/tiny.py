@@ -40,17 +40,22 @@ WARMUP = 0.05  # share of the pre-training steps
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of 258 ids: the 256 bytes, id = byte value, then <pad> and <eos>.
 
-    Lossless for every string that UTF-8 can hold; the text "<eos>" is five bytes, so a prompt cannot smuggle in an
-    end. Decoding never raises: bytes that are not UTF-8 become U+FFFD.
+    Lossless for every string that UTF-8 can hold; the text "<eos>" is five bytes, so a prompt
+    cannot smuggle in an end. Decoding never raises: bytes that are not UTF-8 become U+FFFD.
     """
-    # ByteLevel writes each byte as one printable character: printable Latin-1 as itself, the rest from U+0100 on.
+    # ByteLevel writes each byte as one printable character: printable Latin-1 as itself, the rest
+    # from U+0100 on.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    vocabulary = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    vocabulary = {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<pad>", special=True), AddedToken("<eos>", special=True)])
+    tokenizer.add_special_tokens(
+        [AddedToken("<pad>", special=True), AddedToken("<eos>", special=True)]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
@@ -64,9 +69,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_model(config: TinyConfig, task: Any, *, progress: bool = True) -> Path:
-    """The folder of the tiny model for this task; built and pre-trained on the CPU if it is not in the cache.
+    """The folder of the tiny model for this task; built and pre-trained on the CPU if it is not in
+    the cache.
 
-    Some come with the project (scripts/ship_tiny.py), the others are kept as `common.files.cached` does.
+    Some come with the project (scripts/ship_tiny.py), the others are kept as `common.files.cached`
+    does.
     Raises: ConfigError if the task cannot teach, a row is longer than `context`, or the cache
     cannot be written.
     """
@@ -81,7 +88,8 @@ def tiny_model(config: TinyConfig, task: Any, *, progress: bool = True) -> Path:
 
     def build(folder: Path) -> dict[str, Any]:
         model = _pretrained(config, rows, progress)
-        # Each node without a shared cache builds its own, and transformers would save on rank 0 alone.
+        # Each node without a shared cache builds its own, and transformers would save on rank 0
+        # alone.
         model.should_save_on_this_rank = lambda is_main_process: True
         with progress_bars(False):
             model.save_pretrained(folder)
@@ -92,18 +100,28 @@ def tiny_model(config: TinyConfig, task: Any, *, progress: bool = True) -> Path:
 
 
 def _pretraining_rows(config: TinyConfig, task: Any) -> list[tuple[bytes, bytes]]:
-    """The rows of all steps in training order before sorting: prompt and completion in UTF-8, without <eos>."""
+    """The rows of all steps in training order before sorting: prompt and completion in UTF-8,
+    without <eos>.
+    """
     count = config.pretrain_steps * config.pretrain_rows
     if count == 0:
         return []
     name = type(task).__name__
-    way_out = "Use a trained model (model=hf model.path=...), or random weights (model.tiny.pretrain_steps=0)."
+    way_out = (
+        "Use a trained model (model=hf model.path=...), or random weights"
+        " (model.tiny.pretrain_steps=0)."
+    )
     if not hasattr(task, "pretraining"):
-        raise ConfigError(f"model=tiny is pre-trained by the task, and {name} has no pretraining method. {way_out}")
+        raise ConfigError(
+            f"model=tiny is pre-trained by the task, and {name} has no pretraining method."
+            f" {way_out}"
+        )
     draw = random.Random(config.pretrain_seed)
     examples = list(task.examples("train"))
     if not examples:
-        raise ConfigError(f"model=tiny is pre-trained by the task, and {name} has no training examples. {way_out}")
+        raise ConfigError(
+            f"model=tiny is pre-trained by the task, and {name} has no training examples. {way_out}"
+        )
     rows: list[tuple[bytes, bytes]] = []
     while len(rows) < count:
         draw.shuffle(examples)
@@ -113,14 +131,18 @@ def _pretraining_rows(config: TinyConfig, task: Any) -> list[tuple[bytes, bytes]
     longest = max(len(prompt) + len(completion) for prompt, completion in rows) + 1
     if longest > config.context:
         raise ConfigError(
-            f"model.tiny.context={config.context} is too small: a pre-training row of {name} has {longest} tokens "
-            f"(bytes). Set model.tiny.context={longest} or more."
+            f"model.tiny.context={config.context} is too small: a pre-training row of {name} has"
+            f" {longest} tokens (bytes). Set model.tiny.context={longest} or more."
         )
     return rows
 
 
-def _pretrained(config: TinyConfig, rows: list[tuple[bytes, bytes]], progress: bool) -> LlamaForCausalLM:
-    """A float32 Llama from `pretrain_seed`, trained on `rows`. Leaves torch's global generator as it was."""
+def _pretrained(
+    config: TinyConfig, rows: list[tuple[bytes, bytes]], progress: bool
+) -> LlamaForCausalLM:
+    """A float32 Llama from `pretrain_seed`, trained on `rows`. Leaves torch's global generator as
+    it was.
+    """
     architecture = LlamaConfig(
         vocab_size=EOS + 1,
         hidden_size=config.hidden_size,
@@ -141,7 +163,9 @@ def _pretrained(config: TinyConfig, rows: list[tuple[bytes, bytes]], progress: b
         return model
     start = time.monotonic()
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.pretrain_lr, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.pretrain_lr, betas=(0.9, 0.95), weight_decay=0.01
+    )
     warmup = max(1, round(WARMUP * config.pretrain_steps))
     bar = tqdm(
         total=config.pretrain_steps,
@@ -150,13 +174,20 @@ def _pretrained(config: TinyConfig, rows: list[tuple[bytes, bytes]], progress: b
         disable=not (progress and sys.stderr.isatty()),
     )
     lines = progress and not sys.stderr.isatty()
-    say(lines, f"pre-training the tiny model: {config.pretrain_steps} steps, {config.pretrain_rows} rows a step.")
+    say(
+        lines,
+        f"pre-training the tiny model: {config.pretrain_steps} steps, {config.pretrain_rows} rows a"
+        " step.",
+    )
     with bar:
         for step, (tokens, targets) in enumerate(_batches(config, rows)):
-            rate = min((step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * step / config.pretrain_steps)))
+            rate = min(
+                (step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * step / config.pretrain_steps))
+            )
             for group in optimizer.param_groups:
                 group["lr"] = config.pretrain_lr * rate
-            # No attention mask: padding is on the right, where causal attention never looks from a real token.
+            # No attention mask: padding is on the right, where causal attention never looks from a
+            # real token.
             logits = model(input_ids=tokens, use_cache=False).logits  # [B, T, 258]
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
             loss.backward()
@@ -166,23 +197,33 @@ def _pretrained(config: TinyConfig, rows: list[tuple[bytes, bytes]], progress: b
             bar.update()
             if step % 10 == 0:
                 bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-            if (step + 1) % math.ceil(config.pretrain_steps / 4) == 0 or step + 1 == config.pretrain_steps:
-                say(lines, f"  step {step + 1}, loss {loss.item():.3f}, {time.monotonic() - start:.0f} s")
+            if (step + 1) % math.ceil(
+                config.pretrain_steps / 4
+            ) == 0 or step + 1 == config.pretrain_steps:
+                say(
+                    lines,
+                    f"  step {step + 1}, loss {loss.item():.3f}, {time.monotonic() - start:.0f} s",
+                )
     return model.eval()
 
 
-def _batches(config: TinyConfig, rows: list[tuple[bytes, bytes]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _batches(
+    config: TinyConfig, rows: list[tuple[bytes, bytes]]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Token ids and next-token targets, int64 [B, T] each, a step; targets are -100 elsewhere.
 
-    Targets are the completion and <eos> only. A prompt is never sampled, so learning to predict it spends capacity for
-    nothing: greedy answers to 200 unseen numbers (0-999 into Spanish or German) were right 92.5% of the time, against
-    89.5% with the prompt's tokens in the loss (default sizes, one seed each, CPU).
-    Rows of similar length go together: a pool of batches is sorted by length and cut, and the batches are shuffled.
+    Targets are the completion and <eos> only. A prompt is never sampled, so learning to predict it
+    spends capacity for nothing: greedy answers to 200 unseen numbers (0-999 into Spanish or German)
+    were right 92.5% of the time, against 89.5% with the prompt's tokens in the loss (default sizes,
+    one seed each, CPU). Rows of similar length go together: a pool of batches is sorted by length
+    and cut, and the batches are shuffled.
     """
     draw = random.Random(config.pretrain_seed)
     size = config.pretrain_rows
     for start in range(0, len(rows), POOL_BATCHES * size):
-        pool = sorted(rows[start : start + POOL_BATCHES * size], key=lambda row: len(row[0]) + len(row[1]))
+        pool = sorted(
+            rows[start : start + POOL_BATCHES * size], key=lambda row: len(row[0]) + len(row[1])
+        )
         batches = [pool[i : i + size] for i in range(0, len(pool), size)]
         draw.shuffle(batches)
         for batch in batches:

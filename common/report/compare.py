@@ -1,9 +1,11 @@
 """Runs side by side: the held-out metric against what it cost, mean and spread over seeds.
 
-    python -m common.compare multirun/2026-11-20_12-00-00-000000        # again, for a sweep that has ended
+    python -m common.compare multirun/2026-11-20_12-00-00-000000        # again, for a sweep that
+    has ended
     python -m common.compare outputs/one outputs/two --out comparison   # for any runs
 
-Writes comparison.md, comparison.csv and comparison.png. A setting is what differs between the runs, without the seed.
+Writes comparison.md, comparison.csv and comparison.png. A setting is what differs between the runs,
+without the seed.
 """
 
 import argparse
@@ -44,8 +46,8 @@ DASHES = ("-", "--", ":", "-.")
 class Run:
     """A run that has a result.
 
-    overrides: by key, without the seed; config: all settings but NOT_A_SETTING, dotted; points: each a measurement and its
-    COSTS so far.
+    overrides: by key, without the seed; config: all settings but NOT_A_SETTING, dotted; points:
+    each a measurement and its COSTS so far.
     """
 
     folder: Path
@@ -59,7 +61,9 @@ class Run:
 
 @dataclass
 class Failure:
-    """A run without a result. overrides: those that differ; code: its exit code, 0 = it is not known to have failed."""
+    """A run without a result. overrides: those that differ; code: its exit code, 0 = it is not
+    known to have failed.
+    """
 
     folder: Path
     overrides: dict[str, str]
@@ -71,15 +75,21 @@ class Failure:
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[Failure]]:
-    """The runs in `folders`, which are run folders or hold some. Raises: ConfigError where there is none."""
+    """The runs in `folders`, which are run folders or hold some. Raises: ConfigError where there is
+    none.
+    """
     marks = ("run.yaml", "result.json", FAILED, ".hydra/overrides.yaml")
     found: list[Path] = []
     for folder in folders:
         if not folder.is_dir():
-            raise ConfigError(f"{folder} is no folder. Give run folders, or a folder that holds some.")
+            raise ConfigError(
+                f"{folder} is no folder. Give run folders, or a folder that holds some."
+            )
         below = {path.parents[mark.count("/")] for mark in marks for path in folder.rglob(mark)}
         if not below:
-            raise ConfigError(f"{folder} holds no run. Give run folders, or a folder that holds some.")
+            raise ConfigError(
+                f"{folder} holds no run. Give run folders, or a folder that holds some."
+            )
         found += sorted(below, key=lambda path: (len(path.name), path))
     runs: list[Run] = []
     failures: list[Failure] = []
@@ -90,7 +100,12 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[Failure]]:
             failures.append(Failure(folder, overrides, why["code"], why["error"]))
         elif not (folder / "result.json").exists():
             failures.append(
-                Failure(folder, overrides, 0, "no result.json: it has not ended, or measures something else")
+                Failure(
+                    folder,
+                    overrides,
+                    0,
+                    "no result.json: it has not ended, or measures something else",
+                )
             )
         else:
             try:
@@ -99,24 +114,36 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[Failure]]:
                 measured = points(events(folder / "metrics.jsonl"), result)
             except (ValueError, KeyError, TypeError) as error:
                 failures.append(
-                    Failure(folder, overrides, 0, f"its result.json or metrics.jsonl is damaged: {error!r:.80}")
+                    Failure(
+                        folder,
+                        overrides,
+                        0,
+                        f"its result.json or metrics.jsonl is damaged: {error!r:.80}",
+                    )
                 )
                 continue
             runs.append(Run(folder, seed, named | overrides, result, measured, config))
     given = [{k: v for k, v in of.overrides.items() if k not in NAMED} for of in (*runs, *failures)]
-    differing = _differing(given) | _differing([{k: run.overrides[k] for k in NAMED} for run in runs])
+    differing = _differing(given) | _differing(
+        [{k: run.overrides[k] for k in NAMED} for run in runs]
+    )
     for failure in failures:
         failure.overrides = {k: v for k, v in failure.overrides.items() if k in differing}
     for run in runs:
-        run.setting = " ".join(f"{k}={v}" for k, v in run.overrides.items() if k in differing) or run.overrides["algo"]
+        run.setting = (
+            " ".join(f"{k}={v}" for k, v in run.overrides.items() if k in differing)
+            or run.overrides["algo"]
+        )
     _tell_apart(runs)
     return runs, failures
 
 
 def _tell_apart(runs: Sequence[Run]) -> None:
-    """Give runs of one configuration one name, and those of several several: overrides alone say neither.
+    """Give runs of one configuration one name, and those of several several: overrides alone say
+    neither.
 
-    A run that was repeated with -cp has no overrides, and one that was told a default has one too many.
+    A run that was repeated with -cp has no overrides, and one that was told a default has one too
+    many.
     """
     same: dict[str, list[Run]] = {}
     for run in runs:
@@ -131,13 +158,16 @@ def _tell_apart(runs: Sequence[Run]) -> None:
     for groups in named.values():
         differing = _differing([group[0].config for group in groups])
         for group in groups if len(groups) > 1 else []:
-            more = [f"{key}={group[0].config.get(key)}" for key in group[0].config if key in differing][:4]
+            more = [
+                f"{key}={group[0].config.get(key)}" for key in group[0].config if key in differing
+            ][:4]
             for run in group:
                 run.setting += " " + " ".join(more)
 
 
 def points(log: Sequence[dict[str, Any]], result: dict[str, Any]) -> list[dict[str, float]]:
-    """The measurements of a run with what it had cost by then: before the first step, on the way, at the end.
+    """The measurements of a run with what it had cost by then: before the first step, on the way,
+    at the end.
 
     Args: log: the events of metrics.jsonl; result: result.json, which says what the last one is.
     """
@@ -166,7 +196,9 @@ def _settings(folder: Path) -> tuple[dict[str, str], dict[str, Any], int | None]
         seed = config["seed"]
 
     def kept(settings: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in settings.items() if key.split(".")[0] not in NOT_A_SETTING}
+        return {
+            key: value for key, value in settings.items() if key.split(".")[0] not in NOT_A_SETTING
+        }
 
     return kept(pairs), kept(flat(config)), seed
 
@@ -182,22 +214,27 @@ def _differing(given: Sequence[dict[str, Any]]) -> set[str]:
 def curve(runs: Sequence[Run], cost: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cost, mean and standard deviation over seeds of a setting's metric, each [points].
 
-    The k-th measurements of all runs make a point. Where some run has fewer, its curve is read at the shares of its cost at
-    which the longest run was measured. Either way the curve ends in the mean of the results.
+    The k-th measurements of all runs make a point. Where some run has fewer, its curve is read at
+    the shares of its cost at which the longest run was measured. Either way the curve ends in the
+    mean of the results.
     """
     costs = [np.array([point[cost] for point in run.points]) for run in runs]
     values = [np.array([point["value"] for point in run.points]) for run in runs]
     longest = max(costs, key=len)
     if any(len(one) < len(longest) for one in costs):
         share = longest / max(longest[-1], 1e-12)
-        values = [np.interp(share * of[-1], of, value) for of, value in zip(costs, values, strict=True)]
+        values = [
+            np.interp(share * of[-1], of, value) for of, value in zip(costs, values, strict=True)
+        ]
         costs = [share * of[-1] for of in costs]
     deviation = np.std(values, axis=0, ddof=1) if len(runs) > 1 else np.zeros(len(longest))
     return np.mean(costs, axis=0), np.mean(values, axis=0), deviation
 
 
 def spread(values: Sequence[float], text: Callable[[float], str]) -> str:
-    """Mean ± standard deviation (n - 1) as `text` writes them; the mean alone where there is one value."""
+    """Mean ± standard deviation (n - 1) as `text` writes them; the mean alone where there is one
+    value.
+    """
     mean = text(statistics.fmean(values))
     return f"{mean} ± {text(statistics.stdev(values))}" if len(values) > 1 else mean
 
@@ -206,7 +243,11 @@ def _short(count: float) -> str:
     """1234567 -> 1.23M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if count >= size:
-            return f"{count / size:.3g}{letter}" if count < 999.5 * size else f"{count / size:.0f}{letter}"
+            return (
+                f"{count / size:.3g}{letter}"
+                if count < 999.5 * size
+                else f"{count / size:.0f}{letter}"
+            )
     return f"{count:.0f}"
 
 
@@ -226,7 +267,9 @@ def table(settings: dict[str, list[Run]], narrow: bool = False) -> list[dict[str
 
         def column(key: str, text: Callable[[float], str], runs: list[Run] = runs) -> str:
             values = [run.result[key] for run in runs]
-            return text(statistics.fmean(values)) if narrow and key in COSTS else spread(values, text)
+            return (
+                text(statistics.fmean(values)) if narrow and key in COSTS else spread(values, text)
+            )
 
         rows.append(
             {
@@ -275,16 +318,21 @@ def page(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> str:
                 "before": f"{run.result['before']:.2f}",
                 "after": f"{run.result['after']:.2f}",
                 "ended by": run.result.get("ended_by") or "all steps done",
-                "folder": str(run.folder.relative_to(out) if run.folder.is_relative_to(out) else run.folder),
+                "folder": str(
+                    run.folder.relative_to(out) if run.folder.is_relative_to(out) else run.folder
+                ),
             }
             for group in settings.values()
             for run in group
         ]
         lines += [markdown_table(each), ""]
     lines += [
-        "Mean ± standard deviation over the runs of a setting (n - 1). Costs are those of training: sampling, rewards and updates; "
-        "evaluation and pre-training are not in them. A band is one standard deviation. Every measurement: "
-        "[comparison.csv](comparison.csv).",
+        (
+            "Mean ± standard deviation over the runs of a setting (n - 1). Costs are those of"
+            " training: sampling, rewards and updates; evaluation and pre-training are not in them."
+            " A band is one standard deviation. Every measurement:"
+            " [comparison.csv](comparison.csv)."
+        ),
         "",
     ]
     if failures:
@@ -299,7 +347,11 @@ def _state(failure: Failure) -> str:
 
 
 def _described(failure: Failure) -> str:
-    return f" ({' '.join(f'{key}={value}' for key, value in failure.overrides.items())})" if failure.overrides else ""
+    return (
+        f" ({' '.join(f'{key}={value}' for key, value in failure.overrides.items())})"
+        if failure.overrides
+        else ""
+    )
 
 
 def _write_csv(runs: Sequence[Run], path: Path) -> None:
@@ -315,7 +367,9 @@ def _write_csv(runs: Sequence[Run], path: Path) -> None:
 
 
 def figure(runs: Sequence[Run], path: Path) -> None:
-    """Draw the metric against each cost: a line a setting, a band of one standard deviation, a dot a measurement."""
+    """Draw the metric against each cost: a line a setting, a band of one standard deviation, a dot
+    a measurement.
+    """
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
@@ -338,7 +392,14 @@ def figure(runs: Sequence[Run], path: Path) -> None:
                     label = setting + (f" (mean of {len(group)})" if len(group) > 1 else "")
                     axis.plot(x, mean, dashes, color=colour, label=label, marker="o", markersize=4)
                     if len(group) > 1:
-                        axis.fill_between(x, mean - deviation, mean + deviation, color=colour, alpha=0.15, linewidth=0)
+                        axis.fill_between(
+                            x,
+                            mean - deviation,
+                            mean + deviation,
+                            color=colour,
+                            alpha=0.15,
+                            linewidth=0,
+                        )
                 axis.set_xlabel(COSTS[cost])
                 axis.set_xlim(left=0)
                 axis.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -347,7 +408,12 @@ def figure(runs: Sequence[Run], path: Path) -> None:
             for axis in axes[len(costs) :]:
                 axis.set_visible(False)
             part.suptitle(f"held-out {kind}", x=0.01, ha="left", fontweight="bold")
-            part.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", frameon=False, ncols=1)
+            part.legend(
+                *axes[0].get_legend_handles_labels(),
+                loc="outside lower left",
+                frameon=False,
+                ncols=1,
+            )
         drawn.savefig(path)
 
 
@@ -357,18 +423,29 @@ def main() -> int:
         "python -m common.compare", description="Compare runs: comparison.md, .csv and .png."
     )
     parser.add_argument(
-        "folders", nargs="+", type=Path, metavar="FOLDER", help="run folders, or folders that hold some"
+        "folders",
+        nargs="+",
+        type=Path,
+        metavar="FOLDER",
+        help="run folders, or folders that hold some",
     )
-    parser.add_argument("--out", type=Path, help="where to write; without it the only FOLDER, or else here")
+    parser.add_argument(
+        "--out", type=Path, help="where to write; without it the only FOLDER, or else here"
+    )
     given = parser.parse_args()
     try:
         runs, failures = read_runs(given.folders)
-        report_runs(runs, failures, given.out or (given.folders[0] if len(given.folders) == 1 else Path()))
+        report_runs(
+            runs, failures, given.out or (given.folders[0] if len(given.folders) == 1 else Path())
+        )
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: {error.filename} cannot be written: {error.strerror}. Give another --out.", file=sys.stderr)
+        print(
+            f"error: {error.filename} cannot be written: {error.strerror}. Give another --out.",
+            file=sys.stderr,
+        )
         return 2
     return 0
 

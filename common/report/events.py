@@ -8,9 +8,19 @@ from typing import Any
 from common.config import flat
 from common.files import write_text
 
-EVALUATIONS = "evaluations.jsonl"  # in the run folder: every held-out measure, the one before and the one after too
+EVALUATIONS = (  # in the run folder: every held-out measure, the one before and the one after too
+    "evaluations.jsonl"
+)
 # The same curve whatever the stage of a run, so that runs of different algorithms lie in one plot.
-SHARED = ("step", "iteration", "metric", "metric_name", "metrics", "generated_tokens", "reward_evaluations")
+SHARED = (
+    "step",
+    "iteration",
+    "metric",
+    "metric_name",
+    "metrics",
+    "generated_tokens",
+    "reward_evaluations",
+)
 
 
 def jsonable(value: Any) -> Any:
@@ -23,7 +33,9 @@ def jsonable(value: Any) -> Any:
 def events(path: Path) -> list[dict[str, Any]]:
     """What an interrupted run has logged; a torn line is left out."""
     found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+    for line in (
+        path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    ):
         try:
             found.append(json.loads(line))
         except json.JSONDecodeError:
@@ -53,14 +65,17 @@ def cut_events(path: Path, steps: int) -> None:
 
 
 def numbers(event: dict[str, Any]) -> dict[str, float]:
-    """The numbers of an event under the names that W&B, TensorBoard and the report show, without the step.
+    """The numbers of an event under the names that W&B, TensorBoard and the report show, without
+    the step.
 
-    {"phase_seconds": {"rollout": 1}} -> {"phase_seconds/rollout": 1}, with the stage in front where there is one: curves of
-    different stages are different curves, but for SHARED ones.
+    {"phase_seconds": {"rollout": 1}} -> {"phase_seconds/rollout": 1}, with the stage in front where
+    there is one: curves of different stages are different curves, but for SHARED ones.
     """
     if stage := event.get("stage"):
         own = {key: value for key, value in event.items() if key not in (*SHARED, "stage")}
-        named = flat({key: event[key] for key in SHARED if key in event}, separator="/") | flat(own, f"{stage}/", "/")
+        named = flat({key: event[key] for key in SHARED if key in event}, separator="/") | flat(
+            own, f"{stage}/", "/"
+        )
     else:
         named = flat(event, separator="/")
     return {key: v for key, v in named.items() if isinstance(v, (int, float)) and key != "step"}

@@ -1,8 +1,10 @@
-"""RUN/report.md and RUN/plots: what a run did, for people. A function of the files of the run folder alone.
+"""RUN/report.md and RUN/plots: what a run did, for people. A function of the files of the run
+folder alone.
 
     python -m common.report outputs/mine
 
-So it is the same after a kill and a resume as after an unbroken run, and can be made for a run that was killed.
+So it is the same after a kill and a resume as after an unbroken run, and can be made for a run that
+was killed.
 """
 
 import itertools
@@ -33,7 +35,10 @@ AXES = {
     "iteration": "iteration (0 = base model)",
     "event": "event of the log",
 }
-ORDERS = {"generate": "chunk of samples", "finetune": "fine-tuning step"}  # by stage, counted over all iterations
+ORDERS = {
+    "generate": "chunk of samples",
+    "finetune": "fine-tuning step",
+}  # by stage, counted over all iterations
 SAMPLES = 5  # completions shown
 LONGEST = 600  # characters of a completion shown; the files have all
 
@@ -44,7 +49,8 @@ def write_or_warn(folder: Path) -> bool:
         write_report(folder, figures=os.environ.get("CLUTCH_PLOTS") != "0")
     except Exception as error:
         log.warning(
-            "%s/report.md could not be written (%s: %s). The run itself is not touched by it. Again: python -m common.report %s",
+            "%s/report.md could not be written (%s: %s). The run itself is not touched by it."
+            " Again: python -m common.report %s",
             *(folder, type(error).__name__, error, folder),
         )
         return False
@@ -57,13 +63,24 @@ def write_report(folder: Path, figures: bool = True) -> Path:
     Raises: ConfigError where `folder` is no run folder.
     """
     if not (folder / "run.yaml").exists():
-        raise ConfigError(f"{folder} has no run.yaml, so it is no run folder. Give one, for example outputs/mine.")
+        raise ConfigError(
+            f"{folder} has no run.yaml, so it is no run folder. Give one, for example outputs/mine."
+        )
     saved = yaml.load(
-        (folder / "run.yaml").read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        (folder / "run.yaml").read_text(encoding="utf-8"),
+        Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader),
     )
-    result = json.loads((folder / "result.json").read_text()) if (folder / "result.json").exists() else None
+    result = (
+        json.loads((folder / "result.json").read_text())
+        if (folder / "result.json").exists()
+        else None
+    )
     history, evaluations = events(folder / "metrics.jsonl"), events(folder / EVALUATIONS)
-    drawn = draw(folder / "plots", saved["config"]["algo"]["name"], history, evaluations) if figures else []
+    drawn = (
+        draw(folder / "plots", saved["config"]["algo"]["name"], history, evaluations)
+        if figures
+        else []
+    )
     parts = [
         _head(folder, saved, result, history),
         _facts(saved, result, history),
@@ -86,7 +103,9 @@ def write_report(folder: Path, figures: bool = True) -> Path:
 def draw(
     out: Path, algo: str, history: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]
 ) -> list[tuple[Panel, Path]]:
-    """Draw the panels of an algorithm that `history`, or for held-out measures `evaluations`, has numbers for."""
+    """Draw the panels of an algorithm that `history`, or for held-out measures `evaluations`, has
+    numbers for.
+    """
     out.mkdir(exist_ok=True)
     for path in out.glob("*.png"):  # of an earlier report, which may have had others
         path.unlink()
@@ -94,11 +113,18 @@ def draw(
     made = []
     for panel in panels.of(algo):
         points = measured if any("metrics/" in name for name in panel.curves) else logged
-        series = {legend: _points(panel, points[name]) for name, legend in panel.found(list(points)).items()}
+        series = {
+            legend: _points(panel, points[name])
+            for name, legend in panel.found(list(points)).items()
+        }
         series = {legend: xy for legend, xy in series.items() if xy[0]}
         if panel.kind == "stack":  # layers that stay at nothing would fill the legend
-            series = {legend: xy for legend, xy in series.items() if sum(xy[1]) > 0.002 * _total(series)}
-        series = dict(list(series.items())[: len(plots.COLOURS)])  # the headline measure is the first
+            series = {
+                legend: xy for legend, xy in series.items() if sum(xy[1]) > 0.002 * _total(series)
+            }
+        series = dict(
+            list(series.items())[: len(plots.COLOURS)]
+        )  # the headline measure is the first
         if not series:
             continue
         path = out / f"{panel.name}.png"
@@ -109,19 +135,28 @@ def draw(
 
 
 def _draw(
-    axis: Any, panel: Panel, series: dict[str, tuple[list[float], list[float]]], history: Sequence[dict[str, Any]]
+    axis: Any,
+    panel: Panel,
+    series: dict[str, tuple[list[float], list[float]]],
+    history: Sequence[dict[str, Any]],
 ) -> None:
     breaks = _breaks(panel, history)
     if panel.kind == "bars":
         x = next(iter(series.values()))[0]
-        by_iteration = {f"iteration {i:g}": [y[k] for _, y in series.values()] for k, i in enumerate(x)}
+        by_iteration = {
+            f"iteration {i:g}": [y[k] for _, y in series.values()] for k, i in enumerate(x)
+        }
         plots.bars(axis, list(series), by_iteration)
-        plots.finished(axis, panel.title, "share of a prompt's samples that is right", panel.unit, True)
+        plots.finished(
+            axis, panel.title, "share of a prompt's samples that is right", panel.unit, True
+        )
         return
     if panel.kind == "stack":
         x = sorted({place for xs, _ in series.values() for place in xs})
         heights = {legend: dict(zip(*xy, strict=True)) for legend, xy in series.items()}
-        layers = {legend: [height.get(place, 0.0) for place in x] for legend, height in heights.items()}
+        layers = {
+            legend: [height.get(place, 0.0) for place in x] for legend, height in heights.items()
+        }
         plots.stack(axis, x, layers)
         plots.finished(axis, panel.title, _axis(panel), panel.unit, True)
     else:
@@ -137,11 +172,14 @@ def _breaks(panel: Panel, history: Sequence[dict[str, Any]]) -> list[float]:
     if panel.x != "order":
         return []
     iterations = [event["iteration"] for event in history if event.get("stage") == _stage(panel)]
-    return [n + 0.5 for n, (one, other) in enumerate(itertools.pairwise(iterations), 1) if one != other]
+    return [
+        n + 0.5 for n, (one, other) in enumerate(itertools.pairwise(iterations), 1) if one != other
+    ]
 
 
 def columns(history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[dict[str, Any], float]]]:
-    """By name, in the order in which names come up: each event that has the measure, and its value."""
+    """By name, in the order in which names come up: each event that has the measure, and its value.
+    """
     found: dict[str, list[tuple[dict[str, Any], float]]] = {}
     for event in history:
         for name, value in numbers(event).items():
@@ -149,7 +187,9 @@ def columns(history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[dict[str,
     return found
 
 
-def _points(panel: Panel, column: list[tuple[dict[str, Any], float]]) -> tuple[list[float], list[float]]:
+def _points(
+    panel: Panel, column: list[tuple[dict[str, Any], float]]
+) -> tuple[list[float], list[float]]:
     """x and y of a measure, where it is finite."""
     key = "step" if panel.x == "event" else panel.x
     kept = [
@@ -165,7 +205,9 @@ def _stage(panel: Panel) -> str:
 
 
 def _axis(panel: Panel) -> str:
-    return f"{ORDERS[_stage(panel)]} (dotted: next iteration)" if panel.x == "order" else AXES[panel.x]
+    return (
+        f"{ORDERS[_stage(panel)]} (dotted: next iteration)" if panel.x == "order" else AXES[panel.x]
+    )
 
 
 def _total(series: dict[str, tuple[list[float], list[float]]]) -> float:
@@ -175,27 +217,42 @@ def _total(series: dict[str, tuple[list[float], list[float]]]) -> float:
 # --- text ------------------------------------------------------------------------------------------------------------
 
 
-def _head(folder: Path, saved: dict[str, Any], result: dict[str, Any] | None, history: list[dict[str, Any]]) -> str:
+def _head(
+    folder: Path,
+    saved: dict[str, Any],
+    result: dict[str, Any] | None,
+    history: list[dict[str, Any]],
+) -> str:
     config = saved["config"]
-    measured = next((name for name in ("prediction", "scaling") if (folder / f"{name}.json").exists()), None)
+    measured = next(
+        (name for name in ("prediction", "scaling") if (folder / f"{name}.json").exists()), None
+    )
     if result:
         title = (
-            f"# {result['algo']} on {result['task']}: {result['metric']} {result['before']:.2f} → {result['after']:.2f}"
+            f"# {result['algo']} on {result['task']}: {result['metric']} {result['before']:.2f} →"
+            f" {result['after']:.2f}"
         )
     else:
         target = str(config["task"]["_target_"]).rsplit(".", 1)[-1]
         title = f"# {config['algo']['name']} on {target}: {measured or 'not finished'}"
     lines = [title]
     if measured and (folder / f"{measured}.txt").exists():
-        lines.append("```\n" + (folder / f"{measured}.txt").read_text(encoding="utf-8").strip() + "\n```")
+        lines.append(
+            "```\n" + (folder / f"{measured}.txt").read_text(encoding="utf-8").strip() + "\n```"
+        )
     elif measured:
         lines.append(f"The times are in {measured}.json.")
     elif not result:
         steps = config["algo"].get("steps")
-        done = f"{history[-1]['step'] if history else 0}{f' of {steps}' if steps else ''} steps are logged"
+        done = (
+            f"{history[-1]['step'] if history else 0}{f' of {steps}' if steps else ''} steps are"
+            " logged"
+        )
         lines.append(f"{done}. Go on with `hydra.run.dir={shlex.quote(str(folder))} resume=auto`.")
     if (folder / ".hydra" / "overrides.yaml").exists():
-        lines.append("```\npython launch.py " + " ".join(map(shlex.quote, _arguments(folder))) + "\n```")
+        lines.append(
+            "```\npython launch.py " + " ".join(map(shlex.quote, _arguments(folder))) + "\n```"
+        )
     return "\n\n".join(lines)
 
 
@@ -216,17 +273,24 @@ def _arguments(folder: Path) -> list[str]:
     return [*found, *(kept("overrides.yaml") or [])]
 
 
-def _facts(saved: dict[str, Any], result: dict[str, Any] | None, history: list[dict[str, Any]]) -> str:
+def _facts(
+    saved: dict[str, Any], result: dict[str, Any] | None, history: list[dict[str, Any]]
+) -> str:
     config = saved["config"]
     rows = {
         "model": result["model"] if result else config["model"]["path"] or config["model"]["name"],
-        "device": saved["device"] + (f", {result['world_size']} ranks" if result and result["world_size"] > 1 else ""),
+        "device": (
+            saved["device"]
+            + (f", {result['world_size']} ranks" if result and result["world_size"] > 1 else "")
+        ),
     }
     if result:
         rows["numbers"] = result["dtype"]
         rows["steps"] = f"{result['steps']:,} in {_duration(result['seconds'])}"
         if result["generated_tokens"]:
-            rows["generated"] = f"{result['generated_tokens']:,} tokens, {result['reward_evaluations']:,} rewards"
+            rows["generated"] = (
+                f"{result['generated_tokens']:,} tokens, {result['reward_evaluations']:,} rewards"
+            )
         if result["iteration"] is not None:
             rows["best iteration"] = str(result["iteration"] or "0, the base model")
     speeds = [event["tokens_per_second"] for event in history if event.get("tokens_per_second")]
@@ -237,7 +301,8 @@ def _facts(saved: dict[str, Any], result: dict[str, Any] | None, history: list[d
         rows["peak memory"] = f"{max(memory):.2f} GB"
     versions = saved["versions"]
     rows["made with"] = (
-        f"torch {versions['torch']}, transformers {versions['transformers']}, Python {versions['python']}"
+        f"torch {versions['torch']}, transformers {versions['transformers']}, Python"
+        f" {versions['python']}"
     )
     rows["commit"] = saved["commit"] or "outside a checkout"
     rows["seed"] = str(config["seed"])
@@ -257,8 +322,13 @@ def _measures(result: dict[str, Any] | None, evaluations: list[dict[str, Any]]) 
     rows = [
         {
             "held-out": name,
-            **{head: f"{m[name]:.2f}" if name in m else "" for head, m in zip(heads, (before, after), strict=True)},
-            "change": f"{after[name] - before[name]:+.2f}" if name in before and name in after else "",
+            **{
+                head: f"{m[name]:.2f}" if name in m else ""
+                for head, m in zip(heads, (before, after), strict=True)
+            },
+            "change": (
+                f"{after[name] - before[name]:+.2f}" if name in before and name in after else ""
+            ),
         }
         for name in dict.fromkeys((*before, *after))
     ]
@@ -269,7 +339,9 @@ def _figures(figures: list[tuple[Panel, Path]]) -> str:
     """Two in a row."""
     if not figures:
         return ""
-    images = [f'<img src="plots/{path.name}" alt="{panel.title}" width="49%">' for panel, path in figures]
+    images = [
+        f'<img src="plots/{path.name}" alt="{panel.title}" width="49%">' for panel, path in figures
+    ]
     head = "## Curves\n\nThin: each step. Thick: running mean.\n\n"
     return head + "\n".join(" ".join(images[i : i + 2]) + "<br>" for i in range(0, len(images), 2))
 
@@ -306,7 +378,10 @@ def _completions(folder: Path) -> str:
         | {"answer": _short(str(old["answer"]))}
         for i, old in enumerate(first)
     ]
-    head = f"The first {len(rows)}, greedy. The others, and those of every evaluation, are in completions/."
+    head = (
+        f"The first {len(rows)}, greedy. The others, and those of every evaluation, are in"
+        " completions/."
+    )
     return f"## Held-out completions\n\n{head}\n\n" + markdown_table(rows)
 
 
@@ -356,7 +431,9 @@ def _files(folder: Path) -> str:
         "run.yaml": "settings, versions, commit, device",
         "run.log": "what was printed",
     }
-    rows = [f"- [{name}]({name}): {what}" for name, what in known.items() if (folder / name).exists()]
+    rows = [
+        f"- [{name}]({name}): {what}" for name, what in known.items() if (folder / name).exists()
+    ]
     return "## Files\n\n" + "\n".join(rows)
 
 

@@ -1,6 +1,8 @@
-"""What is worth looking at in a run: the curves of its report and the panels of the W&B dashboard, from one list.
+"""What is worth looking at in a run: the curves of its report and the panels of the W&B dashboard,
+from one list.
 
-Names are those that `common.report.events.numbers` makes of the events. A panel appears where its curves were logged.
+Names are those that `common.report.events.numbers` makes of the events. A panel appears where its
+curves were logged.
 """
 
 from dataclasses import dataclass
@@ -16,9 +18,11 @@ class Panel:
 
     Attributes:
         name: of its file. title, unit: with the y axis.
-        curves: name of a measure (a pattern stands for each name that fits) -> what the legend says, "" for the last part
+        curves: name of a measure (a pattern stands for each name that fits) -> what the legend
+        says, "" for the last part
             of the name.
-        algos: whose run it is about. x: step | epoch | iteration | event (of the log) | order (of the events that have
+        algos: whose run it is about. x: step | epoch | iteration | event (of the log) | order (of
+        the events that have
             the measure).
         kind: lines | stack (shares of a whole) | bars (a distribution for each iteration).
         scale: what values are multiplied with, for `unit`; the dashboard shows them as they are.
@@ -68,8 +72,17 @@ PANELS = (
         _CLASSIFY,
         x="epoch",
     ),
-    Panel("throughput", "Throughput", "tokens/s", {"tokens_per_second": "tokens"}, _STEPS, zero=True),
-    Panel("phases", "Where the time of a step goes", "seconds", {"phase_seconds/*": ""}, _STEPS, kind="stack"),
+    Panel(
+        "throughput", "Throughput", "tokens/s", {"tokens_per_second": "tokens"}, _STEPS, zero=True
+    ),
+    Panel(
+        "phases",
+        "Where the time of a step goes",
+        "seconds",
+        {"phase_seconds/*": ""},
+        _STEPS,
+        kind="stack",
+    ),
     Panel("memory", "Peak memory", "GB", {"peak_memory_gb": "peak"}, _STEPS, zero=True, exact=True),
     # eggroll
     Panel(
@@ -80,7 +93,15 @@ PANELS = (
         _EGGROLL,
         zero=True,
     ),
-    Panel("drift", "Drift of the weights", "|W - W0| / |W0|", {"drift": "drift"}, _EGGROLL, zero=True, exact=True),
+    Panel(
+        "drift",
+        "Drift of the weights",
+        "|W - W0| / |W0|",
+        {"drift": "drift"},
+        _EGGROLL,
+        zero=True,
+        exact=True,
+    ),
     Panel(
         *("zero_fitness", "Members without influence", "% of members"),
         {"zero_fitness": "fitness 0, or that of the mirrored member"},
@@ -101,7 +122,14 @@ PANELS = (
         kind="stack",
         scale=PERCENT,
     ),
-    Panel("spread", "Spread in a group", "standard deviation of reward", {"reward_std": "group"}, _GRPO, zero=True),
+    Panel(
+        "spread",
+        "Spread in a group",
+        "standard deviation of reward",
+        {"reward_std": "group"},
+        _GRPO,
+        zero=True,
+    ),
     Panel("components", "Components of the reward", "reward", {"components/*": ""}, _GRPO),
     Panel("entropy", "Entropy", "nats a token", {"entropy": "policy"}, _GRPO, zero=True),
     Panel(
@@ -127,7 +155,14 @@ PANELS = (
     ),
     Panel("length", "Length of a completion", "tokens", {"length": "mean"}, _GRPO, zero=True),
     Panel("loss", "Loss", "loss", {"loss": "training"}, _GRPO),
-    Panel("gradient", "Gradient norm", "norm before clipping", {"grad_norm": "norm"}, ("grpo", "classify"), zero=True),
+    Panel(
+        "gradient",
+        "Gradient norm",
+        "norm before clipping",
+        {"grad_norm": "norm"},
+        ("grpo", "classify"),
+        zero=True,
+    ),
     Panel("lr", "Learning rate", "learning rate", {"lr": "lr"}, _STEPS, zero=True, exact=True),
     # rft
     Panel(
@@ -145,13 +180,51 @@ PANELS = (
         x="iteration",
         kind="bars",
     ),
-    Panel("reward", "Reward of training samples", "reward", {"generate/reward": "mean"}, _RFT, x="order"),
-    Panel("loss", "Fine-tuning", "loss a token (nats)", {"finetune/loss": "loss"}, _RFT, x="order", zero=True),
     Panel(
-        "gradient", "Gradient norm", "norm before clipping", {"finetune/grad_norm": "norm"}, _RFT, x="order", zero=True
+        "reward",
+        "Reward of training samples",
+        "reward",
+        {"generate/reward": "mean"},
+        _RFT,
+        x="order",
     ),
-    Panel("lr", "Learning rate", "learning rate", {"finetune/lr": "lr"}, _RFT, x="order", zero=True, exact=True),
-    Panel("entropy", "Entropy of samples", "nats a token", {"generate/entropy": "samples"}, _RFT, x="order", zero=True),
+    Panel(
+        "loss",
+        "Fine-tuning",
+        "loss a token (nats)",
+        {"finetune/loss": "loss"},
+        _RFT,
+        x="order",
+        zero=True,
+    ),
+    Panel(
+        "gradient",
+        "Gradient norm",
+        "norm before clipping",
+        {"finetune/grad_norm": "norm"},
+        _RFT,
+        x="order",
+        zero=True,
+    ),
+    Panel(
+        "lr",
+        "Learning rate",
+        "learning rate",
+        {"finetune/lr": "lr"},
+        _RFT,
+        x="order",
+        zero=True,
+        exact=True,
+    ),
+    Panel(
+        "entropy",
+        "Entropy of samples",
+        "nats a token",
+        {"generate/entropy": "samples"},
+        _RFT,
+        x="order",
+        zero=True,
+    ),
     Panel(
         *("throughput", "Throughput of sampling", "tokens/s"),
         {"generate/tokens_per_second": "generated"},
@@ -189,7 +262,14 @@ PANELS = (
         exact=True,
     ),
     # classify
-    Panel("loss", "Loss", "loss (nats)", {"loss": "training", "validation/loss": "validation"}, _CLASSIFY, zero=True),
+    Panel(
+        "loss",
+        "Loss",
+        "loss (nats)",
+        {"loss": "training", "validation/loss": "validation"},
+        _CLASSIFY,
+        zero=True,
+    ),
     Panel("rows", "Rows a second", "rows/s", {"samples_per_second": "rows"}, _CLASSIFY, zero=True),
 )
 

@@ -1,4 +1,5 @@
-"""Drawing figures to files, in one style. matplotlib is imported when a figure is made: it takes half a second.
+"""Drawing figures to files, in one style. matplotlib is imported when a figure is made: it takes
+half a second.
 
 Figures are made without pyplot, so that a notebook keeps its own backend.
 """
@@ -14,9 +15,19 @@ from typing import Any
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 # Legible at half size, where a letter of 14 points is one of 7.
 STYLE: dict[Any, Any] = {
-    **{"font.size": 14, "axes.titlesize": 15, "axes.titleweight": "bold", "axes.titlelocation": "left"},
+    **{
+        "font.size": 14,
+        "axes.titlesize": 15,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+    },
     **{"axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True, "lines.linewidth": 2.5},
-    **{"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 12},
+    **{
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "legend.frameon": False,
+        "legend.fontsize": 12,
+    },
 }
 SIZE = (7.5, 4.8)  # inches
 DPI = 110
@@ -45,7 +56,8 @@ def lines(
     exact: bool = False,
     breaks: Sequence[float] = (),
 ) -> None:
-    """Draw curves, x and y by legend. Long ones are thin with a running mean over them, unless `exact`.
+    """Draw curves, x and y by legend. Long ones are thin with a running mean over them, unless
+    `exact`.
 
     breaks: places on the x axis that no mean reaches over.
     """
@@ -54,7 +66,9 @@ def lines(
         colour = COLOURS[number % len(COLOURS)]
         above = {"zorder": 3 - number / 100}  # the first curve is the one that counts
         if exact or len(x) < SMOOTHED:
-            marks = {"marker": "o", "markersize": 8 if len(x) < 15 else 4} if len(x) < SMOOTHED else {}
+            marks = (
+                {"marker": "o", "markersize": 8 if len(x) < 15 else 4} if len(x) < SMOOTHED else {}
+            )
             axis.plot(x, y, color=colour, label=legend, **marks, **above)
             continue
         axis.plot(x, y, color=colour, linewidth=1, alpha=0.35, **above)
@@ -62,7 +76,9 @@ def lines(
         for n, (low, high) in enumerate(itertools.pairwise([-math.inf, *breaks, math.inf])):
             part = [(a, b) for a, b in zip(x, y, strict=True) if low <= a < high]
             mean = running_mean([b for _, b in part], reach)
-            axis.plot([a for a, _ in part], mean, color=colour, label=None if n else legend, **above)
+            axis.plot(
+                [a for a, _ in part], mean, color=colour, label=None if n else legend, **above
+            )
 
 
 def stack(axis: Any, x: Sequence[float], layers: Mapping[str, Sequence[float]]) -> None:
@@ -93,7 +109,9 @@ def finished(axis: Any, title: str, x: str, unit: str, zero: bool) -> None:
     if zero:
         room = 1.1 if axis.containers else 1.05  # bars have their number above them
         axis.set_ylim(0, room * axis.dataLim.ymax or 1.0)
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")  # no power of ten apart, which a legend would cover
+    axis.yaxis.set_major_formatter(
+        lambda value, _: f"{value:,g}"
+    )  # no power of ten apart, which a legend would cover
     handles, labels = axis.get_legend_handles_labels()
     if len(labels) < 2 and not axis.collections:  # one layer of a stack has a name too
         axis.set_title(title, pad=10)
@@ -105,7 +123,12 @@ def finished(axis: Any, title: str, x: str, unit: str, zero: bool) -> None:
     axis.set_title(title, pad=12 + 18 * rows)
     axis.legend(
         *(handles, labels),
-        **{"loc": "lower left", "bbox_to_anchor": (-0.01, 0.985), "ncols": columns, "handlelength": 1.2},
+        **{
+            "loc": "lower left",
+            "bbox_to_anchor": (-0.01, 0.985),
+            "ncols": columns,
+            "handlelength": 1.2,
+        },
         **{"columnspacing": 1.0, "borderaxespad": 0.2, "handletextpad": 0.4, "labelspacing": 0.3},
     )
 

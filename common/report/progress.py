@@ -12,13 +12,16 @@ log = logging.getLogger("clutch")
 
 
 class Progress:
-    """A progress line: a bar on a terminal, a plain line now and then elsewhere. What has no room in the terminal is left out.
+    """A progress line: a bar on a terminal, a plain line now and then elsewhere. What has no room
+    in the terminal is left out.
 
-    Args: what: before the count; total, done: in `unit`s; brief: for work inside a step: the bar goes when it is done, and
-    where there is no bar nothing is said before ten seconds have passed.
+    Args: what: before the count; total, done: in `unit`s; brief: for work inside a step: the bar
+    goes when it is done, and where there is no bar nothing is said before ten seconds have passed.
     """
 
-    def __init__(self, what: str, total: int, done: int = 0, unit: str = "step", brief: bool = False) -> None:
+    def __init__(
+        self, what: str, total: int, done: int = 0, unit: str = "step", brief: bool = False
+    ) -> None:
         self.name = f"{what}: {unit}" if what else unit
         self.total, self.start, self.brief = total, done, brief
         self.began = self.printed = time.monotonic()
@@ -26,8 +29,13 @@ class Progress:
         self.bar: Any = None
         if sys.stderr.isatty():
             self.width = 10 if terminal_columns() >= 100 else 6
-            layout = f"{self.name} {{n_fmt}}/{{total_fmt}} |{{bar:{self.width}}}| {{remaining}} left{{postfix}}"
-            self.bar = tqdm(total=total, initial=done, bar_format=layout, leave=not brief, dynamic_ncols=True)
+            layout = (
+                f"{self.name} {{n_fmt}}/{{total_fmt}} |{{bar:{self.width}}}| {{remaining}}"
+                " left{postfix}"
+            )
+            self.bar = tqdm(
+                total=total, initial=done, bar_format=layout, leave=not brief, dynamic_ncols=True
+            )
 
     def to(self, done: int, text: str = "", always: bool = False) -> None:
         """Move to `done` of `total`. always: say it even if a line was printed a moment ago."""
@@ -36,7 +44,9 @@ class Progress:
             self.bar.update(done - self.bar.n)
             return
         now = time.monotonic()
-        due = now - self.printed > max(10, (now - self.began) / 50)  # seconds; days of training are not a million lines
+        due = now - self.printed > max(
+            10, (now - self.began) / 50
+        )  # seconds; days of training are not a million lines
         if due or not self.said or always or (done == self.total and not self.brief):
             self.printed, self.said = now, True
             left = (now - self.began) / max(1, done - self.start) * (self.total - done)

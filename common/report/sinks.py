@@ -27,7 +27,9 @@ def sweep_of(out_dir: Path) -> Path | None:
 
 
 class Wandb:
-    """One W&B run a job, of rank 0. Its history is by our step, so that a resumed run goes on where it was."""
+    """One W&B run a job, of rank 0. Its history is by our step, so that a resumed run goes on where
+    it was.
+    """
 
     def __init__(self, run: Run, out_dir: Path, resumed: int, state: dict[str, Any]) -> None:
         import wandb  # seconds to import, so only when asked for
@@ -44,7 +46,9 @@ class Wandb:
             group=settings.group or (sweep.name if sweep else None),
             job_type=settings.job_type or run.algo.name,
             id=state.get("id"),
-            resume=None if offline else "allow",  # offline, W&B goes on by the id alone and warns of the other
+            resume=(
+                None if offline else "allow"
+            ),  # offline, W&B goes on by the id alone and warns of the other
             dir=out_dir,
             mode=mode,
             config=asdict(run),
@@ -54,7 +58,8 @@ class Wandb:
         except wandb.Error as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
             raise ConfigError(
-                f"tracker=wandb cannot start: {reason}. Run wandb login, or use tracker.mode=offline and wandb sync later."
+                f"tracker=wandb cannot start: {reason}. Run wandb login, or use"
+                " tracker.mode=offline and wandb sync later."
             ) from None
         self.id = self.run.id
         # What W&B already has is not sent again: offline it cannot tell.
@@ -65,7 +70,10 @@ class Wandb:
         self.run.define_metric("evaluate/*", step_metric="iteration")
         self.run.define_metric("validation/*", step_metric="epoch")
         self.run.define_metric("metric", step_metric="step", summary="max,last")
-        log.info("W&B: %s", f"offline; send it with: wandb sync {self._folder()}" if offline else self.run.url)
+        log.info(
+            "W&B: %s",
+            f"offline; send it with: wandb sync {self._folder()}" if offline else self.run.url,
+        )
 
     def _folder(self) -> Path:
         return Path(self.run.settings.sync_dir)
@@ -108,9 +116,12 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ConfigError(
-                "tracker=tensorboard needs a package: pip install tensorboard. Or use tracker=jsonl."
+                "tracker=tensorboard needs a package: pip install tensorboard. Or use"
+                " tracker=jsonl."
             ) from None
-        self.writer = SummaryWriter(str(out_dir / "tensorboard"), purge_step=resumed + 1 if resumed else None)
+        self.writer = SummaryWriter(
+            str(out_dir / "tensorboard"), purge_step=resumed + 1 if resumed else None
+        )
 
     def log(self, values: dict[str, float], step: int) -> None:
         """Send the numbers of a step."""

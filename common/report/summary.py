@@ -1,4 +1,6 @@
-"""What a run leaves for people: the plan before it, the summary after it, run.yaml, result.json, completions."""
+"""What a run leaves for people: the plan before it, the summary after it, run.yaml, result.json,
+completions.
+"""
 
 import json
 import logging
@@ -28,10 +30,11 @@ log = logging.getLogger("clutch")
 
 @dataclass
 class Result:
-    """The outcome of a run, as in RUN/result.json. before, after: the held-out metric, in percent or BLEU points.
+    """The outcome of a run, as in RUN/result.json. before, after: the held-out metric, in percent
+    or BLEU points.
 
-    A classifier generates nothing and earns no rewards: both counts are 0, and `before` is what naming the most frequent
-    class gets.
+    A classifier generates nothing and earns no rewards: both counts are 0, and `before` is what
+    naming the most frequent class gets.
     """
 
     algo: str
@@ -48,10 +51,13 @@ class Result:
     device: str
     dtype: str
     folder: str
-    metrics: dict[str, dict[str, float]] = field(default_factory=dict)  # before and after, all measures
+    metrics: dict[str, dict[str, float]] = field(
+        default_factory=dict
+    )  # before and after, all measures
     iteration: int | None = None  # of RFT, whose model this is; 0 = the base's: none was better
     ended_by: str | None = (
-        None  # the setting that ended the run, such as budget.tokens=200000; None = it did all its steps
+        # the setting that ended the run, such as budget.tokens=200000; None = it did all its steps
+        None
     )
     skipped_steps: int = 0  # left out because numbers were not finite (not_finite.policy=skip)
 
@@ -76,7 +82,9 @@ def print_plan(rows: dict[str, str]) -> None:
 
 
 def write_run(run: Run, out_dir: Path, device: str) -> None:
-    """RUN/run.yaml: the resolved configuration, versions, commits of this code and of a model of the hub, device."""
+    """RUN/run.yaml: the resolved configuration, versions, commits of this code and of a model of
+    the hub, device.
+    """
     record = {
         "config": asdict(run),
         "versions": {
@@ -96,14 +104,20 @@ def _commit() -> str | None:
     here = Path(__file__).parent
     git = ["git", "-C", str(here)]
     try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+        head = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            [*git, "status", "--porcelain"], capture_output=True, text=True, check=True
+        ).stdout
     except (OSError, subprocess.CalledProcessError):
         return None
     return head + ("+" if changed else "")
 
 
-def completion_rows(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> list[dict[str, Any]]:
+def completion_rows(
+    task: Task, examples: Sequence[Example], texts: Sequence[str]
+) -> list[dict[str, Any]]:
     """What is kept of held-out completions, a row an example."""
     return [
         {"id": e.id, "prompt": task.prompt(e), "answer": e.answer, "completion": text}
@@ -112,7 +126,9 @@ def completion_rows(task: Task, examples: Sequence[Example], texts: Sequence[str
 
 
 def headline(result: Result) -> dict[str, Any]:
-    """The summary of a run for a tracker: the metric by its name, before and after, and what it took."""
+    """The summary of a run for a tracker: the metric by its name, before and after, and what it
+    took.
+    """
     return {
         "before": result.before,
         "after": result.after,
@@ -140,11 +156,16 @@ def side_by_side(rows: list[dict[str, str]]) -> str:
     lines = []
     for number, line in enumerate(cells):
         folded = [
-            textwrap.wrap(text, width, drop_whitespace=False) or [""] for text, width in zip(line, widths, strict=True)
+            textwrap.wrap(text, width, drop_whitespace=False) or [""]
+            for text, width in zip(line, widths, strict=True)
         ]
         for part in range(max(len(f) for f in folded)):
             texts = (f[part] if part < len(f) else "" for f in folded)
-            lines.append("  ".join(text.ljust(width) for text, width in zip(texts, widths, strict=True)).rstrip())
+            lines.append(
+                "  ".join(
+                    text.ljust(width) for text, width in zip(texts, widths, strict=True)
+                ).rstrip()
+            )
         if number == 0:
             lines.append("  ".join("-" * width for width in widths))
     return "\n".join(lines)
@@ -152,10 +173,14 @@ def side_by_side(rows: list[dict[str, str]]) -> str:
 
 def _visible(text: str) -> str:
     """A completion on one line: control characters shown, not obeyed."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+    )
 
 
-def finish_report(result: Result, task: Task, examples: Sequence[Example], before: list[str], after: list[str]) -> None:
+def finish_report(
+    result: Result, task: Task, examples: Sequence[Example], before: list[str], after: list[str]
+) -> None:
     """Write result.json and print the end of a run, with some completions side by side."""
     result.save()
     samples = [
@@ -167,7 +192,9 @@ def finish_report(result: Result, task: Task, examples: Sequence[Example], befor
 
 @contextmanager
 def profiled(run: Run, context: Context) -> Iterator[Callable[[], None]]:
-    """With opt=profile, trace some steps into RUN/profile on rank 0. Yields what to call after each step."""
+    """With opt=profile, trace some steps into RUN/profile on rank 0. Yields what to call after each
+    step.
+    """
     if not (run.opt.profile.enabled and context.main):
         yield lambda: None
         return
@@ -177,18 +204,25 @@ def profiled(run: Run, context: Context) -> Iterator[Callable[[], None]]:
         folder.mkdir(exist_ok=True)
         trace.export_chrome_trace(str(folder / "trace.json"))
         key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        (folder / "table.txt").write_text(trace.key_averages().table(sort_by=key, row_limit=40), encoding="utf-8")
+        (folder / "table.txt").write_text(
+            trace.key_averages().table(sort_by=key, row_limit=40), encoding="utf-8"
+        )
         log.info(
-            "profile of %d steps: %s/table.txt, and trace.json for chrome://tracing", run.opt.profile.steps, folder
+            "profile of %d steps: %s/table.txt, and trace.json for chrome://tracing",
+            run.opt.profile.steps,
+            folder,
         )
 
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=run.opt.profile.steps, repeat=1)
-    with torch.profiler.profile(schedule=schedule, on_trace_ready=done, record_shapes=True) as profiler:
+    with torch.profiler.profile(
+        schedule=schedule, on_trace_ready=done, record_shapes=True
+    ) as profiler:
         yield profiler.step
 
 
 def print_summary(result: Result, samples: list[dict[str, str]], model: str | None = None) -> None:
-    """Write the report, and print the end of a run: metric before and after, completions side by side, where all is.
+    """Write the report, and print the end of a run: metric before and after, completions side by
+    side, where all is.
 
     Args: model: where the model is and how to load it; None = a language model.
     """
@@ -198,17 +232,29 @@ def print_summary(result: Result, samples: list[dict[str, str]], model: str | No
         log.info(side_by_side(samples))
         log.info("")
     rows = {
-        f"held-out {result.metric}": f"{result.before:.2f} -> {result.after:.2f} ({result.after - result.before:+.2f})",
+        f"held-out {result.metric}": (
+            f"{result.before:.2f} -> {result.after:.2f} ({result.after - result.before:+.2f})"
+        ),
         **{
             f"held-out {name}": f"{value:.2f} -> {result.metrics['after'][name]:.2f}"
             for name, value in result.metrics["before"].items()
             if name != result.metric and name in result.metrics["after"]
         },
-        "steps": f"{result.steps} in {result.seconds:.0f} s"
-        + (f", ended by {result.ended_by}" if result.ended_by else "")
-        + (f", {result.skipped_steps} left out: see not_finite.jsonl" if result.skipped_steps else ""),
+        "steps": (
+            f"{result.steps} in {result.seconds:.0f} s"
+            + (f", ended by {result.ended_by}" if result.ended_by else "")
+            + (
+                f", {result.skipped_steps} left out: see not_finite.jsonl"
+                if result.skipped_steps
+                else ""
+            )
+        ),
         **(
-            {"generated": f"{result.generated_tokens:,} tokens, {result.reward_evaluations:,} rewards"}
+            {
+                "generated": (
+                    f"{result.generated_tokens:,} tokens, {result.reward_evaluations:,} rewards"
+                )
+            }
             if result.generated_tokens
             else {}
         ),

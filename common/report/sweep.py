@@ -1,4 +1,6 @@
-"""What a sweep (-m) does around its jobs: a line for each, failures kept beside the others, the comparison at its end."""
+"""What a sweep (-m) does around its jobs: a line for each, failures kept beside the others, the
+comparison at its end.
+"""
 
 import json
 import shlex
@@ -17,14 +19,16 @@ from common.report.failures import FAILED, is_main
 
 
 class Sweep(Callback):
-    """Hydra's callback, chosen in conf/hydra/clutch.yaml; silent in a single run and on ranks other than 0.
+    """Hydra's callback, chosen in conf/hydra/clutch.yaml; silent in a single run and on ranks other
+    than 0.
 
     Args: swept: keys that differ between jobs.
     """
 
     def __init__(self, swept: list[str] | None = None) -> None:
         self.swept = swept or []
-        resolvers.register()  # a job of submitit begins here, in a process of its own, before it composes
+        # a job of submitit begins here, in a process of its own, before it composes
+        resolvers.register()
 
     def __reduce__(self) -> Any:
         return Sweep, (self.swept,)
@@ -32,7 +36,9 @@ class Sweep(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Remember what differs between the jobs."""
         given = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
-        self.swept = [override.get_key_element() for override in given if override.is_sweep_override()]
+        self.swept = [
+            override.get_key_element() for override in given if override.is_sweep_override()
+        ]
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         """Say which job it is."""
@@ -43,10 +49,15 @@ class Sweep(Callback):
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         """Say in a line how it ended."""
         if config.hydra.mode == RunMode.MULTIRUN and is_main():
-            print(f"=== {self._name(config)}: {_outcome(Path(config.hydra.runtime.output_dir))}", flush=True)
+            print(
+                f"=== {self._name(config)}: {_outcome(Path(config.hydra.runtime.output_dir))}",
+                flush=True,
+            )
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        """Write the comparison and list what failed; the exit code is that of the first job that did."""
+        """Write the comparison and list what failed; the exit code is that of the first job that
+        did.
+        """
         if not is_main():
             return
         from common.report import compare  # torch comes with it
@@ -71,6 +82,7 @@ def _outcome(folder: Path) -> str:
         return f"done, in {folder}"
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     return (
-        f"{result['metric']} {result['before']:.2f} -> {result['after']:.2f}, {result['steps']} steps, {result['seconds']:.0f} s"
+        f"{result['metric']} {result['before']:.2f} -> {result['after']:.2f}, {result['steps']}"
+        f" steps, {result['seconds']:.0f} s"
         + (f", ended by {result['ended_by']}" if result.get("ended_by") else "")
     )

@@ -1,4 +1,6 @@
-"""Metrics of a run: metrics.jsonl always; W&B, TensorBoard and the progress line read the same events. Rank 0 only."""
+"""Metrics of a run: metrics.jsonl always; W&B, TensorBoard and the progress line read the same
+events. Rank 0 only.
+"""
 
 import json
 import logging
@@ -32,12 +34,18 @@ TABLE_ROWS = 32  # of the completions that W&B and TensorBoard show; the files h
 class Tracker:
     """Writes the events of one run.
 
-    Args: steps: of the whole run; None = the run tells by `begin`, stage by stage. resumed: steps already done; later
-    events of an earlier attempt are cut off. state: what `state()` of the interrupted run returned.
+    Args: steps: of the whole run; None = the run tells by `begin`, stage by stage. resumed: steps
+    already done; later events of an earlier attempt are cut off. state: what `state()` of the
+    interrupted run returned.
     """
 
     def __init__(
-        self, run: Run, out_dir: Path, steps: int | None, resumed: int = 0, state: dict[str, Any] | None = None
+        self,
+        run: Run,
+        out_dir: Path,
+        steps: int | None,
+        resumed: int = 0,
+        state: dict[str, Any] | None = None,
     ) -> None:
         self.out_dir, self.artifacts = out_dir, run.tracker.artifacts
         self.step = resumed  # of the last event
@@ -70,13 +78,16 @@ class Tracker:
             self._evaluated({key: event[key] for key in event if key in KEPT})
 
     def sync(self) -> None:
-        """Bring what is logged to the disk: before a checkpoint, so that after a power cut no event before it is missing."""
+        """Bring what is logged to the disk: before a checkpoint, so that after a power cut no event
+        before it is missing.
+        """
         os.fsync(self.file.fileno())
 
     def log(self, event: dict[str, Any], done: int | None = None, shown: str | None = None) -> None:
         """Write an event and move the progress line.
 
-        Args: done: units of the progress line, None = the step; shown: its text, None = reward, metric and speed.
+        Args: done: units of the progress line, None = the step; shown: its text, None = reward,
+        metric and speed.
         """
         assert self.line is not None
         self.write(event)
@@ -97,19 +108,28 @@ class Tracker:
         """Keep one line a step in RUN/evaluations.jsonl."""
         others = (held for held in self.held if held["step"] != record["step"])
         self.held = sorted((*others, record), key=lambda held: held["step"])
-        write_text(self.out_dir / EVALUATIONS, "".join(json.dumps(held) + "\n" for held in self.held))
+        write_text(
+            self.out_dir / EVALUATIONS, "".join(json.dumps(held) + "\n" for held in self.held)
+        )
 
     def completions(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
-        """Keep completions in RUN/completions/NAME.jsonl, and the first of them as a table of that name, never overwritten."""
+        """Keep completions in RUN/completions/NAME.jsonl, and the first of them as a table of that
+        name, never overwritten.
+        """
         folder = self.out_dir / "completions"
         folder.mkdir(exist_ok=True)
-        write_text(folder / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        write_text(
+            folder / f"{name}.jsonl",
+            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
+        )
         if self.sink and rows:
             shown = [{key: _text(value) for key, value in row.items()} for row in rows[:TABLE_ROWS]]
             self.sink.table(f"completions/{name}", step, shown)
 
     def artifact(self, kind: str, folder: Path, alias: str) -> None:
-        """With tracker.artifacts, upload `folder` as a new version of the run's artifact `kind`: checkpoint or model."""
+        """With tracker.artifacts, upload `folder` as a new version of the run's artifact `kind`:
+        checkpoint or model.
+        """
         if self.sink and self.artifacts:
             self.sink.artifact(kind, folder, alias)
 
@@ -133,7 +153,8 @@ class Tracker:
 
 
 def _shown(event: dict[str, Any], held: dict[str, Any] | None) -> str:
-    """What the progress line says of a step of a loop that samples and learns at once; what may be cut comes last.
+    """What the progress line says of a step of a loop that samples and learns at once; what may be
+    cut comes last.
 
     held: the last held-out measures.
     """

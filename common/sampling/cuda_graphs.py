@@ -8,7 +8,9 @@ from common.config import ConfigError
 
 
 class CudaGraphs:
-    """Decode steps over one set of buffers, recorded on the device and replayed with a single launch."""
+    """Decode steps over one set of buffers, recorded on the device and replayed with a single
+    launch.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -17,13 +19,17 @@ class CudaGraphs:
         self.made: dict[tuple[int, int], Callable[[], None]] = {}  # by window
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """What replays the kernels that `step` launches. They are not run now. Raises: ConfigError where CUDA refuses one."""
+        """What replays the kernels that `step` launches. They are not run now. Raises: ConfigError
+        where CUDA refuses one.
+        """
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads, NCCL's for one, may go on using the device.
             with (
                 torch.cuda.device(self.device),
-                torch.cuda.stream(torch.cuda.current_stream(self.device)),  # and back to it, whatever happens
+                torch.cuda.stream(
+                    torch.cuda.current_stream(self.device)
+                ),  # and back to it, whatever happens
                 torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
             ):
                 step()
@@ -33,7 +39,8 @@ class CudaGraphs:
             if isinstance(first, torch.OutOfMemoryError):
                 raise first from None
             raise ConfigError(
-                f"a decode step of this model cannot be recorded as a CUDA graph ({str(first).splitlines()[0]}). "
-                "Set hardware.cuda_graphs=false: sampling is slower, and the same."
+                "a decode step of this model cannot be recorded as a CUDA graph"
+                f" ({str(first).splitlines()[0]}). Set hardware.cuda_graphs=false: sampling is"
+                " slower, and the same."
             ) from first
         return graph.replay

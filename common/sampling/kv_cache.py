@@ -1,6 +1,7 @@
 """Keys and values of rows that are sampled side by side, and the attention that reads them.
 
-Rows have slots in a cache that is allocated once; those of one prompt can share its keys and values. See common/sampling/native.py.
+Rows have slots in a cache that is allocated once; those of one prompt can share its keys and
+values. See common/sampling/native.py.
 """
 
 from typing import Any
@@ -14,15 +15,17 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from common.model.masks import additive
 
 ATTENTION = "clutch_slots"
-# A step that is recorded computes with whole multiples of so many columns, so that one recording serves many steps.
+# A step that is recorded computes with whole multiples of so many columns, so that one recording
+# serves many steps.
 WINDOW = 64
 
 
 class SlotCache:
-    """Keys and values of all slots, [rows, heads, columns, head size] a layer, written at one common column.
+    """Keys and values of all slots, [rows, heads, columns, head size] a layer, written at one
+    common column.
 
-    Stands in for a transformers cache: a model's attention calls `update` and attends to what comes back, and to `prefix`
-    where there is one.
+    Stands in for a transformers cache: a model's attention calls `update` and attends to what comes
+    back, and to `prefix` where there is one.
     """
 
     def __init__(self, columns: int, slots: int, prefix: "Prefix | None") -> None:
@@ -34,36 +37,55 @@ class SlotCache:
         self.first = 0  # columns before this one are valid in no row
         self.column = 0  # the next to be written
         self.masked = True  # False: all rows attend to all columns from `first` on
-        # Of a step that is recorded: the column to be written, [1], and the first column and the end of those that it computes with.
+        # Of a step that is recorded: the column to be written, [1], and the first column and the
+        # end of those that it computes with.
         self.at: Tensor | None = None
         self.opens = self.closes = 0
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store one step of `layer`, [rows, heads, 1, size]; return all valid columns, or the window."""
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store one step of `layer`, [rows, heads, 1, size]; return all valid columns, or the
+        window.
+        """
         self.allocate(layer, keys, values)
         if self.at is not None:
             self.keys[layer].index_copy_(2, self.at, keys)
             self.values[layer].index_copy_(2, self.at, values)
-            return self.keys[layer][:, :, self.opens : self.closes], self.values[layer][:, :, self.opens : self.closes]
+            return (
+                self.keys[layer][:, :, self.opens : self.closes],
+                self.values[layer][:, :, self.opens : self.closes],
+            )
         stop = self.column + 1
         self.keys[layer][:, :, self.column : stop] = keys
         self.values[layer][:, :, self.column : stop] = values
-        return self.keys[layer][:, :, self.first : stop], self.values[layer][:, :, self.first : stop]
+        return (
+            self.keys[layer][:, :, self.first : stop],
+            self.values[layer][:, :, self.first : stop],
+        )
 
     def open(self) -> tuple[int, int]:
-        """Compute with all valid columns and the next one, in whole multiples of `WINDOW`. Returns from where to where."""
+        """Compute with all valid columns and the next one, in whole multiples of `WINDOW`. Returns
+        from where to where.
+        """
         self.opens = self.first // WINDOW * WINDOW
         self.closes = min(-(-(self.column + 1) // WINDOW) * WINDOW, self.columns)
         return self.opens, self.closes
 
     def allocate(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Make the slots of `layer`, of the shape and dtype of `keys` and `values`, unless they are there."""
+        """Make the slots of `layer`, of the shape and dtype of `keys` and `values`, unless they are
+        there.
+        """
         if layer == len(self.keys):
             self.keys.append(keys.new_zeros(self.slots, keys.shape[1], self.columns, keys.shape[3]))
-            self.values.append(values.new_zeros(self.slots, values.shape[1], self.columns, values.shape[3]))
+            self.values.append(
+                values.new_zeros(self.slots, values.shape[1], self.columns, values.shape[3])
+            )
 
     def place(self, rows: Tensor, prompt: "PromptCache", source: Tensor) -> None:
-        """Copy prefilled prompts (rows `source` of `prompt`) into `rows`, to end at the current column."""
+        """Copy prefilled prompts (rows `source` of `prompt`) into `rows`, to end at the current
+        column.
+        """
         for layer, (keys, values) in enumerate(zip(prompt.keys, prompt.values, strict=True)):
             self.allocate(layer, keys, values)
             where = slice(self.column - keys.shape[2], self.column)
@@ -90,7 +112,9 @@ class PromptCache:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         """Store a whole prompt of `layer`, [rows, heads, T, size]."""
         self.keys.append(keys)
         self.values.append(values)
@@ -98,7 +122,8 @@ class PromptCache:
 
 
 class Prefix:
-    """Keys and values of the prompts in flight, [P, heads, T, size] a layer, padded on the left; and which rows share them.
+    """Keys and values of the prompts in flight, [P, heads, T, size] a layer, padded on the left;
+    and which rows share them.
 
     Rows are looked at by prompt: [P, G], where G is the most rows that one prompt has.
     """
@@ -107,9 +132,13 @@ class Prefix:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.lengths: list[int] = []  # tokens of each prompt
-        self.mask: Tensor | None = None  # additive [P, 1, 1, T]; None where all prompts are equally long
+        self.mask: Tensor | None = (
+            None  # additive [P, 1, 1, T]; None where all prompts are equally long
+        )
         self.shape = (0, 0)  # P, G
-        self.rows: Tensor | None = None  # [P * G], the row at each place; None where rows lie in order already
+        self.rows: Tensor | None = (
+            None  # [P * G], the row at each place; None where rows lie in order already
+        )
         self.places: Tensor | None = None  # [rows], the place of each row
 
     def replace(self, keep: list[int], prompt: PromptCache, lengths: list[int]) -> None:
@@ -122,7 +151,9 @@ class Prefix:
                 return [kept[keep, :, kept.shape[2] - width :] for kept in old]
             out = []
             for layer, tensor in enumerate(new):
-                stored = tensor.new_zeros(len(self.lengths), tensor.shape[1], width, tensor.shape[3])
+                stored = tensor.new_zeros(
+                    len(self.lengths), tensor.shape[1], width, tensor.shape[3]
+                )
                 if keep:
                     columns = min(width, old[layer].shape[2])
                     stored[: len(keep), :, width - columns :] = old[layer][keep, :, -columns:]
@@ -137,7 +168,9 @@ class Prefix:
         """Put prompts no longer than the longest here in the place of others."""
         for place, length in zip(places, lengths, strict=True):
             self.lengths[place] = length
-        for stored, new in zip((*self.keys, *self.values), (*prompt.keys, *prompt.values), strict=True):
+        for stored, new in zip(
+            (*self.keys, *self.values), (*prompt.keys, *prompt.values), strict=True
+        ):
             stored[places, :, stored.shape[2] - new.shape[2] :] = new
         self.remask(self.keys[0].shape[2])
 
@@ -151,16 +184,22 @@ class Prefix:
             self.mask = additive(real, torch.float32)[:, None, None, :]
 
     def arrange(self, prompts: Tensor) -> None:
-        """Take note of the prompt of each row, int64 [rows]. That of a row that has ended may be any."""
+        """Take note of the prompt of each row, int64 [rows]. That of a row that has ended may be
+        any.
+        """
         ordered, rows = prompts.sort(stable=True)
         counts = ordered.bincount(minlength=len(self.lengths))
         group = int(counts.max())
-        among = torch.arange(len(ordered), device=prompts.device) - (counts.cumsum(0) - counts)[ordered]
+        among = (
+            torch.arange(len(ordered), device=prompts.device) - (counts.cumsum(0) - counts)[ordered]
+        )
         places = ordered * group + among
         self.shape = (len(self.lengths), group)
         self.rows = self.places = None
         if len(rows) != len(self.lengths) * group or not torch.equal(rows, places):
-            self.rows = torch.zeros(len(self.lengths) * group, dtype=torch.long, device=prompts.device)
+            self.rows = torch.zeros(
+                len(self.lengths) * group, dtype=torch.long, device=prompts.device
+            )
             self.rows[places] = rows
             self.places = torch.empty_like(prompts)
             self.places[rows] = places
@@ -187,13 +226,17 @@ def _attention(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one new token a row to its prompt and to its own tokens; called by the model's layers.
+    """Attention of one new token a row to its prompt and to its own tokens; called by the model's
+    layers.
 
-    query: [rows, heads, 1, size]; key, value: [rows, key heads, T, size]. Elsewhere (prefill) it is transformers' own.
-    Query heads that share a key head are rows of one product: nothing is repeated for them.
+    query: [rows, heads, 1, size]; key, value: [rows, key heads, T, size]. Elsewhere (prefill) it is
+    transformers' own. Query heads that share a key head are rows of one product: nothing is
+    repeated for them.
     """
     if slots is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **others
+        )
     prefix = slots.prefix
     each = query.shape[1] // key.shape[1]  # query heads that share a key head
     query = query.reshape(query.shape[0], key.shape[1], each, query.shape[3])
@@ -206,14 +249,18 @@ def _attention(
         out = torch.softmax(scores, dim=3, dtype=torch.float32).to(value.dtype) @ value
     else:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
-        to_prompt = prefix.gather(query) @ prefix.keys[layer].transpose(2, 3)  # [P, h, G * each, prompt]
+        to_prompt = prefix.gather(query) @ prefix.keys[layer].transpose(
+            2, 3
+        )  # [P, h, G * each, prompt]
         if prefix.mask is not None:
             to_prompt = to_prompt + prefix.mask
         scores = torch.cat((prefix.scatter(to_prompt, each), scores), dim=3)
         weights = torch.softmax(scores, dim=3, dtype=torch.float32).to(value.dtype)
         width = to_prompt.shape[3]
         from_prompt = prefix.gather(weights[..., :width]) @ prefix.values[layer]
-        out = prefix.scatter(from_prompt, each) + weights[..., width:] @ value  # [rows, h, each, size]
+        out = (
+            prefix.scatter(from_prompt, each) + weights[..., width:] @ value
+        )  # [rows, h, each, size]
     return out.flatten(1, 2)[:, None], None  # [rows, 1, heads, size]
 
 

@@ -1,17 +1,21 @@
-"""The sampler: prompts -> completions, on unmodified Hugging Face decoders. The hot path of three algorithms.
+"""The sampler: prompts -> completions, on unmodified Hugging Face decoders. The hot path of three
+algorithms.
 
-A prompt is prefilled once for all its samples, and its keys and values are stored once: all rows of a prompt attend to them in
-one product (Hydragen, arXiv:2402.05099, has the same idea), so a step reads them once a group and not once a row. What rows
-generate has a cache that is allocated once, in slots; a finished row's slot goes to the next request. Keys are right-aligned:
-all rows write the same column, a row's valid columns end there, so a step's write is one slice and a newcomer starts at the
-current column. Where prompts cannot be apart (see `Sampler.shares`), each row has its prompt in front of its own columns.
+A prompt is prefilled once for all its samples, and its keys and values are stored once: all rows of
+a prompt attend to them in one product (Hydragen, arXiv:2402.05099, has the same idea), so a step
+reads them once a group and not once a row. What rows generate has a cache that is allocated once,
+in slots; a finished row's slot goes to the next request. Keys are right-aligned: all rows write the
+same column, a row's valid columns end there, so a step's write is one slice and a newcomer starts
+at the current column. Where prompts cannot be apart (see `Sampler.shares`), each row has its prompt
+in front of its own columns.
 
-On CUDA a decode step is several hundred kernels that each run for less time than they take to launch, so it is recorded as a CUDA
-graph and replayed (`CudaGraphs`): one graph for each number of rows and each window of columns.
+On CUDA a decode step is several hundred kernels that each run for less time than they take to
+launch, so it is recorded as a CUDA graph and replayed (`CudaGraphs`): one graph for each number of
+rows and each window of columns.
 
-The random draw of a token is a function of (seed, draw, prompt id, sample id, position), applied through the inverse CDF; so a
-sample does not depend on its neighbours, on the number of rows, or on where a run was resumed. Greedy output equals
-`model.generate`.
+The random draw of a token is a function of (seed, draw, prompt id, sample id, position), applied
+through the inverse CDF; so a sample does not depend on its neighbours, on the number of rows, or on
+where a run was resumed. Greedy output equals `model.generate`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,11 +37,13 @@ from common.sampling.engine import Completions
 from common.sampling.kv_cache import ATTENTION, Prefix, PromptCache, SlotCache
 from common.sampling.random import token_uniforms
 
-# A refill prefills a batch while the other rows wait, and a shrink copies the cache: both wait until it is worth it.
+# A refill prefills a batch while the other rows wait, and a shrink copies the cache: both wait
+# until it is worth it.
 REFILL_SHARE = 1 / 8  # of the slots
 SHRINK_SHARE = 3 / 4  # of the slots still in use
 RERECORD_SHARE = 1 / 2  # the same where steps are recorded, and would be anew
-# Steps between looks at which rows have finished; on a CPU a look costs nothing, on CUDA it waits for the device.
+# Steps between looks at which rows have finished; on a CPU a look costs nothing, on CUDA it waits
+# for the device.
 LOOK_EVERY = {"cpu": 1, "cuda": 8}
 
 
@@ -58,12 +64,15 @@ class Sampler:
     """Samples from `model`.
 
     Args:
-        model: any decoder whose attention goes through transformers' cache and 4-d masks (Llama, Qwen2, Qwen3, GPT-2, ...).
+        model: any decoder whose attention goes through transformers' cache and 4-d masks (Llama,
+        Qwen2, Qwen3, GPT-2, ...).
         pad_id: token id used to fill. stop_ids: ids that end a row.
         rows: slots, that is rows in one forward at most.
         compile_mode: None, or a mode of torch.compile for the decode steps.
-        graphs: record decode steps as CUDA graphs, where `model` is on a CUDA device and not sharded.
-        autocast: None, or the dtype that float32 weights are used in. Autocast would cast them for every token, so linear layers
+        graphs: record decode steps as CUDA graphs, where `model` is on a CUDA device and not
+        sharded.
+        autocast: None, or the dtype that float32 weights are used in. Autocast would cast them for
+        every token, so linear layers
             have a copy in that dtype, which each call of `generate` refreshes.
     """
 
@@ -84,10 +93,14 @@ class Sampler:
         self.stop_ids = torch.tensor(list(stop_ids), device=self.device)
         self.rows = rows
         self.autocast = autocast
-        self.narrow = Narrow(model, autocast) if autocast is not None and not fsdp.of(model) else None
+        self.narrow = (
+            Narrow(model, autocast) if autocast is not None and not fsdp.of(model) else None
+        )
         self.used = model if self.narrow is None else self.narrow.twin
         # What records decode steps. Gathering sharded weights is no part of a step that could be.
-        self.recorder = CudaGraphs if graphs and self.device.type == "cuda" and not fsdp.of(model) else None
+        self.recorder = (
+            CudaGraphs if graphs and self.device.type == "cuda" and not fsdp.of(model) else None
+        )
         self.forward = compiled(self.used, compile_mode) if compile_mode else self.used
         self.context = context_length(model)
         self.watch: Callable[[int], None] | None = None  # told how many rows have just finished
@@ -96,8 +109,8 @@ class Sampler:
             "sdpa",
             logprobs.ATTENTION,
         )
-        # Then rows can share a prompt's keys. Not when steps are compiled or recorded: who shares with whom changes with every
-        # refill, and each shape would be compiled or recorded anew.
+        # Then rows can share a prompt's keys. Not when steps are compiled or recorded: who shares
+        # with whom changes with every refill, and each shape would be compiled or recorded anew.
         self.shares = self.replaces and compile_mode is None and self.recorder is None
 
     @property
@@ -106,13 +119,26 @@ class Sampler:
         return self.autocast or fsdp.dtype(self.model)
 
     def bytes_per_row(self, prompt_tokens: int, new_tokens: int) -> float:
-        """An estimate of the memory that one more row takes: its cache, and the activations of its prefill."""
+        """An estimate of the memory that one more row takes: its cache, and the activations of its
+        prefill.
+        """
         config, size = self.model.config, self.dtype.itemsize
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        cache = 2 * config.num_hidden_layers * heads * head_size * (prompt_tokens + 2 * new_tokens) * size
+        head_size = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
+        cache = (
+            2
+            * config.num_hidden_layers
+            * heads
+            * head_size
+            * (prompt_tokens + 2 * new_tokens)
+            * size
+        )
         wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        logits = 4 * 3 * config.vocab_size * (2 if self.recorder else 1)  # recorded steps have memory of their own
+        logits = (
+            4 * 3 * config.vocab_size * (2 if self.recorder else 1)
+        )  # recorded steps have memory of their own
         return cache + prompt_tokens * (3 * wide + 8 * config.hidden_size) * size + logits
 
     def generate(
@@ -131,11 +157,14 @@ class Sampler:
         """Sample completions.
 
         Args:
-            prompts: token ids, each at least one. prompt_ids: what the draws are keyed by; None = 0, 1, 2, ...
+            prompts: token ids, each at least one. prompt_ids: what the draws are keyed by; None =
+            0, 1, 2, ...
             first_sample: id of the first sample of each prompt, so that more can be drawn later.
             draw: tells visits to the same prompt apart, for example the step.
-            groups: how often the whole set is sampled, side by side. Rows of a group are adjacent in every forward, and
-                every group has the same number of rows: that is what lets a population perturb each group on its own.
+            groups: how often the whole set is sampled, side by side. Rows of a group are adjacent
+            in every forward, and
+                every group has the same number of rows: that is what lets a population perturb each
+                group on its own.
             logprobs: return those of the sampled tokens.
         Raises: ConfigError where a prompt is empty or does not fit the context with max_new_tokens.
         """
@@ -145,28 +174,53 @@ class Sampler:
         longest = max(len(prompt) for prompt in prompts)
         if longest + sampling.max_new_tokens > self.context:
             raise ConfigError(
-                f"a prompt of {longest} tokens and max_new_tokens={sampling.max_new_tokens} exceed the model's context of "
-                f"{self.context}. Lower algo.sampling.max_new_tokens to {max(0, self.context - longest)}, or shorten prompts."
+                f"a prompt of {longest} tokens and max_new_tokens={sampling.max_new_tokens} exceed"
+                f" the model's context of {self.context}. Lower algo.sampling.max_new_tokens to"
+                f" {max(0, self.context - longest)}, or shorten prompts."
             )
-        # Without a cache of casts, which would outlive a recording that it was made in; the narrow twin needs none.
+        # Without a cache of casts, which would outlive a recording that it was made in; the narrow
+        # twin needs none.
         half = torch.autocast(
-            self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=self.recorder is None
+            self.device.type,
+            self.autocast,
+            enabled=self.autocast is not None,
+            cache_enabled=self.recorder is None,
         )
         if self.narrow is not None:
             self.narrow.refresh()
-        with evaluating(self.used, ATTENTION if self.replaces else None), fsdp.inference(self.model), half:
+        with (
+            evaluating(self.used, ATTENTION if self.replaces else None),
+            fsdp.inference(self.model),
+            half,
+        ):
             key = (seed, draw)
             made = _Grid(
-                self, prompts, sampling, samples_per_prompt, key, prompt_ids, first_sample, groups, logprobs
+                self,
+                prompts,
+                sampling,
+                samples_per_prompt,
+                key,
+                prompt_ids,
+                first_sample,
+                groups,
+                logprobs,
             ).run()
         # Out of inference mode a clone is an ordinary tensor, which a loss may use.
         logp = made.logprobs.clone() if made.logprobs is not None else None
-        return Completions(made.tokens.clone(), made.lengths.clone(), made.finished.clone(), logp, made.broken.clone())
+        return Completions(
+            made.tokens.clone(),
+            made.lengths.clone(),
+            made.finished.clone(),
+            logp,
+            made.broken.clone(),
+        )
 
 
 @dataclass
 class _Held:
-    """A prompt of the prefix whose samples are not all placed yet. logits: [1, V], of its first new token."""
+    """A prompt of the prefix whose samples are not all placed yet. logits: [1, V], of its first new
+    token.
+    """
 
     prompt: int
     place: int
@@ -174,7 +228,9 @@ class _Held:
 
 
 class _Grid:
-    """One call of `generate`: a grid of groups x slots, and a queue of requests that is the same for every group."""
+    """One call of `generate`: a grid of groups x slots, and a queue of requests that is the same
+    for every group.
+    """
 
     def __init__(
         self,
@@ -190,7 +246,9 @@ class _Grid:
     ) -> None:
         device = sampler.device
         self.sampler, self.prompts, self.sampling, self.groups = sampler, prompts, sampling, groups
-        self.requests = len(prompts) * samples  # of each group; request q is sample q % samples of prompt q // samples
+        self.requests = (
+            len(prompts) * samples
+        )  # of each group; request q is sample q % samples of prompt q // samples
         self.samples = samples
         self.slots = min(self.requests, max(1, sampler.rows // groups))  # of each group
         self.longest = max(len(prompt) for prompt in prompts)
@@ -199,14 +257,21 @@ class _Grid:
         self.logprobs = torch.zeros((total, length), device=device) if logprobs else None
         self.lengths = torch.zeros(total, dtype=torch.long, device=device)
         self.finished = torch.zeros(total, dtype=torch.bool, device=device)
-        self.witness = torch.zeros(total, device=device)  # of each row, a sum that is finite as long as its logits are
+        self.witness = torch.zeros(
+            total, device=device
+        )  # of each row, a sum that is finite as long as its logits are
         self.uniforms = None
         if sampling.temperature > 0:
-            ids = torch.tensor(list(prompt_ids) if prompt_ids is not None else range(len(prompts)), device=device)
+            ids = torch.tensor(
+                list(prompt_ids) if prompt_ids is not None else range(len(prompts)), device=device
+            )
             request = torch.arange(self.requests, device=device)
-            self.uniforms = token_uniforms(*key, ids[request // samples], first_sample + request % samples, length)
+            self.uniforms = token_uniforms(
+                *key, ids[request // samples], first_sample + request % samples, length
+            )
         self.queued = [0] * groups  # the next request of each group
-        # With a prefix, slots hold completions alone; else a row's prompt lies in front of its completion.
+        # With a prefix, slots hold completions alone; else a row's prompt lies in front of its
+        # completion.
         self.prefix = Prefix() if sampler.shares else None
         self.first = 0 if sampler.shares else self.longest  # the column that the first tokens go to
         spare = length if self.requests > self.slots else 0  # columns, so that shifts are rare
@@ -216,8 +281,9 @@ class _Grid:
         self.graphs = sampler.recorder(device) if sampler.recorder else None
         if self.graphs is not None:
             self.cache.at = torch.zeros(1, dtype=torch.long, device=device)
-        # Of each row: request in flight (-1 = none), its place in the output, first valid column, position in the sequence of
-        # what lies there, tokens so far, last token, prompt in the prefix.
+        # Of each row: request in flight (-1 = none), its place in the output, first valid column,
+        # position in the sequence of what lies there, tokens so far, last token, prompt in the
+        # prefix.
         rows = groups * self.slots
         self.request = torch.full((rows,), -1, device=device)
         self.place = torch.zeros(rows, dtype=torch.long, device=device)
@@ -244,24 +310,36 @@ class _Grid:
                 self.cache.at.fill_(self.cache.column)
             else:
                 self.cache.masked = bool((self.start != self.cache.first).any())
-                self.mask = additive(self.columns[None, :] >= self.start[:, None], self.sampler.dtype)[:, None, None, :]
+                self.mask = additive(
+                    self.columns[None, :] >= self.start[:, None], self.sampler.dtype
+                )[:, None, None, :]
             for _ in range(min(look_every, self.cache.columns - self.cache.column)):
                 if self.graphs is None:
-                    self.decode(self.mask[:, :, :, self.cache.first : self.cache.column + 1], self.cache.column)
+                    self.decode(
+                        self.mask[:, :, :, self.cache.first : self.cache.column + 1],
+                        self.cache.column,
+                    )
                 else:
                     self.replay(self.graphs)
                 self.cache.column += 1
-        return Completions(self.tokens, self.lengths, self.finished, self.logprobs, ~torch.isfinite(self.witness))
+        return Completions(
+            self.tokens, self.lengths, self.finished, self.logprobs, ~torch.isfinite(self.witness)
+        )
 
     # --- one step
 
     def decode(self, mask: Tensor, column: int | Tensor) -> None:
-        """One forward of all rows, one token each, whose keys go to `column`. mask: additive [rows, 1, 1, columns]."""
+        """One forward of all rows, one token each, whose keys go to `column`. mask: additive [rows,
+        1, 1, columns].
+        """
         logits = self.sampler.forward(
             input_ids=self.last[:, None],
             attention_mask=mask,
-            # A row that is past its end until the next look could leave the context, for which there may be no embedding.
-            position_ids=(column - self.start + self.offset).clamp(max=self.sampler.context - 1)[:, None],
+            # A row that is past its end until the next look could leave the context, for which
+            # there may be no embedding.
+            position_ids=(column - self.start + self.offset).clamp(max=self.sampler.context - 1)[
+                :, None
+            ],
             past_key_values=self.cache,
             use_cache=True,
             **({"slots": self.cache} if self.sampler.replaces else {}),
@@ -269,7 +347,9 @@ class _Grid:
         self.record(slice(None), logits)
 
     def replay(self, graphs: CudaGraphs) -> None:
-        """One decode step as the graph of the window that it needs, which is recorded behind the first step there."""
+        """One decode step as the graph of the window that it needs, which is recorded behind the
+        first step there.
+        """
         window = self.cache.open()
         if window in graphs.made:
             graphs.made[window]()
@@ -279,7 +359,9 @@ class _Grid:
                 graphs.made[window] = graphs.record(self.windowed)
 
     def windowed(self) -> None:
-        """A decode step of the same kernels on the same memory, whichever column of the window is next."""
+        """A decode step of the same kernels on the same memory, whichever column of the window is
+        next.
+        """
         at, columns = self.cache.at, self.columns[self.cache.opens : self.cache.closes]
         assert at is not None
         visible = (columns >= self.start[:, None]) & (columns <= at)
@@ -288,14 +370,19 @@ class _Grid:
 
     def record(self, rows: Tensor | slice, logits: Tensor) -> None:
         """Draw a token for `rows` from `logits` [n, V] and write it down."""
-        # Rows past their end are still computed until the next look; what they draw lands on their last column, and
-        # `look` reads no further than the first stop token.
+        # Rows past their end are still computed until the next look; what they draw lands on their
+        # last column, and `look` reads no further than the first stop token.
         step = self.count[rows].clamp(max=self.sampling.max_new_tokens - 1)
-        uniform = self.uniforms[self.request[rows].clamp(min=0), step] if self.uniforms is not None else None
+        uniform = (
+            self.uniforms[self.request[rows].clamp(min=0), step]
+            if self.uniforms is not None
+            else None
+        )
         token, logprob, witness = draw(logits, self.sampling, uniform, self.logprobs is not None)
         alive = (self.request[rows] >= 0) & (self.count[rows] < self.sampling.max_new_tokens)
         place = self.place[rows]
-        # One sum a step; whether it is finite is asked once, at the end. Rows past their end do not count.
+        # One sum a step; whether it is finite is asked once, at the end. Rows past their end do not
+        # count.
         self.witness.index_add_(0, place, torch.where(alive, witness.float(), 0.0))
         self.tokens[place, step] = torch.where(alive, token, self.tokens[place, step])
         if self.logprobs is not None and logprob is not None:
@@ -306,7 +393,9 @@ class _Grid:
     # --- between steps
 
     def look(self) -> None:
-        """Retire finished rows, then give their slots to the queue, or drop them when the queue is empty."""
+        """Retire finished rows, then give their slots to the queue, or drop them when the queue is
+        empty.
+        """
         self.retire()
         free = (self.request < 0).view(self.groups, self.slots)
         waiting = [self.requests - q for q in self.queued]
@@ -328,7 +417,10 @@ class _Grid:
         if (
             LOOK_EVERY[self.sampler.device.type] > 1
         ):  # a stop token may lie some steps back; what is not written may look like one
-            written = torch.arange(self.tokens.shape[1], device=full.device)[None, :] < self.count[:, None]
+            written = (
+                torch.arange(self.tokens.shape[1], device=full.device)[None, :]
+                < self.count[:, None]
+            )
             stopped = (torch.isin(self.tokens[self.place], self.sampler.stop_ids) & written).any(1)
         done = flying & (full | stopped) & (self.count > 0)
         rows = done.nonzero()[:, 0]
@@ -356,11 +448,16 @@ class _Grid:
     def refill(self, free: Tensor, most: int) -> None:
         """Prefill `most` requests of each group and place them in free slots.
 
-        Every group prefills the same number of rows, so that a population stays one grouped product: a group with fewer
-        free slots or requests computes some rows that nobody keeps.
+        Every group prefills the same number of rows, so that a population stays one grouped
+        product: a group with fewer free slots or requests computes some rows that nobody keeps.
         """
-        take = [min(most, self.requests - q, int(f)) for q, f in zip(self.queued, free.sum(1).tolist(), strict=True)]
-        wanted = [list(range(q, q + n)) for q, n in zip(self.queued, take, strict=True)]  # requests, by group
+        take = [
+            min(most, self.requests - q, int(f))
+            for q, f in zip(self.queued, free.sum(1).tolist(), strict=True)
+        ]
+        wanted = [
+            list(range(q, q + n)) for q, n in zip(self.queued, take, strict=True)
+        ]  # requests, by group
         if self.held is not None:
             chosen = [q for q in wanted[0] if q // self.samples == self.held.prompt]
             self.put(free, [chosen], self.held.logits, [[0] * len(chosen)], [self.held.place])
@@ -372,7 +469,10 @@ class _Grid:
             ids = [p + [p[-1] if p else 0] * (width - len(p)) for p in needed]  # dummies fill up
             flat = [i for row in ids for i in row]
             prompt, logits = self.prefill([self.prompts[i] for i in flat])
-            source = [[g * width + ids[g].index(q // self.samples) for q in qs] for g, qs in enumerate(wanted)]
+            source = [
+                [g * width + ids[g].index(q // self.samples) for q in qs]
+                for g, qs in enumerate(wanted)
+            ]
             if self.prefix is None:
                 self.put(free, wanted, logits, source, prompt)
             else:
@@ -384,7 +484,9 @@ class _Grid:
             self.held = None
 
     def settle(self, prompt: PromptCache, lengths: list[int]) -> list[int]:
-        """Put `prompt` into the prefix, in the place of what no row needs any more. Returns where its rows are."""
+        """Put `prompt` into the prefix, in the place of what no row needs any more. Returns where
+        its rows are.
+        """
         assert self.prefix is not None
         used = set(self.of_prompt[self.request >= 0].tolist())
         if self.held is not None and self.queued[0] % self.samples:
@@ -404,14 +506,22 @@ class _Grid:
         return list(range(len(keep), len(keep) + len(lengths)))
 
     def prefill(self, prompts: list[Sequence[int]]) -> tuple[PromptCache, Tensor]:
-        """Run prompts through the model, padded on the left. Returns their cache and the last logits [n, V]."""
+        """Run prompts through the model, padded on the left. Returns their cache and the last
+        logits [n, V].
+        """
         device, width = self.sampler.device, max(len(p) for p in prompts)
-        ids = torch.tensor([[self.sampler.pad_id] * (width - len(p)) + list(p) for p in prompts], device=device)
+        ids = torch.tensor(
+            [[self.sampler.pad_id] * (width - len(p)) + list(p) for p in prompts], device=device
+        )
         first = torch.tensor([width - len(p) for p in prompts], device=device)
         column = torch.arange(width, device=device)
         # A padding row attends to itself alone: a softmax over nothing would be NaN, and spread.
-        causal = (column[None, :] <= column[:, None])[None] & (column[None, None, :] >= first[:, None, None])
-        mask = additive(causal | torch.eye(width, dtype=torch.bool, device=device)[None], self.sampler.dtype)[:, None]
+        causal = (column[None, :] <= column[:, None])[None] & (
+            column[None, None, :] >= first[:, None, None]
+        )
+        mask = additive(
+            causal | torch.eye(width, dtype=torch.bool, device=device)[None], self.sampler.dtype
+        )[:, None]
         position = (column[None, :] - first[:, None]).clamp(min=0)
         cache = PromptCache()
         logits = self.sampler.used(
@@ -434,7 +544,8 @@ class _Grid:
     ) -> None:
         """Place prefilled requests in free slots and draw their first tokens.
 
-        source: by group, the row of `logits` of each request. prompt: what was prefilled, or where in the prefix its rows are.
+        source: by group, the row of `logits` of each request. prompt: what was prefilled, or where
+        in the prefix its rows are.
         """
         device = self.sampler.device
         rows, requests, origins, places = [], [], [], []
@@ -447,7 +558,9 @@ class _Grid:
                 places.append(group * self.requests + q)
             self.queued[group] += len(qs)
         at, origin = torch.tensor(rows, device=device), torch.tensor(origins, device=device)
-        lengths = torch.tensor([len(self.prompts[q // self.samples]) for q in requests], device=device)
+        lengths = torch.tensor(
+            [len(self.prompts[q // self.samples]) for q in requests], device=device
+        )
         self.request[at] = torch.tensor(requests, device=device)
         self.place[at] = torch.tensor(places, device=device)
         self.count[at] = 0
@@ -466,14 +579,20 @@ class _Grid:
 
     def shrink(self, free: Tensor, used: int) -> None:
         """Keep `used` slots a group, the busy ones first."""
-        order = free.to(torch.int8).argsort(dim=1, stable=True)[:, :used]  # busy slots come first, in order
-        rows = (order + torch.arange(self.groups, device=free.device)[:, None] * self.slots).flatten()
+        order = free.to(torch.int8).argsort(dim=1, stable=True)[
+            :, :used
+        ]  # busy slots come first, in order
+        rows = (
+            order + torch.arange(self.groups, device=free.device)[:, None] * self.slots
+        ).flatten()
         self.cache.keep(rows)
         for name in ("request", "place", "start", "offset", "count", "last", "of_prompt"):
             setattr(self, name, getattr(self, name)[rows])
         self.slots = used
         if self.sampler.recorder is not None:
-            self.graphs = self.sampler.recorder(self.sampler.device)  # the others are of buffers that are gone
+            self.graphs = self.sampler.recorder(
+                self.sampler.device
+            )  # the others are of buffers that are gone
         self.cache.first = int(self.start.min())
         if self.prefix is not None:
             self.settle(PromptCache(), [])
@@ -481,7 +600,9 @@ class _Grid:
 
     def shift(self) -> None:
         """Make room at the right end of the cache."""
-        self.start.masked_fill_(self.request < 0, self.cache.column)  # nobody needs what an ended row has written
+        self.start.masked_fill_(
+            self.request < 0, self.cache.column
+        )  # nobody needs what an ended row has written
         by = min(int(self.start.min()), self.cache.column - self.first)
         assert by > 0, "the cache is as long as the longest row"
         self.cache.shift(by)
@@ -495,9 +616,10 @@ def draw(
     """One token a row by the inverse CDF of the tempered (and cut) distribution.
 
     Args: logits [n, V]; uniform: float32 [n] in [0, 1), None = greedy.
-    Returns: token int64 [n]; its log-probability float32 [n] under the tempered distribution before top-k and top-p
-    (that of the policy, as a trainer computes it), or None (greedy: under the untempered one); a witness [n] that is finite
-    where the row's logits are: a greedy token's logit is the one that is not, and a softmax over one that is not is NaN throughout.
+    Returns: token int64 [n]; its log-probability float32 [n] under the tempered distribution before
+    top-k and top-p (that of the policy, as a trainer computes it), or None (greedy: under the
+    untempered one); a witness [n] that is finite where the row's logits are: a greedy token's logit
+    is the one that is not, and a softmax over one that is not is NaN throughout.
     """
     if uniform is None:
         token = logits.argmax(-1)
@@ -518,7 +640,9 @@ def draw(
 
 
 def _cut(probability: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Zero all but the top_k likeliest tokens, then all beyond the smallest set that holds top_p. [n, V] -> [n, V]."""
+    """Zero all but the top_k likeliest tokens, then all beyond the smallest set that holds top_p.
+    [n, V] -> [n, V].
+    """
     ordered, index = probability.sort(dim=-1, descending=True, stable=True)
     if top_k:
         ordered[:, top_k:].zero_()

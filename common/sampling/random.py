@@ -1,7 +1,9 @@
-"""Philox4x32-10, the counter-based generator of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC'11).
+"""Philox4x32-10, the counter-based generator of Salmon et al., "Parallel Random Numbers: As Easy as
+1, 2, 3" (SC'11).
 
-A draw is a pure function of its address (key and counter): nothing is stored, nothing depends on order, batch, device or
-rank. Written in int64 tensor operations, so the bits are the same on CPU and CUDA; normals agree to float32 rounding.
+A draw is a pure function of its address (key and counter): nothing is stored, nothing depends on
+order, batch, device or rank. Written in int64 tensor operations, so the bits are the same on CPU
+and CUDA; normals agree to float32 rounding.
 """
 
 import math
@@ -13,23 +15,28 @@ MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 
-# The second half of the key is XORed with one of these, so that two uses of one seed never share a draw.
+# The second half of the key is XORed with one of these, so that two uses of one seed never share a
+# draw.
 TOKENS = 0x746F6B65  # which token is sampled
 NOISE = 0x6E6F6973  # the noise on a parameter
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
+) -> tuple[Tensor, ...]:
     """Four random 32-bit words for each counter.
 
-    Args: counter: four int64 tensors that broadcast to one shape [...], values in [0, 2**32); key: two 32-bit numbers.
+    Args: counter: four int64 tensors that broadcast to one shape [...], values in [0, 2**32); key:
+    two 32-bit numbers.
     Returns: four int64 tensors [...], values in [0, 2**32).
     """
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     c0, c1, c2, c3 = c0.clone(), c1.clone(), c2.clone(), c3.clone()
     k0, k1 = key
     for _ in range(10):
-        # A 32 x 32 bit product wraps in a signed 64-bit number, but its bits are right. Low halves are left unmasked
-        # until they meet a high half below: one mask a word and round instead of two.
+        # A 32 x 32 bit product wraps in a signed 64-bit number, but its bits are right. Low halves
+        # are left unmasked until they meet a high half below: one mask a word and round instead of
+        # two.
         p0, p1 = c0.mul_(MULTIPLIERS[0]), c2.mul_(MULTIPLIERS[1])
         c0 = (p1 >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(MASK)
         c2 = (p0 >> 32).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(MASK)
@@ -49,10 +56,11 @@ def uniform(word: Tensor) -> Tensor:
 
 
 def token_uniforms(seed: int, draw: int, prompt: Tensor, sample: Tensor, positions: int) -> Tensor:
-    """The uniform number behind each sampled token: a function of (seed, draw, prompt, sample, position) alone.
+    """The uniform number behind each sampled token: a function of (seed, draw, prompt, sample,
+    position) alone.
 
-    Args: draw: tells visits to one prompt apart (the step); prompt, sample: int64 [N]; all below 2**32;
-    positions: how many tokens.
+    Args: draw: tells visits to one prompt apart (the step); prompt, sample: int64 [N]; all below
+    2**32; positions: how many tokens.
     Returns: float32 [N, positions] in [0, 1).
     """
     position = torch.arange(positions, device=prompt.device)[None, :]
@@ -65,10 +73,14 @@ def token_uniforms(seed: int, draw: int, prompt: Tensor, sample: Tensor, positio
 SLICE = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
-def normals(seed: int, step: int, parameter: Tensor, block: Tensor, direction: Tensor, out: Tensor) -> Tensor:
-    """Standard normals at addresses (seed, step, parameter, direction, index); index = 4 * block + lane.
+def normals(
+    seed: int, step: int, parameter: Tensor, block: Tensor, direction: Tensor, out: Tensor
+) -> Tensor:
+    """Standard normals at addresses (seed, step, parameter, direction, index); index = 4 * block +
+    lane.
 
-    Args: parameter, block: int64 [K]; direction: int64 [D]; out: float32 [D, 4 * K], filled in place.
+    Args: parameter, block: int64 [K]; direction: int64 [D]; out: float32 [D, 4 * K], filled in
+    place.
     Returns: `out`. Box-Muller on 24-bit uniforms: the largest magnitude is 5.9.
     """
     key = key_of(seed, NOISE)
@@ -78,7 +90,9 @@ def normals(seed: int, step: int, parameter: Tensor, block: Tensor, direction: T
     blocks = out.view(len(direction), -1, 4)  # [D, K, 4]
     for start in range(0, len(block), stride):
         part = slice(start, start + stride)
-        words = philox((block[part][None], direction[:, None], parameter[part][None], step_word), key)  # 4 x [D, k]
+        words = philox(
+            (block[part][None], direction[:, None], parameter[part][None], step_word), key
+        )  # 4 x [D, k]
         for lane in (0, 2):
             # (0, 1] for the logarithm, [0, 1) for the angle
             radius = uniform(words[lane]).neg_().add_(1.0).log_().mul_(-2.0).sqrt_()

@@ -1,4 +1,6 @@
-"""Numbers, answers between tags and calculations, read from the text of a model. Nothing is run; nothing raises."""
+"""Numbers, answers between tags and calculations, read from the text of a model. Nothing is run;
+nothing raises.
+"""
 
 import re
 from decimal import Decimal
@@ -36,10 +38,12 @@ def decimal(text: str) -> Fraction | None:
 
 
 def path_key(completion: str) -> str:
-    """What a completion calculates, as a key: texts that calculate the same have the same. "" without any number.
+    """What a completion calculates, as a key: texts that calculate the same have the same. ""
+    without any number.
 
-    The key is the equations with an operator in order ("7*1000=7000"), else all numbers in order ("1 1000 7000"). White
-    space, thousands separators, trailing zeros, the sign for times, and words such as units do not count.
+    The key is the equations with an operator in order ("7*1000=7000"), else all numbers in order
+    ("1 1000 7000"). White space, thousands separators, trailing zeros, the sign for times, and
+    words such as units do not count.
     """
     text = completion[:LONGEST].replace(_OPEN, " ").replace(_CLOSE, " ")
     equations: list[str] = []

@@ -1,8 +1,9 @@
 """Chess: given a position (FEN) and a move (UCI), write the position after it.
 
-python-chess is a free and exact oracle, so data is unlimited, and exact match is a measure that a reward cannot talk
-its way around. Edit distance alone pays for copying: an unchanged FEN is about 0.91 similar to the right one, so the reward
-is a weighted mean of several components, and the copy baseline stands beside every measurement.
+python-chess is a free and exact oracle, so data is unlimited, and exact match is a measure that a
+reward cannot talk its way around. Edit distance alone pays for copying: an unchanged FEN is about
+0.91 similar to the right one, so the reward is a weighted mean of several components, and the copy
+baseline stands beside every measurement.
 """
 
 import csv
@@ -25,11 +26,16 @@ from common.tasks.data import named, read_lines
 
 FIELDS = ("board", "turn", "castling", "en_passant", "halfmove", "fullmove")
 SPLIT_SEED = 0  # apart from the run's seed, so that runs of a sweep measure on the same test rows
-_REST = re.compile(r"[wb] (?:-|(?=[KQkq])K?Q?k?q?) (?:-|[a-h][36]) (?:0|[1-9][0-9]{0,3}) [1-9][0-9]{0,3}")
+_REST = re.compile(
+    r"[wb] (?:-|(?=[KQkq])K?Q?k?q?) (?:-|[a-h][36]) (?:0|[1-9][0-9]{0,3}) [1-9][0-9]{0,3}"
+)
 _RANK = "[pnbrqkPNBRQK1-8]{1,8}"
 _SHAPE = re.compile(f"{_RANK}(?:/{_RANK}){{7}} {_REST.pattern}")
 _IMPOSSIBLE = (
-    chess.STATUS_NO_WHITE_KING | chess.STATUS_NO_BLACK_KING | chess.STATUS_TOO_MANY_KINGS | chess.STATUS_OPPOSITE_CHECK
+    chess.STATUS_NO_WHITE_KING
+    | chess.STATUS_NO_BLACK_KING
+    | chess.STATUS_TOO_MANY_KINGS
+    | chess.STATUS_OPPOSITE_CHECK
 )
 _GAMES = 2000  # without a new position: there are no more
 _LONGEST = 120  # no FEN is longer; hostile completions may be
@@ -60,13 +66,18 @@ class Chess:
         at_least("task.test_positions", test_positions, 1)
         at_least("task.plies", plies, 1)
         if test_path is not None and path is None:
-            raise ConfigError(f"task.test_path={test_path!r} has no effect without task.path. Give task.path too.")
+            raise ConfigError(
+                f"task.test_path={test_path!r} has no effect without task.path. Give task.path too."
+            )
         if not 0 <= share_right <= 1:
-            raise ConfigError(f"task.share_right={share_right} is out of range. Give a share from 0 to 1.")
+            raise ConfigError(
+                f"task.share_right={share_right} is out of range. Give a share from 0 to 1."
+            )
         for key in ("{fen}", "{move}"):
             if key not in template:
                 raise ConfigError(
-                    f"task.template={template!r} does not hold {key}. Add it, as in '{{fen}} {{move}} =>'."
+                    f"task.template={template!r} does not hold {key}. Add it, as in '{{fen}}"
+                    " {move} =>'."
                 )
         known = {
             "exact": self._exact,
@@ -90,7 +101,8 @@ class Chess:
         train = list(dict.fromkeys(row for row in train if row[:2] not in tested))
         if len(train) < 2 or not test:
             raise ConfigError(
-                f"task.path={path!r} leaves {len(train)} train and {len(test)} test rows. Give more rows."
+                f"task.path={path!r} leaves {len(train)} train and {len(test)} test rows. Give more"
+                " rows."
             )
         self._splits = {
             name: [
@@ -109,7 +121,9 @@ class Chess:
         return example.question
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
-        """The position after the move; but in most rows turn and clocks are left as they were before it."""
+        """The position after the move; but in most rows turn and clocks are left as they were
+        before it.
+        """
         if draw.random() < self.share_right:
             return example.question, f" {example.answer}"
         board, _, castling, passant, _, _ = example.answer.split(" ")
@@ -122,16 +136,26 @@ class Chess:
 
     def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         """`reward` of each completion, in one pass."""
-        return weighted({name: one(examples, completions) for name, one in self.components.items()}, self.weights)
+        return weighted(
+            {name: one(examples, completions) for name, one in self.components.items()},
+            self.weights,
+        )
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
-        """Percent: exact match first, accuracy by field, valid FENs, similarity, and what copying the input would get."""
+        """Percent: exact match first, accuracy by field, valid FENs, similarity, and what copying
+        the input would get.
+        """
         fens = [e.extra["fen"] for e in examples]
-        found = {"exact": _mean(self._exact(examples, completions)), "valid": _mean(self._valid(examples, completions))}
+        found = {
+            "exact": _mean(self._exact(examples, completions)),
+            "valid": _mean(self._valid(examples, completions)),
+        }
         answers = [e.answer.split(" ") for e in examples]
         given = [text.strip().split(" ", len(FIELDS)) for text in completions]
         for index, name in enumerate(FIELDS):
-            right = [len(g) > index and g[index] == a[index] for g, a in zip(given, answers, strict=True)]
+            right = [
+                len(g) > index and g[index] == a[index] for g, a in zip(given, answers, strict=True)
+            ]
             found[name] = _mean([float(r) for r in right])
         found["levenshtein"] = _mean(self._levenshtein(examples, completions))
         found["copy_levenshtein"] = _mean(self._levenshtein(examples, fens))
@@ -144,14 +168,18 @@ class Chess:
 
     @staticmethod
     def _exact(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        return [float(text == e.answer) for e, text in zip(examples, shaped(completions), strict=True)]
+        return [
+            float(text == e.answer) for e, text in zip(examples, shaped(completions), strict=True)
+        ]
 
     @staticmethod
     def _fields(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         """Share of the six fields that are right."""
         scores = []
         for example, text in zip(examples, shaped(completions), strict=True):
-            same = sum(g == w for g, w in zip(text.split(" "), example.answer.split(" "), strict=False))
+            same = sum(
+                g == w for g, w in zip(text.split(" "), example.answer.split(" "), strict=False)
+            )
             scores.append(same / len(FIELDS))
         return scores
 
@@ -168,10 +196,12 @@ class Chess:
 
 
 def shaped(completions: Sequence[str]) -> list[str]:
-    """The texts without space around them, where they have the shape of a FEN; "" where not, which is like no answer.
+    """The texts without space around them, where they have the shape of a FEN; "" where not, which
+    is like no answer.
 
-    The shape: six fields between single spaces; eight ranks of pieces and digits, one to eight of them; the other fields
-    as in `valid_fens`. Whether ranks have eight squares is not asked: who is off by one is nearly right.
+    The shape: six fields between single spaces; eight ranks of pieces and digits, one to eight of
+    them; the other fields as in `valid_fens`. Whether ranks have eight squares is not asked: who is
+    off by one is nearly right.
     """
     texts = [text.strip() for text in completions]
     return [text if len(text) <= _LONGEST and _SHAPE.fullmatch(text) else "" for text in texts]
@@ -180,17 +210,23 @@ def shaped(completions: Sequence[str]) -> list[str]:
 def valid_fens(texts: Sequence[str]) -> np.ndarray:
     """Which texts are FENs. bool [N].
 
-    Valid means: six fields between single spaces, at most 120 characters; eight ranks of eight squares, without two
-    digits side by side, with one king a side; w or b; castling rights as -, or some of KQkq in this order; - or a square
-    of rank 3 or 6; clocks without leading zeros, 0 to 9999 and 1 to 9999. It does not mean that the position can come up.
-    The board is checked for all texts at once, as a matrix of characters.
+    Valid means: six fields between single spaces, at most 120 characters; eight ranks of eight
+    squares, without two digits side by side, with one king a side; w or b; castling rights as -, or
+    some of KQkq in this order; - or a square of rank 3 or 6; clocks without leading zeros, 0 to
+    9999 and 1 to 9999. It does not mean that the position can come up. The board is checked for all
+    texts at once, as a matrix of characters.
     """
     valid = np.zeros(len(texts), dtype=bool)
     rows, boards = [], []
     for row, text in enumerate(texts):
         board, _, rest = text[: _LONGEST + 1].partition(" ")
         # "\0" pads the matrix, so it must not be in a board
-        if len(text) <= _LONGEST and board.isascii() and "\0" not in board and _REST.fullmatch(rest):
+        if (
+            len(text) <= _LONGEST
+            and board.isascii()
+            and "\0" not in board
+            and _REST.fullmatch(rest)
+        ):
             rows.append(row)
             boards.append(board)
     if not rows:
@@ -208,7 +244,9 @@ def valid_fens(texts: Sequence[str]) -> np.ndarray:
     twice = (digit[:, 1:] & digit[:, :-1]).any(1)  # "11" for "2"
     squares = np.where(digit, matrix - ord("0"), piece).astype(int).cumsum(1)  # squares up to here
     rank = slash.cumsum(1)  # ranks ended up to here
-    ends = np.where(slash, squares == 8 * rank, True).all(1)  # each slash stands after 8 more squares
+    ends = np.where(slash, squares == 8 * rank, True).all(
+        1
+    )  # each slash stands after 8 more squares
     whole = (rank[:, -1] == 7) & (squares[:, -1] == 64)
     kings = ((matrix == ord("k")).sum(1) == 1) & ((matrix == ord("K")).sum(1) == 1)
     valid[rows] = known & ~twice & ends & whole & kings
@@ -216,7 +254,9 @@ def valid_fens(texts: Sequence[str]) -> np.ndarray:
 
 
 def _generated(count: int, plies: int) -> list[tuple[str, str, str]]:
-    """Distinct (FEN, move, FEN after it) from random games of `plies` half-moves at most, in random order."""
+    """Distinct (FEN, move, FEN after it) from random games of `plies` half-moves at most, in random
+    order.
+    """
     draw = random.Random(f"chess {SPLIT_SEED} {plies}")
     rows: dict[tuple[str, str], str] = {}
     games, before_them = 0, 0
@@ -225,8 +265,9 @@ def _generated(count: int, plies: int) -> list[tuple[str, str, str]]:
         if games % _GAMES == 0:
             if len(rows) == before_them:
                 raise ConfigError(
-                    f"task.positions and task.test_positions ask for {count} positions, but {_GAMES} random games of "
-                    f"task.plies={plies} brought none beside {len(rows)}. Ask for fewer, or raise task.plies."
+                    f"task.positions and task.test_positions ask for {count} positions, but"
+                    f" {_GAMES} random games of task.plies={plies} brought none beside {len(rows)}."
+                    " Ask for fewer, or raise task.plies."
                 )
             before_them = len(rows)
         board = chess.Board()
@@ -245,13 +286,15 @@ def _generated(count: int, plies: int) -> list[tuple[str, str, str]]:
 def _read(path: str, key: str) -> Iterator[tuple[str, str, str]]:
     """Rows of a .csv (columns FEN and Moves, each move of a line) or .pgn file, plain or .gz.
 
-    Raises: ConfigError with file and line for text that cannot be read, moves that are illegal, and positions without
-    one king a side or with the king of the side that has moved in check; other impossible positions pass.
+    Raises: ConfigError with file and line for text that cannot be read, moves that are illegal, and
+    positions without one king a side or with the king of the side that has moved in check; other
+    impossible positions pass.
     """
     kind = Path(path.removesuffix(".gz")).suffix
     if kind not in (".csv", ".pgn"):
         raise ConfigError(
-            f"{key}={path!r} is of no known kind. Give a file that ends in .csv or .pgn (or the same with .gz)."
+            f"{key}={path!r} is of no known kind. Give a file that ends in .csv or .pgn (or the"
+            " same with .gz)."
         )
     lines = read_lines(path, key)
     for where, board, moves in _pgn(lines, path, key) if kind == ".pgn" else _csv(lines, path, key):
@@ -261,7 +304,8 @@ def _read(path: str, key: str) -> Iterator[tuple[str, str, str]]:
             problems = board.status() & _IMPOSSIBLE
             if problems:
                 raise ValueError(
-                    f"{board.fen()!r} is no position ({', '.join(f.name or '' for f in problems).lower()})"
+                    f"{board.fen()!r} is no position"
+                    f" ({', '.join(f.name or '' for f in problems).lower()})"
                 )
             if not moves:
                 raise ValueError("no moves")
@@ -285,13 +329,21 @@ def _csv(lines: list[str], path: str, key: str) -> Iterator[_Line]:
         for column in ("FEN", "Moves"):
             if column not in (table.fieldnames or ()):
                 there = named(table.fieldnames or ())
-                raise ConfigError(f"{key}={path!r}: line 1 names no column {column!r}. Columns there: {there}.")
+                raise ConfigError(
+                    f"{key}={path!r}: line 1 names no column {column!r}. Columns there: {there}."
+                )
         for row in table:
-            if row["FEN"] is None or row["Moves"] is None:  # chess.Board(None) would be an empty board
-                raise ConfigError(f"{key}={path!r}: line {table.line_num} has too few cells. Mend or remove it.")
+            if (
+                row["FEN"] is None or row["Moves"] is None
+            ):  # chess.Board(None) would be an empty board
+                raise ConfigError(
+                    f"{key}={path!r}: line {table.line_num} has too few cells. Mend or remove it."
+                )
             done = table.line_num
             yield f"line {done}", row["FEN"], row["Moves"].split()
-    except csv.Error as error:  # line: where the row begins; a quote that is not closed takes in all that follows
+    except (
+        csv.Error
+    ) as error:  # line: where the row begins; a quote that is not closed takes in all that follows
         raise ConfigError(f"{key}={path!r}: line {done + 1}: {error}. Mend or remove it.") from None
 
 

@@ -10,10 +10,14 @@ Component = Callable[[Sequence[Example], Sequence[str]], list[float]]
 
 
 def chosen(known: dict[str, Component], weights: dict[str, float]) -> dict[str, Component]:
-    """The components that carry weight. Raises: ConfigError for an unknown one, a negative weight, or no weight at all."""
+    """The components that carry weight. Raises: ConfigError for an unknown one, a negative weight,
+    or no weight at all.
+    """
     for name, weight in weights.items():
         if name not in known:
-            raise ConfigError(f"task.weights.{name} is not a component. Components: {', '.join(known)}.")
+            raise ConfigError(
+                f"task.weights.{name} is not a component. Components: {', '.join(known)}."
+            )
         at_least(f"task.weights.{name}", weight, 0)
     if not sum(weights.values()) > 0:
         raise ConfigError("task.weights are all 0. Give at least one component a weight above 0.")

@@ -1,9 +1,9 @@
 """Countdown: reach a target from a few numbers with + - * / and parentheses.
 
-Many expressions are right and each is checked in microseconds, so the task suits every algorithm; reaching the target takes
-search, so a model can be good at writing expressions and still have all to learn. A completion is read by
-`common.tasks.safe_arithmetic`, never run. Problems are made here from seeded random expressions, hence solvable, or read
-from JSON Lines.
+Many expressions are right and each is checked in microseconds, so the task suits every algorithm;
+reaching the target takes search, so a model can be good at writing expressions and still have all
+to learn. A completion is read by `common.tasks.safe_arithmetic`, never run. Problems are made here
+from seeded random expressions, hence solvable, or read from JSON Lines.
 """
 
 import operator
@@ -23,7 +23,9 @@ from common.tasks.safe_arithmetic import DIGITS, LONGEST, Arithmetic, evaluate
 
 SPLIT_SEED = 0  # apart from the run's seed, so that runs of a sweep measure on the same test rows
 MOST_NUMBERS = 10  # of a problem; their expression must stay shorter than what the evaluator takes
-SEARCHED = 5  # numbers of a problem that is solved by search; one more takes about a hundred times as long
+SEARCHED = (
+    5  # numbers of a problem that is solved by search; one more takes about a hundred times as long
+)
 _TRIES = 20_000  # in a row without a new problem: there are no more
 
 # (numbers, target, solution or ""); numbers in the order of the prompt
@@ -66,28 +68,47 @@ class Countdown:
         ):
             at_least(f"task.{key}", value, 2)
             if value > most:
-                raise ConfigError(f"task.{key}={value} is too large. Give a value of at most {most}.")
+                raise ConfigError(
+                    f"task.{key}={value} is too large. Give a value of at most {most}."
+                )
         if path is None:
             for key, value in (("test_path", test_path), ("solution_field", solution_field)):
                 if value is not None:
-                    raise ConfigError(f"task.{key}={value!r} has no effect without task.path. Give task.path too.")
+                    raise ConfigError(
+                        f"task.{key}={value!r} has no effect without task.path. Give task.path too."
+                    )
         if not 0 <= share_right <= 1:
-            raise ConfigError(f"task.share_right={share_right} is out of range. Give a share from 0 to 1.")
+            raise ConfigError(
+                f"task.share_right={share_right} is out of range. Give a share from 0 to 1."
+            )
         for key in ("{numbers}", "{target}"):
             if key not in template:
                 raise ConfigError(
-                    f"task.template={template!r} does not hold {key}. Add it, as in '{{numbers}} -> {{target}} =>'."
+                    f"task.template={template!r} does not hold {key}. Add it, as in '{{numbers}} ->"
+                    " {target} =>'."
                 )
-        known = {"right": self._right, "numbers": self._numbers, "valid": self._valid, "close": self._close}
+        known = {
+            "right": self._right,
+            "numbers": self._numbers,
+            "valid": self._valid,
+            "close": self._close,
+        }
         self.components = chosen(known, weights)
-        self.weights, self.template, self.share_right, self.use_all = weights, template, share_right, use_all
+        self.weights, self.template, self.share_right, self.use_all = (
+            weights,
+            template,
+            share_right,
+            use_all,
+        )
         if path is None:
             rows = _generated(problems + test_problems, numbers, largest_number, largest_target)
             test, train = rows[:test_problems], rows[test_problems:]
         else:
             fields = (numbers_field, target_field, solution_field)
             train = _distinct(_read(path, "task.path", fields, use_all))
-            test = _distinct(_read(test_path, "task.test_path", fields, use_all)) if test_path else []
+            test = (
+                _distinct(_read(test_path, "task.test_path", fields, use_all)) if test_path else []
+            )
             if not test:
                 random.Random(SPLIT_SEED).shuffle(train)
                 held = min(test_problems, len(train) // 5)
@@ -96,7 +117,8 @@ class Countdown:
         train = [row for row in train if _key(row) not in tested]
         if len(train) < 2 or not test:
             raise ConfigError(
-                f"task.path={path!r} leaves {len(train)} train and {len(test)} test rows. Give more rows."
+                f"task.path={path!r} leaves {len(train)} train and {len(test)} test rows. Give more"
+                " rows."
             )
         self._splits = {
             name: [
@@ -107,7 +129,8 @@ class Countdown:
         }
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The rows of `split`, "train" or "test". No two rows, of one split or both, have the same numbers and target.
+        """The rows of `split`, "train" or "test". No two rows, of one split or both, have the same
+        numbers and target.
 
         `answer` is one right expression of the many, or "" where the data gives none.
         """
@@ -118,16 +141,20 @@ class Countdown:
         return example.question
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
-        """A right expression with probability task.share_right, else one of the same numbers with another value.
+        """A right expression with probability task.share_right, else one of the same numbers with
+        another value.
 
-        A row whose solution is neither given nor found by search (it has more than 5 numbers) shows a wrong one always.
+        A row whose solution is neither given nor found by search (it has more than 5 numbers) shows
+        a wrong one always.
         """
         numbers, target = example.extra["numbers"], example.extra["target"]
         if draw.random() < self.share_right:
             right = example.answer or solve(numbers, target, use_all=self.use_all)
             if right is not None:
                 return example.question, f" {right}"
-        while True:  # ends: the numbers are 1 and more, so a plus of two of them has another value than their minus
+        # ends: the numbers are 1 and more, so a plus of two of them has another value than their
+        # minus
+        while True:
             value, text = _random_expression(numbers, draw)
             if value != target:
                 return example.question, f" {text}"
@@ -138,7 +165,10 @@ class Countdown:
 
     def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         """`reward` of each completion, in one pass."""
-        return weighted({name: one(examples, completions) for name, one in self.components.items()}, self.weights)
+        return weighted(
+            {name: one(examples, completions) for name, one in self.components.items()},
+            self.weights,
+        )
 
     def answer(self, completion: str) -> str | None:
         """The expression as written; None if there is none."""
@@ -149,7 +179,9 @@ class Countdown:
         return "".join(expression(completion).split())
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
-        """Percent: solved first; expressions that have a value; the right numbers used; something given as an answer."""
+        """Percent: solved first; expressions that have a value; the right numbers used; something
+        given as an answer.
+        """
         return {
             "solved": _percent(self._right(examples, completions)),
             "valid": _percent(self._valid(examples, completions)),
@@ -180,7 +212,9 @@ class Countdown:
         return [float(evaluate(expression(text)).value is not None) for text in completions]
 
     def _close(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        """With the right numbers: |target| / (|target| + distance), so 1 at the target and 1/2 at twice it; else 0."""
+        """With the right numbers: |target| / (|target| + distance), so 1 at the target and 1/2 at
+        twice it; else 0.
+        """
         scores = []
         for example, found in self._read_all(examples, completions):
             score = 0.0
@@ -192,10 +226,14 @@ class Countdown:
         return scores
 
     def _fits(self, example: Example, found: Arithmetic) -> bool:
-        return found.value is not None and _uses(found.numbers, example.extra["numbers"], self.use_all)
+        return found.value is not None and _uses(
+            found.numbers, example.extra["numbers"], self.use_all
+        )
 
     @staticmethod
-    def _read_all(examples: Sequence[Example], completions: Sequence[str]) -> Iterator[tuple[Example, Arithmetic]]:
+    def _read_all(
+        examples: Sequence[Example], completions: Sequence[str]
+    ) -> Iterator[tuple[Example, Arithmetic]]:
         for example, text in zip(examples, completions, strict=True):
             yield example, evaluate(expression(text))
 
@@ -203,21 +241,27 @@ class Countdown:
 def expression(completion: str) -> str:
     """The text that a completion gives as its answer; "" if none.
 
-    It stands between the last <answer> and </answer> if they are there, else on the first line that is not blank. What
-    follows an equals sign is dropped if it is numbers only: "7*3+12 = 33".
+    It stands between the last <answer> and </answer> if they are there, else on the first line that
+    is not blank. What follows an equals sign is dropped if it is numbers only: "7*3+12 = 33".
     """
     inside = tagged(completion)
-    text = (completion.lstrip()[: 2 * LONGEST].split("\n", 1)[0] if inside is None else inside).strip()
+    text = (
+        completion.lstrip()[: 2 * LONGEST].split("\n", 1)[0] if inside is None else inside
+    ).strip()
     if len(text) > 2 * LONGEST:
         return text  # too long for an expression, whatever it says
     first, *rest = text.split("=")
     return (
-        first.strip() if all(part.strip(" .").lstrip("-−").replace(".", "", 1).isdecimal() for part in rest) else text
+        first.strip()
+        if all(part.strip(" .").lstrip("-−").replace(".", "", 1).isdecimal() for part in rest)
+        else text
     )
 
 
 def solve(numbers: tuple[int, ...], target: int, *, use_all: bool) -> str | None:
-    """An expression of `numbers` with the value `target`, by search; None if there is none or over 5 numbers."""
+    """An expression of `numbers` with the value `target`, by search; None if there is none or over
+    5 numbers.
+    """
     return _solved(numbers, target, use_all) if len(numbers) <= SEARCHED else None
 
 
@@ -228,7 +272,8 @@ def _solved(numbers: tuple[int, ...], target: int, use_all: bool) -> str | None:
 
 # --- making expressions --------------------------------------------------------------------------------------------
 
-# (value, text, how tightly its outermost operator binds: 1 for + and -, 2 for * and /, 3 for a number)
+# (value, text, how tightly its outermost operator binds: 1 for + and -, 2 for * and /, 3 for a
+# number)
 _Term = tuple[Fraction, str, int]
 _BINDS = {"+": 1, "-": 1, "*": 2, "/": 2}
 _COMPUTE = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
@@ -239,9 +284,11 @@ def _leaf(number: int) -> _Term:
 
 
 def _join(left: _Term, sign: str, right: _Term) -> _Term:
-    """`left sign right` with no more parentheses than needed; sums and products start with their larger half.
+    """`left sign right` with no more parentheses than needed; sums and products start with their
+    larger half.
 
-    One spelling for what commutes makes the rule easier to learn for a tiny model. A divisor must not be 0.
+    One spelling for what commutes makes the rule easier to learn for a tiny model. A divisor must
+    not be 0.
     """
     if sign in "+*" and left[0] < right[0]:
         left, right = right, left
@@ -253,7 +300,8 @@ def _join(left: _Term, sign: str, right: _Term) -> _Term:
 
 
 def _random_expression(numbers: Sequence[int], draw: random.Random) -> tuple[Fraction, str]:
-    """Each number once, joined two at a time at random. No step divides with a remainder or goes below 0.
+    """Each number once, joined two at a time at random. No step divides with a remainder or goes
+    below 0.
 
     So all steps are whole numbers from 0 up, as in the television game.
     """
@@ -294,7 +342,9 @@ def _search(terms: list[_Term], target: int, use_all: bool) -> str | None:
     return None
 
 
-def _generated(count: int, numbers: int, largest_number: int, largest_target: int) -> list[_Problem]:
+def _generated(
+    count: int, numbers: int, largest_number: int, largest_target: int
+) -> list[_Problem]:
     """Distinct solvable problems in random order; the expression that made each is its solution."""
     draw = random.Random(f"countdown {SPLIT_SEED} {numbers} {largest_number} {largest_target}")
     found: dict[Any, _Problem] = {}
@@ -311,9 +361,10 @@ def _generated(count: int, numbers: int, largest_number: int, largest_target: in
             failures += 1
         if failures == _TRIES:
             raise ConfigError(
-                f"task.problems and task.test_problems ask for {count} problems, but only {len(found)} different ones were "
-                f"found with task.numbers={numbers}, task.largest_number={largest_number} and "
-                f"task.largest_target={largest_target}. Ask for fewer, or raise one of these."
+                f"task.problems and task.test_problems ask for {count} problems, but only"
+                f" {len(found)} different ones were found with task.numbers={numbers},"
+                f" task.largest_number={largest_number} and task.largest_target={largest_target}."
+                " Ask for fewer, or raise one of these."
             )
     return list(found.values())
 
@@ -321,7 +372,9 @@ def _generated(count: int, numbers: int, largest_number: int, largest_target: in
 # --- reading problems ----------------------------------------------------------------------------------------------
 
 
-def _read(path: str, key: str, fields: tuple[str, str, str | None], use_all: bool) -> Iterator[_Problem]:
+def _read(
+    path: str, key: str, fields: tuple[str, str, str | None], use_all: bool
+) -> Iterator[_Problem]:
     """Rows of a .jsonl file, plain or .gz. Raises: ConfigError with file and line."""
     for row in read_jsonl(path, key):
         numbers = _field(row, fields[0], "task.numbers_field")
@@ -345,17 +398,22 @@ def _read(path: str, key: str, fields: tuple[str, str, str | None], use_all: boo
             solution = expression(row.text(fields[2], "task.solution_field"))
             found = evaluate(solution)
             if found.value != target or not _uses(found.numbers, numbers, use_all):
-                problem = found.problem or f"its numbers are {list(found.numbers)} and its value is {found.value}"
+                problem = (
+                    found.problem
+                    or f"its numbers are {list(found.numbers)} and its value is {found.value}"
+                )
                 raise ConfigError(
-                    f"task.solution_field={fields[2]!r} in {row.where} is no solution for {target} from {numbers}: "
-                    f"{problem}. Mend or remove the row."
+                    f"task.solution_field={fields[2]!r} in {row.where} is no solution for {target}"
+                    f" from {numbers}: {problem}. Mend or remove the row."
                 )
         yield tuple(numbers), target, solution
 
 
 def _field(row: Row, name: str, key: str) -> Any:
     if name not in row.fields:
-        raise ConfigError(f"{key}={name!r} is not a field of {row.where}. Fields there: {', '.join(row.fields)}.")
+        raise ConfigError(
+            f"{key}={name!r} is not a field of {row.where}. Fields there: {', '.join(row.fields)}."
+        )
     return row.fields[name]
 
 
@@ -364,7 +422,11 @@ def _whole(value: Any) -> bool:
 
 
 def _uses(used: Sequence[int], given: Sequence[int], use_all: bool) -> bool:
-    return Counter(used) == Counter(given) if use_all else bool(used) and Counter(used) <= Counter(given)
+    return (
+        Counter(used) == Counter(given)
+        if use_all
+        else bool(used) and Counter(used) <= Counter(given)
+    )
 
 
 def _key(row: _Problem) -> tuple[tuple[int, ...], int]:

@@ -1,7 +1,9 @@
-"""GSM8K (Cobbe et al. 2021, arXiv:2110.14168) and data in its form: word problems whose answer is a number.
+"""GSM8K (Cobbe et al. 2021, arXiv:2110.14168) and data in its form: word problems whose answer is a
+number.
 
-A row has a question, and an answer that ends with a line `#### 42`. A completion earns 1 if its final number equals that
-one exactly (as fractions: 0.5 is 1/2, and 1,000 is 1000.00), else 0; how it got there is not looked at.
+A row has a question, and an answer that ends with a line `#### 42`. A completion earns 1 if its
+final number equals that one exactly (as fractions: 0.5 is 1/2, and 1,000 is 1000.00), else 0; how
+it got there is not looked at.
 """
 
 import re
@@ -29,8 +31,8 @@ class Gsm8k:
     """The task.
 
     Args: as in conf/task/gsm8k.yaml.
-    Raises: ConfigError for settings that cannot work, for data that is missing or broken, and if task.check needs a
-    package that is not installed.
+    Raises: ConfigError for settings that cannot work, for data that is missing or broken, and if
+    task.check needs a package that is not installed.
     """
 
     name = "gsm8k"
@@ -38,8 +40,9 @@ class Gsm8k:
     def __init__(self, *, path: str | None, template: str, check: str) -> None:
         if path is None:
             raise ConfigError(
-                "task.path is not set, and task=gsm8k has no data of its own. Give a folder that holds train.jsonl and "
-                "test.jsonl, plain or .gz, with the fields question and answer: task.path=FOLDER."
+                "task.path is not set, and task=gsm8k has no data of its own. Give a folder that"
+                " holds train.jsonl and test.jsonl, plain or .gz, with the fields question and"
+                " answer: task.path=FOLDER."
             )
         if "{question}" not in template:
             raise ConfigError(f"task.template={template!r} does not hold {{question}}. Add it.")
@@ -52,16 +55,21 @@ class Gsm8k:
         rows["train"] = [row for row in rows["train"] if row[0] not in tested]
         if len(rows["train"]) < 2:
             raise ConfigError(
-                f"task.path={path!r} leaves {len(rows['train'])} train rows whose question is not in the test rows. "
-                "Give at least 2."
+                f"task.path={path!r} leaves {len(rows['train'])} train rows whose question is not"
+                " in the test rows. Give at least 2."
             )
         self._splits = {
-            split: [Example(i, question, answer, {"value": value}) for i, (question, answer, value) in enumerate(found)]
+            split: [
+                Example(i, question, answer, {"value": value})
+                for i, (question, answer, value) in enumerate(found)
+            ]
             for split, found in rows.items()
         }
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The rows of `split`, "train" or "test"; `answer` is the final number as text. No test question is in train."""
+        """The rows of `split`, "train" or "test"; `answer` is the final number as text. No test
+        question is in train.
+        """
         return self._splits[split]
 
     def prompt(self, example: Example) -> str:
@@ -80,7 +88,9 @@ class Gsm8k:
 
     def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         """`reward` of each completion."""
-        return [self.reward(example, text) for example, text in zip(examples, completions, strict=True)]
+        return [
+            self.reward(example, text) for example, text in zip(examples, completions, strict=True)
+        ]
 
     def answer(self, completion: str) -> str | None:
         """The final answer as written; None if there is none."""
@@ -100,12 +110,18 @@ class Gsm8k:
 
 
 def answer(completion: str) -> str | None:
-    r"""The final answer as written: what follows the last `####`, else the last \boxed{...}, else the last number.
+    r"""The final answer as written: what follows the last `####`, else the last \boxed{...}, else
+    the last number.
 
     A mark decides even if no answer follows it: then, as where there is no number at all, None.
     """
     if MARK in completion:
-        found = completion[completion.rfind(MARK) + len(MARK) :].lstrip()[:LONGEST].split("\n", 1)[0].strip()
+        found = (
+            completion[completion.rfind(MARK) + len(MARK) :]
+            .lstrip()[:LONGEST]
+            .split("\n", 1)[0]
+            .strip()
+        )
         return found if any(letter.isalnum() for letter in found) else None
     start = completion.rfind("\\boxed{")
     if start >= 0:
@@ -122,11 +138,14 @@ def answer(completion: str) -> str | None:
 
 
 def number(text: str) -> Fraction | None:
-    r"""The first number in `text`, exactly; commas between thousands, $ and % do not count. None if there is none.
+    r"""The first number in `text`, exactly; commas between thousands, $ and % do not count. None if
+    there is none.
 
     "1,234.50" is 1234.5; "-3/4", "\frac{3}{4}", "$ 5" and "50%" (which is 50) are numbers too.
     """
-    cleaned = text[:LONGEST].replace("\\$", "$").replace("$ ", "$").replace("\\!", "").replace("{,}", ",")
+    cleaned = (
+        text[:LONGEST].replace("\\$", "$").replace("$ ", "$").replace("\\!", "").replace("{,}", ",")
+    )
     found = _NUMBER.search(_LATEX_FRACTION.sub(r"\1/\2", cleaned))
     if found is None:
         return None
@@ -144,8 +163,8 @@ def _read(path: str, split: str) -> list[tuple[str, str, Fraction]]:
     found = [file for file in files if file.is_file()]
     if not found:
         raise ConfigError(
-            f"task.path={path!r} holds no {files[0].name} or {files[1].name}; tried {folder.absolute()}. Give a folder "
-            "with the train and the test rows."
+            f"task.path={path!r} holds no {files[0].name} or {files[1].name}; tried"
+            f" {folder.absolute()}. Give a folder with the train and the test rows."
         )
     rows = []
     for row in read_jsonl(str(found[0]), "task.path"):
@@ -154,8 +173,8 @@ def _read(path: str, split: str) -> list[tuple[str, str, Fraction]]:
         value = number(last)
         if not mark or value is None:
             raise ConfigError(
-                f"task.path={path!r}: the answer in {row.where} has no final line '#### NUMBER': {text[-60:]!r}. "
-                "Mend or remove the row."
+                f"task.path={path!r}: the answer in {row.where} has no final line '#### NUMBER':"
+                f" {text[-60:]!r}. Mend or remove the row."
             )
         rows.append((question, last.strip(), value))
     return rows
@@ -164,27 +183,42 @@ def _read(path: str, split: str) -> list[tuple[str, str, Fraction]]:
 # --- math-verify: answers that are equal as mathematics but not written as one number -------------------------------
 
 
-def math_verify(key: str = "task.check='math_verify'", other: str = "task.check=numeric") -> tuple[Any, Any]:
-    """math-verify's parse and verify. Raises: ConfigError, worded for the setting `key`, if it is not installed."""
+def math_verify(
+    key: str = "task.check='math_verify'", other: str = "task.check=numeric"
+) -> tuple[Any, Any]:
+    """math-verify's parse and verify. Raises: ConfigError, worded for the setting `key`, if it is
+    not installed.
+    """
     try:
-        from math_verify import parse, verify  # pyright: ignore[reportMissingImports] (an optional dependency)
+        from math_verify import (
+            parse,
+            verify,
+        )  # pyright: ignore[reportMissingImports] (an optional dependency)
     except ImportError:
         raise ConfigError(
-            f"{key} needs the package math-verify. Install it: pip install 'math-verify[antlr4_9_3]' "
-            f"(Hydra needs antlr 4.9.3 too). Or use {other}."
+            f"{key} needs the package math-verify. Install it: pip install"
+            f" 'math-verify[antlr4_9_3]' (Hydra needs antlr 4.9.3 too). Or use {other}."
         ) from None
     return parse, verify
 
 
 def same(wanted: str, given: str) -> bool:
-    """Whether math-verify finds them equal. Powers and factorials are refused: sympy would compute them."""
-    if any(sign in given for sign in ("^", "**", "!", "e+", "E+")) or sum(map(str.isdigit, given)) > DIGITS:
+    """Whether math-verify finds them equal. Powers and factorials are refused: sympy would compute
+    them.
+    """
+    if (
+        any(sign in given for sign in ("^", "**", "!", "e+", "E+"))
+        or sum(map(str.isdigit, given)) > DIGITS
+    ):
         return False
     parse, verify = math_verify()
-    # its time limit is a signal, which only the main thread gets; in a thread scoring.timeout_seconds holds
+    # its time limit is a signal, which only the main thread gets; in a thread
+    # scoring.timeout_seconds holds
     limit = SECONDS if threading.current_thread() is threading.main_thread() else None
     try:
-        parsed = [parse(f"${text.replace('$', '')}$", parsing_timeout=limit) for text in (wanted, given)]
+        parsed = [
+            parse(f"${text.replace('$', '')}$", parsing_timeout=limit) for text in (wanted, given)
+        ]
         return bool(all(parsed) and verify(*parsed, timeout_seconds=limit))
     except Exception:  # a reward never raises, whatever sympy makes of the text
         return False

@@ -1,8 +1,10 @@
-"""The value of an arithmetic text that a model wrote, without running it: + - * / and parentheses over whole numbers.
+"""The value of an arithmetic text that a model wrote, without running it: + - * / and parentheses
+over whole numbers.
 
-A recursive descent over tokens of our own, with exact fractions: 1/3*3 is 1. Nothing is handed to Python's evaluator,
-and everything is bounded before it is computed: the length of the text, the digits of a number, the depth of nesting. No
-power is allowed, so no result has more digits than the text has characters. Hostile texts cost what a short one costs.
+A recursive descent over tokens of our own, with exact fractions: 1/3*3 is 1. Nothing is handed to
+Python's evaluator, and everything is bounded before it is computed: the length of the text, the
+digits of a number, the depth of nesting. No power is allowed, so no result has more digits than the
+text has characters. Hostile texts cost what a short one costs.
 """
 
 import re
@@ -14,13 +16,16 @@ LONGEST = 200  # characters of a text
 DEEPEST = 20  # parentheses and signs inside each other
 DIGITS = 12  # of a number
 
-_SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "\N{NO-BREAK SPACE}": " "})
+_SPELLINGS = str.maketrans(
+    {"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "\N{NO-BREAK SPACE}": " "}
+)
 _TOKEN = re.compile(r" *(?:([0-9]+)|([-+*/()]))")
 
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """What a text comes to: its exact value and the numbers in it (each as often as it stands there, in order).
+    """What a text comes to: its exact value and the numbers in it (each as often as it stands
+    there, in order).
 
     Or `problem`, the reason why it has none; then `value` is None and `numbers` is empty.
     """
@@ -35,9 +40,11 @@ class _Refused(Exception):
 
 
 def evaluate(text: str) -> Arithmetic:
-    """The value of `text` by the usual precedence, left to right. Pure; never raises; microseconds for any text.
+    """The value of `text` by the usual precedence, left to right. Pure; never raises; microseconds
+    for any text.
 
-    `×`, `·`, `÷`, `−` are read as `*`, `*`, `/`, `-`; a sign may stand before a number or a parenthesis.
+    `×`, `·`, `÷`, `−` are read as `*`, `*`, `/`, `-`; a sign may stand before a number or a
+    parenthesis.
     """
     if len(text) > LONGEST:
         return Arithmetic(None, (), f"longer than {LONGEST} characters")
@@ -79,7 +86,9 @@ def _tokens(text: str) -> list[str]:
 
 
 class _Parser:
-    """sum = product {+|- product}; product = operand {*|/ operand}; operand = number, (sum), or a sign and an operand."""
+    """sum = product {+|- product}; product = operand {*|/ operand}; operand = number, (sum), or a
+    sign and an operand.
+    """
 
     def __init__(self, tokens: list[str]) -> None:
         self.tokens, self.position = tokens, 0

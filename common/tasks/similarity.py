@@ -1,7 +1,8 @@
 """How alike two texts are: rewards of a completion, and measures of a whole set.
 
-Sentence BLEU is sacrebleu's, with its usual settings (13a tokens, exponential smoothing, effective order); the measures
-of a set are corpus BLEU and chrF at sacrebleu's defaults, so their numbers compare with published ones.
+Sentence BLEU is sacrebleu's, with its usual settings (13a tokens, exponential smoothing, effective
+order); the measures of a set are corpus BLEU and chrF at sacrebleu's defaults, so their numbers
+compare with published ones.
 """
 
 from collections.abc import Sequence
@@ -12,13 +13,16 @@ from sacrebleu.metrics import BLEU, CHRF
 
 
 def text_metrics(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Corpus BLEU and chrF (sacrebleu's defaults), and the percentage of equal texts; each in [0, 100].
+    """Corpus BLEU and chrF (sacrebleu's defaults), and the percentage of equal texts; each in [0,
+    100].
 
-    BLEU counts up to four words in a row, so it is 0 for a set whose texts all have fewer than four.
+    BLEU counts up to four words in a row, so it is 0 for a set whose texts all have fewer than
+    four.
     """
     exact = sum(given == wanted for given, wanted in zip(hypotheses, references, strict=True))
     return {
-        # force: do not warn of tokenized full stops, which here are the model's; the score is the same
+        # force: do not warn of tokenized full stops, which here are the model's; the score is the
+        # same
         "bleu": min(100.0, BLEU(force=True).corpus_score(hypotheses, [references]).score),
         "chrf": min(100.0, CHRF().corpus_score(hypotheses, [references]).score),
         "exact": 100 * exact / max(1, len(references)),
@@ -45,10 +49,10 @@ def _chrf(completion: str, target: str) -> float:
     return min(1.0, _chrf_against(target).corpus_score([completion], None).score / 100)
 
 
-# A target is scored against many completions (members, samples), so its n-grams are counted once. sacrebleu's public
-# way to keep them is `references=`, which ties a metric object to its reference. One object for all targets counts anew
-# for each completion: 1.3 times the time for BLEU, 1.6 for chrF (captions of 60 characters, one CPU core).
-# A step has far fewer targets than are kept here.
+# A target is scored against many completions (members, samples), so its n-grams are counted once.
+# sacrebleu's public way to keep them is `references=`, which ties a metric object to its reference.
+# One object for all targets counts anew for each completion: 1.3 times the time for BLEU, 1.6 for
+# chrF (captions of 60 characters, one CPU core). A step has far fewer targets than are kept here.
 @lru_cache(maxsize=1024)
 def _bleu_against(target: str) -> BLEU:
     return BLEU(effective_order=True, references=[[target]])

@@ -1,8 +1,10 @@
-"""Translation: complete a prompt with the target text; scored by edit distance, chrF, BLEU or exact match.
+"""Translation: complete a prompt with the target text; scored by edit distance, chrF, BLEU or exact
+match.
 
-Without data the task makes its own: English number words below 1000 into Spanish. That suits a tiny byte-level model:
-lines are short, the rule is learnable, and half-right answers earn half a reward. Its pre-training text mixes Spanish
-with German, so the base model can do both and has yet to learn that Spanish is wanted.
+Without data the task makes its own: English number words below 1000 into Spanish. That suits a tiny
+byte-level model: lines are short, the rule is learnable, and half-right answers earn half a reward.
+Its pre-training text mixes Spanish with German, so the base model can do both and has yet to learn
+that Spanish is wanted.
 
 Rewards and held-out measures are those of common/tasks/similarity.py.
 """
@@ -74,11 +76,13 @@ class TranslateConfig:
         choice("task.reward", self.reward, tuple(SIMILARITIES))
         if "{source}" not in self.template:
             raise ConfigError(
-                f"task.template={self.template!r} does not hold {{source}}, the place of the text to translate. "
-                "Add it, as in '{source} =>'."
+                f"task.template={self.template!r} does not hold {{source}}, the place of the text"
+                " to translate. Add it, as in '{source} =>'."
             )
         if not 0 <= self.share_right <= 1:
-            raise ConfigError(f"task.share_right={self.share_right} is out of range. Give a share from 0 to 1.")
+            raise ConfigError(
+                f"task.share_right={self.share_right} is out of range. Give a share from 0 to 1."
+            )
         if self.holdout is not None:
             at_least("task.holdout", self.holdout, 1)
         self._check_data()
@@ -87,47 +91,55 @@ class TranslateConfig:
         origins = [name for name in _ORIGINS if getattr(self, name) is not None]
         if len(origins) > 1:
             both = " and ".join(f"task.{name}={getattr(self, name)!r}" for name in origins)
-            raise ConfigError(f"{both} are given, but the rows come from one of them. Leave out the others.")
+            raise ConfigError(
+                f"{both} are given, but the rows come from one of them. Leave out the others."
+            )
         for name, others in _NEEDS.items():
             value = getattr(self, name)
             if value is not None and all(getattr(self, other) is None for other in others):
                 needed = " or ".join(f"task.{other}" for other in others)
                 raise ConfigError(
-                    f"task.{name}={value!r} has no effect without {needed}. Give {needed} too, or leave it out."
+                    f"task.{name}={value!r} has no effect without {needed}. Give {needed} too, or"
+                    " leave it out."
                 )
         for name, others in _TOGETHER.items():
             for other in others:
                 if getattr(self, name) is not None and getattr(self, other) is None:
                     raise ConfigError(
-                        f"task.{other} is not set, but task.{name}={getattr(self, name)!r} needs it. "
-                        f"Give it on the command line: task.{other}=VALUE."
+                        f"task.{other} is not set, but task.{name}={getattr(self, name)!r} needs"
+                        f" it. Give it on the command line: task.{other}=VALUE."
                     )
         for name in _TEST:
             if self.holdout is not None and getattr(self, name) is not None:
                 raise ConfigError(
-                    f"task.holdout={self.holdout} has no effect with task.{name}={getattr(self, name)!r}, "
-                    "which gives the test rows. Leave out one of the two."
+                    f"task.holdout={self.holdout} has no effect with"
+                    f" task.{name}={getattr(self, name)!r}, which gives the test rows. Leave out"
+                    " one of the two."
                 )
         for name in ("path", "test_path"):
             value = getattr(self, name)
             if value is not None and _kind(value) not in _READERS:
                 raise ConfigError(
-                    f"task.{name}={value!r} is of no known kind. Give a file that ends in "
-                    f"{', '.join(_READERS)} (or the same with .gz), or use task.source and task.target for plain lines."
+                    f"task.{name}={value!r} is of no known kind. Give a file that ends in"
+                    f" {', '.join(_READERS)} (or the same with .gz), or use task.source and"
+                    " task.target for plain lines."
                 )
 
 
 class Translate:
     """The task. Settings are those of conf/task/translate.yaml, as keywords.
 
-    `dropped_rows` counts the train rows that were dropped because their source also stands in the test rows.
+    `dropped_rows` counts the train rows that were dropped because their source also stands in the
+    test rows.
 
-    Raises: ConfigError for settings that are unknown, of a wrong type, contradictory or without effect, and for data
-    that is missing or broken.
+    Raises: ConfigError for settings that are unknown, of a wrong type, contradictory or without
+    effect, and for data that is missing or broken.
     """
 
     name = "translate"
-    __signature__ = inspect.signature(TranslateConfig)  # what help() and common.tasks.build see, instead of **settings
+    __signature__ = inspect.signature(
+        TranslateConfig
+    )  # what help() and common.tasks.build see, instead of **settings
 
     def __init__(self, **settings: Any) -> None:
         self.config = build(TranslateConfig, settings, "task")
@@ -137,8 +149,8 @@ class Translate:
         self.dropped_rows = len(train) - len(kept)
         if len(kept) < 2:  # the wrong answer to one row is the answer to another
             raise ConfigError(
-                f"{_origin(self.config)} leaves {len(kept)} train rows: of {len(train)}, {self.dropped_rows} also "
-                "stand in the test rows. Give at least 2 others."
+                f"{_origin(self.config)} leaves {len(kept)} train rows: of {len(train)},"
+                f" {self.dropped_rows} also stand in the test rows. Give at least 2 others."
             )
         self._splits = {"train": _numbered(kept), "test": _numbered(test)}
 
@@ -156,19 +168,27 @@ class Translate:
 
     def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         """`reward` of each completion."""
-        return [self.reward(example, text) for example, text in zip(examples, completions, strict=True)]
+        return [
+            self.reward(example, text) for example, text in zip(examples, completions, strict=True)
+        ]
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
-        """Corpus BLEU and chrF (sacrebleu's defaults), and the percentage of exact answers; each in [0, 100].
+        """Corpus BLEU and chrF (sacrebleu's defaults), and the percentage of exact answers; each in
+        [0, 100].
 
-        BLEU counts up to four words in a row, so it is 0 for a set whose answers all have fewer than four.
+        BLEU counts up to four words in a row, so it is 0 for a set whose answers all have fewer
+        than four.
         """
-        return text_metrics([completion.strip() for completion in completions], [e.answer for e in examples])
+        return text_metrics(
+            [completion.strip() for completion in completions], [e.answer for e in examples]
+        )
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
-        """Prompt and completion: the right target with probability task.share_right, else a wrong one.
+        """Prompt and completion: the right target with probability task.share_right, else a wrong
+        one.
 
-        The wrong one is the German number word, or with data of one's own the target of another train row.
+        The wrong one is the German number word, or with data of one's own the target of another
+        train row.
         """
         if draw.random() < self.config.share_right:
             completion = example.answer
@@ -196,7 +216,9 @@ def _rows(config: TranslateConfig) -> tuple[list[Example], list[Example]]:
         test = None if config.test_path is None else _table(config, "test_path")
     elif config.dataset is not None:
         train = _hub(config, config.dataset_split or "train")
-        test = None if config.dataset_test_split is None else _hub(config, config.dataset_test_split)
+        test = (
+            None if config.dataset_test_split is None else _hub(config, config.dataset_test_split)
+        )
     else:
         train, test = _number_words(), None
     return _hold_out(config, train) if test is None else (train, test)
@@ -216,7 +238,9 @@ def _table(config: TranslateConfig, name: str) -> list[Example]:
 
 def _hub(config: TranslateConfig, split: str) -> list[Example]:
     assert config.dataset is not None
-    return _fields(config, read_dataset(config.dataset, config.dataset_config, split, "task.dataset"))
+    return _fields(
+        config, read_dataset(config.dataset, config.dataset_config, split, "task.dataset")
+    )
 
 
 def _fields(config: TranslateConfig, rows: list[Row]) -> list[Example]:
@@ -234,7 +258,9 @@ def _fields(config: TranslateConfig, rows: list[Row]) -> list[Example]:
 def _number_words() -> list[Example]:
     examples = []
     for number in range(NUMBERS):
-        english, spanish, german = (num2words(number, lang=language) for language in ("en", "es", "de"))
+        english, spanish, german = (
+            num2words(number, lang=language) for language in ("en", "es", "de")
+        )
         examples.append(Example(number, english, spanish, {"german": german}))
     return examples
 
@@ -247,7 +273,9 @@ def _numbered(examples: list[Example]) -> tuple[Example, ...]:
     return tuple(replace(example, id=position) for position, example in enumerate(examples))
 
 
-def _hold_out(config: TranslateConfig, examples: list[Example]) -> tuple[list[Example], list[Example]]:
+def _hold_out(
+    config: TranslateConfig, examples: list[Example]
+) -> tuple[list[Example], list[Example]]:
     """Split at random, the same way at every call."""
     count = config.holdout if config.holdout is not None else min(1000, max(1, len(examples) // 5))
     if count > len(examples) - 2:
@@ -255,7 +283,10 @@ def _hold_out(config: TranslateConfig, examples: list[Example]) -> tuple[list[Ex
             f"task.holdout={config.holdout} leaves too few of {len(examples)} rows to train on. "
             f"Hold out at most {len(examples) - 2}."
             if len(examples) > 2
-            else f"{_origin(config)} has {len(examples)} rows, too few to hold some out for the test. Give at least 3."
+            else (
+                f"{_origin(config)} has {len(examples)} rows, too few to hold some out for the"
+                " test. Give at least 3."
+            )
         )
     shuffled = list(examples)
     random.Random(SPLIT_SEED).shuffle(shuffled)
@@ -263,7 +294,9 @@ def _hold_out(config: TranslateConfig, examples: list[Example]) -> tuple[list[Ex
 
 
 def _origin(config: TranslateConfig) -> str:
-    """The setting that gives the rows, with its value. The embedded rows have none, and no mistake to name."""
+    """The setting that gives the rows, with its value. The embedded rows have none, and no mistake
+    to name.
+    """
     name = next(name for name in _ORIGINS if getattr(config, name) is not None)
     return f"task.{name}={getattr(config, name)!r}"
 

@@ -1,9 +1,9 @@
 """Units: convert a quantity from one unit to another, with the reasoning before the answer.
 
-The questions are those of a course's homework on rejection sampling: "How many gram are there per 6 kg?". An answer is
-a number between <answer> and </answer>, right within a tolerance. Many ways of calculating lead to it, so a model that
-knows some of them, and wrong ones too, has samples of its own to learn from. Factors are exact fractions; questions are
-made here, or read from JSON.
+The questions are those of a course's homework on rejection sampling: "How many gram are there per 6
+kg?". An answer is a number between <answer> and </answer>, right within a tolerance. Many ways of
+calculating lead to it, so a model that knows some of them, and wrong ones too, has samples of its
+own to learn from. Factors are exact fractions; questions are made here, or read from JSON.
 """
 
 import logging
@@ -26,20 +26,29 @@ log = logging.getLogger("clutch")
 
 SPLIT_SEED = 0  # apart from the run's seed, so that runs of a sweep measure on the same test rows
 LONGEST = 200  # characters between the tags
-# A number, and behind it the name of a unit, which begins with a letter: no further number, but the powers in m^2 and cm3.
-# Words that are numbers and the x of a product are no units.
+# A number, and behind it the name of a unit, which begins with a letter: no further number, but the
+# powers in m^2 and cm3. Words that are numbers and the x of a product are no units.
 _ANSWER = re.compile(
     rf"\s*[=≈~]?\s*([-+−]?)\s*({SCIENTIFIC})"
     r"\s*[.,;]?\s*(?:(?![²³¹]|[xX]\s*[0-9]|(?:hundred|thousand|[mb]illion|dozen)\b)[°%]?[^\W\d_](?:[^0-9]|(?<=[A-Za-z^*])[23])*)?",
     re.DOTALL | re.IGNORECASE,
 )
 
-_METRE, _KILOGRAM, _LITRE, _SECOND, _HOUR = Fraction(1), Fraction(1), Fraction(1), Fraction(1), Fraction(3600)
+_METRE, _KILOGRAM, _LITRE, _SECOND, _HOUR = (
+    Fraction(1),
+    Fraction(1),
+    Fraction(1),
+    Fraction(1),
+    Fraction(3600),
+)
 _INCH, _POUND, _GALLON = Fraction("0.0254"), Fraction("0.45359237"), Fraction("3.785411784")
-_MILE, _YEAR = 63360 * _INCH, Fraction("31556925.9747")  # the tropical year, as the homework's data has it
+_MILE, _YEAR = (
+    63360 * _INCH,
+    Fraction("31556925.9747"),
+)  # the tropical year, as the homework's data has it
 
-# By kind: names of a unit, the shortest first, and how much it is in the kind's base unit. Fluid measures are of the
-# US; a ton is metric, and kB is 1000 bytes, as in the homework's data.
+# By kind: names of a unit, the shortest first, and how much it is in the kind's base unit. Fluid
+# measures are of the US; a ton is metric, and kB is 1000 bytes, as in the homework's data.
 UNITS: dict[str, dict[tuple[str, ...], Fraction]] = {
     "length": {
         ("mm", "millimeter", "millimeters"): _METRE / 1000,
@@ -96,7 +105,11 @@ UNITS: dict[str, dict[tuple[str, ...], Fraction]] = {
         ("MB", "M"): Fraction(10**6),
         ("GB", "G"): Fraction(10**9),
     },
-    "temperature": {("C", "celsius"): Fraction(1), ("K", "kelvin"): Fraction(1), ("F", "fahrenheit"): Fraction(5, 9)},
+    "temperature": {
+        ("C", "celsius"): Fraction(1),
+        ("K", "kelvin"): Fraction(1),
+        ("F", "fahrenheit"): Fraction(5, 9),
+    },
 }
 # What the unit reads at the kind's zero; only temperatures do not start there.
 _AT_ZERO = {"K": Fraction("273.15"), "F": Fraction(32)}
@@ -104,7 +117,9 @@ _AT_ZERO = {"K": Fraction("273.15"), "F": Fraction(32)}
 
 @dataclass(frozen=True)
 class Unit:
-    """name: the shortest; size: in the kind's base unit; zero: what it reads where the base unit reads 0."""
+    """name: the shortest; size: in the kind's base unit; zero: what it reads where the base unit
+    reads 0.
+    """
 
     name: str
     kind: str
@@ -113,7 +128,10 @@ class Unit:
 
 
 _BY_KIND = {
-    kind: [Unit(names[0], kind, size, _AT_ZERO.get(names[0], Fraction(0))) for names, size in units.items()]
+    kind: [
+        Unit(names[0], kind, size, _AT_ZERO.get(names[0], Fraction(0)))
+        for names, size in units.items()
+    ]
     for kind, units in UNITS.items()
 }
 # An ounce is of mass or of volume: the other unit of the question decides.
@@ -132,7 +150,8 @@ _Step = tuple[str, Fraction]
 class Units:
     """The task.
 
-    `overlap` counts the train rows of a file that were dropped because their question also stands in the test rows.
+    `overlap` counts the train rows of a file that were dropped because their question also stands
+    in the test rows.
 
     Args: as in conf/task/units.yaml. `weights` by component: right, answered.
     Raises: ConfigError for settings that cannot work and for data that is missing or broken.
@@ -172,19 +191,24 @@ class Units:
         ):
             at_least(f"task.{key}", value, least)
         if path is None and test_path is not None:
-            raise ConfigError(f"task.test_path={test_path!r} has no effect without task.path. Give task.path too.")
+            raise ConfigError(
+                f"task.test_path={test_path!r} has no effect without task.path. Give task.path too."
+            )
         for key, value in (("tolerance", tolerance), ("share_right", share_right)):
             if not 0 <= value <= 1:
                 raise ConfigError(f"task.{key}={value} is out of range. Give a share from 0 to 1.")
         if not 0 <= absolute_tolerance < math.inf:
             raise ConfigError(
-                f"task.absolute_tolerance={absolute_tolerance} is out of range. Give a number from 0 up, such as 0.001."
+                f"task.absolute_tolerance={absolute_tolerance} is out of range. Give a number from"
+                " 0 up, such as 0.001."
             )
         if not kinds:
             raise ConfigError(f"task.kinds is empty. Give at least one of {', '.join(UNITS)}.")
         for kind in kinds:
             if kind not in UNITS:
-                raise ConfigError(f"task.kinds: {kind!r} is no kind of unit. Kinds: {', '.join(UNITS)}.")
+                raise ConfigError(
+                    f"task.kinds: {kind!r} is no kind of unit. Kinds: {', '.join(UNITS)}."
+                )
         for key, text, names in (
             ("question", question, ("{value}", "{from}", "{to}")),
             ("template", template, ("{question}",)),
@@ -206,7 +230,9 @@ class Units:
         self.overlap = 0
         if path is None:
             digits = (factor_digits, answer_digits)
-            rows = _generated(problems + test_problems, kinds, largest_value, largest_factor, digits, question)
+            rows = _generated(
+                problems + test_problems, kinds, largest_value, largest_factor, digits, question
+            )
             test, train = rows[:test_problems], rows[test_problems:]
         else:
             train = _distinct(_read(path, "task.path"))
@@ -221,10 +247,15 @@ class Units:
             self.overlap = len(train) - len(kept)
             train = kept
             if self.overlap:
-                log.info("units: %d train rows are dropped: their question also stands in the test rows.", self.overlap)
+                log.info(
+                    "units: %d train rows are dropped: their question also stands in the test"
+                    " rows.",
+                    self.overlap,
+                )
         if len(train) < 2 or not test:
             raise ConfigError(
-                f"task.path={path!r} leaves {len(train)} train and {len(test)} test rows. Give more rows."
+                f"task.path={path!r} leaves {len(train)} train and {len(test)} test rows. Give more"
+                " rows."
             )
         self._splits = {
             split: [Example(i, row.question, row.answer, row.extra) for i, row in enumerate(found)]
@@ -232,11 +263,15 @@ class Units:
         }
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The rows of `split`, "train" or "test"; `answer` is the number as text. No test question is in train."""
+        """The rows of `split`, "train" or "test"; `answer` is the number as text. No test question
+        is in train.
+        """
         return self._splits[split]
 
     def prompt(self, example: Example) -> str | Messages:
-        """The question in the template; with task.chat the system text, the few-shot examples and the question."""
+        """The question in the template; with task.chat the system text, the few-shot examples and
+        the question.
+        """
         if not self.chat:
             return self.template.replace("{question}", example.question)
         messages = [{"role": "system", "content": self.system}] if self.system else []
@@ -246,22 +281,28 @@ class Units:
         return [*messages, {"role": "user", "content": example.question}]
 
     def hint(self, example: Example) -> str | Messages:
-        """The prompt with the answer told, for a model that is to find the calculation that leads to it."""
-        return self.prompt(replace(example, question=f"{example.question} (The answer is {example.answer}.)"))
+        """The prompt with the answer told, for a model that is to find the calculation that leads
+        to it.
+        """
+        return self.prompt(
+            replace(example, question=f"{example.question} (The answer is {example.answer}.)")
+        )
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
-        """A right calculation with probability task.share_right over all pairs of units, else a wrong one.
+        """A right calculation with probability task.share_right over all pairs of units, else a
+        wrong one.
 
-        A pair of units has its habit: about a fifth of the pairs is mostly right, the others mostly take one wrong way
-        of three (the operator turned round, ten times off, another unit's factor). So the greedy answer is wrong where
-        the habit is, and the right ways are still among the samples. In a row that names no units that are known here,
-        the answer stands alone.
+        A pair of units has its habit: about a fifth of the pairs is mostly right, the others mostly
+        take one wrong way of three (the operator turned round, ten times off, another unit's
+        factor). So the greedy answer is wrong where the habit is, and the right ways are still
+        among the samples. In a row that names no units that are known here, the answer stands
+        alone.
         """
         prompt = self.prompt(example)
         if not isinstance(prompt, str):
             raise ConfigError(
-                "task.chat=true is for instruction models, and model=tiny is none. Leave task.chat=false, or give a "
-                "model: model=hf model.path=FOLDER_OR_HUB_ID."
+                "task.chat=true is for instruction models, and model=tiny is none. Leave"
+                " task.chat=false, or give a model: model=hf model.path=FOLDER_OR_HUB_ID."
             )
         value = example.extra["value"]
         quantity = parse(example.question)
@@ -273,7 +314,11 @@ class Units:
         knows = habit.random() < SHARE_KNOWN
         usual = habit.choice(list(_WRONG))
         known = min(1.0, KNOWN_BETTER * self.share_right)
-        right = known if knows else max(0.0, (self.share_right - SHARE_KNOWN * known) / (1 - SHARE_KNOWN))
+        right = (
+            known
+            if knows
+            else max(0.0, (self.share_right - SHARE_KNOWN * known) / (1 - SHARE_KNOWN))
+        )
         if draw.random() < right:
             return prompt, f" {_right_way(amount, source, target, draw)}"
         ways = list(_WRONG)
@@ -284,9 +329,16 @@ class Units:
             steps = _WRONG[way](source, target)
             found = _value(amount, steps)
             # long results would cost the tiny model more than the right ones
-            if steps and not self._matches(found, value) and (way == "ten_off" or _digits(found) <= WRONG_DIGITS):
+            if (
+                steps
+                and not self._matches(found, value)
+                and (way == "ten_off" or _digits(found) <= WRONG_DIGITS)
+            ):
                 return prompt, f" {_calculation(amount, steps, draw)}"
-        return prompt, f" <answer>{_written(10 * value + 1)}</answer>"  # units of one size: 1 ml in cc
+        return (
+            prompt,
+            f" <answer>{_written(10 * value + 1)}</answer>",
+        )  # units of one size: 1 ml in cc
 
     def reward(self, example: Example, completion: str) -> float:
         """Weighted mean of the components, in [0, 1]; 1 if and only if the answer is right."""
@@ -294,7 +346,10 @@ class Units:
 
     def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         """`reward` of each completion."""
-        return weighted({name: one(examples, completions) for name, one in self.components.items()}, self.weights)
+        return weighted(
+            {name: one(examples, completions) for name, one in self.components.items()},
+            self.weights,
+        )
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
         """Percent: right answers first, then completions in which an answer was found."""
@@ -309,19 +364,28 @@ class Units:
         return None if value is None else _written(value, 12)
 
     def path_key(self, completion: str) -> str:
-        """Key of the calculation; texts that calculate the same have the same. "" without any number."""
+        """Key of the calculation; texts that calculate the same have the same. "" without any
+        number.
+        """
         return path_key(completion)
 
     def _matches(self, found: Fraction, wanted: Fraction) -> bool:
         near_zero = abs(wanted) < self.absolute_tolerance
-        return abs(found - wanted) <= (self.absolute_tolerance if near_zero else self.tolerance * abs(wanted))
+        return abs(found - wanted) <= (
+            self.absolute_tolerance if near_zero else self.tolerance * abs(wanted)
+        )
 
     # --- components: (examples, completions) -> scores in [0, 1]
 
     def _right(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         """The answer is within the tolerance."""
-        found = ((example, number(text)) for example, text in zip(examples, completions, strict=True))
-        return [float(value is not None and self._matches(value, e.extra["value"])) for e, value in found]
+        found = (
+            (example, number(text)) for example, text in zip(examples, completions, strict=True)
+        )
+        return [
+            float(value is not None and self._matches(value, e.extra["value"]))
+            for e, value in found
+        ]
 
     @staticmethod
     def _answered(_: Sequence[Example], completions: Sequence[str]) -> list[float]:
@@ -330,9 +394,11 @@ class Units:
 
 
 def number(completion: str) -> Fraction | None:
-    """The number between the last <answer> and </answer>; a unit behind it is dropped. None if there is none.
+    """The number between the last <answer> and </answer>; a unit behind it is dropped. None if
+    there is none.
 
-    "6,000 gram", "6e3" and "= 6000.0" are 6000. Infinity, NaN, 1/2 and a second number are no number.
+    "6,000 gram", "6e3" and "= 6000.0" are 6000. Infinity, NaN, 1/2 and a second number are no
+    number.
     """
     inside = tagged(completion)
     found = None if inside is None or len(inside) > LONGEST else _ANSWER.fullmatch(inside)
@@ -426,7 +492,9 @@ def _ten_off(source: Unit, target: Unit) -> list[_Step]:
 
 
 def _neighbour(source: Unit, target: Unit) -> list[_Step]:
-    """Of the next unit of the kind whose factor is as short as the right one; none if there is no such unit."""
+    """Of the next unit of the kind whose factor is as short as the right one; none if there is no
+    such unit.
+    """
     units = _BY_KIND[source.kind]
     start = units.index(target) + 1
     for other in units[start:] + units[: start - 1]:
@@ -446,7 +514,10 @@ def _right_way(amount: Fraction, source: Unit, target: Unit, draw: random.Random
         for unit in _BY_KIND[source.kind]
         if min(source.size, target.size) < unit.size < max(source.size, target.size)
         and not unit.zero
-        and all(_digits(max(a.size, b.size) / min(a.size, b.size)) <= 2 for a, b in ((source, unit), (unit, target)))
+        and all(
+            _digits(max(a.size, b.size) / min(a.size, b.size)) <= 2
+            for a, b in ((source, unit), (unit, target))
+        )
     ]
     if between and draw.random() < THROUGH_ANOTHER:
         middle = draw.choice(between)
@@ -480,7 +551,11 @@ def _apply(value: Fraction, sign: str, operand: Fraction) -> Fraction:
 
 def _written(value: Fraction, digits: int = 5) -> str:
     """A whole number in full, any other rounded to some digits."""
-    return str(value) if value.denominator == 1 and abs(value) < 10**15 else f"{float(value):.{digits}g}"
+    return (
+        str(value)
+        if value.denominator == 1 and abs(value) < 10**15
+        else f"{float(value):.{digits}g}"
+    )
 
 
 def _digits(factor: Fraction) -> float:
@@ -493,11 +568,20 @@ def _digits(factor: Fraction) -> float:
 
 
 def _generated(
-    count: int, kinds: Sequence[str], largest_value: int, largest_factor: int, digits: tuple[int, int], question: str
+    count: int,
+    kinds: Sequence[str],
+    largest_value: int,
+    largest_factor: int,
+    digits: tuple[int, int],
+    question: str,
 ) -> list[Example]:
-    """Distinct questions in random order; ids are not set yet. `digits`: at most, of a factor and of an answer."""
+    """Distinct questions in random order; ids are not set yet. `digits`: at most, of a factor and
+    of an answer.
+    """
     rows = []
-    for source, target in ((a, b) for kind in dict.fromkeys(kinds) for a in _BY_KIND[kind] for b in _BY_KIND[kind]):
+    for source, target in (
+        (a, b) for kind in dict.fromkeys(kinds) for a in _BY_KIND[kind] for b in _BY_KIND[kind]
+    ):
         if source == target or not _simple(source, target, largest_factor, digits[0]):
             continue
         for value in range(1, largest_value + 1):
@@ -509,15 +593,18 @@ def _generated(
     random.Random(f"units {SPLIT_SEED}").shuffle(rows)
     if len(rows) < count:
         raise ConfigError(
-            f"task.problems and task.test_problems ask for {count} questions, but there are only {len(rows)} with "
-            f"task.largest_value={largest_value}, task.largest_factor={largest_factor}, "
-            f"task.factor_digits={digits[0]}, task.answer_digits={digits[1]} and task.kinds={','.join(kinds)}. Ask for fewer, or raise one of these."
+            f"task.problems and task.test_problems ask for {count} questions, but there are only"
+            f" {len(rows)} with task.largest_value={largest_value},"
+            f" task.largest_factor={largest_factor}, task.factor_digits={digits[0]},"
+            f" task.answer_digits={digits[1]} and task.kinds={','.join(kinds)}. Ask for fewer, or"
+            " raise one of these."
         )
     return rows[:count]
 
 
 def _simple(source: Unit, target: Unit, largest_factor: int, digits: int) -> bool:
-    """Whether a conversion is one to ask for: of a short factor that is not 1. Temperatures go by their answers.
+    """Whether a conversion is one to ask for: of a short factor that is not 1. Temperatures go by
+    their answers.
 
     A power of ten has no digits to calculate with.
     """
@@ -530,7 +617,9 @@ def _simple(source: Unit, target: Unit, largest_factor: int, digits: int) -> boo
 
 
 def _read(path: str, key: str) -> Iterator[Example]:
-    """Rows of a .jsonl file (fields question and answer), or of a .json file (pairs). Raises: ConfigError."""
+    """Rows of a .jsonl file (fields question and answer), or of a .json file (pairs). Raises:
+    ConfigError.
+    """
     lines = path.removesuffix(".gz").endswith(".jsonl")
     for row in (read_jsonl if lines else read_pairs)(path, key):
         value = _finite(row, key)
@@ -541,7 +630,9 @@ def _read(path: str, key: str) -> Iterator[Example]:
 def _finite(row: Row, key: str) -> Fraction:
     value: Any = row.fields.get("answer")
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"{key}: the answer in {row.where} is {value!r:.60}. Give a finite number.")
+        raise ConfigError(
+            f"{key}: the answer in {row.where} is {value!r:.60}. Give a finite number."
+        )
     return Fraction(str(value))
 
 

@@ -20,7 +20,8 @@ class Acronyms:
         self.splits = {"test": lines[:100], "train": lines[100:]}
 
     def examples(self, split):
-        """The rows of "train", or of "test": these are held out. The id of a row is its position."""
+        """The rows of "train", or of "test": these are held out. The id of a row is its position.
+        """
         return [Example(i, line, self.initials(line)) for i, line in enumerate(self.splits[split])]
 
     def prompt(self, example):
@@ -33,12 +34,19 @@ class Acronyms:
         return right / max(len(example.answer), len(completion.strip()))
 
     def metrics(self, examples, completions):
-        """Held-out measures from 0 to 100; the first one leads. Another measure than the reward shows a reward that is gamed."""
-        exact = [text.strip() == example.answer for example, text in zip(examples, completions, strict=True)]
+        """Held-out measures from 0 to 100; the first one leads. Another measure than the reward
+        shows a reward that is gamed.
+        """
+        exact = [
+            text.strip() == example.answer
+            for example, text in zip(examples, completions, strict=True)
+        ]
         return {"exact": 100 * sum(exact) / len(exact)}
 
     def pretraining(self, example, draw):
-        """Optional, for model=tiny: the right behaviour among another, so that there is something to learn."""
+        """Optional, for model=tiny: the right behaviour among another, so that there is something
+        to learn.
+        """
         right = draw.random() < 0.4
         return self.prompt(example), " " + (example.answer if right else example.answer.upper())
 
