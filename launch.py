@@ -451,8 +451,7 @@ def _dicts(schema: Any) -> list[str]:
 
 
 def check_groups(arguments: list[str]) -> None:
-    """Check null and the `opt` list, for which Hydra itself names no choices. Raises ConfigError.
-    """
+    """Check null and the `opt` list, for which Hydra itself names no choices. Raises ConfigError."""
     for argument in arguments:
         group = argument.partition("=")[0].lstrip("+")
         if not (CONF / group).is_dir() or "=" not in argument:
@@ -527,8 +526,7 @@ def _options(group: str, config_dir: str | None = None) -> tuple[str, ...]:
 
 
 def _chosen(arguments: list[str], group: str) -> str:
-    """What the arguments, or else their experiment, or else the defaults list, choose for a group.
-    """
+    """What the arguments, or else their experiment, or else the defaults list, choose for a group."""
     given = [a.split("=", 1)[1] for a in arguments if a.startswith(f"{group}=")]
     if given:
         return given[-1]

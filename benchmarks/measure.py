@@ -159,8 +159,7 @@ def peak_memory_gb(prepare: Callable[..., Callable[[], Any]], *arguments: Any) -
 
 
 def in_new_process(module: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function` returns or raises, called in a process of its own that has `module` imported.
-    """
+    """What `function` returns or raises, called in a process of its own that has `module` imported."""
     context = multiprocessing.get_context(
         "forkserver"
     )  # a clean server imports once, its children only fork
@@ -178,8 +177,7 @@ def _peak_memory_gb(
 
 
 class Peak:
-    """Peak memory of this process from here on: make one after the imports, and in a new process.
-    """
+    """Peak memory of this process from here on: make one after the imports, and in a new process."""
 
     def __init__(self) -> None:
         self.before = _resident("VmRSS")  # bytes

@@ -189,8 +189,7 @@ def _stored(folder: Path) -> dict[str, Tensor]:
 
 
 def _save_extra(extra: dict[str, Any], path: Path) -> None:
-    """torch.save, and proof that it can be read back; found now, not when a run is to be resumed.
-    """
+    """torch.save, and proof that it can be read back; found now, not when a run is to be resumed."""
     try:
         with path.open("wb") as file:
             torch.save(extra, file)
@@ -209,8 +208,7 @@ def _save_extra(extra: dict[str, Any], path: Path) -> None:
 
 
 def _prune(root: Path, step: int, keep: int) -> None:
-    """Remove the checkpoints up to `step` beyond the newest `keep`, and displaced folders up to it.
-    """
+    """Remove the checkpoints up to `step` beyond the newest `keep`, and displaced folders up to it."""
     named = [
         (int(name[1]), name[2], path)
         for path in root.iterdir()

@@ -51,8 +51,7 @@ def check_visible(config: HardwareConfig) -> None:
 
 
 def find(config: HardwareConfig, local_rank: int = 0) -> Device:
-    """The device of a rank, and whether it is the preset's. Warns or raises nothing: see `check`.
-    """
+    """The device of a rank, and whether it is the preset's. Warns or raises nothing: see `check`."""
     if local_devices(config):
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         properties = torch.cuda.get_device_properties(device)

@@ -223,8 +223,7 @@ def reached(step: int, steps: int | None) -> bool:
 
 
 def start_line(tracker: Tracker | None, run: Run, state: dict[str, Any], steps: int | None) -> None:
-    """Where a budget and not `steps` ends the run, let the progress line count what is used of it.
-    """
+    """Where a budget and not `steps` ends the run, let the progress line count what is used of it."""
     if tracker and steps is None:
         unit = "token" if run.budget.tokens is not None else "second"
         tracker.begin(

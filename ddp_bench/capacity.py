@@ -233,8 +233,7 @@ class Device:
     launch: float  # seconds that the host takes for an operation
 
     def seconds(self, size: float, devices: int) -> float:
-        """Of an all-reduce of `size` bytes: a ring or a tree, whichever is faster, as NCCL chooses.
-        """
+        """Of an all-reduce of `size` bytes: a ring or a tree, whichever is faster, as NCCL chooses."""
         if devices == 1:
             return 0.0
         link = self.inside if devices <= self.node else self.network
@@ -637,8 +636,7 @@ def assumed(given: argparse.Namespace) -> str:
 
 
 def write(found: list[dict[str, Any]], work: Work, text: str, folder: Path) -> None:
-    """capacity.txt, .json, .csv and the plots. Raises: ConfigError where the folder cannot be made.
-    """
+    """capacity.txt, .json, .csv and the plots. Raises: ConfigError where the folder cannot be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -191,8 +191,7 @@ class ClassifyConfig:
 
 
 def check_switches(run: Run, settings: ClassifyConfig, ranks: int) -> None:
-    """Raise ConfigError for settings that have no effect with these, or with this number of ranks.
-    """
+    """Raise ConfigError for settings that have no effect with these, or with this number of ranks."""
     if run.opt.offload.enabled:
         raise ConfigError(
             "opt=offload has no effect with algo=classify: there is no reference model. Leave it"

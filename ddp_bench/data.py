@@ -363,7 +363,6 @@ def _as_it_is(batch: Batch) -> Batch:
 
 
 def _deaf(worker: int) -> None:
-    """A worker leaves signals to the process that it works for, which finishes its step and saves.
-    """
+    """A worker leaves signals to the process that it works for, which finishes its step and saves."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

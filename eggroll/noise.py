@@ -275,8 +275,7 @@ class Noise:
         weights: Tensor,
         step: int,
     ) -> Tensor:
-        """sum_j w_j E_j of one parameter, `step` directions at a time. noise: of the first of them.
-        """
+        """sum_j w_j E_j of one parameter, `step` directions at a time. noise: of the first of them."""
         total = _weighted_sum(share.address, share.pick(noise), weights[:step])
         for start in range(step, len(directions), step):
             part = slice(start, start + step)
@@ -376,8 +375,7 @@ class _Population:
             by_sign[:, 1] = noise * -scale
 
     def each_row(self, noise: Tensor, like: Tensor) -> Tensor:
-        """A vector for each member, [members, d] -> one for each row of `like`: [rows, 1, ..., d].
-        """
+        """A vector for each member, [members, d] -> one for each row of `like`: [rows, 1, ..., d]."""
         noise = noise.repeat_interleave(like.shape[0] // self.members, dim=0)
         return noise.view(like.shape[0], *[1] * (like.ndim - 2), noise.shape[-1])
 
@@ -453,8 +451,7 @@ class _LowRankLinear:
 
 
 class _SharedInput:
-    """Linear layers that read one tensor (q, k, v; gate, up): x B is computed once for all of them.
-    """
+    """Linear layers that read one tensor (q, k, v; gate, up): x B is computed once for all of them."""
 
     def __init__(self) -> None:
         self.layers: list[_LowRankLinear] = []

@@ -236,8 +236,7 @@ def with_lora(model: Any, config: LoraConfig) -> Any:
 
 @torch.no_grad()
 def merge_rows(model: Any) -> None:
-    """Add adapters, which every rank has, to the rows of the sharded weights that this rank holds.
-    """
+    """Add adapters, which every rank has, to the rows of the sharded weights that this rank holds."""
     for module in model.modules():
         if hasattr(module, "get_delta_weight"):
             weight = module.base_layer.weight

@@ -832,8 +832,7 @@ class Stages:
         self.traced()
 
     def _met(self, what: str, rows: list[dict[str, Any]], advice: str = "") -> None:
-        """Numbers that are not finite, in the step whose event comes next; on all ranks together.
-        """
+        """Numbers that are not finite, in the step whose event comes next; on all ranks together."""
         if (trouble := self.unusual.met(self.step + 1, what, rows, advice)) is not None:
             raise RunStopped(f"step {self.step + 1}: {trouble}", EXIT_NUMBERS)
 

@@ -129,8 +129,7 @@ def played(count: int) -> list[str]:
 
 
 def mutated(fen: str, draw: random.Random) -> str:
-    """One to three letters changed, put in, left out or swapped; from the letters of FENs mostly.
-    """
+    """One to three letters changed, put in, left out or swapped; from the letters of FENs mostly."""
     letters = list(fen)
     for _ in range(draw.randint(1, 3)):
         at = draw.randrange(len(letters))

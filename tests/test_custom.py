@@ -1,5 +1,4 @@
-"""task=custom: rows of the user's own, without code; and the examples, from a folder of their own.
-"""
+"""task=custom: rows of the user's own, without code; and the examples, from a folder of their own."""
 
 import gzip
 import json

@@ -291,8 +291,7 @@ def test_halving_lets_other_errors_through():
 
 @pytest.mark.gpu
 def test_real_memory_runs_out():
-    """The device's own allocator raises, and what is left afterwards is enough for the repetition.
-    """
+    """The device's own allocator raises, and what is left afterwards is enough for the repetition."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     total = torch.cuda.get_device_properties(0).total_memory

@@ -1,5 +1,4 @@
-"""Loading, the tiny model and its cache, the byte tokenizer, exports, and errors worded for users.
-"""
+"""Loading, the tiny model and its cache, the byte tokenizer, exports, and errors worded for users."""
 
 import json
 import logging

@@ -1,5 +1,4 @@
-"""algo.predict: its arithmetic on numbers that are known, document 004's own times, and real runs.
-"""
+"""algo.predict: its arithmetic on numbers that are known, document 004's own times, and real runs."""
 
 import csv
 import json

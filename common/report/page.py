@@ -178,8 +178,7 @@ def _breaks(panel: Panel, history: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def columns(history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[dict[str, Any], float]]]:
-    """By name, in the order in which names come up: each event that has the measure, and its value.
-    """
+    """By name, in the order in which names come up: each event that has the measure, and its value."""
     found: dict[str, list[tuple[dict[str, Any], float]]] = {}
     for event in history:
         for name, value in numbers(event).items():

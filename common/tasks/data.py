@@ -29,8 +29,7 @@ _NUL = "Remove it; a file in UTF-16 holds many: convert it, with iconv -f UTF-16
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row with named fields. `where` says where it stands, for errors: "'train.jsonl' line 3".
-    """
+    """One row with named fields. `where` says where it stands, for errors: "'train.jsonl' line 3"."""
 
     where: str
     fields: dict[str, Any]

@@ -20,8 +20,7 @@ class Acronyms:
         self.splits = {"test": lines[:100], "train": lines[100:]}
 
     def examples(self, split):
-        """The rows of "train", or of "test": these are held out. The id of a row is its position.
-        """
+        """The rows of "train", or of "test": these are held out. The id of a row is its position."""
         return [Example(i, line, self.initials(line)) for i, line in enumerate(self.splits[split])]
 
     def prompt(self, example):
