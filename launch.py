@@ -34,6 +34,7 @@ from common.config import (
     ConfigError,
     Run,
     choice,
+    find_renamed,
     no_secrets,
     resolvers,
     typed,
@@ -498,6 +499,8 @@ def explain(error: Exception, arguments: list[str], config_dir: str | None = Non
         )
     if match := re.search(r"Could not override '(@?[\w.@/]+)'", text):
         path = match.group(1)
+        if renamed := _renamed(path, arguments):
+            return renamed
         names = _settings(path.split(".")[:-1], arguments, config_dir)
         if names:
             return unknown_key(path, path.split(".")[-1], names)
@@ -512,11 +515,22 @@ def explain(error: Exception, arguments: list[str], config_dir: str | None = Non
             choice(group, name, _options(group, config_dir))
         except ConfigError as worded:
             return str(worded)
+    match = re.search(r"not in '[\s\S]*full_key: ([\w.]+)", text)  # a key in a file of the user's
+    if match and (renamed := _renamed(match[1], arguments)):
+        return renamed
     reason = str(cause if isinstance(cause, OmegaConfBaseException) else text).split("\n    ")[0]
     if match := re.search(r"Error merging override \+*(.+)", text):
         names = _settings(match.group(1).partition("=")[0].split("."), arguments, config_dir)
         return wrong_type(match.group(1), reason.strip(), names)
     return re.sub(r"\s+", " ", reason).strip()
+
+
+def _renamed(path: str, arguments: list[str]) -> str | None:
+    """The text for a key that once was a setting, or None."""
+    first, *names = path.lstrip("+").split(".")
+    if first == "algo":
+        return find_renamed(ALGORITHMS.get(_chosen(arguments, "algo")), names, "algo.")
+    return find_renamed(Run, [first, *names])
 
 
 def _options(group: str, config_dir: str | None = None) -> tuple[str, ...]:

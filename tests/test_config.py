@@ -6,7 +6,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from common.config import ConfigError, ScheduleConfig
+from common.config import ConfigError, HardwareConfig, ScheduleConfig
 from launch import ALGORITHMS, compose
 
 FILES = sorted((ROOT / "conf").rglob("*.yaml"))
@@ -154,6 +154,7 @@ MISTAKES = {
         " Add scoring.kind=threads or processes, or leave it out."
     ),
     "experiment=null": "experiment=null is what there is without it. Leave it out.",
+    "hardware.link_gbs=3": "hardware.link_gbs is gone: nothing read it. Leave it out.",
     "hardware.memory_gb=-1": "hardware.memory_gb=-1.0 is out of range. Give a value above 0.",
     "hardware.peak_tflops.bf16=0": (
         "hardware.peak_tflops.bf16=0.0 is out of range. Give a value above 0."
@@ -222,6 +223,34 @@ def test_mistakes_are_worded(override):
     with pytest.raises(ConfigError) as caught:
         compose([override])
     assert str(caught.value) == MISTAKES[override]
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("algo.old=3", "algo.old is now algo.lr=..."),
+        ("+algo.old=3", "algo.old is now algo.lr=..."),
+        ("algo.noise.old=3", "algo.noise.old is now algo.noise.new."),
+        ("hardware.watts=3", "hardware.watts is gone: nothing read it. Leave it out."),
+        ("hardware.group.rows=3", "hardware.group.rows is now algo.rows_per_forward."),
+        ("experiment=mine", "algo.old is now algo.lr=..."),
+        ("experiment=group", "hardware.group.rows is now algo.rows_per_forward."),
+        ("algo.odl=3", "algo.odl is not a setting."),
+    ],
+)
+def test_a_renamed_key_is_an_error_that_says_what_to_write_now(
+    monkeypatch, tmp_path, override, text
+):
+    renamed = {"old": "algo.lr=..", "noise.old": "algo.noise.new"}
+    monkeypatch.setattr(ALGORITHMS["eggroll"], "RENAMED", renamed, raising=False)
+    gone = {"watts": None, "group.rows": "algo.rows_per_forward"}
+    monkeypatch.setattr(HardwareConfig, "RENAMED", gone, raising=False)
+    (tmp_path / "experiment").mkdir()
+    for name, line in (("mine", "algo: {old: 3}"), ("group", "hardware: {group: {rows: 3}}")):
+        file = tmp_path / "experiment" / f"{name}.yaml"
+        file.write_text(f"# @package _global_\n{line}\n")
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
+        compose([override], str(tmp_path))
 
 
 def test_schedules():

@@ -4,14 +4,14 @@ OmegaConf.
 
 import os
 import re
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from common.config.checks import ConfigError
-from common.config.explain import first_line, unknown_key, wrong_type
+from common.config.explain import find_renamed, first_line, nested_schema, unknown_key, wrong_type
 from common.config.schema import Run, T
 
 # --- conversion --------------------------------------------------------------------------------------------------
@@ -88,18 +88,16 @@ def _convert(
     dot = f"{prefix}." if prefix else ""
     for key in values:
         if key not in names:
-            raise ConfigError(unknown_key(f"{dot}{key}", str(key), names))
+            renamed = find_renamed(schema, [str(key)], dot)
+            raise ConfigError(renamed or unknown_key(f"{dot}{key}", str(key), names))
     out: dict[str, Any] = {}
-    nested = {f.name: _nested_schema(f.type) for f in fields(schema) if f.name not in skip}
-    flat, structured = {}, OmegaConf.structured(schema)
+    structured = OmegaConf.structured(schema)
     for key, value in values.items():
-        inner = nested.get(key)
+        inner = None if key in skip else nested_schema(schema, key)
         if inner is not None and isinstance(value, dict):
             out[key] = build(inner, value, f"{dot}{key}")
         else:
-            flat[key] = value
-    for key, value in flat.items():
-        out[key] = _check_type(structured, key, value, f"{dot}{key}")
+            out[key] = _check_type(structured, key, value, f"{dot}{key}")
     missing = [
         f.name
         for f in fields(schema)
@@ -122,13 +120,6 @@ def _check_type(structured: DictConfig, key: str, value: Any, full_key: str) -> 
         return OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
     except OmegaConfBaseException as error:
         raise ConfigError(wrong_type(f"{full_key}={value!r}", first_line(error))) from None
-
-
-def _nested_schema(annotation: Any) -> type | None:
-    for candidate in getattr(annotation, "__args__", (annotation,)):
-        if isinstance(candidate, type) and is_dataclass(candidate):
-            return candidate
-    return None
 
 
 def _has_default(f: Any) -> bool:

@@ -8,7 +8,7 @@ Hydra composed to the dataclasses; after it nothing sees OmegaConf. No torch in 
 import math
 import re
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from common.config.checks import ConfigError, above, at_least, choice, no_effect
 
@@ -301,16 +301,19 @@ class ClassifyRows:
 class HardwareConfig:
     """Facts about a device, and starting batch sizes for each algorithm."""
 
+    RENAMED: ClassVar[dict[str, str | None]] = {
+        "power_w": None,
+        "link_gbs": None,
+        "compute_capability": None,
+    }
+
     name: str
     device: str  # auto | cpu | cuda
     match: str | None  # what torch.cuda.get_device_name must contain
     memory_gb: float | None  # per device
-    compute_capability: float | None
     bandwidth_gbs: float | None  # memory bandwidth, GB/s
-    link_gbs: float | None  # device-to-device link, GB/s, both directions together
     allreduce_gbs: float | None  # bandwidth of an all-reduce, GB/s
     hop_us: float | None  # of each of the 2 (ranks - 1) steps of an all-reduce
-    power_w: float | None
     peak_tflops: PeakConfig
     p2p: bool  # direct device-to-device copies work
     compile: bool  # torch.compile is supported well enough to be allowed
@@ -330,16 +333,7 @@ class HardwareConfig:
                 "hardware.cuda_graphs=true has no effect with hardware=cpu. Leave it out, or use"
                 " another."
             )
-        facts = (
-            "memory_gb",
-            "compute_capability",
-            "bandwidth_gbs",
-            "link_gbs",
-            "allreduce_gbs",
-            "hop_us",
-            "power_w",
-        )
-        for key in facts:
+        for key in ("memory_gb", "bandwidth_gbs", "allreduce_gbs", "hop_us"):
             if getattr(self, key) is not None:
                 above(f"hardware.{key}", getattr(self, key), 0)
 
