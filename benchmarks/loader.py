@@ -154,8 +154,10 @@ class Work:
         """Batches by the document's collate, without end."""
         while True:
             yield from DataLoader(
-                self.listed, batch_sampler=self.order(rows), collate_fn=concatenated
-            )  # type: ignore
+                self.listed,  # type: ignore[arg-type]
+                batch_sampler=self.order(rows),
+                collate_fn=concatenated,
+            )
 
     def after(self, rows: int, workers: int = 0) -> Any:
         """Batches by the project's loader, without end."""

@@ -121,6 +121,12 @@ def latest(root: Path) -> Checkpoint | None:
     return None
 
 
+def describe_latest(root: Path) -> str:
+    """Say in a sentence which checkpoint below `root` is the newest valid one."""
+    found = latest(root)
+    return f"Last good checkpoint: {found.path}." if found else "No checkpoint was written before."
+
+
 def load(path: Path) -> Checkpoint:
     """Read one checkpoint folder after checking its hashes. Raises CheckpointError naming the path
     and what is wrong.

@@ -11,7 +11,6 @@ from common.config import Run
 from common.distributed.context import Context
 from common.files import write_text
 from common.report.events import events
-from common.tasks import Example, Task
 
 log = logging.getLogger("clutch")
 
@@ -20,23 +19,7 @@ MOST = 100  # rows of a step that a rank keeps
 NAMED = 5  # examples in the message
 
 
-def row(
-    task: Task, example: Example, completion: str, reward: float, broken: bool
-) -> dict[str, Any]:
-    """A completion whose reward, or else whose logits (`broken`), are not finite, for
-    `NotFinite.met`.
-    """
-    return {
-        "id": example.id,
-        "prompt": task.prompt(example),
-        "answer": example.answer,
-        "completion": completion,
-        "reward": str(reward),  # JSON has no NaN
-        "logits": "not finite" if broken else "finite",
-    }
-
-
-class NotFinite:
+class NonFinitePolicy:
     """Stops a run, or lets it leave the step out, as `run.not_finite` says.
 
     Args: skipped: steps that were left out before the run was interrupted.
@@ -45,7 +28,7 @@ class NotFinite:
     def __init__(self, run: Run, context: Context, skipped: int = 0) -> None:
         self.policy, self.context, self.skipped = run.not_finite, context, skipped
 
-    def met(
+    def handle(
         self, step: int, what: str, rows: Sequence[dict[str, Any]], advice: str = ""
     ) -> str | None:
         """Keep the rows of all ranks in RUN/not_finite.jsonl. Returns why the run must stop; None =

@@ -1,6 +1,7 @@
 """Which checkpoint a run goes on from, and whether it may."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,30 +14,20 @@ from common.distributed.context import Context
 
 log = logging.getLogger("clutch")
 
-# What may differ between a run and its continuation; anything else would make another run of it.
+# What may differ between a run and its continuation, beside the algorithm's RESUME_MAY_CHANGE;
+# anything else would make another run of it.
 FREE = (
-    *(
-        "resume",
-        "budget",
-        "evaluate",
-        "checkpoint",
-        "tracker",
-        "scoring",
-        "not_finite",
-        "opt",
-        "hardware",
-        "slurm",
-    ),
-    *("algo.steps", "algo.rows_per_forward", "algo.micro_batch_rows", "algo.ddp"),
-    *("algo.loader.workers", "algo.loader.prefetch"),
-    *(
-        "algo.scaling",
-        "algo.scaling_mode",
-        "algo.scaling_steps",
-        "algo.scaling_warmup",
-        "algo.scaling_repeats",
-    ),
-    *("algo.predict", "algo.predict_times"),
+    "resume",
+    "budget",
+    "evaluate",
+    "checkpoint",
+    "tracker",
+    "scoring",
+    "not_finite",
+    "opt",
+    "hardware",
+    "slurm",
+    "engine",
 )
 
 
@@ -106,10 +97,10 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
     if found is None:
         return None
     given = asdict(run)
-    differing = differences(found.state["config"], given)
-    steps = given["algo"].get(
-        "steps"
-    )  # None where the run is counted in epochs, whose number must stay
+    own_keys = [f"algo.{key}" for key in run.algo.RESUME_MAY_CHANGE]
+    differing = differences(found.state["config"], given, (*FREE, *own_keys))
+    # None where the run is counted in epochs, whose number must stay.
+    steps = given["algo"].get("steps")
     if run.scheduled and steps is not None and found.state["config"]["algo"]["steps"] != steps:
         differing.append(
             f"algo.steps was {found.state['config']['algo']['steps']}, which"
@@ -123,9 +114,8 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
             "Give the same ones, or start anew with another hydra.run.dir."
         )
     if not found.path.is_relative_to(own):
-        found.state["run"][
-            "tracker"
-        ] = {}  # another run, which must not write into the first one's record
+        # Another run, which must not write into the first one's record.
+        found.state["run"]["tracker"] = {}
     if context.main:
         log.info("resuming after step %d from %s", found.step, found.path)
         if steps is None or steps > found.step:
@@ -133,17 +123,13 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
     return found
 
 
-def differences(saved: Any, given: Any, prefix: str = "") -> list[str]:
-    """What differs between two nested settings, a text each; keys in FREE aside."""
-    if prefix in FREE:
+def differences(saved: Any, given: Any, free: Sequence[str] = FREE, prefix: str = "") -> list[str]:
+    """Describe what differs between two nested settings, but for the keys in `free`."""
+    if prefix in free:
         return []
     if isinstance(saved, dict) and isinstance(given, dict):
         keys = [*saved, *(key for key in given if key not in saved)]
-        return [
-            text
-            for key in keys
-            for text in differences(
-                saved.get(key), given.get(key), f"{prefix}.{key}" if prefix else key
-            )
-        ]
+        dot = f"{prefix}." if prefix else ""
+        pairs = [(f"{dot}{key}", saved.get(key), given.get(key)) for key in keys]
+        return [text for key, old, new in pairs for text in differences(old, new, free, key)]
     return [] if saved == given else [f"{prefix} was {saved!r}, is {given!r}"]

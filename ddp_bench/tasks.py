@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from common.config import ConfigError, at_least, choice
-from common.tasks import instance
+from common.instance import instantiate
+
 from common.tasks.data import Row, read_csv, read_dataset, read_jsonl
 
 log = logging.getLogger("clutch")
@@ -59,7 +60,7 @@ class ClassTask(Protocol):
 
 def made(node: dict[str, Any]) -> ClassTask:
     """The class task that a configuration names. Raises: ConfigError as `common.tasks.instance`."""
-    return instance(node, ("rows",), "ddp_bench/tasks.py")
+    return instantiate("task", node, ("rows",), "ddp_bench/tasks.py")
 
 
 # --- generated -------------------------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """Names, types and checks of conf/algo/eggroll.yaml."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from common.config import (
     ConfigError,
-    OptConfig,
     OptimizerConfig,
+    Run,
     SamplingConfig,
     ScheduleConfig,
     above,
@@ -63,12 +64,23 @@ class StopAtConfig:
 class EggrollConfig:
     """Settings of EGGROLL; what each does stands beside its value in conf/algo/eggroll.yaml."""
 
+    # How the progress line writes the numbers of a step.
+    PROGRESS: ClassVar = {
+        "reward": "reward {:.3f}",
+        "metric": "",
+        "tokens_per_second": "{:,.0f} tokens/s",
+        "drift": "drift {:.2f}",
+    }
+    # Settings that a run that is resumed may change.
+    RESUME_MAY_CHANGE: ClassVar = ("steps", "rollout_rows")
+    RENAMED: ClassVar = {"rows_per_forward": "algo.rollout_rows"}
+
     name: str
     steps: int | None
     members: int
     prompts_per_step: int
     samples_per_prompt: int
-    rows_per_forward: int
+    rollout_rows: int | None
     rank: int
     sigma: float
     lr: float
@@ -89,7 +101,8 @@ class EggrollConfig:
         at_least("algo.members", self.members, 2)
         for key in ("prompts_per_step", "samples_per_prompt", "rank", "noise_reuse"):
             at_least(f"algo.{key}", getattr(self, key), 1)
-        at_least("algo.rows_per_forward", self.rows_per_forward, 2 if self.mirrored else 1)
+        if self.rollout_rows is not None:
+            at_least("algo.rollout_rows", self.rollout_rows, self.pair)
         above("algo.sigma", self.sigma, 0)
         above("algo.lr", self.lr, 0)
         at_least("algo.weight_decay", self.weight_decay, 0)
@@ -111,20 +124,29 @@ class EggrollConfig:
                 " temperature above 0."
             )
 
+    def check_run(self, run: Run) -> None:
+        """Raise ConfigError for a switch that has no effect with these settings."""
+        if run.opt.checkpointing.enabled:
+            raise ConfigError(
+                "opt=checkpointing has no effect with algo=eggroll: there is no backward pass to"
+                " recompute for. Leave it out."
+            )
+        if run.opt.offload.enabled and not run.opt.amp.enabled:
+            raise ConfigError(
+                "opt=offload has no effect with algo=eggroll in float32: the forward uses the"
+                " masters themselves. Leave it out, or add opt=amp."
+            )
+
+    @property
+    def pair(self) -> int:
+        """Members that stay together: 2 where they are mirrored."""
+        return 2 if self.mirrored else 1
+
+    @property
+    def rows_per_member(self) -> int:
+        """Completions of one member per step."""
+        return self.prompts_per_step * self.samples_per_prompt
+
     def directions(self) -> int:
-        """Independent noise draws a step: members, or half of them when mirrored."""
-        return self.members // 2 if self.mirrored else self.members
-
-
-def check_switches(opt: OptConfig) -> None:
-    """Raise ConfigError for an opt switch that has no effect in EGGROLL."""
-    if opt.checkpointing.enabled:
-        raise ConfigError(
-            "opt=checkpointing has no effect with algo=eggroll: there is no backward pass to"
-            " recompute for. Leave it out."
-        )
-    if opt.offload.enabled and not opt.amp.enabled:
-        raise ConfigError(
-            "opt=offload has no effect with algo=eggroll in float32: the forward uses the masters"
-            " themselves. Leave it out, or add opt=amp."
-        )
+        """Return the independent noise draws per step: members, or half of them when mirrored."""
+        return self.members // self.pair

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import ClassVar
 
 from common.config import (
     ConfigError,
@@ -60,13 +61,13 @@ class StopAtConfig:
         if self.ratio_kl is not None and seen["ratio_kl"] > self.ratio_kl:
             return (
                 f"ratio_kl {seen['ratio_kl']:.3g} is above algo.stop_at.ratio_kl={self.ratio_kl:g}."
-                " Lower algo.lr or algo.passes."
+                " Lower algo.lr or algo.num_iterations."
             )
         if self.entropy_below is not None and seen["entropy"] < self.entropy_below:
             return (
                 f"entropy {seen['entropy']:.3g} is below"
                 f" algo.stop_at.entropy_below={self.entropy_below:g}. Raise algo.entropy_bonus, or"
-                " with algo.passes above 1 algo.epsilon_high."
+                " with algo.num_iterations above 1 algo.epsilon_high."
             )
         return None
 
@@ -80,13 +81,28 @@ class StopAtConfig:
 class GrpoConfig:
     """Settings of GRPO; what each does stands beside its value in conf/algo/grpo.yaml."""
 
+    # How the progress line writes the numbers of a step.
+    PROGRESS: ClassVar = {
+        "reward": "reward {:.3f}",
+        "metric": "",
+        "tokens_per_second": "{:,.0f} tokens/s",
+        "dead_groups": "{:.0%} dead groups",
+    }
+    # Settings that a run that is resumed may change.
+    RESUME_MAY_CHANGE: ClassVar = ("steps", "rollout_rows", "train_rows")
+    RENAMED: ClassVar = {
+        "rows_per_forward": "algo.rollout_rows",
+        "micro_batch_rows": "algo.train_rows",
+        "passes": "algo.num_iterations",
+    }
+
     name: str
     steps: int | None
     prompts_per_step: int
     samples_per_prompt: int
-    passes: int
-    rows_per_forward: int
-    micro_batch_rows: int
+    num_iterations: int
+    rollout_rows: int | None
+    train_rows: int | None
     loss: str
     advantage: str
     epsilon_low: float
@@ -110,8 +126,9 @@ class GrpoConfig:
     def __post_init__(self) -> None:
         if self.steps is not None:
             at_least("algo.steps", self.steps, 1)
-        for key in ("prompts_per_step", "passes", "rows_per_forward", "micro_batch_rows"):
-            at_least(f"algo.{key}", getattr(self, key), 1)
+        for key in ("prompts_per_step", "num_iterations", "rollout_rows", "train_rows"):
+            if getattr(self, key) is not None:
+                at_least(f"algo.{key}", getattr(self, key), 1)
         at_least("algo.samples_per_prompt", self.samples_per_prompt, 2)
         for key in ("resample_rounds", "overlong_buffer", "warmup_steps"):
             at_least(f"algo.{key}", getattr(self, key), 0)
@@ -138,7 +155,7 @@ class GrpoConfig:
                 " and algo.kl.where=loss: there the KL to the reference model is measured. Set"
                 " algo.kl.beta, for example 0.001, or leave it out."
             )
-        if self.passes == 1:
+        if self.num_iterations == 1:
             off_policy = {
                 "dual_clip": self.dual_clip,
                 "delta": self.delta,
@@ -147,9 +164,9 @@ class GrpoConfig:
             for key, value in off_policy.items():
                 if value is not None:
                     raise ConfigError(
-                        f"algo.{key}={value:g} has no effect with algo.passes=1: the ratio to the"
+                        f"algo.{key}={value:g} has no effect with algo.num_iterations=1: the ratio to the"
                         f" policy that sampled is exactly 1. Set algo.{key}=null, or raise"
-                        " algo.passes."
+                        " algo.num_iterations."
                     )
         self._check_unused()
         if self.sampling.temperature == 0:
@@ -169,10 +186,10 @@ class GrpoConfig:
         """
         leave = "Leave it out."
         unused: dict[str, str] = {}
-        if self.passes == 1:  # first, so that what is more to the point stands in its place
+        if self.num_iterations == 1:  # first, so that what is more to the point stands in its place
             exact = (
-                "with algo.passes=1: the ratio to the policy that sampled is exactly 1. Leave it"
-                " out, or raise algo.passes."
+                "with algo.num_iterations=1: the ratio to the policy that sampled is exactly 1. Leave it"
+                " out, or raise algo.num_iterations."
             )
             unused = dict.fromkeys(("epsilon_low", "epsilon_high"), exact)
             if self.cispo_max >= 1:
@@ -196,16 +213,15 @@ class GrpoConfig:
             value = functools.reduce(getattr, key.split("."), self)
             no_effect("algo/grpo.yaml", key, value, why)
 
-
-def check_switches(run: Run, settings: GrpoConfig) -> None:
-    """Raise ConfigError for settings outside `algo` that have no effect with these."""
-    if run.model.attention != "sdpa":
-        raise ConfigError(
-            f"model.attention={run.model.attention} has no effect with algo=grpo, which uses sdpa."
-            " Leave it out."
-        )
-    if run.opt.offload.enabled and not settings.kl.beta:
-        raise ConfigError(
-            "opt=offload has no effect with algo=grpo and algo.kl.beta=0: there is no reference"
-            " model. Leave it out, or set beta."
-        )
+    def check_run(self, run: Run) -> None:
+        """Raise ConfigError for self outside `algo` that have no effect with these."""
+        if run.model.attention != "sdpa":
+            raise ConfigError(
+                f"model.attention={run.model.attention} has no effect with algo=grpo, which uses sdpa."
+                " Leave it out."
+            )
+        if run.opt.offload.enabled and not self.kl.beta:
+            raise ConfigError(
+                "opt=offload has no effect with algo=grpo and algo.kl.beta=0: there is no reference"
+                " model. Leave it out, or set beta."
+            )

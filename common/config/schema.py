@@ -250,58 +250,15 @@ class PeakConfig:
 
 
 @dataclass(kw_only=True)
-class EggrollRows:
-    """Batch sizes of EGGROLL on this device."""
-
-    rows_per_forward: int  # members x prompts in one forward
-
-    def __post_init__(self) -> None:
-        at_least("hardware.eggroll.rows_per_forward", self.rows_per_forward, 2)
-
-
-@dataclass(kw_only=True)
-class GrpoRows:
-    """Batch sizes of GRPO on this device."""
-
-    rows_per_forward: int  # completions in one rollout forward
-    micro_batch_rows: int  # completions in one training forward
-
-    def __post_init__(self) -> None:
-        at_least("hardware.grpo.rows_per_forward", self.rows_per_forward, 1)
-        at_least("hardware.grpo.micro_batch_rows", self.micro_batch_rows, 1)
-
-
-@dataclass(kw_only=True)
-class RftRows:
-    """Sizes of RFT on this device."""
-
-    samples_per_prompt: int  # completions of each prompt
-    prompts_per_batch: int  # prompts sampled together
-    chunk_size: int  # completions of each of them at a time
-    micro_batch_rows: int  # completions in one rollout forward
-    batch_rows: int  # completions in one training forward
-    accumulate: int  # training forwards in an optimizer step
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            at_least(f"hardware.rft.{item.name}", getattr(self, item.name), 1)
-
-
-@dataclass(kw_only=True)
-class ClassifyRows:
-    """Sizes of classify on this device."""
-
-    micro_batch_rows: int  # rows of one forward
-
-    def __post_init__(self) -> None:
-        at_least("hardware.classify.micro_batch_rows", self.micro_batch_rows, 1)
-
-
-@dataclass(kw_only=True)
 class HardwareConfig:
-    """Facts about a device, and starting batch sizes for each algorithm."""
+    """Facts about a device. They size batches and never change a result."""
 
     RENAMED: ClassVar[dict[str, str | None]] = {
+        "eggroll": "algo.rollout_rows",
+        "grpo": "algo.rollout_rows and algo.train_rows",
+        "rft": "algo.rollout_rows and algo.train_rows, and experiment=rft_a100_40g and its kin",
+        "classify": "algo.train_rows",
+        "cuda_graphs": "engine.cuda_graphs",
         "power_w": None,
         "link_gbs": None,
         "compute_capability": None,
@@ -317,22 +274,12 @@ class HardwareConfig:
     peak_tflops: PeakConfig
     p2p: bool  # direct device-to-device copies work
     compile: bool  # torch.compile is supported well enough to be allowed
-    cuda_graphs: bool  # on CUDA, decode steps are recorded and replayed
     scoring_workers: int  # threads or processes that score rewards
     strict: bool  # true = a different device is an error
-    eggroll: EggrollRows
-    grpo: GrpoRows
-    rft: RftRows
-    classify: ClassifyRows
 
     def __post_init__(self) -> None:
         choice("hardware.device", self.device, ("auto", "cpu", "cuda"))
         at_least("hardware.scoring_workers", self.scoring_workers, 1)
-        if self.cuda_graphs and self.name == "cpu":
-            raise ConfigError(
-                "hardware.cuda_graphs=true has no effect with hardware=cpu. Leave it out, or use"
-                " another."
-            )
         for key in ("memory_gb", "bandwidth_gbs", "allreduce_gbs", "hop_us"):
             if getattr(self, key) is not None:
                 above(f"hardware.{key}", getattr(self, key), 0)
@@ -576,6 +523,16 @@ class ScoringConfig:
 
 
 @dataclass(kw_only=True)
+class PromptsConfig:
+    """What happens to prompts."""
+
+    too_long: str  # error | skip
+
+    def __post_init__(self) -> None:
+        choice("prompts.too_long", self.too_long, ("error", "skip"))
+
+
+@dataclass(kw_only=True)
 class Run:
     """Everything that a run is made of. `algo` is the algorithm's own dataclass, `task` stays a
     plain dict.
@@ -584,6 +541,7 @@ class Run:
     seed: int
     resume: str  # no | auto | a run folder
     budget: BudgetConfig
+    prompts: PromptsConfig
     evaluate: EvaluateConfig
     checkpoint: CheckpointConfig
     scoring: ScoringConfig
@@ -593,6 +551,7 @@ class Run:
     opt: OptConfig = field(default_factory=OptConfig)
     tracker: TrackerConfig
     slurm: SlurmConfig
+    engine: dict[str, Any]
     algo: Any
     task: dict[str, Any]
 
@@ -618,6 +577,8 @@ class Run:
                 f"algo.{self.scheduled[0]} goes over algo.steps, which a budget leaves open. Give"
                 " algo.steps too; the budget may end the run earlier."
             )
+
+        self.algo.check_run(self)
 
     @property
     def scheduled(self) -> list[str]:

@@ -27,6 +27,12 @@ class Context:
         """True on the rank that writes and prints."""
         return self.rank == 0
 
+    @property
+    def memory_gb(self) -> float:
+        """The memory of this rank in GB of 2**30 bytes; the ranks of a CPU share its memory."""
+        shared = self.world_size if self.device.device.type == "cpu" else 1
+        return self.device.memory_gb / shared
+
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over ranks; where all but one rank hold zero, that rank's value exactly."""
         if self.world_size > 1:

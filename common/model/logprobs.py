@@ -93,7 +93,7 @@ def group(
             (width - len(prompt), prompt),
             *((width + i * length, c) for i, c in enumerate(group)),
         ]:
-            ids[row, start : start + len(tokens)] = torch.tensor(tokens)
+            ids[row, start : start + len(tokens)] = torch.as_tensor(tokens)
             real[row, start : start + len(tokens)] = True
     column = torch.arange(width)
     positions = torch.cat(
@@ -240,7 +240,7 @@ def _token_logprobs(
     return out[0], out[1]
 
 
-def keep_step(model: PreTrainedModel, passes: int, device: torch.device) -> None:
+def match_backward_passes(model: PreTrainedModel, passes: int, device: torch.device) -> None:
     """Forward and backward passes that add nothing, on a sharded model: all ranks must make the
     same number of them.
     """

@@ -1,7 +1,45 @@
 """Estimate how much memory weights, training state and activations need."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from transformers import PreTrainedModel
+
+from common.distributed import fsdp
+
+
+def head_size(config: Any) -> int:
+    """Return the width of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+@dataclass(frozen=True)
+class StateMemory:
+    """The memory of weights and training state in bytes.
+
+    Attributes:
+        whole: what opt=fsdp shares out between ranks.
+        copies: half-precision copies, which only plain models have.
+    """
+
+    whole: float
+    copies: float = 0.0
+
+    @classmethod
+    def of_training(
+        cls, parameters: int, trained: int, frozen_copies: int = 0, half_copies: int = 0
+    ) -> "StateMemory":
+        """Count float32 weights and frozen copies, and the gradients and Adam's two moments of what
+        is trained; half_copies: of the weights, 2 bytes per parameter.
+        """
+        whole = 4 * parameters * (1 + frozen_copies) + 12 * trained
+        return cls(whole, 2.0 * half_copies * parameters)
+
+    def on_rank(self, model: Any, rollout: bool) -> float:
+        """Return the bytes on one rank, with what is gathered of a sharded model meanwhile."""
+        copies = 0.0 if fsdp.of(model) else self.copies
+        return self.whole / fsdp.share(model) + copies + fsdp.gathered_bytes(model, rollout)
 
 
 def activation_bytes(
@@ -13,7 +51,7 @@ def activation_bytes(
     compute: torch.dtype,
     recomputed: bool,
 ) -> float:
-    """An estimate, rather too large, of what a training forward of `rows` completions keeps for its
+    """Return an estimate, rather too large, of what a training forward of `rows` completions keeps for its
     backward pass.
 
     Linear in prompts and rows; the logits (four times `LOGITS` floats at most) are not in it.
@@ -24,9 +62,7 @@ def activation_bytes(
     config, narrow = model.config, compute.itemsize
     hidden, layers = config.hidden_size, config.num_hidden_layers
     wide = getattr(config, "intermediate_size", None) or 4 * hidden
-    heads = config.num_attention_heads * (
-        getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-    )
+    heads = config.num_attention_heads * head_size(config)
     tokens = prompts * prompt_tokens + rows * new_tokens
     # Norms and residuals stay float32; every completion has its own copy of its prompt's keys and
     # values.

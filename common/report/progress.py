@@ -4,6 +4,8 @@ import logging
 import shutil
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
@@ -69,3 +71,24 @@ class Progress:
 def terminal_columns() -> int:
     """Of the terminal."""
     return shutil.get_terminal_size((80, 24)).columns
+
+
+@contextmanager
+def watch_completions(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None] | None]:
+    """Show a progress line of `total` completions for the block, if `shown`. Yields what to call with
+    the number of those that have just finished.
+    """
+    if not shown:
+        yield None
+        return
+    line, done = Progress(what, total, unit="completion", brief=True), 0
+
+    def advance(rows: int) -> None:
+        nonlocal done
+        done = min(total, done + rows)  # what is repeated when memory runs out counts once
+        line.to(done)
+
+    try:
+        yield advance
+    finally:
+        line.close()

@@ -8,8 +8,7 @@ import platform
 import shutil
 import subprocess
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,8 @@ from common.distributed.context import Context
 from common.files import write_text
 from common.model.load import model_commit
 from common.report import page
-from common.tasks import Example, Task, plain
+from common.report.tracker import Tracker
+from common.tasks import Example, Task, plain, task_name
 
 log = logging.getLogger("clutch")
 
@@ -51,15 +51,14 @@ class Result:
     device: str
     dtype: str
     folder: str
-    metrics: dict[str, dict[str, float]] = field(
-        default_factory=dict
-    )  # before and after, all measures
-    iteration: int | None = None  # of RFT, whose model this is; 0 = the base's: none was better
-    ended_by: str | None = (
-        # the setting that ended the run, such as budget.tokens=200000; None = it did all its steps
-        None
-    )
-    skipped_steps: int = 0  # left out because numbers were not finite (not_finite.policy=skip)
+    # All measures, before and after.
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    # The iteration whose model this is, where there are any; 0 = the base: none was better.
+    iteration: int | None = None
+    # The setting that ended the run, such as budget.tokens=200000; None = it did all its steps.
+    ended_by: str | None = None
+    # Steps left out because numbers were not finite (not_finite.policy=skip).
+    skipped_steps: int = 0
 
     def model_and_tokenizer(self) -> tuple[Any, Any]:
         """The trained model and its tokenizer, loaded from RUN/model."""
@@ -178,46 +177,69 @@ def _visible(text: str) -> str:
     )
 
 
-def finish_report(
-    result: Result, task: Task, examples: Sequence[Example], before: list[str], after: list[str]
+def make_result(
+    run: Run,
+    context: Context,
+    subject: Any,
+    state: dict[str, Any],
+    metrics: dict[str, dict[str, float]],
+    ended_by: str | None,
+) -> Result:
+    """Put together the outcome of a run.
+
+    Args: subject: what was trained (common.session.Subject); state: what the session counted; metrics:
+    by "before", "after", ...; the first measure after the run is the headline.
+    """
+    name = next(iter(metrics["after"]))
+    return Result(
+        algo=run.algo.name,
+        task=task_name(subject.task),
+        model=subject.name,
+        metric=name,
+        before=metrics["before"][name],
+        after=metrics["after"][name],
+        steps=state["step"],
+        seconds=state["seconds"],
+        generated_tokens=state["generated"],
+        reward_evaluations=state["evaluations"],
+        world_size=context.world_size,
+        device=context.device.name,
+        dtype=subject.precision.name,
+        folder=str(context.out_dir),
+        metrics=metrics,
+        ended_by=ended_by,
+        skipped_steps=state["skipped"],
+    )
+
+
+def finish_run(
+    tracker: Tracker,
+    result: Result,
+    subject: Any,
+    texts: tuple[list[str], list[str]],
+    weights: dict[str, Any] | None,
+    model: str | None = None,
 ) -> None:
-    """Write result.json and print the end of a run, with some completions side by side."""
+    """Export the model, close the tracker, write result.json and print the end of the run; on rank 0.
+
+    Args: texts: held-out completions before and after; weights: gathered ones, where the model is
+    sharded; model: where it is and how to load it, None = a language model.
+    """
+    folder = Path(result.folder)
+    before, after = texts
+    rows = completion_rows(subject.task, subject.held_out, after) if after else []
+    if rows:
+        tracker.completions("after", tracker.step, rows)
+    tracker.summary(headline(result))
+    subject.export(folder / "model", weights)
+    tracker.artifact("model", folder / "model", f"step-{result.steps}")
+    tracker.close()
     result.save()
     samples = [
-        {"prompt": plain(task.prompt(e)), "before": old, "after": new, "answer": e.answer}
-        for e, old, new in list(zip(examples, before, after, strict=True))[:3]
+        {"prompt": plain(row["prompt"]), "before": old, "after": new, "answer": row["answer"]}
+        for row, old, new in list(zip(rows, before, after, strict=True))[:3]
     ]
-    print_summary(result, samples)
-
-
-@contextmanager
-def profiled(run: Run, context: Context) -> Iterator[Callable[[], None]]:
-    """With opt=profile, trace some steps into RUN/profile on rank 0. Yields what to call after each
-    step.
-    """
-    if not (run.opt.profile.enabled and context.main):
-        yield lambda: None
-        return
-    folder = context.out_dir / "profile"
-
-    def done(trace: Any) -> None:
-        folder.mkdir(exist_ok=True)
-        trace.export_chrome_trace(str(folder / "trace.json"))
-        key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        (folder / "table.txt").write_text(
-            trace.key_averages().table(sort_by=key, row_limit=40), encoding="utf-8"
-        )
-        log.info(
-            "profile of %d steps: %s/table.txt, and trace.json for chrome://tracing",
-            run.opt.profile.steps,
-            folder,
-        )
-
-    schedule = torch.profiler.schedule(wait=0, warmup=1, active=run.opt.profile.steps, repeat=1)
-    with torch.profiler.profile(
-        schedule=schedule, on_trace_ready=done, record_shapes=True
-    ) as profiler:
-        yield profiler.step
+    print_summary(result, samples, model)
 
 
 def print_summary(result: Result, samples: list[dict[str, str]], model: str | None = None) -> None:

@@ -5,8 +5,6 @@ events. Rank 0 only.
 import json
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from common.files import write_text
 from common.report.events import EVALUATIONS, cut_events, events, jsonable, numbers
 from common.report.progress import Progress
 from common.report.sinks import open_sink
-from common.signals import RunStopped
 from common.tasks import plain
 
 log = logging.getLogger("clutch")
@@ -48,6 +45,7 @@ class Tracker:
         state: dict[str, Any] | None = None,
     ) -> None:
         self.out_dir, self.artifacts = out_dir, run.tracker.artifacts
+        self.shown: dict[str, str] = run.algo.PROGRESS
         self.step = resumed  # of the last event
         for path in (out_dir / "metrics.jsonl", out_dir / EVALUATIONS):
             cut_events(path, resumed)
@@ -91,8 +89,9 @@ class Tracker:
         """
         assert self.line is not None
         self.write(event)
-        text = _shown(event, self.held[-1] if self.held else None) if shown is None else shown
-        self.line.to(int(event["step"]) if done is None else done, text, always="metric" in event)
+        if shown is None:
+            shown = describe_event(event, self.held[-1] if self.held else None, self.shown)
+        self.line.to(event["step"] if done is None else done, shown, always="metric" in event)
 
     def measured(self, step: int, name: str, metrics: dict[str, float], **used: int) -> None:
         """Held-out measures that no event has: those before the first step and after the last.
@@ -152,41 +151,23 @@ class Tracker:
             self.sink = None
 
 
-def _shown(event: dict[str, Any], held: dict[str, Any] | None) -> str:
-    """What the progress line says of a step of a loop that samples and learns at once; what may be
-    cut comes last.
+def describe_event(
+    event: dict[str, Any], held: dict[str, Any] | None, shown: dict[str, str]
+) -> str:
+    """Say what the progress line tells of a step; what may be cut comes last.
 
-    held: the last held-out measures.
+    Args: held: the last held-out measures; shown: by name of a number how it is written, "metric" for
+    the headline of `held`.
     """
-    parts = [f"reward {event['reward']:.3f}"]
-    if held:
-        parts.append(f"{held['metric_name']} {held['metric']:.1f}")
-    parts.append(f"{event['tokens_per_second']:,.0f} tokens/s")
-    if "drift" in event:
-        parts.append(f"drift {event['drift']:.2f}")
-    if event.get("dead_groups"):
-        parts.append(f"{100 * event['dead_groups']:.0f} % dead groups")
+    parts = []
+    for name, text in shown.items():
+        if name == "metric":
+            parts += [f"{held['metric_name']} {held['metric']:.1f}"] if held else []
+        elif name in event:
+            parts.append(text.format(event[name]))
     return ", ".join(parts)
 
 
 def _text(value: Any) -> Any:
     """A cell of a table: numbers and texts as they are, a conversation as text."""
     return plain(value) if isinstance(value, list) else value
-
-
-@contextmanager
-def closed_on_error(tracker: Tracker | None) -> Iterator[None]:
-    """Close `tracker` if the block is left by an exception, so that what was logged is not lost.
-
-    A run that was stopped has a report of what it did so far.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if tracker:
-            tracker.close(error.code if isinstance(error, RunStopped) else 1)
-            if isinstance(error, RunStopped) and (tracker.out_dir / "run.yaml").exists():
-                from common.report import page  # which reads what is written here
-
-                page.write_or_warn(tracker.out_dir)
-        raise

@@ -1,21 +1,57 @@
-"""The interface of a sampling engine: what goes in, and what comes out."""
+"""The interface of a sampling engine: what goes in, what comes out, and how one is opened.
 
+An engine is one module and one file in conf/engine: the file's `_target_` names a function that takes
+a `Setup` and the file's other settings, and returns an `Engine`.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+
+from common.config import Run, SamplingConfig
+from common.instance import instantiate
+from common.rows import RowLimit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requests:
+    """What to sample. The draws of a token are keyed by (seed, draw, prompt id, sample id, position).
+
+    Attributes:
+        prompts: token ids, at least one each.
+        ids: what the draws of each prompt are keyed by; None = 0, 1, 2, ...
+        samples: completions of each prompt. first_sample: id of the first one, so that more can be
+            drawn later.
+        draw: tells visits to the same prompt apart, for example the step.
+        groups: how often the whole set is sampled, side by side. Rows of a group are adjacent in every
+            forward, and every group has the same number of rows: that is what lets a population
+            perturb each group on its own.
+        logprobs: whether to return the log-probabilities of the sampled tokens.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    ids: Sequence[int] | None = None
+    samples: int = 1
+    first_sample: int = 0
+    seed: int = 0
+    draw: int = 0
+    groups: int = 1
+    logprobs: bool = False
 
 
 @dataclass
 class Completions:
     """What was sampled, in order (group, prompt, sample). N rows in all.
 
-    tokens: int64 [N, L], padded with the pad id after `lengths`; the stop token, where there is
-    one, is included. lengths: int64 [N]. finished: bool [N], False where max_new_tokens cut the row
-    off. logprobs: float32 [N, L], of the sampled tokens under the tempered distribution; None if
-    not asked for. broken: bool [N], True where the model's logits were not finite, so that the row
-    says nothing. generated: tokens the model produced in all, those thrown away after a row's end
-    not counted.
+    tokens: int64 [N, L], padded with the pad id after `lengths`; the stop token, where there is one,
+    is included.
+    lengths: int64 [N]. finished: bool [N], False where max_new_tokens cut the row off.
+    logprobs: float32 [N, L], of the sampled tokens under the tempered distribution; None if they were
+    not asked for.
+    broken: bool [N], True where the model's logits were not finite, so that the row says nothing.
     """
 
     tokens: Tensor
@@ -26,13 +62,69 @@ class Completions:
 
     @property
     def generated(self) -> int:
-        """Sum of the lengths."""
+        """The number of tokens, without those thrown away after a row's end."""
         return int(self.lengths.sum())
 
     def texts(self, tokenizer: Any) -> list[str]:
-        """The completions as text, special tokens left out."""
-        rows = [
-            row[:length]
-            for row, length in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)
-        ]
+        """Return the completions as text, special tokens left out."""
+        pairs = zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)
+        rows = [row[:length] for row, length in pairs]
         return tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+
+Watch = Callable[[int], None]  # told how many rows have just finished
+
+
+class Engine(Protocol):
+    """Samples completions from the model that is being trained.
+
+    Attributes:
+        context_length: tokens of prompt and completion together.
+        limit: the rows of one forward; `generate` halves it when memory runs out.
+        populations: whether rows of one call can belong to perturbed copies of the model.
+        reproducible: whether a draw is a function of (seed, draw, prompt, sample, position).
+    """
+
+    context_length: int
+    limit: RowLimit
+    populations: bool
+    reproducible: bool
+
+    def generate(
+        self, requests: Requests, sampling: SamplingConfig, watch: Watch | None = None
+    ) -> Completions:
+        """Sample completions. Raises: ConfigError where a prompt does not fit the context."""
+        ...
+
+    def refresh(self) -> None:
+        """Take over the trainer's weights; nothing happens where they are shared."""
+        ...
+
+    def row_bytes(self, prompt_tokens: int, new_tokens: int) -> float:
+        """Return an estimate of the memory that one more row needs."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What an engine is opened with.
+
+    Attributes:
+        model: the model that is trained. pad_id, stop_ids: token ids.
+        rows: rows of one forward at most. floor: the fewest that make sense.
+        compile_mode: None, or a mode of torch.compile for the decode steps.
+        autocast: None, or the dtype that float32 weights are used in.
+    """
+
+    model: Any
+    pad_id: int
+    stop_ids: Sequence[int]
+    rows: int
+    floor: int = 1
+    compile_mode: str | None = None
+    autocast: torch.dtype | None = None
+
+
+def open_engine(run: Run, setup: Setup) -> Engine:
+    """Open the engine that the run names. Raises: ConfigError where it cannot be."""
+    return instantiate("engine", run.engine, ("generate", "refresh", "row_bytes"), setup=setup)

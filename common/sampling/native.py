@@ -18,7 +18,7 @@ through the inverse CDF; so a sample does not depend on its neighbours, on the n
 where a run was resumed. Greedy output equals `model.generate`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -31,9 +31,11 @@ from common.distributed import fsdp
 from common.model import logprobs
 from common.model.half import Narrow, compiled
 from common.model.masks import additive
+from common.model.memory import head_size
 from common.model.prompts import context_length
+from common.rows import RowLimit
 from common.sampling.cuda_graphs import CudaGraphs
-from common.sampling.engine import Completions
+from common.sampling.engine import Completions, Requests, Setup, Watch
 from common.sampling.kv_cache import ATTENTION, Prefix, PromptCache, SlotCache
 from common.sampling.random import token_uniforms
 
@@ -61,20 +63,21 @@ def evaluating(model: PreTrainedModel, attention: str | None) -> Iterator[None]:
 
 
 class Sampler:
-    """Samples from `model`.
+    """The native engine: samples from `model` in this process, with the trainer's own weights.
 
     Args:
         model: any decoder whose attention goes through transformers' cache and 4-d masks (Llama,
-        Qwen2, Qwen3, GPT-2, ...).
+            Qwen2, Qwen3, GPT-2, ...).
         pad_id: token id used to fill. stop_ids: ids that end a row.
-        rows: slots, that is rows in one forward at most.
+        rows: slots, that is rows in one forward at most. floor: the fewest that make sense.
         compile_mode: None, or a mode of torch.compile for the decode steps.
-        graphs: record decode steps as CUDA graphs, where `model` is on a CUDA device and not
-        sharded.
+        graphs: record decode steps as CUDA graphs, where `model` is on a CUDA device and not sharded.
         autocast: None, or the dtype that float32 weights are used in. Autocast would cast them for
-        every token, so linear layers
-            have a copy in that dtype, which each call of `generate` refreshes.
+            every token, so linear layers have a copy in that dtype, which `refresh` renews.
     """
+
+    populations = True
+    reproducible = True
 
     def __init__(
         self,
@@ -83,6 +86,7 @@ class Sampler:
         pad_id: int,
         stop_ids: Sequence[int],
         rows: int,
+        floor: int = 1,
         compile_mode: str | None = None,
         graphs: bool = False,
         autocast: torch.dtype | None = None,
@@ -91,93 +95,68 @@ class Sampler:
         self.device = fsdp.device(model)
         self.pad_id = pad_id
         self.stop_ids = torch.tensor(list(stop_ids), device=self.device)
-        self.rows = rows
+        sharded = fsdp.of(model) is not None
+        self.limit = RowLimit("algo.rollout_rows", rows, floor, fixed=sharded)
         self.autocast = autocast
-        self.narrow = (
-            Narrow(model, autocast) if autocast is not None and not fsdp.of(model) else None
-        )
+        self.narrow = Narrow(model, autocast) if autocast is not None and not sharded else None
         self.used = model if self.narrow is None else self.narrow.twin
         # What records decode steps. Gathering sharded weights is no part of a step that could be.
-        self.recorder = (
-            CudaGraphs if graphs and self.device.type == "cuda" and not fsdp.of(model) else None
-        )
+        recorded = graphs and self.device.type == "cuda" and not sharded
+        self.recorder = CudaGraphs if recorded else None
         self.forward = compiled(self.used, compile_mode) if compile_mode else self.used
-        self.context = context_length(model)
-        self.watch: Callable[[int], None] | None = None  # told how many rows have just finished
+        self.context_length = context_length(model)
         # Whether the attention is one that this module can stand in for.
-        self.replaces = model._supports_attention_backend and model.config._attn_implementation in (
-            "sdpa",
-            logprobs.ATTENTION,
-        )
+        own = model.config._attn_implementation
+        self.replaces = model._supports_attention_backend and own in ("sdpa", logprobs.ATTENTION)
         # Then rows can share a prompt's keys. Not when steps are compiled or recorded: who shares
         # with whom changes with every refill, and each shape would be compiled or recorded anew.
         self.shares = self.replaces and compile_mode is None and self.recorder is None
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the activations, and so of the cache."""
+        """The dtype of the activations, and so of the cache."""
         return self.autocast or fsdp.dtype(self.model)
 
-    def bytes_per_row(self, prompt_tokens: int, new_tokens: int) -> float:
-        """An estimate of the memory that one more row takes: its cache, and the activations of its
-        prefill.
+    def refresh(self) -> None:
+        """Renew the half-precision copy; without one the weights are shared."""
+        if self.narrow is not None:
+            self.narrow.refresh()
+
+    def row_bytes(self, prompt_tokens: int, new_tokens: int) -> float:
+        """Return an estimate of the memory that one more row needs: its cache, and the activations
+        of its prefill.
         """
         config, size = self.model.config, self.dtype.itemsize
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_size = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
-        cache = (
-            2
-            * config.num_hidden_layers
-            * heads
-            * head_size
-            * (prompt_tokens + 2 * new_tokens)
-            * size
-        )
+        tokens = prompt_tokens + 2 * new_tokens
+        cache = 2 * config.num_hidden_layers * heads * head_size(config) * tokens * size
         wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        logits = (
-            4 * 3 * config.vocab_size * (2 if self.recorder else 1)
-        )  # recorded steps have memory of their own
+        # Recorded steps have memory of their own.
+        logits = 4 * 3 * config.vocab_size * (2 if self.recorder else 1)
         return cache + prompt_tokens * (3 * wide + 8 * config.hidden_size) * size + logits
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: SamplingConfig,
-        *,
-        samples_per_prompt: int = 1,
-        seed: int = 0,
-        draw: int = 0,
-        prompt_ids: Sequence[int] | None = None,
-        first_sample: int = 0,
-        groups: int = 1,
-        logprobs: bool = False,
+        self, requests: Requests, sampling: SamplingConfig, watch: Watch | None = None
     ) -> Completions:
-        """Sample completions.
+        """Sample completions, with half the rows when memory runs out.
 
-        Args:
-            prompts: token ids, each at least one. prompt_ids: what the draws are keyed by; None =
-            0, 1, 2, ...
-            first_sample: id of the first sample of each prompt, so that more can be drawn later.
-            draw: tells visits to the same prompt apart, for example the step.
-            groups: how often the whole set is sampled, side by side. Rows of a group are adjacent
-            in every forward, and
-                every group has the same number of rows: that is what lets a population perturb each
-                group on its own.
-            logprobs: return those of the sampled tokens.
         Raises: ConfigError where a prompt is empty or does not fit the context with max_new_tokens.
         """
-        for index, prompt in enumerate(prompts):
+        for index, prompt in enumerate(requests.prompts):
             if not prompt:
                 raise ConfigError(f"prompt {index} is empty. Give each prompt at least one token.")
-        longest = max(len(prompt) for prompt in prompts)
-        if longest + sampling.max_new_tokens > self.context:
+        longest = max(len(prompt) for prompt in requests.prompts)
+        if longest + sampling.max_new_tokens > self.context_length:
             raise ConfigError(
                 f"a prompt of {longest} tokens and max_new_tokens={sampling.max_new_tokens} exceed"
-                f" the model's context of {self.context}. Lower algo.sampling.max_new_tokens to"
-                f" {max(0, self.context - longest)}, or shorten prompts."
+                f" the model's context of {self.context_length}. Lower algo.sampling.max_new_tokens"
+                f" to {max(0, self.context_length - longest)}, or shorten prompts."
             )
+        return self.limit.run(lambda rows: self._generate(requests, sampling, rows, watch))
+
+    def _generate(
+        self, requests: Requests, sampling: SamplingConfig, rows: int, watch: Watch | None
+    ) -> Completions:
         # Without a cache of casts, which would outlive a recording that it was made in; the narrow
         # twin needs none.
         half = torch.autocast(
@@ -186,34 +165,27 @@ class Sampler:
             enabled=self.autocast is not None,
             cache_enabled=self.recorder is None,
         )
-        if self.narrow is not None:
-            self.narrow.refresh()
-        with (
-            evaluating(self.used, ATTENTION if self.replaces else None),
-            fsdp.inference(self.model),
-            half,
-        ):
-            key = (seed, draw)
-            made = _Grid(
-                self,
-                prompts,
-                sampling,
-                samples_per_prompt,
-                key,
-                prompt_ids,
-                first_sample,
-                groups,
-                logprobs,
-            ).run()
+        attention = evaluating(self.used, ATTENTION if self.replaces else None)
+        with attention, fsdp.inference(self.model), half:
+            made = _Grid(self, requests, sampling, rows, watch).run()
         # Out of inference mode a clone is an ordinary tensor, which a loss may use.
         logp = made.logprobs.clone() if made.logprobs is not None else None
-        return Completions(
-            made.tokens.clone(),
-            made.lengths.clone(),
-            made.finished.clone(),
-            logp,
-            made.broken.clone(),
-        )
+        tokens, lengths = made.tokens.clone(), made.lengths.clone()
+        return Completions(tokens, lengths, made.finished.clone(), logp, made.broken.clone())
+
+
+def open_native(setup: Setup, cuda_graphs: bool) -> Sampler:
+    """Open the native engine (conf/engine/native.yaml)."""
+    return Sampler(
+        setup.model,
+        pad_id=setup.pad_id,
+        stop_ids=setup.stop_ids,
+        rows=setup.rows,
+        floor=setup.floor,
+        compile_mode=setup.compile_mode,
+        graphs=cuda_graphs,
+        autocast=setup.autocast,
+    )
 
 
 @dataclass
@@ -235,40 +207,37 @@ class _Grid:
     def __init__(
         self,
         sampler: Sampler,
-        prompts: Sequence[Sequence[int]],
+        requests: Requests,
         sampling: SamplingConfig,
-        samples: int,
-        key: tuple[int, int],
-        prompt_ids: Sequence[int] | None,
-        first_sample: int,
-        groups: int,
-        logprobs: bool,
+        rows: int,
+        watch: Watch | None = None,
     ) -> None:
-        device = sampler.device
-        self.sampler, self.prompts, self.sampling, self.groups = sampler, prompts, sampling, groups
-        self.requests = (
-            len(prompts) * samples
-        )  # of each group; request q is sample q % samples of prompt q // samples
-        self.samples = samples
-        self.slots = min(self.requests, max(1, sampler.rows // groups))  # of each group
+        device, prompts = sampler.device, requests.prompts
+        self.sampler, self.sampling, self.watch = sampler, sampling, watch
+        self.prompts, self.groups = prompts, requests.groups
+        # Of each group; request q is sample q % samples of prompt q // samples.
+        self.requests = len(prompts) * requests.samples
+        self.samples = requests.samples
+        self.slots = min(self.requests, max(1, rows // self.groups))  # of each group
         self.longest = max(len(prompt) for prompt in prompts)
+        groups = self.groups
         total, length = groups * self.requests, sampling.max_new_tokens
         self.tokens = torch.full((total, length), sampler.pad_id, device=device)
-        self.logprobs = torch.zeros((total, length), device=device) if logprobs else None
+        self.logprobs = None
+        if requests.logprobs:
+            self.logprobs = torch.zeros((total, length), device=device)
         self.lengths = torch.zeros(total, dtype=torch.long, device=device)
         self.finished = torch.zeros(total, dtype=torch.bool, device=device)
-        self.witness = torch.zeros(
-            total, device=device
-        )  # of each row, a sum that is finite as long as its logits are
+        # Of each row, a sum that is finite as long as its logits are.
+        self.witness = torch.zeros(total, device=device)
         self.uniforms = None
         if sampling.temperature > 0:
-            ids = torch.tensor(
-                list(prompt_ids) if prompt_ids is not None else range(len(prompts)), device=device
-            )
+            keys = range(len(prompts)) if requests.ids is None else requests.ids
+            ids = torch.tensor(list(keys), device=device)
             request = torch.arange(self.requests, device=device)
-            self.uniforms = token_uniforms(
-                *key, ids[request // samples], first_sample + request % samples, length
-            )
+            sample = requests.first_sample + request % self.samples
+            prompt = ids[request // self.samples]
+            self.uniforms = token_uniforms(requests.seed, requests.draw, prompt, sample, length)
         self.queued = [0] * groups  # the next request of each group
         # With a prefix, slots hold completions alone; else a row's prompt lies in front of its
         # completion.
@@ -337,9 +306,9 @@ class _Grid:
             attention_mask=mask,
             # A row that is past its end until the next look could leave the context, for which
             # there may be no embedding.
-            position_ids=(column - self.start + self.offset).clamp(max=self.sampler.context - 1)[
-                :, None
-            ],
+            position_ids=(column - self.start + self.offset).clamp(
+                max=self.sampler.context_length - 1
+            )[:, None],
             past_key_values=self.cache,
             use_cache=True,
             **({"slots": self.cache} if self.sampler.replaces else {}),
@@ -442,8 +411,8 @@ class _Grid:
         self.request[rows] = -1
         self.start[rows] = self.cache.column
         self.cache.first = int(self.start.min())
-        if self.sampler.watch:
-            self.sampler.watch(len(rows))
+        if self.watch:
+            self.watch(len(rows))
 
     def refill(self, free: Tensor, most: int) -> None:
         """Prefill `most` requests of each group and place them in free slots.

@@ -1,17 +1,11 @@
 """What a reward task is. One file a task; none of them knows an algorithm."""
 
-import importlib
-import inspect
 import random
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, make_dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from common.config import ConfigError
-from common.config import build as build_settings
+from common.instance import instantiate
 
 # A conversation, as chat templates take it: {"role": "system" | "user" | "assistant", "content":
 # text} each.
@@ -90,61 +84,14 @@ class Teaches(Protocol):
         ...
 
 
-def build(node: dict[str, Any]) -> Task:
-    """The reward task that a configuration names. Raises: ConfigError as `instance`."""
-    return instance(node, ("examples", "prompt", "reward", "metrics"), "common/tasks/__init__.py")
+def build_task(node: dict[str, Any]) -> Task:
+    """Make the reward task that a configuration names. Raises: ConfigError as `instantiate`."""
+    methods = ("examples", "prompt", "reward", "metrics")
+    # How long the tiny model is pre-trained on a task is the task's to say and the model's to read.
+    node = {key: value for key, value in node.items() if key != "pretrain_steps"}
+    return instantiate("task", node, methods, "common/tasks/__init__.py")
 
 
-def instance(node: dict[str, Any], methods: Sequence[str], see: str) -> Any:
-    """What `_target_` and constructor arguments in a configuration make. The only node that is
-    instantiated.
-
-    Args: methods: that it must have; see: where they are explained.
-    Raises: ConfigError for a target that cannot be found, an unknown argument, or an object that is
-    no task.
-    """
-    target = str(node["_target_"])
-    arguments = {
-        key: value for key, value in node.items() if key not in ("_target_", "pretrain_steps")
-    }
-    module, _, name = target.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except Exception as error:
-        raise ConfigError(
-            f"task._target_={target!r} cannot be imported: {type(error).__name__}: {error}. Check"
-            " the name, and that its folder is on PYTHONPATH."
-        ) from error
-    parameters = inspect.signature(found).parameters
-    if not any(
-        p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
-    ):  # such a task checks by itself
-        arguments = _checked(arguments, parameters.values())
-    task = found(**arguments)
-    missing = [name for name in methods if not callable(getattr(task, name, None))]
-    if missing:
-        raise ConfigError(
-            f"task._target_={target!r} has no method {missing[0]}. See {see} for those it needs."
-        )
-    return task
-
-
-def _checked(arguments: dict[str, Any], parameters: Iterable[inspect.Parameter]) -> dict[str, Any]:
-    """Arguments converted to the annotated types, by the rules of every other setting. Raises:
-    ConfigError.
-    """
-    fields = []
-    for parameter in parameters:
-        kind = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
-        try:
-            OmegaConf.structured(make_dataclass("Settings", [(parameter.name, kind)]))
-        except OmegaConfBaseException:
-            kind = Any  # a type that YAML knows nothing of
-        default = parameter.default
-        fields.append(
-            (parameter.name, kind)
-            if default is inspect.Parameter.empty
-            else (parameter.name, kind, field(default_factory=lambda value=default: value))
-        )
-    schema = make_dataclass("Settings", fields, kw_only=True)
-    return vars(build_settings(schema, arguments, "task"))
+def task_name(task: Any) -> str:
+    """Return the name that a task gives itself, or else its class's."""
+    return getattr(task, "name", type(task).__name__)

@@ -1,0 +1,73 @@
+"""What a run may use, and what of it is used."""
+
+import logging
+
+from common.config import Run
+from common.distributed.context import Context
+
+log = logging.getLogger("clutch")
+
+TENTHS = 10
+OVERSHOT = 1.1  # share of a budget from which on it is worth a warning
+
+
+class Budget:
+    """The used share of `run.budget`, on every rank alike. Without a budget it stays 0.
+
+    Args: tokens, seconds: what the run used before it was interrupted.
+    """
+
+    def __init__(self, run: Run, context: Context, tokens: int, seconds: float) -> None:
+        self.run, self.context = run, context
+        self.before, self.share, self.limit = 0.0, 0.0, ""
+        self.add(tokens, seconds)
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Take note of what is used in all."""
+        found = self.run.budget.nearest(tokens, seconds)
+        if self.run.budget.seconds is not None:  # clocks of ranks differ
+            found = max(self.context.gather_objects(found))
+        self.before, (self.share, self.limit) = self.share, found
+        if self.context.main and self.before < 1:
+            warn_if_overshot(self.share, self.limit)
+
+    @property
+    def spent(self) -> bool:
+        """Whether the run is to end."""
+        return self.share >= 1
+
+    @property
+    def ended_by(self) -> str | None:
+        """The limit that ended the run, for result.json; None where the budget is not spent."""
+        return self.limit if self.spent else None
+
+    def evaluation_due(self, step: int) -> bool:
+        """Return whether to measure after 1-based `step`, apart from the end of the run."""
+        if self.spent:
+            return False
+        every = self.run.evaluate.every
+        if every is not None:
+            return every > 0 and step % every == 0
+        return int(TENTHS * self.share) > int(TENTHS * self.before)
+
+
+def warn_if_overshot(share: float, limit: str) -> None:
+    """Warn of a budget that was far below what is spent at once.
+
+    Args: share: the used share of it; limit: its text, such as budget.tokens=100.
+    """
+    if share > OVERSHOT:
+        log.warning(
+            "%s is overshot: %.3g times as much is used, because what is under way is never cut"
+            " short. Raise it, or make steps smaller.",
+            limit,
+            share,
+        )
+
+
+def describe_length(run: Run, count: int | None, what: str) -> str:
+    """Say how long a run is: "60 steps", "60 steps or budget.tokens=9", "steps until ..."."""
+    limits = list(run.budget.limits().values())
+    if count is None:
+        return f"{what} until {' or '.join(limits)}"
+    return " or ".join([f"{count} {what}", *limits])

@@ -1,0 +1,63 @@
+"""Make the object that a node of the configuration names: a task, an engine."""
+
+import importlib
+import inspect
+from collections.abc import Iterable, Sequence
+from dataclasses import field, make_dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from common.config import ConfigError, build
+
+
+def instantiate(
+    key: str, node: dict[str, Any], methods: Sequence[str], see: str = "", **given: Any
+) -> Any:
+    """Call the node's `_target_` with its other settings, converted to the annotated types.
+
+    Args: key: the node's, for errors; methods: what the result must have; see: where they are
+    explained; given: further arguments, which are passed as they are.
+    Raises: ConfigError for a target that cannot be found, an unknown setting, or a result without one
+    of the methods.
+    """
+    target = str(node["_target_"])
+    settings = {name: value for name, value in node.items() if name != "_target_"}
+    module, _, name = target.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        raise ConfigError(
+            f"{key}._target_={target!r} cannot be imported: {type(error).__name__}: {error}. Check"
+            " the name, and that its folder is on PYTHONPATH."
+        ) from error
+    parameters = inspect.signature(found).parameters.values()
+    # A target that takes any keyword checks by itself.
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        settings = _check(key, settings, [p for p in parameters if p.name not in given])
+    made = found(**given, **settings)
+    missing = [name for name in methods if not callable(getattr(made, name, None))]
+    if missing:
+        where = f" See {see} for those it needs." if see else ""
+        raise ConfigError(f"{key}._target_={target!r} has no method {missing[0]}.{where}")
+    return made
+
+
+def _check(
+    key: str, settings: dict[str, Any], parameters: Iterable[inspect.Parameter]
+) -> dict[str, Any]:
+    """Convert settings by the rules of every other setting. Raises: ConfigError."""
+    schema = []
+    for parameter in parameters:
+        kind = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
+        try:
+            OmegaConf.structured(make_dataclass("Settings", [(parameter.name, kind)]))
+        except OmegaConfBaseException:
+            kind = Any  # a type that YAML knows nothing of
+        if parameter.default is inspect.Parameter.empty:
+            schema.append((parameter.name, kind))
+        else:
+            default = field(default_factory=lambda value=parameter.default: value)
+            schema.append((parameter.name, kind, default))
+    return vars(build(make_dataclass("Settings", schema, kw_only=True), settings, key))

@@ -1,0 +1,325 @@
+"""A language model with what belongs to it: tokenizer, task, prompts, engine, evaluation, export."""
+
+import copy
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common import hardware, optim, precision
+from common.config import ConfigError, Run, SamplingConfig
+from common.distributed import fsdp
+from common.distributed.context import Context
+from common.evaluation import Evaluation, check_logits
+from common.model import logprobs
+from common.model.export import export_model
+from common.model.load import load_model
+from common.model.memory import StateMemory, head_size
+from common.model.prompts import encode_prompts, stop_ids
+from common.report.progress import watch_completions
+from common.rows import RowLimit
+from common.sampling.engine import Completions, Engine, Requests, Setup, open_engine
+from common.tasks import Example, Task, build, task_name
+from common.tasks.order import ExampleOrder, hold_out
+from common.tasks.scoring import Scorer
+
+log = logging.getLogger("clutch")
+
+# Rows of a rollout forward where algo.rollout_rows is null, before they are fitted to the memory.
+ROLLOUT_ROWS = {"cpu": 256, "cuda": 1024}
+
+
+class LM:
+    """The language model of a run.
+
+    Args:
+        task: the task; None = the one that the run names.
+        population: its weights are perturbed and never see a backward pass; rows may come in mirrored
+            pairs.
+        reference: keep a frozen copy of the initial model.
+
+    Raises: ConfigError for a model, a task or settings that cannot work.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        context: Context,
+        task: Task | None = None,
+        *,
+        population: bool = False,
+        reference: bool = False,
+    ) -> None:
+        self.run, self.context = run, context
+        self.device = context.device.device
+        self.task = task or build(run.task)
+        self.name = run.model.path or run.model.name
+        self.precision = precision.resolve(run.opt, self.device)
+        self.half = self.precision.compute != torch.float32
+        self.model, self.tokenizer = load_on_all_ranks(run, self.task, context)
+        if population:
+            self.model.requires_grad_(False)
+        else:
+            logprobs.prepare(self.model)
+            optim.no_dropout(self.model)
+        self.reference = copy.deepcopy(self.model).requires_grad_(False) if reference else None
+        if self.reference is not None and run.opt.offload.enabled:
+            self.reference.to("cpu")
+        fsdp.shard([self.model, self.reference], run, context, self.precision)
+        self.scorer = Scorer(self.task, run.scoring)
+        # A population's weights are in the compute dtype themselves.
+        autocast = self.precision.compute if self.half and not population else None
+        self.engine = self.open_engine(self.model, floor=2 if population else 1, autocast=autocast)
+        if population and not self.engine.populations:
+            raise ConfigError(
+                f"{run.engine['_target_']} cannot sample from perturbed copies of a model, which"
+                f" algo={run.algo.name} needs. Use engine=native."
+            )
+
+    def open_engine(
+        self, model: Any, floor: int = 1, autocast: torch.dtype | None = None
+    ) -> Engine:
+        """Open the run's engine for `model`, which is this one or a copy of it."""
+        compiled = self.run.opt.compile
+        setup = Setup(
+            model=model,
+            pad_id=self.tokenizer.pad_token_id,
+            stop_ids=stop_ids(model, self.tokenizer),
+            rows=self.run.algo.rollout_rows or ROLLOUT_ROWS[self.device.type],
+            floor=floor,
+            compile_mode=compiled.mode if compiled.enabled else None,
+            autocast=autocast,
+        )
+        return open_engine(self.run, setup)
+
+    # --- prompts
+
+    def read_examples(self) -> None:
+        """Read training and held-out examples into `order` and `held_out`.
+
+        Raises: ConfigError where a prompt does not fit the context, unless prompts.too_long=skip.
+        """
+        splits = {
+            "train": list(self.task.examples("train")),
+            "test": hold_out(self.task, self.run.evaluate.examples),
+        }
+        splits, self.longest_prompt = self.fit_prompts(self.task.prompt, splits)
+        self.order = ExampleOrder(splits["train"], self.run.seed)
+        self.held_out = splits["test"]
+
+    def fit_prompts(
+        self, ask: Callable[[Example], Any], splits: dict[str, list[Example]]
+    ) -> tuple[dict[str, list[Example]], int]:
+        """Return the examples whose prompts fit the context, and the tokens of the longest of these.
+
+        Args: ask: makes the prompt of an example.
+        Raises: ConfigError where one does not fit with prompts.too_long=error, or none does.
+        """
+        tokens, context = self.run.algo.sampling.max_new_tokens, self.engine.context_length
+        kept: dict[str, list[Example]] = {split: [] for split in splits}
+        misfits, fitting, longest = [], 0, 0
+        for split, examples in splits.items():
+            prompts = encode_prompts(self.tokenizer, [ask(example) for example in examples])
+            for example, ids in zip(examples, prompts, strict=True):
+                longest = max(longest, len(ids))
+                if len(ids) + tokens > context:
+                    misfits.append((split, example.id, len(ids)))
+                else:
+                    kept[split].append(example)
+                    fitting = max(fitting, len(ids))
+        count = sum(map(len, splits.values()))
+        self.skipped_prompts = len(misfits)
+        if misfits and (self.run.prompts.too_long == "error" or not all(kept.values())):
+            split, first, length = misfits[0]
+            room = context - longest
+            advice = (
+                f"Lower it to {room}, shorten the prompts" if room > 0 else "Shorten the prompts"
+            )
+            raise ConfigError(
+                f"{len(misfits)} of {count} prompts do not fit the model's context of {context}"
+                f" tokens with algo.sampling.max_new_tokens={tokens}: the first is {split} example"
+                f" {first} with {length} tokens, the longest has {longest}. {advice}, or leave them"
+                " out with prompts.too_long=skip."
+            )
+        if misfits and self.context.main:
+            log.warning(
+                "%d of %d prompts do not fit the model's context of %d tokens and are left out"
+                " (prompts.too_long=skip)",
+                len(misfits),
+                count,
+                context,
+            )
+        return kept, fitting
+
+    def encode(self, examples: Sequence[Example]) -> list[list[int]]:
+        """Return the token ids of the examples' prompts."""
+        return encode_prompts(self.tokenizer, [self.task.prompt(example) for example in examples])
+
+    # --- sampling
+
+    def generate(self, requests: Requests, sampling: SamplingConfig | None = None) -> Completions:
+        """Sample with the weights as they are now; sampling: None = algo.sampling."""
+        self.engine.refresh()
+        return self.engine.generate(requests, sampling or self.run.algo.sampling)
+
+    def evaluate(self, examples: Sequence[Example] | None = None) -> Evaluation:
+        """Complete examples greedily, shared out over the ranks, and measure. Every rank returns the
+        same.
+
+        Args: examples: None = the held-out ones.
+        Raises: RunStopped where the model's logits are NaN or infinite.
+        """
+        examples, context = self.held_out if examples is None else examples, self.context
+        mine = examples[context.rank :: context.world_size]
+        texts, generated, broken = [], 0, []
+        with fsdp.forwards(self.model):
+            if mine:
+                tokens = self.run.algo.sampling.max_new_tokens
+                greedy = SamplingConfig(max_new_tokens=tokens, temperature=0.0, top_p=1.0, top_k=0)
+                self.engine.refresh()
+                requests = Requests(prompts=self.encode(mine))
+                with watch_completions("evaluating", len(mine), context.main) as watch:
+                    made = self.engine.generate(requests, greedy, watch)
+                texts, generated = made.texts(self.tokenizer), made.generated
+                pairs = zip(mine, made.broken.tolist(), strict=True)
+                broken = [example.id for example, bad in pairs if bad]
+        parts = context.gather_objects((texts, generated, broken))
+        check_logits([example for _, _, found in parts for example in found], len(examples))
+        completions = [""] * len(examples)
+        for rank, (part, _, _) in enumerate(parts):
+            completions[rank :: context.world_size] = part
+        counted = sum(count for _, count, _ in parts)
+        return Evaluation(self.task.metrics(examples, completions), completions, counted)
+
+    # --- the plan and the ends of a run
+
+    @property
+    def parameters(self) -> int:
+        """The number of weights."""
+        return fsdp.parameters(self.model)
+
+    def fit_rollout(self, state: StateMemory, extra_bytes: float = 0.0) -> float:
+        """Fit the engine's rows to the memory. Returns the bytes of a row, and sets `rollout_bytes`.
+
+        Args: state: weights and training state; extra_bytes: what else is there, whatever the rows.
+        """
+        tokens = self.run.algo.sampling.max_new_tokens
+        self.rollout_fixed = state.on_rank(self.model, rollout=True) + extra_bytes
+        self.rollout_row = self.engine.row_bytes(self.longest_prompt, tokens)
+        fit(self.engine.limit, self.rollout_row, self.rollout_fixed, self.context)
+        return self.rollout_row
+
+    def describe(self) -> dict[str, str]:
+        """Say for the plan what the task, the model, the device and the numbers are."""
+        run, device = self.run, self.context.device
+        skipped = f"; {self.skipped_prompts} too long and left out" if self.skipped_prompts else ""
+        kernel = hardware.attention_kernel(
+            self.device, self.precision.compute, head_size(self.model.config), masked=True
+        )
+        compiled = (
+            f", decoding compiled ({run.opt.compile.mode})" if run.opt.compile.enabled else ""
+        )
+        recomputed = ", activations recomputed" if run.opt.checkpointing.enabled else ""
+        return {
+            "task": f"{task_name(self.task)}: {len(self.order.examples):,} training examples,"
+            f" {len(self.held_out)} held out{skipped}",
+            "model": f"{self.name}, {self.parameters / 1e6:.2f}M parameters",
+            "engine": describe_engine(run, self.engine),
+            "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={run.hardware.name}",
+            "numbers": f"{self.precision.name}{', GradScaler' if self.precision.scaler else ''}"
+            f"{compiled}, masters float32; attention {run.model.attention} ({kernel}){recomputed}",
+            "ranks": str(self.context.world_size),
+        }
+
+    def offending_row(
+        self, example: Example, completion: Any, reward: float, broken: bool
+    ) -> dict[str, Any]:
+        """Describe a completion whose reward, or else whose logits (`broken`), are not finite.
+
+        Args: completion: its text, or its token ids.
+        """
+        if not isinstance(completion, str):
+            completion = self.tokenizer.decode(completion)
+        return {
+            "id": example.id,
+            "prompt": self.task.prompt(example),
+            "answer": example.answer,
+            "completion": completion,
+            "reward": str(reward),  # JSON has no NaN
+            "logits": "not finite" if broken else "finite",
+        }
+
+    def export(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> None:
+        """Write the model and its tokenizer as a folder that `from_pretrained` loads."""
+        export_model(self.model, self.tokenizer, folder, weights)
+
+    def close(self) -> None:
+        """End the workers that score."""
+        self.scorer.close()
+
+    @contextmanager
+    def reference_on_device(self):
+        """Use the reference model on the device for the block, wherever opt=offload keeps it."""
+        assert self.reference is not None
+        with fsdp.forwards(self.reference):
+            if self.run.opt.offload.enabled:
+                self.reference.to(self.device)
+            yield self.reference
+            if self.run.opt.offload.enabled:
+                self.reference.to("cpu")
+
+
+def describe_engine(run: Run, engine: Engine) -> str:
+    """Say which engine samples, and whether a sample can be drawn again."""
+    name = run.engine["_target_"]
+    return name if engine.reproducible else f"{name}; its samples cannot be drawn again"
+
+
+def fit(limit: RowLimit, row_bytes: float, fixed_bytes: float, context: Context) -> None:
+    """Fit a limit to the memory of this rank, and say so where the setting asked for more."""
+    asked = limit.rows
+    limit.fit(row_bytes, fixed_bytes, context.memory_gb)
+    if limit.rows < asked and context.main:
+        gb = context.memory_gb
+        log.info("%s=%d does not fit %.0f GB; going on with %d", limit.key, asked, gb, limit.rows)
+
+
+def load_on_all_ranks(run: Run, task: Task, context: Context) -> tuple[Any, Any]:
+    """Load model in float32 and tokenizer; rank 0 first, so that it alone builds or downloads.
+
+    With opt=fsdp on the CPU: the device need not hold all of it, and `fsdp.shard` takes it there block
+    by block.
+    """
+    if not context.main:
+        context.barrier()
+    device = context.device.device if context.mesh is None else torch.device("cpu")
+    model, tokenizer = load_model(run.model, task, torch.float32, device, progress=context.main)
+    if context.main:
+        context.barrier()
+    if context.world_size > 1:
+        splits = [task.examples(split) for split in ("train", "test")]
+        rows = [(e.id, e.question, e.answer) for examples in splits for e in examples]
+        digest = hashlib.sha256(repr(rows).encode("utf-8", "replace")).hexdigest()
+        same_on_all_ranks(context, "rows of the task", digest)
+        # One number per parameter; other weights have other sums, but for a rare chance.
+        sums = [
+            int(p.detach().view(torch.int32).sum(dtype=torch.int64)) for p in model.parameters()
+        ]
+        same_on_all_ranks(context, "weights of the model", sums)
+    return model, tokenizer
+
+
+def same_on_all_ranks(context: Context, what: str, found: Any) -> None:
+    """Raise ConfigError where `found`, a digest of `what`, is not that of rank 0."""
+    every = context.gather_objects(found)
+    other = next((rank for rank, theirs in enumerate(every) if theirs != every[0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"the {what} on rank {other} are not those of rank 0, so the ranks would train apart."
+            " Give all ranks the same files, and a task whose rows do not depend on the machine, the"
+            " time or chance."
+        )

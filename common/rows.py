@@ -1,0 +1,93 @@
+"""How many rows fit a forward: fitted to the memory at the start, halved when it runs out all the same."""
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from common.config import ConfigError
+
+T = TypeVar("T")
+log = logging.getLogger("clutch")
+
+
+class RowLimit:
+    """The rows of one kind of forward on this rank. It only shrinks.
+
+    Args:
+        key: the setting that names it, such as algo.rollout_rows.
+        rows: what the setting asks for.
+        floor: the fewest rows that make sense, 2 where a mirrored pair must stay together.
+        fixed: ranks share weights, so one of them cannot repeat a forward alone.
+        shorter: the setting that makes sequences shorter.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        rows: int,
+        floor: int = 1,
+        fixed: bool = False,
+        shorter: str = "algo.sampling.max_new_tokens",
+    ) -> None:
+        self.key, self.rows, self.floor, self.fixed, self.shorter = key, rows, floor, fixed, shorter
+        self._running = False
+
+    def fit(self, row_bytes: float, fixed_bytes: float, memory_gb: float) -> None:
+        """Lower the rows to what fits nine tenths of the memory, in multiples of the floor.
+
+        Args: row_bytes: what one more row needs; fixed_bytes: weights and all that does not grow with
+        rows.
+        """
+        room = 0.9 * memory_gb * 2**30 - fixed_bytes
+        fitting = min(self.rows, int(room / row_bytes)) if room > 0 else 0
+        self.rows = max(self.floor, fitting // self.floor * self.floor)
+
+    def run(self, action: Callable[[int], T]) -> T:
+        """Return `action(rows)`, repeated with half the rows each time memory runs out.
+
+        The draws of a step depend on addresses alone, so a repetition gives what a smaller start
+        would have given. A call inside another one leaves the repetition to the outer one.
+        Raises: ConfigError with advice at the floor.
+        """
+        if self._running:
+            return action(self.rows)
+        self._running = True
+        try:
+            while True:
+                try:
+                    return action(self.rows)
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    self._check(error)
+                self._halve()  # out of the handler, whose traceback holds tensors
+        finally:
+            self._running = False
+
+    def _check(self, error: BaseException) -> None:
+        """Raise ConfigError where fewer rows are not possible."""
+        if self.fixed:
+            raise ConfigError(
+                f"out of memory with {self.rows} rows per forward, and ranks that share weights or "
+                "gradients cannot go on with fewer rows one by one. Lower "
+                f"{self.key}, lower {self.shorter}, use a smaller model, or add 'opt=[amp]'."
+            ) from error
+        if self.rows <= self.floor:
+            raise ConfigError(
+                f"out of memory even with {self.rows} rows per forward. Use a smaller model, lower "
+                f"{self.shorter}, or add 'opt=[amp]'."
+            ) from error
+
+    def _halve(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.rows = max(self.floor, self.rows // 2)
+        log.warning("out of memory: repeating with %d rows per forward", self.rows)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out. PyTorch's CPU allocator has no class for it, only a text."""
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return known or "can't allocate memory" in str(error)

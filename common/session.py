@@ -1,0 +1,388 @@
+"""What surrounds the steps of a run, the same for every algorithm.
+
+    with Session(run, context, subject) as session:
+        session.start(state, plan)
+        for step in session.steps():
+            ...                        # the algorithm; it tells `step` what it did
+        return session.finish()
+
+An algorithm tells a step numbers (`log`), cost (`used`), trouble (`non_finite`, `stop_if`) and phases
+(`phase`), nothing else. When its block ends, the session does in this order:
+
+1. it counts the step, its seconds and what it used, and looks at the budget;
+2. evaluates on held-out examples, if that is due and the run neither ends here nor is in trouble;
+3. writes the step's event, on rank 0;
+4. stops the run if a guard tripped or numbers were not finite (exit code 3);
+5. writes a checkpoint if one is due, a signal has come, or this was the last step;
+6. stops the run after a signal, unless all is done (exit code 75).
+
+Seconds are of training alone: neither of evaluations nor of checkpoints. Several optimizer steps on one
+rollout are `step.updates(n)`: each is counted, evaluated and logged (1 to 4); checkpoints and signals
+wait for the last of them, as a rollout is never stored.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from common import hardware, resume
+from common.budget import Budget
+from common.checkpoint import Checkpoint, describe_latest
+from common.config import Run
+from common.distributed import fsdp
+from common.distributed.context import Context
+from common.evaluation import Evaluation
+from common.nonfinite import NonFinitePolicy
+from common.profile import profile_steps
+from common.report import page, summary
+from common.report.tracker import Tracker
+from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped, StopSignal
+from common.timer import Timer
+
+log = logging.getLogger("clutch")
+
+
+class Subject(Protocol):
+    """What a run trains: a language model with its task, or a classifier."""
+
+    name: str
+    task: Any
+    model: Any
+    precision: Any
+    held_out: Sequence[Any]
+
+    def evaluate(self) -> Evaluation:
+        """Measure on the held-out examples; every rank returns the same."""
+        ...
+
+    def export(self, folder: Path, weights: dict[str, Tensor] | None) -> None:
+        """Write the model; weights: gathered ones, where the model is sharded."""
+        ...
+
+    def close(self) -> None:
+        """Give back workers and files."""
+        ...
+
+
+class Checkpointed(Protocol):
+    """What a checkpoint holds of an algorithm."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights."""
+        ...
+
+    def extra(self) -> dict[str, Any]:
+        """Return nested dicts of tensors and numbers, such as an optimizer's state."""
+        ...
+
+    def load(self, saved: Checkpoint) -> None:
+        """Take over a checkpoint. Raises: ConfigError where it does not fit."""
+        ...
+
+
+class Session:
+    """One run on one rank. Every method is called on all ranks.
+
+    Attributes:
+        state: what a checkpoint keeps of the run, all of it JSON: steps, seconds, what was generated. An
+            algorithm may add keys of its own before `start`.
+        generates: whether tokens and rewards are counted and logged.
+    """
+
+    def __init__(
+        self, run: Run, context: Context, subject: Subject, generates: bool = True
+    ) -> None:
+        self.run, self.context, self.subject = run, context, subject
+        self.generates = generates
+        self.total_steps: int | None = run.algo.steps if hasattr(run.algo, "steps") else None
+        self.state: dict[str, Any] = {"step": 0, "seconds": 0.0, "generated": 0, "evaluations": 0}
+        self.state |= {"skipped": 0, "tracker": {}}
+        self.stack = ExitStack()
+        self.tracker: Tracker | None = None
+        self.warmed_up: dict[str, float] = {}
+        self.timer = Timer()
+        self.ending: str | None = None
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.stack.close()
+        self.subject.close()
+        if error is not None and self.tracker:
+            stopped = isinstance(error, RunStopped)
+            self.tracker.close(error.code if stopped else 1)
+            if stopped and (self.context.out_dir / "run.yaml").exists():
+                page.write_or_warn(self.context.out_dir)  # what it came to so far
+
+    # --- before the steps
+
+    def start(self, saved: Checkpointed, plan: dict[str, str]) -> None:
+        """Resume or begin: print the plan, measure before the first step, open the log.
+
+        Raises: ConfigError where the run folder does not allow it.
+        """
+        run, context, state = self.run, self.context, self.state
+        self.saved = saved
+        resumed = resume.find(run, context)
+        if resumed is not None:
+            saved.load(resumed)
+            state |= resumed.state["run"]
+        self.policy = NonFinitePolicy(run, context, state["skipped"])
+        if context.main:
+            summary.print_plan(plan | {"folder": str(context.out_dir)})
+            summary.write_run(run, context.out_dir, context.device.name)
+        if "before" not in state and self.generates:
+            before = self.subject.evaluate()
+            state["before"] = {"metrics": before.metrics, "completions": before.completions}
+            if context.main:
+                log.info("before: held-out %s %.2f", before.name, before.value)
+        if context.main:
+            self._open_tracker()
+        self.budget = Budget(run, context, state["generated"], state["seconds"])
+
+    def warm_up(self, rehearse: Callable[[], Any]) -> None:
+        """With opt=compile, call `rehearse` and throw its result away, so that the first step's time
+        is that of a step.
+        """
+        if self.run.opt.compile.enabled and not self.over:
+            began = time.perf_counter()
+            rehearse()
+            self.warmed_up = {"compile_seconds": time.perf_counter() - began}
+            if self.context.main:
+                log.info("compiled in %.0f s", self.warmed_up["compile_seconds"])
+
+    # --- the steps
+
+    @property
+    def over(self) -> bool:
+        """Whether no step is left."""
+        return self.budget.spent or self.ending is not None or self.reached(self.state["step"])
+
+    def reached(self, step: int) -> bool:
+        """Return whether the run ends at 1-based `step`, whatever the budget says."""
+        return self.total_steps is not None and step >= self.total_steps
+
+    def end(self, why: str) -> None:
+        """End the run after this step."""
+        self.ending = why
+
+    def steps(self) -> Iterator["Step"]:
+        """Yield the steps that are left; see the module for what happens between two of them."""
+        stop = self.stack.enter_context(StopSignal())
+        self.trace = self.stack.enter_context(profile_steps(self.run, self.context))
+        while not self.over:
+            step = Step(self)
+            yield step
+            if not step.updated:
+                step.close()
+            self._keep(step, stop)
+        self.stack.close()
+
+    def _keep(self, step: "Step", stop: StopSignal) -> None:
+        """Write a checkpoint if one is due, and stop after a signal."""
+        done, every = self.state["step"], self.run.checkpoint.every
+        stopping = self.context.any(stop.name is not None)
+        due = every and done // every > step.index // every
+        if due or step.keep or stopping or self.over:
+            with self.timer("checkpoint"):  # in the next step's event
+                self._save()
+        if stopping and not self.over:
+            of = f" of {self.total_steps}" if self.total_steps else ""
+            raise RunStopped(
+                f"stopped after step {done}{of}, saved in {self.context.out_dir}/checkpoints."
+                f" Go on with hydra.run.dir={self.context.out_dir} resume=auto.",
+                EXIT_SIGNAL,
+            )
+
+    def _save(self) -> None:
+        if self.tracker:
+            self.tracker.sync()  # what the checkpoint says is logged is then on the disk
+        folder = fsdp.save(
+            self.context,
+            self.context.out_dir / "checkpoints",
+            self.state["step"],
+            {name: tensor.detach() for name, tensor in self.saved.tensors().items()},
+            {"run": self.state, "config": asdict(self.run)},
+            self.saved.extra(),
+            keep=self.run.checkpoint.keep,
+        )
+        if self.tracker:
+            self.tracker.artifact("checkpoint", folder, f"step-{self.state['step']}")
+        self.context.barrier()
+
+    # --- the end
+
+    def finish(self, model: str | None = None, **metrics: dict[str, float]) -> summary.Result:
+        """Measure, export the model, write and print the result.
+
+        Args: model: where the model is and how to load it; None = a language model; metrics: more
+        measures for result.json, by kind.
+        """
+        context, state, subject = self.context, self.state, self.subject
+        last, before = subject.evaluate(), state["before"]
+        metrics = {"before": before["metrics"], "after": last.metrics, **metrics}
+        ended_by = self.ending or self.budget.ended_by
+        result = summary.make_result(self.run, context, subject, state, metrics, ended_by)
+        weights = fsdp.whole(subject.model)
+        if self.tracker:
+            if self.generates:
+                self.tracker.measured(state["step"], last.name, last.metrics)
+            seconds = self.timer.seconds.get("checkpoint", 0.0)
+            self.tracker.summary({"last_checkpoint_seconds": seconds})
+            texts = before["completions"], last.completions
+            summary.finish_run(self.tracker, result, subject, texts, weights, model)
+        context.barrier()
+        return result
+
+    # --- inside
+
+    def _open_tracker(self) -> None:
+        run, state, context = self.run, self.state, self.context
+        steps = self.total_steps
+        self.tracker = Tracker(run, context.out_dir, steps, state["step"], state["tracker"])
+        if steps is None:  # the progress line counts what is used of the budget
+            unit = "token" if run.budget.tokens is not None else "second"
+            limit = getattr(run.budget, f"{unit}s")
+            self.tracker.begin("", round(limit), self._budget_used() or 0, unit)
+        if self.generates:
+            metrics = state["before"]["metrics"]
+            headline = next(iter(metrics))
+            self.tracker.measured(0, headline, metrics, generated_tokens=0, reward_evaluations=0)
+            self._keep_completions("before", 0, state["before"]["completions"])
+
+    def _keep_completions(self, name: str, step: int, completions: list[str]) -> None:
+        if self.tracker:
+            subject = self.subject
+            rows = summary.completion_rows(subject.task, subject.held_out, completions)
+            self.tracker.completions(name, step, rows)
+
+    def _budget_used(self) -> int | None:
+        """Return how far a progress line of the budget is; None where it counts steps."""
+        if self.total_steps is not None:
+            return None
+        budget, state = self.run.budget, self.state
+        if budget.tokens is not None:
+            return min(state["generated"], budget.tokens)
+        return round(min(state["seconds"], budget.seconds or 0))  # the last step goes beyond it
+
+
+class Step:
+    """One step, or one of the updates of a step: all that an algorithm says to the session.
+
+    Attributes: index: from 0; keep: write a checkpoint after it, whatever the schedule.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.index = session, session.state["step"]
+        self.keep, self.updated = False, False
+        self.numbers: dict[str, Any] = {}
+        self.tokens = self.samples = 0
+        self.trouble: str | None = None
+        self.started, self.untimed_seconds = time.perf_counter(), 0.0
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the run."""
+        return self.session.state
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Time the block under `name`; blocks of one name add up."""
+        return self.session.timer(name)
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Do not count the block as training."""
+        began = time.perf_counter()
+        yield
+        self.untimed_seconds += time.perf_counter() - began
+
+    def used(self, *, tokens: int = 0, samples: int = 0) -> None:
+        """Count what the step took on all ranks together, for the budget and the speed."""
+        self.tokens += tokens
+        self.samples += samples
+
+    def log(self, **numbers: Any) -> None:
+        """Add numbers to the event of this step."""
+        self.numbers |= numbers
+
+    def non_finite(self, what: str, rows: Sequence[dict[str, Any]], advice: str = "") -> None:
+        """Keep the rows behind numbers that are not finite; the policy says whether the run stops.
+
+        Args: what: the same on all ranks; rows: of this rank, with the `id` of their example.
+        """
+        self.stop_if(self.session.policy.handle(self.index + 1, what, rows, advice))
+
+    def stop_if(self, reason: str | None) -> None:
+        """Stop the run after this step, which is logged first, where there is a reason."""
+        self.trouble = self.trouble or reason
+
+    def updates(self, count: int) -> Iterator["Step"]:
+        """Yield `count` optimizer steps on one rollout, fewer where the run's steps end before. The
+        first one is this step.
+        """
+        session, self.updated = self.session, True
+        update, total = self, session.total_steps
+        shared = dict(self.numbers)
+        for number in range(count if total is None else min(count, total - self.index)):
+            if number:
+                update = Step(session)
+                update.numbers = dict(shared)
+            yield update
+            update.close()
+        session.state["updates_left"] = self.index + count - session.state["step"]
+
+    def close(self) -> None:
+        """Count, evaluate, log: what the session does after each optimizer step."""
+        session, state = self.session, self.session.state
+        seconds = time.perf_counter() - self.started - self.untimed_seconds
+        state["step"] = done = self.index + 1
+        state["seconds"] += seconds
+        state["generated"] += self.tokens * session.generates
+        state["evaluations"] += self.samples * session.generates
+        state["skipped"] = session.policy.skipped
+        session.budget.add(state["generated"], state["seconds"])
+        due = session.budget.evaluation_due(done) and not session.reached(done)
+        if due and session.generates and not self.trouble:
+            with self.phase("evaluate"):
+                found = session.subject.evaluate()
+            session._keep_completions(f"step-{done:08d}", done, found.completions)
+            self.log(metric=found.value, metric_name=found.name, metrics=found.metrics)
+        self._write_event(seconds)
+        if self.trouble:
+            last = describe_latest(session.context.out_dir / "checkpoints")
+            raise RunStopped(f"step {done}: {self.trouble} {last}", EXIT_NUMBERS)
+        session.timer = Timer()
+        session.trace()
+
+    def _write_event(self, seconds: float) -> None:
+        session, state = self.session, self.session.state
+        if session.tracker is None:
+            return
+        counted = {}
+        if session.generates:
+            counted = {
+                "generated_tokens": state["generated"],
+                "reward_evaluations": state["evaluations"],
+            }
+        event = {
+            "step": state["step"],
+            "seconds": seconds,
+            "phase_seconds": session.timer.seconds,
+            **session.warmed_up,
+            **counted,
+            "tokens_per_second": self.tokens / seconds,
+            "samples_per_second": self.samples / seconds,
+            "skipped_steps": state["skipped"],
+            "peak_memory_gb": hardware.peak_memory_gb(session.context.device.device),
+            **self.numbers,
+        }
+        session.warmed_up = {}
+        session.tracker.log(event, session._budget_used())
+        state["tracker"] = session.tracker.state()

@@ -1,0 +1,153 @@
+"""The perturbed weights: float32 masters, what the forward uses, the initial ones, and optimizers."""
+
+import tempfile
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common import optim
+from common.checkpoint import Checkpoint
+from common.config import ConfigError
+from common.distributed import fsdp
+from common.lm import LM
+from eggroll.config import EggrollConfig
+from eggroll.noise import Noise
+
+
+class DiskTensors:
+    """Tensors that are needed a moment each step: in a file without a name, which ends with the
+    process, however it ends.
+
+    float32 on the CPU when read. Raises: OSError with the folder where there is no room.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], folder: Path) -> None:
+        self.places: dict[str, tuple[int, torch.Size]] = {}
+        self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (open as long as this object lives)
+        weakref.finalize(self, self.file.close)
+        try:
+            for name, tensor in tensors.items():
+                self.places[name] = self.file.tell(), tensor.shape
+                self.file.write(tensor.detach().float().cpu().contiguous().numpy())  # type: ignore[arg-type]
+            self.file.flush()
+        except OSError as error:
+            with suppress(OSError):  # what could not be written cannot be written now either
+                self.file.close()
+            raise OSError(
+                error.errno, f"the initial weights cannot be kept there: {error.strerror}", folder
+            ) from error
+
+    def __getitem__(self, name: str) -> Tensor:
+        offset, shape = self.places[name]
+        tensor = torch.empty(shape)
+        self.file.seek(offset)
+        read = self.file.readinto(tensor.numpy())  # type: ignore[attr-defined]
+        if read != tensor.nbytes:
+            raise OSError(
+                f"the initial weights of {name} cannot be read back: {read} of {tensor.nbytes}"
+                " bytes came."
+            )
+        return tensor
+
+
+class Weights:
+    """The perturbed weights: float32 masters, what the forward uses, the initial ones, and their
+    optimizers.
+
+    Training is to take hardly more memory than sampling does: the initial weights lie in a file of
+    `folder` and are read for each update, which goes parameter by parameter. In float32 the forward
+    uses the masters; else they are beside what it uses, on the CPU with `offload`.
+    """
+
+    def __init__(self, lm: LM, noise: Noise, cfg: EggrollConfig) -> None:
+        self.cfg, self.model = cfg, lm.model
+        model, compute = lm.model, lm.precision.compute
+        offload, folder = lm.run.opt.offload.enabled, lm.context.out_dir
+        self.memory_gb: float | None = None  # of weights and optimizer state on this rank
+        names = [address.name for address in noise.addresses]
+        parameters = dict(model.named_parameters())
+        # What this rank holds of them.
+        self.initial = DiskTensors({n: fsdp.local(parameters[n]) for n in names}, folder)
+        # |W0|^2 and, while a step is made, |W - W0|^2.
+        self.moved = 0.0
+        self.started = sum(
+            fsdp.local(parameters[n]).detach().square().sum().double().item() for n in names
+        )
+        if compute == torch.float32 or fsdp.of(model):
+            self.masters = {n: parameters[n] for n in names}
+        else:
+            self.masters = {
+                n: parameters[n].detach().to("cpu" if offload else parameters[n].device, copy=True)
+                for n in names
+            }
+            model.to(compute)
+        self.used = {n: dict(model.named_parameters())[n] for n in names}
+        kind = optim.optimizer_class(cfg.optimizer)
+        try:
+            # One for each parameter, so that a gradient is used and dropped before the next is
+            # made.
+            options: dict[str, Any] = {"lr": cfg.lr, **cfg.optimizer.kwargs}
+            self.optimizers = {n: kind([m], **options) for n, m in self.masters.items()}
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"algo.optimizer.kwargs={cfg.optimizer.kwargs}: {error}") from None
+
+    @torch.no_grad()
+    def descend(self, name: str, gradient: Tensor, lr: float) -> None:
+        """Make an optimizer step of one parameter against `gradient`, which is used up."""
+        master, optimizer = self.masters[name], self.optimizers[name]
+        gradient = gradient.to(master.device)
+        initial = self.initial[name].to(master.device)
+        if self.cfg.weight_decay:
+            gradient.add_(fsdp.local(master) - initial, alpha=self.cfg.weight_decay)
+        master.grad = fsdp.like(master, gradient)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        master.grad = None
+        if self.used[name] is not master:
+            self.used[name].copy_(master)
+        self.moved += initial.sub_(fsdp.local(master)).square_().sum().double().item()
+
+    def drift(self) -> float:
+        """Return |W - W0| / |W0| over all perturbed weights, once all of them have been stepped."""
+        if self.memory_gb is None:
+            parts = [list(self.model.parameters()), self.masters, self.extra()]
+            self.memory_gb = fsdp.measured(parts)
+        both = torch.tensor((self.moved, self.started), dtype=torch.float64)
+        both = fsdp.total(self.model, both.to(fsdp.device(self.model)))
+        self.moved = 0.0
+        return float((both[0] / both[1].clamp(min=1e-30)).sqrt())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the masters, for a checkpoint."""
+        return dict(self.masters)
+
+    def extra(self) -> dict[str, Any]:
+        """Beside the weights, what a checkpoint holds."""
+        return {
+            "optimizers": {
+                name: optimizer.state_dict() for name, optimizer in self.optimizers.items()
+            }
+        }
+
+    def fresh(self) -> dict[str, Any]:
+        """`extra` as it is after a first step."""
+        for optimizer in self.optimizers.values():
+            optim.step_nowhere(optimizer)
+        return self.extra()
+
+    @torch.no_grad()
+    def load(self, saved: Checkpoint) -> None:
+        """Take over a checkpoint's weights and optimizers."""
+        if fsdp.names(saved) != set(self.masters):
+            raise ConfigError(
+                f"{saved.path} holds other parameters than this run perturbs. Start with resume=no."
+            )
+        extra = fsdp.restore(saved, dict(self.masters), self.fresh)
+        for name, master in self.masters.items():
+            self.used[name].copy_(master)
+            self.optimizers[name].load_state_dict(extra["optimizers"][name])

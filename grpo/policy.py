@@ -1,0 +1,244 @@
+"""The model being trained with its optimizer: one exact optimizer step, shared out over ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common import optim
+from common.checkpoint import Checkpoint
+from common.distributed import fsdp
+from common.lm import LM, fit
+from common.model import logprobs
+from common.model.memory import StateMemory, activation_bytes
+from common.rows import RowLimit
+from common.session import Step
+from grpo.config import GrpoConfig
+from grpo.loss import Counts
+from grpo.rollouts import Rollouts
+
+# Completions in a training forward where algo.train_rows is null, before they are fitted to the memory.
+TRAIN_ROWS = {"cpu": 32, "cuda": 128}
+# Sums over tokens -> what the log calls their mean. gap: between the log-probabilities of the sampler and
+# of the trainer.
+PER_TOKEN = {
+    "entropy": "entropy",
+    "clipped": "clipped",
+    "ratio_kl": "ratio_kl",
+    "kl": "kl",
+    "gap": "sampler_gap",
+}
+
+Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+
+
+class Policy:
+    """Turns a rollout and its advantages into optimizer steps."""
+
+    def __init__(self, lm: LM, cfg: GrpoConfig) -> None:
+        self.lm, self.model, self.cfg = lm, lm.model, cfg
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.updater = optim.Updater(parameters, cfg, lm.precision, lm.device)
+        self.guards = optim.Guards(lm.precision.scaler)
+        kind = "cpu" if cfg.loss == "bnpo" else lm.device.type  # its result depends on the rows
+        rows = cfg.train_rows or TRAIN_ROWS[kind]
+        self.limit = RowLimit("algo.train_rows", rows, fixed=fsdp.of(self.model) is not None)
+        # Of each micro-batch of the last step: its rows, and whether their log-probabilities are not
+        # finite, on the device.
+        self.watched: list[tuple[list[int], Tensor]] = []
+        self.recomputed = lm.run.opt.checkpointing.enabled
+        if self.recomputed:
+            optim.checkpoint_activations(self.model)
+        self._fit_rows()
+
+    def step(
+        self, rollouts: Rollouts, advantage: Tensor, loss: Loss, update: Step
+    ) -> dict[str, float]:
+        """Make one optimizer step on the groups of all ranks. Returns what goes into the log.
+
+        Args: advantage: float64 [P, G]; loss: grpo.loss.policy_loss, or another of its kind.
+        """
+        context, first = self.lm.context, rollouts.old_logprobs is None
+
+        def attempt(rows: int) -> dict[str, float]:
+            self.updater.clear()
+            self.watched.clear()
+            if first:  # what an attempt that ran out of memory left: the ratio is to be exactly 1
+                rollouts.old_logprobs = None
+            return self._backward(rollouts, advantage, loss, rows)
+
+        with update.phase("train"):
+            self.model.train(self.recomputed)  # a checkpointed block wants training mode
+            totals = self.limit.run(attempt)
+            # bnpo counts the micro-batches of all ranks, so when memory runs out on one, all cut theirs
+            # as it does.
+            while (fewest := min(held := context.gather_objects(self.limit.rows))) < max(held):
+                if self.limit.rows > fewest:
+                    self.limit.rows = fewest
+                    totals = self.limit.run(attempt)
+        with update.phase("exchange"):
+            optim.sum_gradients(self.updater.parameters)
+            names = sorted(totals)
+            values = [totals[name] for name in names]
+            summed = torch.tensor(values, dtype=torch.float64, device=self.lm.device)
+            totals = dict(zip(names, context.sum(summed).tolist(), strict=True))
+        with update.phase("update"):
+            updated = self.updater.step(self.lr(update.index), totals["loss"])
+        tokens = max(1.0, totals["tokens"])
+        return updated | {shown: totals[name] / tokens for name, shown in PER_TOKEN.items()}
+
+    def check(self, numbers: dict[str, float], rollouts: Rollouts, update: Step) -> None:
+        """Tell the update of numbers that are not finite, and of a guard that tripped."""
+        if (what := self.guards.not_finite(numbers)) is not None:
+            update.non_finite(what, self._offending(rollouts), self.guards.ADVICE)
+        else:
+            update.stop_if(self.guards.trouble(numbers) or self.cfg.stop_at.crossed(numbers))
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of a 0-based step: linear warm-up, then the schedule."""
+        cfg = self.cfg
+        warm = min(1.0, (step + 1) / cfg.warmup_steps) if cfg.warmup_steps else 1.0
+        return cfg.lr * warm * cfg.lr_schedule.factor(step, cfg.steps)
+
+    # --- for checkpoints
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights."""
+        return dict(self.model.named_parameters())
+
+    def extra(self) -> dict[str, Any]:
+        """Return the state of optimizer and scaler."""
+        return self.updater.state()
+
+    def load(self, saved: Checkpoint) -> None:
+        """Take over a checkpoint's weights, optimizer and scaler."""
+        self.updater.load(fsdp.restore(saved, self.tensors(), self.updater.fresh))
+
+    # --- inside
+
+    def _backward(
+        self, rollouts: Rollouts, advantage: Tensor, loss: Loss, rows: int
+    ) -> dict[str, float]:
+        """Accumulate the gradient of this rank's groups. Returns sums over its tokens."""
+        lm, device, size = self.lm, self.lm.device, rollouts.size
+        batches = cut_batches(rollouts.lengths.view(-1, size), rows)
+        counted = [count_batches(groups, size, rows) for groups in rollouts.groups_per_rank]
+        counts = Counts(rollouts.rows, rollouts.loss_tokens, sum(counted))
+        if rollouts.old_logprobs is None:
+            rollouts.old_logprobs, first = torch.zeros_like(rollouts.logprobs), True
+        else:
+            first = False
+        # Summed on the device: reading a number after each micro-batch would wait for it.
+        totals = {
+            name: torch.zeros((), dtype=torch.float64, device=device)
+            for name in ("loss", "tokens", *PER_TOKEN)
+        }
+        lengths = rollouts.lengths.tolist()
+        mine = advantage[rollouts.places].flatten()
+        for batch in batches:
+            index = [group * size + row for group, part in batch for row in range(size)[part]]
+            completions = [
+                [rollouts.tokens[i * size + j, : lengths[i * size + j]] for j in range(size)[part]]
+                for i, part in batch
+            ]
+            prompts = [rollouts.prompts[group] for group, _ in batch]
+            laid = logprobs.group(prompts, completions, device)
+            width = laid.mask.shape[1]
+            mask = laid.mask & rollouts.carries[index].to(device)[:, None]
+            with torch.autocast(device.type, lm.precision.compute, enabled=lm.half):
+                logp, entropy = logprobs.token_logprobs(
+                    self.model, laid, self.cfg.sampling.temperature
+                )
+            self.watched.append((index, (~torch.isfinite(logp.detach()) & mask).any(1)))
+            if first:
+                rollouts.old_logprobs[index, :width] = logp.detach()
+            old = rollouts.old_logprobs[index, :width]
+            ref = None
+            if self.cfg.kl.beta and self.cfg.kl.where == "loss":
+                assert rollouts.reference is not None
+                ref = rollouts.reference[index, :width]
+            weights = mine[index].to(device, torch.float32)
+            value, sums = loss(logp, old, weights, mask, counts, self.cfg, ref=ref, entropy=entropy)
+            self.updater.scaler.scale(value).backward()
+            totals["loss"] += value.detach()
+            totals["tokens"] += mask.sum()
+            gap = (logp.detach() - rollouts.logprobs[index, :width]).abs() * mask
+            totals["gap"] += gap.sum()
+            for name, number in sums.items():
+                totals[name] += number
+        if fsdp.of(self.model):
+            missing = max(counted) - len(batches)
+            logprobs.match_backward_passes(self.model, missing, device)
+        return {name: value.item() for name, value in totals.items()}
+
+    def _offending(self, rollouts: Rollouts) -> list[dict[str, Any]]:
+        """Describe the rows of this rank whose log-probabilities are not finite; all of them where only
+        their gradient is not.
+        """
+        watched = [
+            pair for rows, bad in self.watched for pair in zip(rows, bad.tolist(), strict=True)
+        ]
+        broken = [row for row, is_bad in watched if is_bad]
+        found = []
+        for index in sorted(broken or [row for row, _ in watched]):
+            group, row = divmod(index, rollouts.size)
+            tokens = rollouts.tokens[index, : rollouts.lengths[index]].tolist()
+            example, score = rollouts.examples[group], rollouts.scores[group][row]
+            found.append(self.lm.offending_row(example, tokens, score, bool(broken)))
+        return found
+
+    def _fit_rows(self) -> None:
+        """Fit the rows of rollouts and of training to the memory of this device."""
+        lm, cfg, config = self.lm, self.cfg, self.lm.model.config
+        parameters, kept = lm.parameters, bool(cfg.kl.beta and not lm.run.opt.offload.enabled)
+        # Half-precision copies: autocast's, and the sampler's.
+        self.state = StateMemory.of_training(parameters, parameters, kept, 2 * lm.half)
+        lm.fit_rollout(self.state)
+
+        def activations(prompts: float, rows: int) -> float:
+            return activation_bytes(
+                *(lm.model, prompts, lm.longest_prompt, rows, cfg.sampling.max_new_tokens),
+                *(lm.precision.compute, self.recomputed),
+            )
+
+        logits = self.limit.rows * cfg.sampling.max_new_tokens * config.vocab_size
+        # Of a training forward, however many rows it has.
+        once = activations(1, 0) + 16 * min(logits, logprobs.LOGITS)
+        fixed = self.state.on_rank(lm.model, rollout=False) + once
+        row = activations(1 / cfg.samples_per_prompt, 1)
+        fit(self.limit, row, fixed, lm.context)
+        # Ranks cut micro-batches alike: see `step`.
+        self.limit.rows = min(lm.context.gather_objects(self.limit.rows))
+        share = -(-cfg.prompts_per_step // lm.context.world_size) * cfg.samples_per_prompt
+        self.completions = share  # of this rank per step
+        reference = 4 * parameters if cfg.kl.beta and not kept else 0
+        self.peak = max(
+            lm.rollout_fixed + min(lm.engine.limit.rows, share) * lm.rollout_row,
+            fixed + min(self.limit.rows, share) * row,
+            fixed - once + reference,
+        )
+
+
+def cut_batches(lengths: Tensor, rows: int) -> list[list[tuple[int, slice]]]:
+    """Cut groups into forwards of at most `rows` completions: lists of (group, which completions).
+
+    Groups of like length go together, so that little is padding; a group larger than `rows` is split.
+    Args: lengths: int64 [n, G].
+    """
+    if not lengths.numel():
+        return []
+    size, longest = lengths.shape[1], lengths.amax(1).tolist()
+    ordered = sorted(range(len(longest)), key=lambda i: (longest[i], i))
+    if size > rows:
+        starts = range(0, size, rows)
+        return [[(i, slice(s, min(s + rows, size)))] for i in ordered for s in starts]
+    each = rows // size
+    return [
+        [(i, slice(0, size)) for i in ordered[s : s + each]] for s in range(0, len(ordered), each)
+    ]
+
+
+def count_batches(groups: int, size: int, rows: int) -> int:
+    """Return how many forwards `cut_batches` makes of `groups` groups."""
+    return groups * -(-size // rows) if size > rows else -(-groups // (rows // size))
