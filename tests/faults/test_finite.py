@@ -79,7 +79,7 @@ def two_ranks(tmp_path_factory, cache, warm):
     results.
     """
     folder = tmp_path_factory.mktemp("ranks")
-    arguments = ("test_finite:on_two_ranks", compose([*EGGROLL, *RANKS]), folder)
+    arguments = (f"{__name__}:on_two_ranks", compose([*EGGROLL, *RANKS]), folder)
     return folder, warm.call(launch, *arguments, CLUTCH_CACHE=str(cache))
 
 

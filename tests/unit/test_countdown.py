@@ -251,12 +251,12 @@ def test_hostile_completions_earn_nothing(task, completion):
 
 @given(st.text(alphabet="37 12+-*/()=\n<answer>.", max_size=80))
 def test_rewards_are_in_range(completion):
-    reward = SMALL.reward(PROBLEM, completion)
+    reward = FEW.reward(PROBLEM, completion)
     assert math.isfinite(reward)
     assert 0 <= reward <= 1
 
 
-SMALL = make(problems=50, test_problems=20)
+FEW = make(problems=50, test_problems=20)
 
 
 def test_measures(task):
@@ -267,18 +267,16 @@ def test_measures(task):
 
 
 def test_one_by_one_batched_and_pooled_scores_are_equal():
-    examples = [e for e in SMALL.examples("train") for _ in range(3)]
-    completions = [
-        text for e in SMALL.examples("train") for text in (e.answer, e.answer[:-1], "1+1")
-    ]
-    alone = [SMALL.reward(e, text) for e, text in zip(examples, completions, strict=True)]
-    assert alone == SMALL.rewards(examples, completions) == score(SMALL, examples, completions)
+    examples = [e for e in FEW.examples("train") for _ in range(3)]
+    completions = [text for e in FEW.examples("train") for text in (e.answer, e.answer[:-1], "1+1")]
+    alone = [FEW.reward(e, text) for e, text in zip(examples, completions, strict=True)]
+    assert alone == FEW.rewards(examples, completions) == score(FEW, examples, completions)
     for kind in ("serial", "threads", "processes"):
-        scorer = Scorer(SMALL, ScoringConfig(kind=kind, workers=2, timeout_seconds=60))
+        scorer = Scorer(FEW, ScoringConfig(kind=kind, workers=2, timeout_seconds=60))
         found = scorer.submit(examples, completions).result()
         scorer.close()
         assert found.rewards == alone
-        assert set(found.components) == set(SMALL.weights)
+        assert set(found.components) == set(FEW.weights)
 
 
 # --- problems ------------------------------------------------------------------------------------------------------
@@ -292,7 +290,7 @@ def test_it_is_a_task_and_its_yaml_makes_it(task):
     plain: Task = task
     teacher: Teaches = task
     assert plain.examples("test") == teacher.examples("test") == build(SETTINGS).examples("test")
-    assert pickle.loads(pickle.dumps(SMALL)).reward(PROBLEM, "12+7*3") == 1
+    assert pickle.loads(pickle.dumps(FEW)).reward(PROBLEM, "12+7*3") == 1
 
 
 def test_generated_problems_are_solvable_distinct_and_the_same_every_time(task):

@@ -46,7 +46,7 @@ def task() -> Units:
     return make()
 
 
-SMALL = make(problems=60, test_problems=20)
+FEW = make(problems=60, test_problems=20)
 
 
 def example(value: str | float) -> Example:
@@ -201,7 +201,7 @@ def test_tolerance(task, wanted, given_, right):
 def test_the_homeworks_tolerance():
     loose = make(tolerance=0.05, problems=60, test_problems=20)
     assert loose.reward(example(365.2422), "<answer>360 day</answer>") == 1
-    assert SMALL.reward(example(365.2422), "<answer>360 day</answer>") < 1
+    assert FEW.reward(example(365.2422), "<answer>360 day</answer>") < 1
 
 
 HOSTILE = [
@@ -215,16 +215,16 @@ HOSTILE = [
 
 @pytest.mark.parametrize("completion", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_completions_earn_nothing(completion):
-    assert SMALL.reward(example(6), completion) == 0
-    assert SMALL.metrics([example(6)], [completion]) == {"accuracy": 0, "answered": 0}
-    assert SMALL.answer(completion) is None
-    assert isinstance(SMALL.path_key(completion), str)
+    assert FEW.reward(example(6), completion) == 0
+    assert FEW.metrics([example(6)], [completion]) == {"accuracy": 0, "answered": 0}
+    assert FEW.answer(completion) is None
+    assert isinstance(FEW.path_key(completion), str)
 
 
 @given(st.text(alphabet="06.,e-+*/=x× \n<answer>kmNaN", max_size=80) | st.text(max_size=80))
 def test_any_text_has_a_reward_and_a_key(text):
     for completion in (text, f"<answer>{text}</answer>"):
-        reward = SMALL.reward(example(6), completion)
+        reward = FEW.reward(example(6), completion)
         assert 0 <= reward <= 1
         found = number(completion)
         assert (reward == 1) == (found is not None and abs(found - 6) <= Fraction("0.06"))
@@ -352,14 +352,14 @@ def test_it_is_a_task_and_its_yaml_makes_it(task):
     one: Task = task
     teacher: Teaches = task
     assert one.examples("test") == teacher.examples("test") == build(SETTINGS).examples("test")
-    assert pickle.loads(pickle.dumps(SMALL)).reward(example(6), "<answer>6</answer>") == 1
+    assert pickle.loads(pickle.dumps(FEW)).reward(example(6), "<answer>6</answer>") == 1
     rows, texts = [example(6)] * 3, ["<answer>6</answer>", "<answer>7</answer>", "7"]
-    scorer = Scorer(SMALL, ScoringConfig(kind="processes", workers=2, timeout_seconds=60))
+    scorer = Scorer(FEW, ScoringConfig(kind="processes", workers=2, timeout_seconds=60))
     assert scorer.submit(rows, texts).result().rewards == [
-        SMALL.reward(e, t) for e, t in zip(rows, texts, strict=True)
+        FEW.reward(e, t) for e, t in zip(rows, texts, strict=True)
     ]
     scorer.close()
-    assert SMALL.metrics(rows, texts) == {"accuracy": 100 / 3, "answered": 200 / 3}
+    assert FEW.metrics(rows, texts) == {"accuracy": 100 / 3, "answered": 200 / 3}
 
 
 def test_generated_questions_are_right_distinct_and_the_same_every_time(task):
