@@ -8,7 +8,7 @@ The work: task=trajectories, batches of 512 rows (then 1,024), collate, forward,
 optimizer step of a small encoder in float32. Before: each row is padded by concatenating and the
 batch is made of a list; the forward pass goes over rows and steps in a Python loop and makes a
 tensor of the token type at each of them. After: one allocation a field, one sum over the batch
-(ddp_bench). Both give the same numbers (tests/test_classify.py).
+(ddp_bench). Both give the same numbers (tests/runs/test_classify.py).
 
 The loop is timed on 128 rows, the document's share of a GPU, and scaled up to 512, which flatters
 it: its backward pass writes a tensor of the size of the batch for every token, so it grows faster

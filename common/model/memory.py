@@ -57,7 +57,7 @@ def activation_bytes(
     Linear in prompts and rows; the logits (four times `LOGITS` floats at most) are not in it.
     Args: prompts: how many the rows share; compute: dtype under autocast; recomputed: blocks are
     checkpointed. Counted from the tensors that autograd saves for Llama, Qwen3 and GPT-2;
-    tests/test_logprobs.py counts again.
+    tests/oracles/test_logprobs.py counts again.
     """
     config, narrow = model.config, compute.itemsize
     hidden, layers = config.hidden_size, config.num_hidden_layers

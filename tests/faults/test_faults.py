@@ -1,0 +1,238 @@
+"""Runs that go wrong from outside: a full disk, ranks that were started differently or killed,
+secrets, odd names.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import launch as command_line
+from common import checkpoint
+from common.config import ConfigError
+from tests.support import ROOT, SMALL
+from tests.support.letters import Letters
+
+pytestmark = pytest.mark.faults
+
+
+def command(*arguments):
+    return [sys.executable, str(ROOT / "launch.py"), "algo=eggroll", *SMALL, *arguments]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [[], pytest.param(["opt=[ddp]", "opt.ddp.ranks=2"], marks=pytest.mark.slow)],
+    ids=["one rank", "two ranks"],
+)
+def test_a_disk_that_fills_up_leaves_the_last_checkpoint(launch, cache, tmp_path, more):
+    """A limit on the size of files stands for it: the log fits, weights do not."""
+    out = tmp_path / "out"
+    settings = [*more, f"hydra.run.dir={out}", "checkpoint.every=1"]
+    launch("algo=eggroll", *SMALL, *settings, "algo.steps=2")
+    before = checkpoint.latest(out / "checkpoints")
+    limited = [
+        "bash",
+        "-c",
+        'ulimit -f 40; exec "$@"',
+        "bash",
+        *command(*settings, "algo.steps=4", "resume=auto"),
+    ]
+    environment = os.environ | {"CLUTCH_CACHE": str(cache)}
+    done = subprocess.run(
+        limited, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 4, done.stderr
+    assert "Earlier checkpoints stand. Make room, then go on with hydra.run.dir=" in done.stderr
+    assert "Traceback" not in done.stderr
+    after = checkpoint.latest(out / "checkpoints")
+    assert (after.path, after.step) == (before.path, 2)
+    launch("algo=eggroll", *SMALL, *settings, "algo.steps=4", "resume=auto")
+    assert checkpoint.latest(out / "checkpoints").step == 4
+
+
+def test_ranks_with_other_settings_are_named_before_they_start(cache, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    shared |= {"TORCHELASTIC_RUN_ID": "x", "CLUTCH_CACHE": str(cache)}
+    ranks = [
+        subprocess.Popen(
+            command(f"hydra.run.dir={tmp_path}/out", f"algo.sigma={sigma}"),
+            cwd=tmp_path,
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, sigma in enumerate((0.01, 0.02))
+    ]
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2], errors
+    assert (
+        "error: algo.sigma is 0.01 on rank 0 and 0.02 on rank 1. Start all ranks with the same"
+        " command" in errors[0]
+    )
+
+
+def test_a_finished_run_without_its_checkpoints_is_not_overwritten(launch, tmp_path):
+    out = tmp_path / "out"
+    launch("algo=eggroll", *SMALL, f"hydra.run.dir={out}", "algo.steps=1")
+    shutil.rmtree(out / "checkpoints")
+    before = (out / "result.json").read_bytes()
+    for more in ("seed=7", "resume=auto"):
+        done = launch("algo=eggroll", *SMALL, f"hydra.run.dir={out}", "algo.steps=1", more, code=2)
+        assert "holds a run that has ended, without its checkpoints" in done.stderr
+    assert (out / "result.json").read_bytes() == before
+
+
+def workers(process):
+    """The processes below a process, by what Linux says of them."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [
+        int(child)
+        for child in children
+        if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()
+    ]
+
+
+def wait_for_third_step(process, out):
+    until = time.monotonic() + 120
+    while not (out / "checkpoints" / "step-00000003").exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def started_in_two_ranks(cache, out, *arguments):
+    """A run under way, past its third step."""
+    process = subprocess.Popen(
+        command(
+            f"hydra.run.dir={out}",
+            "algo.steps=100000",
+            "checkpoint.every=1",
+            "opt=[ddp]",
+            *arguments,
+        ),
+        env=os.environ | {"CLUTCH_CACHE": str(cache)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    wait_for_third_step(process, out)
+    return process
+
+
+def test_a_rank_that_is_killed_stops_the_others_and_is_named(cache, tmp_path):
+    out = tmp_path / "out"
+    process = started_in_two_ranks(cache, out)
+    try:
+        os.kill(workers(process)[1], signal.SIGKILL)
+        said = process.communicate(timeout=60)[0]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 1, said
+    assert (
+        "rank 1 was killed from outside (SIGKILL; where memory runs out, the system does that)"
+        in said
+    )
+    assert f"Its log: {out}/rank-1.log. Go on with hydra.run.dir={out} resume=auto." in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_run_whose_rank_was_killed(cache, tmp_path):
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [
+            *(
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc_per_node=2",
+                "--max-restarts=3",
+            ),
+            *command(f"hydra.run.dir={out}", "algo.steps=80", "checkpoint.every=1", "resume=auto")[
+                1:
+            ],
+        ],
+        env=os.environ | {"CLUTCH_CACHE": str(cache)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    wait_for_third_step(process, out)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, said
+    assert "resuming after step" in (out / "run.log").read_text()
+    assert checkpoint.latest(out / "checkpoints").step == 80
+
+
+FAKE = "sk-0123456789abcdefFAKE"
+
+
+@pytest.mark.parametrize(
+    "override", [f"+task.api_key={FAKE}", f"+algo.hub.token={FAKE}", f"task.name=my-{FAKE}"]
+)
+def test_a_secret_in_an_override_is_written_nowhere(launch, tmp_path, override):
+    done = launch(
+        "algo=eggroll", override, "hydra.run.dir=mine", code=2, env={"SOME_API_KEY": FAKE}
+    )
+    assert "holds a secret, and settings are written to run.yaml" in done.stderr
+    assert FAKE not in done.stdout + done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mistakes_leave_no_folder_behind(launch, tmp_path):
+    for arguments, words in {
+        "algo.sgima=1 hydra.run.dir=mine": "Did you mean 'sigma'?",
+        "+algo.lrr=1 hydra.run.dir=deep/mine": "Did you mean 'lr'?",
+        "algo.members=-1": "algo.members=-1 is too small.",
+        "algo.members=-1 hydra.run.dir=deep/mine": "algo.members=-1 is too small.",
+        "task=custom task.path=a.csv task.prompt_field=a task.answer_field=b": (
+            "task.path='a.csv' does not exist"
+        ),
+        "-m seed=1,2 hydra.run.dir=mine": (
+            "hydra.run.dir=mine has no effect with -m. Use hydra.sweep.dir."
+        ),
+        "hydra.sweep.dir=mine": "hydra.sweep.dir=mine has no effect without -m. Use hydra.run.dir.",
+    }.items():
+        done = launch(*arguments.split(), code=2)
+        assert words in done.stderr
+        assert list(tmp_path.iterdir()) == [], arguments
+    (tmp_path / "outputs").mkdir()
+    launch("algo.members=-1", code=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["outputs"], "it was there before"
+
+
+class Elsewhere(Letters):
+    name = "../../elsewhere"
+
+
+def test_names_do_not_lead_out_of_the_output_folder(in_cache, tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"^task=\.\./\.\./x leads out of the folder of the choices\."
+    ):
+        command_line.compose(["task=../../x"])
+    run = command_line.compose([*SMALL, "algo.steps=1"])
+    result = command_line.train(run, tmp_path / "deep" / "run", Elsewhere("smooth"))
+    assert result.task == "../../elsewhere"
+    assert [path.name for path in tmp_path.iterdir()] == ["deep"]
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["run"]

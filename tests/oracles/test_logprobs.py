@@ -1,0 +1,198 @@
+import dataclasses
+
+import pytest
+import torch
+
+from common.config import ConfigError
+from common.model import logprobs
+from common.model.logprobs import group, prepare, token_logprobs
+from common.model.memory import activation_bytes
+from common.optim import checkpoint_activations
+from tests.support.models import ARCHITECTURES, small_model
+
+CPU = torch.device("cpu")
+
+
+def data(sizes=((5, (3, 7, 1)), (9, (4, 4, 6)), (2, (7, 2, 5)))):
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(n):
+        return torch.randint(2, 90, (n,), generator=generator).tolist()
+
+    return [ids(p) for p, _ in sizes], [[ids(c) for c in cs] for _, cs in sizes]
+
+
+def unpadded(model, prompts, completions, temperature):
+    """One row at a time, no padding, the model's own logits."""
+    logp, entropy = [], []
+    for prompt, rows in zip(prompts, completions, strict=True):
+        for completion in rows:
+            whole = torch.tensor([prompt + completion])
+            logits = model(input_ids=whole).logits[0, len(prompt) - 1 : -1] / temperature
+            log_softmax = torch.log_softmax(logits, -1)
+            logp.append(log_softmax.gather(1, torch.tensor(completion)[:, None])[:, 0])
+            entropy.append(-(log_softmax.exp() * log_softmax).sum(-1))
+    return logp, entropy
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [None, 500])
+def test_equals_the_unpadded_model(name, temperature, chunk, monkeypatch):
+    """Values and gradients, for any padding, absolute positions included."""
+    if chunk:
+        monkeypatch.setattr(logprobs, "LOGITS", chunk)
+    model, other = small_model(name), small_model(name)
+    prepare(model)
+    prompts, completions = data()
+    logp, entropy = token_logprobs(model, group(prompts, completions, CPU), temperature)
+    slow_logp, slow_entropy = unpadded(other, prompts, completions, temperature)
+    weights = torch.randn(9, 7, generator=torch.Generator().manual_seed(1))
+    slow_loss = 0
+    for row, (values, entropies) in enumerate(zip(slow_logp, slow_entropy, strict=True)):
+        n = len(values)
+        torch.testing.assert_close(logp[row, :n], values, rtol=0, atol=1e-5)
+        torch.testing.assert_close(entropy[row, :n], entropies, rtol=0, atol=1e-5)
+        assert (logp[row, n:] == 0).all()
+        slow_loss = slow_loss + (weights[row, :n] * (values + 0.3 * entropies)).sum()
+    (weights * (logp + 0.3 * entropy)).sum().backward()
+    slow_loss.backward()
+    for (name, fast), slow in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(fast.grad, slow.grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_no_padding_is_computed():
+    model = small_model("llama")
+    prepare(model)
+    computed = []
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda _, args, out: computed.append(out.shape[:2].numel())
+    )
+    prompts, completions = data()
+    token_logprobs(model, group(prompts, completions, CPU), 1.0)
+    assert computed == [sum(map(len, prompts)) + sum(len(c) for cs in completions for c in cs)]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_prompts_of_one_length_need_no_mask(name):
+    """Then attention is told that it is causal, which gives the same values."""
+    model = small_model(name)
+    prepare(model)
+    laid = group(*data(((6, (3, 7)), (6, (4, 4)))), CPU)
+    assert laid.prompt_mask is None
+    among = torch.ones(6, 6).tril().log().expand(2, 1, 6, 6)
+    fast, slow = (
+        token_logprobs(model, groups, 1.0)[0]
+        for groups in (laid, dataclasses.replace(laid, prompt_mask=among))
+    )
+    torch.testing.assert_close(fast, slow, rtol=0, atol=1e-6)
+    assert group(*data(), CPU).prompt_mask is not None
+
+
+def test_autocast_gradients_are_those_of_the_reported_values():
+    """bfloat16 forward, float32 weights: beside the model's own logits and plain autograd under the
+    same autocast.
+    """
+    model, other = small_model("llama"), small_model("llama")
+    prepare(model)
+    prompts, completions = data()
+    weights = torch.randn(9, 7, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        logp, _ = token_logprobs(model, group(prompts, completions, CPU), 1.0)
+        slow = sum(
+            (weights[row, : len(v)] * v.float()).sum()
+            for row, v in enumerate(unpadded(other, prompts, completions, 1.0)[0])
+        )
+    assert logp.dtype == torch.float32
+    (weights * logp).sum().backward()
+    slow.backward()
+    fast_grad, slow_grad = (
+        torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (model, other)
+    )
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    assert torch.cosine_similarity(fast_grad, slow_grad, dim=0) > 0.995
+    assert 0.97 < fast_grad.norm() / slow_grad.norm() < 1.03
+
+
+def test_gradient_checkpointing_changes_nothing():
+    prompts, completions = data()
+    grads = []
+    for checkpointing in (False, True):
+        model = small_model("llama").train()
+        prepare(model)
+        if checkpointing:
+            checkpoint_activations(model)
+        token_logprobs(model, group(prompts, completions, CPU), 1.0)[0].sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_plain_forwards_stay_the_same(name):
+    model, other = small_model(name), small_model(name)
+    prepare(model)
+    ids = torch.randint(2, 90, (3, 7), generator=torch.Generator().manual_seed(0))
+    padding = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7, [0, 1, 1, 1, 1, 1, 1]])
+    positions = (padding.cumsum(1) - 1).clamp(min=0)
+    inputs = {"input_ids": ids, "attention_mask": padding, "position_ids": positions}
+    torch.testing.assert_close(
+        model(**inputs).logits[padding.bool()], other(**inputs).logits[padding.bool()]
+    )
+    kept = {
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(ids),
+    }
+    assert torch.equal(model.generate(ids, **kept), other.generate(ids, **kept))
+
+
+def test_a_model_that_scales_its_logits_is_refused():
+    model = small_model("llama")
+    forward = model.forward
+    model.forward = lambda **inputs: type("Out", (), {"logits": 2 * forward(**inputs).logits})
+    with pytest.raises(ConfigError, match="scales its logits or attends in a way"):
+        prepare(model)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_activations_are_estimated(name, compute, recomputed):
+    """Beside the tensors that autograd really keeps."""
+    model = small_model(name)
+    prepare(model)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    if recomputed:
+        checkpoint_activations(model)
+        model.train()
+    laid = group([[5] * 30] * 2, [[[7] * 25] * 4] * 2, CPU)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=compute == torch.bfloat16),
+    ):
+        token_logprobs(model, laid, 1.0)
+    counted = sum(size for size, _ in kept.values())
+    estimate = activation_bytes(model, 2, 30, 8, 25, compute, recomputed)
+    if recomputed:  # two whole blocks more, of the backward pass
+        assert counted < estimate < activation_bytes(model, 2, 30, 8, 25, compute, False) * 1.1
+    else:  # one block of two more
+        assert counted < estimate < 2.5 * counted
+
+
+def test_estimated_activations_add_up():
+    model = small_model("llama")
+    sizes = (40, 30, torch.float32, False)
+
+    def estimate(prompts, rows):
+        return activation_bytes(model, prompts, sizes[0], rows, *sizes[1:])
+
+    assert estimate(2, 8) == pytest.approx(2 * estimate(1, 0) + 8 * estimate(0, 1))

@@ -1,0 +1,309 @@
+import copy
+import math
+
+import pytest
+import torch
+
+from common.config import ConfigError, SamplingConfig
+from common.sampling.native import Sampler
+from eggroll import noise as noise_module
+from eggroll.config import NoiseConfig
+from eggroll.fitness import fitness
+from eggroll.noise import Noise
+from tests.support.models import ARCHITECTURES, small_model
+
+GREEDY = SamplingConfig(max_new_tokens=12, temperature=0.0, top_p=1.0, top_k=0)
+
+
+def policy(
+    name="llama",
+    matrices="lowrank",
+    vectors="frozen",
+    embeddings="frozen",
+    head="frozen",
+    **patterns,
+):
+    if name == "gpt2" and embeddings != "frozen":
+        patterns = {"*wpe*": "frozen", **patterns}  # positions are shared by all rows
+    return NoiseConfig(
+        matrices=matrices, vectors=vectors, embeddings=embeddings, head=head, patterns=patterns
+    )
+
+
+def dense(noise, model, draw, members):
+    """E of every member by name, [members, *shape], signs included: the slow way."""
+    directions = torch.arange(members // 2 if noise.mirrored else members)
+    out = {}
+    for address, drawn in zip(
+        noise.addresses, noise.draw(draw, noise.addresses, directions), strict=True
+    ):
+        if address.policy == "lowrank":
+            m, n = address.shape
+            a_t = drawn[:, : address.rank * m].reshape(-1, address.rank, m)
+            b_t = drawn[:, address.rank * m : address.rank * (m + n)].reshape(-1, address.rank, n)
+            each = torch.stack(
+                [a.T @ b / math.sqrt(address.rank) for a, b in zip(a_t, b_t, strict=True)]
+            )
+        else:
+            each = drawn[:, : address.numbers].reshape(-1, *address.shape)
+        if noise.mirrored:
+            each = torch.stack([s * e for e in each for s in (1, -1)])
+        out[address.name] = each
+    return out
+
+
+def materialised(model, noise, draw, member, members, sigma):
+    other = copy.deepcopy(model)
+    parameters = dict(other.named_parameters())
+    with torch.no_grad():
+        for name, each in dense(noise, model, draw, members).items():
+            parameters[name] += sigma * each[member]
+    return other
+
+
+POLICIES = {
+    "matrices": {},
+    "everything low rank": {"vectors": "full", "embeddings": "lowrank", "head": "lowrank"},
+    "everything full": {
+        "matrices": "full",
+        "vectors": "full",
+        "embeddings": "full",
+        "head": "full",
+    },
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("which", POLICIES)
+@pytest.mark.parametrize(("rank", "mirrored"), [(1, True), (1, False), (4, True)])
+def test_population_forward_equals_materialised_weights(name, which, rank, mirrored):
+    model = small_model(name)
+    noise = Noise(model, policy(name, **POLICIES[which]), rank=rank, mirrored=mirrored, seed=3)
+    members, each, tokens = 6, 3, 7
+    ids = torch.randint(2, 90, (members * each, tokens), generator=torch.Generator().manual_seed(1))
+    position = torch.arange(tokens).expand(len(ids), -1)
+    with torch.inference_mode(), noise.members(5, range(members), 0.05):
+        together = model(input_ids=ids, position_ids=position).logits
+    for member in range(members):
+        part = slice(member * each, (member + 1) * each)
+        with torch.no_grad():
+            alone = materialised(model, noise, 5, member, members, 0.05)(input_ids=ids[part]).logits
+        torch.testing.assert_close(together[part], alone, rtol=1e-4, atol=3e-5)
+    with torch.no_grad():
+        after = model(input_ids=ids).logits
+        assert torch.equal(after, small_model(name)(input_ids=ids).logits)  # nothing is left behind
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_population_samples_what_each_member_would(name):
+    """Prompts of several lengths, more of them than slots; every member's completions are its own
+    model's.
+    """
+    model = small_model(name)
+    noise = Noise(model, policy(name), rank=2, mirrored=True, seed=3)
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(2, 90, (n,), generator=generator).tolist() for n in (4, 9, 6)]
+    for rows in (8, 100):
+        with noise.members(1, range(4), 0.05):
+            made = Sampler(model, pad_id=0, stop_ids=[11, 12], rows=rows).generate(
+                prompts, GREEDY, groups=4
+            )
+        for member in range(4):
+            alone = Sampler(
+                materialised(model, noise, 1, member, 4, 0.05), pad_id=0, stop_ids=[11, 12], rows=3
+            ).generate(prompts, GREEDY)
+            assert torch.equal(made.tokens.view(4, 3, -1)[member], alone.tokens)
+
+
+def test_noise_does_not_depend_on_the_chunk():
+    model = small_model("llama")
+    noise = Noise(model, policy(), rank=1, mirrored=True, seed=3)
+    ids = torch.randint(2, 90, (8, 5), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        with noise.members(0, range(8), 0.1):
+            whole = model(input_ids=ids).logits
+        for members in (range(0, 4), range(4, 8), range(2, 4)):
+            with noise.members(0, members, 0.1):
+                part = model(input_ids=ids[members.start : members.stop]).logits
+            torch.testing.assert_close(
+                part, whole[members.start : members.stop], rtol=1e-4, atol=1e-5
+            )
+
+
+def test_equal_shapes_never_share_noise():
+    model = small_model("llama")
+    noise = Noise(model, policy(), rank=1, mirrored=True, seed=3)
+    drawn = noise.draw(0, noise.addresses, torch.arange(2))
+    rows = torch.cat([d[:, :48] for d in drawn])
+    assert len({tuple(row.tolist()) for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("rank", [1, 4, 16])
+def test_variance_is_one_for_every_rank(rank):
+    model = small_model("llama")
+    noise = Noise(model, policy(), rank=rank, mirrored=False, seed=0)
+    values = torch.cat([e.flatten() for e in dense(noise, model, 0, 64).values()])
+    assert abs(values.mean()) < 0.01
+    assert abs(values.var() - 1) < 0.03
+
+
+@pytest.mark.parametrize("which", POLICIES)
+@pytest.mark.parametrize(("rank", "mirrored"), [(1, True), (3, False), (4, True)])
+@pytest.mark.parametrize("buffer", [None, 3000])
+def test_gradient_equals_the_dense_sum(which, rank, mirrored, buffer, monkeypatch):
+    if buffer:
+        monkeypatch.setattr(
+            noise_module, "BUFFER", buffer
+        )  # streamed over parameters and directions
+    model = small_model("llama")
+    noise = Noise(model, policy(**POLICIES[which]), rank=rank, mirrored=mirrored, seed=7)
+    f = torch.randn(10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    slow = dense(noise, model, 4, 10)
+    fast = dict(noise.gradients(4, f))
+    assert fast.keys() == slow.keys()
+    for name, each in slow.items():
+        expected = -sum(f[i] * each[i].double() for i in range(10)) / 10
+        torch.testing.assert_close(fast[name].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_equal_fitness_in_a_pair_gives_exactly_nothing():
+    model = small_model("llama")
+    noise = Noise(model, policy(), rank=2, mirrored=True, seed=7)
+    f = torch.tensor([0.3, 0.3, -1.2, -1.2, 0.9, 0.9])
+    assert all((gradient == 0).all() for _, gradient in noise.gradients(0, f))
+
+
+def test_the_gradient_points_uphill():
+    """On a linear reward the ES gradient is as close to the true one as theory says."""
+    model = small_model("llama")
+    noise = Noise(
+        model, policy(**{"*q_proj*": "lowrank"}, matrices="frozen"), rank=1, mirrored=True, seed=0
+    )
+    members = 4096
+    slow = dense(noise, model, 0, members)
+    target = {
+        a.name: torch.randn(a.shape, generator=torch.Generator().manual_seed(a.number))
+        for a in noise.addresses
+    }
+    rewards = sum((each * target[name]).sum((1, 2)) for name, each in slow.items())
+    found = dict(noise.gradients(0, rewards))
+    flat = torch.cat([-found[name].flatten() for name in target])
+    true = torch.cat([target[name].flatten() for name in target])
+    # N independent directions in d dimensions: cosine sqrt(N / (N + d)).
+    expected = math.sqrt(members / 2 / (members / 2 + len(true)))
+    assert abs(torch.cosine_similarity(flat, true, dim=0) - expected) < 0.03
+
+
+def test_policies_choose_parameters():
+    model = small_model("qwen2")
+    names = [a.name for a in Noise(model, policy(), rank=1, mirrored=True, seed=0).addresses]
+    assert len(names) == 14
+    assert all(name.endswith("proj.weight") for name in names)
+    some = Noise(
+        model, policy(**{"*mlp*": "frozen", "*k_proj.bias": "full"}), rank=1, mirrored=True, seed=0
+    ).addresses
+    assert {a.policy for a in some if a.name.endswith("bias")} == {"full"}
+    assert not any("mlp" in a.name for a in some)
+    tied = [
+        a.name
+        for a in Noise(
+            model, policy(matrices="frozen", embeddings="lowrank"), rank=1, mirrored=True, seed=0
+        ).addresses
+    ]
+    assert tied == ["model.embed_tokens.weight"]
+    assert next(
+        a.name
+        for a in Noise(small_model("gpt2"), policy(), rank=1, mirrored=True, seed=0).addresses
+    ).endswith("c_attn.weight")
+
+
+@pytest.mark.parametrize(
+    ("choices", "text"),
+    [
+        ({"*nothing*": "frozen"}, "'*nothing*' has no effect: it matches no parameter"),
+        ({"*layernorm*": "lowrank"}, "which has no rank. Use full or frozen there"),
+        ({"matrices": "frozen"}, "algo.noise freezes every parameter"),
+    ],
+)
+def test_policies_that_cannot_be(choices, text):
+    with pytest.raises(ConfigError) as caught:
+        Noise(small_model("llama"), policy(**choices), rank=1, mirrored=True, seed=0)
+    assert text in str(caught.value)
+
+
+def test_an_unknown_module_is_refused_with_the_way_out():
+    model = small_model("llama")
+    model.model.norm = torch.nn.BatchNorm1d(32)
+    with pytest.raises(
+        ConfigError, match=r"BatchNorm1d is no plain .* Freeze it: 'algo.noise.patterns="
+    ):
+        Noise(model, policy(vectors="full"), rank=1, mirrored=True, seed=0)
+
+
+def test_bfloat16_stays_close_to_float32():
+    model, half = small_model("llama"), small_model("llama").to(torch.bfloat16)
+    ids = torch.randint(2, 90, (8, 5), generator=torch.Generator().manual_seed(1))
+    outputs = []
+    for one in (model, half):
+        noise = Noise(one, policy(), rank=1, mirrored=True, seed=3)
+        with torch.inference_mode(), noise.members(0, range(8), 0.05):
+            outputs.append(one(input_ids=ids).logits.float())
+    assert (outputs[0] - outputs[1]).abs().max() < 0.05 * outputs[0].abs().max()
+
+
+# --- fitness
+
+
+def test_zscore():
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.5, 0.5]])
+    f = fitness(rewards, "zscore")
+    mean = rewards.mean(1).double()
+    torch.testing.assert_close(f, (mean - mean.mean()) / mean.std(correction=0))
+
+
+def test_prompt_zscore_ignores_how_hard_a_prompt_is():
+    rewards = torch.rand(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    shifted = rewards + torch.tensor([0.0, 5.0, -3.0])
+    torch.testing.assert_close(fitness(rewards, "prompt_zscore"), fitness(shifted, "prompt_zscore"))
+    centred = rewards - rewards.mean(0)
+    torch.testing.assert_close(
+        fitness(rewards, "prompt_zscore"), (centred / centred.std(correction=0)).mean(1)
+    )
+
+
+def test_centered_rank_shares_ties():
+    f = fitness(torch.tensor([[3.0], [1.0], [3.0], [0.0], [9.0]]), "centered_rank")
+    assert f.tolist() == [0.125, -0.25, 0.125, -0.5, 0.5]
+
+
+def test_pair_sign():
+    f = fitness(torch.tensor([[3.0], [1.0], [2.0], [2.0], [0.0], [9.0]]), "pair_sign")
+    assert f.tolist() == [1, -1, 0, 0, -1, 1]
+
+
+@pytest.mark.parametrize("shaping", ["zscore", "prompt_zscore", "centered_rank", "pair_sign"])
+def test_equal_rewards_give_zero(shaping):
+    assert (fitness(torch.full((8, 3), 0.1), shaping) == 0).all()
+
+
+def test_a_layer_that_does_more_than_its_class_is_refused():
+    """Gemma's embedding multiplies what it looks up: noise beside it would be of another scale."""
+
+    class Scaled(torch.nn.Embedding):
+        def forward(self, ids):
+            return 5 * super().forward(ids)
+
+    model = small_model("llama")
+    model.model.embed_tokens = Scaled(97, 32)
+    with pytest.raises(ConfigError, match="Scaled is no plain Linear"):
+        Noise(model, policy(embeddings="lowrank"), rank=1, mirrored=True, seed=0)
+    Noise(model, policy(), rank=1, mirrored=True, seed=0)
+
+
+def test_prompt_zscore_centres_a_prompt_over_its_samples():
+    rewards = torch.rand(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    by_prompt = rewards.view(4, 3, 2)
+    centred = (by_prompt - by_prompt.mean((0, 2), keepdim=True)).view(4, 6)
+    torch.testing.assert_close(
+        fitness(rewards, "prompt_zscore", samples=2), (centred / centred.std(correction=0)).mean(1)
+    )

@@ -1,0 +1,370 @@
+import json
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+from benchmarks import eggroll, grpo, measure
+from benchmarks.measure import Case
+from common.model.tiny import byte_tokenizer
+from tests.support import ROOT
+from tests.support.commands import Launch
+
+ROWS = [
+    "one sample at a time (2 of 16 samples, scaled)",
+    "weights perturbed once a member, batched (2 of 8 members, scaled)",
+    "population in one forward",
+    "+ amp",
+    "+ compile",
+    "plain sampler, no noise",
+    "noise generation",
+    "update",
+    "noise generation and update",
+]
+
+
+@pytest.fixture
+def benchmark(launch: Launch):
+    """python -m benchmarks; fresh where it compiles, which wants an environment and processes of
+    its own.
+    """
+    return partial(launch, module="benchmarks")
+
+
+def check(content, printed):
+    """The form that is set, and nothing claimed that was not measured."""
+    assert set(content) == {"conditions", "rows"}
+    conditions, rows = content["conditions"], content["rows"]
+    for key in (
+        "device",
+        "threads",
+        "torch",
+        "transformers",
+        "commit",
+        "date",
+        "sizes",
+        "repeats",
+        "dtype",
+        "timing",
+    ):
+        assert key in conditions, key
+    for row in rows:
+        assert list(row) == ["benchmark", "row", "value", "unit", "against", "ratio"]
+        assert row["benchmark"] == "eggroll"
+        assert (row["against"] is None) == (row["ratio"] is None)
+        assert row["value"] is None or row["value"] >= 0
+    assert {row["row"] for row in rows} == set(ROWS)
+    for name in conditions["skipped"]:
+        assert [row["value"] for row in rows if row["row"] == name] == [None]
+        assert not any(row["against"] == name for row in rows)
+        assert name not in conditions["timing"]
+    timed = {row["row"] for row in rows if row["unit"] == "s/step" and row["value"] is not None}
+    assert len(timed) == len(conditions["timing"])
+    assert all(
+        len(timing["seconds"]) == conditions["repeats"] for timing in conditions["timing"].values()
+    )
+    assert set(conditions["same_completions"]) == {eggroll.ONE, eggroll.MEMBER}
+    assert [figure["figure"] for figure in conditions["figures"]] == [0.95, 5, 20, 0.1]
+    assert all(
+        figure["reached"] is None for figure in conditions["figures"]
+    )  # of sizes that nobody asked for
+    against = [
+        row["against"]
+        for row in rows
+        if row["row"] == "population in one forward" and row["against"]
+    ]
+    assert against == ["plain sampler, no noise", ROWS[1], ROWS[0]]
+    for line in printed.splitlines():
+        assert len(line) <= 80 or line.startswith("written to"), line
+
+
+def test_eggroll_without_a_compiler(benchmark, tmp_path):
+    path = tmp_path / "there" / "out.json"
+    done = benchmark(
+        "eggroll",
+        "--quick",
+        "--device",
+        "cpu",
+        "--json",
+        str(path),
+        env={"CXX": "/no/compiler"},
+        fresh=True,
+    )
+    content = json.loads(path.read_text())
+    check(content, done.stdout)
+    assert "InvalidCxxCompiler" in content["conditions"]["skipped"]["+ compile"]
+    assert done.stderr == ""  # no progress line where there is no terminal
+
+
+@pytest.mark.slow
+def test_eggroll_with_a_compiler(benchmark, tmp_path):
+    done = benchmark(
+        "eggroll",
+        "--quick",
+        "--device",
+        "cpu",
+        "--repeats",
+        "1",
+        "--json",
+        str(tmp_path / "out.json"),
+        fresh=True,
+    )
+    content = json.loads((tmp_path / "out.json").read_text())
+    check(content, done.stdout)
+    assert content["conditions"]["compile_seconds"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_eggroll_on_cuda(benchmark, tmp_path):
+    done = benchmark(
+        "eggroll", "--quick", "--device", "cuda", "--json", str(tmp_path / "out.json"), fresh=True
+    )
+    check(json.loads((tmp_path / "out.json").read_text()), done.stdout)
+
+
+def test_loader_shows_one_change_at_a_time(benchmark, tmp_path):
+    path = tmp_path / "out.json"
+    done = benchmark("loader", "--quick", "--device", "cpu", "--json", str(path))
+    content = json.loads(path.read_text())
+    rows = {row["row"]: row for row in content["rows"]}
+    assert list(rows) == [
+        *("before", "+ collate pre-allocated", "+ forward without loop", "+ both"),
+        *("+ batch twice as large", "+ worker processes"),
+        *("collate: list and concatenate", "collate: pre-allocated"),
+    ]
+    assert all(row["value"] > 0 for row in rows.values())
+    assert rows["+ both"]["ratio"] > 2  # tiny sizes; far more in earnest
+    assert [figure["reached"] for figure in content["conditions"]["figures"]] == [None]
+    assert "both changes together" in done.stdout
+
+
+@pytest.mark.slow
+def test_rft_rows_do_the_same_work(benchmark, tmp_path):
+    path = tmp_path / "out.json"
+    done = benchmark("rft", "--quick", "--device", "cpu", "--json", str(path))
+    content = json.loads(path.read_text())
+    work = content["conditions"]["work"]
+    assert {"one question at a time", "generate, batched", "this project"} <= set(work)
+    assert {one["samples"] for one in work.values()} == {12}
+    assert all(0 < one["tokens"] <= 12 * 12 for one in work.values())
+    assert content["conditions"]["skipped"]["+ compile"] == "not with --quick"
+    assert all(row["value"] is not None for row in content["rows"] if row["row"] in work)
+    assert "this project against generate, batched" in done.stdout
+
+
+def test_grpo_in_brief(benchmark, tmp_path):
+    done = benchmark(
+        "grpo", "--quick", "--brief", "--device", "cpu", "--json", str(tmp_path / "out.json")
+    )
+    content = json.loads((tmp_path / "out.json").read_text())
+    values = {row["row"]: row["value"] for row in content["rows"] if row["benchmark"] == "grpo"}
+    assert values[grpo.PLAIN] > 0
+    assert values[grpo.OURS] > 0
+    assert content["conditions"]["loss_deviation"][grpo.PLAIN] < 1e-4
+    assert content["conditions"]["skipped"]["+ 2 ranks"] == "not with --brief"
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_grpo(benchmark, tmp_path):
+    """Every row that a CPU has, tiny; the loss curves are the check that all of them do the same
+    work.
+    """
+    done = benchmark(
+        "grpo", "--quick", "--device", "cpu", "--json", str(tmp_path / "out.json"), fresh=True
+    )
+    content = json.loads((tmp_path / "out.json").read_text())
+    conditions, rows = content["conditions"], content["rows"]
+    assert {row["row"] for row in rows if row["benchmark"] == "grpo"} >= {
+        grpo.PLAIN,
+        grpo.PEER,
+        grpo.OURS,
+        *grpo.CUMULATIVE,
+    }
+    assert {row["row"] for row in rows if row["benchmark"] == "grpo switch"} == set(grpo.SWITCHES)
+    skipped = conditions["skipped"]
+    may = {
+        grpo.PEER,
+        "+ amp",
+        "+ compile",
+        *(f"{name} alone" for name in ("amp", "tf32", "offload", "compile", "parallel rewards")),
+    }
+    assert set(skipped) <= may, skipped
+    for row in rows:
+        name = f"{row['row']} alone" if row["benchmark"] == "grpo switch" else row["row"]
+        assert (row["value"] is None) == (name in skipped)
+    gaps = conditions["loss_deviation"]
+    assert gaps.pop(grpo.PEER, None) is None
+    for name, gap in gaps.items():
+        assert gap < (0.05 if name in ("+ amp", "+ parallel rewards", "+ 2 ranks") else 1e-4), name
+    for name in gaps:
+        assert set(conditions["phases"][name]) == {
+            "rollout",
+            "reward",
+            "reference",
+            "train",
+            "update",
+        }
+        assert 0 < conditions["memory"][name] < 1
+        losses = conditions["losses"][name]
+        assert len(losses) == 4
+        assert all(abs(loss) > 1e-6 for loss in losses[1:])
+    for line in (
+        "one prompt at a time",
+        "each alone",
+        "tf32                  skipped: wants a CUDA device",
+    ):
+        assert line in done.stdout
+    assert done.stderr == ""
+
+
+def test_sampler(benchmark, tmp_path):
+    done = benchmark("sampler", "--quick", "--device", "cpu", "--json", str(tmp_path / "out.json"))
+    content = json.loads((tmp_path / "out.json").read_text())
+    ratios = {row["row"]: row["ratio"] for row in content["rows"] if row["against"]}
+    assert set(ratios) == {
+        *(
+            "equal lengths: this project",
+            "spread lengths: this project",
+            "spread lengths: this project, too",
+        ),
+        "spread lengths: continuous batching",
+    }
+    assert all(ratio > 0 for ratio in ratios.values())
+    drawn = content["conditions"]["mean_length"]
+    assert all(
+        4 < drawn[row] < 24 for row in ("generate", "continuous batching", "this project")
+    )  # longest is 24
+    assert "decode, share of the bandwidth roofline" in done.stdout
+
+
+@pytest.mark.slow
+def test_memory_of_training_and_of_sampling(benchmark, tmp_path):
+    done = benchmark("memory", "--quick", "--device", "cpu", "--json", str(tmp_path / "out.json"))
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert [row["unit"] for row in content["rows"]] == ["GB"] * 4
+    assert all(row["value"] > 0 for row in content["rows"])
+    assert [figure["reached"] for figure in content["conditions"]["figures"]] == [None, None]
+    assert max(map(len, done.stdout.splitlines()[:-1])) <= 80
+
+
+def test_results_side_by_side(benchmark, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    for side, value in (("a", 2.0), ("b", 3.0)):
+        rows = [
+            {
+                "benchmark": "x",
+                "row": "y",
+                "value": value,
+                "unit": "s",
+                "against": None,
+                "ratio": None,
+            }
+        ]
+        content = {"conditions": {"device": side, "torch": "2"}, "rows": rows}
+        (tmp_path / side / "x.json").write_text(json.dumps(content))
+    done = benchmark("compare", str(tmp_path / "a"), str(tmp_path / "b"))
+    assert "y  2.00  3.00     s   1.50" in done.stdout
+    assert "differs: device: a | b" in done.stdout
+    assert "torch" not in done.stdout
+    (tmp_path / "b" / "x.json").write_text("{}")
+    assert (
+        "is no result of a benchmark"
+        in benchmark("compare", *(str(tmp_path / x) for x in "ab"), code=1).stderr
+    )
+    assert "holds no results" in benchmark("compare", "nowhere", str(tmp_path / "a"), code=1).stderr
+
+
+@pytest.mark.slow
+def test_all_in_one_go(benchmark, tmp_path):
+    done = benchmark(
+        "all", "--quick", "--device", "cpu", "--out", str(tmp_path / "out"), fresh=True
+    )
+    assert {path.stem for path in (tmp_path / "out").glob("*.json")} == {
+        "sampler",
+        "grpo",
+        "eggroll",
+        "loader",
+        "rft",
+    }
+    assert "sampler: spread lengths: this project / generate" in done.stdout
+
+
+def test_gpt2s_vocabulary_decodes():
+    tokenizer = grpo.widened(byte_tokenizer(), 50257)
+    assert len(tokenizer) == 50257
+    assert tokenizer("abc é")["input_ids"] == byte_tokenizer()("abc é")["input_ids"]
+    texts = tokenizer.batch_decode([[300], [50256]])
+    assert all(texts)
+    assert len(set(texts)) == 2
+
+
+def test_an_unknown_name_is_answered_with_the_names(benchmark):
+    said = benchmark("nothing", code=2).stderr
+    assert "choose from" in said
+    assert "eggroll" in said
+
+
+def test_help_names_each_benchmark_and_imports_no_torch():
+    code = (
+        "import sys; from benchmarks.__main__ import parser; print(parser().format_help());"
+        " sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "eggroll" in done.stdout
+
+
+def test_different_completions_are_not_equal_work():
+    work = eggroll.Work(eggroll.QUICK, torch.device("cpu"), torch.float32, False)
+    made = work.population()
+    which = [(i % work.sizes.prompts, i // work.sizes.prompts) for i in range(work.sizes.samples)]
+    assert work.same(made, made, which) == len(which)
+    other = made.clone()
+    other[3, 5] = (other[3, 5] + 1) % 256
+    with pytest.raises(
+        RuntimeError, match="not the same work: member 1, prompt 1 differ at token 5"
+    ):
+        work.same(other, made, which)
+
+
+def test_the_weights_come_back():
+    work = eggroll.Work(eggroll.QUICK, torch.device("cpu"), torch.float32, False)
+    before = {name: weight.clone() for name, weight in work.parameters.items()}
+    with work.materialised(3):
+        assert any(
+            not torch.equal(weight, before[name]) for name, weight in work.parameters.items()
+        )
+    work.member_by_member()
+    work.population()
+    work.update()
+    assert all(torch.equal(weight, before[name]) for name, weight in work.parameters.items())
+
+
+def test_cases_take_turns_and_the_warm_up_is_not_counted():
+    calls = []
+    cases = [
+        Case("a", lambda: calls.append("a") or len(calls), warm_ups=2),
+        Case("b", lambda: calls.append("b")),
+    ]
+    timings = measure.interleaved(cases, 3, torch.device("cpu"))
+    assert "".join(calls) == "aab" + "ababab"
+    assert [len(timing.seconds) for timing in timings.values()] == [3, 3]
+    assert timings["a"].result == 1
+
+
+def test_memory_is_that_of_the_case_alone():
+    ballast = torch.ones(1 << 26)  # 256 MB that this process holds and the other does not
+    peak = measure.peak_memory_gb(buffer, 1 << 25)
+    if peak is None:
+        pytest.skip("this system does not tell")
+    assert 0.125 <= peak < 0.2
+    del ballast
+
+
+def buffer(numbers):
+    return lambda: torch.ones(numbers).sum()

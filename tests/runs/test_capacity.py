@@ -1,0 +1,216 @@
+"""The plan past these machines: sizes, bytes and memory against what two ranks here do, and the
+arithmetic of a step.
+"""
+
+import csv
+import json
+
+import pytest
+import torch
+
+from common.config import ConfigError
+from ddp_bench import capacity
+from ddp_bench.capacity import (
+    DEVICES,
+    MODELS,
+    Model,
+    Work,
+    device,
+    fixed_bytes,
+    largest,
+    limits,
+    step,
+)
+from tests.support import SMALL
+
+WORK = Work(
+    **{
+        "rows": 1024,
+        "scaling": "strong",
+        "prompt_tokens": 256,
+        "new_tokens": 512,
+        "samples": 8,
+        "member_prompts": 8,
+    },
+    **{"accepted": 0.25, "optimizer_rows": 64, "micro_rows": 16},
+)
+GRPO = [setting for setting in SMALL if not setting.startswith(("algo.members", "algo.rows"))]
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("gpt2", 124.4),
+        ("smollm2_135m", 134.5),
+        ("qwen2.5_0.5b", 494.0),
+        ("qwen2.5_7b", 7615.6),
+        ("llama3_8b", 8030.3),
+    ],
+)
+def test_models_have_the_parameters_that_are_published(name, millions):
+    assert Model(name).parameters / 1e6 == pytest.approx(millions, abs=0.1)
+
+
+@pytest.mark.parametrize("algorithm", ["eggroll", "grpo"])
+def test_ranks_send_what_is_predicted(launch, tmp_path, algorithm):
+    settings = SMALL if algorithm == "eggroll" else ["task=translate", *GRPO]
+    out = tmp_path / "out"
+    launch(f"algo={algorithm}", *settings, "opt=[ddp,profile]", f"hydra.run.dir={out}")
+    events = json.loads((out / "profile/trace.json").read_text())["traceEvents"]
+    sent: dict[int, int] = {}  # times, by bytes of an all-reduce
+    for event in events:
+        if event.get("name") == "gloo:all_reduce":
+            size = {"float": 4, "double": 8, "long int": 8}[event["args"]["Input type"][0]] * event[
+                "args"
+            ]["Input Dims"][0][0]
+            sent[size] = sent.get(size, 0) + 1
+    largest_message = max(sent)
+    assert sent[largest_message] == 3, "one a step, of the three steps that are traced"
+    model = Model(str(out / "model"))
+    rows = Work(**(vars(WORK) | {"rows": 8 * 2}))
+    predicted = step(algorithm, model, rows, device("h100", 8, 25, 20, 10), 2).sent
+    extra = (
+        3 * 8 if algorithm == "eggroll" else 0
+    )  # tokens, and the rows that each of two ranks has room for
+    assert largest_message == predicted + extra
+    others = 64 if algorithm == "grpo" else 8
+    assert all(size <= others for size in sent if size != largest_message), (
+        "all else is a few numbers"
+    )
+
+
+def test_memory_is_that_of_adam_and_autocast():
+    """Of a real model, its gradients and optimizer, less the 16-bit copy, which only a forward has."""
+    model = torch.nn.Linear(64, 32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.zeros(1, 64)).sum().backward()
+    optimizer.step()
+    held = [*model.parameters(), *(p.grad for p in model.parameters())]
+    held += [s for state in optimizer.state.values() for s in state.values() if s.ndim]
+    parameters = sum(p.numel() for p in model.parameters())
+    assert sum(t.nbytes for t in held) == fixed_bytes("grpo", parameters, 1, 0) - 2 * parameters
+    assert fixed_bytes("grpo", 8e9, 8, 0) == 16e9
+
+
+def test_eggroll_sends_rewards_and_grpo_gradients():
+    model, here = Model("qwen2.5_0.5b"), device("a100_80g", 8, 25, 20, 10)
+    assert {step("eggroll", model, WORK, here, n).sent for n in DEVICES[1:]} == {8 * 1024}
+    assert {step("grpo", model, WORK, here, n).sent for n in DEVICES[1:]} == {4 * model.parameters}
+    alone = step("grpo", model, WORK, here, 1)
+    assert alone.communication == alone.sent == 0
+    two, sixteen = (step("grpo", model, WORK, here, n).communication for n in (2, 16))
+    assert sixteen > two > 0, "the network is slower than the link of a node"
+
+
+def test_where_it_stops_and_why():
+    model, here = Model("qwen2.5_0.5b"), device("a100_80g", 8, 0.1, 20, 10)
+    few = Work(**(vars(WORK) | {"rows": 64}))
+    steps = [step("eggroll", model, few, here, n) for n in DEVICES]
+    most, why = limits(steps)
+    assert most < 64
+    assert why.startswith("decoding does not shrink")
+    assert (
+        limits([step("classify", model, WORK, here, n) for n in DEVICES])[1]
+        == "gradients are waited for"
+    )
+    many = Work(
+        **(
+            vars(WORK)
+            | {
+                "rows": 4096,
+                "scaling": "weak",
+                "member_prompts": 1,
+                "new_tokens": 1,
+                "prompt_tokens": 1,
+            }
+        )
+    )
+    assert (
+        limits([step("eggroll", model, many, here, n) for n in DEVICES])[1]
+        == "every rank makes the whole update"
+    )
+
+
+def test_the_largest_model_fits_and_a_larger_one_does_not():
+    models, here = [Model(name) for name in MODELS], device("a100_40g", 8, 25, 20, 10)
+    for algorithm, rows in (("eggroll", 2), ("grpo", 1)):
+        most = largest(algorithm, models, WORK, here, 1)
+        for model in models:
+            fits = (
+                capacity.memory(algorithm, model, WORK, 1, rows) <= capacity.HEADROOM * here.memory
+            )
+            assert fits == (model.parameters <= most), model.name
+        assert largest(algorithm, models, WORK, here, 8) > 4 * most
+    assert largest("eggroll", models, WORK, here, 1) > 1.5 * largest("grpo", models, WORK, here, 1)
+
+
+def test_memory_and_messages_are_told_in_the_same_units(capsys, monkeypatch):
+    assert [capacity.size(n) for n in (0, 1023, 8192, 2**20, 1000 * 2**20, 2**30, 40 * 2**30)] == [
+        *("0 B", "1023 B", "8 kB", "1 MB", "1000 MB", "1 GB", "40 GB")
+    ]
+    monkeypatch.setattr("sys.argv", ["predict", "--model", "qwen2.5_7b", "--shards", "1"])
+    assert capacity.main() == 0
+    printed = capsys.readouterr().out
+    model = Model("qwen2.5_7b")
+    assert f"{4 * model.parameters / 2**30:.1f} GB" in printed.split("grpo")[1].split("\n")[0], (
+        "gradients"
+    )
+    assert f"{fixed_bytes('grpo', model.parameters, 1, 0) / 2**30:.1f} GB" in printed
+    assert (
+        "GB, MB and kB are of 2**30, 2**20 and 2**10 bytes, and a GB/s is 10**9 bytes a second."
+        in printed
+    )
+
+
+def test_the_command(monkeypatch, capsys, tmp_path):
+    def command(*arguments: str) -> int:
+        monkeypatch.setattr("sys.argv", ["predict", *arguments])
+        return capacity.main()
+
+    assert (
+        command("--model", "gpt2", "--hardware", "rtx4090", "v100", "--out", str(tmp_path / "out"))
+        == 0
+    )
+    printed = capsys.readouterr().out
+    assert (
+        "gpt2 on v100: milliseconds of a step, 1,024 rows a step in all (strong scaling)" in printed
+    )
+    assert max(map(len, printed.splitlines())) <= 160
+    with (tmp_path / "out/capacity.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 2 * 4 * len(DEVICES)
+    for name in ("exchange_v100.png", "speedup_rtx4090.png"):
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+    for arguments, text in (
+        (
+            ["--model", "qwen2.5_7"],
+            "--model='qwen2.5_7' is not a choice. Did you mean 'qwen2.5_7b'?",
+        ),
+        (["--hardware", "cpu"], "--hardware='cpu' is not a choice."),
+        (["--rows", "0"], "--rows=0 is too small."),
+        (["--accepted", "2"], "--accepted 2.0 is out of range."),
+        (
+            ["--model", "gpt2", "--out", "/dev/null/x"],
+            "--out /dev/null/x cannot be made: Not a directory.",
+        ),
+    ):
+        assert command(*arguments) == 2
+        assert f"error: {text}" in capsys.readouterr().err
+    assert "does not fit" not in printed
+    assert (
+        command(
+            "--model", "qwen2.5_0.5b", "--hardware", "a100_40g", "--out", str(tmp_path / "small")
+        )
+        == 0
+    )
+    assert "does not fit" not in capsys.readouterr().out
+    assert (
+        command("--model", "qwen2.5_7b", "--hardware", "h100", "--out", str(tmp_path / "large"))
+        == 0
+    )
+    warned = (
+        "does not fit a device with weights replicated, as these times have them: grpo, rft,"
+        " classify\n"
+    )
+    assert warned in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="is not a choice"):
+        Model(str(tmp_path))

@@ -1,0 +1,486 @@
+"""classify: models, one exact step over ranks, the whole loop."""
+
+import gzip
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks import loader as benchmark
+from common import hardware
+from common.config import ConfigError
+from common.distributed.workers import _check_started
+from common.signals import EXIT_SIGNAL
+from ddp_bench import data, models
+from ddp_bench.config import EncoderConfig
+from ddp_bench.data import Ragged, Rows
+from ddp_bench.tasks import Labelled, Trajectories, made
+from launch import compose, train
+from tests.support import LAST_WEIGHTS, SMALL_CLASSIFY, events
+from tests.support.commands import Begin, Launch, Started
+
+pytestmark = pytest.mark.usefixtures("in_cache")
+SIZES = EncoderConfig(size=16, heads=2, layers=2, feedforward=32, dropout=0.3, max_tokens=41)
+
+
+def random_weights(model: torch.nn.Module) -> torch.nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():  # fresh biases are zero, which hides mistakes
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_text_has_the_same_logits_alone_and_in_a_batch():
+    torch.manual_seed(0)
+    model = random_weights(models.TextClassifier(SIZES, 3, 50)).eval()
+    texts = [np.random.default_rng(i).integers(2, 50, n) for i, n in enumerate((1, 7, 41, 20))]
+    rows = Rows({"ids": Ragged.of(texts, np.int32)}, np.zeros(4, np.int64))
+    together = model(**rows.__getitems__([0, 1, 2, 3])[0])
+    alone = torch.cat([model(**rows.__getitems__([i])[0]) for i in range(4)])
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+    assert (together[0] - together[1]).abs().max() > 0.1
+
+
+def trajectories(count=9, longest=20):
+    return list(
+        Trajectories(rows=count + 10, test_rows=10, longest=longest, noise=0.1).rows("train")
+    )[:count]
+
+
+def test_slow_and_fast_collate_and_forward_are_equal():
+    listed = trajectories()
+    rows = data.trajectories(listed, 41)
+    (slow, slow_labels), (fast, fast_labels) = (
+        benchmark.concatenated(listed),
+        rows.__getitems__(list(range(9))),
+    )
+    assert slow.keys() == fast.keys()
+    for name, tensor in slow.items():
+        assert tensor.dtype == fast[name].dtype
+        assert torch.equal(tensor, fast[name]), name
+    assert torch.equal(slow_labels, fast_labels)
+
+    torch.manual_seed(0)
+    model = random_weights(models.TrajectoryClassifier(SIZES, 4, 4)).eval()
+    gradients = []
+    for forward in (model, lambda **inputs: benchmark.looped(model, **inputs)):
+        model.zero_grad()
+        logits = forward(**fast)
+        torch.nn.functional.cross_entropy(logits, fast_labels).backward()
+        gradients.append([logits.detach(), *(p.grad.clone() for p in model.parameters())])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_recomputed_activations_change_nothing():
+    rows = data.trajectories(trajectories(), 41)
+    inputs, labels = rows.__getitems__(list(range(9)))
+    model = random_weights(models.TrajectoryClassifier(SIZES, 4, 4)).train()
+    found = []
+    for model.encoder.recompute in (False, True):
+        torch.manual_seed(1)
+        model.zero_grad()
+        torch.nn.functional.cross_entropy(model(**inputs), labels).backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_probabilities_come_in_the_order_asked_for():
+    model = random_weights(models.TrajectoryClassifier(SIZES, 4, 4))
+    rows = data.trajectories(trajectories(), 41)
+    chosen = [7, 0, 3, 3, 8]
+    found = models.probabilities_of(model, rows, chosen, batch_rows=2)
+    one_by_one = torch.cat(
+        [models.probabilities_of(model, rows, [i], batch_rows=1) for i in chosen]
+    )
+    torch.testing.assert_close(found, one_by_one, rtol=1e-5, atol=1e-6)
+    assert model.training, "as it was"
+
+
+# --- a run and its folder --------------------------------------------------------------------------------------------
+
+
+def test_topics_reach_ninety_percent_in_seconds(tmp_path):
+    started = time.monotonic()
+    result = train(compose(["algo=classify", "hardware=cpu", "algo.epochs=2"]), tmp_path)
+    assert (result.algo, result.task, result.metric, result.before) == (
+        "classify",
+        "topics",
+        "accuracy",
+        20.0,
+    )
+    assert 90 < result.after < 100
+    assert result.seconds < 60
+    assert time.monotonic() - started < 90
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("run.yaml", "run.log", "metrics.jsonl", "result.json", "checkpoints", "model"),
+        *("predictions.jsonl", "confusion.json", "report.md"),
+    }
+    log = events(tmp_path)
+    assert [event["step"] for event in log] == list(range(1, result.steps + 1))
+    assert set(log[0]["phase_seconds"]) == {"data", "forward", "backward", "exchange", "optimizer"}
+    assert all(sum(event["phase_seconds"].values()) <= event["seconds"] for event in log)
+    epochs = [event for event in log if "validation" in event]
+    assert [event["epoch_done"] for event in epochs] == [1, 2]
+    best = max(epochs, key=lambda event: event["validation"]["accuracy"])
+    assert result.metrics["validation"] == {"epoch": best["epoch_done"], **best["validation"]}
+    # What was written says the same as the result, and the exported model does what it says.
+    table = json.loads((tmp_path / "confusion.json").read_text())
+    right = sum(table["table"][i][i] for i in range(5))
+    assert 100 * right / sum(map(sum, table["table"])) == pytest.approx(result.after)
+    predictions = [
+        json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text().splitlines()
+    ]
+    assert sum(p["class"] == p["predicted"] for p in predictions) == right
+    classifier = models.load(tmp_path / "model")
+    test = compose(["algo=classify"]).task
+    values = [row.value for row in made(test).rows("test")]
+    again = classifier.predict(values)
+    assert [name for name, _ in again] == [p["predicted"] for p in predictions]
+    assert classifier.predict([]) == []
+    with pytest.raises(ConfigError, match="holds no classifier: FileNotFoundError"):
+        models.load(tmp_path / "checkpoints")
+
+
+def test_trajectories_are_learnt_and_exported(tmp_path):
+    settings = [
+        "algo=classify",
+        "task=trajectories",
+        "hardware=cpu",
+        "task.rows=2000",
+        "task.test_rows=200",
+    ]
+    sizes = [
+        "algo.model.size=32",
+        "algo.model.feedforward=64",
+        "algo.model.layers=1",
+        "algo.model.dropout=0",
+    ]
+    more = ["task.longest=40", "task.noise=0.01", "algo.epochs=6", "algo.lr=5e-3"]
+    result = train(compose([*settings, *sizes, *more]), tmp_path)
+    assert result.after > 50
+    (row,) = trajectories(1)
+    (answer,) = models.load(tmp_path / "model").predict([row.value])
+    assert answer[0] in ("left", "right", "to the goal", "straight")
+
+
+class Letters:
+    """A class task in a few lines."""
+
+    classes = ("a", "b")
+
+    def rows(self, split: str) -> list[Labelled]:
+        return [Labelled(f"{'ab'[i % 2]} {split} {i}", i % 2) for i in range(300)]
+
+
+def test_a_task_of_ones_own_and_early_stopping(tmp_path):
+    run = compose([*SMALL_CLASSIFY, "algo.epochs=50", "algo.patience=2"])
+    result = train(run, tmp_path, Letters())
+    epochs = [event for event in events(tmp_path) if "validation" in event]
+    best = result.metrics["validation"]["epoch"]
+    assert len(epochs) == best + 2 < 50
+    assert result.steps == epochs[-1]["step"]
+    assert result.task == "Letters"
+    assert result.after > 80
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def same_weights(one: Path, two: Path, atol: float) -> None:
+    first, second = (load_file(folder / "model" / "model.safetensors") for folder in (one, two))
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        torch.testing.assert_close(tensor, second[name], rtol=0, atol=atol, msg=name)
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory, cache):
+    folder = tmp_path_factory.mktemp("one")
+    before = os.environ.get("CLUTCH_CACHE")
+    os.environ["CLUTCH_CACHE"] = str(cache)
+    torch.set_num_threads(1)
+    train(compose([*SMALL_CLASSIFY, *LAST_WEIGHTS]), folder)
+    os.environ.pop("CLUTCH_CACHE") if before is None else os.environ.update(CLUTCH_CACHE=before)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        [
+            "algo.micro_batch_rows=5",
+            "algo.loader.workers=1",
+        ],  # parts of a batch, which are not exchanged (no_sync)
+        pytest.param(
+            [
+                "algo.micro_batch_rows=5",
+                "algo.ddp.static_graph=false",
+                "algo.ddp.gradient_as_bucket_view=false",
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["whole", "accumulated", "dynamic"],
+)
+def test_two_ranks_equal_one(one_rank, warm, tmp_path, more):
+    result = warm.call(
+        train,
+        compose([*SMALL_CLASSIFY, *LAST_WEIGHTS, "opt=[ddp]", "opt.ddp.ranks=2", *more]),
+        tmp_path,
+    )
+    assert (result.world_size, result.steps) == (2, 20)
+    log, reference = events(tmp_path), events(one_rank)
+    assert {event["rows"] for event in log} == {33, 1}
+    for mine, theirs in zip(log, reference, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], abs=2e-6)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        assert "communication" in mine["phase_seconds"]
+    same_weights(tmp_path, one_rank, atol=2e-4)
+    assert result.after == pytest.approx(
+        json.loads((one_rank / "result.json").read_text())["after"], abs=2
+    )
+
+
+def test_accumulation_on_one_rank_changes_nothing(one_rank, tmp_path):
+    train(compose([*SMALL_CLASSIFY, *LAST_WEIGHTS, "algo.micro_batch_rows=7"]), tmp_path)
+    for mine, theirs in zip(events(tmp_path), events(one_rank), strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], abs=2e-6)
+    same_weights(tmp_path, one_rank, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("hook", "exact", "off"),
+    [pytest.param("fp16", 0, 1e-3, marks=pytest.mark.slow), ("powersgd", 2, 0.5)],
+)
+def test_compressed_gradients_learn_nearly_the_same(one_rank, warm, tmp_path, hook, exact, off):
+    """exact: steps before it begins to compress; with fp16 the loss of the first step is the same
+    all the same.
+    """
+    more = ["opt=[ddp]", "opt.ddp.ranks=2", f"algo.ddp.hook={hook}", "algo.ddp.powersgd_start=2"]
+    warm.call(train, compose([*SMALL_CLASSIFY, *LAST_WEIGHTS, *more]), tmp_path)
+    apart = [
+        abs(a["loss"] - b["loss"]) for a, b in zip(events(tmp_path), events(one_rank), strict=True)
+    ]
+    assert max(apart[: exact + 1]) < 2e-6
+    assert 2e-6 < max(apart) < off, "it did something, and learnt all the same"
+
+
+# --- killed and resumed ----------------------------------------------------------------------------------------------
+
+LONGER = [*SMALL_CLASSIFY, "algo.epochs=4", "checkpoint.every=3"]
+
+
+def killed(begin: Begin, folder: Path, steps: int, number: int) -> Started:
+    """A run that got `number` after `steps` steps."""
+    process = begin(*LONGER, f"hydra.run.dir={folder}", "resume=auto")
+    path, until = folder / "metrics.jsonl", time.monotonic() + 120
+    while not (path.exists() and path.read_bytes().count(b"\n") >= steps):
+        assert process.poll() is None, process.said()[0]
+        assert time.monotonic() < until
+        time.sleep(0.002)
+    process.send_signal(number)
+    process.communicate()
+    return process
+
+
+@pytest.mark.faults
+def test_killed_in_mid_epoch_and_resumed_it_ends_the_same(launch: Launch, begin: Begin, tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    launch(*LONGER, f"hydra.run.dir={whole}")
+    for steps in (5, 14):  # in the first epoch, and in the second
+        killed(begin, broken, steps, signal.SIGKILL)
+    assert not (broken / "result.json").exists()
+    assert killed(begin, broken, 20, signal.SIGTERM).returncode in (
+        EXIT_SIGNAL,
+        0,
+    )  # 0: it was just done
+    launch(*LONGER, f"hydra.run.dir={broken}", "resume=auto")
+    kept = ("step", "loss", "grad_norm", "lr", "rows", "validation")
+    mended, unbroken = (
+        [{k: e.get(k) for k in kept} for e in events(folder)] for folder in (broken, whole)
+    )
+    assert mended == unbroken
+    same_weights(broken, whole, atol=0)
+    assert (broken / "predictions.jsonl").read_bytes() == (whole / "predictions.jsonl").read_bytes()
+
+    with pytest.raises(ConfigError, match=r"algo\.epochs was 4, is 5"):
+        train(compose([*LONGER, "algo.epochs=5", "resume=auto"]), broken)
+    with pytest.raises(ConfigError, match="was made with other training rows"):
+        train(compose([*LONGER, "resume=auto"]), broken, Letters())
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "algo=classify task=units": (
+        "algo=classify needs a class task, and common.tasks.units.Units is a reward task. "
+        "Use one of task=ag_news, custom_text, imdb, topics, trajectories."
+    ),
+    "algo=rft task=topics": (
+        "algo=rft needs a reward task, and ddp_bench.tasks.Topics is a class task. "
+        "Use one of task=chess, countdown, custom, gsm8k, translate, units."
+    ),
+    "algo=classify model=gpt2": (
+        "model has no effect with algo=classify: the sizes are algo.model.*. Leave it out."
+    ),
+    "algo=classify algo.ddp.powersgd_rank=4": (
+        "algo.ddp.powersgd_rank=4 has no effect with algo.ddp.hook=none. Add "
+        "algo.ddp.hook=powersgd, or leave it out."
+    ),
+    "algo=classify evaluate.every=3": (
+        "evaluate.every has no effect with algo=classify: it evaluates after each epoch. "
+        "Leave it out."
+    ),
+    "experiment=ag_news_small scoring.kind=threads": (
+        "scoring.kind has no effect with algo=classify: there are no rewards. Leave it out."
+    ),
+    "algo=classify algo.model.heads=3": (
+        "algo.model.size=128 is not a multiple of algo.model.heads=3."
+    ),
+    "algo=classify task=trajectories algo.tokenizer.vocabulary=900": (
+        "algo.tokenizer.vocabulary has no effect with "
+        "task=trajectories, which has no texts. Leave it out."
+    ),
+    "algo=classify algo.validation_share=0": (
+        "algo.patience=2 has no effect with algo.validation_share=0: there is "
+        "nothing to "
+        "tell by when to stop. Set a share, for example 0.1, or algo.patience=null."
+    ),
+    "algo=classify algo.label_smoothing=1": (
+        "algo.label_smoothing=1.0 is a share. Give a value below 1."
+    ),
+    "algo=classify algo.ddp.hook=fp8": (
+        "algo.ddp.hook='fp8' is not a choice. Choices: none, fp16, bf16, powersgd."
+    ),
+}
+
+
+@pytest.mark.parametrize("arguments", MISTAKES)
+def test_mistakes_are_worded(arguments):
+    with pytest.raises(ConfigError) as caught:
+        compose(arguments.split())
+    assert str(caught.value) == MISTAKES[arguments]
+
+
+RUN_MISTAKES = {
+    "algo.ddp.hook=fp16": (
+        "algo.ddp.hook=fp16 has no effect with one rank: nothing is sent. Add 'opt=[ddp]', or leave"
+        " it out."
+    ),
+    "opt=[ddp] algo.ddp.hook=bf16": (
+        "algo.ddp.hook=bf16 needs NCCL, and the ranks talk through gloo. Use algo.ddp.hook=fp16."
+    ),
+    "algo.loader.prefetch=4": (
+        "algo.loader.prefetch=4 has no effect without algo.loader.workers: this process makes the "
+        "batches. Set algo.loader.workers, for example 2, or leave it out."
+    ),
+    "task=ag_news": (
+        "task=ag_news has no data of its own. Give a folder with train.jsonl and test.jsonl (or"
+        " .csv, or either with .gz) or an id for the datasets library, task.path=FOLDER; or two"
+        " files, task.train=FILE task.test=FILE."
+    ),
+}
+
+
+@pytest.mark.parametrize("arguments", RUN_MISTAKES)
+def test_mistakes_that_a_run_finds(arguments, warm, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        warm.call(train, compose(["algo=classify", "hardware=cpu", *arguments.split()]), tmp_path)
+    assert str(caught.value) == RUN_MISTAKES[arguments]
+
+
+def test_rows_and_labels_that_cannot_be(tmp_path):
+    class Wrong(Letters):
+        def rows(self, split):
+            return [*super().rows(split), Labelled("c", 2)]
+
+    with pytest.raises(ConfigError) as caught:
+        train(compose(SMALL_CLASSIFY), tmp_path, Wrong())
+    assert str(caught.value) == "a train row has the label 2, but the task has 2 classes."
+
+
+def test_srun_times_torchrun_is_refused(monkeypatch, tmp_path):
+    run = compose(SMALL_CLASSIFY)
+    for key in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(key, "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for tasks in ("4", "4(x2)", "4,1"):
+        monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
+        with pytest.raises(ConfigError) as caught:
+            train(run, tmp_path)
+        assert (
+            str(caught.value)
+            == "srun started 4 tasks on this node, and torchrun in each of them 4 ranks: 16"
+            " processes in 4 groups that get in each other's way. Use srun --ntasks-per-node=1"
+            " with torchrun --nproc_per_node=4, one torchrun a node."
+        )
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1(x2)")  # one torchrun a node
+    _check_started(run)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4")
+    _check_started(run)
+
+
+def test_more_ranks_than_devices(monkeypatch):
+    run = compose(["algo=classify"])
+    monkeypatch.setattr(hardware, "local_devices", lambda _: 1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ConfigError) as caught:
+        _check_started(run)
+    assert (
+        str(caught.value)
+        == "torchrun --nproc_per_node=4, but this node has 1 CUDA devices. Use at most 1, or give"
+        " the job more (with Slurm: --gpus-per-node, not --gpus-per-task)."
+    )
+
+
+def test_device_ordinals_that_do_not_exist(monkeypatch):
+    run = compose(["algo=classify"])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,7")
+    with pytest.raises(ConfigError) as caught:
+        hardware.check_visible(run.hardware)
+    assert (
+        str(caught.value)
+        == "CUDA_VISIBLE_DEVICES=0,1,7 names 3 devices, but CUDA finds 2 of them: one of these"
+        " ordinals does not exist on this node, or is named twice. Correct it (nvidia-smi -L"
+        " lists them), or use hardware=cpu."
+    )
+    for fine in ("0,1", "", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", fine)
+        hardware.check_visible(run.hardware)
+
+
+# --- the real rows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("experiment", ["ag_news_small", "ag_news_optimized", "imdb"])
+def test_experiments_on_a_few_real_rows(experiment, shared_data, tmp_path):
+    name = "imdb" if experiment == "imdb" else "ag_news"
+    for split, count in (("train", 120), ("test", 40)):
+        with gzip.open(shared_data / name / f"{split}.jsonl.gz", "rt") as file:
+            (tmp_path / f"{split}.jsonl").write_text("".join(file.readlines()[:count]))
+    settings = [
+        f"experiment={experiment}",
+        "hardware=cpu",
+        f"task.path={tmp_path}",
+        "algo.epochs=1",
+    ]
+    result = train(
+        compose([*settings, "algo.model.size=32", "algo.model.layers=1"]), tmp_path / "out"
+    )
+    assert (result.task, result.steps > 0) == (name, True)
+    assert 0 <= result.after <= 100

@@ -1,0 +1,396 @@
+"""task=custom: rows of the user's own, without code; and the examples, from a folder of their own."""
+
+import gzip
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import types
+
+import pytest
+
+from common.config import ConfigError
+from common.tasks import build
+from common.tasks.data import Row
+from launch import compose, train
+from tests.support import ROOT, SMALL
+
+ROWS = [
+    {"question": f"{i} and {i}", "answer": str(2 * i), "note": {"of": f"n{i}"}, "blank": ""}
+    for i in range(20)
+]
+FIELDS = ["task.prompt_field=question", "task.answer_field=answer"]
+THERE = "Fields there: question, answer, note.of, blank."
+
+
+def custom(*overrides: str):
+    return build(compose(["algo=grpo", "task=custom", *overrides]).task)
+
+
+def wording(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        custom(*overrides)
+    return str(caught.value)
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    """data.jsonl in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return tmp_path
+
+
+# --- rows ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "key", "where"),
+    [
+        ("data.csv", b"7 and 7", b"7 and\0 7", "task.prompt_field='question'", "line 9"),
+        (
+            "data.jsonl",
+            b'"answer": "14"',
+            rb'"answer": "1\u00004"',
+            "task.answer_field='answer'",
+            "line 8",
+        ),
+    ],
+)
+def test_a_nul_character_is_named(data, name, old, new, key, where):
+    (data / "data.csv").write_text(
+        "question,answer\n" + "".join(f"{r['question']},{r['answer']}\n" for r in ROWS)
+    )
+    custom(f"task.path={name}", *FIELDS)
+    good = (data / name).read_bytes()
+    assert old in good
+    (data / name).write_bytes(good.replace(old, new))
+    assert (
+        wording(f"task.path={name}", *FIELDS)
+        == f"{key} holds a NUL character in '{name}' {where}. Remove it; a file in UTF-16 holds"
+        " many: convert it, with iconv -f UTF-16LE -t UTF-8."
+    )
+
+
+def test_every_kind_of_file_gives_the_same_rows(data):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    lines = [f"{row['question']}\t{row['answer']}" for row in ROWS]
+    (data / "data.tsv").write_text("\n".join(["question\tanswer", *lines]) + "\n")
+    (data / "data.csv").write_text("\n".join(["question,answer", *lines]).replace("\t", ",") + "\n")
+    parquet.write_table(
+        pyarrow.Table.from_pylist([r | {"answer": int(r["answer"])} for r in ROWS]), "data.parquet"
+    )
+    wanted = [
+        (e.question, e.answer) for e in custom("task.path=data.jsonl", *FIELDS).examples("train")
+    ]
+    assert len(wanted) == 16
+    for kind in ("jsonl", "tsv", "csv", "parquet"):
+        (data / f"data.{kind}.gz").write_bytes(gzip.compress((data / f"data.{kind}").read_bytes()))
+        for name in (f"data.{kind}", f"data.{kind}.gz"):
+            task = custom(f"task.path={name}", *FIELDS)
+            assert [(e.question, e.answer) for e in task.examples("train")] == wanted, name
+
+
+def test_a_saved_dataset_and_a_folder_that_datasets_loads(data):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list(
+        [{"question": r["question"], "answer": r["answer"]} for r in ROWS]
+    )
+    datasets.DatasetDict({"train": rows, "valid": rows.select(range(4))}).save_to_disk("saved")
+    task = custom("task.path=saved", *FIELDS, "task.dataset_test_split=valid")
+    assert [e.question for e in task.examples("test")] == [r["question"] for r in ROWS[:4]]
+    assert len(task.examples("train")) == 16  # the four are dropped
+    assert "(split=test): it has the splits train, valid." in wording(
+        "task.path=saved", *FIELDS, "task.dataset_test_split=test"
+    )
+    (data / "folder").mkdir()
+    shutil.copy(data / "data.jsonl", data / "folder" / "train.jsonl")
+    assert len(custom("task.path=folder", *FIELDS).examples("train")) == 16
+
+
+def test_held_out_rows(data):
+    (data / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:5]))
+    task = custom("task.path=data.jsonl", "task.test_path=test.jsonl", *FIELDS)
+    assert [e.id for e in task.examples("train")] == list(range(15))
+    assert not {e.question for e in task.examples("train")} & {
+        e.question for e in task.examples("test")
+    }
+    assert (
+        len(custom("task.path=data.jsonl", "task.test_share=0.5", *FIELDS).examples("test")) == 10
+    )
+    one, two = (custom("task.path=data.jsonl", *FIELDS).examples("test") for _ in range(2))
+    assert one == two
+
+
+def test_numbers_are_text(data):
+    (data / "n.jsonl").write_text(
+        '{"q": 1, "a": 2.0}\n{"q": 1.5, "a": 1e-5}\n{"q": "x", "a": -3}\n'
+    )
+    task = custom(
+        "task.path=n.jsonl", "task.prompt_field=q", "task.answer_field=a", "task.reward=numeric"
+    )
+    found = {e.question: e.answer for split in ("train", "test") for e in task.examples(split)}
+    assert found == {"1": "2", "1.5": "0.00001", "x": "-3"}
+
+
+# --- prompts -------------------------------------------------------------------------------------------------------
+
+
+def test_template_and_conversation(data):
+    template = 'task.template="{note.of}: {question}{blank} {{x}}"'
+    task = custom("task.path=data.jsonl", *FIELDS, template, "task.system=Add.")
+    example = task.examples("test")[0]
+    number = example.question.split()[-2]
+    assert example.question == f"n{number}: {number} and {number} {{x}}"
+    assert task.prompt(example) == [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": example.question},
+    ]
+    assert f"(The answer is {example.answer}.)" in task.hint(example)[-1]["content"]
+    only = custom("task.path=data.jsonl", "task.answer_field=answer", template, "task.chat=false")
+    assert only.prompt(example) == example.question
+
+
+def test_it_teaches_the_answer_both_ways_round(data):
+    task = custom("task.path=data.jsonl", *FIELDS)
+    example = next(e for e in [*task.examples("train"), *task.examples("test")] if e.answer == "12")
+    taught = {task.pretraining(example, random.Random(i)) for i in range(20)}
+    assert taught == {("6 and 6\n", "12"), ("6 and 6\n", "21")}
+    palindrome = next(
+        e for e in [*task.examples("train"), *task.examples("test")] if e.answer == "22"
+    )
+    assert task.pretraining(palindrome, random.Random(1)) in {
+        ("11 and 11\n", "22"),
+        ("11 and 11\n", "2222"),
+    }
+
+
+# --- rewards -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer", "completion", "score"),
+    [
+        ("exact", "Paris", " Paris\n", 1),
+        ("exact", "Paris", "paris", 0),
+        ("exact", "Paris", "Let me think.\n<answer> Paris </answer>.", 1),
+        ("numeric", "1,000", "It is 500. No, 1000.0", 1),
+        ("numeric", "1,000", "1000, or 1001", 0),
+        ("numeric", "5 * 2 = 10\n#### 10", "\\boxed{10}", 1),
+        ("numeric", "6000", "<answer>6e3</answer>", 1),
+        ("numeric", "0.00001", "1e-05", 1),
+        ("numeric", "6000", "It is 6e3.", 1),
+        ("numeric", "0.006", "6e-3 it is, I think", 1),
+        ("numeric", "-0.006", "x = -6E-3", 1),
+        ("numeric", "3", "It is 6e3.", 0),
+        ("numeric", "6000", "#### 6e3", 1),
+        ("numeric", "3", "6e3 or rather 3", 1),
+        ("numeric", "0.75", "so 3/4", 1),
+        ("numeric", "0.75", "1e2, no: 3/4", 1),
+        ("numeric", "3", "no idea", 0),
+        ("numeric", "-3", "it is -3", 1),
+        ("levenshtein", "abcd", "abc", 6 / 7),
+        ("chrf", "the same", "the same", 1),
+        ("bleu", "one two three four", "one two three four", 1),
+        ("bleu", "one two three four", "", 0),
+    ],
+)
+def test_rewards(data, reward, answer, completion, score):
+    rows = [{"question": f"{i}", "answer": answer} for i in range(3)]
+    (data / "one.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = custom("task.path=one.jsonl", *FIELDS, f"task.reward={reward}")
+    example = task.examples("test")[0]
+    assert task.reward(example, completion) == pytest.approx(score)
+    assert task.rewards([example] * 2, [completion, answer])[1] == pytest.approx(1)
+    assert all(0 <= value <= 100 for value in task.metrics([example], [completion]).values())
+
+
+def test_the_leading_measure_is_not_the_reward(data):
+    def names(reward):
+        task = custom("task.path=data.jsonl", *FIELDS, f"task.reward={reward}")
+        return list(task.metrics(task.examples("test"), ["x"] * 4))
+
+    assert names("levenshtein") == ["exact", "bleu", "chrf"]
+    assert names("bleu") == ["chrf", "bleu", "exact"]
+    assert names("chrf")[0] == "bleu"
+    assert names("numeric") == ["accuracy", "answered"]
+
+
+def test_tolerance(data):
+    (data / "pi.jsonl").write_text('{"q": "pi?", "a": 3.14159}\n{"q": "pi!", "a": 3.14159}\n')
+    own = [
+        "task.path=pi.jsonl",
+        "task.prompt_field=q",
+        "task.answer_field=a",
+        "task.reward=numeric",
+    ]
+    strict, loose = custom(*own), custom(*own, "task.tolerance=0.01")
+    example = strict.examples("test")[0]
+    assert [strict.reward(example, text) for text in ("3.14", "3.14159")] == [0, 1]
+    assert [loose.reward(example, text) for text in ("3.14", "3.2")] == [1, 0]
+
+
+def test_math_asks_math_verify_where_numbers_do_not_tell(data, monkeypatch):
+    asked = []
+    module = types.SimpleNamespace(
+        parse=lambda text, parsing_timeout: text,
+        verify=lambda gold, target, timeout_seconds: (
+            asked.append((gold, target)) or target == "$4$"
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "math_verify", module)
+    (data / "m.jsonl").write_text(
+        '{"question": "a", "answer": "\\\\sqrt{16}"}\n{"question": "b", "answer": "\\\\sqrt{16}"}\n'
+    )
+    task = custom("task.path=m.jsonl", *FIELDS, "task.reward=math")
+    example = task.examples("test")[0]
+    texts = ["so\n4", "16", "we get \\boxed{4}", "\\sqrt{16}", "2^2"]
+    assert task.rewards([example] * 5, texts) == [1, 0, 1, 1, 0]
+    assert asked == [("$\\sqrt{16}$", "$4$"), ("$\\sqrt{16}$", "$16$"), ("$\\sqrt{16}$", "$4$")]
+
+
+# --- mistakes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ([], "task.path is not set. Give a file (.jsonl, .csv, .tsv, .parquet, or one of these with .gz), or an id"),
+        (["task.path=data.jsonl"], "task.answer_field is not set. Name the field of the right answer"),
+        (["task.path=data.jsonl", "task.answer_field=answer"], "task.prompt_field is not set. Name the field of the"),
+        (
+            ["task.path=data.jsonl", "task.prompt_field=qestion", "task.answer_field=answer"],
+            f"task.prompt_field='qestion' is not a field of 'data.jsonl' line 1. Did you mean 'question'? {THERE}",
+        ),
+        (
+            ["task.path=data.jsonl", "task.prompt_field=question", "task.answer_field=blank"],
+            f"task.answer_field='blank' is empty in 'data.jsonl' line 1. Remove the row, or fill it in. {THERE}",
+        ),
+        (
+            ["task.path=data.jsonl", "task.answer_field=answer", 'task.template="{qestion}"'],
+            f"task.template='qestion' is not a field of 'data.jsonl' line 1. Did you mean 'question'? {THERE}",
+        ),
+        (
+            ["task.path=data.jsonl", "task.prompt_field=question", "task.answer_field=note.of", "task.reward=math"],
+            "task.reward=math needs the package math-verify. Install it: pip install 'math-verify[antlr4_9_3]' (Hydra "
+            "needs antlr 4.9.3 too). Or use task.reward=numeric.",
+        ),
+        (["task.path=words.jsonl", *FIELDS, "task.reward=numeric"], "task.answer_field='answer' has no number in "
+         "'words.jsonl' line 2: 'none'. Mend the row, or use another reward, such as task.reward=exact. Fields there: "),
+        (["task.path=data.jsonl", *FIELDS, "task.reward=blue"], "task.reward='blue' is not a choice. Did you mean 'bleu'?"),
+        (["task.path=data.jsonl", *FIELDS, "task.template=hello"], "task.template='hello' holds no field, so all prompts"),
+        (["task.path=data.jsonl", *FIELDS, 'task.template="{blank}"'], "task.prompt_field='question' has no effect: "),
+        (["task.path=data.jsonl", *FIELDS, 'task.template="{question"'], "has braces that do not fit: expected '}'"),
+        (["task.path=data.jsonl", *FIELDS, 'task.template="{question} {answer}"'], "also stands in the prompt"),
+        (["task.path=data.jsonl", *FIELDS, "task.tolerance=0.1"], "task.tolerance=0.1 has no effect with task.reward=exact"),
+        (["task.path=data.jsonl", *FIELDS, "task.chat=false", "task.system=x"], "task.system has no effect"),
+        (["task.path=data.jsonl", *FIELDS, "task.dataset_split=x"], "task.dataset_split has no effect: task.path="),
+        (["task.path=data.jsonl", *FIELDS, "task.test_path=data.jsonl", "task.test_share=0.1"], "both say which rows"),
+        (["task.path=data.jsonl", *FIELDS, "task.test_path=data.jsonl"], "leaves no train row: the prompts of all 20 "),
+        (["task.path=data.jsonl", *FIELDS, "task.test_share=0"], "has 20 rows, of which 0 would be held out"),
+        (["task.path=data.txt", *FIELDS], "task.path='data.txt' is of no known kind. Give a file that ends in .jsonl, .csv"),
+        (["task.path=nothing.csv", *FIELDS], "task.path='nothing.csv' does not exist; tried "),
+        (["task.path=bad.parquet", *FIELDS], "task.path='bad.parquet' is no Parquet file that can be read: "),
+    ],
+)  # fmt: skip
+def test_mistakes_are_worded(data, monkeypatch, overrides, text):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    (data / "data.txt").write_text("a")
+    (data / "bad.parquet").write_text("a")
+    (data / "words.jsonl").write_text(
+        '{"question": "a", "answer": "1"}\n{"question": "b", "answer": "none"}\n'
+    )
+    if "bad.parquet" in overrides[0:1]:
+        pytest.importorskip("pyarrow")
+    assert text in wording(*overrides)
+
+
+# --- runs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algo", ["grpo", "rft"])
+def test_a_run_on_the_example_rows(algo, in_cache, tmp_path):
+    """The rows of examples/own_data: a base that has been taught a little solves some prompts."""
+    own = [
+        f"task.path={ROOT}/examples/own_data/numbers.csv",
+        "task.prompt_field=words",
+        "task.answer_field=number",
+    ]
+    tiny = [s for s in SMALL if s.startswith("model.tiny") and "pretrain_steps" not in s]
+    sizes = {
+        "grpo": ["algo.steps=2", "algo.prompts_per_step=2", "algo.samples_per_prompt=4"],
+        "rft": [
+            "algo.prompts=8",
+            "algo.validation_prompts=2",
+            "algo.samples_per_prompt=8",
+            "algo.iterations=1",
+        ],
+    }
+    more = (
+        ["algo.epochs=1", "algo.select.accept=0.1", "algo.pass_samples=2"] if algo == "rft" else []
+    )
+    run = compose(
+        [
+            f"algo={algo}",
+            "task=custom",
+            *own,
+            "task.reward=levenshtein",
+            *tiny,
+            "model.tiny.pretrain_steps=60",
+            *sizes[algo],
+            *more,
+            "algo.sampling.max_new_tokens=8",
+            "hardware=cpu",
+            "evaluate.examples=8",
+        ]
+    )
+    result = train(run, tmp_path / "run")
+    assert (result.task, result.metric) == ("custom", "exact")
+    assert result.reward_evaluations > 0
+
+
+def test_the_example_folder_works_from_elsewhere(launch, tmp_path):
+    """A copy of examples/own_task, outside the repository, as its page says."""
+    folder = tmp_path / "copy"
+    shutil.copytree(
+        ROOT / "examples" / "own_task", folder, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "launch.py"),
+            "--config-dir",
+            "conf",
+            "task=acronyms",
+            "task.length=2",
+            *SMALL,
+            "algo=eggroll",
+            "algo.steps=1",
+            "hydra.run.dir=out",
+        ],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((folder / "out" / "result.json").read_text())
+    assert (result["task"], result["metric"]) == ("acronyms", "exact")
+    told = (folder / "out" / "report.md").read_text()
+    assert (
+        f"python launch.py --config-dir {folder}/conf task=acronyms task.length=2 hardware=cpu"
+        in told
+    )
+
+
+def test_whole_numbers_stay_as_they_are():
+    for number in (12345678901234567890, 10**400, -3, 0):
+        assert Row("here", {"a": number}).text("a", "task.answer_field", numbers=True) == str(
+            number
+        )
+    assert Row("here", {"a": 2.0}).text("a", "task.answer_field", numbers=True) == "2"

@@ -1,0 +1,279 @@
+"""The commands of the documentation: each is known, and composes or parses as it stands; links lead
+somewhere.
+
+A block of commands that a test cannot try is marked in the Markdown, in a line of its own before
+it: <!-- needs: network -->, or gpu or cluster. Commands of a marked block are still checked as far
+as that goes without: composed, or parsed.
+"""
+
+import argparse
+import importlib
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+import launch
+from launch import compose
+from tests.support import ROOT, SMALL
+
+PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NEEDS = ("gpu", "cluster", "network")
+PROGRAMS = (
+    "python",
+    "torchrun",
+    "sbatch",
+    "srun",
+    "make",
+    "pip",
+    "tensorboard",
+    "wandb",
+    "pytest",
+    "clutch",
+)
+FOREIGN = ("pip", "tensorboard", "wandb")  # of other projects
+
+
+@dataclass(frozen=True)
+class Command:
+    page: str
+    line: str
+    needs: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.line[:90]}"
+
+
+def blocks(text: str) -> list[tuple[list[str], str | None, str]]:
+    """(lines, what it needs, language) of each code block, fenced or indented."""
+    found: list[tuple[list[str], str | None, str]] = []
+    needs, fence, lines, language = None, False, [], ""
+    for line in [*text.splitlines(), ""]:
+        if line.startswith("```"):
+            if fence:
+                found.append((lines, needs, language))
+                needs, lines = None, []
+            fence, language = not fence, line[3:].strip()
+        elif fence:
+            lines.append(line)
+        elif line.startswith("    "):
+            lines.append(line[4:])
+        elif lines:
+            found.append((lines, needs, ""))
+            needs, lines = None, []
+        if not fence and (mark := re.fullmatch(r"<!-- needs: (\w+) -->", line)):
+            needs = mark[1]
+            assert needs in NEEDS, line
+    return found
+
+
+def commands() -> list[Command]:
+    found = []
+    for page in PAGES:
+        name, text = str(page.relative_to(ROOT)), page.read_text(encoding="utf-8")
+        for lines, needs, language in blocks(text):
+            if language in ("python", "yaml"):
+                continue
+            joined: list[str] = []
+            for line in lines:
+                if joined and joined[-1].endswith("\\"):
+                    joined[-1] = joined[-1][:-1] + line.strip()
+                elif (
+                    joined
+                    and line.startswith(" ")
+                    and not joined[-1].startswith(("prompt", "held-out"))
+                ):
+                    joined[-1] += " " + line.strip()  # goes on
+                elif line.strip():
+                    joined.append(line)
+            for line in joined:
+                if words(line)[:1] and (
+                    words(line)[0] in PROGRAMS or words(line)[0].startswith("task=")
+                ):
+                    found.append(Command(name, line, needs))
+        for cell in re.findall(r"`((?:python|torchrun|sbatch) [^`]*)`", text):
+            if (
+                page.name == "sources.md"
+                and f"| `{cell}`" in text
+                and f"| `{cell}` |" not in re.sub(r"(?m)^\|[^|]*", "", text)
+            ):
+                continue  # the left column: what the documents had
+            found.append(Command(name, cell, None))
+    return found
+
+
+def words(line: str) -> list[str]:
+    """The command's words, without its comment, what is piped into it, redirections and variables
+    before it.
+    """
+    try:
+        found = shlex.split(line, comments=True)
+    except ValueError:
+        return []
+    for sign in ("|", "&&"):
+        while sign in found:
+            at = found.index(sign)
+            found = found[:at] if found[at + 1 :] == ["source"] else found[at + 1 :]
+    for sign in (">",):
+        found = found[: found.index(sign)] if sign in found else found
+    while found and re.match(r"[A-Z_]+=", found[0]):
+        found = found[1:]
+    return found
+
+
+ALL = commands()
+
+
+def parsed(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parse the arguments as the module's command line would, and stop there."""
+
+    class Parsed(Exception):
+        pass
+
+    plain = argparse.ArgumentParser.parse_args
+
+    def parse_args(self, *args, **kwargs):
+        plain(self, *args, **kwargs)
+        raise Parsed
+
+    found = importlib.import_module(module)
+    if hasattr(found, "__path__"):
+        found = importlib.import_module(f"{module}.__main__")
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    with pytest.raises(Parsed):
+        found.main()
+
+
+@cache
+def once(overrides: tuple[str, ...], folder: str | None) -> None:
+    """Compose; pages have many commands in common."""
+    compose(list(overrides), folder)
+
+
+def composed(arguments: list[str], algo: str | None = None) -> None:
+    """Compose every job that the arguments of launch.py name."""
+    if {"--help", "-sc", "-cp", "-p"} & set(arguments):
+        return
+    arguments = [a for a in arguments if a not in ("--cfg", "job", "-m", "--multirun", "...")]
+    folder = None
+    if "--config-dir" in arguments:
+        at = arguments.index("--config-dir")
+        folder = str(ROOT / "examples" / "own_task" / "conf")
+        del arguments[at : at + 2]
+    choices = []
+    for argument in arguments:
+        override = OverridesParser.create().parse_override(argument)
+        if override.is_sweep_override():
+            key = argument.partition("=")[0]
+            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        else:
+            choices.append([argument])
+    for job in product(*choices):
+        own = [a for a in job if not a.startswith("hydra.")]
+        once((*([f"algo={algo}"] if algo else []), *own), folder)
+
+
+@pytest.mark.parametrize("command", ALL, ids=str)
+def test_every_command_is_right(command, monkeypatch):
+    found = words(command.line)
+    program = found[0]
+    if program.startswith("task="):
+        kinds = re.search(r"task=(ag_news|imdb|custom_text|topics|trajectories)\b", command.line)
+        composed([w for w in found if w != "..."], "classify" if kinds else "grpo")
+    elif program in FOREIGN:
+        if program == "wandb" and found[1] == "sweep":
+            assert (ROOT / found[-1]).is_file()
+        else:
+            assert program != "pip" or command.needs == "network" or found[1] == "install"
+    elif program == "make":
+        assert f"\n{found[1]}:" in (ROOT / "Makefile").read_text()
+    elif program == "sbatch":
+        assert f"slurm.script={found[-1]} " in (ROOT / command.page).read_text(), (
+            "a script that the page has made"
+        )
+    elif program == "pytest" or found[1:3] == ["-m", "pytest"]:
+        for word in found:
+            assert not word.startswith("tests/") or (ROOT / word).is_file(), word
+    elif program == "torchrun" and "launch.py" not in found:
+        assert all(word.startswith("--") for word in found[1:])  # named in a sentence
+    elif "launch.py" in found or "../../launch.py" in found:
+        assert program in ("python", "torchrun", "srun")
+        at = next(i for i, word in enumerate(found) if word.endswith("launch.py"))
+        composed(found[at + 1 :])
+    elif found[1:3] == ["-m", "tests.support.soak"]:
+        assert "--minutes" in found
+        assert "--out" in found
+    elif found[1:2] == ["-m"] and found[2] != "venv":
+        parsed(found[2], found[3:], monkeypatch)
+    else:
+        assert found[1:3] == [
+            "-m",
+            "venv",
+        ], f"a command that this test does not know: {command.line}"
+
+
+def test_there_are_commands_of_every_kind():
+    assert len(ALL) > 120
+    assert {"README.md", "docs/quickstart.md", "docs/sources.md"} <= {
+        command.page for command in ALL
+    }
+    assert any(command.needs == "cluster" for command in ALL)
+
+
+def test_the_settings_in_the_right_column_of_sources():
+    """Each `key=value` there composes, with the algorithm of its section."""
+    sections = re.split(r"(?m)^## ", (ROOT / "docs" / "sources.md").read_text())[1:]
+    algorithms = ["eggroll", "grpo", "rft", "classify", "classify"]
+    checked = 0
+    for algo, section in zip(algorithms, sections, strict=True):
+        for row in section.splitlines():
+            cells = row.split(" | ")
+            for code in re.findall(
+                r"`([^`]*)`", cells[1] if len(cells) > 1 and row.startswith("| ") else ""
+            ):
+                found = words(code)
+                if (
+                    not found
+                    or not all(re.match(r"[\w.]+=", word) for word in found)
+                    or "..." in code
+                    or " = " in code
+                ):
+                    continue
+                needed = ["opt=[ddp]"] if "opt.ddp" in code and "opt=[" not in code else []
+                composed([*needed, *found], None if "algo=" in code else algo)
+                checked += 1
+    assert checked > 50
+
+
+def test_the_python_page_runs(in_cache, tmp_path, monkeypatch, capsys):
+    """All its blocks, one after the other as in a notebook, with a smaller model and fewer steps."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "compose", lambda overrides: compose([*overrides, *SMALL]))
+    space: dict = {}
+    for lines, _, language in blocks((ROOT / "docs" / "python.md").read_text()):
+        if language == "python":
+            exec("\n".join(lines), space)
+    assert (tmp_path / "outputs" / "vowels" / "result.json").is_file()
+    assert "bleu 0.0 ->" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{target} of {page.name}"
+        if anchor:
+            titles = re.findall(r"(?m)^#+ (.*)$", file.read_text(encoding="utf-8"))
+            assert anchor in {
+                re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles
+            }, target

@@ -1,0 +1,627 @@
+"""GRPO end to end: real runs of a model of a few thousand parameters."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from common import checkpoint, hardware, loop
+from common.config import ConfigError, ScoringConfig
+from common.model import logprobs
+from common.optim import Guards
+from common.sampling.native import Sampler
+from common.tasks import Example
+from common.tasks.scoring import Scorer
+from grpo.config import StopAtConfig
+from grpo.groups import Group, why_dead
+from grpo.train import micro_batches
+from launch import compose, train
+from tests.support import ROOT, SMALL_GRPO, events
+from tests.support.commands import Begin, Launch
+from tests.support.hanging import Deadly
+
+LOSSES = ("dapo", "grpo", "dr_grpo", "gspo", "cispo")
+
+
+def weights(folder):
+    return checkpoint.latest(folder / "checkpoints").tensors
+
+
+def same(first, second, **tolerance):
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        if tolerance:
+            torch.testing.assert_close(tensor, second[name], **tolerance)
+        else:
+            assert torch.equal(tensor, second[name]), name
+
+
+def test_a_run_leaves_everything(launch: Launch, tmp_path):
+    done = launch(*SMALL_GRPO, "hydra.run.dir=out")
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["algo"] == "grpo"
+    assert result["steps"] == 4
+    assert result["reward_evaluations"] >= 4 * 12
+    keys = {
+        "step",
+        "seconds",
+        "phase_seconds",
+        "reward",
+        "tokens_per_second",
+        "peak_memory_gb",
+        "loss",
+        "grad_norm",
+    }
+    keys |= {
+        "entropy",
+        "clipped",
+        "ratio_kl",
+        "sampler_gap",
+        "dead_groups",
+        "truncated",
+        "live_groups",
+        "rounds",
+    }
+    logged = events(tmp_path / "out")
+    assert [event["step"] for event in logged] == [1, 2, 3, 4]
+    for event in logged:
+        assert keys <= event.keys()
+        assert event["sampler_gap"] < 1e-5  # sampler and trainer agree
+        assert event["ratio_kl"] == 0  # one pass: on policy
+    assert "written to" in done.stdout
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+
+
+@pytest.fixture(scope="module")
+def untrained(cache, tmp_path_factory):
+    """The weights of a run that does not move them."""
+    folder = tmp_path_factory.mktemp("untrained")
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CLUTCH_CACHE", str(cache))
+        assert train(compose([*SMALL_GRPO, "algo.steps=1", "algo.lr=1e-30"]), folder).steps == 1
+    return weights(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["algo.loss=grpo", "algo.advantage=batch"],
+        ["algo.loss=dr_grpo", "algo.advantage=none"],
+        ["algo.loss=bnpo"],
+        ["algo.loss=gspo", "algo.epsilon_low=3e-4", "algo.epsilon_high=4e-4", "algo.passes=2"],
+        ["algo.loss=cispo", "algo.passes=2"],
+        ["algo.dual_clip=3", "algo.delta=4", "algo.epsilon_high=0.28", "algo.passes=2"],
+        ["algo.kl.beta=0.1"],
+        ["algo.kl.beta=0.1", "algo.kl.estimator=k1", "algo.kl.where=reward"],
+        ["algo.entropy_bonus=0.01"],
+        ["algo.mask_truncated=true", "algo.overlong_buffer=4"],
+        ["algo.resample_rounds=0"],
+        ["opt=checkpointing"],
+        ["opt=amp"],
+        ["algo.optimizer.name=SGD", "algo.optimizer.kwargs={momentum: 0.9}", "algo.lr=0.1"],
+        ["scoring.kind=threads"],
+        ["algo.lr_schedule.kind=cosine", "algo.lr_schedule.end=0.1"],
+    ],
+    ids=lambda changes: " ".join(changes),
+)
+def test_every_option_trains(changes, untrained, tmp_path, in_cache):
+    run = compose(
+        [
+            *SMALL_GRPO,
+            "algo.steps=2",
+            *[c for c in changes if not c.startswith("opt=")],
+            *[c for c in changes if c.startswith("opt=")],
+        ]
+    )
+    result = train(run, tmp_path / "out")
+    assert result.steps == 2
+    moved = [not torch.equal(t, untrained[n]) for n, t in weights(tmp_path / "out").items()]
+    assert any(moved)
+    logged = events(tmp_path / "out")
+    assert all(torch.isfinite(torch.tensor([e["loss"], e["grad_norm"]])).all() for e in logged)
+    if "algo.passes=2" in changes:
+        assert logged[0]["ratio_kl"] == 0
+        assert logged[1]["ratio_kl"] > 0  # off the sampling policy
+    if any("beta" in c for c in changes) and "algo.kl.where=reward" not in changes:
+        assert logged[0]["kl"] == pytest.approx(0, abs=1e-6)
+        assert logged[1]["kl"] > 0
+
+
+def test_micro_batches_and_checkpointing_change_nothing(tmp_path, in_cache):
+    """The gradient of a step has one exact denominator."""
+    for name, changes in {
+        "whole": ["algo.micro_batch_rows=12"],
+        "split": ["algo.micro_batch_rows=3"],
+        "recomputed": ["algo.micro_batch_rows=4", "opt=checkpointing"],
+    }.items():
+        run = compose([*SMALL_GRPO, "algo.steps=2", *changes])
+        for run.algo.loss in LOSSES:
+            train(run, tmp_path / f"{name}-{run.algo.loss}")
+    for loss in LOSSES:
+        for name in ("split", "recomputed"):
+            for one, whole in zip(
+                events(tmp_path / f"{name}-{loss}"), events(tmp_path / f"whole-{loss}"), strict=True
+            ):
+                # Adam forgives a gradient of another scale; its norm does not.
+                assert one["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
+                assert one["loss"] == pytest.approx(whole["loss"], rel=1e-4, abs=1e-7)
+            same(
+                weights(tmp_path / f"{name}-{loss}"),
+                weights(tmp_path / f"whole-{loss}"),
+                rtol=1e-3,
+                atol=2e-5,
+            )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        ["algo.passes=2", "algo.kl.beta=0.05", "algo.loss=grpo"],
+    ],
+    ids=["plain", "passes and kl"],
+)
+def test_two_ranks_end_where_one_ends(launch: Launch, tmp_path, changes):
+    launch(*SMALL_GRPO, *changes, "hydra.run.dir=one")
+    launch(*SMALL_GRPO, *changes, "opt=[ddp]", "opt.ddp.ranks=2", "hydra.run.dir=two")
+    same(weights(tmp_path / "one"), weights(tmp_path / "two"), rtol=1e-3, atol=2e-5)
+    for first, second in zip(events(tmp_path / "one"), events(tmp_path / "two"), strict=True):
+        assert first["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-4)
+    one, two = (json.loads((tmp_path / n / "result.json").read_text()) for n in ("one", "two"))
+    assert two["world_size"] == 2
+    assert one["generated_tokens"] == two["generated_tokens"]
+    assert one["after"] == two["after"]
+
+
+@pytest.mark.parametrize("passes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.faults
+def test_killed_and_resumed_equals_unbroken(launch: Launch, begin: Begin, tmp_path, passes):
+    arguments = [*SMALL_GRPO, "algo.steps=8", f"algo.passes={passes}", "checkpoint.every=2"]
+    launch(*arguments, "hydra.run.dir=whole")
+    process = begin(*arguments, "hydra.run.dir=broken")
+    metrics = tmp_path / "broken" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
+        assert process.poll() is None, process.said()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    launch(*arguments, "hydra.run.dir=broken", "resume=auto")
+    same(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
+    kept = (
+        "step",
+        "reward",
+        "loss",
+        "grad_norm",
+        "entropy",
+        "generated_tokens",
+        "reward_evaluations",
+        "ratio_kl",
+    )
+    for mended, whole in zip(events(tmp_path / "broken"), events(tmp_path / "whole"), strict=True):
+        assert {k: mended[k] for k in kept} == {k: whole[k] for k in kept}
+
+
+class Fixed:
+    """Every completion of an example earns the same: no group is alive."""
+
+    name = "fixed"
+
+    def __init__(self, value=0.0):
+        self.value = value
+
+    def examples(self, split):
+        return [Example(id=i, question=f"q{i}", answer="") for i in range(20)]
+
+    def prompt(self, example):
+        return example.question
+
+    def reward(self, example, completion):
+        return self.value
+
+    def metrics(self, examples, completions):
+        return {"fixed": 0.0}
+
+
+class Fading(Fixed):
+    """Groups are alive in the first two steps, and dead from then on."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def rewards(self, examples, completions):
+        self.calls += 1
+        return [float(self.calls <= 2 and i % 2) for i in range(len(completions))]
+
+
+@pytest.mark.parametrize(
+    "changes", [[], ["algo.kl.beta=0.1", "algo.kl.where=reward"], ["algo.passes=2"]]
+)
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_a_step_without_live_groups_is_no_step(changes, rounds, tmp_path, in_cache):
+    """Momentum does not move the weights, and the log makes nothing up."""
+    arguments = [*SMALL_GRPO, "algo.steps=6", "checkpoint.every=1", "checkpoint.keep=9", *changes]
+    train(compose([*arguments, f"algo.resample_rounds={rounds}"]), tmp_path / "out", task=Fading())
+    text = (tmp_path / "out" / "run.log").read_text()
+    alive = 4 if "algo.passes=2" in changes else 2
+    dead = 3 * (rounds + 1)
+    assert (
+        f"step {alive + 1}: nothing to learn, so no optimizer step. Of {dead} groups in"
+        f" {rounds + 1} rounds {dead} are" in text
+    )
+    saved = {
+        step: checkpoint.load(tmp_path / "out" / "checkpoints" / f"step-{step:08d}")
+        for step in (2, 4, 5, 6)
+    }
+    same(saved[alive].tensors, saved[5].tensors)
+    same(saved[alive].tensors, saved[6].tensors)
+    assert any(not torch.equal(t, saved[2].tensors[n]) for n, t in saved[6].tensors.items()) == (
+        alive == 4
+    )
+    for event in events(tmp_path / "out"):
+        made = event["step"] <= alive
+        assert event["dead_groups"] == event["dead_all_wrong"] == (0 if made else 1)
+        assert event["live_groups"] == (3 if made else 0)
+        for key in ("loss", "grad_norm", "entropy", "clipped", "sampler_gap", "lr"):
+            assert (key in event) == made
+
+
+def test_why_a_group_is_dead():
+    live, half = [True] * 3, [True, False, False]
+    assert why_dead([0, 0, 0], [0, 0, 0], live) == "all_wrong"
+    assert why_dead([1, 1, 1], [1, 1, 1], live) == "all_right"
+    assert why_dead([0.5] * 3, [0.5] * 3, live) == "all_equal"
+    assert why_dead([0, 0, 0], [0, 0, -0.5], live) is None  # the overlong penalty tells them apart
+    assert why_dead([0, 1, 0], [0, 1, 0], [False] * 3) == "cut_off"
+    assert why_dead([0, 1, 0], [0, 1, 0], half) is None
+
+
+def test_completions_without_loss_are_nothing_to_learn_from(tmp_path, in_cache):
+    """Rewards differ, but max_new_tokens cuts every completion off."""
+    changes = [
+        "algo.mask_truncated=true",
+        "algo.sampling.max_new_tokens=1",
+        "algo.steps=1",
+        "algo.resample_rounds=1",
+    ]
+    train(compose([*SMALL_GRPO, *changes]), tmp_path / "out", task=Fading())
+    (event,) = events(tmp_path / "out")
+    assert event["dead_cut_off"] == 1
+    assert "loss" not in event
+    assert (
+        "6 cut off as a whole (raise algo.sampling.max_new_tokens)"
+        in (tmp_path / "out" / "run.log").read_text()
+    )
+
+
+def test_a_checkpoint_is_a_phase_of_the_next_step(tmp_path, in_cache):
+    train(compose([*SMALL_GRPO, "algo.steps=3", "checkpoint.every=2"]), tmp_path / "out")
+    assert ["checkpoint" in event["phase_seconds"] for event in events(tmp_path / "out")] == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_a_run_that_ended_between_two_passes_does_not_go_on(tmp_path, in_cache):
+    """The unbroken run would have used the rollout again; it is in no checkpoint."""
+    arguments = [*SMALL_GRPO, "algo.passes=2"]
+    train(compose([*arguments, "algo.steps=3"]), tmp_path / "out")
+    train(
+        compose([*arguments, "algo.steps=3", "resume=auto"]), tmp_path / "out"
+    )  # all done: nothing to go on with
+    with pytest.raises(ConfigError, match=r"ended a run with 1 of algo\.passes=2 over its last"):
+        train(compose([*arguments, "algo.steps=6", "resume=auto"]), tmp_path / "out")
+    train(compose([*arguments, "algo.steps=2"]), tmp_path / "even")
+    train(compose([*arguments, "algo.steps=4", "resume=auto"]), tmp_path / "even")
+    train(compose([*arguments, "algo.steps=4"]), tmp_path / "whole")
+    same(weights(tmp_path / "even"), weights(tmp_path / "whole"))
+
+
+@pytest.mark.faults
+def test_a_reward_that_is_not_finite_stops_with_the_row(tmp_path, in_cache):
+    with pytest.raises(
+        loop.RunStopped,
+        match=r"step 1: NaN or infinity in a reward or logits on example \d+, \d+, \d+\. The rows",
+    ):
+        train(compose(SMALL_GRPO), tmp_path / "out", task=Fixed(float("nan")))
+    assert '"reward": "nan"' in (tmp_path / "out" / "not_finite.jsonl").read_text()
+
+
+@pytest.mark.faults
+def test_fp16_that_overflows_for_good_stops():
+    """Sequences as a GradScaler gives them, without a device that has one."""
+    seen = {
+        "loss": 0.1,
+        "grad_norm": 1.0,
+        "ratio_kl": 0.0,
+        "entropy": 1.0,
+        "loss_scale": 65536.0,
+        "overflow": 0.0,
+    }
+    overflow = seen | {"overflow": 1.0, "grad_norm": float("inf")}
+
+    guards = Guards(scaled=True)
+    found = [guards.trouble(overflow | {"loss_scale": 65536.0 / 2**step}) for step in range(18)]
+    assert found[:17] == [None] * 17  # at 1 it may still recover
+    assert found[17] is not None
+    assert found[17].startswith("fp16 gradients overflow for good: 18 in a row, loss scale 0.5.")
+
+    guards = Guards(scaled=True)
+    for step in range(100):  # now and then is how a GradScaler works
+        assert guards.trouble(overflow if step % 20 else seen) is None
+    guards = Guards(scaled=True)
+    found = [guards.trouble(overflow | {"loss_scale": 2.0**40}) for _ in range(20)]
+    assert [text is None for text in found] == [True] * 19 + [False]
+
+    without = {k: v for k, v in overflow.items() if k not in ("loss_scale", "overflow")}
+    assert "gradient norm inf" in (Guards(scaled=False).not_finite(without) or "")
+    assert Guards(scaled=True).not_finite(overflow) is None
+    assert "loss nan" in (Guards(scaled=True).not_finite(seen | {"loss": float("nan")}) or "")
+    stop_at = StopAtConfig(kl=None, ratio_kl=0.1, entropy_below=0.5)
+    assert stop_at.crossed(seen) is None
+    assert "algo.stop_at.ratio_kl=0.1" in (stop_at.crossed(seen | {"ratio_kl": 0.2}) or "")
+    assert "algo.stop_at.entropy_below=0.5" in (stop_at.crossed(seen | {"entropy": 0.2}) or "")
+
+
+class Slow(Fixed):
+    def reward(self, example, completion):
+        time.sleep(5)
+        return 0.0
+
+
+@pytest.mark.faults
+def test_a_reward_that_hangs_is_named(tmp_path, in_cache):
+    run = compose(
+        [*SMALL_GRPO, "scoring.kind=threads", "scoring.timeout_seconds=0.2", "scoring.workers=16"]
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"scoring took longer than scoring.timeout_seconds=0.2, at or after example \d+",
+    ):
+        train(run, tmp_path / "out", task=Slow())
+
+
+@pytest.mark.faults
+def test_a_reward_that_never_ends_does_not_hold_the_process(tmp_path, cache):
+    """The error is out, and Python exits, though a worker is still at it."""
+    script = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.support.hanging import Endless
+from launch import compose, train
+if __name__ == "__main__":
+    for kind in ("processes", "threads"):
+        run = compose([*{SMALL_GRPO!r}, f"scoring.kind={{kind}}", "scoring.timeout_seconds=1", "scoring.workers=2"])
+        try:
+            train(run, {str(tmp_path)!r} + "/" + kind, task=Endless())
+        except ValueError as error:
+            print(error)
+"""
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")],
+        env=os.environ | {"CLUTCH_CACHE": str(cache)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (
+        done.stdout.count("scoring took longer than scoring.timeout_seconds=1, at or after example")
+        == 2
+    )
+
+
+@pytest.mark.faults
+def test_a_reward_that_ends_its_process_is_told_at_once():
+    task = Deadly()
+    scorer = Scorer(task, ScoringConfig(kind="processes", workers=2, timeout_seconds=100))
+    rows = task.examples("train")
+    assert scorer.submit(rows[:4], [""] * 4).result().rewards == [0.0] * 4
+    started = time.monotonic()
+    with pytest.raises(
+        ConfigError, match=r"ended with exit code 7, at or after example 4. A reward must not end"
+    ):
+        scorer.submit(rows[4:8], [""] * 4).result()
+    assert time.monotonic() - started < 10
+    scorer.close()
+
+
+@pytest.mark.faults
+def test_out_of_memory_halves_the_rows(tmp_path, in_cache, monkeypatch):
+    train(
+        compose([*SMALL_GRPO, "algo.rows_per_forward=6", "algo.micro_batch_rows=4"]),
+        tmp_path / "smaller",
+    )
+    generate, calls = Sampler.generate, []
+
+    def once(self, *args, **kwargs):
+        calls.append(self.rows)
+        if self.rows > 6:
+            raise torch.OutOfMemoryError("injected")
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(Sampler, "generate", once)
+    monkeypatch.setattr("grpo.train.evaluate", lambda *a, **k: _nothing())
+    train(
+        compose([*SMALL_GRPO, "algo.rows_per_forward=12", "algo.micro_batch_rows=4"]),
+        tmp_path / "halved",
+    )
+    assert 12 in calls
+    same(weights(tmp_path / "halved"), weights(tmp_path / "smaller"), rtol=1e-3, atol=2e-5)
+    assert hardware.halving(lambda rows: rows, 8, 1) == (8, 8)
+
+
+def test_rows_are_fitted_to_the_memory(tmp_path, in_cache, monkeypatch):
+    arguments = [
+        *SMALL_GRPO,
+        "algo.steps=2",
+        "algo.rows_per_forward=12",
+        "algo.micro_batch_rows=12",
+    ]
+    train(compose(arguments), tmp_path / "roomy")
+    find = hardware.find
+    monkeypatch.setattr(
+        hardware, "find", lambda *a: dataclasses.replace(find(*a), memory_gb=0.0014)
+    )
+    train(compose(arguments), tmp_path / "tight")
+    train(compose([*arguments, "opt=checkpointing"]), tmp_path / "recomputed")
+    same(weights(tmp_path / "tight"), weights(tmp_path / "roomy"), rtol=1e-3, atol=2e-5)
+    fitted = {}
+    for name in ("roomy", "tight", "recomputed"):
+        text = (tmp_path / name / "run.log").read_text()
+        found = re.findall(r"algo\.(\w+)=12 does not fit 0 GB; going on with (\d+)", text)
+        assert len(found) == len(dict(found))  # told once
+        fitted[name] = {key: int(rows) for key, rows in found}
+    assert fitted["roomy"] == {}
+    assert set(fitted["tight"]) == {"rows_per_forward", "micro_batch_rows"}
+    assert (
+        1 <= fitted["tight"]["micro_batch_rows"] < fitted["recomputed"].get("micro_batch_rows", 12)
+    )
+
+
+@pytest.mark.faults
+def test_out_of_memory_in_the_reference_pass_halves_too(tmp_path, in_cache, monkeypatch):
+    arguments = [*SMALL_GRPO, "algo.steps=2", "algo.kl.beta=0.1"]
+    train(compose([*arguments, "algo.micro_batch_rows=12"]), tmp_path / "roomy")
+    whole, refused = logprobs.token_logprobs, []
+
+    def cramped(model, groups, temperature):
+        if not torch.is_grad_enabled() and len(groups.mask) > 3:
+            refused.append(len(groups.mask))
+            raise torch.OutOfMemoryError("injected")
+        return whole(model, groups, temperature)
+
+    monkeypatch.setattr(logprobs, "check_model", lambda model: None)  # it looks at four rows
+    monkeypatch.setattr(logprobs, "token_logprobs", cramped)
+    train(compose([*arguments, "algo.micro_batch_rows=12"]), tmp_path / "cramped")
+    assert refused == [12, 4]  # 12, 6 (a group of 4 at a time), 3, and from then on 3
+    for one, other in zip(events(tmp_path / "cramped"), events(tmp_path / "roomy"), strict=True):
+        assert one["kl"] == pytest.approx(other["kl"], abs=1e-6)
+
+
+class Cramped(Fixed):
+    """The device of rank 1 holds two completions in a training forward."""
+
+    def examples(self, split):
+        whole = logprobs.token_logprobs
+
+        def cramped(model, groups, temperature):
+            if torch.is_grad_enabled() and len(groups.mask) > 2:
+                raise torch.OutOfMemoryError("injected")
+            return whole(model, groups, temperature)
+
+        if torch.distributed.get_rank() == 1:
+            logprobs.token_logprobs = cramped
+        return super().examples(split)
+
+    def reward(self, example, completion):
+        return len(completion) % 7 / 7 + ("1" in completion) / 7
+
+
+class Roomy(Cramped):
+    def examples(self, split):
+        return Fixed.examples(self, split)
+
+
+@pytest.mark.slow
+def test_ranks_cut_micro_batches_alike(tmp_path, in_cache):
+    """bnpo is a mean over the micro-batches of all ranks, though memory runs out on one alone."""
+    arguments = [
+        *SMALL_GRPO,
+        "algo.steps=2",
+        "algo.loss=bnpo",
+        "opt=[ddp]",
+        "opt.ddp.ranks=2",
+        "algo.resample_rounds=0",
+    ]
+    train(compose([*arguments, "algo.micro_batch_rows=4"]), tmp_path / "cramped", task=Cramped())
+    train(compose([*arguments, "algo.micro_batch_rows=2"]), tmp_path / "small", task=Roomy())
+    same(weights(tmp_path / "cramped"), weights(tmp_path / "small"))
+    for one, other in zip(events(tmp_path / "cramped"), events(tmp_path / "small"), strict=True):
+        assert one["grad_norm"] == other["grad_norm"] > 0
+        assert one["ratio_kl"] == 0
+
+
+class Wordy(Fixed):
+    """Two prompts that are too long, one of them held out."""
+
+    def prompt(self, example):
+        return "x" * 300 if example.id in (7, 11) else "x"
+
+    def examples(self, split):
+        rows = super().examples(split)
+        return rows[:10] if split == "train" else rows[10:]
+
+
+def test_prompts_that_do_not_fit_are_found_before_the_first_step(tmp_path, in_cache):
+    with pytest.raises(ConfigError) as caught:
+        train(compose([*SMALL_GRPO, "evaluate.examples=10"]), tmp_path / "out", task=Wordy())
+    text = str(caught.value)
+    assert text.startswith(
+        "2 of 20 prompts do not fit the model's context of 256 tokens with"
+        " algo.sampling.max_new_tokens=8"
+    )
+    assert (
+        "the first is train example 7 with 300 tokens, the longest has 300. Shorten the prompts"
+        in text
+    )
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def _nothing():
+    from common.evaluation import Evaluation
+
+    return Evaluation({"bleu": 0.0}, [""] * 4, 0)
+
+
+def test_micro_batches_cover_every_completion_once():
+    groups = [
+        Group(Example(i, "", ""), [1], [[1] * n for n in sizes], [], [], [], [], [], None, None)
+        for i, sizes in enumerate([(3, 9, 1), (2, 2, 2), (7, 7, 7), (1, 1, 8), (4, 4, 4)])
+    ]
+    for rows in (1, 2, 3, 6, 7, 100):
+        for indices in (range(0, 5), range(1, 5, 2), range(5, 5)):
+            batches = micro_batches(groups, indices, rows)
+            found = sorted(
+                (i, row) for batch in batches for i, part in batch for row in range(3)[part]
+            )
+            assert found == [(i, row) for i in indices for row in range(3)]
+            assert all(
+                sum(len(range(3)[part]) for _, part in batch) <= max(rows, 1) for batch in batches
+            )
+
+
+def test_it_learns(launch: Launch, tmp_path):
+    """A small model that knows two answers is taught which one is wanted."""
+    taught = [
+        "algo=grpo",
+        "task=translate",
+        "hardware=cpu",
+        "model.tiny.hidden_size=48",
+        "model.tiny.layers=2",
+        "model.tiny.heads=2",
+        "model.tiny.intermediate_size=128",
+        "model.tiny.pretrain_steps=150",
+        "model.tiny.pretrain_rows=32",
+        "algo.sampling.max_new_tokens=40",
+        "algo.steps=12",
+        "algo.lr=1e-3",
+        "evaluate.examples=48",
+        "hydra.run.dir=out",
+    ]
+    launch(*taught)
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["metrics"]["after"]["chrf"] > result["metrics"]["before"]["chrf"] + 5
+    logged = events(tmp_path / "out")
+    assert logged[-1]["reward"] > logged[0]["reward"] + 0.05

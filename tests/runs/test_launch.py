@@ -1,0 +1,483 @@
+"""The command line and the Python interface, as users meet them."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from common.config import ConfigError
+from common.signals import StopSignal
+from common.tasks import Example
+from launch import compose, train
+from tests.support import ROOT, SMALL, events
+
+FAST = [*SMALL, "algo.steps=2"]
+
+
+# --- before torch ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["--help"], "algo=eggroll"),
+        (["--cfg", "job"], "rows_per_forward: "),
+        (["--info", "defaults"], "hardware"),
+        (["algo.sgima=1"], ""),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_answers_without_importing_torch(tmp_path, arguments, shown):
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", str(ROOT / "launch.py"), *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    imported = re.findall(r"^import time:.*\|\s+([\w.]+)$", done.stderr, flags=re.M)
+    assert "omegaconf" in imported, "the list of imports is really there"
+    assert [
+        name
+        for name in imported
+        if name.split(".")[0] in ("torch", "transformers", "numpy", "wandb")
+    ] == []
+    assert shown in done.stdout
+    assert list(tmp_path.iterdir()) == [], "an answer leaves no folder behind"
+
+
+ALGO = (
+    "name, steps, members, prompts_per_step, samples_per_prompt, rows_per_forward, rank, sigma, lr,"
+    " mirrored, noise_reuse, fitness, noise, optimizer, lr_schedule, sigma_schedule, weight_decay,"
+    " stop_at, sampling"
+)
+TASK = (
+    "reward, template, share_right, source, target, test_source, test_target, path, test_path,"
+    " dataset, dataset_config, dataset_split, dataset_test_split, source_field, target_field,"
+    " holdout"
+)
+SWITCHES = "amp, checkpointing, compile, ddp, fsdp, offload, profile, tf32"
+MISTAKES = {
+    "algo.sgima=1": f"algo.sgima is not a setting. Did you mean 'sigma'? Settings here: {ALGO}.",
+    "+algo.lrr=1": f"algo.lrr is not a setting. Did you mean 'lr'? Settings here: {ALGO}.",
+    "task.sourc=x": f"task.sourc is not a setting. Did you mean 'source'? Settings here: {TASK}.",
+    "task=translat": "task='translat' is not a choice. Did you mean 'translate'? Choices: ",
+    "task=null": "task=null is not a choice. Choices: ",
+    "algo.steps=many": (
+        "algo.steps=many: Value 'many' of type 'str' could not be converted to Integer. Give a"
+        " whole number."
+    ),
+    "opt=[amp,cmpile]": (
+        f"opt='cmpile' is not a choice. Did you mean 'compile'? Choices: {SWITCHES}."
+    ),
+    "opt=null": "opt=null is not a list. Use opt=[] for none, or for example 'opt=[amp,compile]'.",
+    "opt.amp.dtype=float16": (
+        "opt.amp.dtype=float16 has no effect: amp is off. Add it: 'opt=[amp,...]'."
+    ),
+    "model=hf model.path=x model.tiny.layers=2": (
+        "model.tiny.layers=2 has no effect with model=hf. Leave it out, or use model=tiny."
+    ),
+    "task.source=no.txt task.target=no.txt": (
+        "task.source='no.txt' does not exist; tried {cwd}/no.txt. Correct the "
+        "path: a relative one starts at the folder where the command runs."
+    ),
+}
+
+
+@pytest.mark.parametrize("arguments", MISTAKES)
+def test_mistakes_end_with_code_2_and_one_line(launch, tmp_path, arguments):
+    done = launch(*arguments.split(), code=2)
+    expected = f"error: {MISTAKES[arguments].format(cwd=tmp_path)}"
+    if expected.endswith(" "):  # a list of tasks, which grows
+        assert done.stderr.startswith(expected)
+        assert "translate" in done.stderr.removeprefix(expected)
+        assert done.stderr.count("\n") == 1
+    else:
+        assert done.stderr == f"{expected}\n"
+
+
+def test_mistakes_are_worded_alike_from_python():
+    for override, text in {
+        "task.sourc=x": MISTAKES["task.sourc=x"],
+        "opt=null": MISTAKES["opt=null"],
+        "model.path=x model=hf model.tiny.layers=2": MISTAKES[
+            "model=hf model.path=x model.tiny.layers=2"
+        ],
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            compose(override.split())
+        assert str(caught.value) == text
+
+
+def test_a_switch_without_effect(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        train(compose(["opt=[checkpointing]"]), tmp_path)
+    assert (
+        str(caught.value)
+        == "opt=checkpointing has no effect with algo=eggroll: there is no backward pass to"
+        " recompute for. Leave it out."
+    )
+
+
+def test_open_dicts_take_any_key():
+    run = compose(
+        ["algo.optimizer.kwargs={momentum: 0.9}", "algo.noise.patterns={*.mlp.*: frozen}"]
+    )
+    assert run.algo.optimizer.kwargs == {"momentum": 0.9}
+    assert run.algo.noise.patterns == {"*.mlp.*": "frozen"}
+    assert compose(["algo.optimizer.kwargs.momentum=0.9"]).algo.optimizer.kwargs == {
+        "momentum": 0.9
+    }
+    with pytest.raises(
+        ConfigError, match=r"^algo\.optimizer\.kwarg is not a setting. Did you mean 'kwargs'\?"
+    ):
+        compose(["algo.optimizer.kwarg={momentum: 0.9}"])
+
+
+# --- a run and its folder --------------------------------------------------------------------------------------------
+
+
+def test_a_run_puts_everything_into_its_folder(launch, in_cache, tmp_path):
+    out = tmp_path / "mine"
+    poison = tmp_path / "poison"  # no tracker is imported unless it is asked for
+    for name in ("wandb", "tensorboard"):
+        (poison / name).mkdir(parents=True)
+        (poison / name / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    done = launch(
+        *FAST,
+        f"hydra.run.dir={out}",
+        env={"PYTHONPATH": str(poison), "CLUTCH_PLOTS": "1"},
+        fresh=True,
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {"mine", "poison"}
+    assert {path.name for path in out.iterdir()} == {
+        *(
+            ".hydra",
+            "run.yaml",
+            "run.log",
+            "metrics.jsonl",
+            "result.json",
+            "checkpoints",
+            "completions",
+            "model",
+        ),
+        *("report.md", "plots", "evaluations.jsonl"),
+    }
+    result = json.loads((out / "result.json").read_text())
+    assert set(result) >= {
+        *(
+            "algo",
+            "task",
+            "model",
+            "metric",
+            "before",
+            "after",
+            "steps",
+            "seconds",
+            "generated_tokens",
+        ),
+        *("reward_evaluations", "world_size", "device", "dtype"),
+    }
+    assert (result["algo"], result["task"], result["model"], result["metric"]) == (
+        *("eggroll", "translate", "tiny", "bleu"),
+    )
+    assert (result["steps"], result["world_size"], result["dtype"]) == (2, 1, "float32")
+    assert result["reward_evaluations"] == 2 * 8 * 2  # steps, members, prompts
+    assert 0 < result["generated_tokens"] <= 8 * result["reward_evaluations"]
+    log = events(out)
+    assert [event["step"] for event in log] == [1, 2]
+    for event in log:
+        assert set(event) >= {
+            "step",
+            "seconds",
+            "phase_seconds",
+            "reward",
+            "tokens_per_second",
+            "peak_memory_gb",
+        }
+        assert set(event["phase_seconds"]) == {"rollout", "reward", "exchange", "update"}
+        assert sum(event["phase_seconds"].values()) <= event["seconds"]
+        assert event["peak_memory_gb"] > 0.05
+    # The plan, the measure, three completions side by side, and where everything is.
+    for text in (
+        "population  8 members x 2 prompts",
+        "forwards ",
+        "memory      about",
+        "before: held-out bleu",
+    ):
+        assert text in done.stdout
+    assert re.search(r"^prompt +before +after +answer$", done.stdout, flags=re.M)
+    assert re.search(
+        r"^held-out bleu +\d+\.\d\d -> \d+\.\d\d \([+-]\d+\.\d\d\)$", done.stdout, flags=re.M
+    )
+    assert f"{out}/result.json" in done.stdout
+
+    with pytest.raises(ConfigError) as caught:
+        train(compose(FAST), out)
+    assert (
+        str(caught.value)
+        == f"{out} already holds a run. Use resume=auto to go on with it, or another hydra.run.dir."
+    )
+    assert json.loads((out / "result.json").read_text()) == result
+
+
+def test_a_sweep_makes_a_folder_a_job_and_survives_one_that_fails(launch, tmp_path):
+    done = launch("-m", *FAST, "seed=1,2", "algo.members=4,3", "hydra.sweep.dir=sweep", code=2)
+    folders = sorted(path for path in (tmp_path / "sweep").iterdir() if path.is_dir())
+    assert [(folder / "result.json").exists() for folder in folders] == [True, True, False, False]
+    seeds = [
+        re.search(r"^  seed: (\d)$", (f / "run.yaml").read_text(), flags=re.M).group(1)
+        for f in folders[:2]
+    ]
+    assert seeds == ["1", "2"]
+    assert "algo.members=3 is odd, and algo.mirrored=true needs pairs." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_sweep_is_checked_before_its_first_job(launch, tmp_path):
+    done = launch("-m", *FAST, "seed=1,two", "hydra.sweep.dir=sweep", code=2)
+    assert (
+        done.stderr
+        == "error: seed=two: Value 'two' of type 'str' could not be converted to Integer. Give a"
+        " whole number.\n"
+    )
+    assert not list(tmp_path.glob("sweep/*/metrics.jsonl"))
+
+
+@pytest.mark.faults
+def test_torchrun_makes_one_folder_and_ctrl_c_saves(cache, tmp_path):
+    """Ctrl-C as a terminal sends it, to the whole group; torchrun passes it on to its workers once
+    more.
+    """
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+            *(str(ROOT / "launch.py"), *SMALL, "algo.steps=2000", "checkpoint.every=0"),
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"CLUTCH_CACHE": str(cache)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        until = time.monotonic() + 120
+        while not any(
+            path.read_text().count("\n") > 3 for path in tmp_path.glob("outputs/*/metrics.jsonl")
+        ):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.communicate(timeout=60)[0]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    (out,) = (tmp_path / "outputs").iterdir()
+    assert (out / ".hydra" / "config.yaml").is_file()
+    assert (out / "rank-1.log").is_file()
+    assert re.search(r"ranks +2$", (out / "run.log").read_text(), flags=re.M)
+    step = len(events(out))
+    assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{step:08d}"], said
+    assert 3 < step < 2000
+    assert f"stopped after step {step} of 2000, saved in" in said
+    result = train(compose([*SMALL, f"algo.steps={step + 1}", "resume=auto"]), out)
+    assert (result.steps, result.world_size) == (step + 1, 1)
+
+
+@pytest.mark.faults
+def test_a_repeated_signal_is_one_wish_for_a_while():
+    interrupt = signal.getsignal(signal.SIGINT)  # ignored where the tests run in the background
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        with StopSignal() as stop:
+            assert stop.name is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM], "without a stop the handlers are as before"
+
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)  # torchrun and a terminal both send it
+            assert stop.name == "SIGTERM"
+        os.kill(os.getpid(), signal.SIGTERM)  # while the run is ending
+        assert len(heard) == 1
+        stop._since -= stop.SAME + 1
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert len(heard) == 2, "later on, what was there before hears it"
+
+        def ask_again_later() -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            stop._since -= stop.SAME + 1
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        with StopSignal() as stop, pytest.raises(SystemExit) as left:
+            ask_again_later()
+        assert left.value.code == 128 + signal.SIGTERM, "who asks again later wants it at once"
+        stop._restore()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert signal.getsignal(signal.SIGINT) is interrupt
+
+
+# --- from Python, and with a task of one's own -----------------------------------------------------------------------
+
+
+class Vowels:
+    """A task in ten lines."""
+
+    def examples(self, split: str) -> list[Example]:
+        words = ["alpha", "beta", "gamma", "delta"] if split == "train" else ["omega", "sigma"]
+        return [
+            Example(id=index, question=word, answer="aeiou") for index, word in enumerate(words)
+        ]
+
+    def prompt(self, example: Example) -> str:
+        return f"{example.question}:"
+
+    def reward(self, example: Example, completion: str) -> float:
+        return sum(letter in example.answer for letter in completion) / max(1, len(completion))
+
+    def metrics(self, examples: list[Example], completions: list[str]) -> dict[str, float]:
+        return {"vowels": 100 * sum(map(self.reward, examples, completions)) / len(examples)}
+
+
+def test_from_python_with_an_object_as_the_task(in_cache, tmp_path):
+    run = compose([*FAST, "seed=5"])
+    assert (run.seed, run.algo.members) == (5, 8)
+    result = train(run, tmp_path / "run", Vowels())
+    assert (result.task, result.metric, result.steps) == ("Vowels", "vowels", 2)
+    assert result.folder == str(tmp_path / "run")
+    assert set(result.metrics["after"]) == {"vowels"}
+    model, tokenizer = result.model_and_tokenizer()
+    assert sum(parameter.numel() for parameter in model.parameters()) > 10_000
+    assert tokenizer.decode(tokenizer("omega:")["input_ids"]) == "omega:"
+    assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 258)
+
+
+def test_a_task_in_a_file_of_the_user(launch, tmp_path):
+    (tmp_path / "conf" / "task").mkdir(parents=True)
+    (tmp_path / "conf" / "task" / "mine.yaml").write_text(
+        "_target_: my_tasks.Mine\nletters: aeiou\n"
+    )
+    (tmp_path / "my_tasks.py").write_text(
+        "from common.tasks import Example\n\n\nclass Mine:\n    def __init__(self, letters):\n     "
+        "   self.letters = letters\n\n    def examples(self, split):\n        return [Example(i, w,"
+        " '') for i, w in enumerate(['ab', 'cd', 'ef'])]\n\n    def prompt(self, example):\n       "
+        " return example.question\n\n    def reward(self, example, completion):\n        return"
+        " float(completion[:1] in self.letters)\n\n    def metrics(self, examples, completions):\n "
+        "       return {self.letters: 50.0}\n"
+    )
+    own = ["--config-dir", str(tmp_path / "conf"), "task=mine", *FAST]
+    where = {"PYTHONPATH": str(tmp_path)}
+    launch(*own, "task.letters=xyz", "hydra.run.dir=mine", env=where)
+    result = json.loads((tmp_path / "mine" / "result.json").read_text())
+    assert (result["task"], result["metric"], result["after"]) == ("Mine", "xyz", 50.0)
+
+    done = launch(*own, "task.leters=xyz", code=2, env=where)
+    assert (
+        done.stderr
+        == "error: task.leters is not a setting. Did you mean 'letters'? Settings here: letters.\n"
+    )
+    done = launch("--config-dir", str(tmp_path / "conf"), "task=mien", code=2)
+    assert done.stderr.startswith(
+        "error: task='mien' is not a choice. Did you mean 'mine'? Choices: "
+    )
+    with pytest.raises(ConfigError) as caught:
+        train(compose([*FAST, "task=mine"], str(tmp_path / "conf")), tmp_path / "other")
+    assert (
+        str(caught.value)
+        == "task._target_='my_tasks.Mine' cannot be imported: ModuleNotFoundError: No module named"
+        " 'my_tasks'. Check the name, and that its folder is on PYTHONPATH."
+    )
+
+
+# --- the wheel -------------------------------------------------------------------------------------------------------
+
+
+def test_the_wheel_works_from_another_folder(tmp_path):
+    source, target, elsewhere = tmp_path / "source", tmp_path / "target", tmp_path / "elsewhere"
+    unwanted = shutil.ignore_patterns(
+        ".git", ".venv", "outputs", "multirun", "build", "*.egg-info", "__pycache__", ".*_cache"
+    )
+    shutil.copytree(
+        ROOT, source, ignore=unwanted
+    )  # a build in the repository would leave folders in it
+    elsewhere.mkdir()
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1"
+    }
+
+    def call(*command: str) -> str:
+        done = subprocess.run(
+            command, cwd=elsewhere, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    pip = [sys.executable, "-m", "pip", "--quiet"]
+    call(
+        *pip,
+        "wheel",
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(tmp_path),
+        str(source),
+    )
+    (wheel,) = tmp_path.glob("clutch-*.whl")
+    call(*pip, "install", "--no-index", "--no-deps", "--target", str(target), str(wheel))
+
+    packages = ("conf", "common", "eggroll", "grpo", "rft", "ddp_bench", "benchmarks")
+    travels = {
+        path.relative_to(source)
+        for package in packages
+        for path in (source / package).rglob("*")
+        if path.suffix in (".py", ".yaml")
+    }
+    assert sorted(p for p in travels if not (target / p).is_file()) == []
+
+    environment["PYTHONPATH"] = str(target)
+    assert call(sys.executable, "-c", "import launch; print(launch.CONF)").strip() == str(
+        target / "conf"
+    )
+    expected = call(sys.executable, str(ROOT / "launch.py"), "--cfg", "job", "hardware=h100")
+    assert "rows_per_forward: 1024" in expected
+    assert call(sys.executable, "-m", "launch", "--cfg", "job", "hardware=h100") == expected
+    assert call(str(target / "bin" / "clutch"), "--cfg", "job", "hardware=h100") == expected
+
+
+def test_a_reader_that_leaves_does_not_disturb_the_run(cache, tmp_path):
+    """As of python launch.py ... | head -1."""
+    call = [
+        sys.executable,
+        str(ROOT / "launch.py"),
+        "algo=eggroll",
+        *SMALL,
+        "algo.steps=1",
+        "hydra.run.dir=out",
+    ]
+    environment = os.environ | {"CLUTCH_CACHE": str(cache)}
+    process = subprocess.Popen(
+        call,
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdout.close()
+    with process.stderr:
+        said = process.stderr.read()
+    assert process.wait(120) == 0, said
+    assert "Error" not in said
+    assert "written to" in (tmp_path / "out/run.log").read_text()

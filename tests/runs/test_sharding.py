@@ -1,0 +1,386 @@
+"""opt=fsdp: two ranks with a share of the weights each end where one rank does, and go on from each
+other's checkpoints.
+
+A pair of processes makes all runs of two ranks one after the other, as under torchrun: starting
+them is what takes time.
+"""
+
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM
+
+from common import checkpoint, hardware, optim
+from common.config import ConfigError
+from common.distributed import fsdp
+from common.distributed.context import Context
+from common.files import CheckpointError
+from common.precision import Precision
+from common.report import page
+from ddp_bench import models
+from launch import compose, train
+from tests.support import (
+    CONF,
+    LAST_WEIGHTS,
+    MOVING,
+    SMALL_CLASSIFY,
+    SMALL_GRPO,
+    SMALL_RFT,
+    events,
+    samples,
+)
+from tests.support.letters import Letters
+
+GRPO = [
+    *SMALL_GRPO,
+    "algo.passes=2",
+    "algo.kl.beta=0.05",
+    "algo.loss=grpo",
+    "checkpoint.every=2",
+]
+# 3 prompts of which rank 1 has one, and held-out examples of which it has one less: ranks make
+# different numbers of forwards.
+UNEVEN = ["algo.micro_batch_rows=3", "evaluate.examples=5", "algo.rows_per_forward=4"]
+CLASSIFY = [
+    *SMALL_CLASSIFY,
+    *LAST_WEIGHTS,
+    "algo.micro_batch_rows=8",
+    "algo.epochs=1",
+    "task.test_rows=49",
+]
+RFT = [
+    *SMALL_RFT,
+    "algo.iterations=1",
+    "algo.prompts=30",
+    "algo.batch_rows=8",
+    "algo.accumulate=2",
+]
+EGGROLL = {
+    "default": [*MOVING, "algo.rows_per_forward=6"],
+    "of all kinds": [
+        *(*MOVING, "algo.noise.vectors=full", "algo.noise.embeddings=full", "algo.rank=3"),
+        *("algo.optimizer.name=Adam", "algo.lr=0.01", "algo.weight_decay=0.1"),
+    ],
+}
+FSDP, LAYERWISE = ["opt=[fsdp]"], ["opt=[fsdp]", "opt.fsdp.rollout=layerwise"]
+GROUPS = [*FSDP, "opt.fsdp.ranks_per_group=1"]
+
+# Folder -> settings, of two ranks.
+PAIR = {
+    "grpo/gathered": [*GRPO, *UNEVEN, *FSDP],
+    "grpo/layerwise": [*GRPO, *UNEVEN, *LAYERWISE, "opt=[fsdp,checkpointing]"],
+    "grpo/two first": [*GRPO, *UNEVEN, *FSDP, "algo.steps=2"],
+    "grpo/one first": [*GRPO, *UNEVEN, *FSDP, "resume=auto"],
+    "classify/layerwise": [*CLASSIFY, *LAYERWISE],
+    "rft/gathered": [*RFT, *FSDP],
+    **{f"eggroll/{name}/one group": [*more, *LAYERWISE] for name, more in EGGROLL.items()},
+    **{f"eggroll/{name}/two groups": [*more, *GROUPS] for name, more in EGGROLL.items()},
+}
+LONG = {  # the same in other combinations
+    "grpo/ddp": [*GRPO, *UNEVEN],
+    "grpo/plain first": [*GRPO, *UNEVEN, *FSDP, "resume=auto"],
+    "classify/groups": [*CLASSIFY, *GROUPS],
+    "grpo/groups": [*GRPO, *UNEVEN, *GROUPS],
+    "rft/layerwise": [*RFT, *LAYERWISE, "opt=[fsdp,checkpointing]"],
+    "rft/lora": [*RFT, *FSDP, "algo.lora.rank=4", "algo.lr=5e-3"],
+    **{f"eggroll/{name}/gathered": [*more, *FSDP] for name, more in EGGROLL.items()},
+}
+
+
+def start(out: Path, folder: str, overrides: list[str]):
+    task = Letters("smooth") if folder.startswith("eggroll") else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            page, "write_or_warn", lambda _: False
+        )  # reports with plots take longer than these runs
+        return train(compose(overrides, CONF), out / folder, task)
+
+
+def work(rank: int, out: Path, jobs: dict[str, list[str]], ports: list[int]) -> None:
+    os.environ |= {
+        "TORCHELASTIC_RUN_ID": "test",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    for (folder, overrides), port in zip(jobs.items(), ports, strict=False):
+        os.environ["MASTER_PORT"] = str(port)
+        start(out, folder, overrides)
+    overflow(rank, out, ports[-1])
+
+
+def overflow(rank: int, out: Path, port: int) -> None:
+    """Two steps in fp16 with a GradScaler: a gradient of rank 1 overflows in the first."""
+    meeting = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    run = compose(["algo=grpo", *FSDP])
+    numbers = Precision(torch.float16, scaler=True)
+    model = torch.nn.Linear(4, 4)
+    fsdp.shard([model], run, Context(rank, 2, hardware.find(run.hardware), out, mesh), numbers)
+    updater = optim.Updater(list(model.parameters()), run.algo, numbers, torch.device("cpu"))
+    seen = []
+    for bad in (rank == 1, False):
+        updater.clear()
+        for parameter in updater.parameters:
+            parameter.grad = torch.full_like(parameter, float("inf") if bad else 65536.0)
+        before = fsdp.local(updater.parameters[0]).clone()
+        overflowed = updater.step(0.1, 1.0)["overflow"]
+        seen.append([overflowed, not torch.equal(before, fsdp.local(updater.parameters[0]))])
+    (out / f"overflow-{rank}.json").write_text(json.dumps(seen))
+    dist.destroy_process_group()
+
+
+def on_two_ranks(out: Path, jobs: dict[str, list[str]]) -> None:
+    mp.start_processes(work, args=(out, jobs, free_ports(len(jobs) + 1)), nprocs=2)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, cache) -> Path:
+    """A folder with what one rank does."""
+    out = tmp_path_factory.mktemp("runs")
+    os.environ["CLUTCH_CACHE"] = str(cache)
+    torch.set_num_threads(1)
+    start(out, "grpo/one", [*GRPO, *UNEVEN])
+    start(out, "grpo/one first", [*GRPO, *UNEVEN, *FSDP, "opt.fsdp.ranks=1", "algo.steps=2"])
+    start(out, "classify/one", CLASSIFY)
+    start(out, "rft/one", RFT)
+    for name, more in EGGROLL.items():
+        start(out, f"eggroll/{name}/one", more)
+    return out
+
+
+@pytest.fixture(scope="module")
+def runs(alone, warm) -> Path:
+    """And what two do."""
+    warm.call(on_two_ranks, alone, PAIR)
+    return alone
+
+
+@pytest.fixture(scope="module")
+def longer(alone, warm) -> Path:
+    """In all combinations."""
+    start(alone, "grpo/plain first", [*GRPO, *UNEVEN, "algo.steps=2"])
+    start(alone, "rft/lora one", [*RFT, "algo.lora.rank=4", "algo.lr=5e-3"])
+    warm.call(on_two_ranks, alone, LONG)
+    return alone
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def same(first: Path, second: Path, **tolerance: float) -> None:
+    one, other = weights(first), weights(second)
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(
+            tensor, other[name], **(tolerance or {"rtol": 1e-4, "atol": 1e-6}), msg=name
+        )
+
+
+def grpo_is_that_of_one_rank(folder: Path, how: str) -> None:
+    one, two = folder / "grpo/one", folder / "grpo" / how
+    same(one, two)
+    for mine, theirs in zip(events(two), events(one), strict=True):
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        for key in ("loss", "kl", "ratio_kl", "reward"):
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-7), key
+    first, second = (json.loads((path / "result.json").read_text()) for path in (one, two))
+    assert (first["world_size"], second["world_size"]) == (1, 2)
+    assert first["metrics"] == second["metrics"]
+
+
+def rft_is_that_of_one_rank(folder: Path, how: str, one: str = "one") -> None:
+    one, two = folder / "rft" / one, folder / "rft" / how
+    assert samples(one) == samples(two)
+    same(one, two, rtol=1e-3, atol=2e-3)
+    losses = [[event["loss"] for event in events(path) if "loss" in event] for path in (one, two)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert len(losses[0]) > 2
+
+
+def classify_is_that_of_one_rank(folder: Path, how: str) -> None:
+    one, two = folder / "classify/one", folder / "classify" / how
+    same(one, two, rtol=1e-3, atol=2e-4)
+    for mine, theirs in zip(events(two), events(one), strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], abs=2e-6)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    (first,), (second,) = (
+        models.load(folder / "model").predict(["rain tomorrow"]) for folder in (one, two)
+    )
+    assert first[0] == second[0]
+    assert first[1] == pytest.approx(second[1], rel=1e-4)
+
+
+def eggroll_is_that_of_one_rank(folder: Path, how: str) -> None:
+    one, two = folder / "one", folder / how
+    same(one, two, rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(events(two), events(one), strict=True):
+        assert mine["reward"] == pytest.approx(theirs["reward"], rel=1e-9)
+        assert mine["drift"] == pytest.approx(theirs["drift"], rel=1e-5)
+    assert events(one)[-1]["drift"] > 0.1, "the weights must have moved, or equality says nothing"
+
+
+@pytest.mark.parametrize("how", ["gathered", "layerwise"])
+def test_grpo_ends_where_one_rank_does(runs, how):
+    grpo_is_that_of_one_rank(runs, how)
+
+
+def test_rft_ends_where_one_rank_does(runs):
+    rft_is_that_of_one_rank(runs, "gathered")
+
+
+def test_classify_ends_where_one_rank_does(runs):
+    classify_is_that_of_one_rank(runs, "layerwise")
+
+
+@pytest.mark.parametrize("how", ["one group", "two groups"])
+@pytest.mark.parametrize("noise", EGGROLL)
+def test_eggroll_ends_where_one_rank_does(runs, noise, how):
+    """The groups of ranks make no difference, nor does who holds which rows."""
+    eggroll_is_that_of_one_rank(runs / "eggroll" / noise, how)
+
+
+@pytest.mark.slow
+def test_in_all_combinations(longer):
+    classify_is_that_of_one_rank(longer, "groups")
+    for how in ("ddp", "groups", "plain first"):
+        grpo_is_that_of_one_rank(longer, how)
+    rft_is_that_of_one_rank(longer, "layerwise")
+    rft_is_that_of_one_rank(longer, "lora", "lora one")
+    for noise in EGGROLL:
+        eggroll_is_that_of_one_rank(longer / "eggroll" / noise, "gathered")
+
+
+def test_a_rank_holds_its_share(runs):
+    """Weights, gradients and two moments, measured; a plain run holds all of them."""
+    one, two = (events(runs / "grpo" / name)[0]["state_memory_gb"] for name in ("one", "gathered"))
+    model = AutoModelForCausalLM.from_pretrained(runs / "grpo/one/model")
+    size = sum(parameter.numel() for parameter in model.parameters())
+    assert one * 2**30 == pytest.approx(16 * size, rel=0.01)
+    assert two / one == pytest.approx(0.5, abs=0.01)
+    log = (runs / "grpo/gathered/run.log").read_text()
+    assert "measured: training state 0.22 MB a rank, with opt=ddp 0.44 MB" in log
+    assert "; training state 0.28 MB a rank, with opt=ddp 0.55 MB" in log, (
+        "the plan, with the reference model"
+    )
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(runs):
+    for rank in (0, 1):
+        assert json.loads((runs / f"overflow-{rank}.json").read_text()) == [
+            [1.0, False],
+            [0.0, True],
+        ]
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(runs, in_cache, tmp_path):
+    """Its shards are read by one rank, sharded or not, and those of one rank by two."""
+    same(runs / "grpo/one", runs / "grpo/one first")
+    for name, more in {"sharded": [*FSDP, "opt.fsdp.ranks=1"], "plain": []}.items():
+        shutil.copytree(runs / "grpo/two first", tmp_path / name)
+        start(tmp_path, name, [*GRPO, *UNEVEN, "resume=auto", *more])
+        same(runs / "grpo/one", tmp_path / name)
+        assert events(tmp_path / name)[-1]["grad_norm"] == pytest.approx(
+            events(runs / "grpo/one")[-1]["grad_norm"], rel=1e-4
+        )
+
+
+@pytest.mark.parametrize(
+    ("switches", "said"),
+    [
+        (
+            ["opt=[fsdp]", "opt.fsdp.ranks=1"],
+            ["opt=fsdp with one rank: nothing is shared out: it holds all weights, "],
+        ),
+        (["opt=[ddp]", "opt.ddp.ranks=1"], ["opt=ddp with one rank: the same as without it"]),
+        ([], []),
+    ],
+)
+def test_one_rank_says_that_nothing_is_shared_out(in_cache, tmp_path, switches, said):
+    start(tmp_path, "out", [*SMALL_GRPO, "algo.steps=1", *switches])
+    lines = (tmp_path / "out/run.log").read_text().splitlines()
+    found = [line for line in lines if "one rank" in line]
+    assert len(found) == len(said)
+    assert all(text in line for text, line in zip(said, found, strict=True))
+
+
+def test_a_sharded_checkpoint_is_one_folder_of_safetensors_with_hashes(runs, tmp_path):
+    saved = checkpoint.latest(runs / "grpo/two first/checkpoints")
+    assert saved is not None
+    assert saved.sharded
+    assert sorted(path.suffix for path in saved.path.iterdir()) == [
+        ".json",
+        ".json",
+        ".pt",
+        *[".safetensors"] * 2,
+    ]
+    damaged = tmp_path / "checkpoints" / saved.path.name
+    shutil.copytree(saved.path, damaged)
+    shard = next(damaged.glob("shard-00002*"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match=r"shard-00002.* is damaged"):
+        checkpoint.load(damaged)
+
+
+def test_the_export_is_a_plain_folder(runs):
+    model = AutoModelForCausalLM.from_pretrained(runs / "grpo/gathered/model")
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["opt=[fsdp,ddp]"], "opt=fsdp and opt=ddp do not go together"),
+        (["opt=[fsdp,compile]"], "opt=fsdp and opt=compile do not go together"),
+        (["opt=[fsdp,offload]"], "opt=fsdp and opt=offload do not go together"),
+        (["opt=[fsdp]", "opt.fsdp.rollout=both"], "opt.fsdp.rollout='both' is not a choice"),
+        (
+            ["opt.fsdp.ranks=2"],
+            "opt.fsdp.ranks=2 has no effect: fsdp is off. Add it: 'opt=[fsdp,...]'",
+        ),
+        (["opt=[fsdp]", "opt.fsdp.ranks=1", "opt.fsdp.cpu_offload=true"], "has no effect on a CPU"),
+        (
+            ["opt=[fsdp]", "opt.fsdp.ranks=1", "opt.fsdp.ranks_per_group=2"],
+            "does not divide the 1 ranks",
+        ),
+        (["opt=[fsdp]", "opt.fsdp.backend=nccl"], "opt.fsdp.backend=nccl needs CUDA devices"),
+        (
+            ["algo=classify", "opt=[fsdp]", "opt.fsdp.ranks=1", "algo.ddp.hook=powersgd"],
+            "which opt=fsdp replaces",
+        ),
+        (
+            ["algo=classify", "opt=[fsdp]", "algo.scaling=[1,2]"],
+            "opt=fsdp has no effect with algo.scaling",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_worded(arguments, text, tmp_path):
+    algo = [] if "algo=classify" in arguments else ["algo=eggroll"]
+    with pytest.raises(ConfigError) as caught:
+        train(compose([*algo, "hardware=cpu", *arguments]), tmp_path)
+    assert text in str(caught.value)

@@ -1,0 +1,545 @@
+"""Budgets, sweeps and their comparison, repeating a run, tab completion."""
+
+import csv
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from common.config import BudgetConfig, ConfigError
+from common.report import compare
+from launch import compose, train
+from tests.support import CONF, ROOT, SMALL, events
+from tests.support.killing import differing
+
+LETTERS = [
+    *(
+        "hardware=cpu",
+        "task=letters",
+        "evaluate.examples=8",
+        "algo.sampling.max_new_tokens=8",
+        "checkpoint.every=1",
+    ),
+    *(
+        "model.tiny.hidden_size=64",
+        "model.tiny.layers=2",
+        "model.tiny.heads=2",
+        "model.tiny.intermediate_size=128",
+    ),
+    *("model.tiny.pretrain_steps=300", "model.tiny.pretrain_lr=5e-3"),
+]
+OF = {
+    "eggroll": ["algo=eggroll", "algo.members=8", "algo.prompts_per_step=4"],
+    "grpo": ["algo=grpo", "algo.prompts_per_step=4", "algo.samples_per_prompt=4"],
+    "rft": [
+        *(
+            "algo=rft",
+            "algo.prompts=40",
+            "algo.validation_prompts=8",
+            "algo.samples_per_prompt=4",
+            "algo.epochs=2",
+        ),
+        *(
+            "algo.prompts_per_batch=4",
+            "algo.chunk_size=4",
+            "algo.pass_samples=0",
+            "algo.patience=9",
+        ),
+    ],
+}
+
+
+def letters(algo: str, *overrides: str):
+    return compose([*LETTERS, *OF[algo], *overrides], CONF)
+
+
+# --- budgets
+
+
+MISTAKES = {
+    "budget.tokens=0": "budget.tokens=0 is out of range. Give a value above 0.",
+    "budget.token=5": (
+        "budget.token is not a setting. Did you mean 'tokens'? Settings here: tokens, seconds."
+    ),
+    "algo=classify budget.tokens=5": (
+        "budget.tokens has no effect with algo=classify: it generates nothing, and algo.epochs "
+        "ends it. Leave it out."
+    ),
+    "algo.steps=null": "algo.steps is null, so nothing ends the run. Give a number, or a budget.",
+    "algo=rft algo.iterations=null": (
+        "algo.iterations is null, so nothing ends the run. Give a number, or a budget."
+    ),
+    "budget.tokens=5 algo.lr_schedule.kind=linear algo.lr_schedule.end=0": (
+        "algo.lr_schedule goes over algo.steps, which a "
+        "budget leaves open. Give algo.steps too; the budget may end the run earlier."
+    ),
+}
+
+
+@pytest.mark.parametrize("given", MISTAKES)
+def test_mistakes_about_budgets_are_worded(given):
+    with pytest.raises(ConfigError) as caught:
+        compose(given.split())
+    assert str(caught.value) == MISTAKES[given]
+
+
+def test_a_budget_of_one_stage_of_rft(tmp_path):
+    with pytest.raises(
+        ConfigError,
+        match=r"^a budget has no effect with algo\.stage=generate: it is one of a whole run",
+    ):
+        train(
+            compose(
+                [
+                    "algo=rft",
+                    "algo.stage=generate",
+                    "budget.tokens=9",
+                    "model.tiny.pretrain_steps=0",
+                ]
+            ),
+            tmp_path,
+        )
+
+
+def test_with_a_budget_the_number_of_steps_is_open_unless_it_is_given():
+    assert [compose([f"algo={a}"]).algo.steps for a in ("eggroll", "grpo")] == [60, 150]
+    for budget in ("budget.tokens=1000", "budget.seconds=0.5"):
+        assert [compose([f"algo={a}", budget]).algo.steps for a in ("eggroll", "grpo")] == [
+            None,
+            None,
+        ]
+        assert compose(["algo=rft", budget]).algo.iterations is None
+    run = compose(
+        ["budget.tokens=1000", "algo.steps=7", "algo.lr_schedule={kind: linear, end: 0.1}"]
+    )
+    assert (run.algo.steps, run.budget.limits()) == (7, {"tokens": "budget.tokens=1000"})
+
+
+def test_the_limit_that_is_nearest_to_its_end_counts():
+    both = BudgetConfig(tokens=200, seconds=10.0)
+    assert both.nearest(100, 2.0) == (0.5, "budget.tokens=200")
+    assert both.nearest(100, 8.0) == (0.8, "budget.seconds=10")
+    assert BudgetConfig(tokens=None, seconds=None).nearest(10**9, 1e9) == (0.0, "")
+
+
+@pytest.mark.parametrize("algo", ["eggroll", pytest.param("grpo", marks=pytest.mark.slow)])
+def test_a_budget_of_tokens_ends_a_run_and_a_resumed_one_counts_what_it_had_used(
+    in_cache, tmp_path, algo
+):
+    whole = train(letters(algo, "budget.tokens=1500"), tmp_path / "whole")
+    log = events(tmp_path / "whole")
+    assert (
+        log[-2]["generated_tokens"] < 1500 <= log[-1]["generated_tokens"] == whole.generated_tokens
+    )
+    assert (whole.ended_by, whole.steps) == ("budget.tokens=1500", len(log))
+    # At each tenth of the budget, but not after the last step, which the result measures.
+    tenths = [int(event["generated_tokens"] / 150) for event in log]
+    due = [
+        new > old and event is not log[-1]
+        for old, new, event in zip([0, *tenths], tenths, log, strict=False)
+    ]
+    assert ["metric" in event for event in log] == due
+    assert any(due)
+
+    first = train(letters(algo, "budget.tokens=700"), tmp_path / "parts")
+    assert first.steps < whole.steps
+    again = train(letters(algo, "budget.tokens=700", "resume=auto"), tmp_path / "parts")
+    assert (again.steps, again.generated_tokens) == (
+        first.steps,
+        first.generated_tokens,
+    ), "it is spent already"
+    parts = train(letters(algo, "budget.tokens=1500", "resume=auto"), tmp_path / "parts")
+    assert (parts.steps, parts.generated_tokens, parts.after) == (
+        whole.steps,
+        whole.generated_tokens,
+        whole.after,
+    )
+    assert [e["reward"] for e in events(tmp_path / "parts")] == [e["reward"] for e in log]
+
+    short = train(letters(algo, "budget.tokens=1500", "algo.steps=2"), tmp_path / "short")
+    assert (short.steps, short.ended_by) == (2, None)
+
+
+def test_a_budget_ends_the_sampling_of_rft_which_learns_from_what_it_has(in_cache, tmp_path):
+    result = train(letters("rft", "budget.tokens=1500"), tmp_path / "run")
+    log = events(tmp_path / "run")
+    sampling = [event for event in log if event["stage"] == "generate"]
+    iterations = max(event["iteration"] for event in log)
+    assert result.ended_by == "budget.tokens=1500"
+    assert result.generated_tokens == sampling[-1]["generated_tokens"] >= 1500
+    # The wave that was under way is kept, and no other.
+    assert [e["generated_tokens"] >= 1500 for e in sampling] == [False] * (len(sampling) - 2) + [
+        True,
+        True,
+    ]
+    last = tmp_path / "run" / f"iteration-{iterations}"
+    cut = json.loads((last / "budget.json").read_text())
+    assert cut["samples"] < 4 * 40
+    assert log[-1]["stage"] == "evaluate", "the cut iteration was trained and measured as well"
+    assert [e["stage"] for e in log if e["iteration"] == iterations].count("finetune") > 0
+    assert result.reward_evaluations == log[-1]["reward_evaluations"]
+
+    again = train(letters("rft", "budget.tokens=1500", "resume=auto"), tmp_path / "run")
+    assert (again.after, again.steps, again.ended_by) == (
+        result.after,
+        result.steps,
+        result.ended_by,
+    )
+    more = train(letters("rft", "budget.tokens=2500", "resume=auto"), tmp_path / "run")
+    assert more.generated_tokens >= 2500
+    assert (
+        sum(e["stage"] == "finetune" for e in events(tmp_path / "run")) == more.steps > result.steps
+    )
+
+
+def test_an_iteration_that_a_budget_cut_goes_on_when_it_is_raised(in_cache, tmp_path):
+    """And ends where a run ends that had the larger budget from the start."""
+    train(letters("rft", "budget.tokens=2000", "algo.iterations=1"), tmp_path / "whole")
+    cut = train(letters("rft", "budget.tokens=500", "algo.iterations=1"), tmp_path / "parts")
+    assert cut.ended_by == "budget.tokens=500", "though it did all its iterations"
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(letters("rft", "budget.tokens=2000", "algo.iterations=1", "resume=auto"), parts)
+    assert differing(whole, parts) == []
+    assert (
+        "iteration 1 goes on: the budget that cut it short is no longer spent"
+        in (parts / "run.log").read_text()
+    )
+
+
+def test_a_budget_that_ends_before_anything_is_accepted_leaves_the_base(in_cache, tmp_path):
+    result = train(letters("rft", "budget.tokens=10", "task.scoring=smooth"), tmp_path)
+    assert (result.ended_by, result.iteration, result.steps) == ("budget.tokens=10", 0, 0)
+    assert result.generated_tokens > 10
+    assert result.after == result.before
+    log = (tmp_path / "run.log").read_text()
+    assert "none of the samples that the budget allowed was accepted" in log
+    assert "WARNING budget.tokens=10 is overshot: " in log
+    again = train(
+        letters("rft", "budget.tokens=10", "task.scoring=smooth", "resume=auto"), tmp_path
+    )
+    assert (again.ended_by, again.generated_tokens) == (result.ended_by, result.generated_tokens)
+
+
+def test_a_budget_far_below_a_step_is_overshot_with_a_warning(in_cache, tmp_path):
+    result = train(letters("eggroll", "budget.tokens=3"), tmp_path)
+    log = (tmp_path / "run.log").read_text()
+    assert (
+        f"budget.tokens=3 is overshot: {result.generated_tokens / 3:.3g} times as much is used"
+        in log
+    )
+
+
+@pytest.mark.parametrize("algo", OF)
+def test_a_budget_of_seconds_ends_a_run(in_cache, tmp_path, algo):
+    result = train(letters(algo, "budget.seconds=0.5"), tmp_path)
+    log = events(tmp_path)
+    used = sum(event.get("seconds", 0) for event in log)
+    assert result.ended_by == "budget.seconds=0.5"
+    assert result.seconds == pytest.approx(used)
+    last = next(event["seconds"] for event in reversed(log) if "seconds" in event)
+    assert used >= 0.5
+    if algo != "rft" or log[-2]["stage"] == "finetune":
+        assert used - last < 0.5 or algo == "rft"
+    if (
+        algo == "rft"
+    ):  # half of the seconds that an iteration finds are for its samples: it learns in the others
+        first = [event for event in log if event["iteration"] == 1]
+        assert [event["stage"] for event in first].count("finetune") > 0
+
+
+# --- a sweep
+
+
+def test_algorithms_at_an_equal_budget_in_one_command_and_a_run_again(launch, tmp_path):
+    done = launch(
+        *(
+            "--config-dir",
+            CONF,
+            "-m",
+            "algo=eggroll,grpo,rft,classify",
+            *LETTERS[:3],
+            *LETTERS[5:],
+            "seed=1,2",
+        ),
+        *("budget.tokens=4000", "hydra.sweep.dir=sweep"),
+        code=2,
+    )
+    sweep = tmp_path / "sweep"
+    results = [json.loads((sweep / str(n) / "result.json").read_text()) for n in range(6)]
+    assert [result["algo"] for result in results] == ["eggroll"] * 2 + ["grpo"] * 2 + ["rft"] * 2
+    for result in results:
+        assert result["ended_by"] == "budget.tokens=4000"
+        assert 4000 <= result["generated_tokens"] < 8000
+    for number, result in enumerate(results):
+        said = f"{result['before']:.2f} -> {result['after']:.2f}, {result['steps']} steps"
+        assert re.search(
+            rf"^=== job {number} algo={result['algo']} seed=\d: exact {said}",
+            done.stdout,
+            flags=re.M,
+        )
+    # Those that failed are named, and did not stop the others.
+    assert json.loads((sweep / "6" / "failed.json").read_text())["code"] == 2
+    page = (sweep / "comparison.md").read_text()
+    for text in (done.stdout, page):
+        assert re.search(
+            r"^(- )?failed \(exit code 2\): .*6`? \(algo=classify\): \S+ has no effect with"
+            r" algo=classify",
+            text,
+            flags=re.M,
+        )
+    assert "Traceback" not in done.stderr
+    for algo in ("eggroll", "grpo", "rft"):
+        assert re.search(rf"^\| algo={algo} \| 2 \| ", page, flags=re.M)
+        assert re.search(rf"^algo={algo} +2 +\d", done.stdout, flags=re.M)
+    rows = list(csv.DictReader((sweep / "comparison.csv").read_text().splitlines()))
+    assert {row["setting"] for row in rows} == {"algo=eggroll", "algo=grpo", "algo=rft"}
+    assert (sweep / "comparison.png").read_bytes()[:4] == b"\x89PNG"
+
+    launch("-cp", "sweep/3/.hydra", "-cn", "config", "hydra.run.dir=again")
+    assert (
+        json.loads((tmp_path / "again" / "result.json").read_text())["after"] == results[3]["after"]
+    )
+    assert [e["reward"] for e in events(tmp_path / "again")] == [
+        e["reward"] for e in events(sweep / "3")
+    ]
+
+
+@pytest.mark.slow
+def test_submitit_runs_jobs_side_by_side_that_share_the_tiny_model(launch, tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    small = [text for text in SMALL if not text.startswith(("model.tiny.pretrain", "algo.steps"))]
+    launch(
+        *(
+            "-m",
+            "hydra/launcher=submitit_local",
+            *small,
+            "model.tiny.pretrain_steps=3",
+            "algo.steps=1",
+            "seed=1,2",
+        ),
+        env={"PYTHONPATH": str(ROOT), "CLUTCH_CACHE": str(tmp_path / "fresh")},
+    )
+    (sweep,) = (tmp_path / "multirun").iterdir()
+    assert [(sweep / name / "result.json").exists() for name in ("0", "1")] == [True, True]
+    assert "| algo=eggroll" not in (page := (sweep / "comparison.md").read_text())
+    assert re.search(r"^\| eggroll \| 2 \| ", page, flags=re.M), "seeds alone make one setting"
+    said = [path.read_text() for path in sweep.glob(".submitit/*/*_log.*")]
+    assert sum("pre-training the tiny model: 3 steps" in text for text in said) == 1
+    assert len([path for path in (tmp_path / "fresh").iterdir() if path.is_dir()]) == 1
+
+
+@pytest.mark.slurm
+def test_submitit_sends_a_sweep_to_slurm(launch, tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    if shutil.which("sinfo") is None or subprocess.run(["sinfo"], capture_output=True).returncode:
+        pytest.skip("no Slurm is up")
+    given = [f"hydra.launcher.{text}" for text in ("mem_gb=2", "cpus_per_task=1", "timeout_min=10")]
+    launch(
+        "-m",
+        "hydra/launcher=submitit_slurm",
+        *given,
+        *SMALL,
+        "seed=1,2",
+        env={"PYTHONPATH": str(ROOT)},
+    )
+    (sweep,) = (tmp_path / "multirun").iterdir()
+    assert re.search(r"^\| eggroll \| 2 \| ", (sweep / "comparison.md").read_text(), flags=re.M)
+
+
+def test_a_setting_is_told_by_its_configuration_where_overrides_do_not(tmp_path):
+    """A run repeated with -cp has no overrides: it joins its first one, and leaves those of other
+    settings alone.
+    """
+    folders = [
+        job(tmp_path, number, 1, 30.0, 100, algo__lr=str(0.1 + number // 2)) for number in range(4)
+    ]
+    for folder in folders[1::2]:
+        (folder / ".hydra" / "overrides.yaml").write_text("[]")
+    runs, _ = compare.read_runs([tmp_path])
+    assert [run.setting for run in runs][0::2] == [run.setting for run in runs][1::2]
+    assert len({run.setting for run in runs}) == 2
+    (folders[0] / "result.json").write_text("{")
+    runs, failures = compare.read_runs([tmp_path])
+    assert len(runs) == 3
+    assert "damaged" in failures[0].error
+
+
+def job(
+    folder: Path,
+    number: int,
+    seed: int,
+    after: float,
+    tokens: int,
+    middle: bool = True,
+    **given: str,
+) -> Path:
+    """A run folder as a sweep leaves it, with two steps of a second each."""
+    here = folder / str(number)
+    (here / ".hydra").mkdir(parents=True)
+    overrides = [f"{key.replace('__', '.')}={value}" for key, value in given.items()] + [
+        f"seed={seed}",
+        "task=letters",
+    ]
+    (here / ".hydra" / "overrides.yaml").write_text(json.dumps(overrides))
+    config = {key.replace("__", "."): value for key, value in given.items()}
+    (here / "run.yaml").write_text(json.dumps({"config": {"seed": seed, **config}}))
+    measured = {"metric": 20.0, "metric_name": "exact"} if middle else {}
+    log = [
+        {
+            "step": 1,
+            "seconds": 1.0,
+            "generated_tokens": tokens // 2,
+            "reward_evaluations": 5,
+            **measured,
+        },
+        {"step": 2, "seconds": 1.0, "generated_tokens": tokens, "reward_evaluations": 10},
+    ]
+    (here / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in log))
+    result = {
+        "algo": "grpo",
+        "task": "letters",
+        "model": "tiny",
+        "metric": "exact",
+        "before": 10.0,
+        "after": after,
+    }
+    result |= {"steps": 2, "seconds": 2.0, "generated_tokens": tokens, "reward_evaluations": 10}
+    (here / "result.json").write_text(json.dumps(result))
+    return here
+
+
+def test_a_setting_is_what_differs_and_its_curve_the_mean_over_seeds(tmp_path):
+    for number, (seed, after, rate) in enumerate(
+        [(1, 30.0, "0.1"), (2, 34.0, "0.1"), (1, 50.0, "0.2")]
+    ):
+        job(tmp_path / "sweep", number, seed, after, 100 * (number + 1), algo__lr=rate)
+    gone = tmp_path / "sweep" / "3"
+    (gone / ".hydra").mkdir(parents=True)
+    (gone / ".hydra" / "overrides.yaml").write_text('["algo.lr=-1", "seed=1", "task=letters"]')
+    (gone / "failed.json").write_text('{"code": 2, "error": "algo.lr=-1.0 is out of range."}')
+    runs, failures = compare.read_runs([tmp_path / "sweep"])
+    assert [(run.setting, run.seed) for run in runs] == [
+        ("algo.lr=0.1", 1),
+        ("algo.lr=0.1", 2),
+        ("algo.lr=0.2", 1),
+    ]
+    assert [(f.overrides, f.code) for f in failures] == [({"algo.lr": "-1"}, 2)]
+    x, mean, deviation = compare.curve(runs[:2], "generated_tokens")
+    assert (x.tolist(), mean.tolist()) == ([0, 75, 150], [10, 20, 32])
+    assert deviation.tolist() == [0, 0, pytest.approx(8**0.5)]
+    row = compare.table({"algo.lr=0.1": runs[:2]})[0]
+    assert (row["before"], row["after"], row["tokens"]) == (
+        "10.00 ± 0.00",
+        "32.00 ± 2.83",
+        "150 ± 71",
+    )
+
+    # A run that was measured less often: read off where the other was measured.
+    job(tmp_path / "sweep", 4, 3, 42.0, 400, middle=False, algo__lr="0.1")
+    runs, _ = compare.read_runs([tmp_path / "sweep"])
+    x, mean, _ = compare.curve(
+        [run for run in runs if run.seed != 2 and run.setting == "algo.lr=0.1"], "generated_tokens"
+    )
+    assert (x.tolist(), mean.tolist()) == ([0, 125, 250], [10, 23, 36])
+
+
+def test_the_points_of_rft_count_its_fine_tuning_steps_alone():
+    cost = {"generated_tokens": 60, "reward_evaluations": 6}
+    log = [
+        {"step": 1, "stage": "evaluate", "metric": 1.0, "metric_name": "exact"},
+        {"step": 2, "stage": "generate", "seconds": 3.0, **cost},
+        {"step": 3, "stage": "finetune", "seconds": 1.0},
+        {"step": 4, "stage": "finetune", "seconds": 1.0},
+        {"step": 5, "stage": "evaluate", "metric": 7.0, "metric_name": "exact", **cost},
+        {"step": 6, "stage": "finetune", "seconds": 1.0},
+        {"step": 7, "stage": "evaluate", "metric": 6.0, "metric_name": "exact", **cost},
+    ]
+    result = {"metric": "exact", "before": 1.0, "after": 7.0, "steps": 3, "seconds": 6.0, **cost}
+    # The result is the best iteration's, at the cost of all.
+    assert [
+        (p["steps"], p["seconds"], p["generated_tokens"], p["value"])
+        for p in compare.points(log, result)
+    ] == [
+        *((0, 0, 0, 1), (2, 5, 60, 7), (3, 6, 60, 7)),
+    ]
+
+
+def test_the_command_compares_any_folders(launch, tmp_path, monkeypatch, capsys):
+    one, two = (
+        job(tmp_path, 1, 1, 30.0, 100, algo="grpo"),
+        job(tmp_path, 2, 1, 31.0, 1234567, algo="eggroll"),
+    )
+    (tmp_path / "empty").mkdir()
+
+    given = (str(one), str(two), "--out", "here")
+    done = launch(*given, module="common.compare", env={"COLUMNS": "80"})
+    assert re.search(
+        r"^algo=eggroll +1 +10\.00 +31\.00 +2 +1\.23M +10 +2$", done.stdout, flags=re.M
+    )
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert {path.name for path in (tmp_path / "here").iterdir()} == {
+        "comparison.md",
+        "comparison.csv",
+        "comparison.png",
+    }
+
+    monkeypatch.setattr(sys, "argv", ["compare", str(one), str(two), "--out", "/dev/null/x"])
+    assert compare.main() == 2
+    assert (
+        capsys.readouterr().err
+        == "error: /dev/null/x cannot be written: Not a directory. Give another --out.\n"
+    )
+    with pytest.raises(
+        ConfigError, match=r"empty holds no run\. Give run folders, or a folder that holds some\.$"
+    ):
+        compare.read_runs([tmp_path / "empty"])
+
+
+# --- the page
+
+
+PAGE = (ROOT / "docs" / "sweeps.md").read_text().replace("\\\n", "")
+
+
+@pytest.mark.parametrize(
+    "command", re.findall(r"^ {4}python launch\.py (-m .*)$", PAGE, flags=re.M)
+)
+def test_the_sweeps_of_the_page_compose(command):
+    given = shlex.split(command.replace("-m ", ""))
+    parsed = OverridesParser.create().parse_overrides(
+        [text for text in given if not text.startswith("hydra")]
+    )
+    jobs = [
+        (
+            [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
+            if o.is_sweep_override()
+            else [o.input_line]
+        )
+        for o in parsed
+    ]
+    for number in range(max(map(len, jobs))):
+        compose([values[number % len(values)] for values in jobs])
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("task=co", ["task=countdown"]), ("budget.", ["budget.seconds=", "budget.tokens="])],
+)
+def test_tab_completion_in_bash(typed, offered):
+    (install,) = re.findall(r"^ {4}(eval .*)$", PAGE, flags=re.M)
+    line = f"python launch.py {typed}"
+    script = (
+        f'python() {{ "{sys.executable}" "$@"; }}\n{install}\nunset -f'
+        f' python\nPATH="{Path(sys.executable).parent}:$PATH"\nCOMP_LINE="{line}"'
+        f' COMP_POINT={len(line)} COMP_CWORD=2\nhydra_bash_completion\nprintf "%s\\n"'
+        ' "${COMPREPLY[@]}"\n'
+    )
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == offered, done.stderr

@@ -1,0 +1,435 @@
+"""metrics.jsonl, and the trackers that read the same events."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+import yaml
+
+from common import checkpoint
+from common.config import ConfigError
+from common.loop import Order
+from common.report.events import numbers
+from common.signals import EXIT_NUMBERS
+from launch import compose, train
+from tests.support import CONF, ROOT, SMALL, events
+from tests.support.letters import Letters
+from tests.support.wandb_file import records
+
+RUN = [
+    *SMALL,
+    "algo.steps=4",
+    "evaluate.every=1",
+    "algo.sigma=0.1",
+    "algo.lr=0.5",
+    "algo.sampling.temperature=1.0",
+]
+
+
+def run_here(out, *overrides):
+    return train(compose([*RUN, *overrides]), out, Letters("smooth"))
+
+
+def test_resume_cuts_later_events_and_a_torn_line(in_cache, tmp_path):
+    """As a killed run leaves it: events of steps that no checkpoint holds, and half a line."""
+    run_here(tmp_path, "algo.steps=2")
+    path = tmp_path / "metrics.jsonl"
+    first = path.read_text()
+    lost = [{"step": step, "reward": -1.0} for step in (3, 4)]
+    path.write_text(
+        first + "".join(json.dumps(event) + "\n" for event in lost) + '{"step": 5, "rewa'
+    )
+    run_here(tmp_path, "resume=auto")
+    assert path.read_text().startswith(first), "what stands is not written anew with other times"
+    assert [event["step"] for event in events(tmp_path)] == [1, 2, 3, 4]
+    assert all(event["reward"] > 0 for event in events(tmp_path))
+    assert sorted(path.name for path in tmp_path.glob("metrics*")) == ["metrics.jsonl"]
+
+
+def test_a_fresh_run_drops_what_a_run_without_checkpoint_left(in_cache, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": -1.0}\n')
+    run_here(tmp_path, "algo.steps=1")
+    (event,) = events(tmp_path)
+    assert event["reward"] > 0
+
+
+def tracked(event: dict) -> dict[str, float]:
+    """The numbers of an event under the names that trackers show."""
+    found: dict[str, float] = {}
+    for key, value in event.items():
+        inner = value.items() if isinstance(value, dict) else [("", value)]
+        found |= {
+            f"{key}/{name}" if name else key: v for name, v in inner if isinstance(v, (int, float))
+        }
+    return {name: value for name, value in found.items() if name != "step"}
+
+
+def by_step(out) -> dict[int, dict[str, float]]:
+    """What trackers are to show at each step: the events, and the measures before the first and
+    after the last.
+    """
+    shown = {event["step"]: tracked(event) for event in events(out)}
+    for line in (out / "evaluations.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        shown[record["step"]] = shown.get(record["step"], {}) | tracked(record)
+    if 0 in shown:  # so that curves against what was used begin there
+        shown[0] |= {"generated_tokens": 0, "reward_evaluations": 0}
+    return shown
+
+
+def test_stages_are_curves_of_their_own_and_shared_measures_are_not():
+    event = {
+        "step": 7,
+        "stage": "evaluate",
+        "iteration": 2,
+        "metric": 5.0,
+        "metrics": {"a": 1.0},
+        "seconds": {"x": 2.0},
+    }
+    assert numbers(event) == {
+        "iteration": 2,
+        "metric": 5.0,
+        "metrics/a": 1.0,
+        "evaluate/seconds/x": 2.0,
+    }
+
+
+def test_tensorboard_shows_the_same_numbers(in_cache, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    result = run_here(tmp_path, "tracker=tensorboard", "algo.steps=2")
+    run_here(tmp_path, "tracker=tensorboard", "algo.steps=4", "resume=auto")
+    seen = EventAccumulator(str(tmp_path / "tensorboard"))
+    seen.Reload()
+    expected = by_step(tmp_path)
+    names = {name for values in expected.values() for name in values}
+    assert {"reward", "phase_seconds/rollout", "metric", "metrics/exact", "peak_memory_gb"} <= names
+    scalars = {name for name in seen.Tags()["scalars"] if not name.startswith("summary/")}
+    assert scalars == names
+    for name in names:
+        shown = {scalar.step: scalar.value for scalar in seen.Scalars(name)}
+        assert shown == pytest.approx(
+            {s: values[name] for s, values in expected.items() if name in values}, rel=1e-6
+        )
+    assert seen.Scalars("summary/after")[-1].value == pytest.approx(result.after)
+    tables = {
+        f"completions/{name}/text_summary"
+        for name in ("before", "step-00000001", "step-00000003", "after")
+    }
+    assert tables <= set(seen.Tags()["tensors"])
+
+
+def test_completions_of_each_evaluation_are_kept_and_those_after_the_checkpoint_cut(
+    in_cache, tmp_path
+):
+    run_here(tmp_path, "algo.steps=2")
+    (tmp_path / "completions" / "step-00000003.jsonl").write_text(
+        "{}\n"
+    )  # of a step that no checkpoint holds
+    with (tmp_path / "evaluations.jsonl").open("a") as file:
+        file.write('{"step": 3, "metric": -1, "metric_name": "exact", "metrics": {"exact": -1}}\n')
+    run_here(tmp_path, "resume=auto", "evaluate.every=2")
+    kept = {
+        path.stem: path.read_text().splitlines() for path in (tmp_path / "completions").iterdir()
+    }
+    assert kept.keys() == {"before", "after", "step-00000001"}
+    assert {len(rows) for rows in kept.values()} == {8}
+    assert json.loads(kept["after"][0]).keys() == {"id", "prompt", "answer", "completion"}
+    steps = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()
+    ]
+    assert steps == [0, 1, 2, 4]
+
+
+class Wandb:
+    """An offline W&B run, read back."""
+
+    def __init__(self, folder):
+        found = list(records(folder))
+        self.folder = folder
+        self.run = next(r.run for r in found if r.WhichOneof("record_type") == "run")
+        self.config = {item.key: json.loads(item.value_json) for item in self.run.config.update}
+        self.axes = {
+            m.glob_name or m.name: m.step_metric
+            for m in (r.metric for r in found)
+            if m.glob_name or m.name
+        }
+        self.history, self.summary = {}, {}
+        for record in found:
+            for item in record.summary.update:
+                self.summary[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
+            if record.WhichOneof("record_type") == "history":
+                items = {
+                    i.key or "/".join(i.nested_key): json.loads(i.value_json)
+                    for i in record.history.item
+                }
+                assert record.history.step.num not in self.history
+                self.history[record.history.step.num] = items
+        self.artifacts = [
+            (a.type, sorted(a.aliases)) for a in (r.artifact for r in found) if a.type
+        ]
+        self.exit = next(r.exit.exit_code for r in found if r.WhichOneof("record_type") == "exit")
+        self.kinds = {record.WhichOneof("record_type") for record in found}
+
+    def table(self, name):
+        path = self.summary[f"{name}/path"]
+        return json.loads((self.folder / "files" / path).read_text())
+
+
+OFFLINE = {"WANDB_MODE": "offline", "WANDB_BASE_URL": "http://127.0.0.1:9"}
+
+
+def test_wandb_offline(launch, tmp_path):
+    """Nothing listens where W&B is told to be, so anything that went over the network would fail or
+    wait.
+    """
+    secrets = {
+        "WANDB_API_KEY": "0123456789abcdef" * 2 + "01234567",
+        "HF_TOKEN": "hf_aVerySecretToken",
+    }
+    out = tmp_path / "run"
+    common = [
+        *SMALL,
+        "tracker=wandb",
+        f"hydra.run.dir={out}",
+        "tracker.artifacts=true",
+        "evaluate.every=1",
+    ]
+    env = OFFLINE | {"HOME": str(tmp_path), **secrets}
+    done = launch(*common, "algo.steps=2", env=env)
+    assert "wandb:" not in done.stdout + done.stderr, "the chatter of the library"
+    (folder,) = (out / "wandb").glob("offline-run-*")
+    assert f"wandb sync {folder}" in done.stdout
+    seen = Wandb(folder)
+    identity = seen.run.run_id
+    assert (seen.run.project, seen.run.job_type, seen.run.run_group) == ("clutch", "eggroll", "")
+    assert seen.config["algo"]["prompts_per_step"] == 2
+    assert seen.config["tracker"]["artifacts"] is True
+    assert seen.exit == 0
+    assert seen.axes["*"] == "step"
+    assert seen.axes["validation/*"] == "epoch"
+    assert {"environment", "stats"} <= seen.kinds, "what the system does"
+    expected = by_step(out)
+    assert seen.history.keys() == expected.keys() == {0, 1, 2}
+    for step, values in expected.items():
+        assert seen.history[step]["step"] == step
+        assert {name: seen.history[step][name] for name in values} == pytest.approx(values)
+    result = json.loads((out / "result.json").read_text())
+    assert seen.summary["after"] == result["after"]
+    assert seen.summary["metric_name"] == result["metric"] == "bleu"
+    tables = {
+        name: seen.table(f"completions/{name}") for name in ("before", "step-00000001", "after")
+    }
+    for name, table in tables.items():
+        kept = [
+            json.loads(line)
+            for line in (out / "completions" / f"{name}.jsonl").read_text().splitlines()
+        ]
+        assert table["columns"] == ["id", "prompt", "answer", "completion"]
+        assert [row[3] for row in table["data"]] == [row["completion"] for row in kept]
+    kinds = [(kind, aliases) for kind, aliases in seen.artifacts if kind in ("checkpoint", "model")]
+    assert kinds == [("checkpoint", ["latest", "step-2"]), ("model", ["latest", "step-2"])]
+
+    saved = checkpoint.latest(out / "checkpoints")
+    assert saved is not None
+    assert saved.state["run"]["tracker"] == {"id": identity}
+    launch(*common, "algo.steps=3", "resume=auto", env=env)
+    (later,) = (Wandb(f) for f in (out / "wandb").glob("offline-run-*") if f != folder)
+    assert later.run.run_id == identity, "a resumed run goes on in the same W&B run"
+    assert later.history.keys() == {3}, "and sends nothing twice"
+
+    for path in out.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            for secret in secrets.values():
+                assert secret.encode() not in path.read_bytes(), path
+
+
+@pytest.mark.slow
+def test_wandb_has_the_end_of_a_run_that_was_killed_after_its_last_checkpoint(launch, tmp_path):
+    out, env = tmp_path / "run", OFFLINE | {"HOME": str(tmp_path)}
+    for more in ([], ["resume=auto"]):
+        launch(*SMALL, "tracker=wandb", f"hydra.run.dir={out}", "algo.steps=2", *more, env=env)
+    _, later = (
+        Wandb(folder)
+        for folder in sorted((out / "wandb").glob("offline-run-*"), key=lambda f: f.stat().st_mtime)
+    )
+    result = json.loads((out / "result.json").read_text())
+    assert [values["step"] for values in later.history.values()] == [2]
+    assert next(iter(later.history.values()))["metric"] == result["after"]
+    assert later.table("completions/after")["data"]
+
+
+def test_wandb_shows_the_stages_of_rft(launch, tmp_path):
+    """Its step is the event of the log, which stages, evaluations and tables share."""
+    out = tmp_path / "run"
+    rft = [
+        *(
+            "algo=rft",
+            "task=letters",
+            "task.scoring=smooth",
+            "algo.select.accept=0.2",
+            "algo.pass_samples=0",
+        )
+    ]
+    rft += [
+        *SMALL[:6],
+        "evaluate.examples=4",
+        "algo.prompts=6",
+        "algo.validation_prompts=2",
+        "algo.samples_per_prompt=4",
+    ]
+    rft += [
+        "algo.sampling.max_new_tokens=6",
+        "algo.epochs=1",
+        "algo.iterations=1",
+        f"hydra.run.dir={out}",
+    ]
+    env = OFFLINE | {"HOME": str(tmp_path)}
+    done = launch(*rft, "tracker=wandb", f"--config-dir={CONF}", env=env)
+    assert "wandb:" not in done.stdout + done.stderr, "no step is logged out of order"
+    (folder,) = (out / "wandb").glob("offline-run-*")
+    seen, logged = Wandb(folder), events(out)
+    assert list(seen.history) == [event["step"] for event in logged]
+    for event in logged:
+        shown = seen.history[event["step"]]
+        assert {name: shown[name] for name in numbers(event)} == pytest.approx(numbers(event))
+    names = {name for shown in seen.history.values() for name in shown}
+    assert {
+        "generate/accepted",
+        "select/prompts_by_share_right/none",
+        "finetune/loss",
+        "metrics/exact",
+    } <= names
+    assert {"iteration", "generated_tokens", "reward_evaluations"} <= names
+    for name in ("before", "iteration-1", "after"):
+        assert len(seen.table(f"completions/{name}")["data"]) == 4
+
+
+def test_wandb_is_told_that_a_run_failed(launch, tmp_path):
+    """And keeps what was logged until then."""
+    env = OFFLINE | {"HOME": str(tmp_path)}
+    bad = (
+        Order(Letters().examples("train"), 0).take(2, 1)[0].id
+    )  # of the second step, two prompts each
+    fault = ["task=letters", "task.fault=infinite", f"task.fault_id={bad}"]
+    run = [
+        *SMALL,
+        *fault,
+        "tracker=wandb",
+        f"hydra.run.dir={tmp_path}/run",
+        f"--config-dir={CONF}",
+    ]
+    launch(*run, env=env, code=EXIT_NUMBERS)
+    (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    seen = Wandb(folder)
+    assert seen.exit == EXIT_NUMBERS
+    assert list(seen.history) == [0, 1]
+
+
+def test_wandb_jobs_of_a_sweep_are_a_group_and_ranks_are_one_run(launch, tmp_path):
+    env = OFFLINE | {"HOME": str(tmp_path)}
+    jobs = ("seed=3", "opt=[ddp]", "hydra.sweep.dir=sweep")
+    done = launch("-m", *SMALL, "tracker=wandb", "algo.steps=1", *jobs, env=env)
+    (folder,) = (tmp_path / "sweep").glob("0/wandb/offline-run-*")
+    run = Wandb(folder).run
+    assert (run.run_group, run.display_name) == ("sweep", "sweep/0")
+    for text in ("step 1/1: ", "before: held-out", "held-out bleu", "W&B: offline"):
+        assert done.stdout.count(text) == (2 if text == "held-out bleu" else 1), (
+            "once, whatever the ranks"
+        )
+
+
+def test_wandb_online_without_a_key_says_what_to_do(launch, tmp_path):
+    done = launch(
+        *(*SMALL, "tracker=wandb", "tracker.mode=online"),
+        env={"HOME": str(tmp_path), "WANDB_API_KEY": ""},
+        code=2,
+    )
+    assert "tracker=wandb cannot start" in done.stderr
+    assert "tracker.mode=offline" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_secret_is_no_setting(monkeypatch):
+    with pytest.raises(ConfigError, match=r"task\.api_key holds a secret.*os\.environ"):
+        compose(["+task.api_key=abc"])
+    monkeypatch.setenv("SOME_SERVICE_TOKEN", "a-long-secret")
+    with pytest.raises(ConfigError, match=r"tracker\.project holds a secret"):
+        compose(["tracker=wandb", "tracker.project=${oc.env:SOME_SERVICE_TOKEN}"])
+    assert compose(["algo.sampling.max_new_tokens=5"]).algo.sampling.max_new_tokens == 5
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "sweeps").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_wandb_sweeps_compose(path):
+    """The command that W&B's agent makes of a sweep is a run, at both ends of every parameter."""
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+
+    sweep = yaml.safe_load(path.read_text())
+    ends = {
+        name: values.get("values") or [values["min"], values["max"]]
+        for name, values in sweep["parameters"].items()
+    }
+    for end in (0, -1):
+        chosen = {"args": {name: {"value": values[end]} for name, values in ends.items()}}
+        command = create_sweep_command(list(sweep["command"]))
+        assert command[:3] == ["${env}", "${interpreter}", "${program}"]
+        assert command.pop() == "${args_no_hyphens}"
+        run = compose([*command[3:], *create_sweep_command_args(chosen)["args_no_hyphens"]])
+        assert (run.algo.name, run.tracker.name) == (path.stem, "wandb")
+        assert run.algo.lr == ends["algo.lr"][end]
+        assert run.seed == ends["seed"][end]
+    assert sweep["metric"]["name"] == "after", "what the summary calls it"
+
+
+@pytest.mark.parametrize("columns", [80, 160])
+def test_one_progress_line_on_a_terminal(in_cache, tmp_path, columns):
+    """On a real terminal: it is rewritten in place, is never wider than the terminal, and other
+    lines stay whole.
+    """
+    mine, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    command = [
+        sys.executable,
+        str(ROOT / "launch.py"),
+        *SMALL,
+        "evaluate.every=2",
+        f"hydra.run.dir={tmp_path}/run",
+    ]
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")
+    }
+    process = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment)
+    os.close(its)
+    written = b""
+    try:
+        while part := os.read(mine, 65536):
+            written += part
+    except OSError:  # the other side is closed
+        pass
+    assert process.wait() == 0
+    lines = written.decode().replace("\r\n", "\n").split("\n")
+    states = [[re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", s) for s in line.split("\r")] for line in lines]
+    steps = [state for line in states for state in line if state.startswith("step ")]
+    assert steps[0].startswith("step 0/4 |")
+    assert all(len(state) < columns for state in steps), max(map(len, steps))
+    last = steps[-1]
+    for text in ("step 4/4 |", "left, reward ", ", bleu 0.0, ", " tokens/s"):
+        assert text in last
+    assert ("drift" in last) == (columns == 160), "what has no room is left out whole"
+    assert any(state.startswith("evaluating: completion ") for line in states for state in line)
+    (before,) = (line for line in lines if "before: held-out" in line)
+    assert re.fullmatch(
+        r"before: held-out bleu \d+\.\d\d", before.rpartition("\r")[2].replace("\x1b[A", "")
+    )
+    assert any(line.startswith("  report ") for line in lines)

@@ -1,0 +1,135 @@
+"""Commands and functions in forks of tests/support/warm.py, as tests start and end them."""
+
+import contextlib
+import json
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import ROOT
+
+
+class Started:
+    """A command or a function under way in a fork of tests/support/warm.py; with the methods of Popen that
+    tests use.
+    """
+
+    def __init__(self, warm: "Warm", printed: Path) -> None:
+        self.warm, self.printed, self.pid, self.returncode = warm, printed, int(warm.line()), None
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        return self._ended(0)
+
+    def send_signal(self, number: int) -> None:
+        """To the process alone: its ranks are processes of their own."""
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout: float = 300) -> tuple[str, str]:
+        """Wait for its end. Returns: what it printed, on standard output and error."""
+        if self._ended(timeout) is None:
+            self.stop()
+            pytest.fail(f"not done in {timeout} s\n" + "\n".join(self.said()))
+        return self.said()
+
+    def said(self) -> tuple[str, str]:
+        """What it has printed so far."""
+        files = [self.printed / name for name in ("stdout", "stderr")]
+        out, err = (file.read_text() if file.exists() else "" for file in files)
+        return out, err
+
+    def stop(self) -> None:
+        """Kill what is left of it and of its ranks."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._ended(60)
+
+    def _ended(self, timeout: float) -> int | None:
+        if self.returncode is None and self.warm.says(timeout):
+            self.returncode = int(self.warm.line())
+        return self.returncode
+
+
+class Warm:
+    """tests/support/warm.py, started at the first request, which serves one at a time."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.last: Started | None = None
+
+    def start(
+        self,
+        folder: Path,
+        environment: dict[str, str],
+        printed: Path,
+        merged: bool = False,
+        **what: Any,
+    ) -> Started:
+        """what: arguments and module (None: launch.py), or call, the file of a pickled function;
+        merged: standard error into standard output.
+        """
+        if self.process is None:
+            command = [sys.executable, str(ROOT / "tests/support/warm.py")]
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            )
+        assert self.last is None or self.last.poll() is not None, "one at a time"
+        assert self.process.stdin is not None
+        files = {
+            "stdout": str(printed / "stdout"),
+            "stderr": str(printed / ("stdout" if merged else "stderr")),
+        }
+        request = {"folder": str(folder), "environment": environment, **files, **what}
+        self.process.stdin.write(json.dumps(request).encode() + b"\n")
+        self.last = Started(self, printed)
+        return self.last
+
+    def call(self, function: Callable[..., Any], *arguments: Any, **environment: str) -> Any:
+        """What a function of a module returns in a process of its own; what it raises is raised
+        here, what it prints is printed.
+        """
+        with tempfile.TemporaryDirectory() as printed:
+            file = Path(printed) / "call"
+            file.write_bytes(pickle.dumps((function, arguments)))
+            started = self.start(
+                ROOT, dict(os.environ | environment), Path(printed), call=str(file)
+            )
+            out, err = started.communicate()
+            print(out, end="")
+            print(err, end="", file=sys.stderr)
+            assert started.returncode == 0, started.returncode
+            outcome = pickle.loads(file.read_bytes())
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def says(self, seconds: float) -> bool:
+        """True if a line comes in that time."""
+        assert self.process is not None
+        return bool(select.select([self.process.stdout], [], [], seconds)[0])
+
+    def line(self) -> bytes:
+        """The next line."""
+        assert self.process is not None
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def stop(self) -> None:
+        if self.last is not None:
+            self.last.stop()
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+
+
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+Begin = Callable[..., Started]

@@ -1,0 +1,114 @@
+"""Runs launch.py's main, another module's, or a function, in forks of a process that has its
+imports done, which take longer than most runs in tests.
+
+Reads a request a line, writes the fork's id and then its exit code, a line each. Each fork has its
+own session, folder, environment, output and signals, as a command has; the ranks that it starts are
+forks too. That a new interpreter does the same is what the tests of README's commands,
+test_launch.py, test_faults.py and test_kills.py see to.
+"""
+
+import gc
+import importlib
+import json
+import os
+import pickle
+import runpy
+import sys
+from datetime import datetime
+from functools import wraps
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def serve() -> None:
+    """Fork for each request on standard input: {folder, environment, stdout, stderr} and
+    {arguments, module} or {call}.
+    """
+    sys.path.insert(0, str(ROOT))
+    import matplotlib.figure  # noqa: F401
+    import num2words  # noqa: F401
+    import sacrebleu  # noqa: F401
+    import torch.multiprocessing
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
+
+    import common.tasks.translate  # noqa: F401
+    from launch import ALGORITHMS, compose
+
+    for settings in ALGORITHMS.values():
+        importlib.import_module(settings.__module__.replace(".config", ".train"))
+    compose([])  # Hydra looks for its plugins
+    torch.multiprocessing.start_processes = forking(torch.multiprocessing.start_processes)
+    assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
+    gc.collect()
+    gc.freeze()  # or the first collection in each fork looks at, and copies, all that was imported
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            return run(**json.loads(line))
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def forking(start_processes):
+    """With ranks that are forked, not spawned."""
+
+    @wraps(start_processes)
+    def start(*arguments, **options):
+        return start_processes(*arguments, **options | {"start_method": "fork"})
+
+    return start
+
+
+def run(
+    folder: str,
+    environment: dict[str, str],
+    stdout: str,
+    stderr: str,
+    arguments: list[str] | None = None,
+    module: str | None = None,
+    call: str | None = None,
+) -> None:
+    """In the fork: be a new process, then launch.py or a module; or call the function that is
+    pickled in a file.
+    """
+    os.setsid()
+    for descriptor, path in ((0, os.devnull), (1, stdout), (2, stderr)):
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    sys.stdin = os.fdopen(0)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:1] = [str(ROOT), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    if call is not None:
+        return answer(Path(call))
+    assert arguments is not None
+    if module is not None:
+        sys.argv = [module, *arguments]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return
+    sys.argv = [str(ROOT / "launch.py"), *arguments]
+    import launch
+    from common.config import resolvers
+
+    resolvers._STARTED = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
+    launch.main()
+
+
+def answer(call: Path) -> None:
+    """Put what the function returned or raised in its file."""
+    import torch
+
+    torch.set_num_threads(1)  # as in the tests
+    function, arguments = pickle.loads(call.read_bytes())
+    try:
+        outcome = function(*arguments)
+    except Exception as error:
+        outcome = error
+    call.write_bytes(pickle.dumps(outcome))
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,331 @@
+"""common.chat: a model tried from the command line; models of a hub and LoRA adapters, which it
+loads as runs do.
+"""
+
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common import chat
+from common.config import ConfigError, ModelConfig
+from common.model.load import ADAPTER, load_model, model_commit
+from common.model.lora import peft_of_today
+from common.model.tiny import byte_tokenizer
+from tests.support import ROOT
+from tests.support.models import small_model
+
+CPU = torch.device("cpu")
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A random model with the byte tokenizer."""
+    found = tmp_path_factory.mktemp("model")
+    model, tokenizer = small_model("llama", 258), byte_tokenizer()
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(found)
+    tokenizer.save_pretrained(found)
+    return found
+
+
+@pytest.fixture
+def run_folder(folder, tmp_path) -> Path:
+    """A run folder as a task with few-shot conversations leaves it."""
+    run = tmp_path / "run"
+    shutil.copytree(folder, run / "model")
+    (run / "run.yaml").write_text("config: {}\n")
+    (run / "result.json").write_text('{"algo": "grpo"}')
+    (run / "completions").mkdir()
+    turns = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c")]
+    row = {"id": 0, "prompt": [{"role": role, "content": text} for role, text in turns]}
+    (run / "completions" / "after.jsonl").write_text(json.dumps(row) + "\n")
+    return run
+
+
+def talk(monkeypatch, capsys, *arguments: str, code: int = 0) -> tuple[str, str]:
+    monkeypatch.setattr(sys, "argv", ["chat", *map(str, arguments)])
+    assert chat.main() == code
+    return capsys.readouterr()
+
+
+def test_one_prompt_is_what_generate_makes_of_it(folder, monkeypatch, capsys):
+    shown, _ = talk(
+        monkeypatch,
+        capsys,
+        folder,
+        "--prompt",
+        "ab",
+        "--temperature",
+        "0",
+        "--max-new-tokens",
+        "12",
+        "--device",
+        "cpu",
+    )
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    ids = tokenizer("ab", return_tensors="pt")["input_ids"]
+    expected = model.generate(
+        ids, max_new_tokens=12, do_sample=False, pad_token_id=256, eos_token_id=257
+    )[0, 2:]
+    assert shown == tokenizer.decode(expected, skip_special_tokens=True).strip() + "\n"
+
+
+def test_lines_of_a_pipe(folder):
+    call = [
+        sys.executable,
+        "-m",
+        "common.chat",
+        str(folder),
+        "--max-new-tokens",
+        "4",
+        "--temperature",
+        "0",
+    ]
+    done = subprocess.run(
+        call, input="ab\n\nab\n", capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    half = len(done.stdout) // 2
+    assert done.stdout
+    assert done.stdout[:half] == done.stdout[half:]  # the blank line is no prompt
+
+
+def test_the_help_says_what_becomes_of_blank_lines():
+    assert "lines of standard input, blank ones skipped" in " ".join(
+        chat.parser().format_help().split()
+    )
+
+
+def test_bytes_that_are_no_text_and_a_reader_that_leaves(folder):
+    call = [
+        sys.executable,
+        "-m",
+        "common.chat",
+        str(folder),
+        "--max-new-tokens",
+        "4",
+        "--temperature",
+        "0",
+    ]
+    done = subprocess.run(call, input=b"ab\n\xff\n", capture_output=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 2
+    assert (
+        done.stderr.decode()
+        == "error: line 2 of standard input is not UTF-8: byte 0xff. Convert it, for example with"
+        " iconv -f LATIN1 -t UTF-8.\n"
+    )
+    process = subprocess.Popen(
+        call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    )
+    process.stdout.close()
+    process.stdin.write(b"ab\n" * 20)
+    process.stdin.close()
+    assert (process.stderr.read(), process.wait(60)) == (b"", 0)
+    process.stderr.close()
+
+
+def test_the_template_of_a_run_is_filled_in(run_folder):
+    for template, parts in {
+        "Q: {question}\\nA {{x}}:": ("Q: ", "\\nA {x}:"),
+        "{question}": ("", ""),
+        "{a} and {b}": None,
+    }.items():
+        (run_folder / "run.yaml").write_text(
+            json.dumps({"config": {"task": {"template": template}}})
+        )
+        assert chat.template_of(str(run_folder)) == parts
+    (run_folder / "run.yaml").write_text("config: {}\n")
+    assert chat.template_of(str(run_folder)) is None
+
+
+def test_a_terminal_has_a_prompt_and_ends_with_ctrl_d(folder):
+    ours, theirs = pty.openpty()
+    call = [sys.executable, "-m", "common.chat", str(folder), "--max-new-tokens", "2"]
+    process = subprocess.Popen(call, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT)
+    os.close(theirs)
+    seen = b""
+    while b"> " not in seen:
+        seen += os.read(ours, 1000)
+    os.write(ours, b"hello\n")
+    while seen.count(b"> ") < 2:
+        seen += os.read(ours, 1000)
+    os.write(ours, b"\x04")
+    assert process.wait(60) == 0
+    assert b"prompts go in as plain text, each alone. Ctrl-D ends." in seen
+
+
+def test_prompts_take_the_form_of_the_runs(run_folder):
+    path, shown = chat.model_of(str(run_folder))
+    assert path == str(run_folder / "model")
+    made = chat.prompt_like("new", shown, None, True)
+    assert [m["content"] for m in made] == ["Be brief.", "a", "b", "new"]
+    assert [m["content"] for m in chat.prompt_like("new", shown, "Other.", True)] == [
+        "Other.",
+        "a",
+        "b",
+        "new",
+    ]
+    assert chat.prompt_like("new", shown, None, False) == "new"
+
+
+def test_a_chat_template_is_used(folder, tmp_path, monkeypatch, capsys):
+    model = tmp_path / "chatty"
+    shutil.copytree(folder, model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(model)
+    own = ["--temperature", "0", "--max-new-tokens", "8"]
+    through, _ = talk(monkeypatch, capsys, model, "--prompt", "ab", *own)
+    spelled, _ = talk(
+        monkeypatch, capsys, model, "--plain", "--prompt", "[user]ab[assistant]", *own
+    )
+    bare, _ = talk(monkeypatch, capsys, model, "--plain", "--prompt", "ab", *own)
+    assert through == spelled != bare
+
+
+@pytest.mark.parametrize(
+    ("break_it", "arguments", "text"),
+    [
+        (
+            lambda run: shutil.rmtree(run / "model"),
+            [],
+            "has no model/ yet: the run has not ended. Go on with it",
+        ),
+        (
+            lambda run: (run / "result.json").write_text('{"algo": "classify"}'),
+            [],
+            "holds a classifier",
+        ),
+        (lambda run: None, ["--temperature", "-1"], "sampling.temperature=-1.0 is too small"),
+        (
+            lambda run: None,
+            ["--prompt", "x" * 500],
+            "fills the model's context of 128. Shorten it.",
+        ),
+        (lambda run: None, ["--plain", "--system", "x"], "--system has no effect with --plain"),
+        (
+            lambda run: None,
+            ["--lora", "nowhere"],
+            "model.lora='nowhere' is no folder with a LoRA adapter",
+        ),
+    ],
+)
+def test_mistakes_are_worded(run_folder, monkeypatch, capsys, break_it, arguments, text):
+    break_it(run_folder)
+    _, error = talk(monkeypatch, capsys, run_folder, *arguments, code=2)
+    assert error.startswith("error: ")
+    assert text in error
+    assert "Traceback" not in error
+
+
+# --- adapters ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapter(folder, tmp_path) -> Path:
+    peft = pytest.importorskip("peft")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        settings = peft.LoraConfig(
+            r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+        )
+        with peft_of_today():
+            made = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), settings)
+    made.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def config(path, **changes) -> ModelConfig:
+    values = {"revision": None, "gguf_file": None, "lora": None, "attention": "sdpa"} | changes
+    return ModelConfig(name="hf", path=str(path), **values)
+
+
+def test_an_adapter_is_merged(folder, adapter):
+    import peft
+
+    model, _ = load_model(config(folder, lora=str(adapter)), None, torch.float32, CPU)
+    with peft_of_today():
+        wanted = peft.PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(folder), adapter
+        )
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        assert torch.allclose(model(ids).logits, wanted(ids).logits, atol=1e-5)
+        assert not torch.allclose(
+            model(ids).logits, AutoModelForCausalLM.from_pretrained(folder)(ids).logits, atol=1e-3
+        )
+    assert {type(m).__module__.split(".")[0] for m in model.modules()} <= {
+        "transformers",
+        "torch",
+    }  # it is plain again
+
+
+def test_adapters_that_do_not_fit(folder, adapter, tmp_path):
+    def wording(**changes) -> str:
+        with pytest.raises(ConfigError) as caught:
+            load_model(config(**({"path": folder} | changes)), None, torch.float32, CPU)
+        return str(caught.value)
+
+    assert "is an adapter and no model. Give the model that it belongs to" in wording(path=adapter)
+    other = tmp_path / "other"
+    small_model("gpt2", 258).save_pretrained(other)
+    byte_tokenizer().save_pretrained(other)
+    assert "does not go into model.path=" in wording(path=other, lora=str(adapter))
+    settings = json.loads((adapter / ADAPTER).read_text())
+    (adapter / ADAPTER).write_text(json.dumps(settings | {"peft_type": "IA3"}))
+    assert "an adapter of the kind IA3, which is not merged here" in wording(lora=str(adapter))
+    (adapter / ADAPTER).write_text(json.dumps(settings))
+    (adapter / "adapter_model.safetensors").write_bytes(b"torn")
+    assert "does not go into model.path=" in wording(lora=str(adapter))
+
+
+# --- the hub -------------------------------------------------------------------------------------------------------
+
+
+def test_the_commit_of_a_model_of_the_hub_is_kept(folder, launch, tmp_path):
+    """A model in the hub's cache, as a download leaves it; its commit is printed and stands in
+    run.yaml.
+    """
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "hub" / "models--acme--small"
+    shutil.copytree(folder, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    small = [
+        "algo.members=2",
+        "algo.prompts_per_step=1",
+        "algo.steps=1",
+        "algo.sampling.max_new_tokens=4",
+    ]
+    arguments = [
+        "algo=eggroll",
+        "hardware=cpu",
+        "model=hf",
+        "model.path=acme/small",
+        *small,
+        "evaluate.examples=2",
+    ]
+    cache = {"HF_HUB_CACHE": str(tmp_path / "hub")}
+    done = launch(*arguments, "hydra.run.dir=out", env=cache, fresh=True)
+    assert (
+        f"model.path='acme/small' is at commit {commit} (model.revision=COMMIT pins it)"
+        in done.stdout + done.stderr
+    )
+    assert re.search(
+        rf"^model_commit: ['\"]?{commit}", (tmp_path / "out" / "run.yaml").read_text(), re.MULTILINE
+    )
+    assert model_commit(replace(config(folder), path=str(folder))) is None

@@ -1,0 +1,265 @@
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+import yaml
+
+from common.config import ConfigError, HardwareConfig, ScheduleConfig
+from launch import ALGORITHMS, compose
+from tests.support import ROOT
+
+FILES = sorted((ROOT / "conf").rglob("*.yaml"))
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize(("hardware", "task"), list(product(options("hardware"), options("task"))))
+def test_every_choice_composes(hardware, task):
+    has_classes = "ddp_bench" in (ROOT / "conf" / "task" / f"{task}.yaml").read_text()
+    for algo in (
+        ["classify"] if has_classes else [name for name in options("algo") if name != "classify"]
+    ):
+        run = compose([f"algo={algo}", f"hardware={hardware}", f"task={task}"])
+        assert run.hardware.name == hardware
+        assert run.algo.name == algo
+
+
+@pytest.mark.parametrize("experiment", options("experiment"))
+def test_every_experiment_composes(experiment):
+    extra = {"rft_smollm2_units": ["model.path=x"]}.get(experiment, [])
+    assert compose([f"experiment={experiment}", *extra]).algo.name in ALGORITHMS
+
+
+def test_an_experiment_changes_what_stands_in_config_yaml():
+    data = ["task.source=x", "task.target=y", "task.test_source=x", "task.test_target=y"]
+    run = compose(["experiment=eggroll_multi30k", *data])
+    assert (run.evaluate.examples, run.task["reward"], run.model.tiny.context) == (100, "chrf", 512)
+    assert (
+        compose(["experiment=eggroll_multi30k", *data, "evaluate.examples=7"]).evaluate.examples
+        == 7
+    )
+
+
+@pytest.mark.parametrize("tracker", options("tracker"))
+def test_every_tracker_composes(tracker):
+    assert compose([f"tracker={tracker}"]).tracker.name == tracker
+
+
+@pytest.mark.parametrize("model", options("model"))
+def test_every_model_composes(model):
+    extra = {"hf": ["model.path=x"], "gguf": ["model.path=x", "model.gguf_file=y"]}.get(model, [])
+    assert compose([f"model={model}", *extra]).model.name == model
+
+
+def test_opt_is_a_set():
+    switches = [
+        name for name in options("opt") if name != "fsdp"
+    ]  # with which some of them do not go
+    assert (
+        compose([f"opt=[{','.join(switches)}]"]).opt.enabled()
+        == compose([f"opt=[{','.join(switches[::-1])}]"]).opt.enabled()
+    )
+    assert sorted(compose([f"opt=[{','.join(switches)}]"]).opt.enabled()) == switches
+    assert compose(["opt=amp"]).opt.enabled() == ["amp"]
+    assert compose(["opt=[]"]).opt.enabled() == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "conf" / "opt").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_an_opt_file_writes_under_its_own_key(path: Path):
+    assert list(yaml.safe_load(path.read_text())) == [path.stem]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_setting_has_a_comment(path: Path):
+    """Beside the key, or above it (a run of keys below one comment shares it). The file has one at
+    its head.
+    """
+    lines = path.read_text().splitlines()
+    assert lines[0].startswith("#"), "the file says what it is"
+    below_comment = True
+    for line in lines:
+        if not line.strip():
+            below_comment = False
+        elif line.lstrip().startswith("#"):
+            below_comment = True
+        elif re.match(r"\s*[\w]+:", line) and "_target_" not in line:
+            name = line.split(":")[0].strip()
+            plain = name in ("name", "defaults", "peak_tflops") or line.rstrip().endswith(
+                (":", "|-")
+            )
+            assert "#" in line or below_comment or plain or "hydra" in str(path), (
+                f"{name} has no comment"
+            )
+
+
+def test_the_rows_of_the_document():
+    """Batch sizes by hardware, as the project's first document gives them: 256, 512, 1024."""
+    rows = {
+        name: compose([f"hardware={name}"]).algo.rows_per_forward
+        for name in ("a100_40g", "a100_80g", "h100")
+    }
+    assert rows == {"a100_40g": 256, "a100_80g": 512, "h100": 1024}
+
+
+MISTAKES = {
+    "algo.sgima=1": (
+        "algo.sgima is not a setting. Did you mean 'sigma'? Settings here: name, steps, members,"
+        " prompts_per_step, samples_per_prompt, rows_per_forward, rank, sigma, lr, mirrored,"
+        " noise_reuse, fitness, noise, optimizer, lr_schedule, sigma_schedule, weight_decay,"
+        " stop_at, sampling."
+    ),
+    "+algo.lrr=3": (
+        "algo.lrr is not a setting. Did you mean 'lr'? Settings here: name, steps, members,"
+        " prompts_per_step, samples_per_prompt, rows_per_forward, rank, sigma, lr, mirrored,"
+        " noise_reuse, fitness, noise, optimizer, lr_schedule, sigma_schedule, weight_decay,"
+        " stop_at, sampling."
+    ),
+    "sede=1": (
+        "sede is not a setting. Did you mean 'seed'? Settings here: seed, resume, budget, evaluate,"
+        " checkpoint, scoring, not_finite, hardware, model, opt, tracker, slurm, algo, task."
+    ),
+    "algo.sigma=high": (
+        "algo.sigma=high: Value 'high' of type 'str' could not be converted to Float. Give a"
+        " number."
+    ),
+    "algo.steps=1.5": (
+        "algo.steps=1.5: Value '1.5' of type 'float' could not be converted to Integer. Give a"
+        " whole number."
+    ),
+    "algo.mirrored=maybe": (
+        "algo.mirrored=maybe: Value 'maybe' is not a valid bool (type str). Give true or false."
+    ),
+    "seed=null": "seed=null: field 'seed' is not Optional. Give a value, or leave it out.",
+    "slurm.setup=module": "slurm.setup=module is no list. Use 'slurm.setup=[module]'.",
+    "slurm.options=3": "slurm.options=3 is no dict. Use 'slurm.options={NAME: VALUE}'.",
+    "algo.optimizer=AdamW": (
+        "algo.optimizer=AdamW: algo.optimizer is a group of settings. Set them one by one, such as "
+        "algo.optimizer.name=VALUE. Settings there: name, kwargs."
+    ),
+    "slurm.options.qos=long": (
+        "slurm.options.qos=long has no effect without slurm.script, the batch script to write. Add "
+        "slurm.script=FILE."
+    ),
+    "scoring.workers=3": (
+        "scoring.workers=3 has no effect with scoring.kind=serial: this process scores. Add "
+        "scoring.kind=threads or processes, or leave it out."
+    ),
+    "scoring.timeout_seconds=5": (
+        "scoring.timeout_seconds=5.0 has no effect with scoring.kind=serial: this process scores."
+        " Add scoring.kind=threads or processes, or leave it out."
+    ),
+    "experiment=null": "experiment=null is what there is without it. Leave it out.",
+    "hardware.link_gbs=3": "hardware.link_gbs is gone: nothing read it. Leave it out.",
+    "hardware.memory_gb=-1": "hardware.memory_gb=-1.0 is out of range. Give a value above 0.",
+    "hardware.peak_tflops.bf16=0": (
+        "hardware.peak_tflops.bf16=0.0 is out of range. Give a value above 0."
+    ),
+    "opt=[amp,cmpile]": (
+        "opt='cmpile' is not a choice. Did you mean 'compile'? Choices: amp, checkpointing,"
+        " compile, ddp, fsdp, offload, profile, tf32."
+    ),
+    "opt=null": "opt=null is not a list. Use opt=[] for none, or for example 'opt=[amp,compile]'.",
+    "opt.amp.dtype=float16": (
+        "opt.amp.dtype=float16 has no effect: amp is off. Add it: 'opt=[amp,...]'."
+    ),
+    "hardware=a100": (
+        "hardware='a100' is not a choice. Did you mean 'v100'? Choices: a100_40g, a100_80g, auto,"
+        " cpu, h100, h200, rtx4090, v100."
+    ),
+    "algo=egroll": (
+        "algo='egroll' is not a choice. Did you mean 'eggroll'? Choices: classify, eggroll, grpo,"
+        " rft."
+    ),
+    "algo.members=3": (
+        "algo.members=3 is odd, and algo.mirrored=true needs pairs. Use algo.members=4, or "
+        "algo.mirrored=false."
+    ),
+    "algo.fitness=zscor": (
+        "algo.fitness='zscor' is not a choice. Did you mean 'zscore'? Choices: zscore,"
+        " prompt_zscore, centered_rank, pair_sign."
+    ),
+    "algo.sigma=-1": "algo.sigma=-1.0 is out of range. Give a value above 0.",
+    "algo.samples_per_prompt=2": (
+        "algo.samples_per_prompt=2 has no effect at algo.sampling.temperature=0: greedy "
+        "completions of one prompt are equal. Set a temperature above 0."
+    ),
+    "model=hf": (
+        "model.path is not set. Give a hub id or a local folder, for example model=hf "
+        "model.path=HuggingFaceTB/SmolLM2-135M, or use model=tiny."
+    ),
+    "model.path=gpt2": (
+        "model.path='gpt2' has no effect with model=tiny, which is built here. Use model=hf."
+    ),
+    "hardware=4090": (
+        "hardware='4090' is not a choice. Did you mean 'rtx4090'? Choices: a100_40g, a100_80g,"
+        " auto, cpu, h100, h200, rtx4090, v100."
+    ),
+    "opt=[3]": (
+        "opt='3' is not a choice. Choices: amp, checkpointing, compile, ddp, fsdp, offload,"
+        " profile, tf32."
+    ),
+    "algo.optimizer.kwargs={lr: 5}": "algo.optimizer.kwargs.lr=5 has no effect. Use algo.lr.",
+    "algo.lr_schedule.kind=linear": (
+        "schedule.kind=linear has no effect with schedule.end=1. Set end, for example 0.1, or "
+        "kind=constant."
+    ),
+    "+tracker.mode=offline": (
+        "tracker.mode='offline' has no effect with tracker=jsonl. Use tracker=wandb."
+    ),
+    "tracker=wandbb": (
+        "tracker='wandbb' is not a choice. Did you mean 'wandb'? Choices: jsonl, tensorboard,"
+        " wandb."
+    ),
+}
+
+
+@pytest.mark.parametrize("override", MISTAKES)
+def test_mistakes_are_worded(override):
+    with pytest.raises(ConfigError) as caught:
+        compose([override])
+    assert str(caught.value) == MISTAKES[override]
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("algo.old=3", "algo.old is now algo.lr=..."),
+        ("+algo.old=3", "algo.old is now algo.lr=..."),
+        ("algo.noise.old=3", "algo.noise.old is now algo.noise.new."),
+        ("hardware.watts=3", "hardware.watts is gone: nothing read it. Leave it out."),
+        ("hardware.group.rows=3", "hardware.group.rows is now algo.rows_per_forward."),
+        ("experiment=mine", "algo.old is now algo.lr=..."),
+        ("experiment=group", "hardware.group.rows is now algo.rows_per_forward."),
+        ("algo.odl=3", "algo.odl is not a setting."),
+    ],
+)
+def test_a_renamed_key_is_an_error_that_says_what_to_write_now(
+    monkeypatch, tmp_path, override, text
+):
+    renamed = {"old": "algo.lr=..", "noise.old": "algo.noise.new"}
+    monkeypatch.setattr(ALGORITHMS["eggroll"], "RENAMED", renamed, raising=False)
+    gone = {"watts": None, "group.rows": "algo.rows_per_forward"}
+    monkeypatch.setattr(HardwareConfig, "RENAMED", gone, raising=False)
+    (tmp_path / "experiment").mkdir()
+    for name, line in (("mine", "algo: {old: 3}"), ("group", "hardware: {group: {rows: 3}}")):
+        file = tmp_path / "experiment" / f"{name}.yaml"
+        file.write_text(f"# @package _global_\n{line}\n")
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
+        compose([override], str(tmp_path))
+
+
+def test_schedules():
+    def factors(kind, end):
+        return [round(ScheduleConfig(kind=kind, end=end).factor(step, 5), 4) for step in range(5)]
+
+    assert factors("constant", 1.0) == [1, 1, 1, 1, 1]
+    assert factors("linear", 0.0) == [1, 0.75, 0.5, 0.25, 0]
+    assert factors("cosine", 0.0) == [1, 0.8536, 0.5, 0.1464, 0]
+    assert factors("exponential", 0.0625) == [1, 0.5, 0.25, 0.125, 0.0625]
+    with pytest.raises(ConfigError, match=r"no effect with schedule\.kind=constant"):
+        ScheduleConfig(kind="constant", end=0.5)

@@ -1,0 +1,287 @@
+"""Decode steps that are recorded and replayed. CUDA records kernels; here a tape records torch's
+operations, which stand for them: as in a graph, numbers and shapes that Python had while recording
+are fixed, and memory is addressed as it was then.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map, tree_map_only
+
+from common.config import ConfigError
+from common.distributed import fsdp
+from common.sampling import kv_cache
+from common.sampling.cuda_graphs import CudaGraphs
+from common.sampling.native import LOOK_EVERY, Sampler
+from eggroll.config import NoiseConfig
+from eggroll.noise import Noise
+from tests.support.models import ARCHITECTURES, prompts, sampling, small_model
+
+aten = torch.ops.aten
+# What asks the device for a number, or brings one from the host: CUDA refuses to record it, or
+# would repeat it blindly.
+WAITS = {
+    aten._local_scalar_dense,
+    aten.nonzero,
+    aten.masked_select,
+    aten.equal,
+    aten.lift_fresh,
+    aten._unique2,
+}
+
+
+class Recording(TorchDispatchMode):
+    """Runs operations, notes them down, and puts back what they wrote: recording runs nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.made: set[int] = set()  # storages of this recording
+        self.before: dict[int, tuple[Any, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket not in WAITS, f"{func} waits for the device"
+        kwargs = kwargs or {}
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if (
+                argument.alias_info is not None
+                and argument.alias_info.is_write
+                and isinstance(value, torch.Tensor)
+            ):
+                storage = value.untyped_storage()
+                if storage.data_ptr() not in self.made:
+                    self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+        known = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs))}
+        out = func(*args, **kwargs)
+        self.calls.append((func, args, kwargs, out))
+        self.made |= {t.untyped_storage().data_ptr() for t in tensors(out)} - known
+        return out
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    tree_map_only(torch.Tensor, found.append, tree)
+    return found
+
+
+class Tape(CudaGraphs):
+    """Records operations instead of kernels."""
+
+    recorded = replayed = 0
+
+    def __init__(self, _: torch.device) -> None:
+        self.made = {}
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        Tape.recorded += 1
+        with Recording() as recording:
+            step()
+        for storage, content in recording.before.values():
+            storage.copy_(content)
+
+        def replay() -> None:
+            Tape.replayed += 1
+            now: dict[int, torch.Tensor] = {}
+
+            def current(tree: Any) -> Any:
+                return tree_map(
+                    lambda x: now.get(id(x), x) if isinstance(x, torch.Tensor) else x, tree
+                )
+
+            for func, args, kwargs, out in recording.calls:
+                again = func(*current(args), **current(kwargs))
+                for old, new in zip(tensors(out), tensors(again), strict=True):
+                    if old is not new:
+                        now[id(old)] = new
+
+        return replay
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sampler]:
+    """A sampler whose steps are recorded, in windows of 8 columns, and looked at every 4."""
+    monkeypatch.setattr(kv_cache, "WINDOW", 8)
+    monkeypatch.setitem(LOOK_EVERY, "cpu", 4)
+    # In inference mode operations that consist of others would be seen whole.
+    monkeypatch.setattr(fsdp, "inference", lambda _: torch.no_grad())
+    Tape.recorded = Tape.replayed = 0
+
+    def build(model: Any, rows: int, **more: Any) -> Sampler:
+        sampler = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=rows, **more)
+        sampler.recorder, sampler.shares = Tape, False
+        return sampler
+
+    return build
+
+
+def same(one: Any, other: Any) -> None:
+    assert torch.equal(one.tokens, other.tokens)
+    assert torch.equal(one.lengths, other.lengths)
+    assert torch.equal(one.finished, other.finished)
+    torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("rows", "groups"), [(64, 1), (5, 1), (12, 3)])
+def test_recorded_steps_change_nothing(name, rows, groups, recorded):
+    """Refills, shifts of the cache and shrinks included; nothing in a step waits for the device."""
+    model = small_model(name)
+    arguments: Any = {"samples_per_prompt": 4, "seed": 3, "groups": groups, "logprobs": True}
+    plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=rows).generate(
+        prompts(), sampling(1.0), **arguments
+    )
+    same(recorded(model, rows).generate(prompts(), sampling(1.0), **arguments), plain)
+    assert Tape.replayed > Tape.recorded > 1
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [{"temperature": 0.0}, {"temperature": 0.7, "top_k": 5}, {"temperature": 1.0, "top_p": 0.8}],
+)
+def test_recorded_steps_draw_as_others(cut, recorded):
+    model = small_model("qwen2")
+    plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=6).generate(
+        prompts(), sampling(**cut), logprobs=True
+    )
+    same(recorded(model, 6).generate(prompts(), sampling(**cut), logprobs=True), plain)
+
+
+def test_recorded_steps_under_autocast(recorded):
+    model = small_model("qwen2")
+    half: Any = {"autocast": torch.bfloat16}
+    plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=6, **half)
+    plain.shares = False
+    arguments: Any = {"samples_per_prompt": 2, "logprobs": True}
+    one, other = (
+        s.generate(prompts(), sampling(1.0), **arguments)
+        for s in (recorded(model, 6, **half), plain)
+    )
+    assert (
+        one.tokens == other.tokens
+    ).double().mean() > 0.9  # rounding differs, as products of other shapes do
+    assert Tape.replayed > Tape.recorded
+
+
+def test_recorded_steps_of_any_length(recorded):
+    """A window may be opened for its last column alone, and a row may use the last position."""
+    model = small_model("gpt2")
+    for new in (1, 2, 7, 8, 9, 118):
+        cut = sampling(1.0, new=new)
+        plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=3)
+        ways = [
+            s.generate(prompts((10, 10, 3, 8)), cut, logprobs=True)
+            for s in (recorded(model, 3), plain)
+        ]
+        same(*ways)
+
+
+def test_memory_that_runs_out_while_recording_is_no_refusal(monkeypatch):
+    """The end of the recording, which fails too, does not hide it: rows are halved."""
+
+    class Fails:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: Any) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", Fails)
+
+    def step(error: Exception) -> None:
+        raise error
+
+    graphs = CudaGraphs(torch.device("cuda", 0))
+    with pytest.raises(torch.OutOfMemoryError, match="20 GiB"):
+        graphs.record(lambda: step(torch.OutOfMemoryError("tried to allocate 20 GiB")))
+    with pytest.raises(ConfigError, match=r"graph \(not permitted when stream is capturing\)"):
+        graphs.record(lambda: step(RuntimeError("not permitted when stream is capturing\nmore")))
+
+
+def test_recorded_steps_with_the_models_own_attention(recorded):
+    model = small_model("qwen2")
+    made = recorded(model, 3)
+    made.replaces = False
+    plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=64)
+    same(
+        *(
+            s.generate(prompts(), sampling(1.0), samples_per_prompt=2, logprobs=True)
+            for s in (made, plain)
+        )
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_recorded_population_is_that_population(name, recorded):
+    """The noise is read where it lies: a step records the forward, not the noise."""
+    model = small_model(name).requires_grad_(False)
+    config = NoiseConfig(
+        matrices="lowrank", vectors="full", embeddings="frozen", head="frozen", patterns={}
+    )
+    noise = Noise(model, config, rank=2, mirrored=True, seed=5)
+    arguments: Any = {"groups": 4, "logprobs": True}
+    plain, replayed = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=12), recorded(model, 12)
+    for step in range(2):
+        with noise.members(step, range(4), sigma=0.1):
+            same(
+                replayed.generate(prompts(), sampling(1.0), **arguments),
+                plain.generate(prompts(), sampling(1.0), **arguments),
+            )
+    assert Tape.replayed > Tape.recorded
+
+
+def test_a_step_that_waits_is_found(recorded):
+    """What the tape is there to find."""
+    model = small_model("llama")
+    model.model.layers[0].register_forward_hook(lambda _, args, out: out * bool(out.sum()))
+    with pytest.raises(AssertionError, match=r"_local_scalar_dense\.default waits for the device"):
+        recorded(model, 4).generate(prompts(), sampling(1.0))
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("groups", [1, 3])
+def test_cuda_graphs_change_nothing(name, groups):
+    model = small_model(name).cuda()
+    made = []
+    for graphs in (True, False):
+        sampler = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=12, graphs=graphs)
+        arguments: Any = {"samples_per_prompt": 4, "seed": 3, "groups": groups, "logprobs": True}
+        made.append(sampler.generate(prompts(), sampling(1.0, new=100), **arguments))
+    same(*made)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_cuda_graphs_give_their_memory_back():
+    sampler = Sampler(small_model("llama").cuda(), pad_id=96, stop_ids=(), rows=8, graphs=True)
+    held = []
+    for _ in range(4):
+        sampler.generate(prompts(), sampling(1.0))
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    assert held[1] == held[3]
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_step_that_cuda_cannot_record_is_told():
+    model = small_model("llama").cuda()
+    model.model.layers[0].register_forward_hook(lambda _, args, out: out * bool(out.sum()))
+    with pytest.raises(ConfigError, match=r"Set hardware\.cuda_graphs=false"):
+        Sampler(model, pad_id=96, stop_ids=(), rows=4, graphs=True).generate(
+            prompts(), sampling(1.0)
+        )

@@ -1,0 +1,329 @@
+"""GSM8K: where the answer stands in a completion, exact comparison, and every error of its data."""
+
+import gzip
+import json
+import math
+import sys
+import types
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from common.config import ConfigError, ScoringConfig
+from common.tasks import Example, Task, build
+from common.tasks.gsm8k import Gsm8k, answer, number
+from common.tasks.scoring import Scorer
+from tests.support import ROOT
+
+SETTINGS: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/task/gsm8k.yaml"))  # type: ignore
+ROWS = [
+    {
+        "question": f"Tim has {n} boxes of 1,000 pens. How many?",
+        "answer": f"{n}*1000=<<{n}*1000={n}000>>\n#### {n},000",
+    }
+    for n in range(1, 6)
+]
+
+HOSTILE = [
+    "",
+    " ",
+    "\n\n",
+    "\0",
+    "\ud800",
+    "####",
+    "####" * 2_500,
+    "x" * 10_000,
+    "9" * 10_000,
+    "#### " + "4" * 10_000,
+    "1," * 5_000,
+    "{" * 10_000,
+    "\\boxed{" * 2_000,
+    "\\boxed{42",
+    "#### ٤٢",
+    "#### 1/0",
+    "#### 4e1",
+    "#### 9**9**9",
+    "#### forty-two",
+    "👩‍👩‍👧‍👦" * 50,
+    '{"answer": null}',
+    "__import__('os').abort()",
+    "%s {question} ${oc.env:HOME} \\1",
+]
+
+
+def folder(
+    path, train=ROWS, test=({"question": "What is 6*7?", "answer": "6*7\n#### 42"},), end=""
+):
+    for name, rows in (("train", train), ("test", test)):
+        text = "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows).encode()
+        (path / f"{name}.jsonl{end}").write_bytes(gzip.compress(text) if end else text)
+    return str(path)
+
+
+def make(**changed: Any) -> Gsm8k:
+    return Gsm8k(**{key: value for key, value in (SETTINGS | changed).items() if key != "_target_"})
+
+
+def error(call: Any, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call(*args, **kwargs)
+    return str(caught.value)
+
+
+@pytest.fixture
+def task(tmp_path) -> Gsm8k:
+    return make(path=folder(tmp_path))
+
+
+def example(value: str) -> Example:
+    return Example(0, "", value, {"value": Fraction(value)})
+
+
+@pytest.mark.parametrize("end", ["", ".gz"])
+def test_rows(tmp_path, end):
+    path = folder(tmp_path, end=end)
+    plain: Task = build(SETTINGS | {"path": path})
+    train, test = plain.examples("train"), plain.examples("test")
+    assert [(e.id, e.answer, e.extra["value"]) for e in train] == [
+        (n - 1, f"{n},000", 1000 * n) for n in range(1, 6)
+    ]
+    assert test[0].question == "What is 6*7?"
+    assert (
+        plain.prompt(test[0])
+        == 'Solve the problem step by step. End with a line "#### <number>".\n\nProblem: What is'
+        " 6*7?\n\nSolution:"
+    )
+    assert not hasattr(plain, "pretraining")
+    assert make(path=path, template="{x} {question}").prompt(test[0]) == "{x} What is 6*7?"
+
+
+def test_a_train_row_whose_question_is_in_the_test_is_dropped(tmp_path):
+    path = folder(tmp_path, train=[*ROWS, {"question": "What is 6*7?", "answer": "#### 42"}])
+    assert [e.question for e in make(path=path).examples("train")] == [
+        row["question"] for row in ROWS
+    ]
+
+
+@pytest.mark.parametrize(
+    ("completion", "found"),
+    [
+        ("So 6*7 = 42\n#### 42", "42"),
+        ("#### 41\nno\n####  $42.00 pens\nQuestion: 7", "$42.00 pens"),
+        ("\\boxed{41} and \\boxed{\\frac{1}{2}} or 7", "\\frac{1}{2}"),
+        ("\\boxed{41} #### 42", "42"),
+        ("The answer is 42.", "42"),
+        ("12 pens cost $1,234.50.", "$1,234.50"),
+        ("from 50 to -3", "-3"),
+        ("7-3", "3"),
+        ("no number", None),
+        ("####\n42", "42"),
+        ("42 ####", None),  # the mark decides
+        ("42 \\boxed{", None),
+    ],
+)
+def test_extraction(completion, found):
+    assert answer(completion) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("42", 42),
+        ("42.0", 42),
+        ("$1,234.50", Fraction(2469, 2)),
+        ("-5", -5),
+        ("−5", -5),
+        ("-$5", -5),
+        ("$-5", -5),
+        ("$ 5", 5),
+        ("\\$5", 5),
+        ("50%", 50),
+        (".5", Fraction(1, 2)),
+        ("3/4", Fraction(3, 4)),
+        ("-\\frac{3}{4}", Fraction(-3, 4)),
+        ("0.1", Fraction(1, 10)),  # which no float is
+        ("12,345,678", 12345678),
+        ("1{,}000", 1000),
+        ("x = 7 apples", 7),
+        ("1/0", None),
+        ("1" * 41, None),
+        ("apples", None),
+        ("", None),
+    ],
+)
+def test_numbers_are_exact(text, value):
+    assert number(text) == value
+
+
+def test_rewards_and_measures(task):
+    rows = [example("42"), example("0.3"), example("1000"), example("7")]
+    completions = ["#### 42", "\\boxed{3/10}", "it is 1,000.", "no idea"]
+    assert task.rewards(rows, completions) == [1, 1, 1, 0]
+    assert task.metrics(rows, completions) == {"accuracy": 75, "answer_rate": 75}
+    assert next(iter(task.metrics(rows, completions))) == "accuracy"
+    assert task.reward(example("0.3"), "#### 0.30000000000000004") == 0
+    assert task.reward(example("9007199254740993"), "#### 9007199254740992") == 0  # equal as floats
+    assert task.reward(example("42"), "#### -42") == 0
+    for split in ("train", "test"):
+        for row in task.examples(split):
+            assert task.reward(row, f"#### {row.answer}") == 1
+
+
+@pytest.mark.parametrize("completion", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_completions_earn_nothing(task, completion):
+    for value in ("42", "0", "-7"):
+        assert task.reward(example(value), completion) == 0
+    assert task.metrics([example("42")], [completion])["accuracy"] == 0
+
+
+def test_very_long_texts(task):
+    for text in (
+        "9" * 10**6,
+        "1," * 10**5,
+        "####" * 10**5,
+        "\\boxed{" * 10**5,
+        "1/" * 10**5,
+        "-$" * 10**5,
+    ):
+        assert task.reward(example("42"), text) == 0
+
+
+@given(st.text(alphabet="0123456789.,-/$%#\\boxed{}frac \n", max_size=60) | st.text(max_size=60))
+def test_any_text_scores_0_or_1(completion):
+    task = Gsm8k.__new__(Gsm8k)
+    task.check = "numeric"
+    reward = task.reward(example("42"), completion)
+    assert reward in (0.0, 1.0)
+    assert math.isfinite(reward)
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_pools_give_the_serial_scores(task, kind):
+    rows = [example(str(n)) for n in range(40)]
+    completions = [f"#### {n if n % 3 else n + 1}" for n in range(40)]
+    scorer = Scorer(task, ScoringConfig(kind=kind, workers=2, timeout_seconds=60))
+    assert scorer.submit(rows, completions).result().rewards == [
+        float(n % 3 > 0) for n in range(40)
+    ]
+    scorer.close()
+
+
+# --- math-verify ---------------------------------------------------------------------------------------------------
+
+
+def test_math_verify_that_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    assert (
+        error(make, path=folder(tmp_path), check="math_verify")
+        == "task.check='math_verify' needs the package math-verify. Install it: pip install"
+        " 'math-verify[antlr4_9_3]' (Hydra needs antlr 4.9.3 too). Or use task.check=numeric."
+    )
+
+
+def test_math_verify_is_asked_where_the_numbers_differ(tmp_path, monkeypatch):
+    asked = []
+
+    def verify(gold, target, timeout_seconds):
+        asked.append((gold, target))
+        if target == "$boom$":
+            raise RuntimeError
+        return target == "$\\sqrt{16}$"
+
+    module = types.SimpleNamespace(parse=lambda text, parsing_timeout: text, verify=verify)
+    monkeypatch.setitem(sys.modules, "math_verify", module)
+    task = make(path=folder(tmp_path), check="math_verify")
+    four = example("4")
+    completions = [
+        "#### 4.0",
+        "\\boxed{\\sqrt{16}}",
+        "\\boxed{5}",
+        "\\boxed{boom}",
+        "\\boxed{2^2}",
+        "\\boxed{9!}",
+    ]
+    assert task.rewards([four] * 6, completions) == [1, 1, 0, 0, 0, 0]
+    assert asked == [
+        ("$4$", "$\\sqrt{16}$"),
+        ("$4$", "$5$"),
+        ("$4$", "$boom$"),
+    ]  # numbers and powers never get there
+
+
+def test_the_real_math_verify(tmp_path):
+    pytest.importorskip("math_verify")
+    task = make(path=folder(tmp_path), check="math_verify")
+    assert task.reward(example("4"), "\\boxed{\\sqrt{16}}") == 1
+    assert task.reward(example("0.5"), "\\boxed{\\sin(\\pi/6)}") == 1
+    assert task.reward(example("4"), "\\boxed{\\sqrt{17}}") == 0
+    scorer = Scorer(task, ScoringConfig(kind="threads", workers=2, timeout_seconds=60))
+    scored = scorer.submit([example("4")] * 2, ["\\boxed{\\sqrt{16}}", "\\boxed{x}"]).result()
+    scorer.close()
+    assert scored.rewards == [1, 0]
+    for completion in HOSTILE:
+        assert task.reward(example("42"), completion) == 0
+
+
+# --- errors --------------------------------------------------------------------------------------------------------
+
+
+def test_setting_errors(tmp_path):
+    assert (
+        error(make)
+        == "task.path is not set, and task=gsm8k has no data of its own. Give a folder that holds"
+        " train.jsonl and test.jsonl, plain or .gz, with the fields question and answer:"
+        " task.path=FOLDER."
+    )
+    path = str(tmp_path)
+    assert (
+        error(make, path=path)
+        == f"task.path={path!r} holds no train.jsonl or train.jsonl.gz; tried {tmp_path}. Give a"
+        " folder with the train and the test rows."
+    )
+    folder(tmp_path)
+    assert (
+        error(make, path=path, template="{x}")
+        == "task.template='{x}' does not hold {question}. Add it."
+    )
+    assert error(make, path=path, check="number").startswith(
+        "task.check='number' is not a choice. Did you mean 'numeric'?"
+    )
+    few = folder(tmp_path, train=ROWS[:1])
+    assert error(make, path=few).startswith(
+        f"task.path={few!r} leaves 1 train rows whose question is not in the test"
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        (
+            {"question": "Why?", "answer": "It is 42"},
+            (
+                "task.path={path}: the answer in {file} line 2 has no final line '#### NUMBER': 'It"
+                " is 42'. "
+            ),
+        ),
+        (
+            {"question": "Why?", "answer": "#### none"},
+            (
+                "task.path={path}: the answer in {file} line 2 has no final line '#### NUMBER':"
+                " '#### none'. "
+            ),
+        ),
+        (
+            {"question": "Why?"},
+            "field='answer' is not a field of {file} line 2. Fields there: question.",
+        ),
+        ({"question": " ", "answer": "#### 1"}, "field='question' is empty in {file} line 2."),
+        ("[1]", "task.path={file}: line 2 is JSON, but list and no object."),
+    ],
+)
+def test_a_broken_row_is_named_by_file_and_line(tmp_path, row, text):
+    path = folder(tmp_path, train=[ROWS[0], row, *ROWS[1:]])
+    assert error(make, path=path).startswith(
+        text.format(path=repr(path), file=repr(f"{path}/train.jsonl"))
+    )

@@ -1,0 +1,307 @@
+"""Presets against the device that is there, which dtype it has, and sizes that fit."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common import hardware, precision
+from common.config import ConfigError
+from common.hardware import Device, check, find, fit_rows, halving
+from launch import compose, train
+from tests.support import SMALL
+
+CUDA = torch.device("cuda", 0)
+elsewhere = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="needs a machine without CUDA devices"
+)
+
+
+def preset(name: str, *overrides: str):
+    return compose([f"hardware={name}", *overrides])
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Make torch say that there is one CUDA device, of a name, memory in GB and capability."""
+
+    def device(
+        name: str, gb: float, capability: tuple[int, int], built: tuple[str, ...] = ()
+    ) -> None:
+        facts = SimpleNamespace(name=name, total_memory=int(gb * 2**30))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: list(built))
+
+    return device
+
+
+# --- the preset and the device ---------------------------------------------------------------------------------------
+
+
+@elsewhere
+def test_another_device_is_one_warning_and_the_run_goes_on(in_cache, tmp_path, capsys):
+    train(compose([*SMALL, "hardware=a100_40g", "algo.steps=1"]), tmp_path / "run")
+    warnings = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")
+    ]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("warning: hardware=a100_40g describes another device; here is ")
+    assert warnings[0].endswith(
+        "Sizes are refitted to it and the run goes on (hardware.strict=true would stop)."
+    )
+    assert (tmp_path / "run" / "result.json").is_file()
+
+
+@elsewhere
+def test_strict_makes_it_an_error(launch):
+    done = launch("hardware=a100_40g", "hardware.strict=true", code=2)
+    assert done.stderr.startswith("error: hardware=a100_40g describes another device; here is ")
+    assert done.stderr.endswith(" GB. Use hardware=auto, or hardware.strict=false to go on.\n")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "gb", "same"),
+    [
+        ("a100_40g", "NVIDIA A100-SXM4-40GB", 39.4, True),
+        ("a100_80g", "NVIDIA A100-SXM4-40GB", 39.4, False),  # the name alone would match
+        ("a100_80g", "NVIDIA A100-SXM4-80GB", 79.3, True),
+        ("v100", "Tesla V100-SXM2-32GB", 31.7, True),
+        ("v100", "Tesla V100-SXM2-16GB", 15.8, False),
+        ("rtx4090", "NVIDIA GeForce RTX 4090", 23.6, True),
+        ("h100", "NVIDIA H100 80GB HBM3", 79.1, True),
+        ("h200", "NVIDIA H200", 139.8, True),
+        ("h100", "NVIDIA H200", 139.8, False),
+        ("auto", "NVIDIA T4", 14.6, True),
+    ],
+)
+def test_which_device_matches(pretend, name, device, gb, same):
+    pretend(device, gb, (8, 0))
+    found = find(preset(name).hardware)
+    assert (found.device.type, found.name, found.matches) == ("cuda", device, same)
+    assert found.memory_gb == pytest.approx(gb)
+
+
+def test_the_cpu_preset_uses_no_gpu(pretend):
+    pretend("NVIDIA H200", 139.8, (9, 0))
+    found = find(preset("cpu").hardware)
+    assert found.device.type == "cpu"
+    assert found.matches
+    assert found.memory_gb > 0.5
+
+
+def test_compile_is_refused_where_the_preset_rules_it_out(pretend):
+    pretend("Tesla V100-SXM2-32GB", 32, (7, 0))
+    run = preset("v100", "opt=[compile]")
+    with pytest.raises(ConfigError) as caught:
+        check(run.hardware, run.opt, find(run.hardware))
+    assert (
+        str(caught.value)
+        == "opt=compile is not for hardware=v100: its compiler needs compute capability 8.0. Leave"
+        " it out."
+    )
+    check(run.hardware, preset("v100").opt, find(run.hardware))
+    elsewhere = Device(torch.device("cpu"), "CPU", 16, matches=False)
+    check(run.hardware, run.opt, elsewhere)  # the device that is there may well compile
+
+
+def test_a_torch_without_kernels_for_the_device(pretend):
+    run = preset("v100")
+    pretend("Tesla V100-SXM2-32GB", 32, (7, 0), built=("sm_75", "sm_80", "sm_90a"))
+    with pytest.raises(
+        ConfigError, match=r"has no kernels for Tesla V100-SXM2-32GB \(sm_70; it has sm_75, sm_80"
+    ):
+        check(run.hardware, run.opt, find(run.hardware))
+    pretend("Tesla V100-SXM2-32GB", 32, (7, 0), built=("sm_50", "sm_80"))  # sm_50 runs on 7.0
+    check(run.hardware, run.opt, find(run.hardware))
+
+
+def test_peer_to_peer_is_off_on_a_4090(pretend, monkeypatch):
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    pretend("NVIDIA H100 80GB HBM3", 80, (9, 0))
+    h100 = preset("h100")
+    check(h100.hardware, h100.opt, find(h100.hardware))
+    assert "NCCL_P2P_DISABLE" not in os.environ
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "")  # so that it is restored after the test
+    monkeypatch.delenv("NCCL_P2P_DISABLE")
+    pretend("NVIDIA GeForce RTX 4090", 24, (8, 9))
+    run = preset("rtx4090")
+    check(run.hardware, run.opt, find(run.hardware))
+    assert os.environ["NCCL_P2P_DISABLE"] == "1"
+
+
+# --- precision -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "scaler"),
+    [
+        ((7, 0), "float16", True),
+        ((7, 5), "float16", True),
+        ((8, 0), "bfloat16", False),
+        ((9, 0), "bfloat16", False),
+    ],
+)
+def test_amp_is_what_the_device_really_has(pretend, capability, dtype, scaler):
+    pretend("a device", 16, capability)
+    numbers = precision.resolve(compose(["opt=[amp]"]).opt, CUDA)
+    assert (numbers.name, numbers.scaler) == (dtype, scaler)
+    assert precision.resolve(compose([]).opt, CUDA) == precision.Precision(
+        torch.float32, scaler=False
+    )
+
+
+def test_a_dtype_that_is_insisted_on(pretend):
+    pretend("Tesla V100", 32, (7, 0))
+    with pytest.raises(ConfigError) as caught:
+        precision.resolve(compose(["opt=[amp]", "opt.amp.dtype=bfloat16"]).opt, CUDA)
+    assert (
+        str(caught.value)
+        == "opt.amp.dtype=bfloat16: this device only emulates it. Use opt.amp.dtype=auto or"
+        " float16."
+    )
+    pretend("A100", 40, (8, 0))
+    half = precision.resolve(compose(["opt=[amp]", "opt.amp.dtype=float16"]).opt, CUDA)
+    assert (half.name, half.scaler) == ("float16", True)
+    with pytest.raises(
+        ConfigError,
+        match=r"^opt\.amp\.dtype=float16 is not for a CPU\. Use opt\.amp\.dtype=auto\.$",
+    ):
+        precision.resolve(compose(["opt=[amp]", "opt.amp.dtype=float16"]).opt, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_amp_on_a_cpu(monkeypatch, native):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    numbers = precision.resolve(compose(["opt=[amp]"]).opt, torch.device("cpu"))
+    assert numbers.name == ("bfloat16" if native else "float32")
+
+
+def test_tf32(pretend):
+    said = (
+        "opt=tf32 has no effect here: TF32 needs a CUDA device of compute capability 8.0. Leave it"
+        " out."
+    )
+    run = compose(["opt=[tf32]"])
+    try:
+        for device, capability in ((torch.device("cpu"), (8, 0)), (CUDA, (7, 0))):
+            pretend("a device", 16, capability)
+            with pytest.raises(ConfigError) as caught:
+                precision.resolve(run.opt, device)
+            assert str(caught.value) == said
+        pretend("a device", 16, (8, 0))
+        precision.resolve(run.opt, CUDA)
+        assert torch.get_float32_matmul_precision() == "high"
+        precision.resolve(compose([]).opt, CUDA)
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def test_fit_rows():
+    gb = 2**30
+    assert fit_rows(256, gb / 100, 0, 10) == 256
+    assert fit_rows(2000, gb / 100, 0, 10) == 900  # nine tenths of 10 GB, 100 rows a GB
+    assert fit_rows(2000, gb / 100, 4 * gb, 10) == 500
+    assert fit_rows(2000, gb / 100, 4.505 * gb, 10, multiple=64) == 448
+    assert fit_rows(255, gb / 100, 0, 10, multiple=2) == 254
+    assert (
+        fit_rows(256, gb / 100, 11 * gb, 10, multiple=2) == 2
+    )  # nothing fits: the smallest, and the device decides
+
+
+def test_rows_are_refitted_to_a_small_device(in_cache, tmp_path, monkeypatch):
+    """As if the machine had next to no memory left beside the weights: forwards of one pair."""
+    monkeypatch.setattr(
+        hardware, "find", lambda *_: Device(torch.device("cpu"), "a small CPU", 1e-4, True)
+    )
+    train(compose([*SMALL, "algo.steps=1"]), tmp_path)
+    assert (
+        "4 a step, 2 rows each (algo.rows_per_forward=2), 4 a rank"
+        in (tmp_path / "run.log").read_text()
+    )
+
+
+class Memory:
+    """An action that fails above a number of rows."""
+
+    def __init__(self, holds: int, error: Exception) -> None:
+        self.holds, self.error, self.tried = holds, error, []
+
+    def __call__(self, rows: int) -> str:
+        self.tried.append(rows)
+        if rows > self.holds:
+            raise self.error
+        return f"done with {rows}"
+
+
+CPU_ALLOCATOR = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"
+    " tried"
+)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError(CPU_ALLOCATOR)],
+    ids=repr,
+)
+def test_halving(error):
+    memory = Memory(holds=70, error=error)
+    assert halving(memory, 256, floor=2) == ("done with 64", 64)
+    assert memory.tried == [256, 128, 64]
+    memory = Memory(holds=5, error=error)
+    assert halving(memory, 48, floor=5) == ("done with 5", 5), "the floor itself is tried"
+    memory = Memory(holds=1, error=error)
+    with pytest.raises(ConfigError) as caught:
+        halving(memory, 8, floor=2)
+    assert memory.tried == [8, 4, 2]
+    assert (
+        str(caught.value) == "out of memory even with 2 rows a forward. Use a smaller model, lower"
+        " algo.sampling.max_new_tokens, or add 'opt=[amp]'."
+    )
+
+
+def test_ranks_that_keep_step_are_told_what_to_lower():
+    """With opt=fsdp the floor is the rows themselves."""
+    with pytest.raises(ConfigError) as caught:
+        halving(
+            Memory(holds=4, error=torch.OutOfMemoryError()), 8, floor=8, key="algo.micro_batch_rows"
+        )
+    assert (
+        str(caught.value)
+        == "out of memory with 8 rows a forward, and ranks that share weights or gradients cannot"
+        " go on with fewer one by one. Lower algo.micro_batch_rows, lower"
+        " algo.sampling.max_new_tokens, use a smaller model, or add 'opt=[amp]'."
+    )
+
+
+def test_halving_lets_other_errors_through():
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        halving(Memory(holds=0, error=RuntimeError("shapes do not match")), 8, floor=1)
+
+
+@pytest.mark.gpu
+def test_real_memory_runs_out():
+    """The device's own allocator raises, and what is left afterwards is enough for the repetition."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    total = torch.cuda.get_device_properties(0).total_memory
+    made, rows = halving(
+        lambda rows: torch.empty(rows, total // 24, dtype=torch.int8, device="cuda"), 64, floor=1
+    )
+    assert (rows, made.shape[0]) == (16, 16)
+
+
+def test_offload_has_no_effect_on_a_cpu():
+    run = compose(["opt=[offload]", "hardware=cpu"])
+    with pytest.raises(ConfigError, match="opt=offload has no effect on a CPU"):
+        check(run.hardware, run.opt, find(run.hardware))

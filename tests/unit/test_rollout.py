@@ -1,0 +1,274 @@
+import pytest
+import torch
+
+from common.sampling.native import LOOK_EVERY, Sampler, draw
+from tests.support.models import ARCHITECTURES, prompts, sampling, small_model
+
+
+def sampler(model, rows=64, stop=(11, 12)):
+    return Sampler(model, pad_id=96, stop_ids=stop, rows=rows)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_greedy_equals_generate(name, rows):
+    model = small_model(name)
+    made = sampler(model, rows).generate(prompts(), sampling())
+    for index, prompt in enumerate(prompts()):
+        expected = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            max_new_tokens=20,
+            do_sample=False,
+            eos_token_id=[11, 12],
+            pad_token_id=96,
+        )[0, len(prompt) :].tolist()
+        length = int(made.lengths[index])
+        assert made.tokens[index, :length].tolist() == expected
+        assert bool(made.finished[index]) == (expected[-1] in (11, 12))
+        assert (made.tokens[index, length:] == 96).all()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_sample_does_not_depend_on_its_company(name):
+    """One row at a time, few slots with refills, all at once, one prompt alone, side by side in
+    groups: the same.
+    """
+    model = small_model(name)
+    many = sampler(model).generate(
+        prompts(), sampling(1.0), samples_per_prompt=5, seed=3, logprobs=True
+    )
+    assert many.tokens.shape == (25, 20)
+    assert len({tuple(row) for row in many.tokens.tolist()}) > 20  # samples differ from each other
+    for rows in (1, 2, 7):
+        few = sampler(model, rows).generate(
+            prompts(), sampling(1.0), samples_per_prompt=5, seed=3, logprobs=True
+        )
+        assert torch.equal(few.tokens, many.tokens)
+        assert torch.equal(few.lengths, many.lengths)
+        torch.testing.assert_close(few.logprobs, many.logprobs, rtol=0, atol=1e-5)
+    alone = sampler(model).generate(
+        prompts()[2:3], sampling(1.0), samples_per_prompt=5, seed=3, prompt_ids=[2]
+    )
+    assert torch.equal(alone.tokens, many.tokens[10:15])
+    for rows in (4, 12, 100):
+        grouped = sampler(model, rows).generate(
+            prompts(), sampling(1.0), samples_per_prompt=5, seed=3, groups=4
+        )
+        assert torch.equal(grouped.tokens.view(4, 25, -1), many.tokens.expand(4, -1, -1))
+
+
+def test_looking_seldom_changes_nothing(monkeypatch):
+    """On CUDA finished rows are noticed every few steps only."""
+    model = small_model("llama")
+    often = sampler(model, 4).generate(
+        prompts(), sampling(1.0), samples_per_prompt=3, logprobs=True
+    )
+    monkeypatch.setitem(LOOK_EVERY, "cpu", 8)
+    seldom = sampler(model, 4).generate(
+        prompts(), sampling(1.0), samples_per_prompt=3, logprobs=True
+    )
+    assert torch.equal(seldom.tokens, often.tokens)
+    assert torch.equal(seldom.lengths, often.lengths)
+    assert torch.equal(seldom.finished, often.finished)
+    torch.testing.assert_close(seldom.logprobs, often.logprobs, rtol=0, atol=1e-5)
+
+
+def test_looking_seldom_when_a_row_ends_at_once(monkeypatch):
+    """It has written no column, and stands in no longer row's way."""
+    model = small_model("llama")
+    full = sampler(model, stop=()).generate(prompts(), sampling(1.0), seed=5)
+    stop = int(full.tokens[0, 0])
+    assert (full.tokens == stop).any(1).tolist() == [True, False, False, False, False]
+    monkeypatch.setitem(LOOK_EVERY, "cpu", 8)
+    made = sampler(model, stop=(stop,)).generate(prompts(), sampling(1.0), seed=5)
+    assert made.lengths.tolist() == [1, 20, 20, 20, 20]
+    assert torch.equal(made.tokens[1:], full.tokens[1:])
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_looking_seldom_with_a_pad_token_that_stops(monkeypatch, shares):
+    """As GPT-2 has it. What is not written yet is padding, and no stop."""
+    model, made = small_model("llama"), []
+    for every in (1, 8):
+        monkeypatch.setitem(LOOK_EVERY, "cpu", every)
+        ours = Sampler(model, pad_id=11, stop_ids=(11, 12), rows=4)
+        ours.shares = shares
+        made.append(ours.generate(prompts(), sampling(1.0, new=40), samples_per_prompt=2, seed=3))
+    assert made[0].lengths.max() > 8
+    assert torch.equal(made[1].lengths, made[0].lengths)
+    assert torch.equal(made[1].tokens, made[0].tokens)
+    assert torch.equal(made[1].finished, made[0].finished)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_looking_seldom_up_to_the_last_position(monkeypatch, shares):
+    """Rows that are past their end until the next look have no position of their own to look up."""
+    model, made = small_model("gpt2"), []
+    for every in (1, 8):
+        monkeypatch.setitem(LOOK_EVERY, "cpu", every)
+        ours = sampler(model, rows=2, stop=())
+        ours.shares = shares
+        made.append(
+            ours.generate(
+                prompts((10, 10, 3)), sampling(1.0, new=118), samples_per_prompt=2, seed=3
+            )
+        )
+    assert torch.equal(made[1].tokens, made[0].tokens)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_log_probabilities_are_the_models(name, temperature, samples):
+    """With a prompt in front of each row, and with one that its samples share."""
+    model = small_model(name)
+    made = sampler(model, 4).generate(
+        prompts(), sampling(temperature), samples_per_prompt=samples, logprobs=True
+    )
+    for index in range(len(prompts()) * samples):
+        prompt = prompts()[index // samples]
+        length = int(made.lengths[index])
+        completion = made.tokens[index, :length]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + completion.tolist()])).logits[
+                0, len(prompt) - 1 : -1
+            ]
+        logp = torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, completion[:, None])[
+            :, 0
+        ]
+        torch.testing.assert_close(made.logprobs[index, :length], logp, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("rows", "groups"), [(64, 1), (5, 1), (12, 3)])
+def test_a_shared_prompt_changes_nothing(name, rows, groups):
+    """Samples of a prompt attend to one copy of it; an attention that cannot do so has a copy in
+    each row.
+    """
+    model = small_model(name)
+    made = {}
+    for shares in (True, False):
+        with_prefix = sampler(model, rows)
+        assert with_prefix.shares
+        with_prefix.shares = shares
+        made[shares] = with_prefix.generate(
+            prompts(), sampling(1.0), samples_per_prompt=4, seed=3, groups=groups, logprobs=True
+        )
+    assert torch.equal(made[True].tokens, made[False].tokens)
+    assert torch.equal(made[True].lengths, made[False].lengths)
+    torch.testing.assert_close(made[True].logprobs, made[False].logprobs, rtol=0, atol=1e-5)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_prompt_of_a_group_is_prefilled_once():
+    model = small_model("llama")
+    prefilled = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: (
+            prefilled.append(kwargs["input_ids"].shape[0])
+            if kwargs["input_ids"].shape[1] > 1
+            else None
+        ),
+        with_kwargs=True,
+    )
+    sampler(model, rows=3, stop=()).generate(prompts(), sampling(1.0, new=6), samples_per_prompt=4)
+    assert sum(prefilled) == 5  # 20 rows through 3 slots
+
+
+def test_draw_follows_the_distribution():
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    n = 40_000
+    u = torch.rand(n, generator=torch.Generator().manual_seed(0))
+    expected = torch.softmax(logits / 0.7, -1)
+    token, logp, _ = draw(logits.expand(n, 4), sampling(0.7), u, True)
+    torch.testing.assert_close(torch.bincount(token, minlength=4) / n, expected, rtol=0, atol=0.01)
+    torch.testing.assert_close(logp, expected.log()[token])
+
+
+def test_top_k_and_top_p_cut():
+    logits = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.1]]))
+    u = torch.linspace(0, 0.99999, 1000)
+    assert draw(logits.expand(1000, 4), sampling(1.0, top_k=2), u, False)[0].unique().tolist() == [
+        0,
+        1,
+    ]
+    assert draw(logits.expand(1000, 4), sampling(1.0, top_p=0.71), u, False)[
+        0
+    ].unique().tolist() == [0, 1, 2]
+    assert draw(logits.expand(1000, 4), sampling(1.0, top_p=0.69), u, False)[
+        0
+    ].unique().tolist() == [0, 1]
+    # Kept tokens share the whole interval in proportion.
+    token, _, _ = draw(logits.expand(1000, 4), sampling(1.0, top_k=2), u, False)
+    assert abs((token == 0).double().mean() - 4 / 7) < 0.01
+
+
+def test_a_token_of_probability_zero_is_never_drawn():
+    logits = torch.tensor([[float("-inf"), 0.0, float("-inf")]]).expand(3, 3)
+    u = torch.tensor([0.0, 0.5, 1 - 2**-24])
+    assert draw(logits, sampling(1.0), u, False)[0].tolist() == [1, 1, 1]
+
+
+def test_dropout_is_off_and_the_mode_comes_back():
+    model = small_model("gpt2")
+    model.train()
+    assert model.transformer.drop.p > 0
+    first = sampler(model).generate(prompts(), sampling())
+    assert model.training
+    model.eval()
+    assert torch.equal(first.tokens, sampler(model).generate(prompts(), sampling()).tokens)
+
+
+def test_what_does_not_fit_is_refused():
+    model = small_model("llama")
+    with pytest.raises(
+        ValueError,
+        match=r"exceed the model's context of 128. Lower algo.sampling.max_new_tokens to 28",
+    ):
+        sampler(model).generate([[5] * 100], sampling(new=29))
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        sampler(model).generate([[5], []], sampling())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_a_narrow_copy_changes_nothing_under_autocast(name):
+    """Beside autocast on the weights themselves, before and after they change."""
+    model = small_model(name)
+    ours = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=8, autocast=torch.bfloat16)
+    plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=8, autocast=torch.bfloat16)
+    plain.narrow, plain.used, plain.forward = None, model, model
+    for _ in range(2):
+        one, other = (
+            s.generate(prompts(), sampling(1.0), samples_per_prompt=3, logprobs=True)
+            for s in (ours, plain)
+        )
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(one.logprobs, other.logprobs)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1)
+
+
+def casts(sampler, new):
+    """How often a matrix is cast to bfloat16 while sampling `new` tokens."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+    ) as profile:
+        sampler.generate([[5, 6, 7]], sampling(1.0, new=new))
+    shapes = (e.input_shapes[0] for e in profile.events() if e.name == "aten::_to_copy")
+    return sum(len(shape) == 2 and min(shape) > 3 for shape in shapes)
+
+
+def test_casts_do_not_grow_with_the_tokens():
+    sampler = Sampler(small_model("qwen2"), pad_id=96, stop_ids=(), rows=1, autocast=torch.bfloat16)
+    assert casts(sampler, 4) == casts(sampler, 8)
+    sampler.narrow, sampler.used, sampler.forward = None, sampler.model, sampler.model
+    assert casts(sampler, 8) > casts(sampler, 4)  # what is counted is there to be counted
+
+
+def test_completions_are_ordinary_tensors():
+    made = sampler(small_model("llama")).generate(prompts(), sampling(1.0), logprobs=True)
+    scale = torch.ones(1, requires_grad=True)
+    (made.logprobs * scale).sum().backward()  # inference tensors would refuse
+    assert scale.grad is not None

@@ -1,0 +1,799 @@
+"""The translation task: its rows, rewards and measures, and every error text of its data and
+settings.
+"""
+
+import gzip
+import json
+import math
+import pickle
+import random
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import Levenshtein
+import pytest
+import sacrebleu
+from num2words import num2words
+from omegaconf import OmegaConf
+
+from common.config import ConfigError
+from common.tasks import Task, Teaches, build
+from common.tasks.data import read_dataset, read_jsonl, read_lines, read_parallel, read_tsv
+from common.tasks.translate import Translate
+from tests.support import ROOT
+
+MULTI30K = ROOT / "../shared/data/multi30k"
+SETTINGS: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/task/translate.yaml"))  # type: ignore
+assert SETTINGS.pop("_target_") == "common.tasks.translate.Translate"
+
+HOSTILE = [
+    "",
+    " ",
+    "\n\n",
+    "\0",
+    "a\0b",
+    "\ud800",
+    "\udfff\ud800 dos",
+    "x" * 10_000,
+    "dos " * 2_500,
+    "." * 10_000,
+    "مرحبا \u202e olleh",
+    "👩‍👩‍👧‍👦" * 50,
+    "e\u0301" * 100,
+    "&quot;<skipped>-\n",
+    "%s {source} ${oc.env:HOME} \\1",
+    "\x1b[2J\r\x85\u2028",
+]
+
+
+DATASETS = types.SimpleNamespace(DatasetsError=KeyError)  # stands for datasets.exceptions
+
+
+def make(**changed: Any) -> Translate:
+    return Translate(**{**SETTINGS, **changed})
+
+
+def error(call: Any, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call(*args, **kwargs)
+    return str(caught.value)
+
+
+def write(path: Path, content: str | bytes) -> str:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def task() -> Translate:
+    return make()
+
+
+# --- embedded rows -------------------------------------------------------------------------------------------------
+
+
+def test_it_is_a_task_and_its_yaml_makes_it(task):
+    plain: Task = task
+    teacher: Teaches = task
+    assert plain.examples("test") == teacher.examples("test")
+    assert Translate.name == "translate"
+    node = {"_target_": "common.tasks.translate.Translate", **SETTINGS}
+    assert build(node).examples("train") == task.examples("train")
+    assert error(build, node | {"rewards": "bleu"}) == error(make, rewards="bleu")
+
+
+def test_embedded_split_is_disjoint_complete_and_the_same_every_time(task):
+    train, test = task.examples("train"), task.examples("test")
+    assert (len(train), len(test)) == (800, 200)
+    assert [example.id for example in train] == list(range(800))
+    assert [example.id for example in test] == list(range(200))
+    assert {e.question for e in train} | {e.question for e in test} == {
+        num2words(n) for n in range(1000)
+    }
+    again = make()
+    assert again.examples("train") == train
+    assert again.examples("test") == test
+    # the very rows, so that another process, machine or Python version that draws anew is noticed
+    assert [(e.question, e.answer) for e in test[:2]] == [
+        ("four hundred and thirty-nine", "cuatrocientos treinta y nueve"),
+        ("six hundred and twenty-one", "seiscientos veintiuno"),
+    ]
+    assert task.dropped_rows == 0
+
+
+def test_embedded_answers_are_spanish(task):
+    spanish = {num2words(n): num2words(n, lang="es") for n in range(1000)}
+    assert all(
+        e.answer == spanish[e.question] for split in ("train", "test") for e in task.examples(split)
+    )
+    assert spanish["seven hundred and two"] == "setecientos dos"
+    longest = max(len((task.prompt(e) + e.answer).encode()) for e in task.examples("train"))
+    assert longest <= 72  # prompt and answer of a byte-level model stay far below its context
+
+
+def test_holdout_sets_the_number_of_test_rows():
+    small = make(holdout=10)
+    assert (len(small.examples("train")), len(small.examples("test"))) == (990, 10)
+
+
+def test_prompt_fills_the_template_and_leaves_other_braces_alone():
+    braces = make(template="{x} {source}: {source}?")
+    example = braces.examples("train")[0]
+    assert braces.prompt(example) == f"{{x}} {example.question}: {example.question}?"
+    assert make().prompt(example) == f"{example.question} =>"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_pretraining_shows_spanish_as_often_as_asked_and_german_else(share):
+    teacher = make(share_right=share)
+    draw = random.Random(1)
+    rows = [example for example in teacher.examples("train") for _ in range(10)]
+    german = {num2words(n): num2words(n, lang="de") for n in range(1000)}
+    right = 0
+    for example in rows:
+        prompt, completion = teacher.pretraining(example, draw)
+        assert prompt == teacher.prompt(example)
+        assert completion in (example.answer, german[example.question])
+        right += completion == example.answer
+    deviation = math.sqrt(share * (1 - share) / len(rows))
+    assert abs(right / len(rows) - share) <= 4 * deviation
+
+
+def test_pretraining_is_a_function_of_the_draw(task):
+    row = task.examples("train")[5]
+    first, again, other = (
+        [task.pretraining(row, draw)[1] for _ in range(50)]
+        for draw in map(random.Random, (3, 3, 4))
+    )
+    assert first == again != other
+
+
+# --- rewards and measures ------------------------------------------------------------------------------------------
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Targets beside completions of every quality: right, cut, shuffled, unrelated."""
+    draw = random.Random(0)
+    targets = [num2words(n, lang="es") for n in range(0, 1000, 17)]
+    targets += [
+        "Zwei junge weiße Männer sind im Freien, in der Nähe vieler Büsche.",
+        'Er sagt: "3,5 & 4.2"!',
+        "Ja",
+    ]
+    out = []
+    for target in targets:
+        words = target.split()
+        shuffled = draw.sample(words, len(words))
+        for text in (
+            target,
+            target[: len(target) // 2],
+            " ".join(shuffled),
+            draw.choice(targets),
+            f" {target}\n",
+            "",
+        ):
+            out.append((text, target))
+    return out
+
+
+def score(task: Translate, completion: str, target: str) -> float:
+    example = task.examples("train")[0]
+    return task.reward(type(example)(0, "", target), completion)
+
+
+def test_bleu_is_sacrebleus_sentence_bleu():
+    bleu = make(reward="bleu")
+    for completion, target in pairs():
+        assert score(bleu, completion, target) == min(
+            1.0, sacrebleu.sentence_bleu(completion, [target]).score / 100
+        )
+
+
+def test_chrf_is_sacrebleus_sentence_chrf():
+    chrf = make(reward="chrf")
+    for completion, target in pairs():
+        assert score(chrf, completion, target) == min(
+            1.0, sacrebleu.sentence_chrf(completion, [target]).score / 100
+        )
+
+
+def test_levenshtein_is_the_ratio_and_exact_is_equality_both_without_outer_space():
+    ratio, exact = make(reward="levenshtein"), make(reward="exact")
+    for completion, target in pairs():
+        assert score(ratio, completion, target) == Levenshtein.ratio(completion.strip(), target)
+        assert score(exact, completion, target) == (completion.strip() == target)
+    assert score(ratio, "setecientos tres", "setecientos dos") == pytest.approx(26 / 31)
+    assert score(exact, "\n siete ", "siete") == 1.0
+    assert score(exact, "Siete", "siete") == 0.0
+
+
+def test_scores_do_not_depend_on_what_was_scored_before():
+    bleu = make(reward="bleu")
+    rows = pairs()
+    first = [score(bleu, *row) for row in rows]
+    assert [score(bleu, *row) for row in reversed(rows)] == first[::-1]
+
+
+@pytest.mark.parametrize("name", ["levenshtein", "chrf", "bleu", "exact"])
+def test_rewards_stand_any_completion(name):
+    task = make(reward=name)
+    example = task.examples("test")[0]
+    values = task.rewards([example] * len(HOSTILE), HOSTILE)
+    assert values == [task.reward(example, text) for text in HOSTILE]
+    assert all(type(value) is float and 0 <= value <= 1 for value in values)  # nan fails both
+    assert task.reward(example, example.answer) == 1.0
+    with pytest.raises(ValueError, match="shorter"):
+        task.rewards([example, example], ["one"])
+
+
+def test_metrics_stand_any_completion(task):
+    example = task.examples("test")[0]
+    for completions in (HOSTILE, [""], ["\ud800"]):
+        measured = task.metrics([example] * len(completions), completions)
+        assert all(0 <= value <= 100 for value in measured.values())
+
+
+def test_metrics_are_sacrebleus_corpus_scores(task):
+    examples = task.examples("test")
+    draw = random.Random(2)
+    completions = [
+        e.answer if draw.random() < 0.5 else draw.choice(examples).answer for e in examples
+    ]
+    references = [[e.answer for e in examples]]
+    measured = task.metrics(examples, completions)
+    right = sum(text == e.answer for text, e in zip(completions, examples, strict=True))
+    assert list(measured) == ["bleu", "chrf", "exact"]  # the first is the headline
+    assert measured["bleu"] == sacrebleu.corpus_bleu(completions, references).score
+    assert measured["chrf"] == sacrebleu.corpus_chrf(completions, references).score
+    assert measured["exact"] == right / 2
+    assert 30 < measured["bleu"] < 90
+    perfect = task.metrics(examples, [f" {e.answer}\n" for e in examples])
+    assert perfect == {"bleu": 100.0, "chrf": 100.0, "exact": 100.0}
+
+
+def test_metrics_do_not_warn_of_tokenized_full_stops(task, caplog):
+    examples = task.examples("test")
+    task.metrics(examples, ["dos ."] * len(examples))
+    assert not caplog.records
+
+
+def test_a_task_travels_to_a_scoring_process():
+    bleu = make(reward="bleu")
+    example = bleu.examples("test")[0]
+    before = bleu.reward(example, "dos mil")
+    there = pickle.loads(pickle.dumps(bleu))
+    assert there.reward(example, "dos mil") == before
+    assert there.examples("train") == bleu.examples("train")
+
+
+# --- rows of one's own ---------------------------------------------------------------------------------------------
+
+ROWS = [(f"row {i}", f"zeile {i}") for i in range(20)]
+TESTS = [("row 3", "other words"), ("row 100", "zeile 100"), ("row 101", "zeile 101")]
+
+
+def lines(folder: Path, name: str, rows: list[tuple[str, str]]) -> tuple[str, str]:
+    source = write(folder / f"{name}.en", "".join(f"{a}\n" for a, _ in rows))
+    target = write(folder / f"{name}.de", "".join(f"{b}\n" for _, b in rows))
+    return source, target
+
+
+def zipped(path: str) -> str:
+    return write(Path(path + ".gz"), gzip.compress(Path(path).read_bytes()))
+
+
+def test_parallel_files_and_their_test_files(tmp_path):
+    source, target = lines(tmp_path, "train", ROWS)
+    test_source, test_target = lines(tmp_path, "test", TESTS)
+    task = make(source=source, target=target, test_source=test_source, test_target=test_target)
+    assert [(e.question, e.answer) for e in task.examples("test")] == TESTS
+    assert [(e.question, e.answer) for e in task.examples("train")] == ROWS[:3] + ROWS[
+        4:
+    ]  # in the file's order
+    assert [e.id for e in task.examples("train")] == list(range(19))
+    assert (
+        task.dropped_rows == 1
+    )  # "row 3" is asked in the test, though with other words for an answer
+
+
+def test_rows_are_held_out_where_no_test_is_given(tmp_path):
+    source, target = lines(tmp_path, "train", ROWS + ROWS[:5])
+    task = make(source=source, target=target, holdout=6)
+    train, test = task.examples("train"), task.examples("test")
+    assert len(test) == 6
+    assert len(train) + len(test) + task.dropped_rows == 25
+    assert task.dropped_rows > 0  # a row that stands twice must not be on both sides
+    assert not {e.question for e in train} & {e.question for e in test}
+    assert make(source=source, target=target, holdout=6).examples("test") == test
+    assert len(make(source=source, target=target).examples("test")) == 5
+
+
+def test_all_formats_give_the_same_rows(tmp_path):
+    source, target = lines(tmp_path, "train", ROWS)
+    named = {"source_field": "en", "target_field": "text.de"}
+    tsv = write(
+        tmp_path / "a.tsv", "id\ten\ttext.de\r\n" + "".join(f"7\t{a}\t{b}\r\n" for a, b in ROWS)
+    )
+    objects = [json.dumps({"id": 7, "en": a, "text": {"de": b}}) for a, b in ROWS]
+    jsonl = write(tmp_path / "a.jsonl", "\ufeff" + "\n".join(objects) + "\n\n")
+    made = [
+        make(source=source, target=target),
+        make(source=zipped(source), target=target),
+        make(path=tsv, **named),
+        make(path=zipped(tsv), **named),
+        make(path=jsonl, **named),
+        make(path=zipped(jsonl), **named),
+    ]
+    for task in made[1:]:
+        for split in ("train", "test"):
+            assert task.examples(split) == made[0].examples(split)
+    tested = write(tmp_path / "test.jsonl", objects[3] + "\n")
+    with_test = make(path=tsv, test_path=tested, **named)
+    assert [e.question for e in with_test.examples("test")] == ["row 3"]
+    assert with_test.dropped_rows == 1
+
+
+def test_pretraining_of_own_rows_shows_the_right_target_or_another_rows(tmp_path):
+    source, target = lines(tmp_path, "train", ROWS)
+    task = make(source=source, target=target)
+    train = task.examples("train")
+    targets = {e.answer for e in train}
+    draw = random.Random(0)
+    for example in (train[0], train[7], train[-1]):
+        shown = [task.pretraining(example, draw)[1] for _ in range(2000)]
+        assert set(shown) == targets  # every other row's is shown, none of the test's
+        assert abs(shown.count(example.answer) / 2000 - 0.4) < 0.045
+
+
+def test_a_dataset_id(tmp_path, monkeypatch):
+    asked = []
+
+    def load_dataset(*args, **kwargs):
+        asked.append((args, kwargs))
+        rows = ROWS if kwargs["split"] == "train" else TESTS
+        return [{"translation": {"en": a, "de": b}} for a, b in rows]
+
+    monkeypatch.setitem(
+        sys.modules,
+        "datasets",
+        types.SimpleNamespace(load_dataset=load_dataset, exceptions=DATASETS),
+    )
+    named = {"source_field": "translation.en", "target_field": "translation.de"}
+    task = make(dataset="some/id", dataset_config="de-en", dataset_test_split="validation", **named)
+    assert asked == [
+        (("some/id", "de-en"), {"split": "train"}),
+        (("some/id", "de-en"), {"split": "validation"}),
+    ]
+    assert [(e.question, e.answer) for e in task.examples("test")] == TESTS
+    assert task.dropped_rows == 1
+    turned = make(
+        dataset="some/id", dataset_split="validation", dataset_test_split="train", **named
+    )
+    assert len(turned.examples("test")) == 20
+    assert (
+        error(make, dataset="some/id", **named | {"source_field": "en"})
+        == "task.source_field='en' is not a field of 'some/id' split train row 0. "
+        "Fields there: translation.en, translation.de."
+    )
+
+
+def test_dataset_errors(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert (
+        error(read_dataset, "some/id", None, "train", "task.dataset")
+        == "task.dataset='some/id' needs the `datasets` library. Install it: pip install datasets"
+    )
+
+    def load_dataset(name, config, split):
+        if name == "empty":
+            return []
+        raise FileNotFoundError("Dataset 'nope' doesn't exist on the Hub.\nmore")
+
+    monkeypatch.setitem(
+        sys.modules,
+        "datasets",
+        types.SimpleNamespace(load_dataset=load_dataset, exceptions=DATASETS),
+    )
+    next_step = (
+        "Check the id, the configuration and the split, and that the hub can be reached; or give"
+        " local files."
+    )
+    assert (
+        error(read_dataset, "nope", None, "train", "task.dataset")
+        == "task.dataset='nope' cannot be loaded (split=train): Dataset 'nope' doesn't exist on"
+        f" the Hub. {next_step}"
+    )
+    assert (
+        error(read_dataset, "nope", "de-en", "train", "task.dataset")
+        == "task.dataset='nope' cannot be loaded (config=de-en, split=train): "
+        f"Dataset 'nope' doesn't exist on the Hub. {next_step}"
+    )
+    assert (
+        error(read_dataset, "empty", None, "train", "task.dataset")
+        == "task.dataset='empty' split train has no rows. Give data with at least one row."
+    )
+
+
+@pytest.mark.skipif(not MULTI30K.is_dir(), reason=f"no real data: {MULTI30K} is not there")
+def test_multi30k():
+    def files(name: str, prefix: str = "") -> dict[str, str]:
+        return {
+            f"{prefix}source": str(MULTI30K / f"{name}.en.gz"),
+            f"{prefix}target": str(MULTI30K / f"{name}.de.gz"),
+        }
+
+    task = make(**files("train"), **files("test_2016_flickr", "test_"))
+    train, test = task.examples("train"), task.examples("test")
+    assert (len(train), len(test), task.dropped_rows) == (29_000, 1_000, 0)
+    assert train[0].question == "Two young, White males are outside near many bushes."
+    assert train[0].answer == "Zwei junge weiße Männer sind im Freien in der Nähe vieler Büsche."
+    references = [[e.answer for e in test]]
+    rolled = [e.answer for e in test[1:]] + [test[0].answer]
+    assert task.metrics(test, rolled)["bleu"] == sacrebleu.corpus_bleu(rolled, references).score
+
+    held_out = make(**files("train"))
+    assert len(held_out.examples("test")) == 1_000
+    questions = {e.question for e in held_out.examples("test")}
+    assert not questions & {e.question for e in held_out.examples("train")}
+    assert len(held_out.examples("train")) == 28_000 - held_out.dropped_rows
+
+    assert (
+        error(make, **files("val"), **files("val", "test_"))
+        == f"task.source={str(MULTI30K / 'val.en.gz')!r} leaves 0 train rows: of 1014, 1014 also"
+        " stand in the test rows. Give at least 2 others."
+    )
+
+
+# --- errors of settings --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        (
+            {"reward": "bleau"},
+            (
+                "task.reward='bleau' is not a choice. Did you mean 'bleu'? Choices: levenshtein,"
+                " chrf, bleu, exact."
+            ),
+        ),
+        (
+            {"template": "translate this"},
+            (
+                "task.template='translate this' does not hold {source}, the place of the text to"
+                " translate. Add it, as in '{source} =>'."
+            ),
+        ),
+        ({"share_right": 1.5}, "task.share_right=1.5 is out of range. Give a share from 0 to 1."),
+        (
+            {"share_right": math.nan},
+            "task.share_right=nan is out of range. Give a share from 0 to 1.",
+        ),
+        ({"holdout": 0}, "task.holdout=0 is too small. Give a value of at least 1."),
+        (
+            {"holdout": 999},
+            "task.holdout=999 leaves too few of 1000 rows to train on. Hold out at most 998.",
+        ),
+        (
+            {"source": "a", "target": "b", "path": "c.tsv"},
+            (
+                "task.source='a' and task.path='c.tsv' are given, but the rows come from one of"
+                " them. Leave out the others."
+            ),
+        ),
+        (
+            {"target": "b"},
+            (
+                "task.target='b' has no effect without task.source. Give task.source too, or leave"
+                " it out."
+            ),
+        ),
+        (
+            {"test_source": "b", "path": "a.tsv", "source_field": "a", "target_field": "b"},
+            (
+                "task.test_source='b' has no effect without task.source. Give task.source too, or"
+                " leave it out."
+            ),
+        ),
+        (
+            {"test_path": "b.tsv"},
+            (
+                "task.test_path='b.tsv' has no effect without task.path. Give task.path too, or"
+                " leave it out."
+            ),
+        ),
+        (
+            {"dataset_split": "train"},
+            (
+                "task.dataset_split='train' has no effect without task.dataset. Give task.dataset"
+                " too, or leave it out."
+            ),
+        ),
+        (
+            {"source": "a", "target": "b", "source_field": "en"},
+            (
+                "task.source_field='en' has no effect without task.path or task.dataset. "
+                "Give task.path or task.dataset too, or leave it out."
+            ),
+        ),
+        (
+            {"source": "a"},
+            (
+                "task.target is not set, but task.source='a' needs it. Give it on the command line:"
+                " task.target=VALUE."
+            ),
+        ),
+        (
+            {"source": "a", "target": "b", "test_source": "c"},
+            (
+                "task.test_target is not set, but task.test_source='c' needs it. "
+                "Give it on the command line: task.test_target=VALUE."
+            ),
+        ),
+        (
+            {"path": "a.tsv", "source_field": "en"},
+            (
+                "task.target_field is not set, but task.path='a.tsv' needs it. "
+                "Give it on the command line: task.target_field=VALUE."
+            ),
+        ),
+        (
+            {"source": "a", "target": "b", "test_source": "c", "test_target": "d", "holdout": 5},
+            (
+                "task.holdout=5 has no effect with task.test_source='c', which gives the test rows."
+                " Leave out one of the two."
+            ),
+        ),
+        (
+            {"path": "a.csv.gz", "source_field": "en", "target_field": "de"},
+            (
+                "task.path='a.csv.gz' is of no known kind. Give a file that ends in .tsv, .jsonl"
+                " (or the same with .gz), or use task.source and task.target for plain lines."
+            ),
+        ),
+        (
+            {"path": "a.tsv", "test_path": "b", "source_field": "en", "target_field": "de"},
+            (
+                "task.test_path='b' is of no known kind. Give a file that ends in .tsv, .jsonl (or"
+                " the same with .gz), or use task.source and task.target for plain lines."
+            ),
+        ),
+        (
+            {"dataset": "some/id", "target_field": "de"},
+            (
+                "task.source_field is not set, but task.dataset='some/id' needs it. "
+                "Give it on the command line: task.source_field=VALUE."
+            ),
+        ),
+        (
+            {"rewards": "bleu"},
+            (
+                "task.rewards is not a setting. Did you mean 'reward'? Settings here:"
+                f" {', '.join(SETTINGS)}."
+            ),
+        ),
+    ],
+)
+def test_setting_errors(changed, text):
+    assert error(make, **changed) == text
+
+
+def test_a_setting_of_a_wrong_type_is_named():
+    assert error(make, share_right="often").startswith("task.share_right='often': ")
+    assert error(make, holdout="many").startswith("task.holdout='many': ")
+
+
+def test_too_few_rows(tmp_path):
+    source, target = lines(tmp_path, "train", ROWS[:2])
+    assert (
+        error(make, source=source, target=target)
+        == f"task.source={source!r} has 2 rows, too few to hold some out for the test. Give at"
+        " least 3."
+    )
+    same, same_target = lines(tmp_path, "same", ROWS[:1] * 4)
+    assert (
+        error(make, source=same, target=same_target)
+        == f"task.source={same!r} leaves 0 train rows: of 3, 3 also stand in the test rows. Give at"
+        " least 2 others."
+    )
+
+
+# --- errors of data ------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_file_names_where_it_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert (
+        error(read_lines, "data/a.en", "task.source")
+        == f"task.source='data/a.en' does not exist; tried {tmp_path}/data/a.en. "
+        "Correct the path: a relative one starts at the folder where the command runs."
+    )
+    assert (
+        error(read_lines, ".", "task.source")
+        == f"task.source='.' cannot be read: Is a directory; tried {tmp_path}. Give a file."
+    )
+    write(tmp_path / "a.en", "one\n")
+    assert read_lines("a.en", "task.source") == ["one"]
+
+
+@pytest.mark.parametrize("content", ["", "\ufeff"])
+def test_an_empty_file(tmp_path, content):
+    for path in (
+        write(tmp_path / "a.en", content),
+        write(tmp_path / "b.gz", gzip.compress(content.encode())),
+    ):
+        assert (
+            error(read_lines, path, "task.source")
+            == f"task.source={path!r} is empty. Give a file with one row a line."
+        )
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_a_bad_byte_is_named_by_line_and_offset(tmp_path, mark):
+    content = mark.encode() + "gut\nschön\n".encode() + "schön\n".encode("latin1")
+    offset = len(mark.encode()) + 4 + 7 + 3
+    assert content[offset] == 0xF6
+    for path in (
+        write(tmp_path / "a.de", content),
+        write(tmp_path / "a.de.gz", gzip.compress(content)),
+    ):
+        assert (
+            error(read_lines, path, "task.target")
+            == f"task.target={path!r}: line 3 is not UTF-8: byte 0xf6 at offset {offset} of the"
+            " text. "
+            "Convert the file, for example with iconv -f LATIN1 -t UTF-8."
+        )
+
+
+def test_damaged_gzip(tmp_path):
+    whole = gzip.compress(b"one\ntwo\n" * 1000)
+    damaged = whole[:20] + bytes([whole[20] ^ 0xFF]) + whole[21:]
+    for content, reason in (
+        (b"one\ntwo\n", "Not a gzipped file (b'on')"),
+        (whole[:-10], "Compressed file ended before the end-of-stream marker was reached"),
+        (whole[:-8] + b"\0" * 8, "CRC check failed"),
+        (damaged, ""),
+    ):
+        path = write(tmp_path / "a.gz", content)
+        text = error(read_lines, path, "task.source")
+        assert text.startswith(f"task.source={path!r} is not a whole gzip file: {reason}")
+        assert text.endswith(
+            f"; tried {path}. Fetch or compress it again, or rename it without .gz if it is plain"
+            " text."
+        )
+
+
+def test_lines_end_at_newlines_only(tmp_path):
+    path = write(
+        tmp_path / "a.en", "\ufeffone\r\ntwo\u2028still two\x0b\x85\nthree \r here\n\nfive"
+    )
+    assert read_lines(path, "task.source") == [
+        "one",
+        "two\u2028still two\x0b\x85",
+        "three \r here",
+        "",
+        "five",
+    ]
+
+
+def test_parallel_file_errors(tmp_path):
+    three = write(tmp_path / "a.en", "1\n2\n3\n")
+    two = write(tmp_path / "a.de", "1\n2\n")
+    gap = write(tmp_path / "b.de", "1\n \t\n3")
+    keys = ("task.source", "task.target")
+    assert (
+        error(read_parallel, (three, two), keys)
+        == f"task.source={three!r} has 3 lines and task.target={two!r} has 2. "
+        "Line i of one must belong to line i of the other: give two files of the same length."
+    )
+    assert (
+        error(read_parallel, (three, gap), keys)
+        == f"task.target={gap!r}: line 2 is empty. Remove this line from both files, or fill it in."
+    )
+    assert (
+        error(read_parallel, (gap, three), keys)
+        == f"task.source={gap!r}: line 2 is empty. Remove this line from both files, or fill it in."
+    )
+    nul = write(tmp_path / "c.de", "1\n2\0\n3")
+    assert error(read_parallel, (three, nul), keys).startswith(
+        f"task.target={nul!r}: line 2 holds a NUL character. Remove it; "
+    )
+    assert read_parallel((three, three), keys) == [("1", "1"), ("2", "2"), ("3", "3")]
+
+
+def test_tsv_errors(tmp_path):
+    path = write(tmp_path / "a.tsv", 'en\tde\n"one\teins\n\ntwo\n')
+    assert (
+        error(read_tsv, path, "task.path")
+        == f"task.path={path!r}: line 4 has 1 cells, but line 1 names 2 columns: en, de. "
+        "Separate the cells by one tab each."
+    )
+    write(tmp_path / "a.tsv", "en\ten\none\teins\n")
+    assert (
+        error(read_tsv, path, "task.path")
+        == f"task.path={path!r}: line 1 names a column twice: en, en. Rename one."
+    )
+    write(tmp_path / "a.tsv", "en\tde\n\n")
+    assert (
+        error(read_tsv, path, "task.path")
+        == f"task.path={path!r} has no rows. Give data with at least one row."
+    )
+    write(tmp_path / "a.tsv", 'en\tde\n"one\teins\n\ntwo\t\n')
+    rows = read_tsv(path, "task.path")
+    assert rows[0].fields == {"en": '"one', "de": "eins"}  # a quote is text
+    assert (
+        error(rows[1].text, "de", "task.target_field")
+        == f"task.target_field='de' is empty in {path!r} line 4. Remove the row, or fill it in."
+        " Fields there: en, de."
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"en": "two"', "is not JSON (Expecting ',' delimiter, column 13)"),
+        ("two", "is not JSON (Expecting value, column 1)"),
+        ('["two"]', "is JSON, but list and no object"),
+        ("null", "is JSON, but NoneType and no object"),
+    ],
+)
+def test_a_line_that_is_no_json_object(tmp_path, line, problem):
+    path = write(tmp_path / "a.jsonl", f'{{"en": "one"}}\n\n{line}\n')
+    assert (
+        error(read_jsonl, path, "task.path")
+        == f"task.path={path!r}: line 3 {problem}. Each line must be one object, such as"
+        ' {"question": "..."}.'
+    )
+
+
+def test_jsonl_field_errors(tmp_path):
+    rows = [
+        '{"en": "one", "de": "eins", "n": 1}',
+        '{"en": "two", "de": " ", "n": [2], "x": {"y": "deep", "z": null}}',
+    ]
+    path = write(tmp_path / "a.jsonl", "\n".join([*rows, '{"en": "\\ud83d half"}']))
+    first, second, third = read_jsonl(path, "task.path")
+    assert second.text("x.y", "task.target_field") == "deep"
+    there = "Fields there: en, de, n."
+    assert (
+        error(first.text, "dee", "task.target_field")
+        == f"task.target_field='dee' is not a field of {path!r} line 1. Did you mean 'de'? {there}"
+    )
+    assert (
+        error(first.text, "french", "task.target_field")
+        == f"task.target_field='french' is not a field of {path!r} line 1. {there}"
+    )
+    assert (
+        error(first.text, "n", "task.target_field")
+        == f"task.target_field='n' is no text in {path!r} line 1, but int: 1. {there}"
+    )
+    there = "Fields there: en, de, n, x.y, x.z."
+    assert (
+        error(second.text, "x.z", "task.target_field")
+        == f"task.target_field='x.z' is no text in {path!r} line 2, but NoneType: None. {there}"
+    )
+    assert (
+        error(second.text, "de", "task.target_field")
+        == f"task.target_field='de' is empty in {path!r} line 2. Remove the row, or fill it in."
+        f" {there}"
+    )
+    assert (
+        error(third.text, "en", "task.source_field")
+        == f"task.source_field='en' holds a lone surrogate in {path!r} line 3. Remove the row, or"
+        " repair it."
+    )
+    blank = write(tmp_path / "b.jsonl", "\n\n")
+    assert (
+        error(read_jsonl, blank, "task.path")
+        == f"task.path={blank!r} has no rows. Give data with at least one row."
+    )
+
+
+def test_field_errors_reach_the_user_of_the_task(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"en": "one", "de": "eins"}\n{"en": "two"}\n')
+    assert (
+        error(make, path=path, source_field="en", target_field="de")
+        == f"task.target_field='de' is not a field of {path!r} line 2. Fields there: en."
+    )
