@@ -25,7 +25,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -92,15 +92,22 @@ class Session:
     Attributes:
         state: what a checkpoint keeps of the run, all of it JSON: steps, seconds, what was generated. An
             algorithm may add keys of its own before `start`.
-        generates: whether tokens and rewards are counted and logged.
+        total_steps: of the whole run; None = a budget ends it.
+        generates: whether tokens and rewards are counted and logged, and the subject evaluated on a
+            schedule.
     """
 
     def __init__(
-        self, run: Run, context: Context, subject: Subject, generates: bool = True
+        self,
+        run: Run,
+        context: Context,
+        subject: Subject,
+        *,
+        steps: int | None = None,
+        generates: bool = True,
     ) -> None:
         self.run, self.context, self.subject = run, context, subject
-        self.generates = generates
-        self.total_steps: int | None = run.algo.steps if hasattr(run.algo, "steps") else None
+        self.generates, self.total_steps = generates, steps
         self.state: dict[str, Any] = {"step": 0, "seconds": 0.0, "generated": 0, "evaluations": 0}
         self.state |= {"skipped": 0, "tracker": {}}
         self.stack = ExitStack()
@@ -273,6 +280,14 @@ class Session:
         return round(min(state["seconds"], budget.seconds or 0))  # the last step goes beyond it
 
 
+@dataclass
+class Span:
+    """A stretch of time."""
+
+    began: float
+    seconds: float = 0.0
+
+
 class Step:
     """One step, or one of the updates of a step: all that an algorithm says to the session.
 
@@ -296,12 +311,19 @@ class Step:
         """Time the block under `name`; blocks of one name add up."""
         return self.session.timer(name)
 
+    def add_phases(self, seconds: dict[str, float]) -> None:
+        """Add seconds by phase that something else has timed."""
+        for name, value in seconds.items():
+            total = self.session.timer.seconds
+            total[name] = total.get(name, 0.0) + value
+
     @contextmanager
-    def untimed(self) -> Iterator[None]:
-        """Do not count the block as training."""
-        began = time.perf_counter()
-        yield
-        self.untimed_seconds += time.perf_counter() - began
+    def untimed(self) -> Iterator["Span"]:
+        """Do not count the block as training. Yields its span."""
+        span = Span(time.perf_counter())
+        yield span
+        span.seconds = time.perf_counter() - span.began
+        self.untimed_seconds += span.seconds
 
     def used(self, *, tokens: int = 0, samples: int = 0) -> None:
         """Count what the step took on all ranks together, for the budget and the speed."""

@@ -1,6 +1,7 @@
 """Names, types and checks of conf/algo/classify.yaml."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from common.config import (
     ConfigError,
@@ -96,10 +97,24 @@ class WrapperConfig:
 class ClassifyConfig:
     """Settings of classify; what each does stands beside its value in conf/algo/classify.yaml."""
 
+    # How the progress line writes the numbers of a step.
+    PROGRESS: ClassVar[dict[str, str]] = {
+        "epoch": "epoch {:.2f}",
+        "loss": "loss {:.3f}",
+        "samples_per_second": "{:.0f} rows/s",
+        "validation": "validation accuracy {[accuracy]:.2f}",
+    }
+    # Settings that a run that is resumed may change.
+    RESUME_MAY_CHANGE: ClassVar = ("train_rows", "ddp", "loader.workers", "loader.prefetch")
+    RENAMED: ClassVar[dict[str, str | None]] = {
+        "batch_rows": "algo.batch_size",
+        "micro_batch_rows": "algo.train_rows",
+    }
+
     name: str
     epochs: int
-    batch_rows: int
-    micro_batch_rows: int
+    batch_size: int
+    train_rows: int | None
     validation_share: float
     patience: int | None
     lr: float
@@ -121,8 +136,9 @@ class ClassifyConfig:
     predict_times: dict[int, float]
 
     def __post_init__(self) -> None:
-        for key in ("epochs", "batch_rows", "micro_batch_rows"):
-            at_least(f"algo.{key}", getattr(self, key), 1)
+        for key in ("epochs", "batch_size", "train_rows"):
+            if getattr(self, key) is not None:
+                at_least(f"algo.{key}", getattr(self, key), 1)
         for key in ("lr", "grad_clip"):
             above(f"algo.{key}", getattr(self, key), 0)
         for key in ("validation_share", "warmup", "label_smoothing"):
@@ -164,6 +180,14 @@ class ClassifyConfig:
                 )
         self._check_times()
 
+    def check_run(self, run: Run) -> None:
+        """Raise ConfigError for a switch that has no effect with these settings."""
+        if run.opt.offload.enabled:
+            raise ConfigError(
+                "opt=offload has no effect with algo=classify: there is no reference model. Leave it"
+                " out."
+            )
+
     def _check_times(self) -> None:
         if not self.predict_times:
             return
@@ -192,11 +216,6 @@ class ClassifyConfig:
 
 def check_switches(run: Run, settings: ClassifyConfig, ranks: int) -> None:
     """Raise ConfigError for settings that have no effect with these, or with this number of ranks."""
-    if run.opt.offload.enabled:
-        raise ConfigError(
-            "opt=offload has no effect with algo=classify: there is no reference model. Leave it"
-            " out."
-        )
     if settings.ddp.hook != "none" and run.opt.fsdp.enabled:
         raise ConfigError(
             f"algo.ddp.hook={settings.ddp.hook} is of DistributedDataParallel, which opt=fsdp"

@@ -240,11 +240,11 @@ def wanted(settings: ClassifyConfig) -> dict[Cell, int]:
     step.
     """
     assert settings.predict is not None
-    found: dict[Cell, int] = {("one rank", 1): settings.batch_rows}
+    found: dict[Cell, int] = {("one rank", 1): settings.batch_size}
     for mode in ("strong", "weak"):
         if settings.scaling_mode in (mode, "both"):
             found |= {
-                (mode, n): settings.batch_rows * (n if mode == "weak" else 1)
+                (mode, n): settings.batch_size * (n if mode == "weak" else 1)
                 for n in settings.predict
             }
     return found
@@ -409,7 +409,7 @@ def neighbours(run: Run, context: Context, task: ClassTask | None = None) -> dic
         times[mode, ranks] = {
             "batch_rows": batch_rows,
             "spans": context.gather_objects(spans),
-            "passes": -(-len(batch[1]) // stepper.rows),
+            "passes": -(-len(batch[1]) // stepper.limit.rows),
             "ready": arrived(stepper, seen),
             "workers": (
                 settings.loader.workers
@@ -606,7 +606,7 @@ def simulate(run: Run, context: Context, task: ClassTask | None = None) -> dict[
         }
         seconds, made_in = phases.pop("seconds"), making(data, feed)
         phases["data"] = max(0.0, made_in / workers - seconds) if workers else made_in
-        passes, ready = -(-len(batch[1]) // stepper.rows), arrived(stepper, seen)
+        passes, ready = -(-len(batch[1]) // stepper.limit.rows), arrived(stepper, seen)
         total = seconds + phases["data"]
         shares[mode, ranks] = Share(phases, total, total, 0.0, passes, ready, overlap=True)
     return found | {"shares": shares, "dtype": dtype}

@@ -255,7 +255,7 @@ def finished(folder: Path, warmup: int) -> Record | None:
         model=result["model"],
         group=json.dumps([settings, opt, config["task"], result["dtype"]], sort_keys=True),
         ranks=result["world_size"],
-        batch_rows=batch,
+        batch_size=batch,
         device=result["device"],
         dtype=result["dtype"],
         step_p50=quantile(whole, 50),
@@ -287,7 +287,7 @@ def scaling(path: Path) -> list[Record]:
             model=saved["model"],
             group=json.dumps(["scaling", saved["settings"], saved["dtype"]], sort_keys=True),
             ranks=run["ranks"],
-            batch_rows=run["batch_rows"],
+            batch_size=run["batch_rows"],
             device=saved["device"],
             dtype=saved["dtype"],
             step_p50=run["step_seconds"]["p50"],
@@ -517,7 +517,7 @@ def advice(point: Point, base: Point, points: list[Point]) -> list[tuple[float, 
             if measured:
                 gain, how = measured.number("rows_per_second") / speed, measured.how
             text = (
-                f"algo.batch_rows={point.ranks * point.batch_rows}: more rows a rank; raise"
+                f"algo.batch_size={point.ranks * point.batch_rows}: more rows a rank; raise"
                 " algo.lr, check accuracy"
             )
             found.append((gain, f"{text} ({how})"))

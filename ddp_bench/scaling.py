@@ -4,7 +4,7 @@ time goes.
     python launch.py algo=classify 'algo.scaling=[1,2]' algo.scaling_mode=both
 
 Each number of ranks is started on this node, and all of them again for each repeat, so that a
-device that slows down slows all. Strong scaling: algo.batch_rows is of all ranks. Weak: it is of
+device that slows down slows all. Strong scaling: algo.batch_size is of all ranks. Weak: it is of
 each rank. Exposed communication is what the exchange of gradients adds to the backward pass: that
 pass on a batch with it, less the pass on the same batch under no_sync. Before the timing the loss
 of a few steps without dropout is compared at an equal batch of all ranks.
@@ -141,10 +141,10 @@ def measure(run: Run, context: Context, task: ClassTask | None = None) -> dict[s
 
     # Ranks draw dropout by themselves, so it is off where their loss must be that of one rank.
     alike = stepper(0.0)
-    losses = losses_of(alike, Feed(run, context, data["train"], rows, settings.batch_rows))
+    losses = losses_of(alike, Feed(run, context, data["train"], rows, settings.batch_size))
     times: dict[str, Any] = {}
     for mode in ("strong", "weak"):
-        batch_rows = settings.batch_rows * (context.world_size if mode == "weak" else 1)
+        batch_rows = settings.batch_size * (context.world_size if mode == "weak" else 1)
         if settings.scaling_mode in (mode, "both") and not (times and context.world_size == 1):
             if context.main:
                 ranks = f"{context.world_size} rank{'s' * (context.world_size > 1)}"
@@ -170,7 +170,7 @@ class Feed:
         settings: ClassifyConfig = run.algo
         if len(rows) < batch_rows:
             raise ConfigError(
-                f"algo.batch_rows={settings.batch_rows} makes batches of {batch_rows} rows with"
+                f"algo.batch_size={settings.batch_size} makes batches of {batch_rows} rows with"
                 f" {context.world_size} ranks, and there are {len(rows)} training rows. Lower it,"
                 " or give more rows."
             )
@@ -238,7 +238,7 @@ def exposed(stepper: Stepper, feed: Feed) -> float:
             stepper.context.barrier()
             clock = Clock(stepper.device)
             with nullcontext() if together else stepper.wrapper.no_sync():
-                stepper.backward(batch, rows, stepper.rows, clock)
+                stepper.backward(batch, rows, stepper.limit.rows, clock)
             phases = clock.read()
             took[together] = phases["backward"] + phases.get("communication", 0.0)
         found.append(took[True] - took[False])

@@ -19,13 +19,17 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from common import hardware, optim
+from common import optim
 from common.config import ConfigError, Run
 from common.distributed import fsdp
 from common.distributed.context import Context
 from common.precision import Precision
+from common.rows import RowLimit
 from ddp_bench.config import ClassifyConfig
 from ddp_bench.data import IGNORED, Batch, split, to
+
+# Rows of a forward where algo.train_rows is null; halved when memory runs out on a single device.
+TRAIN_ROWS = {"cpu": 256, "cuda": 1024}
 
 
 class Clock:
@@ -77,7 +81,11 @@ class Stepper:
         self.model, self.run, self.context, self.numbers = model, run, context, numbers
         self.settings: ClassifyConfig = run.algo
         self.device = context.device.device
-        self.rows = self.settings.micro_batch_rows
+        rows = self.settings.train_rows or TRAIN_ROWS[self.device.type]
+        # A rank that repeated a forward alone would leave the others waiting.
+        fixed = context.world_size > 1 or context.mesh is not None
+        shorter = "algo.model.max_tokens"
+        self.limit = RowLimit("algo.train_rows", rows, fixed=fixed, shorter=shorter)
         model.encoder.recompute = run.opt.checkpointing.enabled
         if run.opt.compile.enabled:
             model.compile(mode=run.opt.compile.mode, dynamic=True)
@@ -127,12 +135,7 @@ class Stepper:
             self.updater.clear()
             return self.backward(batch, rows, micro, clock)
 
-        if self.context.world_size == 1 and not fsdp.of(self.model):
-            loss, self.rows = hardware.halving(attempt, self.rows, 1, "algo.model.max_tokens")
-        else:  # a rank that repeated alone would leave the others waiting
-            loss, _ = hardware.halving(
-                attempt, self.rows, self.rows, "algo.model.max_tokens", "algo.micro_batch_rows"
-            )
+        loss = self.limit.run(attempt)
         with clock("exchange"):
             total = self.context.sum(loss)
         with clock("optimizer"):

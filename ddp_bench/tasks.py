@@ -16,7 +16,6 @@ import numpy as np
 
 from common.config import ConfigError, at_least, choice
 from common.instance import instantiate
-
 from common.tasks.data import Row, read_csv, read_dataset, read_jsonl
 
 log = logging.getLogger("clutch")

@@ -41,7 +41,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
     weights = Weights(lm, noise, cfg)  # float32 masters, the initial weights, the optimizers
     lm.read_examples()
     population = Population(lm, noise, cfg)
-    with Session(run, context, lm) as session:
+    with Session(run, context, lm, steps=cfg.steps) as session:
         session.start(weights, population.plan())
         session.warm_up(lambda: population.rehearse(lm.order.take(0, cfg.prompts_per_step)))
         for step in session.steps():

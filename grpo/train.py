@@ -37,7 +37,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
     lm.read_examples()
     policy = Policy(lm, cfg)  # backward, clip, optimizer step
     collector = Collector(lm, cfg, policy.limit)  # sample, score, replace dead groups
-    with Session(run, context, lm) as session:
+    with Session(run, context, lm, steps=cfg.steps) as session:
         session.state |= {"cursor": 0, "updates_left": 0}
         session.start(policy, plan(lm, cfg, policy))
         if session.state["updates_left"] and not session.over:

@@ -84,7 +84,7 @@ class Teaches(Protocol):
         ...
 
 
-def build_task(node: dict[str, Any]) -> Task:
+def build(node: dict[str, Any]) -> Task:
     """Make the reward task that a configuration names. Raises: ConfigError as `instantiate`."""
     methods = ("examples", "prompt", "reward", "metrics")
     # How long the tiny model is pre-trained on a task is the task's to say and the model's to read.

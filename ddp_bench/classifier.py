@@ -1,0 +1,209 @@
+"""The classifier of a run: its data, its model and steps, the best weights so far, and its test."""
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common import precision
+from common.checkpoint import Checkpoint
+from common.config import ConfigError, Run
+from common.distributed import fsdp
+from common.distributed.context import Context
+from common.evaluation import Evaluation
+from common.lm import same_on_all_ranks
+from common.report.summary import side_by_side
+from common.tasks import task_name
+from ddp_bench import models
+from ddp_bench.config import ClassifyConfig
+from ddp_bench.data import Batches, Loader, held_out, prepare
+from ddp_bench.metrics import confusion, measures
+from ddp_bench.step import Stepper
+from ddp_bench.tasks import ClassTask, made, majority
+
+log = logging.getLogger("clutch")
+
+BEST = "best."  # in front of the names of the best weights in a checkpoint
+SHOWN = 12  # classes up to which the table of confusions is printed
+
+
+class Classifier:
+    """A text classifier on a class task; a Subject and the Checkpointed of a session.
+
+    Attributes: best: the weights of the best epoch so far, empty before it; state: the session's, once it
+    is known.
+    """
+
+    def __init__(self, run: Run, context: Context, task: ClassTask | None) -> None:
+        cfg: ClassifyConfig = run.algo
+        self.run, self.context, self.cfg, self.device = run, context, cfg, context.device.device
+        self.task = task or made(run.task)
+        self.name = f"encoder {cfg.model.layers}x{cfg.model.size}"
+        self.held_out: Sequence[Any] = ()
+        self.precision = precision.resolve(run.opt, self.device)
+        data, self.tokenizer = prepare(self.task, cfg.tokenizer, cfg.model.max_tokens, log.info)
+        self.train_rows, self.test_rows = data["train"], data["test"]
+        self.digest = self.train_rows.digest()
+        same_on_all_ranks(context, "rows of the task", self.digest + self.test_rows.digest())
+        rows, self.validation = held_out(self.train_rows, cfg.validation_share, run.seed)
+        classes = len(self.task.classes)
+        self.model = models.build(cfg.model, classes, self.tokenizer, self.train_rows, run.seed)
+        # Sharding takes the model to the device block by block.
+        self.model.to(self.device if context.mesh is None else "cpu")
+        self.stepper = Stepper(self.model, run, context, self.precision)
+        lengths, bucket = self.train_rows.lengths, cfg.loader.bucket_batches
+        ranks = context.rank, context.world_size
+        self.batches = Batches(rows, lengths, cfg.batch_size, bucket, run.seed, *ranks)
+        self.loader = Loader(self.train_rows, self.batches, cfg.loader, self.device)
+        self.best: dict[str, Tensor] = {}
+        self.state: dict[str, Any] = {}
+
+    # --- measures
+
+    def probabilities(self, rows: Any, chosen: Sequence[int]) -> Tensor:
+        """Return class probabilities of `chosen` among `rows`, float64 [len(chosen), classes], from all
+        ranks together.
+        """
+        context, model = self.context, self.model
+        mine = range(context.rank, len(chosen), context.world_size)
+        shape = len(chosen), model.encoder.head.out_features
+        found = torch.zeros(shape, dtype=torch.float64)
+        with fsdp.forwards(model, idle=lambda: self._forward(rows, [0])):
+            if mine:
+                found[list(mine)] = self._forward(rows, [chosen[i] for i in mine])
+        return context.sum(found.to(self.device)).cpu()
+
+    def validate(self) -> dict[str, float]:
+        """Measure on the validation rows."""
+        labels = torch.from_numpy(self.train_rows.labels[self.validation])
+        return measures(labels, self.probabilities(self.train_rows, self.validation))
+
+    def guess(self) -> dict[str, float]:
+        """Measure what naming the most frequent training class would get on the test rows."""
+        labels = torch.from_numpy(self.test_rows.labels)
+        guess = torch.full_like(labels, majority(self.task.rows("train")))
+        one_hot = torch.nn.functional.one_hot(guess, len(self.task.classes)).double()
+        found = measures(labels, one_hot)
+        found.pop("loss")  # infinite
+        return found
+
+    def evaluate(self) -> Evaluation:
+        """Measure the best weights on the test rows, with which nothing was chosen."""
+        if self.best:
+            with torch.no_grad():
+                for name, parameter in self.model.named_parameters():
+                    parameter.copy_(self.best[name])
+        labels = torch.from_numpy(self.test_rows.labels)
+        self.tested = self.probabilities(self.test_rows, range(len(self.test_rows)))
+        found = measures(labels, self.tested)
+        return Evaluation({"accuracy": found.pop("accuracy"), **found}, [], 0)
+
+    def offending(self, chosen: Sequence[int]) -> list[dict[str, Any]]:
+        """Describe the training rows among `chosen` whose probabilities are not finite; all of them
+        where only their gradient is not.
+        """
+        with fsdp.forwards(self.model, idle=lambda: self._forward(self.train_rows, [0])):
+            found = self._forward(self.train_rows, chosen) if chosen else []
+        pairs = zip(chosen, found, strict=True)
+        broken = [row for row, part in pairs if not torch.isfinite(part).all()]
+        given, classes = list(self.task.rows("train")), self.task.classes
+        return [
+            {"id": row, "prompt": str(given[row].value), "answer": classes[given[row].label]}
+            for row in broken or chosen
+        ]
+
+    def _forward(self, rows: Any, chosen: Sequence[int]) -> Any:
+        stepper = self.stepper
+        compute = self.precision.compute
+        return models.probabilities_of(self.model, rows, chosen, stepper.limit.rows, compute)
+
+    # --- checkpoints
+
+    def keep_best(self) -> None:
+        """Take the weights as they are for the best ones so far."""
+        named = self.model.named_parameters()
+        self.best = {name: tensor.detach().clone() for name, tensor in named}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights, and the best ones so far."""
+        best = {f"{BEST}{name}": tensor for name, tensor in self.best.items()}
+        return dict(self.model.named_parameters()) | best
+
+    def extra(self) -> dict[str, Any]:
+        """Return the state of optimizer and scaler."""
+        return self.stepper.updater.state()
+
+    def load(self, saved: Checkpoint) -> None:
+        """Take over a checkpoint. Raises: ConfigError for other training rows."""
+        state = saved.state["run"]
+        if state["rows"] != self.digest:
+            raise ConfigError(
+                f"{saved.path} was made with other training rows. Give the same data, or start anew"
+                " with another hydra.run.dir."
+            )
+        if state["best"]:
+            named = self.model.named_parameters()
+            self.best = {n: torch.empty_like(t, requires_grad=False) for n, t in named}
+        updater = self.stepper.updater
+        updater.load(fsdp.restore(saved, self.tensors(), updater.fresh))
+
+    # --- plan and results
+
+    def plan(self) -> dict[str, str]:
+        """Say what a run will do, with sizes."""
+        run, context, cfg, task = self.run, self.context, self.cfg, self.task
+        lengths, ranks = self.train_rows.lengths, context.world_size
+        share = -(-cfg.batch_size // ranks)
+        forwards = -(-share // self.stepper.limit.rows)
+        size = fsdp.parameters(self.model)
+        sent = f", {4 * size / 2**20:.1f} MB of gradients per step" if ranks > 1 else ""
+        hook = f", hook {cfg.ddp.hook}" if ranks > 1 and context.mesh is None else ""
+        scaler = ", GradScaler" if self.precision.scaler else ""
+        compiled = ", compiled" if run.opt.compile.enabled else ""
+        workers, device = self.loader.workers, context.device
+        facts = {
+            "algorithm": f"classify, {cfg.epochs} epochs of {len(self.batches)} steps, lr {cfg.lr:g}",
+            "task": f"{task_name(task)}: {len(task.classes)} classes, {len(self.batches.rows):,}"
+            f" training rows, {len(self.validation):,} for validation, {len(self.test_rows):,} for the"
+            f" test; tokens {lengths.mean():.0f} on average, {lengths.max()} at most",
+            "model": f"encoder, {cfg.model.layers} layers of {cfg.model.size}, {size / 1e6:.2f}M"
+            " parameters",
+            "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={run.hardware.name}",
+            "numbers": f"{self.precision.name}{scaler}, masters float32{compiled}",
+            "ranks": f"{ranks}{sent}{hook}",
+            "batch": f"{cfg.batch_size} rows: {share} per rank, in {forwards}"
+            f" forward{'s' * (forwards > 1)}",
+            "loader": f"{workers} worker processes per rank" if workers else "in this process",
+        }
+        if fsdp.of(self.model):
+            facts["memory"] = fsdp.planned(self.model, 16 * size).removeprefix("; ")
+        return facts
+
+    def export(self, folder: Path, weights: dict[str, Tensor] | None) -> None:
+        """Write the model, and the predictions and confusions of its test beside it."""
+        classes, tested = self.task.classes, self.tested
+        models.export(self.model, self.cfg.model, classes, self.tokenizer, folder, weights)
+        labels, predictions = torch.from_numpy(self.test_rows.labels), tested.argmax(1)
+        table = confusion(labels, predictions, len(classes)).tolist()
+        content = {"classes": classes, "rows_are": "true class", "table": table}
+        text = json.dumps(content) + "\n"
+        (folder.parent / "confusion.json").write_text(text, encoding="utf-8")
+        pairs = zip(labels.tolist(), predictions.tolist(), strict=True)
+        with (folder.parent / "predictions.jsonl").open("w", encoding="utf-8") as file:
+            for i, (label, predicted) in enumerate(pairs):
+                probability = round(tested[i, predicted].item(), 4)
+                line = {"row": i, "class": classes[label], "predicted": classes[predicted]}
+                file.write(json.dumps(line | {"probability": probability}) + "\n")
+        if len(classes) <= SHOWN:
+            named = [
+                {"true \\ predicted": name, **dict(zip(classes, map(str, line), strict=True))}
+                for name, line in zip(classes, table, strict=True)
+            ]
+            log.info("\n%s", side_by_side(named))
+
+    def close(self) -> None:
+        """Do nothing: the loader's workers end with their iterator."""
