@@ -2,7 +2,7 @@
 
 import logging
 
-from common.config import Run
+from common.config import BudgetConfig, Run
 from common.distributed.context import Context
 
 log = logging.getLogger("clutch")
@@ -12,23 +12,30 @@ OVERSHOT = 1.1  # share of a budget from which on it is worth a warning
 
 
 class Budget:
-    """The used share of `run.budget`, on every rank alike. Without a budget it stays 0.
+    """The used share of a budget, on every rank alike. Without limits it stays 0.
 
-    Args: tokens, seconds: what the run used before it was interrupted.
+    Args: tokens, seconds: what the run used so far; quiet: do not warn of a budget that is overshot.
     """
 
-    def __init__(self, run: Run, context: Context, tokens: int, seconds: float) -> None:
-        self.run, self.context = run, context
+    def __init__(
+        self,
+        limits: BudgetConfig,
+        context: Context,
+        tokens: int,
+        seconds: float,
+        quiet: bool = False,
+    ) -> None:
+        self.limits, self.context, self.quiet = limits, context, quiet
         self.before, self.share, self.limit = 0.0, 0.0, ""
         self.add(tokens, seconds)
 
     def add(self, tokens: int, seconds: float) -> None:
         """Take note of what is used in all."""
-        found = self.run.budget.nearest(tokens, seconds)
-        if self.run.budget.seconds is not None:  # clocks of ranks differ
+        found = self.limits.nearest(tokens, seconds)
+        if self.limits.seconds is not None:  # clocks of ranks differ
             found = max(self.context.gather_objects(found))
         self.before, (self.share, self.limit) = self.share, found
-        if self.context.main and self.before < 1:
+        if self.context.main and self.before < 1 and not self.quiet:
             warn_if_overshot(self.share, self.limit)
 
     @property
@@ -41,11 +48,13 @@ class Budget:
         """The limit that ended the run, for result.json; None where the budget is not spent."""
         return self.limit if self.spent else None
 
-    def evaluation_due(self, step: int) -> bool:
-        """Return whether to measure after 1-based `step`, apart from the end of the run."""
+    def evaluation_due(self, step: int, every: int | None) -> bool:
+        """Return whether to measure after 1-based `step`, apart from the end of the run.
+
+        Args: every: steps between measurements; None = at each tenth of the budget.
+        """
         if self.spent:
             return False
-        every = self.run.evaluate.every
         if every is not None:
             return every > 0 and step % every == 0
         return int(TENTHS * self.share) > int(TENTHS * self.before)

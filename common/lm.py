@@ -1,10 +1,12 @@
 """A language model with what belongs to it: tokenizer, task, prompts, engine, evaluation, export."""
 
 import copy
+import gc
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,10 @@ from common.distributed.context import Context
 from common.evaluation import Evaluation, check_logits
 from common.model import logprobs
 from common.model.export import export_model
+from common.model.half import narrowed
 from common.model.load import load_model
 from common.model.memory import StateMemory, head_size
-from common.model.prompts import encode_prompts, stop_ids
+from common.model.prompts import context_length, encode_prompts, stop_ids
 from common.report.progress import watch_completions
 from common.rows import RowLimit
 from common.sampling.engine import Completions, Engine, Requests, Setup, open_engine
@@ -60,16 +63,14 @@ class LM:
         self.name = run.model.path or run.model.name
         self.precision = precision.resolve(run.opt, self.device)
         self.half = self.precision.compute != torch.float32
+        self.population, self.skipped_prompts = population, 0
         self.model, self.tokenizer = load_on_all_ranks(run, self.task, context)
-        if population:
-            self.model.requires_grad_(False)
-        else:
-            logprobs.prepare(self.model)
-            optim.no_dropout(self.model)
+        self._prepare()
         self.reference = copy.deepcopy(self.model).requires_grad_(False) if reference else None
         if self.reference is not None and run.opt.offload.enabled:
             self.reference.to("cpu")
-        fsdp.shard([self.model, self.reference], run, context, self.precision)
+        fsdp.shard([self.reference], run, context, self.precision)
+        fsdp.shard([self.model], run, context, self.precision)
         self.scorer = Scorer(self.task, run.scoring)
         # A population's weights are in the compute dtype themselves.
         autocast = self.precision.compute if self.half and not population else None
@@ -96,6 +97,39 @@ class LM:
         )
         return open_engine(self.run, setup)
 
+    def reload(self, folder: Path | None) -> None:
+        """Take the model of a folder instead, None = the run's own. The engine is still the old one."""
+        run, self.model = self.run, None
+        gc.collect()
+        if folder is not None:
+            options: dict[str, Any] = {
+                "revision": None,
+                "gguf_file": None,
+                "lora": None,
+                "tiny": None,
+            }
+            model = replace(run.model, name="hf", path=str(folder), **options)
+            run = replace(run, model=model)
+        self.model, _ = load_on_all_ranks(run, self.task, self.context)
+        self.share_out()
+
+    def share_out(self) -> None:
+        """Make `model` ready to be trained, and with opt=fsdp share it out, unless it is already."""
+        if not fsdp.of(self.model):
+            self._prepare()
+            fsdp.shard([self.model], self.run, self.context, self.precision)
+
+    def open_copy(self) -> None:
+        """Sample from a half-precision copy of the model as it is now; in float32 from itself."""
+        self.engine = self.open_engine(narrowed(self.model, self.precision.compute))
+
+    def _prepare(self) -> None:
+        if self.population:
+            self.model.requires_grad_(False)
+        else:
+            logprobs.prepare(self.model)
+            optim.no_dropout(self.model)
+
     # --- prompts
 
     def read_examples(self) -> None:
@@ -119,7 +153,7 @@ class LM:
         Args: ask: makes the prompt of an example.
         Raises: ConfigError where one does not fit with prompts.too_long=error, or none does.
         """
-        tokens, context = self.run.algo.sampling.max_new_tokens, self.engine.context_length
+        tokens, context = self.run.algo.sampling.max_new_tokens, context_length(self.model)
         kept: dict[str, list[Example]] = {split: [] for split in splits}
         misfits, fitting, longest = [], 0, 0
         for split, examples in splits.items():
@@ -132,7 +166,7 @@ class LM:
                     kept[split].append(example)
                     fitting = max(fitting, len(ids))
         count = sum(map(len, splits.values()))
-        self.skipped_prompts = len(misfits)
+        self.skipped_prompts += len(misfits)
         if misfits and (self.run.prompts.too_long == "error" or not all(kept.values())):
             split, first, length = misfits[0]
             room = context - longest

@@ -152,7 +152,7 @@ class Session:
                 log.info("before: held-out %s %.2f", before.name, before.value)
         if context.main:
             self._open_tracker()
-        self.budget = Budget(run, context, state["generated"], state["seconds"])
+        self.budget = Budget(run.budget, context, state["generated"], state["seconds"])
 
     def warm_up(self, rehearse: Callable[[], Any]) -> None:
         """With opt=compile, call `rehearse` and throw its result away, so that the first step's time
@@ -182,20 +182,29 @@ class Session:
 
     def steps(self) -> Iterator["Step"]:
         """Yield the steps that are left; see the module for what happens between two of them."""
-        stop = self.stack.enter_context(StopSignal())
-        self.trace = self.stack.enter_context(profile_steps(self.run, self.context))
+        self.listen()
         while not self.over:
             step = Step(self)
             yield step
             if not step.updated:
                 step.close()
-            self._keep(step, stop)
+            self._keep(step)
         self.stack.close()
 
-    def _keep(self, step: "Step", stop: StopSignal) -> None:
+    def listen(self) -> None:
+        """From now on, take note of signals, and trace steps with opt=profile."""
+        self.signal = self.stack.enter_context(StopSignal())
+        self.trace = self.stack.enter_context(profile_steps(self.run, self.context))
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal has come on any rank."""
+        return self.context.any(self.signal.name is not None)
+
+    def _keep(self, step: "Step") -> None:
         """Write a checkpoint if one is due, and stop after a signal."""
         done, every = self.state["step"], self.run.checkpoint.every
-        stopping = self.context.any(stop.name is not None)
+        stopping = self.stopping
         due = every and done // every > step.index // every
         if due or step.keep or stopping or self.over:
             with self.timer("checkpoint"):  # in the next step's event
@@ -370,7 +379,9 @@ class Step:
         state["evaluations"] += self.samples * session.generates
         state["skipped"] = session.policy.skipped
         session.budget.add(state["generated"], state["seconds"])
-        due = session.budget.evaluation_due(done) and not session.reached(done)
+        due = session.budget.evaluation_due(
+            done, session.run.evaluate.every
+        ) and not session.reached(done)
         if due and session.generates and not self.trouble:
             with self.phase("evaluate"):
                 found = session.subject.evaluate()

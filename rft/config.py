@@ -3,9 +3,11 @@
 import math
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from common.config import (
     ConfigError,
+    LoraConfig,
     OptimizerConfig,
     Run,
     SamplingConfig,
@@ -19,10 +21,10 @@ from common.config import (
 STAGES = ("generate", "select", "finetune", "evaluate")
 # What the scripts of the first A100 set-up read, and the setting that each is the default of.
 ENVIRONMENT = {
-    "MICRO_BATCH_SIZE": "micro_batch_rows",
+    "MICRO_BATCH_SIZE": "rollout_rows",
     "CHUNK_SIZE": "chunk_size",
-    "A100_BATCH_SIZE": "batch_rows",
-    "A100_GRAD_ACCUM": "accumulate",
+    "A100_BATCH_SIZE": "train_rows",
+    "A100_GRAD_ACCUM": "batch_size",  # times A100_BATCH_SIZE
 }
 
 
@@ -55,28 +57,17 @@ class SelectConfig:
 
 
 @dataclass(kw_only=True)
-class LoraConfig:
-    """Low-rank adapters (arXiv:2106.09685); rank 0 = all weights are trained."""
-
-    rank: int
-    alpha: int
-    targets: str
-
-    def __post_init__(self) -> None:
-        at_least("algo.lora.rank", self.rank, 0)
-        above("algo.lora.alpha", self.alpha, 0)
-        if not self.rank:
-            for key in ("alpha", "targets"):
-                off = (
-                    "with algo.lora.rank=0: all weights are trained. Set algo.lora.rank, for"
-                    " example 16, or leave it out."
-                )
-                no_effect("algo/rft.yaml", f"lora.{key}", getattr(self, key), off)
-
-
-@dataclass(kw_only=True)
 class RftConfig:
     """Settings of RFT; what each does stands beside its value in conf/algo/rft.yaml."""
+
+    PROGRESS: ClassVar[dict[str, str]] = {}  # each stage has a line of its own
+    RESUME_MAY_CHANGE: ClassVar = ("rollout_rows", "train_rows")
+    RENAMED: ClassVar[dict[str, str | None]] = {
+        "micro_batch_rows": "algo.rollout_rows",
+        "batch_rows": "algo.batch_size (completions per optimizer step) and algo.train_rows",
+        "accumulate": "algo.batch_size, the completions per optimizer step",
+        "empty_cache_every": None,
+    }
 
     name: str
     stage: str
@@ -89,14 +80,13 @@ class RftConfig:
     hint_samples: int
     prompts_per_batch: int
     chunk_size: int
-    micro_batch_rows: int
-    empty_cache_every: int
+    rollout_rows: int | None
     sampling: SamplingConfig
     select: SelectConfig
     start_from: str
     epochs: int
-    batch_rows: int
-    accumulate: int
+    batch_size: int
+    train_rows: int | None
     packing: bool
     pack_tokens: int
     lr: float
@@ -110,24 +100,16 @@ class RftConfig:
 
     def __post_init__(self) -> None:
         choice("algo.stage", self.stage, ("all", *STAGES))
-        for key in (
-            *("samples_per_prompt", "prompts_per_batch", "chunk_size", "micro_batch_rows"),
-            *("empty_cache_every", "epochs", "batch_rows", "accumulate", "pack_tokens", "patience"),
-        ):
-            at_least(f"algo.{key}", getattr(self, key), 1)
-        for key in (
-            "second_round_samples",
-            "hint_samples",
-            "validation_prompts",
-            "pass_samples",
-            "warmup",
-        ):
+        counts = ("samples_per_prompt", "prompts_per_batch", "chunk_size", "epochs", "batch_size")
+        optional = ("iterations", "prompts", "rollout_rows", "train_rows")
+        for key in (*counts, *optional, "pack_tokens", "patience"):
+            if getattr(self, key) is not None:
+                at_least(f"algo.{key}", getattr(self, key), 1)
+        also_none = ("second_round_samples", "hint_samples", "validation_prompts", "pass_samples")
+        for key in (*also_none, "warmup"):
             at_least(f"algo.{key}", getattr(self, key), 0)
         for key in ("lr", "grad_clip"):
             above(f"algo.{key}", getattr(self, key), 0)
-        for key in ("iterations", "prompts"):
-            if getattr(self, key) is not None:
-                at_least(f"algo.{key}", getattr(self, key), 1)
         if self.warmup >= 1:
             raise ConfigError(
                 f"algo.warmup={self.warmup} is a share of the steps. Give a value below 1."
@@ -141,6 +123,13 @@ class RftConfig:
         if not self.packing:
             off = "with algo.packing=false. Add algo.packing=true, or leave it out."
             no_effect("algo/rft.yaml", "pack_tokens", self.pack_tokens, off)
+        if not self.lora.rank:
+            off = (
+                "with algo.lora.rank=0: all weights are trained. Set algo.lora.rank, for example 16,"
+                " or leave it out."
+            )
+            no_effect("algo/rft.yaml", "lora.alpha", self.lora.alpha, off)
+            no_effect("algo/rft.yaml", "lora.targets", self.lora.targets, off)
         self.part()
         if self.shard is not None and self.stage != "generate":
             raise ConfigError(
@@ -162,30 +151,29 @@ class RftConfig:
             )
         return int(match[1]), int(match[2])
 
-
-def check_switches(run: Run, settings: RftConfig) -> None:
-    """Raise ConfigError for settings outside `algo` that have no effect with these."""
-    if run.model.attention != "sdpa":
-        raise ConfigError(
-            f"model.attention={run.model.attention} has no effect with algo=rft, which uses sdpa."
-            " Leave it out."
-        )
-    if run.opt.offload.enabled:
-        raise ConfigError(
-            "opt=offload has no effect with algo=rft: there is no reference model. Leave it out."
-        )
-    if run.evaluate.every:
-        raise ConfigError(
-            f"evaluate.every={run.evaluate.every} has no effect with algo=rft, which evaluates"
-            " after each iteration. Leave it out."
-        )
-    if run.budget.given and settings.stage != "all":
-        raise ConfigError(
-            f"a budget has no effect with algo.stage={settings.stage}: it is one of a whole run."
-            " Leave it out."
-        )
-    if run.resume not in ("no", "auto"):
-        raise ConfigError(
-            f"resume={run.resume} has no effect with algo=rft, which goes on in its own folder: "
-            f"hydra.run.dir={run.resume} resume=auto."
-        )
+    def check_run(self, run: Run) -> None:
+        """Raise ConfigError for self outside `algo` that have no effect with these."""
+        if run.model.attention != "sdpa":
+            raise ConfigError(
+                f"model.attention={run.model.attention} has no effect with algo=rft, which uses sdpa."
+                " Leave it out."
+            )
+        if run.opt.offload.enabled:
+            raise ConfigError(
+                "opt=offload has no effect with algo=rft: there is no reference model. Leave it out."
+            )
+        if run.evaluate.every:
+            raise ConfigError(
+                f"evaluate.every={run.evaluate.every} has no effect with algo=rft, which evaluates"
+                " after each iteration. Leave it out."
+            )
+        if run.budget.given and self.stage != "all":
+            raise ConfigError(
+                f"a budget has no effect with algo.stage={self.stage}: it is one of a whole run."
+                " Leave it out."
+            )
+        if run.resume not in ("no", "auto"):
+            raise ConfigError(
+                f"resume={run.resume} has no effect with algo=rft, which goes on in its own folder: "
+                f"hydra.run.dir={run.resume} resume=auto."
+            )

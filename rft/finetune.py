@@ -6,32 +6,30 @@ to each other, and their positions go on from the prompt. A row holds one tree, 
 several, none of which sees another; either way every token's loss equals that of a row of its own.
 """
 
-import importlib.util
 import logging
 import math
 import random
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from common import checkpoint, hardware, optim
-from common.config import ConfigError, Run
+from common import optim
+from common.checkpoint import latest
 from common.distributed import fsdp
-from common.distributed.context import Context
 from common.files import replacing
+from common.lm import LM
 from common.model import logprobs
 from common.model.half import compiled
-from common.model.lora import peft_of_today
+from common.model.lora import add_lora, merge_rows
 from common.model.masks import additive
-from common.precision import Precision
-from common.signals import EXIT_NUMBERS, RunStopped
+from common.rows import RowLimit
 from common.timer import Timer
-from rft.config import LoraConfig, RftConfig
+from rft.config import RftConfig
+from rft.made_with import check_same
 
 log = logging.getLogger("clutch")
 
@@ -186,125 +184,51 @@ def micro_batches(
     return batches
 
 
-def check_lora(model: Any, config: LoraConfig) -> None:
-    """Raise ConfigError where peft is not installed or a target is not in the model."""
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError(
-            "algo.lora.rank needs a package: pip install 'clutch[lora]'. Or set algo.lora.rank=0."
-        )
-    names = sorted(
-        {
-            name.rsplit(".", 1)[-1]
-            for name, module in model.named_modules()
-            if hasattr(module, "weight")
-        }
-    )
-    for target in _targets(config):
-        if target != "all-linear" and target not in names:
-            raise ConfigError(
-                f"algo.lora.targets={config.targets!r}: the model has no module {target!r}."
-                f" Modules: {', '.join(names)}."
-            )
-
-
-def with_lora(model: Any, config: LoraConfig) -> Any:
-    """`model` with adapters in it, its own weights frozen. Returns the peft model around it; see
-    `check_lora`.
-    """
-    import peft
-
-    targets = _targets(config)
-    adapters = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        target_modules=targets[0] if targets == ["all-linear"] else targets,
-        task_type="CAUSAL_LM",
-        lora_dropout=0.0,
-    )
-    with (
-        peft_of_today(),
-        fsdp.gathered(model),
-    ):  # peft takes a sharded weight for one of tensor parallelism
-        found = peft.get_peft_model(model, adapters)
-    for parameter in model.parameters():
-        if isinstance(
-            parameter, DTensor
-        ):  # peft has frozen what was gathered of it; adapters are whole on every rank
-            parameter.requires_grad_(False)
-    return found
-
-
-@torch.no_grad()
-def merge_rows(model: Any) -> None:
-    """Add adapters, which every rank has, to the rows of the sharded weights that this rank holds."""
-    for module in model.modules():
-        if hasattr(module, "get_delta_weight"):
-            weight = module.base_layer.weight
-            rows = fsdp.rows(weight)
-            for adapter in module.active_adapters:
-                fsdp.local(weight).add_(module.get_delta_weight(adapter)[rows.start : rows.stop])
-
-
-def _targets(config: LoraConfig) -> list[str]:
-    return [target.strip() for target in config.targets.split(",")]
-
-
 class Finetuner:
     """One fine-tuning: the weights, their optimizer and the steps still to do.
 
-    Args: model: plain, float32; trained in place (with LoRA, `finish` merges the adapters into it).
-    folder: where its checkpoints and adapter go. seed: of the order, and of the adapters' first
-    values. unusual: called where a step was not made, with what is not finite and this rank's trees
-    behind it; it may raise to stop the run.
+    Args:
+        lm: its model is plain, float32, and trained in place (with LoRA, `finish` merges the adapters into
+            it).
+        folder: where checkpoints and adapter go.
+        seed: of the order, and of the adapters' first values.
     """
 
     def __init__(
-        self,
-        model: Any,
-        trees: Sequence[Tree],
-        run: Run,
-        context: Context,
-        numbers: Precision,
-        folder: Any,
-        seed: int,
-        unusual: Callable[[str, list[Tree]], None],
+        self, lm: LM, trees: Sequence[Tree], folder: Path, seed: int, limit: RowLimit
     ) -> None:
-        self.run, self.context, self.numbers, self.folder = run, context, numbers, folder
-        self.settings: RftConfig = run.algo
-        self.unusual = unusual
-        self.model = model
+        self.lm, self.model, self.folder, self.limit = lm, lm.model, folder, limit
+        self.run, self.context = lm.run, lm.context
+        self.cfg: RftConfig = lm.run.algo
         self.lora: Any = None
-        if self.settings.lora.rank:
+        if self.cfg.lora.rank:
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)
-                self.lora = with_lora(model, self.settings.lora)
-        self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.updater = optim.Updater(
-            list(self.named.values()), self.settings, numbers, context.device.device
-        )
-        self.guards = optim.Guards(numbers.scaler)
-        self.rows = self.settings.batch_rows
-        if run.opt.checkpointing.enabled:
-            optim.checkpoint_activations(model)
-        self.forward = model.base_model
-        if run.opt.compile.enabled:
-            self.forward = compiled(model.base_model, run.opt.compile.mode)
-        batch = self.settings.batch_rows * self.settings.accumulate
-        self.epochs = [steps(trees, batch, epoch, seed) for epoch in range(self.settings.epochs)]
+                self.lora = add_lora(lm.model, self.cfg.lora)
+        self.named = {name: p for name, p in lm.model.named_parameters() if p.requires_grad}
+        parameters = list(self.named.values())
+        self.updater = optim.Updater(parameters, self.cfg, lm.precision, lm.device)
+        self.guards = optim.Guards(lm.precision.scaler)
+        self.recomputed = lm.run.opt.checkpointing.enabled
+        if self.recomputed:
+            optim.checkpoint_activations(lm.model)
+        self.forward = lm.model.base_model
+        if lm.run.opt.compile.enabled:
+            self.forward = compiled(lm.model.base_model, lm.run.opt.compile.mode)
+        batch = self.cfg.batch_size
+        self.epochs = [steps(trees, batch, epoch, seed) for epoch in range(self.cfg.epochs)]
         self.total = sum(map(len, self.epochs))
         self.done = 0
 
-    def resume(self, record: dict[str, Any], same: Callable[..., None]) -> dict[str, Any]:
-        """Take over the newest checkpoint, if there is one. Returns the state that was saved with
-        it.
+    def resume(self, record: dict[str, Any]) -> None:
+        """Take over the newest checkpoint, if there is one. Raises: ConfigError where it was made with
+        something other than `record`.
         """
-        saved = checkpoint.latest(self.folder / "checkpoints")
-        if saved is None:
-            return {}
-        same(saved.path, saved.state["made_with"], record)
-        self.updater.load(fsdp.restore(saved, dict(self.named), self.updater.fresh))
-        self.done = saved.step
-        return saved.state
+        saved = latest(self.folder / "checkpoints")
+        if saved is not None:
+            check_same(saved.path, saved.state["made_with"], record)
+            self.updater.load(fsdp.restore(saved, dict(self.named), self.updater.fresh))
+            self.done = saved.step
 
     def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint with all that the next step needs. Every rank calls it."""
@@ -318,82 +242,69 @@ class Finetuner:
             keep=self.run.checkpoint.keep,
         )
 
-    def train(self, seen: Callable[..., bool]) -> None:
-        """All steps that are left. Calls `seen(event, phases)` on every rank after each; it returns
-        True to end.
-        """
+    def steps_left(self) -> Iterator[list[Tree]]:
+        """Yield the prompts of each optimizer step that is left, of all ranks together."""
         flat = [trees for epoch in self.epochs for trees in epoch]
         for step in range(self.done, self.total):
-            started, phases = time.perf_counter(), Timer()
-            event = self.step(flat[step], step, phases)
-            self.done = step + 1
-            if seen(event | {"seconds": time.perf_counter() - started}, phases.seconds):
-                return
+            yield flat[step]
 
-    def step(self, trees: Sequence[Tree], step: int, phases: Timer) -> dict[str, float]:
-        """One optimizer step on `trees`: the mean loss over all of their completion tokens,
-        whatever the forwards.
+    def step(self, trees: Sequence[Tree], timer: Timer) -> dict[str, float]:
+        """Make one optimizer step: the mean loss over all completion tokens of `trees`, whatever the
+        forwards. Returns what goes into the log.
         """
-        context, settings = self.context, self.settings
-        device = context.device.device
+        cfg, context, device, step = self.cfg, self.context, self.lm.device, self.done
         tokens = sum(tree.targets for tree in trees)
         shares = [trees[rank :: context.world_size] for rank in range(context.world_size)]
+        pack_tokens = cfg.pack_tokens if cfg.packing else None
 
         def attempt(rows: int) -> float:
             self.updater.clear()
             total = torch.zeros((), dtype=torch.float64, device=device)
-            every = [
-                micro_batches(share, rows, settings.pack_tokens if settings.packing else None)
-                for share in shares
-            ]
+            every = [micro_batches(share, rows, pack_tokens) for share in shares]
             for batch in every[context.rank]:
-                losses = token_losses(
-                    self.forward, self.model, lay(batch, device), self.numbers.compute
-                )
+                laid = lay(batch, device)
+                losses = token_losses(self.forward, self.model, laid, self.lm.precision.compute)
                 loss = losses.sum() / tokens
                 self.updater.scaler.scale(loss).backward()
                 total += loss.detach()
             if fsdp.of(self.model):
-                logprobs.keep_step(
-                    self.model, max(map(len, every)) - len(every[context.rank]), device
-                )
+                missing = max(map(len, every)) - len(every[context.rank])
+                logprobs.match_backward_passes(self.model, missing, device)
             return total.item()
 
-        with phases("train"):
-            self.model.train(
-                self.run.opt.checkpointing.enabled
-            )  # a checkpointed block wants training mode
-            loss, self.rows = hardware.halving(
-                attempt, self.rows, fsdp.floor(self.model, self.rows, 1), key="algo.batch_rows"
-            )
-        with phases("exchange"):
+        with timer("train"):
+            self.model.train(self.recomputed)  # a checkpointed block wants training mode
+            loss = self.limit.run(attempt)
+        with timer("exchange"):
             optim.sum_gradients(self.updater.parameters)
-            loss = context.sum(torch.tensor([loss], dtype=torch.float64, device=device)).item()
-        with phases("update"):
-            warm = max(1, math.ceil(settings.warmup * self.total))
-            factor = min(1.0, (step + 1) / warm) * settings.lr_schedule.factor(step, self.total)
-            seen = self.updater.step(settings.lr * factor, loss)
-        if (what := self.guards.not_finite(seen)) is not None:
-            self.unusual(what, self._offending(shares[context.rank]))
-        elif (trouble := self.guards.trouble(seen)) is not None:
-            raise RunStopped(f"fine-tuning step {step + 1}: {trouble}", EXIT_NUMBERS)
-        return seen | {"trained_tokens": tokens, "epoch": (step + 1) / self.total * settings.epochs}
+            summed = torch.tensor([loss], dtype=torch.float64, device=device)
+            loss = context.sum(summed).item()
+        with timer("update"):
+            warm = max(1, math.ceil(cfg.warmup * self.total))
+            factor = min(1.0, (step + 1) / warm) * cfg.lr_schedule.factor(step, self.total)
+            numbers = self.updater.step(cfg.lr * factor, loss)
+        self.done = step + 1
+        return numbers | {
+            "trained_tokens": tokens,
+            "epoch": self.done / self.total * cfg.epochs,
+        }
 
     @torch.no_grad()
-    def _offending(self, trees: Sequence[Tree]) -> list[Tree]:
-        """Those whose loss is not finite; all of them where only their gradient is not."""
-        device, dtype = self.context.device.device, self.numbers.compute
-        with fsdp.forwards(self.model):
+    def offending(self, trees: Sequence[Tree]) -> list[Tree]:
+        """Return those of this rank's share of `trees` whose loss is not finite; all of them where only
+        their gradient is not.
+        """
+        device, dtype, model = self.lm.device, self.lm.precision.compute, self.model
+        mine = trees[self.context.rank :: self.context.world_size]
+        with fsdp.forwards(model):
             alone = [
-                token_losses(self.model.base_model, self.model, lay([[tree]], device), dtype)
-                for tree in trees
+                token_losses(model.base_model, model, lay([[tree]], device), dtype) for tree in mine
             ]
-        return [
-            tree for tree, loss in zip(trees, alone, strict=True) if not torch.isfinite(loss).all()
-        ] or list(trees)
+        pairs = zip(mine, alone, strict=True)
+        return [tree for tree, loss in pairs if not torch.isfinite(loss).all()] or list(mine)
 
     def finish(self) -> Any:
-        """The plain model after training. With LoRA the adapter is written to FOLDER/adapter and
+        """Return the plain model after training. With LoRA the adapter is written to FOLDER/adapter and
         merged.
         """
         if self.lora is None:

@@ -11,24 +11,21 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from common import hardware, nonfinite, resume
-from common.config import ConfigError, Run
+from common.config import ConfigError
 from common.distributed import fsdp
-from common.distributed.context import Context
 from common.files import write_text
+from common.lm import LM
 from common.model.prompts import encode_prompts
-from common.sampling.engine import Completions
-from common.sampling.native import Sampler
-from common.tasks import Example, Task
-from common.tasks.scoring import Pending, Scorer
+from common.sampling.engine import Completions, Requests
+from common.tasks import Example
+from common.tasks.scoring import Pending
 from common.timer import Timer
 from rft.config import RftConfig
+from rft.made_with import check_same
 
 log = logging.getLogger("clutch")
 
@@ -98,29 +95,6 @@ def _chunks(
         together = tuple(examples[start : start + settings.prompts_per_batch])
         for offset in range(0, count, settings.chunk_size):
             yield Chunk(name, together, first + offset, min(settings.chunk_size, count - offset))
-
-
-def made_with(run: Run, iteration: int) -> dict[str, Any]:
-    """The settings that the samples of an iteration depend on."""
-    settings: RftConfig = run.algo
-    keys = (
-        "prompts",
-        "samples_per_prompt",
-        "second_round_samples",
-        "hint_samples",
-        "prompts_per_batch",
-        "chunk_size",
-    )
-    return {
-        "iteration": iteration,
-        "seed": run.seed,
-        "model": asdict(run.model),
-        "task": run.task,
-        "algo": (
-            {key: getattr(settings, key) for key in (*keys, "validation_prompts")}
-            | {"sampling": asdict(settings.sampling), "select.accept": settings.select.accept}
-        ),
-    }
 
 
 class Store:
@@ -194,16 +168,6 @@ def _line(value: dict[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False) + "\n"
 
 
-def check_same(path: Path, saved: dict[str, Any], given: dict[str, Any]) -> None:
-    """Raise ConfigError where what `path` was made with differs from what is given now."""
-    differing = resume.differences(saved, json.loads(json.dumps(given)))
-    if differing:
-        raise ConfigError(
-            f"{path} was made with other settings: {'; '.join(differing)}. "
-            "Give the same ones, or start anew with another hydra.run.dir."
-        )
-
-
 def shard_path(folder: Path, index: int, of: int) -> Path:
     """The samples of shard `index` (from 1) of `of`."""
     return folder / f"samples-{index}-of-{of}.jsonl"
@@ -259,158 +223,114 @@ class _Made:
     seconds: float  # of sampling
 
 
-class Generator:
-    """Fills a store. Each rank samples a chunk at a time; rank 0 writes; all of them hold all
-    samples.
+@dataclass(frozen=True)
+class Wave:
+    """The samples of a chunk per rank.
+
+    Attributes: records: of all ranks; offending: this rank's samples whose rewards or logits are not
+    finite, None where no rank has any; sampling: seconds of sampling; started: when it began (of
+    perf_counter); timer: seconds by phase.
     """
 
-    def __init__(
-        self, run: Run, context: Context, task: Task, tokenizer: Any, scorer: Scorer, rows: int
-    ) -> None:
-        self.run, self.context, self.task, self.tokenizer, self.scorer = (
-            run,
-            context,
-            task,
-            tokenizer,
-            scorer,
-        )
-        self.settings: RftConfig = run.algo
-        self.rows = rows
+    records: list[Record]
+    offending: list[dict[str, Any]] | None
+    sampling: float
+    started: float
+    timer: Timer
 
-    def fill(
-        self,
-        store: Store,
-        examples: Sequence[Example],
-        sampler: Sampler,
-        iteration: int,
-        begin: Callable[[str, int], None],
-        seen: Callable[[list[Record], float, float, dict[str, float]], bool],
-        unusual: Callable[[list[dict[str, Any]]], None],
-    ) -> None:
-        """Make all that is missing, a chunk a rank at a time.
 
-        Args: begin: called before each round with its name and the number of samples to come. seen:
-        called on every rank after each wave of chunks with their samples, the seconds of sampling,
-        all seconds since the last call, and those by phase; it may raise to stop the run, or return
-        True to end the sampling after the wave that is under way. unusual: called on every rank
-        with its samples of a wave whose rewards or logits are not finite, where any rank has some;
-        it may raise.
+class Generator:
+    """Fills a store. Each rank samples a chunk at a time; rank 0 writes; all of them hold all samples."""
+
+    def __init__(self, lm: LM, store: Store, iteration: int) -> None:
+        self.lm, self.store, self.iteration = lm, store, iteration
+        self.cfg: RftConfig = lm.run.algo
+
+    def waves(self, todo: Sequence[Chunk], enough: Callable[[], bool]) -> Iterator[Wave]:
+        """Make `todo`, a chunk per rank at a time. Yields on every rank after each wave of chunks, whose
+        samples are to be added to the store.
+
+        The rewards of a wave are computed, in a pool of workers, while the next one is sampled.
+        Args: enough: asked after each wave; True ends the sampling after the wave that is under way.
         """
-        context, size = self.context, self.context.world_size
-        sampler.rows, waves = self.rows, 0
-        while todo := missing(examples, store.held, self.settings):
-            store.drop(todo)
-            begin(todo[0].round, sum(len(chunk.keys()) for chunk in todo))
-            last: _Made | None = None
-            ending = False
-            started, phases = time.perf_counter(), Timer()
-            for start in range(0, len(todo) + size, size):
-                # The rewards of a wave are computed, in a pool of workers, while the next one is
-                # sampled.
-                was_ending = ending
-                mine = (
-                    todo[start + context.rank]
-                    if start + context.rank < len(todo) and not ending
-                    else None
-                )
-                with fsdp.forwards(sampler.model):
-                    made = self._sample(mine, sampler, iteration, phases) if mine else None
-                if start > 0:
-                    with phases("reward"):
-                        records, offending = self._records(last) if last else ([], [])
-                    with phases("exchange"):
-                        parts = context.gather_objects(
-                            (records, last.seconds if last else 0.0, bool(offending))
-                        )
-                    fresh = [record for part, _, _ in parts for record in part]
-                    if any(bad for _, _, bad in parts):
-                        unusual(offending)
-                    with phases("write"):
-                        store.add(fresh)
-                    sampling = max(seconds for _, seconds, _ in parts)
-                    ending |= seen(fresh, sampling, time.perf_counter() - started, phases.seconds)
-                    started, phases = time.perf_counter(), Timer()
-                    waves += 1
-                    if waves % self.settings.empty_cache_every == 0 and torch.cuda.is_available():
-                        torch.cuda.empty_cache()
-                if was_ending:
-                    break
-                last = made
-            if ending:
+        context, size, lm = self.lm.context, self.lm.context.world_size, self.lm
+        self.store.drop(todo)
+        last: _Made | None = None
+        ending = False
+        started, timer = time.perf_counter(), Timer()
+        for start in range(0, len(todo) + size, size):
+            was_ending, place = ending, start + context.rank
+            mine = todo[place] if place < len(todo) and not ending else None
+            with fsdp.forwards(lm.model):
+                made = self._sample(mine, timer) if mine else None
+            if start > 0:
+                with timer("reward"):
+                    records, offending = self._records(last) if last else ([], [])
+                with timer("exchange"):
+                    seconds = last.seconds if last else 0.0
+                    parts = context.gather_objects((records, seconds, bool(offending)))
+                fresh = [record for part, _, _ in parts for record in part]
+                broken = any(bad for _, _, bad in parts)
+                seconds = max(seconds for _, seconds, _ in parts)
+                yield Wave(fresh, offending if broken else None, seconds, started, timer)
+                ending |= enough()
+                started, timer = time.perf_counter(), Timer()
+            if was_ending:
                 break
-        self.rows = sampler.rows
+            last = made
 
-    def _sample(self, chunk: Chunk, sampler: Sampler, iteration: int, phases: Timer) -> _Made:
-        ask = self.task.hint if chunk.round == "hint" else self.task.prompt  # type: ignore[attr-defined]
-        prompts = encode_prompts(self.tokenizer, [ask(example) for example in chunk.examples])
-
-        def sample(rows: int) -> Completions:
-            sampler.rows = rows
-            return sampler.generate(
-                prompts,
-                self.settings.sampling,
-                samples_per_prompt=chunk.count,
-                first_sample=chunk.first,
-                seed=self.run.seed,
-                draw=iteration,
-                prompt_ids=[example.id for example in chunk.examples],
-                logprobs=True,
-            )
-
+    def _sample(self, chunk: Chunk, timer: Timer) -> _Made:
+        lm, task = self.lm, self.lm.task
+        ask = task.hint if chunk.round == "hint" else task.prompt  # type: ignore[attr-defined]
+        requests = Requests(
+            prompts=encode_prompts(lm.tokenizer, [ask(example) for example in chunk.examples]),
+            ids=[example.id for example in chunk.examples],
+            samples=chunk.count,
+            first_sample=chunk.first,
+            seed=lm.run.seed,
+            draw=self.iteration,
+            logprobs=True,
+        )
         started = time.perf_counter()
-        with phases("rollout"):
-            made, self.rows = hardware.halving(
-                sample, self.rows, fsdp.floor(sampler.model, self.rows, 1)
-            )
-            texts = made.texts(self.tokenizer)
+        with timer("rollout"):
+            made = lm.generate(requests)
+            texts = made.texts(lm.tokenizer)
         seconds = time.perf_counter() - started
         repeated = [example for example in chunk.examples for _ in range(chunk.count)]
-        with phases("reward"):
-            return _Made(chunk, made, texts, self.scorer.submit(repeated, texts), seconds)
+        with timer("reward"):
+            return _Made(chunk, made, texts, lm.scorer.submit(repeated, texts), seconds)
 
     def _records(self, made: _Made) -> tuple[list[Record], list[dict[str, Any]]]:
-        """The samples, and those whose reward or logits are not finite, which count as wrong."""
-        scored, completions = made.pending.result(), made.completions
+        """Return the samples, and those whose reward or logits are not finite, which count as wrong."""
+        task, rewards, completions = self.lm.task, made.pending.result().rewards, made.completions
         assert completions.logprobs is not None
         lengths = completions.lengths.tolist()
-        entropy = (
-            -completions.logprobs.sum(1) / completions.lengths
-        ).tolist()  # estimated from what was drawn
-        answer = getattr(self.task, "answer", lambda text: None)
-        path_key = getattr(self.task, "path_key", lambda text: "")
+        # Estimated from what was drawn.
+        entropy = (-completions.logprobs.sum(1) / completions.lengths).tolist()
+        answer = getattr(task, "answer", lambda text: None)
+        path_key = getattr(task, "path_key", lambda text: "")
         by_id = {example.id: example for example in made.chunk.examples}
         records: list[Record] = []
         offending: list[dict[str, Any]] = []
-        broken = completions.broken.tolist()
+        broken, finished = completions.broken.tolist(), completions.finished.tolist()
         for row, (prompt, sample) in enumerate(made.chunk.keys()):
-            example, text, finished = (
-                by_id[prompt],
-                made.texts[row],
-                bool(completions.finished[row]),
-            )
-            reward = scored.rewards[row]
-            if sound := math.isfinite(reward) and not broken[row]:
-                accepted = self.settings.select.accepts(reward, finished)
-            else:
-                accepted = False
-                offending.append(
-                    {
-                        "sample": sample,
-                        **nonfinite.row(self.task, example, text, reward, broken[row]),
-                    }
-                )
+            text, reward = made.texts[row], rewards[row]
+            sound = math.isfinite(reward) and not broken[row]
+            if not sound:
+                found = self.lm.offending_row(by_id[prompt], text, reward, broken[row])
+                offending.append({"sample": sample, **found})
             records.append(
                 {
                     "prompt": prompt,
                     "sample": sample,
                     "round": made.chunk.round,
-                    "question": example.question,
-                    "answer": example.answer,
+                    "question": by_id[prompt].question,
+                    "answer": by_id[prompt].answer,
                     "completion": text,
                     "parsed": answer(text),
                     "reward": reward if sound else 0.0,
-                    "finished": finished,
-                    "accepted": accepted,
+                    "finished": finished[row],
+                    "accepted": sound and self.cfg.select.accepts(reward, finished[row]),
                     "path": path_key(text),
                     "entropy": round(entropy[row], 4) if math.isfinite(entropy[row]) else 0.0,
                     "tokens": completions.tokens[row, : lengths[row]].tolist(),

@@ -1,133 +1,84 @@
 """Before the first stage: how many rows fit the memory, and what will be done."""
 
-import logging
 import os
-from typing import Any
 
-import torch
-
-from common import hardware, loop
-from common.config import Run
+from common.budget import describe_length
 from common.distributed import fsdp
-from common.distributed.context import Context
-from common.model.memory import activation_bytes
-from common.precision import Precision
-from common.report import summary
-from common.sampling.native import Sampler
-from common.tasks import Task
+from common.lm import LM, fit
+from common.model.memory import StateMemory, activation_bytes
+from common.rows import RowLimit
+from common.tasks import task_name
 from rft.config import ENVIRONMENT, RftConfig
 from rft.prompts import Prompts
 
-log = logging.getLogger("clutch")
+# Completions in a training forward where algo.train_rows is null, before they are fitted to the memory.
+TRAIN_ROWS = {"cpu": 32, "cuda": 128}
 
 
-def fitted(
-    run: Run, context: Context, sampler: Sampler, longest: int, numbers: Precision
-) -> tuple[int, int, float]:
-    """Rows of a rollout forward and completions of a training forward that fit the memory, and
-    bytes in all.
-
-    Args: longest: tokens of the longest prompt.
-    """
-    settings: RftConfig = run.algo
-    model, tokens = sampler.model, settings.sampling.max_new_tokens
-    parameters = sum(p.numel() for p in model.parameters())
-    half = numbers.compute != torch.float32
-    trained = parameters if not settings.lora.rank else 0  # an adapter's share is small
-    copied = 0 if fsdp.of(model) else 2 * half * parameters
-    ranks = fsdp.share(model)
-    training_fixed = (
-        (4 * parameters + 12 * trained) / ranks + copied + fsdp.gathered_bytes(model, rollout=False)
+def fit_rows(lm: LM, prompts: Prompts) -> tuple[RowLimit, float]:
+    """Fit rollout and training rows to the memory. Returns those of training, and bytes in all."""
+    cfg: RftConfig = lm.run.algo
+    parameters, tokens = lm.parameters, cfg.sampling.max_new_tokens
+    limit = RowLimit(
+        "algo.train_rows",
+        cfg.train_rows or min(cfg.batch_size, TRAIN_ROWS[lm.device.type]),
+        fixed=fsdp.of(lm.model) is not None,
     )
-    sampling_fixed = 4 * parameters / ranks + copied + fsdp.gathered_bytes(model, rollout=True)
-    row_of_sampling = sampler.bytes_per_row(longest, tokens)
-    row_of_training = activation_bytes(
-        model, 1, longest, 1, tokens, numbers.compute, run.opt.checkpointing.enabled
-    )
-    share = (
-        context.world_size if context.device.device.type == "cpu" else 1
-    )  # ranks of a CPU share its memory
-    gb = context.device.memory_gb / share
-    rows = hardware.fit_rows(settings.micro_batch_rows, row_of_sampling, sampling_fixed, gb)
-    batch = hardware.fit_rows(settings.batch_rows, row_of_training, training_fixed, gb)
-    for key, asked, fits in (
-        ("micro_batch_rows", settings.micro_batch_rows, rows),
-        ("batch_rows", settings.batch_rows, batch),
-    ):
-        if fits < asked:
-            log.info("algo.%s=%d does not fit %.0f GB; going on with %d", key, asked, gb, fits)
-    chunk = settings.prompts_per_batch * settings.chunk_size
-    peak = max(
-        sampling_fixed + min(rows, chunk) * row_of_sampling,
-        training_fixed + batch * row_of_training,
-    )
-    return rows, batch, peak
+    lm.longest_prompt = prompts.longest
+    sampling = StateMemory.of_training(parameters, 0, half_copies=lm.half)
+    lm.fit_rollout(sampling)
+    trained = 0 if cfg.lora.rank else parameters  # an adapter's share is small
+    training = StateMemory.of_training(parameters, trained, half_copies=lm.half)
+    fixed = training.on_rank(lm.model, rollout=False)
+    recomputed, compute = lm.run.opt.checkpointing.enabled, lm.precision.compute
+    row = activation_bytes(lm.model, 1, prompts.longest, 1, tokens, compute, recomputed)
+    fit(limit, row, fixed, lm.context)
+    chunk = min(lm.engine.limit.rows, cfg.prompts_per_batch * cfg.chunk_size)
+    peak = max(lm.rollout_fixed + chunk * lm.rollout_row, fixed + limit.rows * row)
+    return limit, peak
 
 
-def plan(
-    run: Run,
-    context: Context,
-    task: Task,
-    model: Any,
-    prompts: Prompts,
-    numbers: Precision,
-    rows: int,
-    peak: float,
-) -> None:
-    """Print what will be done, with sizes. rows: of a rollout forward; peak: bytes."""
-    settings: RftConfig = run.algo
-    size = sum(p.numel() for p in model.parameters())
-    taken = len(prompts.of(1, settings.prompts))
-    trained = f"LoRA of rank {settings.lora.rank}" if settings.lora.rank else "all weights"
-    variables = []
+def plan(lm: LM, prompts: Prompts, limit: RowLimit, peak: float) -> dict[str, str]:
+    """Say what will be done, with sizes. peak: bytes."""
+    run, device, size = lm.run, lm.context.device, lm.parameters
+    cfg: RftConfig = run.algo
+    taken = len(prompts.of(1, cfg.prompts))
+    trained = f"LoRA of rank {cfg.lora.rank}" if cfg.lora.rank else "all weights"
+    stage = f"; stage {cfg.stage}" if cfg.stage != "all" else ""
+    shard = f", shard {cfg.shard}" if cfg.shard else ""
+    shared = fsdp.planned(lm.model, (4 if cfg.lora.rank else 16) * size)
+    skipped = f"; {lm.skipped_prompts} too long and left out" if lm.skipped_prompts else ""
+    lines = {
+        "algorithm": f"rft, {describe_length(run, cfg.iterations, 'iterations')}, from the"
+        f" {cfg.start_from} weights{stage}{shard}",
+        "task": f"{task_name(lm.task)}: {len(prompts.train):,} training prompts, {taken:,} per"
+        f" iteration; {len(prompts.validation)} for validation, {len(prompts.held_out)} held out{skipped}",
+        "overlap": prompts.overlap,
+        "model": f"{lm.name}, {size / 1e6:.2f}M parameters",
+        "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={run.hardware.name}",
+        "numbers": f"{lm.precision.name}{', GradScaler' if lm.precision.scaler else ''}, masters"
+        " float32",
+        "ranks": str(lm.context.world_size),
+        "generate": f"{cfg.samples_per_prompt} samples per prompt, {cfg.second_round_samples} more for"
+        f" unsolved ones, {cfg.hint_samples} with a hint; chunks of {cfg.prompts_per_batch} prompts x"
+        f" {cfg.chunk_size} samples, {lm.engine.limit.rows} rows per forward",
+        "select": f"reward from {cfg.select.accept:g}, up to {cfg.select.keep_per_prompt} ways per"
+        f" prompt, buffer {cfg.select.buffer}",
+        "fine-tune": f"{trained}, {cfg.epochs} epochs, lr {cfg.lr:g}, {cfg.batch_size} completions per"
+        f" step, {limit.rows} per forward{', packed' if cfg.packing else ''}",
+        "environment": ", ".join(describe_variables(cfg)),
+        "memory": f"about {peak / 2**30:.2f} GB per rank{shared}",
+        "folder": str(lm.context.out_dir),
+    }
+    return {key: value for key, value in lines.items() if value}
+
+
+def describe_variables(cfg: RftConfig) -> list[str]:
+    """Say which of the environment variables are set, and whether a setting overrides them."""
+    found = []
     for name, key in ENVIRONMENT.items():
         if given := os.environ.get(name):
-            counts = given == str(getattr(settings, key))
-            variables.append(
-                f"{name}={given}" + ("" if counts else f" (overridden: {getattr(settings, key)})")
-            )
-    lines = {
-        "algorithm": (
-            f"rft, {loop.length(run, settings.iterations, 'iterations')}, from the"
-            f" {settings.start_from} weights"
-            + (f"; stage {settings.stage}" if settings.stage != "all" else "")
-            + (f", shard {settings.shard}" if settings.shard else "")
-        ),
-        "task": (
-            f"{getattr(task, 'name', type(task).__name__)}: {len(prompts.train):,} training"
-            f" prompts, {taken:,} an iteration; {len(prompts.validation)} for validation,"
-            f" {len(prompts.held_out)} held out"
-        ),
-        "overlap": prompts.overlap,
-        "model": f"{run.model.path or run.model.name}, {size / 1e6:.2f}M parameters",
-        "device": (
-            f"{context.device.name}, {context.device.memory_gb:.0f} GB;"
-            f" hardware={run.hardware.name}"
-        ),
-        "numbers": f"{numbers.name}{', GradScaler' if numbers.scaler else ''}, masters float32",
-        "ranks": str(context.world_size),
-        "generate": (
-            f"{settings.samples_per_prompt} samples a prompt, {settings.second_round_samples} more"
-            f" for unsolved ones, {settings.hint_samples} with a hint; chunks of"
-            f" {settings.prompts_per_batch} prompts x {settings.chunk_size} samples, {rows} rows a"
-            " forward"
-        ),
-        "select": (
-            f"reward from {settings.select.accept:g}, up to {settings.select.keep_per_prompt} ways"
-            f" a prompt, buffer {settings.select.buffer}"
-        ),
-        "fine-tune": (
-            f"{trained}, {settings.epochs} epochs, lr {settings.lr:g}, {settings.batch_rows}"
-            " completions a forward x"
-            f" {settings.accumulate}{', packed' if settings.packing else ''}"
-        ),
-        "environment": ", ".join(variables),
-        "memory": (
-            f"about {peak / 2**30:.2f} GB a"
-            f" rank{fsdp.planned(model, (16 if not settings.lora.rank else 4) * size)}"
-        ),
-        "folder": str(context.out_dir),
-    }
-    summary.print_plan({key: value for key, value in lines.items() if value})
-    if not settings.shard:
-        summary.write_run(run, context.out_dir, context.device.name)
+            counts = key == "batch_size" or given == str(getattr(cfg, key))
+            overridden = "" if counts else f" (overridden: {getattr(cfg, key)})"
+            found.append(f"{name}={given}{overridden}")
+    return found

@@ -5,9 +5,10 @@ these.
 from dataclasses import dataclass
 from typing import Any
 
-from common import loop
-from common.config import ConfigError, Run
+from common.config import ConfigError
+from common.lm import LM
 from common.tasks import Example, Task
+from common.tasks.order import ExampleOrder, hold_out
 from rft.config import RftConfig
 
 
@@ -21,7 +22,7 @@ class Prompts:
     validation: list[Example]
     held_out: list[Example]
     overlap: str
-    order: loop.Order
+    order: ExampleOrder
     longest: int
 
     def of(self, iteration: int, count: int | None) -> list[Example]:
@@ -32,16 +33,15 @@ class Prompts:
         return list({e.id: e for e in self.order.take((iteration - 1) * count, count)}.values())
 
 
-def split(run: Run, task: Task, tokenizer: Any, context: int) -> Prompts:
-    """Training prompts without those of the test split and of validation, which is the first part
-    of their order.
+def split_prompts(lm: LM) -> Prompts:
+    """Split the task's prompts: training without those of the test split and of validation, which is the
+    first part of the training order.
 
-    Raises: ConfigError where nothing is left to train on, or a prompt does not fit the model's
-    `context` in tokens.
+    Raises: ConfigError where nothing is left to train on, or a prompt does not fit the context.
     """
-    settings: RftConfig = run.algo
-    everything = list(task.examples("test"))
-    examples = list(task.examples("train"))
+    cfg: RftConfig = lm.run.algo
+    task, seed = lm.task, lm.run.seed
+    everything, examples = list(task.examples("test")), list(task.examples("train"))
     train = without(task, examples, everything)
     # A task that reads both files may have left some out itself.
     overlap = len(examples) - len(train) + getattr(task, "overlap", 0)
@@ -50,39 +50,27 @@ def split(run: Run, task: Task, tokenizer: Any, context: int) -> Prompts:
             f"all {len(examples)} training prompts are evaluation prompts too, so none is left to"
             " train on. Give other training or test rows."
         )
-    count = settings.validation_prompts
+    count = cfg.validation_prompts
     if count >= len(train):
         raise ConfigError(
             f"algo.validation_prompts={count} leaves none of the {len(train)} training prompts to"
             " train on. Lower it."
         )
-    validation = loop.Order(train, run.seed).take(0, count)
+    validation = ExampleOrder(train, seed).take(0, count)
     train = without(task, train, validation)
-    held_out = loop.held_out(task, run)
-    tokens, splits = (
-        settings.sampling.max_new_tokens,
-        {
-            "train": (*train, *validation),
-            "test": held_out,
-        },
-    )
-    if settings.hint_samples:  # longer than the prompts
-        loop.longest_prompt(context, tokenizer, task.hint, {"train": train}, tokens)  # type: ignore[attr-defined]
-    return Prompts(
-        train,
-        validation,
-        held_out,
-        (
-            f"{overlap} training prompts are evaluation prompts too: left out"
-            if overlap
-            else (
-                f"none of {len(examples):,} training prompts is among the {len(everything):,}"
-                " evaluation prompts"
-            )
-        ),
-        loop.Order(train, run.seed),
-        loop.longest_prompt(context, tokenizer, task.prompt, splits, tokens),
-    )
+    held_out = hold_out(task, lm.run.evaluate.examples)
+    if cfg.hint_samples:  # longer than the prompts
+        train = lm.fit_prompts(task.hint, {"train": train})[0]["train"]  # type: ignore[attr-defined]
+    splits = {"train": [*train, *validation], "test": held_out}
+    splits, longest = lm.fit_prompts(task.prompt, splits)
+    kept = {example.id for example in splits["train"]}
+    train = [example for example in train if example.id in kept]
+    validation = [example for example in validation if example.id in kept]
+    told = f"none of {len(examples):,} training prompts is among the {len(everything):,} evaluation prompts"
+    if overlap:
+        told = f"{overlap} training prompts are evaluation prompts too: left out"
+    order = ExampleOrder(train, seed)
+    return Prompts(train, validation, splits["test"], told, order, longest)
 
 
 def without(task: Task, examples: list[Example], measured: list[Example]) -> list[Example]:

@@ -2,83 +2,155 @@
 
     python launch.py algo=rft
     python launch.py algo=rft algo.stage=generate algo.shard=2/8 hydra.run.dir=runs/mine
-    python launch.py algo=rft task=gsm8k task.path=data/gsm8k model=hf model.path=...
-    algo.lora.rank=16
+    python launch.py algo=rft task=gsm8k task.path=data/gsm8k model=hf model.path=... algo.lora.rank=16
 
-After STaR (arXiv:2203.14465), RFT (2308.01825) and ReST-EM (2312.06585). Departures: samples are
-resumed chunk by chunk; prompts that nothing solved get a second round; of each prompt a few
-distinct ways are kept, and they share the prompt's forward; prompts that are also evaluated on are
-never trained on.
+After STaR (arXiv:2203.14465), RFT (2308.01825) and ReST-EM (2312.06585). Departures: samples are resumed
+chunk by chunk; prompts that nothing solved get a second round; of each prompt a few distinct ways are
+kept, and they share the prompt's forward; prompts that are also evaluated on are never trained on.
 
-RUN/iteration-K holds samples-*.jsonl, selected.json, selected.jsonl, finetune.json, model/ and
-evaluation.json; iteration-0 is the base model. What is there is not made again, so a run that was
-killed goes on with resume=auto, and stages can be run one by one.
+What is in the run folder is not made again (rft/folder.py), so a run that was killed goes on with
+resume=auto, and stages can be run one by one.
 """
 
+import itertools
 import logging
-from contextlib import closing
 
+import torch
+
+from common import optim
+from common.budget import warn_if_overshot
 from common.config import ConfigError, Run
+from common.distributed import fsdp
 from common.distributed.context import Context
-from common.report import summary
-from common.report.tracker import closed_on_error
-from common.signals import StopSignal
-from common.tasks import Task, build
-from rft.config import RftConfig, check_switches
-from rft.stages import Stages
+from common.lm import LM
+from common.model.lora import check_lora
+from common.report import page, summary
+from common.session import Session
+from common.tasks import Task
+from rft.config import STAGES, RftConfig
+from rft.folder import RunFolder, Sizes
+from rft.journal import Journal
+from rft.plan import fit_rows, plan
+from rft.prompts import split_prompts
+from rft.stages import Work, choose, evaluate, finetune, generate
 
 log = logging.getLogger("clutch")
 
 
 def train(run: Run, context: Context, task: Task | None = None) -> summary.Result | None:
-    """Train a model on its own right answers. Every rank returns the same; rank 0 writes. One stage
-    alone returns None.
+    """Train a model on its own right answers. Every rank returns the same; rank 0 writes. One stage alone
+    returns None.
 
-    Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN or
-    infinity.
+    Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN or infinity.
     """
-    settings: RftConfig = run.algo
-    check_switches(run, settings)
-    task = task or build(run.task)
-    if settings.hint_samples and not hasattr(task, "hint"):
-        raise ConfigError(
-            f"algo.hint_samples={settings.hint_samples}: {type(task).__name__} has no method"
-            " `hint(example)`, a prompt that tells the answer. Set it to 0."
-        )
-    stages = Stages(run, context, task)
-    with (
-        closed_on_error(stages.tracker),
-        closing(stages.scorer),
-        StopSignal() as stages.stop,
-        summary.profiled(run, context) as stages.traced,
-    ):
-        if settings.stage != "all":
-            getattr(stages, settings.stage)(stages.under_way())
-            return stages.leave()
-        best, fallen = stages.evaluate(0), 0
-        for iteration in stages.iterations:
-            if (ended_by := stages.spent(iteration)) is not None:
+    cfg: RftConfig = run.algo
+    lm = LM(run, context, task)
+    with Session(run, context, lm, steps=None) as session:
+        work = prepare(session, lm)
+        session.listen()
+        if cfg.stage != "all":
+            stages = {"generate": generate, "select": choose, "finetune": finetune}
+            (stages | {"evaluate": evaluate})[cfg.stage](work, work.folder.under_way())
+            return leave(work)
+        best, fallen, ended_by = evaluate(work, 0), 0, None
+        for iteration in (
+            itertools.count(1) if cfg.iterations is None else range(1, cfg.iterations + 1)
+        ):
+            if (ended_by := work.journal.spent_before(iteration)) is not None:
                 break
-            stages.generate(iteration)
-            if not stages.select(iteration):
-                ended_by = stages.limit()
+            generate(work, iteration)  # samples of the model as it is
+            if not choose(work, iteration):  # the right ones, a few distinct ways of each prompt
+                ended_by = work.journal.budget().limit
                 break
-            stages.finetune(iteration)
-            last = stages.evaluate(iteration)
-            if not settings.validation_prompts or last["validation"] > best["validation"]:
+            finetune(work, iteration)  # maximise their likelihood
+            last = evaluate(work, iteration)
+            if not cfg.validation_prompts or last["validation"] > best["validation"]:
                 best, fallen = last, 0
             else:
                 fallen += 1
-            more = iteration != settings.iterations and stages.spent(iteration + 1) is None
-            if fallen == settings.patience and more:
+            more = iteration != cfg.iterations and work.journal.spent_before(iteration + 1) is None
+            if fallen == cfg.patience and more:
                 log.info(
                     "stopping after iteration %d: the validation %s was best after iteration %d",
                     iteration,
                     best["metric"],
                     best["iteration"],
                 )
-                ended_by = f"algo.patience={settings.patience}"
+                ended_by = f"algo.patience={cfg.patience}"
                 break
-        if ended_by is None and stages.was_cut(iteration):
-            ended_by = stages.limit()
-    return stages.finish(best["iteration"], ended_by)
+        if ended_by is None and work.folder.was_cut(iteration):
+            ended_by = work.journal.budget().limit
+        return finish(work, best["iteration"], ended_by)
+
+
+def prepare(session: Session, lm: LM) -> Work:
+    """Check what can be checked before hours of sampling, print the plan, open the log."""
+    run, cfg = session.run, session.run.algo
+    if cfg.hint_samples and not hasattr(lm.task, "hint"):
+        raise ConfigError(
+            f"algo.hint_samples={cfg.hint_samples}: {type(lm.task).__name__} has no method"
+            " `hint(example)`, a prompt that tells the answer. Set it to 0."
+        )
+    prompts = split_prompts(lm)
+    lm.held_out = prompts.held_out
+    folder = RunFolder(run, lm.context)
+    train_limit, peak = fit_rows(lm, prompts)
+    if lm.context.main:
+        summary.print_plan(plan(lm, prompts, train_limit, peak))
+        if not cfg.shard:
+            summary.write_run(run, lm.context.out_dir, lm.context.device.name)
+    optim.optimizer(cfg.optimizer, [torch.nn.Parameter(torch.zeros(1))], cfg.lr)
+    if cfg.lora.rank:
+        check_lora(lm.model, cfg.lora)
+    journal = Journal(session, folder)
+    return Work(lm, cfg, folder, journal, prompts, train_limit, Sizes(folder))
+
+
+def leave(work: Work) -> None:
+    """After one stage: say where things are, and what comes next."""
+    folder, stage = work.folder, work.cfg.stage
+    if work.journal.tracker:
+        work.journal.tracker.close()
+    if work.lm.context.main:
+        # Shards run side by side: python -m common.report when all are done.
+        if folder.written == folder.root:
+            page.write_or_warn(folder.root)
+        after = STAGES[(STAGES.index(stage) + 1) % len(STAGES)]
+        log.info("%s is done; %s. Next: algo.stage=%s", stage, folder.root, after)
+
+
+def finish(work: Work, best: int, ended_by: str | None) -> summary.Result:
+    """Write result, export and summary of the whole run, with the best iteration's model."""
+    lm, journal, folder = work.lm, work.journal, work.folder
+    first, last = folder.evaluation(0), folder.evaluation(best)
+    done = list(itertools.takewhile(folder.finished, itertools.count(1)))
+    samples = [record for k in done for record in folder.samples(k, work.prompts)]
+    used = journal.budget()
+    if lm.context.main:
+        warn_if_overshot(used.share, used.limit)
+        whose = (
+            f"of iteration {best}"
+            if best
+            else "the base: no iteration was better on the validation prompts"
+        )
+        log.info("the model is %s", whose)
+    state = {
+        "step": sum(folder.steps_made(k) for k in done),
+        "seconds": journal.seconds.total(),
+        # Shards are logged apart, and samples that nothing came of are in the log alone.
+        "generated": max(
+            sum(len(record["tokens"]) for record in samples), journal.used["generated_tokens"]
+        ),
+        "evaluations": max(len(samples), journal.used["reward_evaluations"]),
+        "skipped": journal.policy.skipped,
+    }
+    metrics = {"before": first["metrics"], "after": last["metrics"]}
+    result = summary.make_result(lm.run, lm.context, lm, state, metrics, ended_by)
+    result.iteration = best
+    work.load(best)
+    weights = fsdp.whole(lm.model)
+    if journal.tracker:
+        texts = first["completions"], last["completions"]
+        summary.finish_run(journal.tracker, result, lm, texts, weights)
+    lm.context.barrier()
+    return result

@@ -14,6 +14,7 @@ from common.config.schema import (
     EvaluateConfig,
     FsdpConfig,
     HardwareConfig,
+    LoraConfig,
     ModelConfig,
     NotFiniteConfig,
     OptConfig,

@@ -2,6 +2,7 @@
 torch.
 """
 
+import math
 import os
 from datetime import datetime
 from typing import Any
@@ -48,18 +49,24 @@ def rank0_only(text: str) -> str | None:
     return text if int(os.environ.get("RANK", "0")) == 0 else None
 
 
-def from_environment(name: str, default: int) -> int:
-    """The integer in an environment variable, or `default` where it is not set. Raises:
-    ConfigError.
+def from_environment(names: str, default: int | None) -> int | None:
+    """Return the product of the integers in environment variables, or `default` where none is set.
+
+    Args: names: joined by "*"; where only later ones are set, the first counts as `default`.
+    Raises: ConfigError for a value that is no number.
     """
-    text = os.environ.get(name, "")
-    if not text:
+    found: list[int | None] = []
+    for name in names.split("*"):
+        text = os.environ.get(name, "")
+        if text and not (text.isascii() and text.isdigit()):
+            raise ConfigError(
+                f"the environment variable {name}={text!r} is no number. Set it to one, or unset it."
+            )
+        found.append(int(text) if text else None)
+    if all(value is None for value in found):
         return default
-    if not text.isascii() or not text.isdigit():
-        raise ConfigError(
-            f"the environment variable {name}={text!r} is no number. Set it to one, or unset it."
-        )
-    return int(text)
+    first = default if found[0] is None else found[0]
+    return math.prod([first or 1, *(value for value in found[1:] if value is not None)])
 
 
 def without_budget(value: Any, *, _root_: DictConfig) -> Any:

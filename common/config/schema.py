@@ -235,6 +235,19 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (arXiv:2106.09685); rank 0 = all weights are trained."""
+
+    rank: int
+    alpha: int
+    targets: str
+
+    def __post_init__(self) -> None:
+        at_least("algo.lora.rank", self.rank, 0)
+        above("algo.lora.alpha", self.alpha, 0)
+
+
+@dataclass(kw_only=True)
 class PeakConfig:
     """Dense peak rates in TFLOP/s; null where the device has no such unit."""
 

@@ -1,0 +1,251 @@
+"""What lies in the run folder of RFT: paths, what was made with which settings, what a kill left.
+
+RUN/iteration-K holds samples-*.jsonl, selected.json, selected.jsonl, finetune.json, model/ and
+evaluation.json; iteration-0 is the base model. What is there is not made again.
+"""
+
+import functools
+import itertools
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+from common import resume
+from common.config import ConfigError, Run
+from common.distributed.context import Context
+from common.files import problem, write_text
+from common.report.events import events
+from rft.config import RftConfig
+from rft.generate import Record, Store, merged, shard_counts, shard_path
+from rft.made_with import check_same, evaluated_with, finetuned_with, sampled_with
+from rft.prompts import Prompts
+
+log = logging.getLogger("clutch")
+
+
+class RunFolder:
+    """The run folder; every rank reads, rank 0 writes.
+
+    Attributes: written: where this run's log goes. Shards run side by side in one folder, so each has its
+    own.
+    """
+
+    def __init__(self, run: Run, context: Context) -> None:
+        self.run, self.context, self.root = run, context, context.out_dir
+        self.cfg: RftConfig = run.algo
+        index, of = self.cfg.part()
+        shard = f"shard-{index}-of-{of}" if self.cfg.shard else ""
+        self.written = self.root / shard
+        self.written.mkdir(exist_ok=True)
+        self._check()
+
+    def of(self, iteration: int) -> Path:
+        """Return the folder of an iteration, 0 = the base model."""
+        return self.root / f"iteration-{iteration}"
+
+    # --- what is done
+
+    def finished(self, iteration: int) -> bool:
+        """Return whether an iteration has its model. Raises: ConfigError where it was made with other
+        settings.
+        """
+        folder = self.of(iteration)
+        if not (folder / "model").is_dir():
+            return False
+        path = folder / "finetune.json"
+        if "made_with" not in (record := read_json(path)):
+            raise ConfigError(
+                f"{path} is missing or damaged beside {folder}/model. Remove {folder}/model to make"
+                " it again."
+            )
+        check_same(path, record["made_with"], finetuned_with(self.run))
+        return True
+
+    def sampling_cut(self, iteration: int) -> bool:
+        """Return whether the budget ended the sampling of an iteration."""
+        return (self.of(iteration) / "budget.json").exists()
+
+    def was_cut(self, iteration: int) -> bool:
+        """Return whether the budget ended the sampling or the fine-tuning of an iteration."""
+        tuned = read_json(self.of(iteration) / "finetune.json")
+        return self.sampling_cut(iteration) or tuned.get("cut", False)
+
+    def begun(self, iteration: int) -> bool:
+        """Return whether there are samples of an iteration."""
+        return bool(shard_counts(self.of(iteration)))
+
+    def under_way(self) -> int:
+        """Return the iteration that the stage asked for belongs to: the first without a model, or for
+        evaluate the last with one.
+        """
+        done = 0
+        while self.finished(done + 1):
+            done += 1
+        return done if self.cfg.stage == "evaluate" else done + 1
+
+    def steps_made(self, iteration: int) -> int:
+        """Return the optimizer steps of an iteration."""
+        return read_json(self.of(iteration) / "finetune.json")["steps"]
+
+    def evaluation(self, iteration: int) -> dict[str, Any]:
+        """Return the evaluation of an iteration, empty where there is none."""
+        return read_json(self.of(iteration) / "evaluation.json")
+
+    def evaluated(self, iteration: int, prompts: Prompts) -> dict[str, Any] | None:
+        """Return the evaluation of an iteration if it was made with these settings."""
+        saved = self.evaluation(iteration)
+        made = json.loads(json.dumps(evaluated_with(self.run, prompts)))
+        return saved if saved.get("made_with") == made else None
+
+    # --- samples
+
+    def samples(self, iteration: int, prompts: Prompts) -> list[Record]:
+        """Return all samples of an iteration. Raises: ConfigError where some are missing."""
+        mine = prompts.of(iteration, self.cfg.prompts)
+        header = sampled_with(self.run, iteration)
+        whole = not self.sampling_cut(iteration)
+        return merged(self.of(iteration), mine, header, self.cfg, whole=whole)
+
+    def open_store(self, iteration: int, found: list[dict[str, Any]]) -> Store:
+        """Open the samples of this run's shard; rank 0 mends the file before the others read it.
+
+        Samples of a wave whose event a kill prevented are dropped: both are made again, as in a run that
+        was not killed. Args: found: the events that stand.
+        """
+        path = shard_path(self.of(iteration), *self.cfg.part())
+        header = sampled_with(self.run, iteration)
+        store = Store(path, header, writes=True) if self.context.main else None
+        self.context.barrier()
+        store = store or Store(path, header, writes=False)
+        waves = [e for e in found if (e["stage"], e["iteration"]) == ("generate", iteration)]
+        logged = waves[-1].get("samples") if waves else 0
+        cfg = self.cfg
+        wave = cfg.prompts_per_batch * cfg.chunk_size * self.context.world_size
+        # More than a wave comes from elsewhere, such as a file that was copied into this folder.
+        if self.continued and logged is not None and 0 < len(store.held) - logged <= wave:
+            store.keep(logged)
+        return store
+
+    # --- after a kill
+
+    def reopen(self) -> None:
+        """Take up an iteration that a smaller budget had cut short, as if it had not been cut."""
+        numbers = [
+            int(path.name.removeprefix("iteration-")) for path in self.root.glob("iteration-*")
+        ]
+        last, found = max(numbers, default=0), events(self.written / "metrics.jsonl")
+        tokens = max((event.get("generated_tokens", 0) for event in found), default=0)
+        seconds = sum(event.get("seconds", 0.0) for event in found)
+        if not last or not self.was_cut(last) or self.run.budget.nearest(tokens, seconds)[0] >= 1:
+            return
+        folder = self.of(last)
+        log.info("iteration %d goes on: the budget that cut it short is no longer spent", last)
+        for name in ("model", "adapter", "checkpoints"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        made = (
+            "finetune.json",
+            "evaluation.json",
+            "selected.json",
+            "selected.jsonl",
+            "budget.json",
+        )
+        for name in made:
+            (folder / name).unlink(missing_ok=True)
+
+    def logged_events(self) -> list[dict[str, Any]]:
+        """Return the events of an interrupted run, without those that will come again."""
+        path = self.written / "metrics.jsonl"
+        self.continued = path.exists()
+        steps_saved = functools.cache(self._steps_saved)
+
+        def redone(event: dict[str, Any]) -> bool:
+            """Whether it is a fine-tuning step that will be done again from a checkpoint before it."""
+            iteration = event["iteration"]
+            return (
+                event.get("stage") == "finetune"
+                and not self.finished(iteration)
+                and event["train_step"] > steps_saved(iteration)
+            )
+
+        found = list(itertools.takewhile(lambda event: not redone(event), events(path)))
+        while found and not self._came_to_be(found[-1]):
+            found.pop()
+        return found
+
+    def _came_to_be(self, event: dict[str, Any]) -> bool:
+        """Return whether what the last event tells of is there: a kill may have come between."""
+        iteration = event["iteration"]
+        folder, finished = self.of(iteration), self.finished(iteration)
+        if event["stage"] == "evaluate":
+            return (folder / "evaluation.json").exists()
+        if event["stage"] == "select" and not finished:
+            own = ("step", "stage", "iteration")
+            told = {key: value for key, value in event.items() if key not in own}
+            saved = read_json(folder / "selected.json")
+            return told == {key: value for key, value in saved.items() if key != "made_with"}
+        path = shard_path(folder, *self.cfg.part())
+        if event["stage"] == "generate" and path.exists() and not finished:
+            return path.read_bytes().count(b"\n") - 1 >= event.get("samples", 0)
+        return True
+
+    def _steps_saved(self, iteration: int) -> int:
+        """Return the fine-tuning steps in the checkpoint that an iteration goes on from."""
+        folders = (self.of(iteration) / "checkpoints").glob("step-????????")
+        sound = (path for path in folders if problem(path) is None)
+        return max((int(path.name.removeprefix("step-")) for path in sound), default=0)
+
+    def _check(self) -> None:
+        """Refuse to write over another run, or to look for one where there is none."""
+        cfg = self.cfg
+        resume.check_algorithm(self.run, self.root)
+        present = any(self.root.glob("iteration-*"))
+        if cfg.stage == "generate":
+            present = shard_path(self.of(self.under_way()), *cfg.part()).exists()
+        self.context.barrier()  # no rank looks after another has begun to write
+        if cfg.stage in ("select", "finetune", "evaluate"):
+            if not present and cfg.stage != "evaluate":
+                raise ConfigError(
+                    f"{self.root} holds no samples for algo.stage={cfg.stage}. Give the folder of"
+                    " algo.stage=generate: hydra.run.dir=FOLDER."
+                )
+        elif present and self.run.resume != "auto":
+            raise ConfigError(
+                f"{self.root} already holds a run. Use resume=auto to go on with it, or another"
+                " hydra.run.dir."
+            )
+
+
+class Sizes:
+    """Keeps the rows that held after memory ran out in FOLDER/sizes.json, across a restart."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.path, self.writes = folder.written / "sizes.json", folder.context.main
+        self.rows: dict[str, int] = read_json(self.path)
+
+    def lower(self, key: str, rows: int) -> int:
+        """Return the fewer of `rows` and what is kept under `key`."""
+        return min(rows, self.rows.get(key, rows))
+
+    def keep(self, key: str, rows: int) -> None:
+        """Remember rows that are fewer than before."""
+        if rows < self.rows.get(key, rows + 1):
+            self.rows[key] = rows
+            if self.writes:
+                write_json(self.path, self.rows)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write JSON, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read what `write_json` wrote; empty where there is no such file, or a damaged one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,108 @@
+"""The log of an RFT run, what it has used, and its budget; shared by all stages."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from common.budget import Budget
+from common.config import BudgetConfig
+from common.nonfinite import NonFinitePolicy
+from common.report.tracker import Tracker
+from common.session import Session
+from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
+from rft.folder import RunFolder, read_json, write_json
+
+
+class Journal:
+    """Events by stage, in steps of its own; every method is called on all ranks.
+
+    Attributes: used: tokens and rewards so far, as events have them; seconds: by iteration.
+    """
+
+    def __init__(self, session: Session, folder: RunFolder) -> None:
+        self.session, self.folder, self.context = session, folder, session.context
+        run, context = session.run, session.context
+        if context.main and run.algo.stage == "all":
+            folder.reopen()
+        context.barrier()
+        self.events = folder.logged_events()
+        context.barrier()  # no rank reads the log after rank 0 has begun to write it
+        self.step = len(self.events)
+        self.seconds: Counter[int] = Counter()
+        for event in self.events:
+            self.seconds[event["iteration"]] += event.get("seconds", 0.0)
+        counted = ("generated_tokens", "reward_evaluations")
+        self.used = {key: max((e.get(key, 0) for e in self.events), default=0) for key in counted}
+        skipped = max((event.get("skipped_steps", 0) for event in self.events), default=0)
+        self.policy = NonFinitePolicy(run, context, skipped)
+        self.tracker: Tracker | None = None
+        if context.main:
+            saved = folder.written / "tracker.json"
+            self.tracker = Tracker(run, folder.written, None, self.step, read_json(saved))
+            write_json(saved, self.tracker.state())
+        session.tracker = self.tracker
+
+    # --- events
+
+    def begin(self, what: str, total: int, done: int, unit: str) -> None:
+        """Begin a progress line."""
+        if self.tracker:
+            self.tracker.begin(what, total, done, unit)
+
+    def write(self, stage: str, iteration: int, **event: Any) -> None:
+        """Write an event that moves no progress line."""
+        self.step += 1
+        if self.tracker:
+            event = {"step": self.step, "stage": stage, "iteration": iteration, **event}
+            self.tracker.write(event)
+
+    def log(self, event: dict[str, Any], done: int, shown: str) -> None:
+        """Write an event of sampling or fine-tuning, and move the progress line."""
+        self.step += 1
+        self.seconds[event["iteration"]] += event["seconds"]
+        if self.tracker:
+            skipped = {"skipped_steps": self.policy.skipped}
+            self.tracker.log({"step": self.step, **event, **skipped}, done, shown)
+        self.session.trace()
+
+    def sync(self) -> None:
+        """Bring what is logged to the disk, before a file that tells that it is logged."""
+        if self.tracker:
+            self.tracker.sync()
+
+    def non_finite(self, what: str, rows: list[dict[str, Any]], advice: str = "") -> None:
+        """Keep the rows behind numbers that are not finite, in the step whose event comes next.
+
+        Raises: RunStopped where the policy says so.
+        """
+        if (trouble := self.policy.handle(self.step + 1, what, rows, advice)) is not None:
+            raise RunStopped(f"step {self.step + 1}: {trouble}", EXIT_NUMBERS)
+
+    # --- the end
+
+    def stop(self, iteration: int, stage: str) -> RunStopped:
+        """Return the end of a run by a signal."""
+        root = self.folder.root
+        return RunStopped(
+            f"stopped in iteration {iteration}, stage {stage}; what is done is in {root}. "
+            f"Go on with hydra.run.dir={root} resume=auto.",
+            EXIT_SIGNAL,
+        )
+
+    def budget(self, limits: BudgetConfig | None = None) -> Budget:
+        """Return what is used of the run's budget, or of other limits."""
+        tokens, seconds = self.used["generated_tokens"], self.seconds.total()
+        given = self.session.run.budget if limits is None else limits
+        return Budget(given, self.context, tokens, seconds, quiet=True)
+
+    def sampling_limits(self, iteration: int) -> BudgetConfig:
+        """Return the limits for the samples of an iteration: half of the seconds that were left."""
+        limits = self.session.run.budget
+        if limits.seconds is None:
+            return limits
+        before = self.seconds.total() - self.seconds[iteration]
+        return replace(limits, seconds=(before + limits.seconds) / 2)
+
+    def spent_before(self, iteration: int) -> str | None:
+        """Return the limit that leaves nothing for an iteration that has not begun; None = go on."""
+        return None if self.folder.begun(iteration) else self.budget().ended_by

@@ -1,0 +1,63 @@
+"""The settings that samples, models and evaluations depend on, kept beside each of them."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from common import resume
+from common.config import ConfigError, Run
+from rft.config import RftConfig
+from rft.prompts import Prompts
+
+
+def sampled_with(run: Run, iteration: int) -> dict[str, Any]:
+    """Return the settings that the samples of an iteration depend on."""
+    cfg: RftConfig = run.algo
+    rounds = ("samples_per_prompt", "second_round_samples", "hint_samples")
+    keys = ("prompts", *rounds, "prompts_per_batch", "chunk_size", "validation_prompts")
+    return {
+        "iteration": iteration,
+        "seed": run.seed,
+        "model": asdict(run.model),
+        "task": run.task,
+        "algo": {key: getattr(cfg, key) for key in keys}
+        | {"sampling": asdict(cfg.sampling), "select.accept": cfg.select.accept},
+    }
+
+
+def finetuned_with(run: Run) -> dict[str, Any]:
+    """Return the settings that a fine-tuned model depends on, beside its samples."""
+    cfg: RftConfig = run.algo
+    keys = ("start_from", "epochs", "batch_size", "packing", "pack_tokens", "lr", "warmup")
+    groups = ("select", "lr_schedule", "optimizer", "lora")
+    return {
+        "seed": run.seed,
+        "algo": {key: getattr(cfg, key) for key in (*keys, "grad_clip")}
+        | {key: asdict(getattr(cfg, key)) for key in groups},
+    }
+
+
+def evaluated_with(run: Run, prompts: Prompts) -> dict[str, Any]:
+    """Return the settings that an evaluation depends on, beside the model."""
+    cfg: RftConfig = run.algo
+    return {
+        "seed": run.seed,
+        "model": asdict(run.model),
+        "task": run.task,
+        "examples": len(prompts.held_out),
+        "validation_prompts": len(prompts.validation),
+        "pass_samples": cfg.pass_samples,
+        "accept": cfg.select.accept,
+        "sampling": asdict(cfg.sampling),
+    }
+
+
+def check_same(path: Path, saved: dict[str, Any], given: dict[str, Any]) -> None:
+    """Raise ConfigError where what `path` was made with differs from what is given now."""
+    differing = resume.differences(saved, json.loads(json.dumps(given)))
+    if differing:
+        raise ConfigError(
+            f"{path} was made with other settings: {'; '.join(differing)}. Give the same ones, or"
+            " start anew with another hydra.run.dir."
+        )
