@@ -13,7 +13,7 @@ run: .venv/ready
 	$(BIN)/python launch.py algo=eggroll hardware=a100_40g $(ARGS)
 
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: .venv/ready
 	$(BIN)/ruff format --check .

@@ -9,13 +9,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # two test processes with two threads each slow all of them
+# Before torch is imported: what a shell or a launcher has set is not what is tested.
+FOREIGN = (
+    *("CLUTCH_", "WANDB_", "SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_"),
+    *("A100_", "CHUNK_SIZE", "MICRO_BATCH_SIZE"),
+)
+for name in [name for name in os.environ if name.startswith(FOREIGN) and name != "SLURM_CONF"]:
+    del os.environ[name]
+# Threads do not survive a fork, and two test processes with two threads each slow all of them.
+os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+os.environ["CLUTCH_PLOTS"] = "0"  # half a second of each run; tests of what a run leaves draw them
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault(
-    "CLUTCH_PLOTS", "0"
-)  # half a second of each run; tests of what a run leaves draw them
 
 import pytest
 import torch
