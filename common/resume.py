@@ -29,14 +29,6 @@ FREE = (
     ),
     *("algo.steps", "algo.rows_per_forward", "algo.micro_batch_rows", "algo.ddp"),
     *("algo.loader.workers", "algo.loader.prefetch"),
-    *(
-        "algo.scaling",
-        "algo.scaling_mode",
-        "algo.scaling_steps",
-        "algo.scaling_warmup",
-        "algo.scaling_repeats",
-    ),
-    *("algo.predict", "algo.predict_times"),
 )
 
 

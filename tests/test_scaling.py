@@ -15,6 +15,11 @@ from common.config import ConfigError
 from ddp_bench import report, scaling
 from launch import compose, train
 
+SIZES = [
+    *("hardware=cpu", "task.rows=298", "task.test_rows=60", "algo.batch_rows=32"),
+    *("algo.model.size=32", "algo.model.feedforward=64", "algo.tokenizer.vocabulary=600"),
+]
+
 # Document 004: AG News, 120,000 rows, batches of 32, one GPU and four; then the larger model,
 # batches of 128.
 SMALL_ALONE = {
@@ -389,7 +394,7 @@ def test_figures(tmp_path):
 
 @pytest.mark.usefixtures("in_cache")
 def test_real_runs_are_read(warm, tmp_path):
-    settings = [setting for setting in TINY if "scaling" not in setting]
+    settings = ["algo=classify", *SIZES]
     for ranks in (1, 2):
         more = ["opt=[ddp]", f"opt.ddp.ranks={ranks}"] if ranks > 1 else []
         warm.call(train, compose([*settings, "algo.epochs=2", *more]), tmp_path / f"{ranks}")
@@ -410,14 +415,9 @@ def test_real_runs_are_read(warm, tmp_path):
 # --- the scaling run -------------------------------------------------------------------------------------------------
 
 TINY = [
-    *("algo=classify", "hardware=cpu", "task.rows=298", "task.test_rows=60", "algo.batch_rows=32"),
-    *("algo.model.size=32", "algo.model.feedforward=64", "algo.tokenizer.vocabulary=600"),
-    *(
-        "algo.scaling=[1,2]",
-        "algo.scaling_steps=4",
-        "algo.scaling_warmup=1",
-        "algo.scaling_repeats=1",
-    ),
+    "algo=scaling",
+    *SIZES,
+    *("algo.ranks=[1,2]", "algo.steps=4", "algo.warmup_steps=1", "algo.repeats=1"),
 ]
 
 
@@ -458,24 +458,25 @@ def test_a_scaling_run(launch: Launch, tmp_path, monkeypatch):
 
 
 MISTAKES = {
-    "algo.scaling=[2,4]": (
-        "algo.scaling=[2, 4] must be numbers of ranks that begin with 1, what speed-up is told"
-        " against, and grow. Use for example algo.scaling=[1,2,4]."
+    "algo=scaling algo.ranks=[2,4]": (
+        "algo.ranks=[2, 4] must be numbers of ranks that begin with 1, what speed-up is told"
+        " against, and grow. Use for example algo.ranks=[1,2,4]."
     ),
-    "algo.scaling=[1,2] algo.scaling_mode=stong": (
-        "algo.scaling_mode='stong' is not a choice. Did you mean 'strong'? "
-        "Choices: strong, weak, both."
+    "algo=scaling algo.mode=stong": (
+        "algo.mode='stong' is not a choice. Did you mean 'strong'? Choices: strong, weak, both."
     ),
-    "algo.scaling=[1,2] algo.scaling_steps=0": (
-        "algo.scaling_steps=0 is too small. Give a value of at least 1."
+    "algo=scaling algo.steps=0": "algo.steps=0 is too small. Give a value of at least 1.",
+    "algo=classify algo.scaling_steps=5": (
+        "algo.scaling_steps is now algo.steps, with algo=scaling or algo=predict."
     ),
-    "algo.scaling_steps=5": (
-        "algo.scaling_steps has no effect without algo.scaling. Add for example"
-        " 'algo.scaling=[1,2]'."
+    "algo=classify algo.scaling=[1,2]": "algo.scaling is now algo=scaling 'algo.ranks=[1,2,4]'.",
+    "algo=scaling algo.epochs=2": (
+        "algo.epochs has no effect with algo=scaling: it measures steps and keeps no model. Leave"
+        " it out."
     ),
-    "algo.scaling=[1,2] algo.epochs=2": (
-        "algo.epochs has no effect with algo.scaling, which measures steps and keeps no "
-        "model. Leave it out."
+    "algo=scaling tracker=wandb": (
+        "tracker has no effect with algo=scaling: it measures steps and keeps no model. Leave it"
+        " out."
     ),
 }
 
@@ -483,13 +484,13 @@ MISTAKES = {
 @pytest.mark.parametrize("arguments", MISTAKES)
 def test_mistakes_are_worded(arguments):
     with pytest.raises(ConfigError) as caught:
-        compose(["algo=classify", *arguments.split()])
+        compose(arguments.split())
     assert str(caught.value) == MISTAKES[arguments]
 
 
 def test_mistakes_that_a_run_finds(tmp_path, monkeypatch):
     with pytest.raises(
-        ConfigError, match=r"opt\.ddp\.ranks=2 has no effect with algo\.scaling=\[1, 2\]"
+        ConfigError, match=r"opt\.ddp\.ranks=2 has no effect with algo\.ranks=\[1, 2\]"
     ):
         train(compose([*TINY, "opt=[ddp]", "opt.ddp.ranks=2"]), tmp_path)
     with pytest.raises(
