@@ -8,7 +8,7 @@ Tells, for each algorithm, what ranks send each other a step, how long a step ta
 stops scaling, the memory of a device, and the largest model that fits. Nothing is run: sizes are
 those of the model's own config, built without storage; computing and link cost what
 ddp_bench/predict.py says of a device that is not there. A guess, to tell algorithms and sizes of
-cluster apart. algo.predict measures what is here.
+cluster apart. algo=predict measures what is here.
 
 A step of all four has the same `rows`: completions that are sampled and learnt from, or for
 classify texts. What a rank does:

@@ -1,4 +1,4 @@
-"""Names, types and checks of conf/algo/classify.yaml."""
+"""Names, types and checks of conf/algo/{classify,scaling,predict}.yaml."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -93,6 +93,10 @@ class WrapperConfig:
                 no_effect("algo/classify.yaml", f"algo.ddp.{key}", getattr(self, key), other)
 
 
+# What belongs to training, and means nothing where steps are measured or predicted.
+_OF_TRAINING = ("algo.epochs", "algo.patience", "resume", "checkpoint", "tracker")
+
+
 @dataclass(kw_only=True)
 class ClassifyConfig:
     """Settings of classify; what each does stands beside its value in conf/algo/classify.yaml."""
@@ -106,9 +110,26 @@ class ClassifyConfig:
     }
     # Settings that a run that is resumed may change.
     RESUME_MAY_CHANGE: ClassVar = ("train_rows", "ddp", "loader.workers", "loader.prefetch")
+    TASKS: ClassVar[tuple[str, str]] = ("class", "ddp_bench.tasks.")
+    NO_EFFECT: ClassVar[dict[str, str]] = {
+        "model": "the sizes are algo.model.*",
+        "scoring": "there are no rewards",
+        "evaluate": "it evaluates after each epoch",
+        "budget": "it generates nothing, and algo.epochs ends it",
+    }
+    NO_EFFECT_WITH_TASK: ClassVar[dict[str, dict[str, str]]] = {
+        "ddp_bench.tasks.Trajectories": {"algo.tokenizer": "task=trajectories, which has no texts"}
+    }
     RENAMED: ClassVar[dict[str, str | None]] = {
         "batch_rows": "algo.batch_size",
         "micro_batch_rows": "algo.train_rows",
+        "scaling": "algo=scaling 'algo.ranks=[1,2,4]'",
+        "scaling_mode": "algo.mode, with algo=scaling or algo=predict",
+        "scaling_steps": "algo.steps, with algo=scaling or algo=predict",
+        "scaling_warmup": "algo.warmup_steps, with algo=scaling or algo=predict",
+        "scaling_repeats": "algo.repeats, with algo=scaling or algo=predict",
+        "predict": "algo=predict 'algo.ranks=[2,4,8]'",
+        "predict_times": "'algo.times={1: 5.2, 4: 11.3}', with algo=predict",
     }
 
     name: str
@@ -127,13 +148,6 @@ class ClassifyConfig:
     tokenizer: TokenizerConfig
     loader: LoaderConfig
     ddp: WrapperConfig
-    scaling: list[int] | None
-    scaling_mode: str
-    scaling_steps: int
-    scaling_warmup: int
-    scaling_repeats: int
-    predict: list[int] | None
-    predict_times: dict[int, float]
 
     def __post_init__(self) -> None:
         for key in ("epochs", "batch_size", "train_rows"):
@@ -155,63 +169,85 @@ class ClassifyConfig:
                     " there is nothing to tell by when to stop. Set a share, for example 0.1, or"
                     " algo.patience=null."
                 )
-        choice("algo.scaling_mode", self.scaling_mode, ("strong", "weak", "both"))
-        for key, minimum in (("steps", 1), ("warmup", 0), ("repeats", 1)):
-            at_least(f"algo.scaling_{key}", getattr(self, f"scaling_{key}"), minimum)
-        if self.scaling is not None:
-            ranks = self.scaling
-            if len(ranks) < 2 or ranks[0] != 1 or sorted(set(ranks)) != ranks:
-                raise ConfigError(
-                    f"algo.scaling={ranks} must be numbers of ranks that begin with 1, what"
-                    " speed-up is told against, and grow. Use for example algo.scaling=[1,2,4]."
-                )
-        if self.predict is not None:
-            ranks = self.predict
-            if not ranks or ranks[0] < 2 or sorted(set(ranks)) != ranks:
-                raise ConfigError(
-                    f"algo.predict={ranks} must be numbers of ranks from 2 on, and grow; one rank"
-                    " is always told. Use for example algo.predict=[2,4,8]."
-                )
-            if self.scaling is not None:
-                raise ConfigError(
-                    f"algo.scaling={self.scaling} measures and algo.predict={ranks} predicts. Give"
-                    " one of them, and the other in a run of its own; ddp_bench.report puts them"
-                    " side by side."
-                )
-        self._check_times()
 
     def check_run(self, run: Run) -> None:
         """Raise ConfigError for a switch that has no effect with these settings."""
         if run.opt.offload.enabled:
             raise ConfigError(
-                "opt=offload has no effect with algo=classify: there is no reference model. Leave it"
+                f"opt=offload has no effect with algo={run.algo.name}: there is no reference model. Leave it"
                 " out."
             )
 
-    def _check_times(self) -> None:
-        if not self.predict_times:
-            return
-        if self.predict is None:
+
+@dataclass(kw_only=True)
+class ScalingConfig(ClassifyConfig):
+    """Settings of scaling, which measures steps of classify with several numbers of ranks."""
+
+    STARTS_RANKS: ClassVar[str] = "ddp_bench.scaling:scale"
+    NO_EFFECT: ClassVar[dict[str, str]] = (
+        ClassifyConfig.NO_EFFECT
+        | {key: "it measures steps and keeps no model" for key in _OF_TRAINING}
+        | {"budget": "algo.steps ends it"}
+    )
+
+    ranks: list[int]
+    mode: str
+    steps: int
+    warmup_steps: int
+    repeats: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        choice("algo.mode", self.mode, ("strong", "weak", "both"))
+        for key, minimum in (("steps", 1), ("warmup_steps", 0), ("repeats", 1)):
+            at_least(f"algo.{key}", getattr(self, key), minimum)
+        self.check_ranks()
+
+    def check_ranks(self) -> None:
+        """Raise ConfigError unless the numbers of ranks begin with 1 and grow."""
+        if len(self.ranks) < 2 or self.ranks[0] != 1 or sorted(set(self.ranks)) != self.ranks:
             raise ConfigError(
-                "algo.predict_times has no effect without algo.predict. Add for example"
-                " algo.predict=[4]."
+                f"algo.ranks={self.ranks} must be numbers of ranks that begin with 1, what speed-up"
+                " is told against, and grow. Use for example algo.ranks=[1,2,4]."
             )
-        for ranks, milliseconds in self.predict_times.items():
-            above(f"algo.predict_times.{ranks}", milliseconds, 0)
-            if ranks not in (1, *self.predict):
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The ways to scale that are asked for: strong, weak, or one after the other."""
+        return ("strong", "weak") if self.mode == "both" else (self.mode,)
+
+
+@dataclass(kw_only=True)
+class PredictConfig(ScalingConfig):
+    """Settings of predict, which predicts what scaling would measure."""
+
+    STARTS_RANKS: ClassVar[str] = "ddp_bench.predict:predict"
+
+    times: dict[int, float]
+
+    def check_ranks(self) -> None:
+        """Raise ConfigError unless the numbers of ranks begin above 1 and grow, and the times are of
+        these ranks.
+        """
+        if not self.ranks or self.ranks[0] < 2 or sorted(set(self.ranks)) != self.ranks:
+            raise ConfigError(
+                f"algo.ranks={self.ranks} must be numbers of ranks from 2 on, and grow; one rank is"
+                " always told. Use for example algo.ranks=[2,4,8]."
+            )
+        for ranks, milliseconds in self.times.items():
+            above(f"algo.times.{ranks}", milliseconds, 0)
+            if ranks not in (1, *self.ranks):
                 raise ConfigError(
-                    f"algo.predict_times names {ranks} ranks, and algo.predict={self.predict} does"
-                    " not. Add it there."
+                    f"algo.times names {ranks} ranks, and algo.ranks={self.ranks} does not. Add it"
+                    " there."
                 )
-        if 1 not in self.predict_times:
+        if self.times and 1 not in self.times:
             raise ConfigError(
-                "algo.predict_times has no time of one rank, which the others are told against. Use"
-                " for example 'algo.predict_times={1: 5.2, 4: 11.3}'."
+                "algo.times has no time of one rank, which the others are told against. Use for"
+                " example 'algo.times={1: 5.2, 4: 11.3}'."
             )
-        if self.scaling_mode == "weak":
-            raise ConfigError(
-                "algo.predict_times are of strong scaling. Use algo.scaling_mode=strong or both."
-            )
+        if self.times and self.mode == "weak":
+            raise ConfigError("algo.times are of strong scaling. Use algo.mode=strong or both.")
 
 
 def check_switches(run: Run, settings: ClassifyConfig, ranks: int) -> None:

@@ -1,8 +1,7 @@
-"""algo.predict=[2,4,8]: step time, speed-up and efficiency of ranks that nobody has booked yet.
+"""algo=predict: step time, speed-up and efficiency of ranks that nobody has booked yet.
 
-    python launch.py algo=classify 'algo.predict=[2,4,8]' hardware=a100_40g
-    python launch.py algo=classify 'algo.predict=[4]' 'algo.predict_times={1: 5.2, 4: 11.3}'
-    hardware=a100_40g
+    python launch.py algo=predict 'algo.ranks=[2,4,8]' hardware=a100_40g
+    python launch.py algo=predict 'algo.ranks=[4]' 'algo.times={1: 5.2, 4: 11.3}' hardware=a100_40g
 
 step(n) = data + forward + backward + exposed communication + exchange + optimizer. Computing is
 that of one device on its share of the rows, so a step that is launched rather than computed does
@@ -49,7 +48,7 @@ from common.files import write_text
 from common.precision import Precision
 from common.report import summary
 from ddp_bench import models
-from ddp_bench.config import ClassifyConfig
+from ddp_bench.config import PredictConfig
 from ddp_bench.data import WORKERS_PER_GPU, Rows, held_out, prepare, split
 from ddp_bench.report import ENOUGH, PHASES, grouped, quantile, told
 from ddp_bench.report import scaling as read_back
@@ -151,9 +150,9 @@ def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str,
 
     Raises: ConfigError for settings that cannot work.
     """
-    settings: ClassifyConfig = run.algo
+    settings: PredictConfig = run.algo
     check(run, out_dir)
-    simulating = absent(run) or bool(settings.predict_times)
+    simulating = absent(run) or bool(settings.times)
     if simulating:
         check_timing(settings)
         link, threads = from_facts(run.hardware), None
@@ -167,11 +166,10 @@ def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str,
         found, link = measured(run, out_dir, task)
         device, threads = hardware.find(run.hardware).name, found["threads"]
     shares: dict[Cell, Share] = found["shares"]
-    if settings.predict_times:
+    if settings.times:
         alone = assembled(run, shares, link)[0]["step_seconds"]["p50"]
         shares = {
-            cell: share.scaled(settings.predict_times[1] / 1000 / alone)
-            for cell, share in shares.items()
+            cell: share.scaled(settings.times[1] / 1000 / alone) for cell, share in shares.items()
         }
     saved = described(run, found) | {
         "device": device,
@@ -183,7 +181,7 @@ def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str,
     saved["explained"] = [
         explained(run, line, runs[0], 4 * found["parameters"], link)
         for line in runs
-        if line["scaling"] == "strong" and line["ranks"] in settings.predict_times
+        if line["scaling"] == "strong" and line["ranks"] in settings.times
     ]
     summary.write_run(run, out_dir, device)
     write_text(out_dir / "prediction.json", json.dumps(saved, indent=2) + "\n")
@@ -194,37 +192,36 @@ def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str,
 
 
 def check(run: Run, out_dir: Path) -> None:
-    """Raise ConfigError for what algo.predict cannot go with here."""
-    settings: ClassifyConfig = run.algo
-    assert settings.predict is not None
-    check_alone(run, out_dir, "algo.predict", settings.predict)
+    """Raise ConfigError for what algo=predict cannot go with here."""
+    settings: PredictConfig = run.algo
+    check_alone(run, out_dir, settings.ranks)
     if settings.ddp.hook == "powersgd":
         raise ConfigError(
-            "algo.predict does not know what algo.ddp.hook=powersgd costs. Use none or fp16."
+            "algo=predict does not know what algo.ddp.hook=powersgd costs. Use none or fp16."
         )
-    if settings.predict_times and run.hardware.device != "cuda":
+    if settings.times and run.hardware.device != "cuda":
         raise ConfigError(
-            "algo.predict_times are explained with the facts of a GPU, and"
+            "algo.times are explained with the facts of a GPU, and"
             f" hardware={run.hardware.name} has none. Name the one that they were measured on, for"
             " example hardware=a100_40g."
         )
-    if (absent(run) or settings.predict_times) and run.opt.compile.enabled:
+    if (absent(run) or settings.times) and run.opt.compile.enabled:
         raise ConfigError(
             f"opt=compile can be measured on a {run.hardware.name}, not simulated. Leave it out:"
             " with fewer launches a step is shorter than what is then predicted."
         )
 
 
-def check_timing(settings: ClassifyConfig) -> None:
+def check_timing(settings: PredictConfig) -> None:
     """Raise ConfigError where settings of the timing were changed, and steps are simulated, so that
     nothing is timed.
     """
-    for key in ("scaling_steps", "scaling_warmup", "scaling_repeats"):
+    for key in ("steps", "warmup_steps", "repeats"):
         why = (
             "here: the GPU is not on this node, so its steps are simulated and not timed. Leave it"
             " out."
         )
-        no_effect("algo/classify.yaml", f"algo.{key}", getattr(settings, key), why)
+        no_effect("algo/scaling.yaml", f"algo.{key}", getattr(settings, key), why)
 
 
 def absent(run: Run) -> bool:
@@ -235,17 +232,16 @@ def absent(run: Run) -> bool:
 Cell = tuple[str, int]  # how it scales (one rank, strong, weak), and ranks
 
 
-def wanted(settings: ClassifyConfig) -> dict[Cell, int]:
+def wanted(settings: PredictConfig) -> dict[Cell, int]:
     """What is predicted, the one rank first: cells, and the rows that all of its ranks have in a
     step.
     """
-    assert settings.predict is not None
     found: dict[Cell, int] = {("one rank", 1): settings.batch_size}
     for mode in ("strong", "weak"):
-        if settings.scaling_mode in (mode, "both"):
+        if settings.mode in (mode, "both"):
             found |= {
                 (mode, n): settings.batch_size * (n if mode == "weak" else 1)
-                for n in settings.predict
+                for n in settings.ranks
             }
     return found
 
@@ -287,7 +283,7 @@ def prepared(
     """A stepper of one rank, the training data, the rows of it, and what prediction.json says of
     them.
     """
-    settings: ClassifyConfig = run.algo
+    settings: PredictConfig = run.algo
     task = task or made(run.task)
     data, tokenizer = prepare(task, settings.tokenizer, settings.model.max_tokens, log.info)
     rows, _ = held_out(data["train"], settings.validation_share, run.seed)
@@ -339,15 +335,14 @@ def measured(run: Run, out_dir: Path, task: ClassTask | None) -> tuple[dict[str,
     """What `prepared` tells and the shares, from as many processes at once as there are ranks,
     devices or cores; the link.
     """
-    settings: ClassifyConfig = run.algo
-    assert settings.predict is not None
+    settings: PredictConfig = run.algo
     devices, cores = hardware.local_devices(run.hardware), os.cpu_count() or 1
-    threads = None if devices else max(1, cores // max(settings.predict))
+    threads = None if devices else max(1, cores // max(settings.ranks))
     cells = wanted(settings)
     before = torch.get_num_threads()
     parts: list[dict[str, Any]] = []
     try:
-        for _ in range(settings.scaling_repeats):
+        for _ in range(settings.repeats):
             for processes in sorted({min(ranks, devices or cores) for _, ranks in cells}):
                 ddp = (
                     replace(run.opt.ddp, enabled=True, ranks=processes)
@@ -385,11 +380,10 @@ def neighbours(run: Run, context: Context, task: ClassTask | None = None) -> dic
     """In each process: the steps of a rank, sending nothing, while those beside it take theirs;
     then the link.
     """
-    settings: ClassifyConfig = run.algo
-    assert settings.predict is not None
+    settings: PredictConfig = run.algo
     device, cores = context.device.device, os.cpu_count() or 1
     if device.type == "cpu":
-        torch.set_num_threads(max(1, cores // max(settings.predict)))
+        torch.set_num_threads(max(1, cores // max(settings.ranks)))
     torch.backends.cudnn.benchmark = device.type == "cuda"
     places = hardware.local_devices(run.hardware) or cores
     stepper, data, rows, found = prepared(run, context, task, precision.resolve(run.opt, device))
@@ -565,7 +559,7 @@ def simulate(run: Run, context: Context, task: ClassTask | None = None) -> dict[
     """What `prepared` tells, and the shares of ranks on the preset's device: the mean of SIMULATED
     real steps on this CPU.
     """
-    settings: ClassifyConfig = run.algo
+    settings: PredictConfig = run.algo
     dtype, flops = peak(run)
     bandwidth = run.hardware.bandwidth_gbs
     assert bandwidth is not None
@@ -617,7 +611,7 @@ def simulate(run: Run, context: Context, task: ClassTask | None = None) -> dict[
 
 def assembled(run: Run, shares: dict[Cell, Share], link: Link) -> list[dict[str, Any]]:
     """The lines of prediction.json, as those of scaling.json."""
-    settings: ClassifyConfig = run.algo
+    settings: PredictConfig = run.algo
     runs = []
     for (mode, ranks), batch_rows in wanted(settings).items():
         share = shares[mode, ranks]
@@ -638,11 +632,11 @@ def assembled(run: Run, shares: dict[Cell, Share], link: Link) -> list[dict[str,
 def explained(
     run: Run, line: dict[str, Any], alone: dict[str, Any], gradient_bytes: int, link: Link
 ) -> dict[str, Any]:
-    """Why a step of algo.predict_times took what it did, by what is left when computing and link
+    """Why a step of algo.times took what it did, by what is left when computing and link
     are taken off.
     """
-    settings: ClassifyConfig = run.algo
-    ranks, measured_seconds = line["ranks"], settings.predict_times[line["ranks"]] / 1000
+    settings: PredictConfig = run.algo
+    ranks, measured_seconds = line["ranks"], settings.times[line["ranks"]] / 1000
     one, predicted = alone["step_seconds"]["p50"], line["step_seconds"]["p50"]
     waited = (
         line["phase_seconds"]["communication"]["p50"] + line["phase_seconds"]["exchange"]["p50"]
@@ -678,16 +672,14 @@ def worded(
     run: Run, saved: dict[str, Any], shares: dict[Cell, Share], link: Link, out_dir: Path
 ) -> str:
     """prediction.txt: how it came about, the table, the diagnosis, and what measured times say."""
-    settings: ClassifyConfig = run.algo
+    settings: PredictConfig = run.algo
     cap = settings.ddp.bucket_cap_mb
     size = saved["gradient_mb"] / (2 if settings.ddp.hook in HALF else 1)
     how = "simulated from hardware facts, which is a guess" if saved["simulated"] else "measured"
-    if settings.predict_times:
+    if settings.times:
         how = "simulated, and scaled to the time of one rank that was given"
     told_of = "\n".join(
-        short(saved["runs"], mode)
-        for mode in ("strong", "weak")
-        if settings.scaling_mode in (mode, "both")
+        short(saved["runs"], mode) for mode in ("strong", "weak") if settings.mode in (mode, "both")
     )
     lines = [
         f"one device   {how}: {saved['device']}",
@@ -729,9 +721,9 @@ def short(runs: list[dict[str, Any]], mode: str) -> str:
     return text
 
 
-def crowded(settings: ClassifyConfig, saved: dict[str, Any]) -> list[str]:
+def crowded(settings: PredictConfig, saved: dict[str, Any]) -> list[str]:
     """A line where more ranks than cores were asked for on a CPU."""
-    cores, ranks = os.cpu_count() or 1, max(settings.predict or [1])
+    cores, ranks = os.cpu_count() or 1, max(settings.ranks)
     if saved["threads_per_rank"] is None or ranks <= cores:
         return []
     return [
@@ -741,7 +733,7 @@ def crowded(settings: ClassifyConfig, saved: dict[str, Any]) -> list[str]:
 
 
 def buckets(
-    settings: ClassifyConfig, saved: dict[str, Any], shares: dict[Cell, Share], link: Link
+    settings: PredictConfig, saved: dict[str, Any], shares: dict[Cell, Share], link: Link
 ) -> list[str]:
     """Whether smaller buckets, which leave earlier, would pay: a line for each number of ranks
     where they do.

@@ -74,7 +74,7 @@ class Record:
     wrapper: dict[str, Any] = field(
         default_factory=dict
     )  # algo.ddp, where there is more than one rank
-    predicted: bool = False  # of algo.predict: nothing was run with these ranks
+    predicted: bool = False  # of algo=predict: nothing was run with these ranks
     match: str | None = (
         # what the name of the device holds that it was predicted for, where that was not there
         None
@@ -94,7 +94,7 @@ class Point:
         default_factory=list
     )  # predicted gain, what to do; best first
     foreseen: float | None = (
-        None  # seconds of a step that algo.predict told for this measured point
+        None  # seconds of a step that algo=predict told for this measured point
     )
 
     @property
@@ -244,11 +244,7 @@ def finished(folder: Path, warmup: int) -> Record | None:
     ]
     seconds = [math.fsum(event["seconds"] for event in epoch) for epoch in epochs]
     opt = {name: value for name, value in config["opt"].items() if name not in ("ddp", "profile")}
-    settings = {
-        name: value
-        for name, value in config["algo"].items()
-        if name not in NOT_A_GROUP and not name.startswith(("scaling", "predict"))
-    }
+    settings = {name: value for name, value in config["algo"].items() if name not in NOT_A_GROUP}
     return Record(
         folder=str(folder),
         task=result["task"],
@@ -655,7 +651,7 @@ def told(groups: list[Group], incomplete: list[tuple[str, str]]) -> str:
             lines += ["No run of one rank: there is no speed-up to tell. Run one with opt=[].", ""]
         elif len(group.points) == 1:
             lines += [
-                "No run of several ranks. Run one with 'opt=[ddp]', or algo.scaling=[1,2].",
+                "No run of several ranks. Run one with 'opt=[ddp]', or algo=scaling.",
                 "",
             ]
     if incomplete:

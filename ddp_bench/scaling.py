@@ -1,7 +1,7 @@
-"""algo.scaling=[1,2,4]: the same training steps with one rank and with several, and where their
+"""algo=scaling: the same training steps with one rank and with several, and where their
 time goes.
 
-    python launch.py algo=classify 'algo.scaling=[1,2]' algo.scaling_mode=both
+    python launch.py algo=scaling 'algo.ranks=[1,2]' algo.mode=both
 
 Each number of ranks is started on this node, and all of them again for each repeat, so that a
 device that slows down slows all. Strong scaling: algo.batch_size is of all ranks. Weak: it is of
@@ -30,7 +30,7 @@ from common.distributed.workers import launch
 from common.files import write_text
 from common.report import summary
 from ddp_bench import models
-from ddp_bench.config import ClassifyConfig, check_switches
+from ddp_bench.config import ScalingConfig, check_switches
 from ddp_bench.data import Batches, Loader, Rows, held_out, prepare, to
 from ddp_bench.report import PHASES, grouped, quantile, told
 from ddp_bench.report import scaling as read_back
@@ -50,10 +50,9 @@ def scale(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str, A
 
     Raises: ConfigError for settings that cannot work.
     """
-    settings: ClassifyConfig = run.algo
-    assert settings.scaling is not None
+    settings: ScalingConfig = run.algo
     check(run, out_dir)
-    by_ranks: dict[int, list[dict[str, Any]]] = {ranks: [] for ranks in settings.scaling}
+    by_ranks: dict[int, list[dict[str, Any]]] = {ranks: [] for ranks in settings.ranks}
     # Every rank has the cores that it has among the most of them: like a device, which does not
     # shrink.
     device = hardware.find(run.hardware)
@@ -62,7 +61,7 @@ def scale(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str, A
     )
     before = torch.get_num_threads()
     try:
-        for _ in range(settings.scaling_repeats):
+        for _ in range(settings.repeats):
             for ranks, found in by_ranks.items():
                 ddp = replace(run.opt.ddp, enabled=True, ranks=ranks) if ranks > 1 else DdpConfig()
                 one = replace(run, opt=replace(run.opt, ddp=ddp))
@@ -77,37 +76,36 @@ def scale(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str, A
 
 
 def check(run: Run, out_dir: Path) -> None:
-    """Raise ConfigError for what algo.scaling cannot go with here."""
-    settings: ClassifyConfig = run.algo
-    assert settings.scaling is not None
-    check_alone(run, out_dir, "algo.scaling", settings.scaling)
+    """Raise ConfigError for what algo=scaling cannot go with here."""
+    settings: ScalingConfig = run.algo
+    check_alone(run, out_dir, settings.ranks)
     devices = hardware.local_devices(run.hardware)
-    if devices and max(settings.scaling) > devices:
+    if devices and max(settings.ranks) > devices:
         raise ConfigError(
-            f"algo.scaling={settings.scaling}, but this node has {devices} CUDA devices. Use at"
+            f"algo.ranks={settings.ranks}, but this node has {devices} CUDA devices. Use at"
             f" most {devices}, or hardware=cpu, which measures ranks that share the cores."
         )
 
 
-def check_alone(run: Run, out_dir: Path, key: str, ranks: list[int]) -> None:
-    """Raise ConfigError for what a run that starts its own ranks (algo.scaling, algo.predict)
+def check_alone(run: Run, out_dir: Path, ranks: list[int]) -> None:
+    """Raise ConfigError for what a run that starts its own ranks
     cannot go with.
     """
     if slurm.ranked():
         raise ConfigError(
-            f"{key} starts its own ranks. Run it without torchrun or srun: python launch.py ..."
+            f"algo={run.algo.name} starts its own ranks. Run it without torchrun or srun: python launch.py ..."
         )
     if run.opt.ddp.ranks is not None:
         raise ConfigError(
-            f"opt.ddp.ranks={run.opt.ddp.ranks} has no effect with {key}={ranks}. Leave it out."
+            f"opt.ddp.ranks={run.opt.ddp.ranks} has no effect with algo.ranks={ranks}. Leave it out."
         )
     if run.opt.fsdp.enabled:
         raise ConfigError(
-            f"opt=fsdp has no effect with {key}, which is of DistributedDataParallel. Leave it out."
+            f"opt=fsdp has no effect with algo={run.algo.name}, which is of DistributedDataParallel. Leave it out."
         )
     if run.opt.profile.enabled:
         raise ConfigError(
-            f"opt=profile has no effect with {key}: it would slow what is measured. Leave it out."
+            f"opt=profile has no effect with algo={run.algo.name}: it would slow what is measured. Leave it out."
         )
     check_switches(run, run.algo, max(ranks))
     if any(
@@ -122,11 +120,10 @@ def check_alone(run: Run, out_dir: Path, key: str, ranks: list[int]) -> None:
 
 def measure(run: Run, context: Context, task: ClassTask | None = None) -> dict[str, Any]:
     """Losses and times of one number of ranks; times are those of each rank by itself."""
-    settings: ClassifyConfig = run.algo
-    assert settings.scaling is not None
+    settings: ScalingConfig = run.algo
     device = context.device.device
     if device.type == "cpu":
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(settings.scaling)))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(settings.ranks)))
     task = task or made(run.task)
     torch.backends.cudnn.benchmark = device.type == "cuda"
     data, tokenizer = prepare(task, settings.tokenizer, settings.model.max_tokens, log.info)
@@ -145,7 +142,7 @@ def measure(run: Run, context: Context, task: ClassTask | None = None) -> dict[s
     times: dict[str, Any] = {}
     for mode in ("strong", "weak"):
         batch_rows = settings.batch_size * (context.world_size if mode == "weak" else 1)
-        if settings.scaling_mode in (mode, "both") and not (times and context.world_size == 1):
+        if settings.mode in (mode, "both") and not (times and context.world_size == 1):
             if context.main:
                 ranks = f"{context.world_size} rank{'s' * (context.world_size > 1)}"
                 log.info("measuring %s, %d rows a step", ranks, batch_rows)
@@ -167,7 +164,7 @@ class Feed:
     def __init__(
         self, run: Run, context: Context, data: Rows, rows: list[int], batch_rows: int
     ) -> None:
-        settings: ClassifyConfig = run.algo
+        settings: ScalingConfig = run.algo
         if len(rows) < batch_rows:
             raise ConfigError(
                 f"algo.batch_size={settings.batch_size} makes batches of {batch_rows} rows with"
@@ -206,8 +203,8 @@ def timed(stepper: Stepper, feed: Feed) -> dict[str, Any]:
     communication of a step.
     """
     settings, spans = stepper.settings, []
-    steps, step = settings.scaling_warmup + settings.scaling_steps, 0
-    while len(spans) < settings.scaling_steps:
+    steps, step = settings.warmup_steps + settings.steps, 0
+    while len(spans) < settings.steps:
         started, clock = time.perf_counter(), Clock(stepper.device)
         batch, rows = feed.take()
         waited = time.perf_counter() - started
@@ -215,7 +212,7 @@ def timed(stepper: Stepper, feed: Feed) -> dict[str, Any]:
         phases = {"data": waited, **clock.read()}
         seconds = time.perf_counter() - started
         if (
-            step >= settings.scaling_warmup and rows == feed.batch_rows
+            step >= settings.warmup_steps and rows == feed.batch_rows
         ):  # the last batch of an epoch may be smaller
             spans.append({"seconds": seconds, **phases})
         step += 1
@@ -255,7 +252,7 @@ def summarised(
     by_ranks: dict[int, list[dict[str, Any]]],
 ) -> dict[str, Any]:
     """What scaling.json holds."""
-    settings: ClassifyConfig = run.algo
+    settings: ScalingConfig = run.algo
     first = by_ranks[1][0]
     runs = []
     for ranks, repeats in by_ranks.items():
@@ -275,9 +272,9 @@ def summarised(
     return described(run, first) | {
         "device": device.name,
         "threads_per_rank": threads,
-        "steps": settings.scaling_steps,
-        "warmup_steps": settings.scaling_warmup,
-        "repeats": settings.scaling_repeats,
+        "steps": settings.steps,
+        "warmup_steps": settings.warmup_steps,
+        "repeats": settings.repeats,
         "environment": {
             name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_"))
         },
@@ -297,7 +294,7 @@ def described(run: Run, found: dict[str, Any]) -> dict[str, Any]:
     """What was run, for scaling.json and prediction.json: equal settings are compared. found: what
     a rank told.
     """
-    settings: ClassifyConfig = run.algo
+    settings: ScalingConfig = run.algo
     opt = {name: value for name, value in asdict(run.opt).items() if name not in ("ddp", "profile")}
     loader = asdict(settings.loader)
     return {
@@ -313,7 +310,7 @@ def described(run: Run, found: dict[str, Any]) -> dict[str, Any]:
             "loader": loader,
             "opt": opt,
         }
-        | {"task": run.task, "micro_batch_rows": settings.micro_batch_rows},
+        | {"task": run.task, "train_rows": settings.train_rows},
         "versions": {"torch": str(torch.__version__), "cuda": torch.version.cuda},
     }
 

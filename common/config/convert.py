@@ -37,6 +37,10 @@ def typed(config: DictConfig, algo_schema: type) -> Run:
         raise ConfigError(
             "task has no _target_. Choose one: task=translate, or see docs/tasks.md for your own."
         )
+    if not isinstance(task["_target_"], str):
+        raise ConfigError(
+            f"task._target_={task['_target_']} names no class. Give one, such as my_module.MyTask."
+        )
     run = _convert(plain, Run, "", skip=("algo", "task"))
     run["algo"] = build(algo_schema, algo, "algo")
     run["task"] = task

@@ -4,9 +4,21 @@ the next step.
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from common.config.checks import CONF, ConfigError, choice
+from common.config.schema import Run
+
+# AssertionError: omegaconf 2.3, for a key below a setting that is null.
+HYDRA_ERRORS = (HydraException, OmegaConfBaseException, AssertionError)
 
 # What OmegaConf says of a value of a wrong type, and what to do about it.
 _ADVICE = {
@@ -80,3 +92,178 @@ def unknown_key(full_key: str, key: str, names: list[str]) -> str:
 def first_line(error: Exception) -> str:
     """Return the first sentence of an error of OmegaConf on one line."""
     return re.sub(r"\s+", " ", str(error).split("\n    ")[0]).strip()
+
+
+# --- what Hydra raises -------------------------------------------------------------------------------------------
+
+
+def explain(
+    error: Exception,
+    arguments: Sequence[str],
+    algorithms: Mapping[str, type],
+    config_dir: str | None = None,
+) -> str:
+    """Return one line for a user from one of HYDRA_ERRORS. Others are raised again.
+
+    Args: arguments: the overrides; algorithms: their settings by name; config_dir: a folder of the
+    user's own YAML files.
+    """
+    text = str(error)
+    if isinstance(error, AssertionError):
+        below = next((a for a in arguments if a.startswith("model.tiny.")), None)
+        if below is None or "Unexpected type for root" not in text:
+            raise error
+        return (
+            f"{below} has no effect with model={find_choice(arguments, 'model')}. Leave it out, or"
+            " use model=tiny."
+        )
+
+    def path_to(key: str) -> tuple[Any, list[str], str]:
+        """Return the schema that a dotted key starts at, its parts from there on, and what stands before."""
+        first, *names = key.lstrip("+").split(".")
+        if first == "algo":
+            return algorithms.get(find_choice(arguments, "algo")), names, "algo."
+        return Run, [first, *names], ""
+
+    if match := re.search(r"Could not override '(@?[\w.@/]+)'", text):
+        path = match.group(1)
+        if renamed := find_renamed(*path_to(path)):
+            return renamed
+        names = list_settings(path.split(".")[:-1], arguments, algorithms, config_dir)
+        if names:
+            return unknown_key(path, path.split(".")[-1], names)
+        if "No match in the defaults list" in text:
+            groups = sorted(p.name for p in CONF.iterdir() if p.is_dir() and p.name[0] != "_")
+            return unknown_key(path, path, groups)
+    if match := re.search(r"Could not find '(\w+)/([^']+)'", text):
+        group, name = match.groups()
+        try:
+            choice(group, name, list_options(group, config_dir))
+        except ConfigError as unknown:
+            return str(unknown)
+    match = re.search(r"not in '[\s\S]*full_key: ([\w.]+)", text)  # a key in a file of the user's
+    if match and (renamed := find_renamed(*path_to(match[1]))):
+        return renamed
+    cause = error.__cause__
+    reason = first_line(cause if isinstance(cause, OmegaConfBaseException) else error)
+    if match := re.search(r"Error merging override \+*(.+)", text):
+        key = match.group(1).partition("=")[0]
+        return wrong_type(
+            match.group(1), reason, list_settings(key.split("."), arguments, algorithms, config_dir)
+        )
+    return reason
+
+
+def check_groups(arguments: Sequence[str]) -> None:
+    """Check null and the `opt` list, for which Hydra itself names no choices. Raises: ConfigError."""
+    for argument in arguments:
+        group = argument.partition("=")[0].lstrip("+")
+        if not (CONF / group).is_dir() or "=" not in argument:
+            continue
+        # The choice of a task is part of the output folder's name.
+        if ".." in Path(argument.partition("=")[2]).parts:
+            raise ConfigError(
+                f"{argument} leads out of the folder of the choices. Give the name of a file there."
+            )
+        choices = list_options(group)
+        override = OverridesParser.create().parse_override(argument)
+        value = override.value()
+        if override.is_sweep_override() or (group == "experiment" and isinstance(value, list)):
+            continue  # a list of experiments: one upon the other
+        if value is None and group == "experiment":
+            raise ConfigError("experiment=null is what there is without it. Leave it out.")
+        if value is None and group == "opt":
+            raise ConfigError(
+                "opt=null is not a list. Use opt=[] for none, or for example 'opt=[amp,compile]'."
+            )
+        if value is None:
+            raise ConfigError(f"{group}=null is not a choice. Choices: {', '.join(choices)}.")
+        if group == "opt":
+            for name in value if isinstance(value, list) else [value]:
+                choice("opt", str(name), choices)
+        elif not isinstance(value, str):  # a number, which Hydra would take for something else
+            choice(group, str(value), choices)
+
+
+def open_dicts(arguments: Sequence[str], algorithms: Mapping[str, type]) -> list[str]:
+    """Return the arguments, with ++ before those that set keys of an open dict, such as
+    algo.optimizer.kwargs.
+
+    Hydra takes a key that no file has for a mistake; in these dicts every key is the user's.
+    """
+    dicts = {f"algo.{name}" for schema in algorithms.values() for name in list_dicts(schema)}
+    dicts.add("slurm.options")
+
+    def is_open(key: str) -> bool:
+        return any(key == name or key.startswith(f"{name}.") for name in dicts)
+
+    return [f"++{a}" if is_open(a.partition("=")[0]) else a for a in arguments]
+
+
+def list_dicts(schema: Any) -> list[str]:
+    """Return the dotted names of the fields of a dataclass that are dicts."""
+    names = []
+    for item in fields(schema):
+        if getattr(item.type, "__origin__", None) is dict:
+            names.append(item.name)
+        elif is_dataclass(item.type):
+            names += [f"{item.name}.{name}" for name in list_dicts(item.type)]
+    return names
+
+
+def list_options(group: str, config_dir: str | None = None) -> tuple[str, ...]:
+    """Return the names of the files of a config group, the user's own too."""
+    folders = [CONF / group, *([Path(config_dir) / group] if config_dir else [])]
+    return tuple(sorted({path.stem for folder in folders for path in folder.glob("*.yaml")}))
+
+
+def find_choice(arguments: Sequence[str], group: str) -> str:
+    """Return what the arguments, their experiment, their algorithm or the defaults list, in this
+    order, choose for a group.
+    """
+    given = [a.partition("=")[2] for a in arguments if a.startswith(f"{group}=")]
+    if given:
+        return given[-1]
+    files = [f"experiment/{a.partition('=')[2]}" for a in arguments if a.startswith("experiment=")]
+    if group != "algo":
+        files.append(f"algo/{find_choice(arguments, 'algo')}")
+    found = (_read_choice(CONF / f"{file}.yaml", f"override /{group}") for file in files)
+    return next(filter(None, found), None) or _read_choice(CONF / "config.yaml", group) or ""
+
+
+def _read_choice(path: Path, key: str) -> str | None:
+    """Return the value of a key in a file's defaults list, or in that of a file that it is made of."""
+    if not path.is_file():
+        return None
+    loaded: Any = OmegaConf.load(path)
+    for item in loaded.get("defaults", []):
+        if isinstance(item, str):
+            if found := _read_choice(path.parent / f"{item}.yaml", key):
+                return found
+            continue
+        for group, chosen in item.items():
+            if group.partition("@")[0] == key:
+                return chosen
+    return None
+
+
+def list_settings(
+    path: list[str],
+    arguments: Sequence[str],
+    algorithms: Mapping[str, type],
+    config_dir: str | None,
+) -> list[str]:
+    """Return the names that may stand under a dotted path: the schema's, or for a task those of its
+    file; none where they are not known.
+    """
+    if path == ["task"]:
+        file = f"task/{find_choice(arguments, 'task')}.yaml"
+        found = [f / file for f in (Path(config_dir or CONF), CONF) if (f / file).is_file()]
+        keys = OmegaConf.load(found[0]) if found else {}
+        return [str(key) for key in keys if key not in ("_target_", "defaults")]
+    schema: Any = Run
+    if path[:1] == ["algo"]:
+        schema, path = algorithms.get(find_choice(arguments, "algo")), path[1:]
+    for name in path:
+        schema = nested_schema(schema, name)
+    return [item.name for item in fields(schema)] if schema else []

@@ -11,18 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from common.config.checks import ConfigError
 
-# The task of each algorithm where none is chosen.
-DEFAULT_TASKS = {"eggroll": "translate", "grpo": "chess", "rft": "units", "classify": "topics"}
-
 
 def register() -> None:
     """Tell OmegaConf; safe to call again."""
     # Cached in the config, so that the jobs of a sweep put their folders below that of the process
     # that launched them.
     OmegaConf.register_new_resolver("clutch_started", started, replace=True, use_cache=True)
-    OmegaConf.register_new_resolver(
-        "clutch_task", lambda algo: DEFAULT_TASKS.get(algo, "translate"), replace=True
-    )
     OmegaConf.register_new_resolver("clutch_rank0", rank0_only, replace=True)
     OmegaConf.register_new_resolver("clutch_env", from_environment, replace=True)
     OmegaConf.register_new_resolver("clutch_without_budget", without_budget, replace=True)

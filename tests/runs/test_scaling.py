@@ -8,13 +8,17 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import Launch
 
 from common import hardware
 from common.config import ConfigError
 from ddp_bench import report, scaling
 from launch import compose, train
-from tests.support import SMALL_SCALING
-from tests.support.commands import Launch
+
+SIZES = [
+    *("hardware=cpu", "task.rows=298", "task.test_rows=60", "algo.batch_rows=32"),
+    *("algo.model.size=32", "algo.model.feedforward=64", "algo.tokenizer.vocabulary=600"),
+]
 
 # Document 004: AG News, 120,000 rows, batches of 32, one GPU and four; then the larger model,
 # batches of 128.
@@ -390,7 +394,7 @@ def test_figures(tmp_path):
 
 @pytest.mark.usefixtures("in_cache")
 def test_real_runs_are_read(warm, tmp_path):
-    settings = [setting for setting in SMALL_SCALING if "scaling" not in setting]
+    settings = ["algo=classify", *SIZES]
     for ranks in (1, 2):
         more = ["opt=[ddp]", f"opt.ddp.ranks={ranks}"] if ranks > 1 else []
         warm.call(train, compose([*settings, "algo.epochs=2", *more]), tmp_path / f"{ranks}")
@@ -410,10 +414,16 @@ def test_real_runs_are_read(warm, tmp_path):
 
 # --- the scaling run -------------------------------------------------------------------------------------------------
 
+TINY = [
+    "algo=scaling",
+    *SIZES,
+    *("algo.ranks=[1,2]", "algo.steps=4", "algo.warmup_steps=1", "algo.repeats=1"),
+]
+
 
 def test_a_scaling_run(launch: Launch, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    done = launch(*SMALL_SCALING, f"hydra.run.dir={out}")
+    done = launch(*TINY, f"hydra.run.dir={out}")
     saved = json.loads((out / "scaling.json").read_text())
     assert [(r["scaling"], r["ranks"], r["batch_rows"]) for r in saved["runs"]] == [
         ("one rank", 1, 32),
@@ -444,28 +454,29 @@ def test_a_scaling_run(launch: Launch, tmp_path, monkeypatch):
     text = report.write(tmp_path, tmp_path / "report")
     assert f"speed-up {strong['speedup']:.2f}x" in text
     with pytest.raises(ConfigError, match="already holds a run"):
-        train(compose(SMALL_SCALING), out)
+        train(compose(TINY), out)
 
 
 MISTAKES = {
-    "algo.scaling=[2,4]": (
-        "algo.scaling=[2, 4] must be numbers of ranks that begin with 1, what speed-up is told"
-        " against, and grow. Use for example algo.scaling=[1,2,4]."
+    "algo=scaling algo.ranks=[2,4]": (
+        "algo.ranks=[2, 4] must be numbers of ranks that begin with 1, what speed-up is told"
+        " against, and grow. Use for example algo.ranks=[1,2,4]."
     ),
-    "algo.scaling=[1,2] algo.scaling_mode=stong": (
-        "algo.scaling_mode='stong' is not a choice. Did you mean 'strong'? "
-        "Choices: strong, weak, both."
+    "algo=scaling algo.mode=stong": (
+        "algo.mode='stong' is not a choice. Did you mean 'strong'? Choices: strong, weak, both."
     ),
-    "algo.scaling=[1,2] algo.scaling_steps=0": (
-        "algo.scaling_steps=0 is too small. Give a value of at least 1."
+    "algo=scaling algo.steps=0": "algo.steps=0 is too small. Give a value of at least 1.",
+    "algo=classify algo.scaling_steps=5": (
+        "algo.scaling_steps is now algo.steps, with algo=scaling or algo=predict."
     ),
-    "algo.scaling_steps=5": (
-        "algo.scaling_steps has no effect without algo.scaling. Add for example"
-        " 'algo.scaling=[1,2]'."
+    "algo=classify algo.scaling=[1,2]": "algo.scaling is now algo=scaling 'algo.ranks=[1,2,4]'.",
+    "algo=scaling algo.epochs=2": (
+        "algo.epochs has no effect with algo=scaling: it measures steps and keeps no model. Leave"
+        " it out."
     ),
-    "algo.scaling=[1,2] algo.epochs=2": (
-        "algo.epochs has no effect with algo.scaling, which measures steps and keeps no "
-        "model. Leave it out."
+    "algo=scaling tracker=wandb": (
+        "tracker has no effect with algo=scaling: it measures steps and keeps no model. Leave it"
+        " out."
     ),
 }
 
@@ -473,25 +484,25 @@ MISTAKES = {
 @pytest.mark.parametrize("arguments", MISTAKES)
 def test_mistakes_are_worded(arguments):
     with pytest.raises(ConfigError) as caught:
-        compose(["algo=classify", *arguments.split()])
+        compose(arguments.split())
     assert str(caught.value) == MISTAKES[arguments]
 
 
 def test_mistakes_that_a_run_finds(tmp_path, monkeypatch):
     with pytest.raises(
-        ConfigError, match=r"opt\.ddp\.ranks=2 has no effect with algo\.scaling=\[1, 2\]"
+        ConfigError, match=r"opt\.ddp\.ranks=2 has no effect with algo\.ranks=\[1, 2\]"
     ):
-        train(compose([*SMALL_SCALING, "opt=[ddp]", "opt.ddp.ranks=2"]), tmp_path)
+        train(compose([*TINY, "opt=[ddp]", "opt.ddp.ranks=2"]), tmp_path)
     with pytest.raises(
         ConfigError,
         match=r"algo\.batch_rows=500 makes batches of 500 rows with 1 ranks, and there are 268",
     ):
-        train(compose([*SMALL_SCALING, "algo.batch_rows=500"]), tmp_path)
+        train(compose([*TINY, "algo.batch_rows=500"]), tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(hardware, "local_devices", lambda _: 1)
         with pytest.raises(ConfigError, match="this node has 1 CUDA devices"):
-            train(compose(SMALL_SCALING), tmp_path)
+            train(compose(TINY), tmp_path)
     for key in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(key, "0")
     with pytest.raises(ConfigError, match="Run it without torchrun"):
-        train(compose(SMALL_SCALING), tmp_path)
+        train(compose(TINY), tmp_path)

@@ -373,8 +373,8 @@ def test_the_export_is_a_plain_folder(runs):
             "which opt=fsdp replaces",
         ),
         (
-            ["algo=classify", "opt=[fsdp]", "algo.scaling=[1,2]"],
-            "opt=fsdp has no effect with algo.scaling",
+            ["algo=scaling", "opt=[fsdp]"],
+            "opt=fsdp has no effect with algo=scaling",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

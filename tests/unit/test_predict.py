@@ -1,4 +1,4 @@
-"""algo.predict: its arithmetic on numbers that are known, document 004's own times, and real runs."""
+"""algo=predict: its arithmetic on numbers that are known, document 004's own times, and real runs."""
 
 import csv
 import json
@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_scaling import TINY as SCALING_TINY
 
 from common.config import ConfigError
 from common.report import page
 from ddp_bench import predict, report
 from ddp_bench.predict import Link, Share, Simulator, exposed, fitted, peak, summed
 from launch import compose, train
-from tests.support import SMALL_SCALING
 
-TINY = [setting for setting in SMALL_SCALING if not setting.startswith("algo.scaling=")]
+TINY = ["algo=predict", *(s for s in SCALING_TINY[1:] if not s.startswith("algo.ranks="))]
 MB = 2**20
 
 
@@ -117,7 +117,7 @@ def test_loader_workers_that_share_cores_make_a_step_wait():
 
 
 def test_smaller_buckets_are_advised_where_they_hide_the_sending():
-    settings = compose(["algo=classify", "algo.predict=[2]", "algo.scaling_mode=strong"]).algo
+    settings = compose(["algo=predict", "algo.ranks=[2]", "algo.mode=strong"]).algo
     ready = [(1.0 * MB, i / 19) for i in range(20)]
     share = Share({"backward": 1.0}, 1.5, 1.5, 0.0, 1, ready, overlap=True)
     link = Link(0, 25 * MB, "", [])  # 0.8 s for all of it
@@ -135,7 +135,7 @@ def test_smaller_buckets_are_advised_where_they_hide_the_sending():
 
 def test_peaks_of_presets():
     def found(*settings: str) -> tuple[str, float]:
-        return peak(compose(["algo=classify", "algo.predict=[2]", *settings]))
+        return peak(compose(["algo=predict", "algo.ranks=[2]", *settings]))
 
     assert found("hardware=a100_40g") == ("float32", 19.5e12)
     assert found("hardware=a100_40g", "opt=[amp]") == ("bfloat16", 312e12)
@@ -160,7 +160,7 @@ def long_texts(tmp_path: Path) -> list[str]:
                 [" ".join(draw.choices(words, k=300)), "ab"[i % 2]] for i in range(rows)
             )
     return [
-        "algo=classify",
+        "algo=predict",
         "task=custom_text",
         *(f"task.{n}={tmp_path / n}.csv" for n in ("train", "test")),
     ]
@@ -168,7 +168,7 @@ def long_texts(tmp_path: Path) -> list[str]:
 
 def explained(settings: list[str], out: Path) -> tuple[dict, str]:
     saved = train(
-        compose([*settings, "hardware=a100_40g", "algo.predict=[4]", "algo.scaling_mode=strong"]),
+        compose([*settings, "hardware=a100_40g", "algo.ranks=[4]", "algo.mode=strong"]),
         out,
     )
     (found,) = saved["explained"]
@@ -181,7 +181,7 @@ def explained(settings: list[str], out: Path) -> tuple[dict, str]:
 @pytest.mark.usefixtures("in_cache")
 def test_document_004_small_model_is_launch_bound(long_texts, tmp_path, monkeypatch):
     monkeypatch.setattr(predict, "SIMULATED", 1)
-    found, text = explained([*long_texts, "algo.predict_times={1: 5.2, 4: 11.3}"], tmp_path / "out")
+    found, text = explained([*long_texts, "algo.times={1: 5.2, 4: 11.3}"], tmp_path / "out")
     assert found["speedup"] == pytest.approx(0.46, abs=0.005)
     assert found["causes"][0] == "launch-bound"
     assert "communication-bound" not in found["causes"], "the link is not what it waits for"
@@ -201,7 +201,7 @@ def test_document_004_large_model_is_loader_or_socket_bound(long_texts, tmp_path
         *long_texts,
         larger,
         "algo.batch_rows=32",
-        "algo.predict_times={1: 106.6, 4: 133.3}",
+        "algo.times={1: 106.6, 4: 133.3}",
     ]
     found, text = explained(settings, tmp_path / "out")
     assert found["speedup"] == pytest.approx(0.80, abs=0.005)
@@ -217,9 +217,9 @@ def test_document_004_large_model_is_loader_or_socket_bound(long_texts, tmp_path
 def test_a_slow_link_is_named_where_it_explains_a_step():
     run = compose(
         [
-            "algo=classify",
-            "algo.predict=[4]",
-            "algo.predict_times={1: 100, 4: 45}",
+            "algo=predict",
+            "algo.ranks=[4]",
+            "algo.times={1: 100, 4: 45}",
             "hardware=rtx4090",
         ]
     )
@@ -240,7 +240,7 @@ def test_a_slow_link_is_named_where_it_explains_a_step():
 def test_a_prediction_on_this_cpu_and_its_error_in_the_report(warm, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "draw", lambda *_: [])
     out = tmp_path / "in" / "prediction"
-    saved = warm.call(train, compose([*TINY, "algo.predict=[2]"]), out)
+    saved = warm.call(train, compose([*TINY, "algo.ranks=[2]"]), out)
     assert [(r["scaling"], r["ranks"], r["batch_rows"]) for r in saved["runs"]] == [
         *(("one rank", 1, 32), ("strong", 2, 32), ("weak", 2, 64))
     ]
@@ -273,7 +273,7 @@ def test_a_prediction_on_this_cpu_and_its_error_in_the_report(warm, tmp_path, mo
     assert [line["prediction_error_percent"] for line in lines] == ["-20", "-20", "-20"]
     assert {line["how"] for line in lines} == {"measured"}
     with pytest.raises(ConfigError, match="already holds a run"):
-        train(compose([*TINY, "algo.predict=[2]"]), out)
+        train(compose([*TINY, "algo.ranks=[2]"]), out)
 
 
 def test_a_device_that_was_not_there_is_compared_by_its_name():
@@ -296,7 +296,7 @@ def test_a_device_that_was_not_there_is_compared_by_its_name():
 @pytest.mark.usefixtures("in_cache")
 def test_a_gpu_that_is_not_here_is_simulated(tmp_path):
     saved = train(
-        compose([*TINY[:1], "hardware=h100", *TINY[2:5], "opt=[amp,ddp]", "algo.predict=[2,8]"]),
+        compose([*TINY[:1], "hardware=h100", *TINY[2:5], "opt=[amp,ddp]", "algo.ranks=[2,8]"]),
         tmp_path,
     )
     assert (saved["simulated"], saved["match"], saved["dtype"]) == (True, "H100", "bfloat16")
@@ -310,47 +310,44 @@ def test_a_gpu_that_is_not_here_is_simulated(tmp_path):
     said = (tmp_path / "prediction.txt").read_text()
     assert "strong: use one" in said
     text = page.write_report(tmp_path).read_text()
-    assert text.startswith("# classify on Topics: prediction\n")
+    assert text.startswith("# predict on Topics: prediction\n")
     assert said.strip() in text
     assert "not finished" not in text
     with pytest.raises(
         ConfigError,
-        match=r"algo\.scaling_repeats=2 has no effect here: the GPU is not on this node",
+        match=r"algo\.repeats=2 has no effect here: the GPU is not on this node",
     ):
         train(
-            compose([*TINY[:1], "hardware=h100", "algo.predict=[2]", "algo.scaling_repeats=2"]),
+            compose([*TINY[:1], "hardware=h100", "algo.ranks=[2]", "algo.repeats=2"]),
             tmp_path / "other",
         )
 
 
 MISTAKES = {
-    "algo.predict=[1,2]": (
-        "algo.predict=[1, 2] must be numbers of ranks from 2 on, and grow; one rank is always told."
-        " Use for example algo.predict=[2,4,8]."
+    "algo.ranks=[1,2]": (
+        "algo.ranks=[1, 2] must be numbers of ranks from 2 on, and grow; one rank is always told."
+        " Use for example algo.ranks=[2,4,8]."
     ),
-    "algo.predict=[2] algo.scaling=[1,2]": (
-        "algo.scaling=[1, 2] measures and algo.predict=[2] predicts. Give one of them, "
-        "and the other in a run of its own; ddp_bench.report puts them side by side."
+    "algo.predict=[2]": "algo.predict is now algo=predict 'algo.ranks=[2,4,8]'.",
+    "algo.epochs=3": (
+        "algo.epochs has no effect with algo=predict: it measures steps and keeps no model. Leave"
+        " it out."
     ),
-    "algo.predict=[2] algo.epochs=3": (
-        "algo.epochs has no effect with algo.predict, which measures steps and keeps no model. "
-        "Leave it out."
+    "algo=classify algo.predict_times={1:5}": (
+        "algo.predict_times is now 'algo.times={1: 5.2, 4: 11.3}', with algo=predict."
     ),
-    "algo.predict_times={1:5}": (
-        "algo.predict_times has no effect without algo.predict. Add for example algo.predict=[4]."
+    "algo.ranks=[4] algo.times={1:5,2:4}": (
+        "algo.times names 2 ranks, and algo.ranks=[4] does not. Add it there."
     ),
-    "algo.predict=[4] algo.predict_times={1:5,2:4}": (
-        "algo.predict_times names 2 ranks, and algo.predict=[4] does not. Add it there."
+    "algo.ranks=[4] algo.times={4:5}": (
+        "algo.times has no time of one rank, which the others are told against. Use for example"
+        " 'algo.times={1: 5.2, 4: 11.3}'."
     ),
-    "algo.predict=[4] algo.predict_times={4:5}": (
-        "algo.predict_times has no time of one rank, which the others are told "
-        "against. Use for example 'algo.predict_times={1: 5.2, 4: 11.3}'."
+    "algo.ranks=[4] algo.times={1:0,4:5}": (
+        "algo.times.1=0.0 is out of range. Give a value above 0."
     ),
-    "algo.predict=[4] algo.predict_times={1:0,4:5}": (
-        "algo.predict_times.1=0.0 is out of range. Give a value above 0."
-    ),
-    "algo.predict=[4] algo.predict_times={1:2,4:5} algo.scaling_mode=weak": (
-        "algo.predict_times are of strong scaling. Use algo.scaling_mode=strong or both."
+    "algo.ranks=[4] algo.times={1:2,4:5} algo.mode=weak": (
+        "algo.times are of strong scaling. Use algo.mode=strong or both."
     ),
 }
 
@@ -358,16 +355,16 @@ MISTAKES = {
 @pytest.mark.parametrize("arguments", MISTAKES)
 def test_mistakes_are_worded(arguments):
     with pytest.raises(ConfigError) as caught:
-        compose(["algo=classify", *arguments.split()])
+        compose([*([] if "algo=" in arguments else ["algo=predict"]), *arguments.split()])
     assert str(caught.value) == MISTAKES[arguments]
 
 
 RUN_MISTAKES = {
-    "hardware=cpu algo.predict_times={1:5,4:4}": "hardware=cpu has none",
+    "hardware=cpu algo.times={1:5,4:4}": "hardware=cpu has none",
     "hardware=a100_40g opt=[compile]": "opt=compile can be measured on a a100_40g, not simulated",
     "hardware=cpu algo.ddp.hook=powersgd": "does not know what algo.ddp.hook=powersgd costs",
     "hardware=cpu opt=[ddp] opt.ddp.ranks=2": (
-        r"opt\.ddp\.ranks=2 has no effect with algo\.predict=\[4\]"
+        r"opt\.ddp\.ranks=2 has no effect with algo\.ranks=\[4\]"
     ),
 }
 
@@ -375,5 +372,5 @@ RUN_MISTAKES = {
 @pytest.mark.parametrize("arguments", RUN_MISTAKES)
 def test_mistakes_that_a_run_finds(arguments, tmp_path):
     with pytest.raises(ConfigError, match=RUN_MISTAKES[arguments]):
-        train(compose(["algo=classify", "algo.predict=[4]", *arguments.split()]), tmp_path)
+        train(compose(["algo=predict", "algo.ranks=[4]", *arguments.split()]), tmp_path)
     assert not (tmp_path / "prediction.json").exists()

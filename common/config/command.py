@@ -1,0 +1,178 @@
+"""Check what the command line gives, before Hydra reads it and beside what Hydra makes of it, and
+keep the run folder clean after a mistake. No torch in here.
+
+A settings class of an algorithm may declare, each as a ClassVar:
+
+    NO_EFFECT = {"model": "the sizes are algo.model.*"}  # settings that mean nothing to it, and why
+    NO_EFFECT_WITH_TASK = {"my_tasks.Mine": {"algo.tokenizer": "task=mine, which has no texts"}}
+    TASKS = ("class", "ddp_bench.tasks.")                # the kind of its tasks, and the package of this project's
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from common.config.checks import CONF, ConfigError
+from common.config.convert import no_secrets
+from common.config.schema import Run
+
+REWARD_TASKS = ("reward", "common.tasks.")  # the TASKS of an algorithm that declares none
+
+
+# --- arguments ---------------------------------------------------------------------------------------------------
+
+
+def check_secrets(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for a secret among the overrides, before Hydra writes them down."""
+    for argument in arguments:
+        key, equals, value = argument.lstrip("+~").partition("=")
+        if equals and not key.startswith("-"):
+            outer, _, name = key.rpartition(".")
+            no_secrets({name: value}, f"{outer}." if outer else "")
+
+
+def check_script(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for an argument that a batch script for one run cannot go with."""
+    for argument in arguments:
+        if argument.startswith("-") and argument.partition("=")[0] not in ("--config-dir", "-cd"):
+            raise ConfigError(
+                f"{argument} does not go with slurm.script, which writes a batch script for one"
+                " run. Leave it out. Sweeps: hydra/launcher=submitit_slurm -m."
+            )
+
+
+def resolve_config_path(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments, with a relative --config-path that is a folder here made absolute:
+    Hydra would start at launch.py's.
+    """
+    found = list(arguments)
+    for position, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if flag not in ("--config-path", "-cp"):
+            continue
+        if equals and Path(value).is_dir():
+            found[position] = f"{flag}={Path(value).resolve()}"
+        elif not equals and Path(*arguments[position + 1 : position + 2]).is_dir():
+            found[position + 1] = str(Path(arguments[position + 1]).resolve())
+    return found
+
+
+def find_config_dir(arguments: Sequence[str]) -> str | None:
+    """Return the folder of --config-dir, in any of its spellings."""
+    for position, argument in enumerate(arguments):
+        flag, _, value = argument.partition("=")
+        if flag in ("--config-dir", "-cd"):
+            return value or next(iter(arguments[position + 1 :]), None)
+    return None
+
+
+# --- settings without effect -------------------------------------------------------------------------------------
+
+
+def check_effect(name: str, algorithm: type, overrides: Sequence[str]) -> None:
+    """Raise ConfigError for an override that the algorithm declares to mean nothing to it."""
+    for key, reason in _find_given(getattr(algorithm, "NO_EFFECT", {}), overrides):
+        raise ConfigError(f"{key} has no effect with algo={name}: {reason}. Leave it out.")
+
+
+def check_run(run: Run, algorithms: Mapping[str, type], overrides: Sequence[str]) -> None:
+    """Raise ConfigError where a task of this project is not of the algorithm's kind, naming those
+    that are, and for overrides that mean nothing to this run.
+    """
+    if run.slurm.script is None:
+        for text in (override.lstrip("+") for override in overrides):
+            if text.startswith("slurm."):
+                raise ConfigError(
+                    f"{text} has no effect without slurm.script, the batch script to write. Add"
+                    " slurm.script=FILE."
+                )
+    target = run.task["_target_"]
+    wanted, _ = getattr(type(run.algo), "TASKS", REWARD_TASKS)
+    kinds = {package: kind for kind, package in (_tasks(a) for a in algorithms.values())}
+
+    def kind_of(target: str) -> str | None:
+        return next((kind for package, kind in kinds.items() if target.startswith(package)), None)
+
+    if kind_of(target) not in (None, wanted):
+        paths = sorted((CONF / "task").glob("*.yaml"))
+        fitting = [p.stem for p in paths if kind_of(OmegaConf.load(p)["_target_"]) == wanted]  # type: ignore[index]
+        raise ConfigError(
+            f"algo={run.algo.name} needs a {wanted} task, and {target} is a {kind_of(target)} task."
+            f" Use one of task={', '.join(fitting)}."
+        )
+    with_task = getattr(type(run.algo), "NO_EFFECT_WITH_TASK", {}).get(target, {})
+    for key, reason in _find_given(with_task, overrides):
+        raise ConfigError(f"{key} has no effect with {reason}. Leave it out.")
+
+
+def _tasks(algorithm: type) -> tuple[str, str]:
+    return getattr(algorithm, "TASKS", REWARD_TASKS)
+
+
+def _find_given(reasons: Mapping[str, str], overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the overrides' keys that are one of `reasons`, or below one, with the reason."""
+    for key in (override.partition("=")[0].lstrip("+") for override in overrides):
+        for name, reason in reasons.items():
+            if key == name or key.startswith(f"{name}."):
+                yield key, reason
+
+
+# --- folders -----------------------------------------------------------------------------------------------------
+
+
+def check_folder(arguments: Sequence[str]) -> None:
+    """Raise ConfigError where the run folder that is asked for cannot be made, or is not the one
+    that is used.
+    """
+    multirun = bool({"-m", "--multirun"} & set(arguments))
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key not in ("hydra.run.dir", "hydra.sweep.dir"):
+            continue
+        if (key == "hydra.sweep.dir") != multirun:
+            other = "hydra.sweep.dir" if multirun else "hydra.run.dir"
+            raise ConfigError(
+                f"{key}={value} has no effect {'with' if multirun else 'without'} -m. Use {other}."
+            )
+        if value and "${" not in value and os.environ.get("RANK", "0") == "0":
+            with removing_empty_folders([argument]):
+                try:
+                    Path(value.strip("'\"")).mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    raise ConfigError(
+                        f"{key}={value} cannot be made: {error.strerror}. Choose another folder."
+                    ) from None
+
+
+@contextmanager
+def removing_empty_folders(arguments: Sequence[str]) -> Iterator[None]:
+    """Remove, after the block, the empty ones of the folders that it made for a run: a mistake in a
+    setting is to leave nothing behind.
+
+    The folders are those of hydra.run.dir or hydra.sweep.dir, as far as they hold no ${...}.
+    """
+    keys = ("hydra.run.dir=", "hydra.sweep.dir=")
+    given = [argument.partition("=")[2] for argument in arguments if argument.startswith(keys)]
+    default: Any = OmegaConf.to_container(OmegaConf.load(CONF / "hydra" / "clutch.yaml"))
+    folder = Path([default["run"]["dir"], *given][-1].strip("'\"").partition("${")[0])
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    finally:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
+
+
+def is_unused(folder: Path) -> bool:
+    """Return whether a run folder holds nothing but what Hydra wrote, and logs without a line."""
+    with suppress(FileNotFoundError):  # another rank is done with it
+        return all(
+            path.name == ".hydra" or (path.is_file() and not path.stat().st_size)
+            for path in folder.iterdir()
+        )
+    return False

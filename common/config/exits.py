@@ -1,0 +1,93 @@
+"""End a command, or one job of a sweep: what is printed, what is kept, and the exit code."""
+
+import os
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+
+from common.config.checks import ConfigError
+from common.config.command import find_config_dir, is_unused
+from common.config.explain import HYDRA_ERRORS, explain
+from common.report.failures import failed
+from common.signals import (
+    EXIT_CONFIG,
+    EXIT_CRASH,
+    EXIT_INTERRUPTED,
+    EXIT_SIGNAL,
+    RunStopped,
+    StopSignal,
+)
+
+
+@contextmanager
+def ending_command(arguments: Sequence[str], algorithms: Mapping[str, type]) -> Iterator[None]:
+    """Turn what the block raises into a text for the user and an exit code.
+
+    A sweep goes on after a job that fails, and exits with the code of the first that did.
+    """
+    try:
+        yield
+    except (ConfigError, RunStopped) as error:
+        sys.exit(_print_end(error))
+    except HYDRA_ERRORS as error:
+        text = explain(error, arguments, algorithms, find_config_dir(arguments))
+        sys.exit(_print_end(ConfigError(text)))
+    except Exception as error:
+        if not type(error).__module__.startswith("submitit."):
+            raise
+        print(
+            "error: a job of the sweep ended without a word (killed, or out of time):"
+            f" {str(error).splitlines()[0]}\nOthers may go on. When they have ended: python -m"
+            " common.compare SWEEP_FOLDER",
+            file=sys.stderr,
+        )
+        sys.exit(EXIT_CRASH)
+    except KeyboardInterrupt:  # before the first step or after the last: nothing is to be saved
+        print("interrupted", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
+
+
+@contextmanager
+def ending_job() -> Iterator[Path]:
+    """Give the folder of Hydra's job to the block. Exit where the block fails in a single run; note
+    the failure in the folder where it does so in a sweep.
+    """
+    settings = HydraConfig.get()
+    folder, alone = Path(settings.runtime.output_dir), settings.mode == RunMode.RUN
+    requeue = signal.getsignal(signal.SIGUSR2)  # in a job of submitit: back into the queue
+    try:
+        yield folder
+    except (ConfigError, RunStopped) as error:
+        code = _print_end(error)
+        if alone and isinstance(error, ConfigError) and is_unused(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        if not alone and code == EXIT_SIGNAL:
+            again = f"hydra.sweep.dir={settings.sweep.dir} resume=auto."
+            print(f"The whole sweep: the same command with {again}", file=sys.stderr)
+        if code == EXIT_SIGNAL and StopSignal.last == signal.SIGUSR2 and callable(requeue):
+            signal.signal(signal.SIGUSR2, requeue)
+            signal.raise_signal(signal.SIGUSR2)  # all is saved: submitit may have the process now
+        here = settings.runtime.choices["hydra/launcher"] == "basic"
+        if alone or (code == EXIT_SIGNAL and here):  # who stops a job wants the sweep to stop
+            sys.exit(code)  # past Hydra, which would print a line of its own first
+        failed(folder, code, str(error))
+    except Exception as error:
+        if alone:
+            raise
+        traceback.print_exc()
+        failed(folder, EXIT_CRASH, f"{type(error).__name__}: {error}")
+
+
+def _print_end(error: ConfigError | RunStopped) -> int:
+    """Print why a run ended early, on rank 0 alone; return the exit code."""
+    stopped = isinstance(error, RunStopped)
+    if os.environ.get("RANK", "0") == "0":
+        print(error if stopped else f"error: {error}", file=sys.stderr)
+    return error.code if stopped else EXIT_CONFIG
