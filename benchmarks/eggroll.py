@@ -28,6 +28,7 @@ from benchmarks import measure
 from benchmarks.measure import Case, Report, Row, Timing
 from common.config import OptimizerConfig, SamplingConfig, ScheduleConfig
 from common.precision import native_bf16
+from common.sampling.engine import Requests
 from common.sampling.native import Sampler
 from eggroll.config import EggrollConfig, NoiseConfig, StopAtConfig
 from eggroll.fitness import fitness
@@ -119,7 +120,7 @@ def settings(sizes: Sizes) -> EggrollConfig:
         members=sizes.members,
         prompts_per_step=sizes.prompts,
         samples_per_prompt=1,
-        rows_per_forward=sizes.samples,
+        rollout_rows=sizes.samples,
         rank=1,
         sigma=0.01,
         lr=0.02,
@@ -228,7 +229,7 @@ class Work:
         """The sampler without noise, every prompt once a member."""
         sampling = self.settings.sampling
         return self.sampler.generate(
-            self.prompts.tolist(), sampling, groups=self.sizes.members
+            Requests(prompts=self.prompts.tolist(), groups=self.sizes.members), sampling
         ).tokens
 
     def population(self) -> Tensor:

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from grpo.groups import Group, Roller
 from Levenshtein import ratio
 from tokenizers import Tokenizer
 from transformers import (
@@ -57,7 +58,6 @@ from common.precision import native_bf16
 from common.sampling.native import Sampler
 from common.tasks import Example
 from common.timer import Timer
-from grpo.groups import Group, Roller
 from grpo.loss import advantages
 from grpo.train import Policy
 from launch import compose, train
@@ -185,7 +185,7 @@ def run_of(work: dict[str, Any], *changes: str) -> Run:
             f"algo.prompts_per_step={PROMPTS}",
             f"algo.samples_per_prompt={SAMPLES}",
             f"algo.sampling.max_new_tokens={work['new']}",
-            f"algo.micro_batch_rows={PROMPTS * SAMPLES}",
+            f"algo.train_rows={PROMPTS * SAMPLES}",
             f"algo.kl.beta={work['beta']}",
             f"algo.lr={LR}",
             "algo.warmup_steps=0",
@@ -221,7 +221,7 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
     ):
         imports = (memory.before or 0) / 2**30 if work["device"] == "cpu" else 0.0
         peak = max(event["peak_memory_gb"] for event in events) - imports
-    curve_run = run_of(work, f"algo.steps={PASSES}", f"algo.passes={PASSES}", *switches)
+    curve_run = run_of(work, f"algo.steps={PASSES}", f"algo.num_iterations={PASSES}", *switches)
     return {
         "seconds": [event["seconds"] for event in events],
         "phases": {

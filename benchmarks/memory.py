@@ -22,6 +22,7 @@ from benchmarks import measure
 from benchmarks.eggroll import VOCABULARY, Sizes, build, name_of, settings
 from benchmarks.measure import Report, Row
 from common.precision import native_bf16
+from common.sampling.engine import Requests
 from common.sampling.native import Sampler
 from eggroll.fitness import fitness
 from eggroll.noise import Noise
@@ -111,7 +112,7 @@ def prepare(setting: Setting, device: torch.device, what: str) -> Callable[[], N
     rewards = torch.rand(sizes.members, sizes.prompts, generator=draw)
 
     def sample() -> None:
-        sampler.generate(prompts, algo.sampling, groups=sizes.members)
+        sampler.generate(Requests(prompts=prompts, groups=sizes.members), algo.sampling)
 
     def run() -> None:
         for step in range(STEPS):

@@ -55,7 +55,7 @@ class Work:
                     f"algo.samples_per_prompt={samples}",
                     f"algo.chunk_size={samples}",
                 ),
-                *(f"algo.prompts_per_batch={prompts}", f"algo.micro_batch_rows={rows}"),
+                *(f"algo.prompts_per_batch={prompts}", f"algo.rollout_rows={rows}"),
                 *(f"algo.sampling.max_new_tokens={new}", "algo.sampling.temperature=1.0"),
             ]
         )
@@ -260,7 +260,7 @@ def report(
             "prompt_tokens": sum(map(len, work.prompts)) / len(work.prompts),
             "samples": work.samples,
             "max_new_tokens": work.new,
-            "rows_per_forward": work.rows,
+            "rollout_rows": work.rows,
         },
         repeats=repeats,
         dtype=str(half).removeprefix("torch."),

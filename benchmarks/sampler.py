@@ -32,6 +32,7 @@ from benchmarks import measure
 from benchmarks.measure import Case, Row, Timing
 from common.config import SamplingConfig
 from common.precision import native_bf16
+from common.sampling.engine import Requests
 from common.sampling.native import Sampler
 
 GENERATE, PAGED, OURS = "generate", "continuous batching", "this project"
@@ -130,7 +131,9 @@ class Work:
         greedy = SamplingConfig(
             max_new_tokens=self.sizes.new_tokens, temperature=0.0, top_k=0, top_p=1.0
         )
-        return sampler.generate(self.prompts[: self.sizes.rows].tolist(), greedy).tokens
+        return sampler.generate(
+            Requests(prompts=self.prompts[: self.sizes.rows].tolist()), greedy
+        ).tokens
 
     def differ(self, ours: Tensor, theirs: Tensor) -> int:
         """How many rows differ. Raises: RuntimeError if two differ by more than a tie that rounding
@@ -219,7 +222,7 @@ class Work:
         )
         prompts = self.prompts[: self.sizes.prompts].tolist()
         return sampler.generate(
-            prompts, sampling, samples_per_prompt=self.sizes.samples
+            Requests(prompts=prompts, samples=self.sizes.samples), sampling
         ).lengths.tolist()
 
     # --- roofline

@@ -28,6 +28,7 @@ from common.distributed.context import Context
 from common.distributed.workers import launch
 from common.model import logprobs
 from common.precision import Precision
+from common.sampling.engine import Requests
 from common.sampling.native import Sampler
 from launch import compose
 
@@ -95,7 +96,7 @@ def ranks(run: Run, context: Context, task: tuple[bool, int]) -> dict[str, Any]:
                 model.shards.rollout = how
             context.barrier()
             with fsdp.forwards(model):
-                samplers[model].generate(prompts, greedy, samples_per_prompt=SAMPLES)
+                samplers[model].generate(Requests(prompts=prompts, samples=SAMPLES), greedy)
 
         return act
 

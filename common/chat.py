@@ -27,6 +27,7 @@ from common.config import ConfigError, ModelConfig, SamplingConfig
 from common.model.load import load_model
 from common.model.prompts import encode_prompts, stop_ids
 from common.precision import native_bf16
+from common.sampling.engine import Requests
 from common.sampling.native import Sampler
 from common.signals import EXIT_CONFIG, EXIT_INTERRUPTED
 from common.tasks import Messages, plain
@@ -190,14 +191,14 @@ def answer_all(given: argparse.Namespace) -> None:
     for number, typed in enumerate(prompts(given.prompt)):
         text = typed if given.plain else f"{before}{typed}{after}"
         ids = encode_prompts(tokenizer, [prompt_like(text, shown, given.system, chat)])[0]
-        room = sampler.context - len(ids)
+        room = sampler.context_length - len(ids)
         if room < 1:
             raise ConfigError(
-                f"a prompt of {len(ids)} tokens fills the model's context of {sampler.context}."
+                f"a prompt of {len(ids)} tokens fills the model's context of {sampler.context_length}."
                 " Shorten it."
             )
         sampling.max_new_tokens = min(given.max_new_tokens, room)
-        made = sampler.generate([ids], sampling, seed=given.seed, draw=number)
+        made = sampler.generate(Requests(prompts=[ids], seed=given.seed, draw=number), sampling)
         print(made.texts(tokenizer)[0].strip(), flush=True)
 
 

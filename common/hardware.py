@@ -4,15 +4,12 @@ when memory runs out.
 
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
 from common.config import ConfigError, HardwareConfig, OptConfig
 
-T = TypeVar("T")
 log = logging.getLogger("clutch")
 
 
@@ -113,62 +110,6 @@ def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
         )
     if not config.p2p:
         os.environ.setdefault("NCCL_P2P_DISABLE", "1")
-
-
-def fit_rows(
-    rows: int, bytes_per_row: float, fixed_bytes: float, memory_gb: float, multiple: int = 1
-) -> int:
-    """Rows that fit in nine tenths of the memory, at most `rows`, a multiple of `multiple`.
-
-    Args: bytes_per_row: of cache and activations; fixed_bytes: weights and all that does not grow
-    with rows.
-    """
-    room = 0.9 * memory_gb * 2**30 - fixed_bytes
-    fitting = min(rows, int(room / bytes_per_row)) if room > 0 else 0
-    return max(multiple, fitting // multiple * multiple)
-
-
-def halving(
-    action: Callable[[int], T],
-    rows: int,
-    floor: int,
-    shorter: str = "algo.sampling.max_new_tokens",
-    key: str = "algo.rows_per_forward (of rft algo.micro_batch_rows)",
-) -> tuple[T, int]:
-    """`action(rows)`, again with half the rows each time memory runs out. Returns its result and
-    the rows that held.
-
-    The draws of a step depend on addresses alone, so the repetition gives what a smaller start
-    would have given.
-    Args: floor: fewest rows to try, `rows` itself where ranks keep step; shorter: the setting that
-    makes sequences shorter; key: that of the rows. Raises: ConfigError with advice at the floor.
-    """
-    fixed = rows == floor > 2  # 2: a mirrored pair, the least there is
-    while True:
-        try:
-            return action(rows), rows
-        except (RuntimeError, MemoryError) as error:
-            # torch's CPU allocator has no class for it, only a text.
-            known = isinstance(
-                error, (torch.OutOfMemoryError, MemoryError)
-            ) or "can't allocate memory" in str(error)
-            if not known:
-                raise
-            if fixed:
-                raise ConfigError(
-                    f"out of memory with {rows} rows a forward, and ranks that share weights or"
-                    f" gradients cannot go on with fewer one by one. Lower {key}, lower {shorter},"
-                    " use a smaller model, or add 'opt=[amp]'."
-                ) from error
-            if rows <= floor:
-                raise ConfigError(
-                    f"out of memory even with {rows} rows a forward. Use a smaller model, lower"
-                    f" {shorter}, or add 'opt=[amp]'."
-                ) from error
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        rows = max(floor, rows // 2)
-        log.warning("out of memory: repeating with %d rows a forward", rows)
 
 
 def attention_kernel(device: torch.device, dtype: torch.dtype, head_size: int, masked: bool) -> str:

@@ -64,6 +64,7 @@ class LM:
         self.precision = precision.resolve(run.opt, self.device)
         self.half = self.precision.compute != torch.float32
         self.population, self.skipped_prompts = population, 0
+        self.model: Any
         self.model, self.tokenizer = load_on_all_ranks(run, self.task, context)
         self._prepare()
         self.reference = copy.deepcopy(self.model).requires_grad_(False) if reference else None

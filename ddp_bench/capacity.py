@@ -184,7 +184,7 @@ class Model:
     def row_bytes(self, prompt_tokens: int, new_tokens: int) -> float:
         """Of one row while it is sampled."""
         sampler = Sampler(self.model, pad_id=0, stop_ids=[], rows=1)
-        return sampler.bytes_per_row(prompt_tokens, new_tokens)
+        return sampler.row_bytes(prompt_tokens, new_tokens)
 
     def cache_bytes(self, tokens: float) -> float:
         """Keys and values of one row of `tokens`."""

@@ -51,7 +51,9 @@ class Classifier:
         same_on_all_ranks(context, "rows of the task", self.digest + self.test_rows.digest())
         rows, self.validation = held_out(self.train_rows, cfg.validation_share, run.seed)
         classes = len(self.task.classes)
-        self.model = models.build(cfg.model, classes, self.tokenizer, self.train_rows, run.seed)
+        self.model: Any = models.build(
+            cfg.model, classes, self.tokenizer, self.train_rows, run.seed
+        )
         # Sharding takes the model to the device block by block.
         self.model.to(self.device if context.mesh is None else "cpu")
         self.stepper = Stepper(self.model, run, context, self.precision)

@@ -238,7 +238,7 @@ def finished(folder: Path, warmup: int) -> Record | None:
         raise Incomplete(f"metrics.jsonl has {len(log)} steps, result.json says {result['steps']}")
     config = saved["config"]
     kept = [event for epoch in epochs[warmup:] for event in epoch]
-    batch = config["algo"]["batch_rows"]
+    batch = config["algo"]["batch_size"]
     whole = [event["seconds"] for event in kept if event["rows"] == batch] or [
         event["seconds"] for event in kept
     ]
@@ -251,7 +251,7 @@ def finished(folder: Path, warmup: int) -> Record | None:
         model=result["model"],
         group=json.dumps([settings, opt, config["task"], result["dtype"]], sort_keys=True),
         ranks=result["world_size"],
-        batch_size=batch,
+        batch_rows=batch,
         device=result["device"],
         dtype=result["dtype"],
         step_p50=quantile(whole, 50),
@@ -283,7 +283,7 @@ def scaling(path: Path) -> list[Record]:
             model=saved["model"],
             group=json.dumps(["scaling", saved["settings"], saved["dtype"]], sort_keys=True),
             ranks=run["ranks"],
-            batch_size=run["batch_rows"],
+            batch_rows=run["batch_rows"],
             device=saved["device"],
             dtype=saved["dtype"],
             step_p50=run["step_seconds"]["p50"],

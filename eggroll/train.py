@@ -38,7 +38,10 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
         raise ConfigError(
             f"algo.rank={cfg.rank} has no effect: nothing has low-rank noise. Set algo.rank=1."
         )
-    weights = Weights(lm, noise, cfg)  # float32 masters, the initial weights, the optimizers
+    # Float32 masters, the initial weights, the optimizers.
+    offload, folder = run.opt.offload.enabled, context.out_dir
+    compute = lm.precision.compute
+    weights = Weights(lm.model, noise, cfg, compute, offload=offload, folder=folder)
     lm.read_examples()
     population = Population(lm, noise, cfg)
     with Session(run, context, lm, steps=cfg.steps) as session:

@@ -13,7 +13,6 @@ from common import optim
 from common.checkpoint import Checkpoint
 from common.config import ConfigError
 from common.distributed import fsdp
-from common.lm import LM
 from eggroll.config import EggrollConfig
 from eggroll.noise import Noise
 
@@ -63,10 +62,17 @@ class Weights:
     uses the masters; else they are beside what it uses, on the CPU with `offload`.
     """
 
-    def __init__(self, lm: LM, noise: Noise, cfg: EggrollConfig) -> None:
-        self.cfg, self.model = cfg, lm.model
-        model, compute = lm.model, lm.precision.compute
-        offload, folder = lm.run.opt.offload.enabled, lm.context.out_dir
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        noise: Noise,
+        cfg: EggrollConfig,
+        compute: torch.dtype,
+        *,
+        offload: bool,
+        folder: Path,
+    ) -> None:
+        self.cfg, self.model = cfg, model
         self.memory_gb: float | None = None  # of weights and optimizer state on this rank
         names = [address.name for address in noise.addresses]
         parameters = dict(model.named_parameters())

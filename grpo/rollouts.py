@@ -138,7 +138,7 @@ class Collector:
         not finite (then `offending` and the reward in `numbers` say so).
         """
         cfg, lm, context, state = self.cfg, self.lm, self.lm.context, step.state
-        rounds: list[Sampled | None] = []
+        rounds: list[Any] = []  # of Sampled, None where this rank had no prompt
         seen: list[tuple[int, Group]] = []  # by round
         live: list[tuple[int, Group]] = []
         components: list[dict[str, list[float]]] = []
@@ -242,6 +242,7 @@ class Collector:
         [n * G, T], computed for `rows` at a time.
         """
         lm, size = self.lm, self.cfg.samples_per_prompt
+        assert lm.reference is not None
         found = torch.zeros(made.tokens.shape, device=lm.device)
         lengths = made.lengths.tolist()
         # Whole groups side by side, or parts of one.
@@ -316,7 +317,7 @@ class Collector:
             "length": lengths.mean().item(),
         }
 
-    def _assemble(self, live: list[tuple[int, Group]], rounds: list[Sampled | None]) -> Rollouts:
+    def _assemble(self, live: list[tuple[int, Group]], rounds: list[Any]) -> Rollouts:
         """Put this rank's groups among `live` side by side."""
         size, rank = self.cfg.samples_per_prompt, self.lm.context.rank
         mine = [(i, pair) for i, pair in enumerate(live) if pair[1].rank == rank]
@@ -335,7 +336,9 @@ class Collector:
             lengths=torch.tensor([n for _, (_, g) in mine for n in g.lengths]),
             logprobs=rows([sampled.made.logprobs for sampled, _ in parts]),
             reference=(
-                rows([sampled.reference for sampled, _ in parts]) if self.lm.reference is not None else None
+                rows([sampled.reference for sampled, _ in parts])
+                if self.lm.reference is not None
+                else None
             ),
             carries=torch.tensor([ok for _, (_, g) in mine for ok in g.carries], dtype=torch.bool),
             scores=[group.scores for _, (_, group) in mine],

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from common.config import ConfigError
 from common.distributed import fsdp
 from common.files import write_text
@@ -28,6 +30,9 @@ from rft.config import RftConfig
 from rft.made_with import check_same
 
 log = logging.getLogger("clutch")
+
+# Waves between two clearings of CUDA's cache of free memory.
+EMPTY_CACHE_EVERY = 10
 
 Record = dict[str, Any]
 # What later stages read of a record.
@@ -274,6 +279,8 @@ class Generator:
                 seconds = max(seconds for _, seconds, _ in parts)
                 yield Wave(fresh, offending if broken else None, seconds, started, timer)
                 ending |= enough()
+                if start // size % EMPTY_CACHE_EVERY == 0 and torch.cuda.is_available():
+                    torch.cuda.empty_cache()
                 started, timer = time.perf_counter(), Timer()
             if was_ending:
                 break

@@ -591,7 +591,6 @@ class Run:
                 " algo.steps too; the budget may end the run earlier."
             )
 
-        self.algo.check_run(self)
 
     @property
     def scheduled(self) -> list[str]:

@@ -296,6 +296,7 @@ def _work(entry: str, run: Run, context: Context, task: Any) -> Any:
     _logging(context)
     hardware.check(run.hardware, run.opt, context.device)
     _agree(run, context)
+    run.algo.check_run(run)
     switch, workers = run.opt.workers
     if (
         workers.enabled and context.world_size == 1

@@ -76,7 +76,7 @@ class Groups:
 
 def group(
     prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[Sequence[int]]],
+    completions: Sequence[Sequence[Sequence[int] | Tensor]],
     device: torch.device,
 ) -> Groups:
     """Lay out prompts and, for each, the same number of completions (token ids, none of them

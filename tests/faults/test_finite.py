@@ -13,6 +13,7 @@ import torch.distributed as dist
 from common import checkpoint, loop
 from common.config import ConfigError, SamplingConfig
 from common.distributed.workers import launch
+from common.sampling.engine import Requests
 from common.sampling.native import Sampler
 from common.signals import EXIT_NUMBERS, RunStopped
 from ddp_bench.step import Stepper
@@ -220,7 +221,7 @@ def test_rft_counts_a_sample_without_a_finite_reward_as_wrong(tmp_path, monkeypa
     more = [
         "algo.second_round_samples=0",
         "algo.epochs=2",
-        "algo.batch_rows=8",
+        "algo.batch_size=8",
         "algo.pass_samples=0",
         "algo.iterations=1",
     ]
@@ -292,7 +293,7 @@ def test_classify_leaves_out_a_step_without_a_finite_gradient(tmp_path, monkeypa
         "hardware=cpu",
         *small,
         "task.test_rows=20",
-        "algo.batch_rows=33",
+        "algo.batch_size=33",
         "algo.epochs=1",
     ]
     result = train(compose([*given, *SKIP]), tmp_path / "skip")
@@ -314,11 +315,14 @@ def test_logits_that_are_not_finite_are_noticed(tmp_path):
     sampler = Sampler(model, pad_id=0, stop_ids=[], rows=4)
     for temperature in (0.0, 1.0):
         sampling = SamplingConfig(max_new_tokens=3, temperature=temperature, top_p=1.0, top_k=0)
-        assert not sampler.generate([[1, 2], [3]], sampling).broken.any()
+        assert not sampler.generate(Requests(prompts=[[1, 2], [3]]), sampling).broken.any()
         with torch.no_grad():
             before = model.model.embed_tokens.weight[3].clone()
             model.model.embed_tokens.weight[3] = math.nan
-        assert sampler.generate([[1, 2], [3]], sampling).broken.tolist() == [False, True]
+        assert sampler.generate(Requests(prompts=[[1, 2], [3]]), sampling).broken.tolist() == [
+            False,
+            True,
+        ]
         with torch.no_grad():
             model.model.embed_tokens.weight[3] = before
     with pytest.raises(
@@ -344,7 +348,7 @@ GUARDS = {
         ),
     ),
     "ratio": (
-        [*GRPO, "algo.passes=2", "algo.stop_at.ratio_kl=1e-12", "algo.lr=0.01"],
+        [*GRPO, "algo.num_iterations=2", "algo.stop_at.ratio_kl=1e-12", "algo.lr=0.01"],
         (
             r"^step 2: ratio_kl \S+ is above algo\.stop_at\.ratio_kl=1e-12\. Lower algo\.lr or"
             r" algo\.passes"

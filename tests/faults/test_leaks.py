@@ -50,7 +50,7 @@ RUNS = {
             "algo.samples_per_prompt=4",
             "algo.second_round_samples=0",
             "algo.prompts_per_batch=8",
-            "algo.batch_rows=64",
+            "algo.batch_size=64",
         ),
         *(
             "algo.iterations=1",
@@ -66,7 +66,7 @@ RUNS = {
             "hardware=cpu",
             "task.rows=80",
             "task.test_rows=10",
-            "algo.batch_rows=40",
+            "algo.batch_size=40",
             "algo.patience=null",
         ),
         *(

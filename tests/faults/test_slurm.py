@@ -30,7 +30,7 @@ CLASSIFY = [
 CLASSIFY += ["algo.tokenizer.vocabulary=600"]
 TWO_NODES = ["slurm.nodes=2", "slurm.gpus_per_node=0", "slurm.cpus_per_rank=1"]
 GRPO = [setting for setting in SMALL if not setting.startswith(("algo.members", "algo.rows"))]
-GRPO += ["task=translate", "algo.samples_per_prompt=4", "algo.micro_batch_rows=8"]
+GRPO += ["task=translate", "algo.samples_per_prompt=4", "algo.train_rows=8"]
 
 
 # --- the script ------------------------------------------------------------------------------------------------------

@@ -222,9 +222,9 @@ def test_overlong_penalty():
             "algo.samples_per_prompt=1",
             "algo.samples_per_prompt=1 is too small. Give a value of at least 2.",
         ),
-        ("algo.dual_clip=3", "algo.dual_clip=3 has no effect with algo.passes=1"),
-        ("algo.delta=4", "algo.delta=4 has no effect with algo.passes=1"),
-        ("algo.stop_at.ratio_kl=0.1", "Set algo.stop_at.ratio_kl=null, or raise algo.passes."),
+        ("algo.dual_clip=3", "algo.dual_clip=3 has no effect with algo.num_iterations=1"),
+        ("algo.delta=4", "algo.delta=4 has no effect with algo.num_iterations=1"),
+        ("algo.stop_at.ratio_kl=0.1", "Set algo.stop_at.ratio_kl=null, or raise algo.num_iterations."),
         (
             "algo.kl.estimator=k2",
             (
@@ -245,13 +245,13 @@ def test_overlong_penalty():
             "algo.kl.clamp=5.0 has no effect without",
         ),
         ("algo.cispo_max=2", "algo.cispo_max=2.0 has no effect with algo.loss=dapo. Leave it out."),
-        ("algo.cispo_max=2 algo.loss=cispo", "algo.cispo_max=2.0 has no effect with algo.passes=1"),
+        ("algo.cispo_max=2 algo.loss=cispo", "algo.cispo_max=2.0 has no effect with algo.num_iterations=1"),
         (
             "algo.epsilon_low=0.1",
-            "algo.epsilon_low=0.1 has no effect with algo.passes=1: the ratio to the policy that",
+            "algo.epsilon_low=0.1 has no effect with algo.num_iterations=1: the ratio to the policy that",
         ),
         (
-            "algo.epsilon_high=0.28 algo.loss=cispo algo.passes=2",
+            "algo.epsilon_high=0.28 algo.loss=cispo algo.num_iterations=2",
             "has no effect with algo.loss=cispo, whose bound is",
         ),
         ("algo.stop_at.entropy_below=0", "algo.stop_at.entropy_below=0.0 is out of range"),
@@ -269,9 +269,9 @@ def test_mistakes(override, text):
     [
         "algo.kl.beta=0.1 algo.kl.estimator=k1 algo.kl.where=reward",
         "algo.kl.beta=0.1 algo.kl.clamp=5",
-        "algo.passes=2 algo.kl.clamp=5",  # of ratio_kl
-        "algo.passes=2 algo.epsilon_low=0.1 algo.epsilon_high=0.28",
-        "algo.passes=2 algo.loss=cispo algo.cispo_max=2",
+        "algo.num_iterations=2 algo.kl.clamp=5",  # of ratio_kl
+        "algo.num_iterations=2 algo.epsilon_low=0.1 algo.epsilon_high=0.28",
+        "algo.num_iterations=2 algo.loss=cispo algo.cispo_max=2",
         "algo.loss=cispo algo.cispo_max=0.5",
         "algo.cispo_max=5 algo.kl.estimator=k3 algo.epsilon_low=0.2",  # as they are anyway
     ],

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from common.config import ConfigError, SamplingConfig
+from common.sampling.engine import Requests
 from common.sampling.native import Sampler
 from eggroll import noise as noise_module
 from eggroll.config import NoiseConfig
@@ -106,12 +107,12 @@ def test_population_samples_what_each_member_would(name):
     for rows in (8, 100):
         with noise.members(1, range(4), 0.05):
             made = Sampler(model, pad_id=0, stop_ids=[11, 12], rows=rows).generate(
-                prompts, GREEDY, groups=4
+                Requests(prompts=prompts, groups=4), GREEDY
             )
         for member in range(4):
             alone = Sampler(
                 materialised(model, noise, 1, member, 4, 0.05), pad_id=0, stop_ids=[11, 12], rows=3
-            ).generate(prompts, GREEDY)
+            ).generate(Requests(prompts=prompts), GREEDY)
             assert torch.equal(made.tokens.view(4, 3, -1)[member], alone.tokens)
 
 

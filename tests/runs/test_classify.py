@@ -219,12 +219,12 @@ def one_rank(tmp_path_factory, cache):
     [
         pytest.param([], marks=pytest.mark.slow),
         [
-            "algo.micro_batch_rows=5",
+            "algo.train_rows=5",
             "algo.loader.workers=1",
         ],  # parts of a batch, which are not exchanged (no_sync)
         pytest.param(
             [
-                "algo.micro_batch_rows=5",
+                "algo.train_rows=5",
                 "algo.ddp.static_graph=false",
                 "algo.ddp.gradient_as_bucket_view=false",
             ],
@@ -253,7 +253,7 @@ def test_two_ranks_equal_one(one_rank, warm, tmp_path, more):
 
 
 def test_accumulation_on_one_rank_changes_nothing(one_rank, tmp_path):
-    train(compose([*SMALL_CLASSIFY, *LAST_WEIGHTS, "algo.micro_batch_rows=7"]), tmp_path)
+    train(compose([*SMALL_CLASSIFY, *LAST_WEIGHTS, "algo.train_rows=7"]), tmp_path)
     for mine, theirs in zip(events(tmp_path), events(one_rank), strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], abs=2e-6)
     same_weights(tmp_path, one_rank, atol=2e-4)

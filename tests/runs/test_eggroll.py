@@ -123,7 +123,7 @@ def plain(cache, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("rows", [4, 6, 16])
 def test_the_size_of_a_forward_does_not_change_the_result(plain, tmp_path, rows):
-    run_here(tmp_path, "algo.steps=3", f"algo.rows_per_forward={rows}")
+    run_here(tmp_path, "algo.steps=3", f"algo.rollout_rows={rows}")
     first, second = saved(plain).tensors, saved(tmp_path).tensors
     for name, tensor in first.items():
         torch.testing.assert_close(tensor, second[name], rtol=1e-4, atol=1e-5)
@@ -590,9 +590,9 @@ def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, above_rows: int) -> list[
 
 @pytest.mark.faults
 def test_out_of_memory_halves_the_rows(tmp_path, monkeypatch):
-    run_here(tmp_path / "smaller", "algo.steps=3", "algo.rows_per_forward=4")
+    run_here(tmp_path / "smaller", "algo.steps=3", "algo.rollout_rows=4")
     tried = run_out_of_memory(monkeypatch, above_rows=4)
-    run_here(tmp_path / "halved", "algo.steps=3", "algo.rows_per_forward=16")
+    run_here(tmp_path / "halved", "algo.steps=3", "algo.rollout_rows=16")
     assert tried[:3] == [16, 8, 4]
     assert set(tried[3:]) == {4}, "what held once is kept"
     assert same_bits(tmp_path / "halved", tmp_path / "smaller")

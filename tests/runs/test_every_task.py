@@ -15,7 +15,7 @@ OWN = {
     "eggroll": [
         "algo.members=8",
         "algo.prompts_per_step=2",
-        "algo.rows_per_forward=8",
+        "algo.rollout_rows=8",
         "algo.steps=2",
     ],
     "grpo": ["algo.prompts_per_step=2", "algo.samples_per_prompt=3", "algo.steps=2"],

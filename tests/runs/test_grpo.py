@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from grpo.groups import Group, why_dead
 
 from common import checkpoint, hardware, loop
 from common.config import ConfigError, ScoringConfig
@@ -20,7 +21,6 @@ from common.sampling.native import Sampler
 from common.tasks import Example
 from common.tasks.scoring import Scorer
 from grpo.config import StopAtConfig
-from grpo.groups import Group, why_dead
 from grpo.train import micro_batches
 from launch import compose, train
 from tests.support import ROOT, SMALL_GRPO, events
@@ -96,9 +96,9 @@ def untrained(cache, tmp_path_factory):
         ["algo.loss=grpo", "algo.advantage=batch"],
         ["algo.loss=dr_grpo", "algo.advantage=none"],
         ["algo.loss=bnpo"],
-        ["algo.loss=gspo", "algo.epsilon_low=3e-4", "algo.epsilon_high=4e-4", "algo.passes=2"],
-        ["algo.loss=cispo", "algo.passes=2"],
-        ["algo.dual_clip=3", "algo.delta=4", "algo.epsilon_high=0.28", "algo.passes=2"],
+        ["algo.loss=gspo", "algo.epsilon_low=3e-4", "algo.epsilon_high=4e-4", "algo.num_iterations=2"],
+        ["algo.loss=cispo", "algo.num_iterations=2"],
+        ["algo.dual_clip=3", "algo.delta=4", "algo.epsilon_high=0.28", "algo.num_iterations=2"],
         ["algo.kl.beta=0.1"],
         ["algo.kl.beta=0.1", "algo.kl.estimator=k1", "algo.kl.where=reward"],
         ["algo.entropy_bonus=0.01"],
@@ -127,7 +127,7 @@ def test_every_option_trains(changes, untrained, tmp_path, in_cache):
     assert any(moved)
     logged = events(tmp_path / "out")
     assert all(torch.isfinite(torch.tensor([e["loss"], e["grad_norm"]])).all() for e in logged)
-    if "algo.passes=2" in changes:
+    if "algo.num_iterations=2" in changes:
         assert logged[0]["ratio_kl"] == 0
         assert logged[1]["ratio_kl"] > 0  # off the sampling policy
     if any("beta" in c for c in changes) and "algo.kl.where=reward" not in changes:
@@ -138,9 +138,9 @@ def test_every_option_trains(changes, untrained, tmp_path, in_cache):
 def test_micro_batches_and_checkpointing_change_nothing(tmp_path, in_cache):
     """The gradient of a step has one exact denominator."""
     for name, changes in {
-        "whole": ["algo.micro_batch_rows=12"],
-        "split": ["algo.micro_batch_rows=3"],
-        "recomputed": ["algo.micro_batch_rows=4", "opt=checkpointing"],
+        "whole": ["algo.train_rows=12"],
+        "split": ["algo.train_rows=3"],
+        "recomputed": ["algo.train_rows=4", "opt=checkpointing"],
     }.items():
         run = compose([*SMALL_GRPO, "algo.steps=2", *changes])
         for run.algo.loss in LOSSES:
@@ -165,7 +165,7 @@ def test_micro_batches_and_checkpointing_change_nothing(tmp_path, in_cache):
     "changes",
     [
         pytest.param([], marks=pytest.mark.slow),
-        ["algo.passes=2", "algo.kl.beta=0.05", "algo.loss=grpo"],
+        ["algo.num_iterations=2", "algo.kl.beta=0.05", "algo.loss=grpo"],
     ],
     ids=["plain", "passes and kl"],
 )
@@ -181,10 +181,10 @@ def test_two_ranks_end_where_one_ends(launch: Launch, tmp_path, changes):
     assert one["after"] == two["after"]
 
 
-@pytest.mark.parametrize("passes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("num_iterations", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.faults
 def test_killed_and_resumed_equals_unbroken(launch: Launch, begin: Begin, tmp_path, passes):
-    arguments = [*SMALL_GRPO, "algo.steps=8", f"algo.passes={passes}", "checkpoint.every=2"]
+    arguments = [*SMALL_GRPO, "algo.steps=8", f"algo.num_iterations={passes}", "checkpoint.every=2"]
     launch(*arguments, "hydra.run.dir=whole")
     process = begin(*arguments, "hydra.run.dir=broken")
     metrics = tmp_path / "broken" / "metrics.jsonl"
@@ -244,7 +244,7 @@ class Fading(Fixed):
 
 
 @pytest.mark.parametrize(
-    "changes", [[], ["algo.kl.beta=0.1", "algo.kl.where=reward"], ["algo.passes=2"]]
+    "changes", [[], ["algo.kl.beta=0.1", "algo.kl.where=reward"], ["algo.num_iterations=2"]]
 )
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_a_step_without_live_groups_is_no_step(changes, rounds, tmp_path, in_cache):
@@ -252,7 +252,7 @@ def test_a_step_without_live_groups_is_no_step(changes, rounds, tmp_path, in_cac
     arguments = [*SMALL_GRPO, "algo.steps=6", "checkpoint.every=1", "checkpoint.keep=9", *changes]
     train(compose([*arguments, f"algo.resample_rounds={rounds}"]), tmp_path / "out", task=Fading())
     text = (tmp_path / "out" / "run.log").read_text()
-    alive = 4 if "algo.passes=2" in changes else 2
+    alive = 4 if "algo.num_iterations=2" in changes else 2
     dead = 3 * (rounds + 1)
     assert (
         f"step {alive + 1}: nothing to learn, so no optimizer step. Of {dead} groups in"
@@ -314,12 +314,12 @@ def test_a_checkpoint_is_a_phase_of_the_next_step(tmp_path, in_cache):
 
 def test_a_run_that_ended_between_two_passes_does_not_go_on(tmp_path, in_cache):
     """The unbroken run would have used the rollout again; it is in no checkpoint."""
-    arguments = [*SMALL_GRPO, "algo.passes=2"]
+    arguments = [*SMALL_GRPO, "algo.num_iterations=2"]
     train(compose([*arguments, "algo.steps=3"]), tmp_path / "out")
     train(
         compose([*arguments, "algo.steps=3", "resume=auto"]), tmp_path / "out"
     )  # all done: nothing to go on with
-    with pytest.raises(ConfigError, match=r"ended a run with 1 of algo\.passes=2 over its last"):
+    with pytest.raises(ConfigError, match=r"ended a run with 1 of algo\.num_iterations=2 over its last"):
         train(compose([*arguments, "algo.steps=6", "resume=auto"]), tmp_path / "out")
     train(compose([*arguments, "algo.steps=2"]), tmp_path / "even")
     train(compose([*arguments, "algo.steps=4", "resume=auto"]), tmp_path / "even")
@@ -440,7 +440,7 @@ def test_a_reward_that_ends_its_process_is_told_at_once():
 @pytest.mark.faults
 def test_out_of_memory_halves_the_rows(tmp_path, in_cache, monkeypatch):
     train(
-        compose([*SMALL_GRPO, "algo.rows_per_forward=6", "algo.micro_batch_rows=4"]),
+        compose([*SMALL_GRPO, "algo.rollout_rows=6", "algo.train_rows=4"]),
         tmp_path / "smaller",
     )
     generate, calls = Sampler.generate, []
@@ -454,7 +454,7 @@ def test_out_of_memory_halves_the_rows(tmp_path, in_cache, monkeypatch):
     monkeypatch.setattr(Sampler, "generate", once)
     monkeypatch.setattr("grpo.train.evaluate", lambda *a, **k: _nothing())
     train(
-        compose([*SMALL_GRPO, "algo.rows_per_forward=12", "algo.micro_batch_rows=4"]),
+        compose([*SMALL_GRPO, "algo.rollout_rows=12", "algo.train_rows=4"]),
         tmp_path / "halved",
     )
     assert 12 in calls
@@ -466,8 +466,8 @@ def test_rows_are_fitted_to_the_memory(tmp_path, in_cache, monkeypatch):
     arguments = [
         *SMALL_GRPO,
         "algo.steps=2",
-        "algo.rows_per_forward=12",
-        "algo.micro_batch_rows=12",
+        "algo.rollout_rows=12",
+        "algo.train_rows=12",
     ]
     train(compose(arguments), tmp_path / "roomy")
     find = hardware.find
@@ -484,16 +484,16 @@ def test_rows_are_fitted_to_the_memory(tmp_path, in_cache, monkeypatch):
         assert len(found) == len(dict(found))  # told once
         fitted[name] = {key: int(rows) for key, rows in found}
     assert fitted["roomy"] == {}
-    assert set(fitted["tight"]) == {"rows_per_forward", "micro_batch_rows"}
+    assert set(fitted["tight"]) == {"rollout_rows", "train_rows"}
     assert (
-        1 <= fitted["tight"]["micro_batch_rows"] < fitted["recomputed"].get("micro_batch_rows", 12)
+        1 <= fitted["tight"]["train_rows"] < fitted["recomputed"].get("train_rows", 12)
     )
 
 
 @pytest.mark.faults
 def test_out_of_memory_in_the_reference_pass_halves_too(tmp_path, in_cache, monkeypatch):
     arguments = [*SMALL_GRPO, "algo.steps=2", "algo.kl.beta=0.1"]
-    train(compose([*arguments, "algo.micro_batch_rows=12"]), tmp_path / "roomy")
+    train(compose([*arguments, "algo.train_rows=12"]), tmp_path / "roomy")
     whole, refused = logprobs.token_logprobs, []
 
     def cramped(model, groups, temperature):
@@ -504,7 +504,7 @@ def test_out_of_memory_in_the_reference_pass_halves_too(tmp_path, in_cache, monk
 
     monkeypatch.setattr(logprobs, "check_model", lambda model: None)  # it looks at four rows
     monkeypatch.setattr(logprobs, "token_logprobs", cramped)
-    train(compose([*arguments, "algo.micro_batch_rows=12"]), tmp_path / "cramped")
+    train(compose([*arguments, "algo.train_rows=12"]), tmp_path / "cramped")
     assert refused == [12, 4]  # 12, 6 (a group of 4 at a time), 3, and from then on 3
     for one, other in zip(events(tmp_path / "cramped"), events(tmp_path / "roomy"), strict=True):
         assert one["kl"] == pytest.approx(other["kl"], abs=1e-6)
@@ -545,8 +545,8 @@ def test_ranks_cut_micro_batches_alike(tmp_path, in_cache):
         "opt.ddp.ranks=2",
         "algo.resample_rounds=0",
     ]
-    train(compose([*arguments, "algo.micro_batch_rows=4"]), tmp_path / "cramped", task=Cramped())
-    train(compose([*arguments, "algo.micro_batch_rows=2"]), tmp_path / "small", task=Roomy())
+    train(compose([*arguments, "algo.train_rows=4"]), tmp_path / "cramped", task=Cramped())
+    train(compose([*arguments, "algo.train_rows=2"]), tmp_path / "small", task=Roomy())
     same(weights(tmp_path / "cramped"), weights(tmp_path / "small"))
     for one, other in zip(events(tmp_path / "cramped"), events(tmp_path / "small"), strict=True):
         assert one["grad_norm"] == other["grad_norm"] > 0

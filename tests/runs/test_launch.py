@@ -28,7 +28,7 @@ FAST = [*SMALL, "algo.steps=2"]
     ("arguments", "shown"),
     [
         (["--help"], "algo=eggroll"),
-        (["--cfg", "job"], "rows_per_forward: "),
+        (["--cfg", "job"], "rollout_rows: "),
         (["--info", "defaults"], "hardware"),
         (["algo.sgima=1"], ""),
     ],
@@ -53,7 +53,7 @@ def test_answers_without_importing_torch(tmp_path, arguments, shown):
 
 
 ALGO = (
-    "name, steps, members, prompts_per_step, samples_per_prompt, rows_per_forward, rank, sigma, lr,"
+    "name, steps, members, prompts_per_step, samples_per_prompt, rollout_rows, rank, sigma, lr,"
     " mirrored, noise_reuse, fitness, noise, optimizer, lr_schedule, sigma_schedule, weight_decay,"
     " stop_at, sampling"
 )
@@ -451,7 +451,7 @@ def test_the_wheel_works_from_another_folder(tmp_path):
         target / "conf"
     )
     expected = call(sys.executable, str(ROOT / "launch.py"), "--cfg", "job", "hardware=h100")
-    assert "rows_per_forward: 1024" in expected
+    assert "rollout_rows: 1024" in expected
     assert call(sys.executable, "-m", "launch", "--cfg", "job", "hardware=h100") == expected
     assert call(str(target / "bin" / "clutch"), "--cfg", "job", "hardware=h100") == expected
 

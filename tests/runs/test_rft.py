@@ -343,7 +343,7 @@ def test_samples_do_not_depend_on_the_chunks(letters, tmp_path):
         *one,
         "algo.prompts_per_batch=5",
         "algo.chunk_size=3",
-        "algo.micro_batch_rows=7",
+        "algo.rollout_rows=7",
         folder="other",
     )
     assert drawn("one") == drawn("other")
@@ -450,11 +450,11 @@ def test_where_an_iteration_starts(letters, tmp_path, start):
 
 
 def test_micro_batches_packing_and_recomputation_change_rounding_alone(letters, tmp_path):
-    letters("algo.iterations=1", "algo.batch_rows=32", folder="whole")
+    letters("algo.iterations=1", "algo.batch_size=32", folder="whole")
     variants = {
-        "halved": ["algo.batch_rows=8", "algo.accumulate=4"],
-        "packed": ["algo.batch_rows=32", "algo.packing=true", "algo.pack_tokens=128"],
-        "recomputed": ["algo.batch_rows=32", "opt=[checkpointing]"],
+        "halved": ["algo.batch_size=32", "algo.train_rows=8"],
+        "packed": ["algo.batch_size=32", "algo.packing=true", "algo.pack_tokens=128"],
+        "recomputed": ["algo.batch_size=32", "opt=[checkpointing]"],
     }
     wanted = weights(tmp_path / "whole/iteration-1")
     for name, changes in variants.items():
@@ -607,7 +607,7 @@ def test_memory_that_runs_out_halves_the_rows_for_good(letters, tmp_path, monkey
 
     monkeypatch.setattr(finetune, "lay", scarce)
     letters("algo.iterations=1", folder="scarce")
-    assert json.loads((tmp_path / "scarce/sizes.json").read_text())["batch_rows"] == 8
+    assert json.loads((tmp_path / "scarce/sizes.json").read_text())["train_rows"] == 8
     wanted, found = weights(tmp_path / "whole"), weights(tmp_path / "scarce")
     assert all(torch.allclose(found[k], wanted[k], atol=2e-3) for k in wanted)
 
@@ -665,13 +665,11 @@ def test_environment_variables_of_the_first_scripts_are_defaults(monkeypatch):
     monkeypatch.setenv("CHUNK_SIZE", "3")
     monkeypatch.setenv("A100_BATCH_SIZE", "16")
     monkeypatch.setenv("A100_GRAD_ACCUM", "2")
-    found = settings(batch_rows=24)
-    assert (found.micro_batch_rows, found.chunk_size, found.batch_rows, found.accumulate) == (
-        96,
-        3,
-        24,
-        2,
-    )
+    found = settings(train_rows=24)
+    assert (found.rollout_rows, found.chunk_size) == (96, 3)
+    assert (found.train_rows, found.batch_size) == (24, 32)
+    monkeypatch.delenv("A100_BATCH_SIZE")
+    assert (settings().train_rows, settings().batch_size) == (None, 64)
     monkeypatch.setenv("CHUNK_SIZE", "many")
     with pytest.raises(ConfigError, match=r"environment variable CHUNK_SIZE='many' is no number"):
         settings()

@@ -16,7 +16,7 @@ from ddp_bench import report, scaling
 from launch import compose, train
 
 SIZES = [
-    *("hardware=cpu", "task.rows=298", "task.test_rows=60", "algo.batch_rows=32"),
+    *("hardware=cpu", "task.rows=298", "task.test_rows=60", "algo.batch_size=32"),
     *("algo.model.size=32", "algo.model.feedforward=64", "algo.tokenizer.vocabulary=600"),
 ]
 
@@ -264,7 +264,7 @@ def test_document_004_small_model_is_launch_bound_and_wants_one_gpu(tmp_path):
     assert gains == sorted(gains, reverse=True)
     # Four times the rows: communication and loader as now, computing as on one GPU.
     assert four.advice[0][0] == pytest.approx(4 * 11.29 / (5.5 + 0.8 + 5.0), rel=1e-3)
-    assert four.advice[0][1].startswith("algo.batch_rows=128: more rows a rank")
+    assert four.advice[0][1].startswith("algo.batch_size=128: more rows a rank")
 
 
 def test_document_004_large_model_is_loader_bound(tmp_path):
@@ -332,7 +332,7 @@ def test_what_was_measured_is_not_predicted(tmp_path):
     # The same rows a rank take longer than on one: what keeps the strong run from shrinking is
     # shared, not launched.
     assert strong.causes[0] == weak.causes[0] == "oversubscribed cores"
-    more = "algo.batch_rows=64: more rows a rank; raise algo.lr, check accuracy (measured)"
+    more = "algo.batch_size=64: more rows a rank; raise algo.lr, check accuracy (measured)"
     assert strong.advice == [
         (pytest.approx(1.25), more),
         (pytest.approx(1.0), "use one GPU (measured)"),
@@ -497,7 +497,7 @@ def test_mistakes_that_a_run_finds(tmp_path, monkeypatch):
         ConfigError,
         match=r"algo\.batch_rows=500 makes batches of 500 rows with 1 ranks, and there are 268",
     ):
-        train(compose([*TINY, "algo.batch_rows=500"]), tmp_path)
+        train(compose([*TINY, "algo.batch_size=500"]), tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(hardware, "local_devices", lambda _: 1)
         with pytest.raises(ConfigError, match="this node has 1 CUDA devices"):

@@ -42,18 +42,18 @@ from tests.support.letters import Letters
 
 GRPO = [
     *SMALL_GRPO,
-    "algo.passes=2",
+    "algo.num_iterations=2",
     "algo.kl.beta=0.05",
     "algo.loss=grpo",
     "checkpoint.every=2",
 ]
 # 3 prompts of which rank 1 has one, and held-out examples of which it has one less: ranks make
 # different numbers of forwards.
-UNEVEN = ["algo.micro_batch_rows=3", "evaluate.examples=5", "algo.rows_per_forward=4"]
+UNEVEN = ["algo.train_rows=3", "evaluate.examples=5", "algo.rollout_rows=4"]
 CLASSIFY = [
     *SMALL_CLASSIFY,
     *LAST_WEIGHTS,
-    "algo.micro_batch_rows=8",
+    "algo.train_rows=8",
     "algo.epochs=1",
     "task.test_rows=49",
 ]
@@ -61,11 +61,10 @@ RFT = [
     *SMALL_RFT,
     "algo.iterations=1",
     "algo.prompts=30",
-    "algo.batch_rows=8",
-    "algo.accumulate=2",
+    "algo.batch_size=8",
 ]
 EGGROLL = {
-    "default": [*MOVING, "algo.rows_per_forward=6"],
+    "default": [*MOVING, "algo.rollout_rows=6"],
     "of all kinds": [
         *(*MOVING, "algo.noise.vectors=full", "algo.noise.embeddings=full", "algo.rank=3"),
         *("algo.optimizer.name=Adam", "algo.lr=0.01", "algo.weight_decay=0.1"),

@@ -12,10 +12,10 @@ import termios
 
 import pytest
 import yaml
+from common.loop import Order
 
 from common import checkpoint
 from common.config import ConfigError
-from common.loop import Order
 from common.report.events import numbers
 from common.signals import EXIT_NUMBERS
 from launch import compose, train

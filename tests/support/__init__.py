@@ -20,7 +20,7 @@ SMALL = [
     "model.tiny.pretrain_steps=0",
     "algo.members=8",
     "algo.prompts_per_step=2",
-    "algo.rows_per_forward=8",
+    "algo.rollout_rows=8",
     "algo.sampling.max_new_tokens=8",
     "algo.steps=4",
     "evaluate.examples=8",
@@ -63,7 +63,7 @@ SMALL_RFT = [
     "algo.second_round_samples=2",
     "algo.prompts_per_batch=8",
     "algo.chunk_size=4",
-    "algo.micro_batch_rows=32",
+    "algo.train_rows=32",
     "algo.sampling.max_new_tokens=8",
     "algo.epochs=2",
     "algo.pass_samples=2",
@@ -78,7 +78,7 @@ SMALL_CLASSIFY = [
         "hardware=cpu",
         "task.rows=298",
         "task.test_rows=60",
-        "algo.batch_rows=33",
+        "algo.batch_size=33",
         "algo.epochs=2",
     ),
     *(
@@ -95,7 +95,7 @@ LAST_WEIGHTS = [
 ]  # no draws
 
 SMALL_SCALING = [
-    *("algo=classify", "hardware=cpu", "task.rows=298", "task.test_rows=60", "algo.batch_rows=32"),
+    *("algo=classify", "hardware=cpu", "task.rows=298", "task.test_rows=60", "algo.batch_size=32"),
     *("algo.model.size=32", "algo.model.feedforward=64", "algo.tokenizer.vocabulary=600"),
     *(
         "algo.scaling=[1,2]",

@@ -291,7 +291,7 @@ RUNS = {
         *(
             "algo.samples_per_prompt=4",
             "algo.sampling.max_new_tokens=8",
-            "algo.passes=2",
+            "algo.num_iterations=2",
             "algo.kl.beta=0.01",
         ),
         *(
@@ -325,12 +325,12 @@ RUNS = {
             "algo.second_round_samples=2",
             "algo.prompts_per_batch=8",
             "algo.chunk_size=2",
-            "algo.micro_batch_rows=32",
+            "algo.train_rows=32",
         ),
         *(
             "algo.sampling.max_new_tokens=8",
             "algo.epochs=2",
-            "algo.batch_rows=8",
+            "algo.batch_size=8",
             "algo.pass_samples=2",
         ),
         *("evaluate.examples=16", "checkpoint.every=2", "algo.iterations=2", "algo.patience=2"),
@@ -341,7 +341,7 @@ RUNS = {
             "hardware=cpu",
             "task.rows=298",
             "task.test_rows=60",
-            "algo.batch_rows=33",
+            "algo.batch_size=33",
         ),
         *(
             "algo.epochs=8",

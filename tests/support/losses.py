@@ -29,6 +29,6 @@ def settings(loss="grpo", beta=0.0, **changes):
         f"algo.loss={loss}",
         "algo.sampling.max_new_tokens=8",
         f"algo.kl.beta={beta}",
-        "algo.passes=2",
+        "algo.num_iterations=2",
     ]
     return replace(compose(["algo=grpo", *given]).algo, **changes)

@@ -97,30 +97,41 @@ def test_every_setting_has_a_comment(path: Path):
 
 
 def test_the_rows_of_the_document():
-    """Batch sizes by hardware, as the project's first document gives them: 256, 512, 1024."""
-    rows = {
-        name: compose([f"hardware={name}"]).algo.rows_per_forward
-        for name in ("a100_40g", "a100_80g", "h100")
+    """Samples, chunks and batches by card, as the project's A100 document gives them, are experiments;
+    the hardware itself changes none of them.
+    """
+    keys = ("samples_per_prompt", "prompts_per_batch", "chunk_size", "batch_size")
+    cards = {
+        "a100_40g": (30, 8, 10, 32),
+        "a100_80g": (50, 12, 15, 64),
+        "rtx4090": (20, 8, 10, 32),
+        "v100": (20, 4, 5, 32),
     }
-    assert rows == {"a100_40g": 256, "a100_80g": 512, "h100": 1024}
+    for name, sizes in cards.items():
+        found = compose([f"experiment=rft_{name}"])
+        assert tuple(getattr(found.algo, key) for key in keys) == sizes
+        assert found.hardware.name == name
+    plain = {name: compose(["algo=rft", f"hardware={name}"]).algo for name in cards}
+    assert all(algo == plain["v100"] for algo in plain.values())
 
 
 MISTAKES = {
     "algo.sgima=1": (
         "algo.sgima is not a setting. Did you mean 'sigma'? Settings here: name, steps, members,"
-        " prompts_per_step, samples_per_prompt, rows_per_forward, rank, sigma, lr, mirrored,"
+        " prompts_per_step, samples_per_prompt, rollout_rows, rank, sigma, lr, mirrored,"
         " noise_reuse, fitness, noise, optimizer, lr_schedule, sigma_schedule, weight_decay,"
         " stop_at, sampling."
     ),
     "+algo.lrr=3": (
         "algo.lrr is not a setting. Did you mean 'lr'? Settings here: name, steps, members,"
-        " prompts_per_step, samples_per_prompt, rows_per_forward, rank, sigma, lr, mirrored,"
+        " prompts_per_step, samples_per_prompt, rollout_rows, rank, sigma, lr, mirrored,"
         " noise_reuse, fitness, noise, optimizer, lr_schedule, sigma_schedule, weight_decay,"
         " stop_at, sampling."
     ),
     "sede=1": (
-        "sede is not a setting. Did you mean 'seed'? Settings here: seed, resume, budget, evaluate,"
-        " checkpoint, scoring, not_finite, hardware, model, opt, tracker, slurm, algo, task."
+        "sede is not a setting. Did you mean 'seed'? Settings here: seed, resume, budget, prompts,"
+        " evaluate, checkpoint, scoring, not_finite, hardware, model, opt, tracker, slurm, engine, algo,"
+        " task."
     ),
     "algo.sigma=high": (
         "algo.sigma=high: Value 'high' of type 'str' could not be converted to Float. Give a"
@@ -231,9 +242,9 @@ def test_mistakes_are_worded(override):
         ("+algo.old=3", "algo.old is now algo.lr=..."),
         ("algo.noise.old=3", "algo.noise.old is now algo.noise.new."),
         ("hardware.watts=3", "hardware.watts is gone: nothing read it. Leave it out."),
-        ("hardware.group.rows=3", "hardware.group.rows is now algo.rows_per_forward."),
+        ("hardware.group.rows=3", "hardware.group.rows is now algo.rollout_rows."),
         ("experiment=mine", "algo.old is now algo.lr=..."),
-        ("experiment=group", "hardware.group.rows is now algo.rows_per_forward."),
+        ("experiment=group", "hardware.group.rows is now algo.rollout_rows."),
         ("algo.odl=3", "algo.odl is not a setting."),
     ],
 )
@@ -242,7 +253,7 @@ def test_a_renamed_key_is_an_error_that_says_what_to_write_now(
 ):
     renamed = {"old": "algo.lr=..", "noise.old": "algo.noise.new"}
     monkeypatch.setattr(ALGORITHMS["eggroll"], "RENAMED", renamed, raising=False)
-    gone = {"watts": None, "group.rows": "algo.rows_per_forward"}
+    gone = {"watts": None, "group.rows": "algo.rollout_rows"}
     monkeypatch.setattr(HardwareConfig, "RENAMED", gone, raising=False)
     (tmp_path / "experiment").mkdir()
     for name, line in (("mine", "algo: {old: 3}"), ("group", "hardware: {group: {rows: 3}}")):

@@ -16,6 +16,7 @@ from common.config import ConfigError
 from common.distributed import fsdp
 from common.sampling import kv_cache
 from common.sampling.cuda_graphs import CudaGraphs
+from common.sampling.engine import Requests
 from common.sampling.native import LOOK_EVERY, Sampler
 from eggroll.config import NoiseConfig
 from eggroll.noise import Noise
@@ -130,11 +131,14 @@ def same(one: Any, other: Any) -> None:
 def test_recorded_steps_change_nothing(name, rows, groups, recorded):
     """Refills, shifts of the cache and shrinks included; nothing in a step waits for the device."""
     model = small_model(name)
-    arguments: Any = {"samples_per_prompt": 4, "seed": 3, "groups": groups, "logprobs": True}
+    arguments: Any = {"samples": 4, "seed": 3, "groups": groups, "logprobs": True}
     plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=rows).generate(
-        prompts(), sampling(1.0), **arguments
+        Requests(prompts=prompts(), **arguments), sampling(1.0)
     )
-    same(recorded(model, rows).generate(prompts(), sampling(1.0), **arguments), plain)
+    same(
+        recorded(model, rows).generate(Requests(prompts=prompts(), **arguments), sampling(1.0)),
+        plain,
+    )
     assert Tape.replayed > Tape.recorded > 1
 
 
@@ -145,9 +149,12 @@ def test_recorded_steps_change_nothing(name, rows, groups, recorded):
 def test_recorded_steps_draw_as_others(cut, recorded):
     model = small_model("qwen2")
     plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=6).generate(
-        prompts(), sampling(**cut), logprobs=True
+        Requests(prompts=prompts(), logprobs=True), sampling(**cut)
     )
-    same(recorded(model, 6).generate(prompts(), sampling(**cut), logprobs=True), plain)
+    same(
+        recorded(model, 6).generate(Requests(prompts=prompts(), logprobs=True), sampling(**cut)),
+        plain,
+    )
 
 
 def test_recorded_steps_under_autocast(recorded):
@@ -155,9 +162,9 @@ def test_recorded_steps_under_autocast(recorded):
     half: Any = {"autocast": torch.bfloat16}
     plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=6, **half)
     plain.shares = False
-    arguments: Any = {"samples_per_prompt": 2, "logprobs": True}
+    arguments: Any = {"samples": 2, "logprobs": True}
     one, other = (
-        s.generate(prompts(), sampling(1.0), **arguments)
+        s.generate(Requests(prompts=prompts(), **arguments), sampling(1.0))
         for s in (recorded(model, 6, **half), plain)
     )
     assert (
@@ -173,7 +180,7 @@ def test_recorded_steps_of_any_length(recorded):
         cut = sampling(1.0, new=new)
         plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=3)
         ways = [
-            s.generate(prompts((10, 10, 3, 8)), cut, logprobs=True)
+            s.generate(Requests(prompts=prompts((10, 10, 3, 8)), logprobs=True), cut)
             for s in (recorded(model, 3), plain)
         ]
         same(*ways)
@@ -214,7 +221,7 @@ def test_recorded_steps_with_the_models_own_attention(recorded):
     plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=64)
     same(
         *(
-            s.generate(prompts(), sampling(1.0), samples_per_prompt=2, logprobs=True)
+            s.generate(Requests(prompts=prompts(), samples=2, logprobs=True), sampling(1.0))
             for s in (made, plain)
         )
     )
@@ -233,8 +240,8 @@ def test_a_recorded_population_is_that_population(name, recorded):
     for step in range(2):
         with noise.members(step, range(4), sigma=0.1):
             same(
-                replayed.generate(prompts(), sampling(1.0), **arguments),
-                plain.generate(prompts(), sampling(1.0), **arguments),
+                replayed.generate(Requests(prompts=prompts(), **arguments), sampling(1.0)),
+                plain.generate(Requests(prompts=prompts(), **arguments), sampling(1.0)),
             )
     assert Tape.replayed > Tape.recorded
 
@@ -244,7 +251,7 @@ def test_a_step_that_waits_is_found(recorded):
     model = small_model("llama")
     model.model.layers[0].register_forward_hook(lambda _, args, out: out * bool(out.sum()))
     with pytest.raises(AssertionError, match=r"_local_scalar_dense\.default waits for the device"):
-        recorded(model, 4).generate(prompts(), sampling(1.0))
+        recorded(model, 4).generate(Requests(prompts=prompts()), sampling(1.0))
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -259,8 +266,10 @@ def test_cuda_graphs_change_nothing(name, groups):
     made = []
     for graphs in (True, False):
         sampler = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=12, graphs=graphs)
-        arguments: Any = {"samples_per_prompt": 4, "seed": 3, "groups": groups, "logprobs": True}
-        made.append(sampler.generate(prompts(), sampling(1.0, new=100), **arguments))
+        arguments: Any = {"samples": 4, "seed": 3, "groups": groups, "logprobs": True}
+        made.append(
+            sampler.generate(Requests(prompts=prompts(), **arguments), sampling(1.0, new=100))
+        )
     same(*made)
 
 
@@ -270,7 +279,7 @@ def test_cuda_graphs_give_their_memory_back():
     sampler = Sampler(small_model("llama").cuda(), pad_id=96, stop_ids=(), rows=8, graphs=True)
     held = []
     for _ in range(4):
-        sampler.generate(prompts(), sampling(1.0))
+        sampler.generate(Requests(prompts=prompts()), sampling(1.0))
         torch.cuda.synchronize()
         held.append(torch.cuda.memory_allocated())
     assert held[1] == held[3]
@@ -283,5 +292,5 @@ def test_a_step_that_cuda_cannot_record_is_told():
     model.model.layers[0].register_forward_hook(lambda _, args, out: out * bool(out.sum()))
     with pytest.raises(ConfigError, match=r"Set hardware\.cuda_graphs=false"):
         Sampler(model, pad_id=96, stop_ids=(), rows=4, graphs=True).generate(
-            prompts(), sampling(1.0)
+            Requests(prompts=prompts()), sampling(1.0)
         )

@@ -8,7 +8,8 @@ import torch
 
 from common import hardware, precision
 from common.config import ConfigError
-from common.hardware import Device, check, find, fit_rows, halving
+from common.rows import RowLimit
+from common.hardware import Device, check, find
 from launch import compose, train
 from tests.support import SMALL
 
@@ -206,6 +207,17 @@ def test_tf32(pretend):
 # --- sizes -----------------------------------------------------------------------------------------------------------
 
 
+def fit_rows(rows, row_bytes, fixed_bytes, memory_gb, multiple=1):
+    limit = RowLimit("algo.rollout_rows", rows, floor=multiple)
+    limit.fit(row_bytes, fixed_bytes, memory_gb)
+    return limit.rows
+
+
+def halving(action, rows, floor, fixed=False):
+    limit = RowLimit("algo.train_rows", rows, floor, fixed)
+    return limit.run(action), limit.rows
+
+
 def test_fit_rows():
     gb = 2**30
     assert fit_rows(256, gb / 100, 0, 10) == 256
@@ -225,7 +237,7 @@ def test_rows_are_refitted_to_a_small_device(in_cache, tmp_path, monkeypatch):
     )
     train(compose([*SMALL, "algo.steps=1"]), tmp_path)
     assert (
-        "4 a step, 2 rows each (algo.rows_per_forward=2), 4 a rank"
+        "4 per step, 2 rows each (algo.rollout_rows=2), 4 per rank"
         in (tmp_path / "run.log").read_text()
     )
 
@@ -265,21 +277,19 @@ def test_halving(error):
         halving(memory, 8, floor=2)
     assert memory.tried == [8, 4, 2]
     assert (
-        str(caught.value) == "out of memory even with 2 rows a forward. Use a smaller model, lower"
+        str(caught.value) == "out of memory even with 2 rows per forward. Use a smaller model, lower"
         " algo.sampling.max_new_tokens, or add 'opt=[amp]'."
     )
 
 
 def test_ranks_that_keep_step_are_told_what_to_lower():
-    """With opt=fsdp the floor is the rows themselves."""
+    """With opt=fsdp a rank cannot repeat a forward alone."""
     with pytest.raises(ConfigError) as caught:
-        halving(
-            Memory(holds=4, error=torch.OutOfMemoryError()), 8, floor=8, key="algo.micro_batch_rows"
-        )
+        halving(Memory(holds=4, error=torch.OutOfMemoryError()), 8, floor=1, fixed=True)
     assert (
         str(caught.value)
-        == "out of memory with 8 rows a forward, and ranks that share weights or gradients cannot"
-        " go on with fewer one by one. Lower algo.micro_batch_rows, lower"
+        == "out of memory with 8 rows per forward, and ranks that share weights or gradients cannot"
+        " go on with fewer rows one by one. Lower algo.train_rows, lower"
         " algo.sampling.max_new_tokens, use a smaller model, or add 'opt=[amp]'."
     )
 

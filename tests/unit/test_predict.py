@@ -200,7 +200,7 @@ def test_document_004_large_model_is_loader_or_socket_bound(long_texts, tmp_path
     settings = [
         *long_texts,
         larger,
-        "algo.batch_rows=32",
+        "algo.batch_size=32",
         "algo.times={1: 106.6, 4: 133.3}",
     ]
     found, text = explained(settings, tmp_path / "out")

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from common.sampling.engine import Requests
 from common.sampling.native import LOOK_EVERY, Sampler, draw
 from tests.support.models import ARCHITECTURES, prompts, sampling, small_model
 
@@ -13,7 +14,7 @@ def sampler(model, rows=64, stop=(11, 12)):
 @pytest.mark.parametrize("rows", [1, 3, 64])
 def test_greedy_equals_generate(name, rows):
     model = small_model(name)
-    made = sampler(model, rows).generate(prompts(), sampling())
+    made = sampler(model, rows).generate(Requests(prompts=prompts()), sampling())
     for index, prompt in enumerate(prompts()):
         expected = model.generate(
             torch.tensor([prompt]),
@@ -36,24 +37,24 @@ def test_a_sample_does_not_depend_on_its_company(name):
     """
     model = small_model(name)
     many = sampler(model).generate(
-        prompts(), sampling(1.0), samples_per_prompt=5, seed=3, logprobs=True
+        Requests(prompts=prompts(), samples=5, seed=3, logprobs=True), sampling(1.0)
     )
     assert many.tokens.shape == (25, 20)
     assert len({tuple(row) for row in many.tokens.tolist()}) > 20  # samples differ from each other
     for rows in (1, 2, 7):
         few = sampler(model, rows).generate(
-            prompts(), sampling(1.0), samples_per_prompt=5, seed=3, logprobs=True
+            Requests(prompts=prompts(), samples=5, seed=3, logprobs=True), sampling(1.0)
         )
         assert torch.equal(few.tokens, many.tokens)
         assert torch.equal(few.lengths, many.lengths)
         torch.testing.assert_close(few.logprobs, many.logprobs, rtol=0, atol=1e-5)
     alone = sampler(model).generate(
-        prompts()[2:3], sampling(1.0), samples_per_prompt=5, seed=3, prompt_ids=[2]
+        Requests(prompts=prompts()[2:3], samples=5, seed=3, ids=[2]), sampling(1.0)
     )
     assert torch.equal(alone.tokens, many.tokens[10:15])
     for rows in (4, 12, 100):
         grouped = sampler(model, rows).generate(
-            prompts(), sampling(1.0), samples_per_prompt=5, seed=3, groups=4
+            Requests(prompts=prompts(), samples=5, seed=3, groups=4), sampling(1.0)
         )
         assert torch.equal(grouped.tokens.view(4, 25, -1), many.tokens.expand(4, -1, -1))
 
@@ -62,11 +63,11 @@ def test_looking_seldom_changes_nothing(monkeypatch):
     """On CUDA finished rows are noticed every few steps only."""
     model = small_model("llama")
     often = sampler(model, 4).generate(
-        prompts(), sampling(1.0), samples_per_prompt=3, logprobs=True
+        Requests(prompts=prompts(), samples=3, logprobs=True), sampling(1.0)
     )
     monkeypatch.setitem(LOOK_EVERY, "cpu", 8)
     seldom = sampler(model, 4).generate(
-        prompts(), sampling(1.0), samples_per_prompt=3, logprobs=True
+        Requests(prompts=prompts(), samples=3, logprobs=True), sampling(1.0)
     )
     assert torch.equal(seldom.tokens, often.tokens)
     assert torch.equal(seldom.lengths, often.lengths)
@@ -77,11 +78,11 @@ def test_looking_seldom_changes_nothing(monkeypatch):
 def test_looking_seldom_when_a_row_ends_at_once(monkeypatch):
     """It has written no column, and stands in no longer row's way."""
     model = small_model("llama")
-    full = sampler(model, stop=()).generate(prompts(), sampling(1.0), seed=5)
+    full = sampler(model, stop=()).generate(Requests(prompts=prompts(), seed=5), sampling(1.0))
     stop = int(full.tokens[0, 0])
     assert (full.tokens == stop).any(1).tolist() == [True, False, False, False, False]
     monkeypatch.setitem(LOOK_EVERY, "cpu", 8)
-    made = sampler(model, stop=(stop,)).generate(prompts(), sampling(1.0), seed=5)
+    made = sampler(model, stop=(stop,)).generate(Requests(prompts=prompts(), seed=5), sampling(1.0))
     assert made.lengths.tolist() == [1, 20, 20, 20, 20]
     assert torch.equal(made.tokens[1:], full.tokens[1:])
 
@@ -94,7 +95,9 @@ def test_looking_seldom_with_a_pad_token_that_stops(monkeypatch, shares):
         monkeypatch.setitem(LOOK_EVERY, "cpu", every)
         ours = Sampler(model, pad_id=11, stop_ids=(11, 12), rows=4)
         ours.shares = shares
-        made.append(ours.generate(prompts(), sampling(1.0, new=40), samples_per_prompt=2, seed=3))
+        made.append(
+            ours.generate(Requests(prompts=prompts(), samples=2, seed=3), sampling(1.0, new=40))
+        )
     assert made[0].lengths.max() > 8
     assert torch.equal(made[1].lengths, made[0].lengths)
     assert torch.equal(made[1].tokens, made[0].tokens)
@@ -111,7 +114,7 @@ def test_looking_seldom_up_to_the_last_position(monkeypatch, shares):
         ours.shares = shares
         made.append(
             ours.generate(
-                prompts((10, 10, 3)), sampling(1.0, new=118), samples_per_prompt=2, seed=3
+                Requests(prompts=prompts((10, 10, 3)), samples=2, seed=3), sampling(1.0, new=118)
             )
         )
     assert torch.equal(made[1].tokens, made[0].tokens)
@@ -124,7 +127,7 @@ def test_log_probabilities_are_the_models(name, temperature, samples):
     """With a prompt in front of each row, and with one that its samples share."""
     model = small_model(name)
     made = sampler(model, 4).generate(
-        prompts(), sampling(temperature), samples_per_prompt=samples, logprobs=True
+        Requests(prompts=prompts(), samples=samples, logprobs=True), sampling(temperature)
     )
     for index in range(len(prompts()) * samples):
         prompt = prompts()[index // samples]
@@ -153,7 +156,8 @@ def test_a_shared_prompt_changes_nothing(name, rows, groups):
         assert with_prefix.shares
         with_prefix.shares = shares
         made[shares] = with_prefix.generate(
-            prompts(), sampling(1.0), samples_per_prompt=4, seed=3, groups=groups, logprobs=True
+            Requests(prompts=prompts(), samples=4, seed=3, groups=groups, logprobs=True),
+            sampling(1.0),
         )
     assert torch.equal(made[True].tokens, made[False].tokens)
     assert torch.equal(made[True].lengths, made[False].lengths)
@@ -172,7 +176,9 @@ def test_the_prompt_of_a_group_is_prefilled_once():
         ),
         with_kwargs=True,
     )
-    sampler(model, rows=3, stop=()).generate(prompts(), sampling(1.0, new=6), samples_per_prompt=4)
+    sampler(model, rows=3, stop=()).generate(
+        Requests(prompts=prompts(), samples=4), sampling(1.0, new=6)
+    )
     assert sum(prefilled) == 5  # 20 rows through 3 slots
 
 
@@ -214,10 +220,12 @@ def test_dropout_is_off_and_the_mode_comes_back():
     model = small_model("gpt2")
     model.train()
     assert model.transformer.drop.p > 0
-    first = sampler(model).generate(prompts(), sampling())
+    first = sampler(model).generate(Requests(prompts=prompts()), sampling())
     assert model.training
     model.eval()
-    assert torch.equal(first.tokens, sampler(model).generate(prompts(), sampling()).tokens)
+    assert torch.equal(
+        first.tokens, sampler(model).generate(Requests(prompts=prompts()), sampling()).tokens
+    )
 
 
 def test_what_does_not_fit_is_refused():
@@ -226,9 +234,9 @@ def test_what_does_not_fit_is_refused():
         ValueError,
         match=r"exceed the model's context of 128. Lower algo.sampling.max_new_tokens to 28",
     ):
-        sampler(model).generate([[5] * 100], sampling(new=29))
+        sampler(model).generate(Requests(prompts=[[5] * 100]), sampling(new=29))
     with pytest.raises(ValueError, match="prompt 1 is empty"):
-        sampler(model).generate([[5], []], sampling())
+        sampler(model).generate(Requests(prompts=[[5], []]), sampling())
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
@@ -239,8 +247,9 @@ def test_a_narrow_copy_changes_nothing_under_autocast(name):
     plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=8, autocast=torch.bfloat16)
     plain.narrow, plain.used, plain.forward = None, model, model
     for _ in range(2):
+        ours.refresh()
         one, other = (
-            s.generate(prompts(), sampling(1.0), samples_per_prompt=3, logprobs=True)
+            s.generate(Requests(prompts=prompts(), samples=3, logprobs=True), sampling(1.0))
             for s in (ours, plain)
         )
         assert torch.equal(one.tokens, other.tokens)
@@ -255,7 +264,7 @@ def casts(sampler, new):
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
     ) as profile:
-        sampler.generate([[5, 6, 7]], sampling(1.0, new=new))
+        sampler.generate(Requests(prompts=[[5, 6, 7]]), sampling(1.0, new=new))
     shapes = (e.input_shapes[0] for e in profile.events() if e.name == "aten::_to_copy")
     return sum(len(shape) == 2 and min(shape) > 3 for shape in shapes)
 
@@ -268,7 +277,9 @@ def test_casts_do_not_grow_with_the_tokens():
 
 
 def test_completions_are_ordinary_tensors():
-    made = sampler(small_model("llama")).generate(prompts(), sampling(1.0), logprobs=True)
+    made = sampler(small_model("llama")).generate(
+        Requests(prompts=prompts(), logprobs=True), sampling(1.0)
+    )
     scale = torch.ones(1, requires_grad=True)
     (made.logprobs * scale).sum().backward()  # inference tensors would refuse
     assert scale.grad is not None
