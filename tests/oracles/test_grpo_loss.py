@@ -224,7 +224,10 @@ def test_overlong_penalty():
         ),
         ("algo.dual_clip=3", "algo.dual_clip=3 has no effect with algo.num_iterations=1"),
         ("algo.delta=4", "algo.delta=4 has no effect with algo.num_iterations=1"),
-        ("algo.stop_at.ratio_kl=0.1", "Set algo.stop_at.ratio_kl=null, or raise algo.num_iterations."),
+        (
+            "algo.stop_at.ratio_kl=0.1",
+            "Set algo.stop_at.ratio_kl=null, or raise algo.num_iterations.",
+        ),
         (
             "algo.kl.estimator=k2",
             (
@@ -245,7 +248,10 @@ def test_overlong_penalty():
             "algo.kl.clamp=5.0 has no effect without",
         ),
         ("algo.cispo_max=2", "algo.cispo_max=2.0 has no effect with algo.loss=dapo. Leave it out."),
-        ("algo.cispo_max=2 algo.loss=cispo", "algo.cispo_max=2.0 has no effect with algo.num_iterations=1"),
+        (
+            "algo.cispo_max=2 algo.loss=cispo",
+            "algo.cispo_max=2.0 has no effect with algo.num_iterations=1",
+        ),
         (
             "algo.epsilon_low=0.1",
             "algo.epsilon_low=0.1 has no effect with algo.num_iterations=1: the ratio to the policy that",

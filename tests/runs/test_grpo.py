@@ -96,7 +96,12 @@ def untrained(cache, tmp_path_factory):
         ["algo.loss=grpo", "algo.advantage=batch"],
         ["algo.loss=dr_grpo", "algo.advantage=none"],
         ["algo.loss=bnpo"],
-        ["algo.loss=gspo", "algo.epsilon_low=3e-4", "algo.epsilon_high=4e-4", "algo.num_iterations=2"],
+        [
+            "algo.loss=gspo",
+            "algo.epsilon_low=3e-4",
+            "algo.epsilon_high=4e-4",
+            "algo.num_iterations=2",
+        ],
         ["algo.loss=cispo", "algo.num_iterations=2"],
         ["algo.dual_clip=3", "algo.delta=4", "algo.epsilon_high=0.28", "algo.num_iterations=2"],
         ["algo.kl.beta=0.1"],
@@ -319,7 +324,9 @@ def test_a_run_that_ended_between_two_passes_does_not_go_on(tmp_path, in_cache):
     train(
         compose([*arguments, "algo.steps=3", "resume=auto"]), tmp_path / "out"
     )  # all done: nothing to go on with
-    with pytest.raises(ConfigError, match=r"ended a run with 1 of algo\.num_iterations=2 over its last"):
+    with pytest.raises(
+        ConfigError, match=r"ended a run with 1 of algo\.num_iterations=2 over its last"
+    ):
         train(compose([*arguments, "algo.steps=6", "resume=auto"]), tmp_path / "out")
     train(compose([*arguments, "algo.steps=2"]), tmp_path / "even")
     train(compose([*arguments, "algo.steps=4", "resume=auto"]), tmp_path / "even")
@@ -485,9 +492,7 @@ def test_rows_are_fitted_to_the_memory(tmp_path, in_cache, monkeypatch):
         fitted[name] = {key: int(rows) for key, rows in found}
     assert fitted["roomy"] == {}
     assert set(fitted["tight"]) == {"rollout_rows", "train_rows"}
-    assert (
-        1 <= fitted["tight"]["train_rows"] < fitted["recomputed"].get("train_rows", 12)
-    )
+    assert 1 <= fitted["tight"]["train_rows"] < fitted["recomputed"].get("train_rows", 12)
 
 
 @pytest.mark.faults

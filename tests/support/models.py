@@ -1,6 +1,9 @@
-"""Small random models of real architectures, and what they are asked."""
+"""Small random models of real architectures, what they are asked, and what a run makes of them."""
+
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -66,3 +69,12 @@ def sampling(temperature=0.0, new=20, top_p=1.0, top_k=0):
 def prompts(lengths=(3, 9, 5, 12, 7), seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(2, 90, (n,), generator=generator).tolist() for n in lengths]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    a, b = weights(one), weights(other)
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)

@@ -8,8 +8,8 @@ import torch
 
 from common import hardware, precision
 from common.config import ConfigError
-from common.rows import RowLimit
 from common.hardware import Device, check, find
+from common.rows import RowLimit
 from launch import compose, train
 from tests.support import SMALL
 
@@ -277,7 +277,8 @@ def test_halving(error):
         halving(memory, 8, floor=2)
     assert memory.tried == [8, 4, 2]
     assert (
-        str(caught.value) == "out of memory even with 2 rows per forward. Use a smaller model, lower"
+        str(caught.value)
+        == "out of memory even with 2 rows per forward. Use a smaller model, lower"
         " algo.sampling.max_new_tokens, or add 'opt=[amp]'."
     )
 

@@ -1,0 +1,134 @@
+"""RFT that runs out of memory, is killed, and gets a signal."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.signals import EXIT_SIGNAL
+from launch import compose, train
+from rft import finetune
+from tests.support import CONF, SMALL_RFT, events, samples
+from tests.support.models import same_weights, weights
+
+pytestmark = pytest.mark.faults
+
+
+def composed(*overrides):
+    return compose([*SMALL_RFT, *overrides], CONF)
+
+
+@pytest.fixture
+def letters(in_cache, tmp_path):
+    """Run RFT on the letters task in this process; returns the result."""
+
+    def run(*overrides, folder="run"):
+        return train(composed(*overrides), tmp_path / folder)
+
+    return run
+
+
+@pytest.fixture
+def command(launch):
+    """The same with launch.py in a process of its own."""
+
+    def run(*overrides):
+        return launch(
+            "--config-dir",
+            CONF,
+            *SMALL_RFT,
+            *overrides,
+        )
+
+    return run
+
+
+def test_memory_that_runs_out_halves_the_rows_for_good(letters, tmp_path, monkeypatch):
+    letters("algo.iterations=1", folder="whole")
+    real = finetune.lay
+
+    def scarce(rows, device):
+        if sum(len(tree.completions) for row in rows for tree in row) > 12:
+            raise torch.OutOfMemoryError("out of memory")
+        return real(rows, device)
+
+    monkeypatch.setattr(finetune, "lay", scarce)
+    letters("algo.iterations=1", folder="scarce")
+    assert json.loads((tmp_path / "scarce/sizes.json").read_text())["train_rows"] == 8
+    wanted, found = weights(tmp_path / "whole"), weights(tmp_path / "scarce")
+    assert all(torch.allclose(found[k], wanted[k], atol=2e-3) for k in wanted)
+
+
+# --- killed and resumed, as processes
+
+
+@pytest.fixture
+def start(begin):
+    """`command` that does not wait."""
+
+    def run(*overrides):
+        return begin(
+            "--config-dir",
+            CONF,
+            *SMALL_RFT,
+            *overrides,
+        )
+
+    return run
+
+
+def wait_for(what, process, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert process.poll() is None, process.said()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def lines_of(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_killed_at_several_points_and_resumed_it_ends_the_same(start, command, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    command(f"hydra.run.dir={whole}")
+    path = killed / "iteration-1/samples-1-of-1.jsonl"
+    points = [
+        lambda: lines_of(path) > 40,
+        lambda: any((killed / "iteration-1/checkpoints").glob("step-*")),
+        lambda: lines_of(killed / "iteration-2/samples-1-of-1.jsonl") > 40,
+    ]
+    for number, point in enumerate(points):
+        process = start(f"hydra.run.dir={killed}", *(["resume=auto"] if number else []))
+        wait_for(point, process)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        if number == 0:  # and at a byte in the middle of a line
+            with path.open("r+b") as file:
+                file.truncate(path.stat().st_size - 7)
+    command(f"hydra.run.dir={killed}", "resume=auto")
+    for iteration in (1, 2):
+        assert samples(killed, iteration) == samples(whole, iteration)
+    assert same_weights(killed, whole)
+    assert [e["step"] for e in events(killed)] == list(range(1, len(events(killed)) + 1))
+    trained = [
+        (e["iteration"], e["train_step"]) for e in events(killed) if e["stage"] == "finetune"
+    ]
+    assert trained == [
+        (e["iteration"], e["train_step"]) for e in events(whole) if e["stage"] == "finetune"
+    ]
+
+
+def test_sigterm_saves_and_says_how_to_go_on(start, command, tmp_path):
+    folder = tmp_path / "run"
+    process = start("algo.iterations=1", "algo.epochs=12", f"hydra.run.dir={folder}")
+    wait_for(lambda: any((folder / "iteration-1/checkpoints").glob("step-*")), process)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate()[0]
+    assert process.returncode == EXIT_SIGNAL, output
+    assert "resume=auto" in output
+    command("algo.iterations=1", "algo.epochs=12", f"hydra.run.dir={folder}", "resume=auto")
+    assert (folder / "result.json").is_file()

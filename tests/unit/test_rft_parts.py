@@ -1,0 +1,284 @@
+"""RFT in parts: chunks and their store, selection, packed fine-tuning."""
+
+import itertools
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import optim
+from common.config import ConfigError
+from common.precision import Precision
+from common.tasks import Example
+from launch import compose
+from rft.evaluate import pass_at
+from rft.finetune import Tree, lay, micro_batches, steps, token_losses
+from rft.generate import Store, check_same, missing
+from rft.select import distinct, diverse, select
+from tests.support.models import ARCHITECTURES, small_model
+
+
+def settings(**changes):
+    run = compose(
+        ["algo=rft", "task=countdown", *(f"algo.{key}={value}" for key, value in changes.items())]
+    )
+    return run.algo
+
+
+def record(prompt, sample, completion="x", accepted=True, path="", **more):
+    return {
+        "prompt": prompt,
+        "sample": sample,
+        "round": "first",
+        "completion": completion,
+        "parsed": None,
+        "finished": True,
+        "accepted": accepted,
+        "path": path,
+        "entropy": 0.5,
+        "tokens": [1],
+    } | more
+
+
+# --- chunks and the store
+
+
+def test_rounds_ask_only_what_is_unsolved_and_chunks_cover_each_sample_once():
+    examples = [Example(i, str(i), "") for i in (7, 3, 5, 9, 1)]
+    chosen = settings(
+        samples_per_prompt=5,
+        second_round_samples=3,
+        hint_samples=2,
+        prompts_per_batch=2,
+        chunk_size=3,
+    )
+    held, rounds = {}, []
+    while todo := missing(examples, held, chosen):
+        assert len({chunk.round for chunk in todo}) == 1
+        rounds.append(todo[0].round)
+        for chunk in todo:
+            for key in chunk.keys():  # noqa: SIM118 (not a dict)
+                assert key not in held
+                held[key] = record(*key, accepted=key in {(7, 4), (3, 6)})
+    assert rounds == ["first", "second", "hint"]
+    by_prompt = {e.id: sorted(s for p, s in held if p == e.id) for e in examples}
+    assert by_prompt == {
+        7: list(range(5)),  # solved in the first round
+        3: list(range(8)),  # in the second
+        5: list(range(10)),
+        9: list(range(10)),
+        1: list(range(10)),
+    }
+
+
+def test_a_chunk_that_lost_one_sample_is_made_again_whole():
+    examples = [Example(i, str(i), "") for i in range(4)]
+    chosen = settings(
+        samples_per_prompt=4, second_round_samples=0, prompts_per_batch=2, chunk_size=2
+    )
+    held = {key: record(*key) for chunk in missing(examples, {}, chosen) for key in chunk.keys()}  # noqa: SIM118
+    del held[2, 3]
+    (again,) = missing(examples, held, chosen)
+    assert sorted(again.keys()) == [(2, 2), (2, 3), (3, 2), (3, 3)]
+
+
+def test_a_file_cut_at_any_byte_is_mended(tmp_path):
+    path, header = tmp_path / "samples.jsonl", {"seed": 0, "text": "é"}
+    store = Store(path, header, writes=True)
+    rows = [record(i, 0, completion="naïve \u2028 line") for i in range(3)]
+    for row in rows:
+        store.add([row])
+    whole = path.read_bytes()
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        found = Store(path, header, writes=True)
+        # A line that only lacks its end is whole.
+        held = sum(length >= end - 1 for end in ends[1:])
+        assert list(found.held.values()) == rows[:held]
+        found.add(rows[held:])
+        assert path.read_bytes() == whole
+
+
+def test_a_damaged_line_and_other_settings_are_errors(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    store = Store(path, {"seed": 0}, writes=True)
+    store.add([record(0, 0), record(1, 0)])
+    with pytest.raises(ConfigError, match=r"seed was 0, is 1"):
+        Store(path, {"seed": 1}, writes=True)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], "{oops", lines[2]]) + "\n")
+    with pytest.raises(ConfigError, match=r"samples.jsonl:2 is not a sample"):
+        Store(path, {"seed": 0}, writes=True)
+
+
+def test_settings_are_compared_by_name():
+    with pytest.raises(ConfigError, match=r"algo.lr was 0.1, is 0.2"):
+        check_same(Path("finetune.json"), {"algo": {"lr": 0.1}}, {"algo": {"lr": 0.2}})
+
+
+# --- selection
+
+
+def test_one_sample_a_path_the_most_travelled_first():
+    rows = [
+        record(0, 0, "a  b", path="1+1"),
+        record(0, 1, "c", path="2*1"),
+        record(0, 2, "d", path="2*1"),
+        record(0, 3, "a b"),
+        record(0, 4, "a   b"),
+        record(0, 5, "a b"),
+    ]
+    assert [r["sample"] for r in distinct(rows)] == [3, 1, 0]
+
+
+def test_the_farthest_texts_are_kept():
+    rows = [record(0, i, text) for i, text in enumerate(["aaaa", "aaab", "bbbb", "aabb"])]
+    assert [r["completion"] for r in diverse(rows, 2, 0.0)] == ["aaaa", "bbbb"]
+    assert [r["completion"] for r in diverse(rows, 4, 0.5)] == ["aaaa", "bbbb", "aabb"]
+    assert [r["completion"] for r in diverse(rows, 4, 0.6)] == ["aaaa", "bbbb"]
+
+
+def test_selection_counts_and_filters():
+    rows = [
+        *(record(0, i, f"w{i}") for i in range(4)),  # always right
+        *(record(1, i, f"w{i}", accepted=i == 0) for i in range(4)),
+        *(record(2, i, f"w{i}", accepted=False) for i in range(4)),
+    ]
+    chosen = settings().select
+    found = select(rows, chosen)
+    assert {prompt: len(kept) for prompt, kept in found.kept.items()} == {0: 4, 1: 1}
+    assert found.stats["accepted"] == 5
+    assert found.stats["all_right_share"] == found.stats["all_wrong_share"] == 1 / 3
+    assert found.stats["prompts_by_share_right"] == {
+        "none": 1, "to 25%": 1, "to 50%": 0, "to 75%": 0, "below all": 0, "all": 1
+    }  # fmt: skip
+    chosen.drop_all_right, chosen.keep_per_prompt = True, 2
+    found = select(rows, chosen)
+    assert list(found.kept) == [1]
+    assert found.stats["dropped_all_right"] == 1
+
+
+@pytest.mark.parametrize(("of", "k"), [(8, 1), (8, 3), (8, 8), (5, 4)])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(of, k):
+    for right in range(of + 1):
+        flags = [i < right for i in range(of)]
+        subsets = list(itertools.combinations(flags, k))
+        assert math.isclose(
+            pass_at(right, of, k), sum(map(any, subsets)) / len(subsets), abs_tol=1e-12
+        )
+
+
+# --- fine-tuning
+
+
+def some_trees(count=6, vocabulary=97):
+    draw = random.Random(0)
+
+    def ids(low, high):
+        return [draw.randrange(2, vocabulary) for _ in range(draw.randint(low, high))]
+
+    return [Tree(ids(1, 9), [ids(1, 7) for _ in range(draw.randint(1, 4))]) for _ in range(count)]
+
+
+def plain_losses(model, trees):
+    """Each completion in a row of its own, through the model as it is."""
+    losses = []
+    for tree in trees:
+        for completion in tree.completions:
+            whole = torch.tensor([tree.prompt + completion])
+            logits = model(input_ids=whole).logits[0, len(tree.prompt) - 1 : -1]
+            losses.append(
+                torch.nn.functional.cross_entropy(
+                    logits, whole[0, len(tree.prompt) :], reduction="none"
+                )
+            )
+    return torch.cat(losses)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_shared_prompt_or_a_packed_row_changes_no_loss_and_no_gradient(name, packed):
+    model, trees = small_model(name), some_trees()
+    wanted = plain_losses(model, trees)
+    wanted.mean().backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    rows = [trees[:2], trees[2:5], trees[5:]] if packed else [[tree] for tree in trees]
+    layout = lay(rows, torch.device("cpu"))
+    found = token_losses(model.base_model, model, layout, torch.float32)
+    assert torch.allclose(found, wanted, atol=2e-5)
+    found.mean().backward()
+    for n, p in model.named_parameters():
+        assert torch.allclose(p.grad, gradients[n], atol=2e-5), n
+
+
+def test_a_packed_neighbour_has_no_influence():
+    model, trees = small_model("llama"), some_trees()
+    one = token_losses(
+        model.base_model, model, lay([[trees[0], trees[1]]], torch.device("cpu")), torch.float32
+    )
+    other = token_losses(
+        model.base_model, model, lay([[trees[0], trees[2]]], torch.device("cpu")), torch.float32
+    )
+    assert torch.allclose(one[: trees[0].targets], other[: trees[0].targets], atol=1e-6)
+
+
+def test_steps_and_forwards_hold_every_tree_once():
+    trees = some_trees(40)
+    for epoch in (0, 1):
+        cut = steps(trees, 8, epoch, seed=3)
+        assert sorted(map(id, itertools.chain(*cut))) == sorted(map(id, trees))
+        assert all(sum(len(t.completions) for t in step) >= 8 for step in cut[:-1])
+    assert steps(trees, 8, 0, seed=3) != steps(trees, 8, 1, seed=3)
+    for packing in (None, 64):
+        forwards = micro_batches(trees, 8, packing)
+        rows = [row for forward in forwards for row in forward]
+        assert sorted(map(repr, itertools.chain(*rows))) == sorted(map(repr, trees))
+        if packing:
+            assert all(sum(t.tokens for t in row) <= packing or len(row) == 1 for row in rows)
+            assert len(rows) < len(trees) / 2
+        else:
+            assert all(len(row) == 1 for row in rows)
+
+
+def test_a_tree_that_does_not_fit_is_cut_and_loses_nothing():
+    trees = some_trees()
+    alone = [row for forward in micro_batches(trees, 1, None) for row in forward]
+    assert all(len(tree.completions) == 1 for (tree,) in alone)
+    assert sorted((t.prompt, t.completions[0]) for (t,) in alone) == sorted(
+        (t.prompt, c) for t in trees for c in t.completions
+    )
+
+
+def test_an_unused_rank_has_a_scaler_with_a_scale():
+    """Of two ranks one may have no row in the first step: its gradients are the other's, its scaler
+    must still work.
+    """
+    parameter = torch.nn.Parameter(torch.ones(2))
+    config = settings()
+    updater = optim.Updater(
+        [parameter], config, Precision(torch.float16, scaler=True), torch.device("cpu")
+    )
+    updater.clear()
+    parameter.grad = torch.full((2,), 65536.0)
+    seen = updater.step(0.1, 1.0)
+    assert math.isclose(seen["grad_norm"], 2**0.5, rel_tol=1e-5)
+    assert seen["overflow"] == 0
+
+
+def test_environment_variables_of_the_first_scripts_are_defaults(monkeypatch):
+    monkeypatch.setenv("MICRO_BATCH_SIZE", "96")
+    monkeypatch.setenv("CHUNK_SIZE", "3")
+    monkeypatch.setenv("A100_BATCH_SIZE", "16")
+    monkeypatch.setenv("A100_GRAD_ACCUM", "2")
+    found = settings(train_rows=24)
+    assert (found.rollout_rows, found.chunk_size) == (96, 3)
+    assert (found.train_rows, found.batch_size) == (24, 32)
+    monkeypatch.delenv("A100_BATCH_SIZE")
+    assert (settings().train_rows, settings().batch_size) == (None, 64)
+    monkeypatch.setenv("CHUNK_SIZE", "many")
+    with pytest.raises(ConfigError, match=r"environment variable CHUNK_SIZE='many' is no number"):
+        settings()
