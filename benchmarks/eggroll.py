@@ -33,7 +33,7 @@ from common.sampling.native import Sampler
 from eggroll.config import EggrollConfig, NoiseConfig, StopAtConfig
 from eggroll.fitness import fitness
 from eggroll.noise import Noise
-from eggroll.train import Weights
+from eggroll.weights import Weights
 
 NAME = "eggroll"
 VOCABULARY = 260
@@ -250,9 +250,11 @@ class Work:
 
     def update(self) -> None:
         """Rewards to new weights, as the training loop does it."""
-        self.weights.update(
-            self.noise, 0, fitness(self.rewards, self.settings.fitness), self.settings.lr
-        )
+        shaped = fitness(self.rewards, self.settings.fitness)
+        for name, gradient in self.noise.gradients(0, shaped):
+            self.weights.descend(name, gradient, self.settings.lr)
+            del gradient
+        self.weights.drift()
 
     # --- the same work?
 

@@ -30,11 +30,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from grpo.groups import Group, Roller
 from Levenshtein import ratio
 from tokenizers import Tokenizer
 from transformers import (
@@ -47,19 +47,19 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks import measure
-from common import loop, optim, precision
 from common.config import Run
 from common.distributed.context import Context
 from common.distributed.workers import launch
+from common.lm import LM
 from common.model import logprobs
 from common.model.prompts import encode_prompts
 from common.model.tiny import byte_tokenizer
 from common.precision import native_bf16
-from common.sampling.native import Sampler
 from common.tasks import Example
 from common.timer import Timer
-from grpo.loss import advantages
-from grpo.train import Policy
+from grpo.loss import advantages, policy_loss
+from grpo.policy import Policy
+from grpo.rollouts import Collector, Rollouts
 from launch import compose, train
 
 SMALL: dict[str, Any] = {
@@ -250,29 +250,51 @@ def with_full_logits(
     return out[0], out[1]
 
 
-def policy_of(run: Run, context: Context, task: Any) -> tuple[Policy, Any, Any]:
-    """The policy before its first step, its tokenizer, and its precision."""
-    numbers = precision.resolve(run.opt, context.device.device)
-    model, tokenizer = loop.load(run, task, context)
-    logprobs.prepare(model)
-    optim.no_dropout(model)
-    return Policy(model, run, context, numbers), tokenizer, numbers
+class Alone:
+    """A step without a session: an index, and a clock by phase."""
+
+    def __init__(self, index: int) -> None:
+        self.index, self.phase = index, Timer()
+        self.state = {"cursor": 0}
+
+    def used(self, **_: int) -> None:
+        """Count nothing."""
+
+
+def policy_of(run: Run, context: Context, task: Any) -> tuple[LM, Policy]:
+    """Make the model and its policy before its first step."""
+    lm = LM(run, context, task)
+    lm.read_examples()
+    return lm, Policy(lm, run.algo)
 
 
 def curve(run: Run, context: Context, task: Any) -> list[float]:
-    """Losses of the passes over the fixed rollout; called in every rank."""
-    policy, _, _ = policy_of(run, context, task)
-    groups = fixed_groups(Path(run.model.path or ""))
-    advantage = advantages(
-        torch.tensor([group.rewards for group in groups], dtype=torch.float64), "group"
+    """Return the losses of the passes over the fixed rollout; called in every rank."""
+    lm, policy = policy_of(run, context, task)
+    whole: Rollouts = pickle.loads((Path(lm.name).parent / "rollout.pickle").read_bytes())
+    mine = share(whole, context)
+    advantage = advantages(mine.rewards, "group")
+    steps: list[Any] = [Alone(index) for index in range(PASSES)]
+    return [policy.step(mine, advantage, policy_loss, step)["loss"] for step in steps]
+
+
+def share(whole: Rollouts, context: Context) -> Rollouts:
+    """Return this rank's groups of a rollout that one rank made."""
+    rank, ranks, device = context.rank, context.world_size, context.device.device
+    groups = list(range(rank, len(whole.prompts), ranks))
+    rows = [group * whole.size + row for group in groups for row in range(whole.size)]
+    return replace(
+        whole,
+        examples=[whole.examples[group] for group in groups],
+        prompts=[whole.prompts[group] for group in groups],
+        tokens=whole.tokens[rows],
+        lengths=whole.lengths[rows],
+        logprobs=whole.logprobs[rows].to(device),
+        carries=whole.carries[rows],
+        scores=[whole.scores[group] for group in groups],
+        places=groups,
+        groups_per_rank=[len(range(r, len(whole.prompts), ranks)) for r in range(ranks)],
     )
-    olds: dict[int, list[Any]] = {}
-    return [policy.step(step, groups, advantage, olds, Timer())["loss"] for step in range(PASSES)]
-
-
-def fixed_groups(model: Path) -> list[Group]:
-    """The rollout that `roll` left beside the model."""
-    return pickle.loads((model.parent / "rollout.pickle").read_bytes())
 
 
 def make_rollout(work: dict[str, Any]) -> dict[str, Any]:
@@ -287,15 +309,13 @@ def make_rollout(work: dict[str, Any]) -> dict[str, Any]:
 
 
 def roll(run: Run, context: Context, task: Any) -> None:
-    """The groups of a first step, in float32."""
-    policy, tokenizer, numbers = policy_of(run, context, task)
-    sampler = Sampler(policy.model, pad_id=256, stop_ids=[], rows=PROMPTS * SAMPLES, graphs=True)
-    order = loop.Order(task.examples("train"), run.seed)
-    roller = Roller(
-        run, context, sampler, tokenizer, task, order, policy.model, numbers, PROMPTS * SAMPLES
-    )
-    rollout, _ = roller.roll(0, 0, Timer())
-    (Path(run.model.path or "").parent / "rollout.pickle").write_bytes(pickle.dumps(rollout.groups))
+    """Keep the groups of a first step, in float32."""
+    lm, policy = policy_of(run, context, task)
+    step: Any = Alone(0)
+    rollouts = Collector(lm, run.algo, policy.limit).collect(step)
+    assert rollouts is not None
+    rollouts.logprobs = rollouts.logprobs.cpu()
+    (Path(lm.name).parent / "rollout.pickle").write_bytes(pickle.dumps(rollouts))
 
 
 def baseline(work: dict[str, Any]) -> dict[str, Any]:

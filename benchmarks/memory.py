@@ -26,7 +26,7 @@ from common.sampling.engine import Requests
 from common.sampling.native import Sampler
 from eggroll.fitness import fitness
 from eggroll.noise import Noise
-from eggroll.train import Weights
+from eggroll.weights import Weights
 
 NAME = "memory"
 INFERENCE, TRAINING = "inference", "training"
@@ -121,7 +121,10 @@ def prepare(setting: Setting, device: torch.device, what: str) -> Callable[[], N
                 continue
             with noise.members(step, range(sizes.members), algo.sigma):
                 sample()
-            weights.update(noise, step, fitness(rewards, algo.fitness), algo.lr)
+            for name, gradient in noise.gradients(step, fitness(rewards, algo.fitness)):
+                weights.descend(name, gradient, algo.lr)
+                del gradient  # before the next one is made
+            weights.drift()
 
     return run
 

@@ -15,6 +15,7 @@ are of seconds for the whole work; utilisation counts the weights' products of t
 """
 
 import argparse
+import copy
 import gc
 import tempfile
 from pathlib import Path
@@ -27,15 +28,13 @@ from benchmarks.measure import Case
 from common.config import Run
 from common.distributed.context import Context
 from common.hardware import Device
+from common.lm import LM
 from common.model.half import narrowed
-from common.model.load import load_model
 from common.model.prompts import encode_prompts, stop_ids
 from common.precision import native_bf16
 from common.sampling.native import Sampler
-from common.tasks import build
-from common.tasks.scoring import Scorer
 from launch import compose
-from rft.generate import Generator, Store
+from rft.generate import Generator, Store, missing
 
 ONE, BATCHED, OURS = "one question at a time", "generate, batched", "this project"
 PROMPTS, SAMPLES, NEW = 32, 10, 80
@@ -59,20 +58,19 @@ class Work:
                 *(f"algo.sampling.max_new_tokens={new}", "algo.sampling.temperature=1.0"),
             ]
         )
-        self.task = build(self.run.task)
+        context = Context(0, 1, Device(device, "", 0.0, True), Path())
+        self.lm = LM(self.run, context)
+        self.task = self.lm.task
         longest = sorted(
             self.task.examples("train"), key=lambda e: len(self.task.prompt(e)), reverse=True
         )
         self.examples = longest[:prompts]
         self.device = device
-        self.model: Any
-        self.tokenizer: Any
-        self.model, self.tokenizer = load_model(
-            self.run.model, self.task, torch.float32, device, progress=False
-        )
+        self.model: Any = self.lm.model
+        self.tokenizer: Any = self.lm.tokenizer
         self.prompts = encode_prompts(self.tokenizer, [self.task.prompt(e) for e in self.examples])
         self.samples, self.new, self.rows = samples, new, rows
-        self.scorer = Scorer(self.task, self.run.scoring)
+        self.scorer = self.lm.scorer
 
     def verified(self, rows: list[tuple[int, list[int], bool]]) -> dict[str, int]:
         """Score (prompt, token ids, finished) rows. Returns what the work came to."""
@@ -125,29 +123,23 @@ class Work:
 
     def ours(self, compute: torch.dtype, compiled: str | None) -> Any:
         """The sampling stage, samples written to a file. Returns a function that does it once."""
-        context = Context(0, 1, Device(self.device, "", 0.0, True), Path())
-        sampler = Sampler(
-            narrowed(self.model, compute),
+        lm = copy.copy(self.lm)
+        lm.engine = Sampler(
+            narrowed(lm.model, compute),
             pad_id=self.tokenizer.pad_token_id,
-            stop_ids=stop_ids(self.model, self.tokenizer),
+            stop_ids=stop_ids(lm.model, self.tokenizer),
             rows=self.rows,
             compile_mode=compiled,
             graphs=True,
         )
-        generator = Generator(self.run, context, self.task, self.tokenizer, self.scorer, self.rows)
 
         def once() -> dict[str, int]:
             with tempfile.TemporaryDirectory() as folder:
                 store = Store(Path(folder) / "samples.jsonl", {}, writes=True)
-                generator.fill(
-                    store,
-                    self.examples,
-                    sampler,
-                    1,
-                    lambda *_: None,
-                    lambda *_: False,
-                    lambda *_: None,
-                )
+                generator = Generator(lm, store, 1)
+                while todo := missing(self.examples, store.held, lm.run.algo):
+                    for wave in generator.waves(todo, lambda: False):
+                        store.add(wave.records)
                 held = store.held.values()
                 return {
                     "samples": len(held),

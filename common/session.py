@@ -24,16 +24,16 @@ wait for the last of them, as a rollout is never stored.
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from common import hardware, resume
+from common import resume
 from common.budget import Budget
-from common.checkpoint import Checkpoint, describe_latest
+from common.checkpoint import Checkpoint
 from common.config import Run
 from common.distributed import fsdp
 from common.distributed.context import Context
@@ -42,7 +42,8 @@ from common.nonfinite import NonFinitePolicy
 from common.profile import profile_steps
 from common.report import page, summary
 from common.report.tracker import Tracker
-from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped, StopSignal
+from common.signals import EXIT_SIGNAL, RunStopped, StopSignal
+from common.step import Step
 from common.timer import Timer
 
 log = logging.getLogger("clutch")
@@ -180,7 +181,7 @@ class Session:
         """End the run after this step."""
         self.ending = why
 
-    def steps(self) -> Iterator["Step"]:
+    def steps(self) -> Iterator[Step]:
         """Yield the steps that are left; see the module for what happens between two of them."""
         self.listen()
         while not self.over:
@@ -201,7 +202,7 @@ class Session:
         """Whether a signal has come on any rank."""
         return self.context.any(self.signal.name is not None)
 
-    def _keep(self, step: "Step") -> None:
+    def _keep(self, step: Step) -> None:
         """Write a checkpoint if one is due, and stop after a signal."""
         done, every = self.state["step"], self.run.checkpoint.every
         stopping = self.stopping
@@ -287,135 +288,3 @@ class Session:
         if budget.tokens is not None:
             return min(state["generated"], budget.tokens)
         return round(min(state["seconds"], budget.seconds or 0))  # the last step goes beyond it
-
-
-@dataclass
-class Span:
-    """A stretch of time."""
-
-    began: float
-    seconds: float = 0.0
-
-
-class Step:
-    """One step, or one of the updates of a step: all that an algorithm says to the session.
-
-    Attributes: index: from 0; keep: write a checkpoint after it, whatever the schedule.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self.session, self.index = session, session.state["step"]
-        self.keep, self.updated = False, False
-        self.numbers: dict[str, Any] = {}
-        self.tokens = self.samples = 0
-        self.trouble: str | None = None
-        self.started, self.untimed_seconds = time.perf_counter(), 0.0
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the run."""
-        return self.session.state
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Time the block under `name`; blocks of one name add up."""
-        return self.session.timer(name)
-
-    def add_phases(self, seconds: dict[str, float]) -> None:
-        """Add seconds by phase that something else has timed."""
-        for name, value in seconds.items():
-            total = self.session.timer.seconds
-            total[name] = total.get(name, 0.0) + value
-
-    @contextmanager
-    def untimed(self) -> Iterator["Span"]:
-        """Do not count the block as training. Yields its span."""
-        span = Span(time.perf_counter())
-        yield span
-        span.seconds = time.perf_counter() - span.began
-        self.untimed_seconds += span.seconds
-
-    def used(self, *, tokens: int = 0, samples: int = 0) -> None:
-        """Count what the step took on all ranks together, for the budget and the speed."""
-        self.tokens += tokens
-        self.samples += samples
-
-    def log(self, **numbers: Any) -> None:
-        """Add numbers to the event of this step."""
-        self.numbers |= numbers
-
-    def non_finite(self, what: str, rows: Sequence[dict[str, Any]], advice: str = "") -> None:
-        """Keep the rows behind numbers that are not finite; the policy says whether the run stops.
-
-        Args: what: the same on all ranks; rows: of this rank, with the `id` of their example.
-        """
-        self.stop_if(self.session.policy.handle(self.index + 1, what, rows, advice))
-
-    def stop_if(self, reason: str | None) -> None:
-        """Stop the run after this step, which is logged first, where there is a reason."""
-        self.trouble = self.trouble or reason
-
-    def updates(self, count: int) -> Iterator["Step"]:
-        """Yield `count` optimizer steps on one rollout, fewer where the run's steps end before. The
-        first one is this step.
-        """
-        session, self.updated = self.session, True
-        update, total = self, session.total_steps
-        shared = dict(self.numbers)
-        for number in range(count if total is None else min(count, total - self.index)):
-            if number:
-                update = Step(session)
-                update.numbers = dict(shared)
-            yield update
-            update.close()
-        session.state["updates_left"] = self.index + count - session.state["step"]
-
-    def close(self) -> None:
-        """Count, evaluate, log: what the session does after each optimizer step."""
-        session, state = self.session, self.session.state
-        seconds = time.perf_counter() - self.started - self.untimed_seconds
-        state["step"] = done = self.index + 1
-        state["seconds"] += seconds
-        state["generated"] += self.tokens * session.generates
-        state["evaluations"] += self.samples * session.generates
-        state["skipped"] = session.policy.skipped
-        session.budget.add(state["generated"], state["seconds"])
-        due = session.budget.evaluation_due(
-            done, session.run.evaluate.every
-        ) and not session.reached(done)
-        if due and session.generates and not self.trouble:
-            with self.phase("evaluate"):
-                found = session.subject.evaluate()
-            session._keep_completions(f"step-{done:08d}", done, found.completions)
-            self.log(metric=found.value, metric_name=found.name, metrics=found.metrics)
-        self._write_event(seconds)
-        if self.trouble:
-            last = describe_latest(session.context.out_dir / "checkpoints")
-            raise RunStopped(f"step {done}: {self.trouble} {last}", EXIT_NUMBERS)
-        session.timer = Timer()
-        session.trace()
-
-    def _write_event(self, seconds: float) -> None:
-        session, state = self.session, self.session.state
-        if session.tracker is None:
-            return
-        counted = {}
-        if session.generates:
-            counted = {
-                "generated_tokens": state["generated"],
-                "reward_evaluations": state["evaluations"],
-            }
-        event = {
-            "step": state["step"],
-            "seconds": seconds,
-            "phase_seconds": session.timer.seconds,
-            **session.warmed_up,
-            **counted,
-            "tokens_per_second": self.tokens / seconds,
-            "samples_per_second": self.samples / seconds,
-            "skipped_steps": state["skipped"],
-            "peak_memory_gb": hardware.peak_memory_gb(session.context.device.device),
-            **self.numbers,
-        }
-        session.warmed_up = {}
-        session.tracker.log(event, session._budget_used())
-        state["tracker"] = session.tracker.state()

@@ -13,7 +13,7 @@ from common.distributed import fsdp
 from common.lm import LM
 from common.model.memory import StateMemory
 from common.sampling.engine import Completions, Requests
-from common.session import Step
+from common.step import Step
 from common.tasks import Example
 from eggroll.config import EggrollConfig
 from eggroll.noise import Noise

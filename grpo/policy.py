@@ -13,7 +13,7 @@ from common.lm import LM, fit
 from common.model import logprobs
 from common.model.memory import StateMemory, activation_bytes
 from common.rows import RowLimit
-from common.session import Step
+from common.step import Step
 from grpo.config import GrpoConfig
 from grpo.loss import Counts
 from grpo.rollouts import Rollouts

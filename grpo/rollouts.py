@@ -18,7 +18,7 @@ from common.lm import LM
 from common.model import logprobs
 from common.rows import RowLimit
 from common.sampling.engine import Completions, Requests
-from common.session import Step
+from common.step import Step
 from common.tasks import Example
 from common.tasks.scoring import Scored
 from grpo.config import GrpoConfig
