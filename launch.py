@@ -23,9 +23,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from common.config import ConfigError, Run, choice, command, resolvers, typed
 from common.config.checks import CONF
-from common.config.exits import ending_command, ending_job
 from common.config.explain import HYDRA_ERRORS, check_groups, explain, open_dicts
+from common.config.schema import HardwareConfig
 from common.distributed import slurm
+from common.exits import ending_command, ending_job
 
 # The algorithms, a closed set: the dataclass of each one's settings, in a module without torch. The
 # train.py beside it has train(run, context, task) -> Result, unless the class names another function
@@ -44,6 +45,9 @@ def register() -> None:
     """Tell Hydra the schemas and resolvers; safe to call again."""
     store = ConfigStore.instance()
     store.store(name="run_schema", node=Run)
+    # A preset once had sizes of each algorithm.
+    now = "algo.rollout_rows and algo.train_rows (conf/experiment has the documents' sizes)"
+    HardwareConfig.RENAMED |= dict.fromkeys(ALGORITHMS, now)
     for name, schema in ALGORITHMS.items():
         store.store(group="schema/algo", name=name, node=schema)
     resolvers.register()

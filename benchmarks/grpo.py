@@ -263,7 +263,7 @@ class Alone:
 
 def policy_of(run: Run, context: Context, task: Any) -> tuple[LM, Policy]:
     """Make the model and its policy before its first step."""
-    lm = LM(run, context, task)
+    lm = LM(run, context, task, reference=bool(run.algo.kl.beta))
     lm.read_examples()
     return lm, Policy(lm, run.algo)
 
@@ -290,6 +290,7 @@ def share(whole: Rollouts, context: Context) -> Rollouts:
         tokens=whole.tokens[rows],
         lengths=whole.lengths[rows],
         logprobs=whole.logprobs[rows].to(device),
+        reference=None if whole.reference is None else whole.reference[rows].to(device),
         carries=whole.carries[rows],
         scores=[whole.scores[group] for group in groups],
         places=groups,
@@ -315,6 +316,8 @@ def roll(run: Run, context: Context, task: Any) -> None:
     rollouts = Collector(lm, run.algo, policy.limit).collect(step)
     assert rollouts is not None
     rollouts.logprobs = rollouts.logprobs.cpu()
+    if rollouts.reference is not None:
+        rollouts.reference = rollouts.reference.cpu()
     (Path(lm.name).parent / "rollout.pickle").write_bytes(pickle.dumps(rollouts))
 
 
@@ -384,15 +387,16 @@ def baseline(work: dict[str, Any]) -> dict[str, Any]:
 
     model = kind.from_pretrained(work["model"]).to(device).eval()
     optimizer, losses, olds = torch.optim.AdamW(model.parameters(), lr=LR), [], {}
-    groups = fixed_groups(Path(work["model"]))
+    whole: Rollouts = pickle.loads((Path(work["model"]).parent / "rollout.pickle").read_bytes())
+    assert whole.reference is not None
     for _ in range(PASSES):
         total = 0.0
-        for index, group in enumerate(groups):
-            rows = torch.tensor(
-                [group.prompt + completion for completion in group.completions], device=device
-            )
-            ref = torch.tensor(group.reference, device=device)
-            loss, logp = backward(rows, group.rewards, ref, olds.get(index))
+        for index, (prompt, rewards) in enumerate(zip(whole.prompts, whole.rewards, strict=True)):
+            part = slice(index * whole.size, (index + 1) * whole.size)
+            start = torch.tensor([prompt] * whole.size)
+            rows = torch.cat((start, whole.tokens[part]), dim=1).to(device)
+            ref = whole.reference[part].to(device)
+            loss, logp = backward(rows, rewards.tolist(), ref, olds.get(index))
             olds.setdefault(index, logp)
             total += loss
         update()

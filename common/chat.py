@@ -47,11 +47,11 @@ def model_of(given: str) -> tuple[str, str | Messages | None]:
             f"{given} has no model/ yet: the run has not ended. Go on with it"
             f" (hydra.run.dir={given} resume=auto), or give the folder of a model."
         )
-    result = folder / "result.json"
-    if result.is_file() and json.loads(result.read_text(encoding="utf-8"))["algo"] == "classify":
+    config = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))
+    if "model_type" not in config:  # which every language model's has
         raise ConfigError(
-            f"{given} holds a classifier, which completes nothing. See docs/classify.md for how to"
-            " ask it."
+            f"{given} holds a classifier, which completes nothing. Its algorithm's page in docs/ says"
+            " how to ask it."
         )
     rows = folder / "completions" / "after.jsonl"
     first = rows.read_text(encoding="utf-8").split("\n", 1)[0] if rows.is_file() else ""

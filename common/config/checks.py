@@ -57,7 +57,7 @@ def shipped(file: str) -> dict[str, Any]:
 def no_effect(file: str, key: str, value: Any, why: str) -> None:
     """Raise ConfigError where a setting that has no effect is not what conf/ has.
 
-    Args: file: in conf/, such as algo/grpo.yaml; key: there, such as kl.clamp; why: with what it
+    Args: file: in conf/, such as algo/NAME.yaml; key: there, such as kl.clamp; why: with what it
     has none, and what to do.
     """
     default = functools.reduce(dict.__getitem__, key.split("."), shipped(file))

@@ -5,7 +5,7 @@ A settings class of an algorithm may declare, each as a ClassVar:
 
     NO_EFFECT = {"model": "the sizes are algo.model.*"}  # settings that mean nothing to it, and why
     NO_EFFECT_WITH_TASK = {"my_tasks.Mine": {"algo.tokenizer": "task=mine, which has no texts"}}
-    TASKS = ("class", "ddp_bench.tasks.")                # the kind of its tasks, and the package of this project's
+    TASKS = ("class", "my_package.tasks.")               # the kind of its tasks, and the package of this project's
 """
 
 import os

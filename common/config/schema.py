@@ -267,10 +267,6 @@ class HardwareConfig:
     """Facts about a device. They size batches and never change a result."""
 
     RENAMED: ClassVar[dict[str, str | None]] = {
-        "eggroll": "algo.rollout_rows",
-        "grpo": "algo.rollout_rows and algo.train_rows",
-        "rft": "algo.rollout_rows and algo.train_rows, and experiment=rft_a100_40g and its kin",
-        "classify": "algo.train_rows",
         "cuda_graphs": "engine.cuda_graphs",
         "power_w": None,
         "link_gbs": None,

@@ -1,6 +1,6 @@
 """One big run on Slurm: a batch script for it, and the ranks that srun starts.
 
-    python launch.py slurm.script=chess.sbatch slurm.nodes=2 slurm.gpus_per_node=8 algo=grpo
+    python launch.py slurm.script=chess.sbatch slurm.nodes=2 slurm.gpus_per_node=8 algo=NAME
     task=chess 'opt=[amp,ddp]'
     sbatch chess.sbatch
 

@@ -38,13 +38,6 @@ log = logging.getLogger("clutch")
 # A rank may wait this long for another: rank 0 pre-trains the tiny model while the others stand at
 # a barrier.
 TIMEOUT = timedelta(minutes=20)
-PACKAGES = (
-    "common",
-    "eggroll",
-    "grpo",
-    "rft",
-    "ddp_bench",
-)  # what ranks must have the same version of
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the quota, the largest file allowed
 
 
@@ -349,7 +342,8 @@ def _agree(run: Run, context: Context) -> None:
 def _code() -> str:
     """Hash of this project's modules."""
     root = Path(__file__).resolve().parents[2]
-    files = sorted(path for package in PACKAGES for path in (root / package).rglob("*.py"))
+    packages = [root / "common", *(path.parent for path in root.glob("*/config.py"))]
+    files = sorted(path for package in packages for path in package.rglob("*.py"))
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 

@@ -225,7 +225,7 @@ def _with_adapter(model: PreTrainedModel, given: str, where: str) -> PreTrainedM
     if not settings.is_file():
         raise ConfigError(
             f"{key} is no folder with a LoRA adapter: there is no {settings.absolute()}. Give the"
-            " folder that peft's save_pretrained wrote, or RUN/iteration-K/adapter of algo=rft;"
+            " folder that peft's save_pretrained wrote, or RUN/iteration-K/adapter of a run with algo.lora.rank;"
             " one on the hub comes with: hf download ID --local-dir FOLDER."
         )
     kind = json.loads(settings.read_text(encoding="utf-8")).get("peft_type")

@@ -175,7 +175,7 @@ def points(log: Sequence[dict[str, Any]], result: dict[str, Any]) -> list[dict[s
     found = [{**used, "value": result["before"]}]
     for event in log:
         used["seconds"] += event.get("seconds", 0.0)
-        if "stage" in event:  # of RFT, whose events are not all optimizer steps
+        if "stage" in event:  # of a run in stages, whose events are not all optimizer steps
             used["steps"] += event["stage"] == "finetune"
         else:
             used["steps"] = event["step"]

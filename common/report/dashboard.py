@@ -2,7 +2,7 @@
 algorithm.
 
     python -m common.dashboard PROJECT
-    python -m common.dashboard PROJECT --entity TEAM --algo grpo rft
+    python -m common.dashboard PROJECT --entity TEAM --algo NAME NAME
 
 The panels are those of common/report/panels.py, which the report of a run shows too. Needs pip
 install 'clutch[dashboard]', a key and the network; --json prints the view instead of saving it, and
@@ -84,7 +84,9 @@ def workspace(entity: str, project: str, algos: Sequence[str]) -> Any:
     sections = [
         views.Section(name="All algorithms", panels=compared, is_open=True),
         *(
-            views.Section(name=a, panels=[drawn(p) for p in panels.of(a)], is_open=len(algos) == 1)
+            views.Section(
+                name=a, panels=[drawn(p) for p in panels.find_panels()[a]], is_open=len(algos) == 1
+            )
             for a in algos
         ),
         views.Section(name="Completions", panels=tables),
@@ -101,13 +103,13 @@ def main() -> int:
     parser.add_argument("project", help="W&B project, as in tracker.project")
     parser.add_argument("--entity", help="user or team; default: that of the key")
     parser.add_argument(
-        "--algo", nargs="+", default=list(panels.ALGORITHMS), metavar="NAME", help="default: all"
+        "--algo", nargs="+", default=list(panels.find_panels()), metavar="NAME", help="default: all"
     )
     parser.add_argument("--json", action="store_true", help="print the view and save nothing")
     options = parser.parse_args()
     try:
         for name in options.algo:
-            choice("--algo", name, panels.ALGORITHMS)
+            choice("--algo", name, tuple(panels.find_panels()))
         entity = options.entity or ("" if options.json else _entity())
         view = workspace(entity, options.project, options.algo)
         if options.json:

@@ -111,7 +111,7 @@ def draw(
         path.unlink()
     logged, measured = columns(history), columns(evaluations)
     made = []
-    for panel in panels.of(algo):
+    for panel in panels.find_panels().get(algo, ()):
         points = measured if any("metrics/" in name for name in panel.curves) else logged
         series = {
             legend: _points(panel, points[name])

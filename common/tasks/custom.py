@@ -1,6 +1,6 @@
 """Prompts and answers from the user's own rows, with a reward chosen by name. No code needed.
 
-    python launch.py algo=grpo task=custom task.path=data.jsonl task.prompt_field=question
+    python launch.py algo=NAME task=custom task.path=data.jsonl task.prompt_field=question
     task.answer_field=answer
 
 Everything that can be wrong with the rows is found before the model is loaded, and named with file,

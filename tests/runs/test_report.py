@@ -137,20 +137,20 @@ def test_every_panel_shows_what_is_logged(finished, algo):
     )
     names = list(dict.fromkeys(name for event in logged for name in numbers(event)))
     drawn = {path.stem for path in (folder / "plots").iterdir()}
-    for panel in panels.of(algo):
+    for panel in panels.find_panels()[algo]:
         if panel.name not in CONDITIONAL:
             assert panel.found(names), panel
             assert panel.name in drawn
         else:
             assert all(curve in names or "*" in curve for curve in panel.curves), panel
-    stems = [panel.name for panel in panels.of(algo)]
+    stems = [panel.name for panel in panels.find_panels()[algo]]
     assert len(stems) == len(set(stems)), "each panel has a file of its own"
 
 
 def test_points_are_what_was_logged(finished):
     history = events(finished["eggroll"])
-    drift = next(panel for panel in panels.of("eggroll") if panel.name == "drift")
-    idle = next(panel for panel in panels.of("eggroll") if panel.name == "zero_fitness")
+    drift = next(panel for panel in panels.find_panels()["eggroll"] if panel.name == "drift")
+    idle = next(panel for panel in panels.find_panels()["eggroll"] if panel.name == "zero_fitness")
     points = page.columns(history)
     x, y = page._points(drift, points["drift"])
     assert x == [1, 2, 3, 4]
@@ -272,7 +272,7 @@ def test_what_would_end_a_cell_is_escaped():
 def test_the_dashboard_has_the_panels_of_each_algorithm():
     pytest.importorskip("wandb_workspaces")
     view = (
-        dashboard.workspace("team", "clutch", panels.ALGORITHMS)
+        dashboard.workspace("team", "clutch", tuple(panels.find_panels()))
         ._to_model()
         .spec.model_dump(by_alias=True)
     )
@@ -280,11 +280,11 @@ def test_the_dashboard_has_the_panels_of_each_algorithm():
         section["name"]: section["panels"]
         for section in view["section"]["panelBankConfig"]["sections"]
     }
-    assert list(sections) == ["All algorithms", *panels.ALGORITHMS, "Completions", "System"]
-    for algo in panels.ALGORITHMS:
+    assert list(sections) == ["All algorithms", *panels.find_panels(), "Completions", "System"]
+    for algo in panels.find_panels():
         titles = [panel["config"]["chartTitle"] for panel in sections[algo]]
-        assert titles == [panel.title for panel in panels.of(algo)]
-        for panel, shown in zip(panels.of(algo), sections[algo], strict=True):
+        assert titles == [panel.title for panel in panels.find_panels()[algo]]
+        for panel, shown in zip(panels.find_panels()[algo], sections[algo], strict=True):
             config = shown["config"]
             assert set(config["metrics"] or []) == {
                 name for name in panel.curves if "*" not in name

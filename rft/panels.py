@@ -1,0 +1,113 @@
+"""The curves of a run of RFT: its report and its W&B dashboard show them."""
+
+from common.report.panels import PERCENT, Panel
+
+ALGORITHM = "rft"
+
+PANELS = (
+    Panel(
+        name="metric",
+        title="Held-out measures",
+        unit="percent, or points of 100",
+        curves={"metrics/*": "", "evaluate/validation": "validation"},
+        x="iteration",
+    ),
+    Panel(
+        name="accepted",
+        title="Sampling",
+        unit="%",
+        curves={"generate/accepted": "samples right", "generate/solved": "prompts solved so far"},
+        x="order",
+        scale=PERCENT,
+        zero=True,
+    ),
+    Panel(
+        name="by_prompt",
+        title="Acceptance by prompt",
+        unit="prompts",
+        curves={"select/prompts_by_share_right/*": ""},
+        x="iteration",
+        kind="bars",
+    ),
+    Panel(
+        name="reward",
+        title="Reward of training samples",
+        unit="reward",
+        curves={"generate/reward": "mean"},
+        x="order",
+    ),
+    Panel(
+        name="loss",
+        title="Fine-tuning",
+        unit="loss a token (nats)",
+        curves={"finetune/loss": "loss"},
+        x="order",
+        zero=True,
+    ),
+    Panel(
+        name="gradient",
+        title="Gradient norm",
+        unit="norm before clipping",
+        curves={"finetune/grad_norm": "norm"},
+        x="order",
+        zero=True,
+    ),
+    Panel(
+        name="lr",
+        title="Learning rate",
+        unit="learning rate",
+        curves={"finetune/lr": "lr"},
+        x="order",
+        zero=True,
+        exact=True,
+    ),
+    Panel(
+        name="entropy",
+        title="Entropy of samples",
+        unit="nats a token",
+        curves={"generate/entropy": "samples"},
+        x="order",
+        zero=True,
+    ),
+    Panel(
+        name="throughput",
+        title="Throughput of sampling",
+        unit="tokens/s",
+        curves={"generate/tokens_per_second": "generated"},
+        x="order",
+        zero=True,
+    ),
+    Panel(
+        name="throughput_training",
+        title="Throughput of fine-tuning",
+        unit="tokens/s",
+        curves={"finetune/tokens_per_second": "trained"},
+        x="order",
+        zero=True,
+    ),
+    Panel(
+        name="phases",
+        title="Where the time of a chunk goes",
+        unit="seconds",
+        curves={"generate/phase_seconds/*": ""},
+        x="order",
+        kind="stack",
+    ),
+    Panel(
+        name="phases_training",
+        title="Where the time of a fine-tuning step goes",
+        unit="seconds",
+        curves={"finetune/phase_seconds/*": ""},
+        x="order",
+        kind="stack",
+    ),
+    Panel(
+        name="memory",
+        title="Peak memory",
+        unit="GB",
+        curves={"generate/peak_memory_gb": "sampling", "finetune/peak_memory_gb": "fine-tuning"},
+        x="event",
+        zero=True,
+        exact=True,
+    ),
+)
