@@ -5,7 +5,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 ARGS ?=
-PYTEST_ARGS ?= -n 2 -m "not slow"
+PYTEST_ARGS ?= -n 2 --dist worksteal -m "not slow"
 
 .PHONY: run test check lock
 

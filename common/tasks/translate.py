@@ -9,6 +9,7 @@ that Spanish is wanted.
 Rewards and held-out measures are those of common/tasks/similarity.py.
 """
 
+import functools
 import inspect
 import random
 from collections.abc import Sequence
@@ -255,6 +256,7 @@ def _fields(config: TranslateConfig, rows: list[Row]) -> list[Example]:
     ]
 
 
+@functools.cache  # 3000 numbers in words take as long as a small run
 def _number_words() -> list[Example]:
     examples = []
     for number in range(NUMBERS):

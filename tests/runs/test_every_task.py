@@ -59,6 +59,8 @@ def needs(task: str, folder) -> list[str]:
         return [f"task.path={ROOT}/examples/own_data/numbers.csv", *own]
     if task == "chess":
         return ["task.positions=64", "task.test_positions=8"]
+    if task == "countdown":
+        return ["task.problems=64", "task.test_problems=8"]
     return []
 
 

@@ -5,9 +5,8 @@ import json
 import os
 import pty
 import re
+import select
 import struct
-import subprocess
-import sys
 import termios
 
 import pytest
@@ -393,31 +392,26 @@ def test_wandb_sweeps_compose(path):
 
 
 @pytest.mark.parametrize("columns", [80, 160])
-def test_one_progress_line_on_a_terminal(in_cache, tmp_path, columns):
+def test_one_progress_line_on_a_terminal(in_cache, warm, tmp_path, columns):
     """On a real terminal: it is rewritten in place, is never wider than the terminal, and other
     lines stay whole.
     """
     mine, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    command = [
-        sys.executable,
-        str(ROOT / "launch.py"),
-        *SMALL,
-        "evaluate.every=2",
-        f"hydra.run.dir={tmp_path}/run",
-    ]
+    for name in ("stdout", "stderr"):
+        (tmp_path / name).symlink_to(os.ttyname(its))
     environment = {
         key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")
     }
-    process = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment)
-    os.close(its)
+    arguments = [*SMALL, "evaluate.every=2", f"hydra.run.dir={tmp_path}/run"]
+    process = warm.start(tmp_path, environment, tmp_path, arguments=arguments, module=None)
     written = b""
-    try:
-        while part := os.read(mine, 65536):
-            written += part
-    except OSError:  # the other side is closed
-        pass
-    assert process.wait() == 0
+    while process.poll() is None or select.select([mine], [], [], 0)[0]:
+        if select.select([mine], [], [], 0.1)[0]:
+            written += os.read(mine, 65536)
+    assert process.returncode == 0, written
+    os.close(mine)
+    os.close(its)
     lines = written.decode().replace("\r\n", "\n").split("\n")
     states = [[re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", s) for s in line.split("\r")] for line in lines]
     steps = [state for line in states for state in line if state.startswith("step ")]

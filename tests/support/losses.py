@@ -1,6 +1,7 @@
 """Numbers on which losses are compared."""
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 
@@ -24,11 +25,16 @@ BOUNDED = torch.tensor([[0, 1, 0, 0.5]])
 SEQUENCE = {"epsilon_low": 3e-4, "epsilon_high": 4e-4}
 
 
-def settings(loss="grpo", beta=0.0, **changes):
+@cache
+def composed(loss, beta):
     given = [
         f"algo.loss={loss}",
         "algo.sampling.max_new_tokens=8",
         f"algo.kl.beta={beta}",
         "algo.num_iterations=2",
     ]
-    return replace(compose(["algo=grpo", *given]).algo, **changes)
+    return compose(["algo=grpo", *given]).algo
+
+
+def settings(loss="grpo", beta=0.0, **changes):
+    return replace(composed(loss, beta), **changes)

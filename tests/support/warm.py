@@ -27,17 +27,17 @@ def serve() -> None:
     """
     sys.path.insert(0, str(ROOT))
     import matplotlib.figure  # noqa: F401
-    import num2words  # noqa: F401
     import sacrebleu  # noqa: F401
     import torch.multiprocessing
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
 
-    import common.tasks.translate  # noqa: F401
+    from common.tasks import translate
     from launch import ALGORITHMS, compose
 
     for settings in ALGORITHMS.values():
         importlib.import_module(settings.__module__.replace(".config", ".train"))
     compose([])  # Hydra looks for its plugins
+    translate._number_words()
     torch.multiprocessing.start_processes = forking(torch.multiprocessing.start_processes)
     assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
     gc.collect()
@@ -74,7 +74,7 @@ def run(
     """
     os.setsid()
     for descriptor, path in ((0, os.devnull), (1, stdout), (2, stderr)):
-        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOCTTY)
         os.dup2(opened, descriptor)
         os.close(opened)
     sys.stdin = os.fdopen(0)
