@@ -22,9 +22,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from common.config import ConfigError, Run, choice, command, resolvers, typed
 from common.config.checks import CONF
-from common.config.exits import ending_command, ending_job
 from common.config.explain import HYDRA_ERRORS, check_groups, explain, open_dicts
 from common.distributed import slurm
+from common.exits import ending_command, ending_job
 
 
 def load(path: str) -> Any:

@@ -93,7 +93,7 @@ def _option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a step is made of; the same for all algorithms."""
+    """The work of a step, the same for all algorithms."""
 
     rows: int = _option(1024, "completions a step (of each device with --scaling weak)")
     scaling: str = "strong"  # or weak
@@ -117,7 +117,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """How devices are connected, and what their hosts take to launch an operation."""
+    """The connections between devices, and the time that their hosts take to launch an operation."""
 
     shards: int = _option(8, "devices that opt=fsdp shares weights out over")
     node: int = _option(8, "devices of a node; beyond it the network carries")
@@ -262,7 +262,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return self.sample + self.train + self.update + self.communication
 
     @property

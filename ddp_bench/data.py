@@ -248,8 +248,7 @@ def held_out(rows: Rows, share: float, seed: int) -> tuple[list[int], list[int]]
 
 
 class Batches:
-    """Which rows each batch holds: a function of (seed, epoch, position) alone, the same on every
-    rank.
+    """The rows of each batch: a function of (seed, epoch, position) alone, the same on every rank.
 
     Every row comes exactly once an epoch; nothing is padded and nothing dropped, so the last batch
     may be smaller. Rows of like length go together. A rank takes every world-th row of a batch, and

@@ -1,4 +1,4 @@
-"""What it costs to send gradients, and what a device that is not there is taken to reach.
+"""The cost of sending gradients, and what a device that is not there is taken to reach.
 
 An all-reduce of S bytes among n ranks takes 2 (n-1) alpha + 2 (n-1)/n S/beta seconds. alpha and beta
 are measured with messages of eight sizes, or are facts of conf/hardware.
@@ -27,7 +27,7 @@ PCIE = 12e9
 
 @dataclass(frozen=True)
 class Link:
-    """What an all-reduce costs. alpha: seconds of each of its 2 (ranks - 1) steps; beta: bytes per
+    """The cost of an all-reduce. alpha: seconds of each of its 2 (ranks - 1) steps; beta: bytes per
     second.
     """
 

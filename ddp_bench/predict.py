@@ -157,7 +157,7 @@ def list_cells(cfg: PredictConfig) -> dict[Cell, int]:
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank does by itself in a step: its share of the rows, nothing sent. Seconds."""
+    """The seconds that a rank takes by itself for its share of a step's rows, with nothing sent."""
 
     phases: dict[str, float]  # p50
     p50: float  # of the slowest of the ranks that were measured together

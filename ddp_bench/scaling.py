@@ -318,8 +318,7 @@ def describe_run(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
         "gradient_mb": 4 * facts["parameters"] / 2**20,
         "training_rows": facts["training_rows"],
         "dtype": facts["dtype"],
-        "settings": settings
-        | {"opt": opt, "task": run.task, "train_rows": cfg.train_rows},
+        "settings": settings | {"opt": opt, "task": run.task, "train_rows": cfg.train_rows},
         "versions": {"torch": str(torch.__version__), "cuda": torch.version.cuda},
     }
 

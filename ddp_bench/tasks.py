@@ -26,8 +26,8 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz")
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What came before (context [C, S]), what happened (states [T, S]), and where it should have
-    gone (goal [S]).
+    """A path: what came before (context [C, S]), what happened (states [T, S]), and where it should
+    have gone (goal [S]).
     """
 
     context: np.ndarray
@@ -44,7 +44,7 @@ class Labelled:
 
 
 class ClassTask(Protocol):
-    """What a class task has. A user's own class needs no base class, only these; `name` is
+    """The methods of a class task. A user's own class needs no base class, only these; `name` is
     optional.
     """
 

@@ -591,7 +591,6 @@ class Run:
                 " algo.steps too; the budget may end the run earlier."
             )
 
-
     @property
     def scheduled(self) -> list[str]:
         """Names of the algorithm's schedules that change something over its steps."""

@@ -1,5 +1,4 @@
-"""What finished classify runs say about scaling: tables, figures, a diagnosis, and what to do about
-it.
+"""Report on the scaling of finished classify runs: tables, figures, a diagnosis and advice.
 
     python -m ddp_bench.report --root outputs
     python -m ddp_bench.report --root outputs --out report --warmup 1 --datasets ag_news imdb

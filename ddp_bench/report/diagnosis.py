@@ -35,7 +35,7 @@ class Point:
 
     @property
     def hook(self) -> str:
-        """How gradients are compressed, for people: ", hook fp16", or nothing."""
+        """The compression of gradients, for people: ", hook fp16", or nothing."""
         name = self.records[0].wrapper.get("hook", "none")
         return "" if name == "none" else f", hook {name}"
 
@@ -52,7 +52,7 @@ class Point:
 
     @property
     def how(self) -> str:
-        """Where its numbers come from: measured or predicted."""
+        """The source of its numbers: measured or predicted."""
         return "predicted" if self.records[0].predicted else "measured"
 
     @property
@@ -63,7 +63,7 @@ class Point:
 
     @property
     def unit(self) -> str:
-        """What a rank runs on, for people."""
+        """The name of what a rank runs on, for people."""
         return "GPU" if self.cores is None else "worker"
 
     @property

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import Launch
 
 from common import hardware
 from common.config import ConfigError
@@ -17,6 +16,7 @@ from ddp_bench.report import figures, tables
 from ddp_bench.report.diagnosis import Group, group_records
 from ddp_bench.report.records import PHASES, Record, read_records, select_tasks
 from launch import compose, train
+from tests.support.commands import Launch
 
 SIZES = [
     *("hardware=cpu", "task.rows=298", "task.test_rows=60", "algo.batch_size=32"),
@@ -77,7 +77,7 @@ def write_run(
     config = {
         "algo": {
             "name": "classify",
-            "batch_rows": batch_rows,
+            "batch_size": batch_rows,
             "ddp": {"hook": "none"},
             "model": model,
             **algo,
@@ -498,7 +498,7 @@ def test_mistakes_that_a_run_finds(tmp_path, monkeypatch):
         train(compose([*TINY, "opt=[ddp]", "opt.ddp.ranks=2"]), tmp_path)
     with pytest.raises(
         ConfigError,
-        match=r"algo\.batch_rows=500 makes batches of 500 rows with 1 ranks, and there are 268",
+        match=r"algo\.batch_size=500 makes batches of 500 rows with 1 ranks, and there are 268",
     ):
         train(compose([*TINY, "algo.batch_size=500"]), tmp_path)
     with monkeypatch.context() as patched:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_scaling import TINY as SCALING_TINY
 
 from common.config import ConfigError
 from common.report import page
@@ -20,6 +19,7 @@ from ddp_bench.report.diagnosis import group_records
 from ddp_bench.report.records import Record, read_table
 from ddp_bench.simulate import Simulator, find_peak
 from launch import compose, train
+from tests.runs.test_scaling import TINY as SCALING_TINY
 
 TINY = ["algo=predict", *(s for s in SCALING_TINY[1:] if not s.startswith("algo.ranks="))]
 MB = 2**20
