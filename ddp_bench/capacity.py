@@ -47,7 +47,7 @@ from common.config import ConfigError, HardwareConfig, above, at_least, build, c
 from common.config.checks import shipped
 from common.files import write_text
 from common.model import logprobs
-from common.model.memory import activation_bytes
+from common.model.memory import StateMemory, activation_bytes, head_size
 from common.report import plots
 from common.sampling.native import Sampler
 from ddp_bench.link import ARITHMETIC, LAUNCH, MEMORY, Link, find_link
@@ -180,8 +180,7 @@ class Model:
         """Return the bytes of keys and values of one row of `tokens`."""
         config = self.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return 2 * 2 * config.num_hidden_layers * heads * size * tokens
+        return 2 * 2 * config.num_hidden_layers * heads * head_size(config) * tokens
 
     def training_bytes(self, work: Work, rows: int) -> float:
         """Return the bytes of a training forward's activations, checkpointed, and of its logits."""
@@ -378,7 +377,7 @@ def find_limit(steps: list[Step]) -> tuple[int, str]:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def fixed_bytes(algorithm: str, parameters: float, shards: int, block: float) -> float:
+def fixed_bytes(algorithm: str, parameters: int, shards: int, block: float) -> float:
     """Return the bytes of weights, gradients and optimizer state of a rank, with bf16 forwards;
     opt=fsdp shares them out over `shards`.
 
@@ -386,9 +385,10 @@ def fixed_bytes(algorithm: str, parameters: float, shards: int, block: float) ->
     and Adam's two moments, and the bf16 copy that a forward uses, of all weights or, sharded, of
     two blocks.
     """
+    state = StateMemory.of_training(parameters, parameters, half_copies=1)
     if algorithm == "eggroll":
-        return 10 * parameters / shards + (4 * block if shards > 1 else 0)
-    return 16 * parameters / shards + (2 * parameters if shards == 1 else 4 * block)
+        state = StateMemory(10 * parameters)
+    return state.whole / shards + (state.copies if shards == 1 else 4 * block)
 
 
 def total_bytes(algorithm: str, model: Model, work: Work, shards: int, rows: int) -> float:

@@ -153,7 +153,7 @@ def test_texts_are_tokenised_once_and_kept(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
 def test_kinds_of_tokenizer(kind):
-    found = data.trained(
+    found = data.train_tokenizer(
         TokenizerConfig(kind=kind, vocabulary=400, lowercase=False), ["Rain and rain"] * 3
     )
     assert found.token_to_id("[PAD]") == 0
