@@ -18,7 +18,6 @@ from typing import Any
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
 from common.config import ConfigError, Run, choice, command, resolvers, typed
@@ -28,16 +27,23 @@ from common.config.schema import HardwareConfig
 from common.distributed import slurm
 from common.exits import ending_command, ending_job
 
+
+def load(path: str) -> Any:
+    """Return what "module:name" names."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
 # The algorithms, a closed set: the dataclass of each one's settings, in a module without torch. The
 # train.py beside it has train(run, context, task) -> Result, unless the class names another function
 # in STARTS_RANKS. What else it may declare: common/config/command.py.
 ALGORITHMS: dict[str, type] = {
-    "eggroll": get_class("eggroll.config.EggrollConfig"),
-    "grpo": get_class("grpo.config.GrpoConfig"),
-    "rft": get_class("rft.config.RftConfig"),
-    "classify": get_class("ddp_bench.config.ClassifyConfig"),
-    "scaling": get_class("ddp_bench.config.ScalingConfig"),
-    "predict": get_class("ddp_bench.config.PredictConfig"),
+    "eggroll": load("eggroll.config:EggrollConfig"),
+    "grpo": load("grpo.config:GrpoConfig"),
+    "rft": load("rft.config:RftConfig"),
+    "classify": load("ddp_bench.config:ClassifyConfig"),
+    "scaling": load("ddp_bench.config:ScalingConfig"),
+    "predict": load("ddp_bench.config:PredictConfig"),
 }
 
 
@@ -93,8 +99,7 @@ def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
     from common.distributed.workers import launch
 
     if own := getattr(run.algo, "STARTS_RANKS", None):
-        module, _, name = own.partition(":")
-        return getattr(import_module(module), name)(run, Path(out_dir).resolve(), task)
+        return load(own)(run, Path(out_dir).resolve(), task)
     package = type(run.algo).__module__.partition(".")[0]
     return launch(f"{package}.train:train", run, Path(out_dir), task)
 

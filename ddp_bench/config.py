@@ -55,7 +55,7 @@ class TokenizerConfig:
 
 @dataclass(kw_only=True)
 class LoaderConfig:
-    """How batches are made."""
+    """The worker processes that make batches."""
 
     workers: int | None
     prefetch: int | None

@@ -46,7 +46,7 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Sequence[Any], dtype: Any) -> "Ragged":
-        """From a sequence of arrays or lists."""
+        """Make it from a sequence of arrays or lists."""
         lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
         return cls(
             np.concatenate([np.asarray(row, dtype) for row in rows]),
@@ -59,7 +59,7 @@ class Ragged:
         return np.diff(self.offsets)
 
     def padded(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The rows, zeros behind them: [B, longest, ...], and their lengths, int64 [B]. One
+        """Return the rows with zeros behind them, [B, longest, ...], and their lengths, int64 [B]. One
         allocation for all.
         """
         starts, ends = self.offsets[rows], self.offsets[np.asarray(rows) + 1]
@@ -72,7 +72,7 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows as the model takes them. fields: by argument name; a ragged one brings `NAME_lengths`.
+    """Rows as the model takes them. fields: by argument name; a ragged one brings `NAME_lengths` along.
     labels: int64 [rows].
 
     It is what a DataLoader calls a dataset: a list of row numbers gives a batch.
@@ -94,8 +94,8 @@ class Rows:
         return len(self.labels)
 
     def __getitems__(self, rows: list[int]) -> Batch:
-        """The batch of these rows. No rows: one that carries no loss, so that its rank takes part
-        all the same.
+        """Return the batch of these rows. Without rows it carries no loss, so that its rank takes
+        part all the same.
         """
         inputs: dict[str, Tensor] = {}
         chosen = rows or [0]
@@ -107,7 +107,7 @@ class Rows:
         return inputs, torch.from_numpy(self.labels[rows]) if rows else torch.tensor([IGNORED])
 
     def digest(self) -> str:
-        """A hash of all rows, to tell whether a run goes on with the data that it began with."""
+        """Return a hash of all rows, to tell whether a run goes on with the data that it began with."""
         found = hashlib.sha256(np.ascontiguousarray(self.labels).data)
         for field in self.fields.values():
             for array in (field.values, field.offsets) if isinstance(field, Ragged) else (field,):
@@ -118,7 +118,7 @@ class Rows:
 def prepare(
     task: ClassTask, tokenizer: TokenizerConfig, max_tokens: int, say: Any
 ) -> tuple[dict[str, Rows], Tokenizer | None]:
-    """The splits "train" and "test" of a task, and the tokenizer of its texts (None for
+    """Return the splits "train" and "test" of a task, and the tokenizer of its texts (None for
     trajectories).
 
     Args: max_tokens: longer texts are cut, longer trajectories refused; say: told where another
@@ -139,7 +139,7 @@ def prepare(
             )
     kinds = {type(row.value) for rows in splits.values() for row in rows}
     if kinds == {str}:
-        return _texts(splits, tokenizer, max_tokens, say)
+        return _encode_texts(splits, tokenizer, max_tokens, say)
     if kinds == {Trajectory}:
         return {split: trajectories(rows, max_tokens) for split, rows in splits.items()}, None
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
@@ -149,7 +149,7 @@ def prepare(
 
 
 def trajectories(rows: Sequence[Labelled], max_tokens: int) -> Rows:
-    """Trajectories in arrays. Raises: ConfigError where one is longer than `max_tokens`, context
+    """Return trajectories in arrays. Raises: ConfigError where one is longer than `max_tokens`, context
     and goal with it.
     """
     found = Rows(
@@ -169,7 +169,7 @@ def trajectories(rows: Sequence[Labelled], max_tokens: int) -> Rows:
     return found
 
 
-def _texts(
+def _encode_texts(
     splits: dict[str, list[Labelled]], config: TokenizerConfig, max_tokens: int, say: Any
 ) -> tuple[dict[str, Rows], Tokenizer]:
     digest = hashlib.sha256(
@@ -181,7 +181,7 @@ def _texts(
             digest.update(f"{split} {len(text)} ".encode() + text)
 
     def build(folder: Path) -> dict[str, Any]:
-        tokenizer = trained(config, [row.value for row in splits["train"]])
+        tokenizer = train_tokenizer(config, [row.value for row in splits["train"]])
         tokenizer.enable_truncation(max_tokens)
         arrays = {}
         for split, rows in splits.items():
@@ -207,8 +207,8 @@ def _texts(
     return found, Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def trained(config: TokenizerConfig, texts: Sequence[str]) -> Tokenizer:
-    """A tokenizer trained on `texts`: id 0 pads, id 1 is unknown."""
+def train_tokenizer(config: TokenizerConfig, texts: Sequence[str]) -> Tokenizer:
+    """Return a tokenizer trained on `texts`: id 0 pads, id 1 is unknown."""
     steps = [normalizers.NFC(), *([normalizers.Lowercase()] if config.lowercase else [])]
     options: dict[str, Any] = {
         "vocab_size": config.vocabulary,
@@ -233,7 +233,7 @@ def trained(config: TokenizerConfig, texts: Sequence[str]) -> Tokenizer:
 
 
 def held_out(rows: Rows, share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Row numbers to train on and to validate with, drawn by `seed`. Raises: ConfigError where none
+    """Return row numbers to train on and to validate with, drawn by `seed`. Raises: ConfigError where none
     would be left.
     """
     order = list(range(len(rows)))
@@ -248,10 +248,9 @@ def held_out(rows: Rows, share: float, seed: int) -> tuple[list[int], list[int]]
 
 
 class Batches:
-    """Which rows each batch holds: a function of (seed, epoch, position) alone, the same on every
-    rank.
+    """The rows of each batch: a function of (seed, epoch, position) alone, the same on every rank.
 
-    Every row comes exactly once an epoch; nothing is padded and nothing dropped, so the last batch
+    Every row comes exactly once per epoch; nothing is padded and nothing dropped, so the last batch
     may be smaller. Rows of like length go together. A rank takes every world-th row of a batch, and
     none where there are fewer than ranks.
 
@@ -275,11 +274,11 @@ class Batches:
         self.step = 0  # where the next iteration begins; it goes to the end of that epoch
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Return the number of batches in an epoch."""
         return -(-len(self.rows) // self.batch_rows)
 
     def epoch(self, epoch: int) -> list[list[int]]:
-        """The batches of an epoch, in order, of all ranks together."""
+        """Return the batches of an epoch, in order, of all ranks together."""
         draw = random.Random(f"batches {self.seed} {epoch}")
         order = list(self.rows)
         draw.shuffle(order)
@@ -322,18 +321,18 @@ class Loader:
         self.loader = DataLoader(
             rows,  # type: ignore[arg-type]
             batch_sampler=batches,  # type: ignore[arg-type]
-            collate_fn=_as_it_is,  # pyright: ignore[reportArgumentType] (the rows make the batch)
+            collate_fn=_keep,  # pyright: ignore[reportArgumentType] (the rows make the batch)
             num_workers=self.workers,
             persistent_workers=self.workers > 0,
             pin_memory=cuda,
-            worker_init_fn=_deaf,
+            worker_init_fn=_ignore_signals,
             # else every epoch would draw from torch's own, which dropout uses
             generator=torch.Generator(),
             **options,
         )
 
     def from_step(self, step: int) -> Iterator[Batch]:
-        """The batches of `step`, step + 1, ..., on the CPU."""
+        """Yield the batches of `step`, step + 1, ..., on the CPU."""
         while True:
             self.batches.step = step
             yield from self.loader
@@ -341,7 +340,7 @@ class Loader:
 
 
 def to(batch: Batch, device: torch.device) -> Batch:
-    """The batch on a device; from pinned memory without waiting."""
+    """Move the batch to a device, from pinned memory without waiting."""
     inputs, labels = batch
     return {name: t.to(device, non_blocking=True) for name, t in inputs.items()}, labels.to(
         device, non_blocking=True
@@ -349,7 +348,7 @@ def to(batch: Batch, device: torch.device) -> Batch:
 
 
 def split(batch: Batch, rows: int) -> list[Batch]:
-    """The batch in parts of at most `rows` rows."""
+    """Return the batch in parts of at most `rows` rows."""
     inputs, labels = batch
     parts = [
         dict(zip(inputs, part, strict=True))
@@ -358,11 +357,13 @@ def split(batch: Batch, rows: int) -> list[Batch]:
     return list(zip(parts, labels.split(rows), strict=True))
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _keep(batch: Batch) -> Batch:
     return batch
 
 
-def _deaf(worker: int) -> None:
-    """A worker leaves signals to the process that it works for, which finishes its step and saves."""
+def _ignore_signals(worker: int) -> None:
+    """Leave signals, in a worker, to the process that it works for, which finishes its step and
+    saves.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -5,19 +5,21 @@ from torch import Tensor
 
 
 def confusion(labels: Tensor, predictions: Tensor, classes: int) -> Tensor:
-    """How many rows of class i (row) were taken for class j (column): int64 [classes, classes]."""
+    """Return how many rows of class i (row) were taken for class j (column): int64 [classes,
+    classes].
+    """
     return torch.bincount(labels * classes + predictions, minlength=classes**2).view(
         classes, classes
     )
 
 
 def accuracy(table: Tensor) -> float:
-    """Percent of rows on the diagonal of a confusion matrix."""
+    """Return the percent of rows on the diagonal of a confusion matrix."""
     return 100 * table.diagonal().sum().item() / table.sum().item()
 
 
 def macro_f1(table: Tensor) -> float:
-    """Mean F1 of the classes, in percent. A class that has no rows and was never predicted does not
+    """Return the mean F1 of the classes, in percent. A class that has no rows and was never predicted does not
     count.
     """
     right, there = table.diagonal().double(), (table.sum(0) + table.sum(1)).double()
@@ -25,7 +27,7 @@ def macro_f1(table: Tensor) -> float:
 
 
 def measures(labels: Tensor, probabilities: Tensor) -> dict[str, float]:
-    """accuracy and macro_f1 in percent, and the mean loss, of probabilities float64 [rows,
+    """Return accuracy and macro_f1 in percent, and the mean loss, of probabilities float64 [rows,
     classes].
     """
     table = confusion(labels, probabilities.argmax(1), probabilities.shape[1])

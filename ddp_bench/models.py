@@ -45,7 +45,9 @@ class Layer(nn.Module):
         self.down = nn.Linear(config.feedforward, config.size)
 
     def forward(self, states: Tensor, mask: Tensor) -> Tensor:
-        """states: [B, T, size]; mask: bool [B, T], true where there is a token."""
+        """Return the new states. states: [B, T, size]; mask: bool [B, T], true where there is a
+        token.
+        """
         batch, length, size = states.shape
         qkv = self.qkv(self.norm_attention(states)).view(
             batch, length, 3, self.heads, size // self.heads
@@ -71,7 +73,7 @@ class Encoder(nn.Module):
         self.norm, self.head = nn.LayerNorm(config.size), nn.Linear(config.size, classes)
 
     def forward(self, states: Tensor, mask: Tensor) -> Tensor:
-        """states: [B, T, size]; mask: bool [B, T]. Returns logits float [B, classes]."""
+        """Return logits, float [B, classes]. states: [B, T, size]; mask: bool [B, T]."""
         states = F.dropout(states, self.dropout, self.training)
         for layer in self.layers:
             if self.recompute and self.training:
@@ -96,7 +98,7 @@ class TextClassifier(nn.Module):
         initialise(self)
 
     def forward(self, ids: Tensor, ids_lengths: Tensor) -> Tensor:
-        """ids: int [B, T]; ids_lengths: int64 [B], each at least 1. Returns logits [B, classes]."""
+        """Return logits [B, classes]. ids: int [B, T]; ids_lengths: int64 [B], each at least 1."""
         place = torch.arange(ids.shape[1], device=ids.device)
         return self.encoder(self.tokens(ids) + self.positions(place), place < ids_lengths[:, None])
 
@@ -127,8 +129,8 @@ class TrajectoryClassifier(nn.Module):
         states_lengths: Tensor,
         goal: Tensor,
     ) -> Tensor:
-        """context: [B, C, S]; states: [B, T, S]; goal: [B, S]; lengths: int64 [B]. Returns logits
-        [B, classes].
+        """Return logits [B, classes]. context: [B, C, S]; states: [B, T, S]; goal: [B, S]; lengths:
+        int64 [B].
         """
         return self.encoder(*self.embed(context, context_lengths, states, states_lengths, goal))
 
@@ -140,7 +142,7 @@ class TrajectoryClassifier(nn.Module):
         states_lengths: Tensor,
         goal: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """The tokens [B, C + T + 1, size] and where there are any, bool [B, C + T + 1]. No loop
+        """Return the tokens [B, C + T + 1, size] and where there are any, bool [B, C + T + 1]. No loop
         over rows or steps.
         """
         device, before, after = goal.device, context.shape[1], states.shape[1]
@@ -161,7 +163,7 @@ class TrajectoryClassifier(nn.Module):
 
 
 def initialise(model: nn.Module) -> None:
-    """Normal with deviation 0.02, zero biases: small enough for the sum of token and position
+    """Draw weights: normal with deviation 0.02, zero biases: small enough for the sum of token and position
     embeddings.
     """
     for module in model.modules():
@@ -174,7 +176,7 @@ def initialise(model: nn.Module) -> None:
 def build(
     config: EncoderConfig, classes: int, tokenizer: Tokenizer | None, rows: Rows, seed: int
 ) -> nn.Module:
-    """The model for these rows, with weights drawn by `seed`, in float32 on the CPU."""
+    """Return the model for these rows, with weights drawn by `seed`, in float32 on the CPU."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         if tokenizer is not None:
@@ -224,7 +226,7 @@ class Classifier:
     tokenizer: Tokenizer | None
 
     def predict(self, values: Sequence[Any], batch_rows: int = 256) -> list[tuple[str, float]]:
-        """The class of each text (or `Trajectory`) and its probability.
+        """Return the class of each text (or `Trajectory`) and its probability.
 
         Args: batch_rows: of a forward. Raises: ConfigError for a trajectory that is too long; texts
         are cut.
@@ -251,7 +253,7 @@ class Classifier:
 
 
 def load(folder: str | Path, device: str = "cpu") -> Classifier:
-    """The classifier that a run left in RUN/model, in eval mode. Raises: ConfigError where there is
+    """Return the classifier that a run left in RUN/model, in eval mode. Raises: ConfigError where there is
     none.
     """
     folder = Path(folder)
@@ -283,7 +285,7 @@ def probabilities_of(
     batch_rows: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Class probabilities of the rows `chosen`, in their order, float64 [len(chosen), classes], on
+    """Return class probabilities of the rows `chosen`, in their order, float64 [len(chosen), classes], on
     the CPU.
 
     Rows of like length go together. Args: batch_rows: of a forward; dtype: of autocast.

@@ -1,5 +1,4 @@
-"""algo=scaling: the same training steps with one rank and with several, and where their
-time goes.
+"""algo=scaling: the same training steps with one rank and with several, and where their time goes.
 
     python launch.py algo=scaling 'algo.ranks=[1,2]' algo.mode=both
 
@@ -15,7 +14,8 @@ import logging
 import os
 import statistics
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,14 @@ from common.distributed import slurm
 from common.distributed.context import Context
 from common.distributed.workers import launch
 from common.files import write_text
+from common.precision import Precision
 from common.report import summary
 from ddp_bench import models
 from ddp_bench.config import ScalingConfig, check_switches
-from ddp_bench.data import Batches, Loader, Rows, held_out, prepare, to
-from ddp_bench.report import PHASES, grouped, quantile, told
-from ddp_bench.report import scaling as read_back
+from ddp_bench.data import Batches, Loader, held_out, prepare, to
+from ddp_bench.report.diagnosis import group_records
+from ddp_bench.report.records import PHASES, quantile, read_table
+from ddp_bench.report.tables import align, describe_groups
 from ddp_bench.step import Clock, Stepper
 from ddp_bench.tasks import ClassTask, made
 
@@ -46,151 +48,173 @@ PROBED = 20  # batches whose backward pass is timed with and without the exchang
 
 
 def scale(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str, Any]:
-    """Measure, write RUN/scaling.json and print it. Returns what the file holds.
+    """Measure, write RUN/scaling.json and print it. Return what the file holds.
 
     Raises: ConfigError for settings that cannot work.
     """
-    settings: ScalingConfig = run.algo
-    check(run, out_dir)
-    by_ranks: dict[int, list[dict[str, Any]]] = {ranks: [] for ranks in settings.ranks}
-    # Every rank has the cores that it has among the most of them: like a device, which does not
-    # shrink.
+    cfg: ScalingConfig = run.algo
+    check_alone(run, out_dir)
+    devices = hardware.local_devices(run.hardware)
+    if devices and max(cfg.ranks) > devices:
+        raise ConfigError(
+            f"algo.ranks={cfg.ranks}, but this node has {devices} CUDA devices. Use at most"
+            f" {devices}, or hardware=cpu, which measures ranks that share the cores."
+        )
+    found: dict[int, list[dict[str, Any]]] = {ranks: [] for ranks in cfg.ranks}
+    with keeping_threads():
+        for _ in range(cfg.repeats):
+            for ranks, repeats in found.items():
+                entry = "ddp_bench.scaling:measure"
+                repeats.append(launch(entry, with_ranks(run, ranks), out_dir, task))
     device = hardware.find(run.hardware)
-    threads = (
-        max(1, (os.cpu_count() or 1) // max(by_ranks)) if device.device.type == "cpu" else None
-    )
-    before = torch.get_num_threads()
-    try:
-        for _ in range(settings.repeats):
-            for ranks, found in by_ranks.items():
-                ddp = replace(run.opt.ddp, enabled=True, ranks=ranks) if ranks > 1 else DdpConfig()
-                one = replace(run, opt=replace(run.opt, ddp=ddp))
-                found.append(launch("ddp_bench.scaling:measure", one, out_dir, task))
-    finally:
-        torch.set_num_threads(before)
     summary.write_run(run, out_dir, device.name)
-    saved = summarised(run, device, threads, by_ranks)
+    saved = summarise(run, device, found)
     write_text(out_dir / "scaling.json", json.dumps(saved, indent=2) + "\n")
-    tell(saved, out_dir)
+    print_findings(saved, out_dir)
     return saved
 
 
-def check(run: Run, out_dir: Path) -> None:
-    """Raise ConfigError for what algo=scaling cannot go with here."""
-    settings: ScalingConfig = run.algo
-    check_alone(run, out_dir, settings.ranks)
-    devices = hardware.local_devices(run.hardware)
-    if devices and max(settings.ranks) > devices:
-        raise ConfigError(
-            f"algo.ranks={settings.ranks}, but this node has {devices} CUDA devices. Use at"
-            f" most {devices}, or hardware=cpu, which measures ranks that share the cores."
-        )
-
-
-def check_alone(run: Run, out_dir: Path, ranks: list[int]) -> None:
-    """Raise ConfigError for what a run that starts its own ranks
-    cannot go with.
-    """
+def check_alone(run: Run, out_dir: Path) -> None:
+    """Raise ConfigError for what a run that starts its own ranks cannot go with."""
+    name, ranks = run.algo.name, run.algo.ranks
     if slurm.ranked():
         raise ConfigError(
-            f"algo={run.algo.name} starts its own ranks. Run it without torchrun or srun: python launch.py ..."
+            f"algo={name} starts its own ranks. Run it without torchrun or srun: python launch.py"
+            " ..."
         )
     if run.opt.ddp.ranks is not None:
         raise ConfigError(
-            f"opt.ddp.ranks={run.opt.ddp.ranks} has no effect with algo.ranks={ranks}. Leave it out."
+            f"opt.ddp.ranks={run.opt.ddp.ranks} has no effect with algo.ranks={ranks}. Leave it"
+            " out."
         )
-    if run.opt.fsdp.enabled:
-        raise ConfigError(
-            f"opt=fsdp has no effect with algo={run.algo.name}, which is of DistributedDataParallel. Leave it out."
-        )
-    if run.opt.profile.enabled:
-        raise ConfigError(
-            f"opt=profile has no effect with algo={run.algo.name}: it would slow what is measured. Leave it out."
-        )
-    check_switches(run, run.algo, max(ranks))
-    if any(
-        (out_dir / name).exists()
-        for name in ("result.json", "scaling.json", "prediction.json", "checkpoints")
+    for switch, why in (
+        ("fsdp", ", which is of DistributedDataParallel"),
+        ("profile", ": it would slow what is measured"),
     ):
+        if getattr(run.opt, switch).enabled:
+            raise ConfigError(f"opt={switch} has no effect with algo={name}{why}. Leave it out.")
+    check_switches(run, run.algo, max(ranks))
+    names = ("result.json", "scaling.json", "prediction.json", "checkpoints")
+    if any((out_dir / name).exists() for name in names):
         raise ConfigError(f"{out_dir} already holds a run. Use another hydra.run.dir.")
+
+
+def with_ranks(run: Run, ranks: int) -> Run:
+    """Return the run with so many ranks on this node."""
+    ddp = replace(run.opt.ddp, enabled=True, ranks=ranks) if ranks > 1 else DdpConfig()
+    return replace(run, opt=replace(run.opt, ddp=ddp))
+
+
+def threads_per_rank(run: Run) -> int:
+    """Return the cores that a rank on a CPU has: like a device, which does not shrink, every rank
+    has those that it has among the most ranks.
+    """
+    return max(1, (os.cpu_count() or 1) // max(run.algo.ranks))
+
+
+@contextmanager
+def keeping_threads() -> Iterator[None]:
+    """Let one rank, which is measured in this process, change the number of threads for the block."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 # --- in each rank ----------------------------------------------------------------------------------------------------
 
 
-def measure(run: Run, context: Context, task: ClassTask | None = None) -> dict[str, Any]:
-    """Losses and times of one number of ranks; times are those of each rank by itself."""
-    settings: ScalingConfig = run.algo
-    device = context.device.device
-    if device.type == "cpu":
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(settings.ranks)))
-    task = task or made(run.task)
-    torch.backends.cudnn.benchmark = device.type == "cuda"
-    data, tokenizer = prepare(task, settings.tokenizer, settings.model.max_tokens, log.info)
-    rows, _ = held_out(data["train"], settings.validation_share, run.seed)
+class Bench:
+    """The training rows of a run's task, with the models that learn them and their batches."""
 
-    def stepper(dropout: float) -> Stepper:
-        sizes = replace(settings.model, dropout=dropout)
-        model = models.build(sizes, len(task.classes), tokenizer, data["train"], run.seed).to(
-            device
+    def __init__(
+        self, run: Run, context: Context, task: ClassTask | None, numbers: Precision
+    ) -> None:
+        cfg: ScalingConfig = run.algo
+        self.run, self.context, self.numbers = run, context, numbers
+        self.task = task or made(run.task)
+        torch.backends.cudnn.benchmark = context.device.device.type == "cuda"
+        data, self.tokenizer = prepare(self.task, cfg.tokenizer, cfg.model.max_tokens, log.info)
+        self.data = data["train"]
+        self.rows, _ = held_out(self.data, cfg.validation_share, run.seed)
+
+    def stepper(self, context: Context, **sizes: float) -> Stepper:
+        """Return a new model with its optimizer, connected as `context` says. sizes: of the model,
+        where they are not those of the run.
+        """
+        config = replace(self.run.algo.model, **sizes)
+        model = models.build(
+            config, len(self.task.classes), self.tokenizer, self.data, self.run.seed
         )
-        return Stepper(model, run, context, precision.resolve(run.opt, device))
+        return Stepper(model.to(context.device.device), self.run, context, self.numbers)
 
-    # Ranks draw dropout by themselves, so it is off where their loss must be that of one rank.
-    alike = stepper(0.0)
-    losses = losses_of(alike, Feed(run, context, data["train"], rows, settings.batch_size))
-    times: dict[str, Any] = {}
-    for mode in ("strong", "weak"):
-        batch_rows = settings.batch_size * (context.world_size if mode == "weak" else 1)
-        if settings.mode in (mode, "both") and not (times and context.world_size == 1):
-            if context.main:
-                ranks = f"{context.world_size} rank{'s' * (context.world_size > 1)}"
-                log.info("measuring %s, %d rows a step", ranks, batch_rows)
-            feed = Feed(run, context, data["train"], rows, batch_rows)
-            times[mode] = timed(stepper(settings.model.dropout), feed)
-    return {
-        "losses": losses,
-        "times": times,
-        "task": getattr(task, "name", type(task).__name__),
-        "parameters": sum(p.numel() for p in alike.model.parameters()),
-        "dtype": alike.numbers.name,
-        "training_rows": len(rows),
-    }
+    def facts(self, stepper: Stepper) -> dict[str, Any]:
+        """Return what scaling.json and prediction.json say of task and model."""
+        return {
+            "task": getattr(self.task, "name", type(self.task).__name__),
+            "parameters": sum(p.numel() for p in stepper.model.parameters()),
+            "training_rows": len(self.rows),
+            "dtype": self.numbers.name,
+        }
 
 
 class Feed:
-    """The batches of this rank, with the rows that all ranks have in each."""
+    """The batches of a rank, with the rows that all ranks have in each."""
 
-    def __init__(
-        self, run: Run, context: Context, data: Rows, rows: list[int], batch_rows: int
-    ) -> None:
-        settings: ScalingConfig = run.algo
-        if len(rows) < batch_rows:
+    def __init__(self, bench: Bench, batch_rows: int, ranks: int, workers: bool = True) -> None:
+        run, loader = bench.run, bench.run.algo.loader
+        if len(bench.rows) < batch_rows:
             raise ConfigError(
-                f"algo.batch_size={settings.batch_size} makes batches of {batch_rows} rows with"
-                f" {context.world_size} ranks, and there are {len(rows)} training rows. Lower it,"
-                " or give more rows."
+                f"algo.batch_size={run.algo.batch_size} makes batches of {batch_rows} rows with"
+                f" {ranks} ranks, and there are {len(bench.rows)} training rows. Lower it, or give"
+                " more rows."
             )
         self.batch_rows = batch_rows
         self.batches = Batches(
-            *(rows, data.lengths, batch_rows, settings.loader.bucket_batches, run.seed),
-            *(context.rank, context.world_size),
+            *(bench.rows, bench.data.lengths, batch_rows, loader.bucket_batches, run.seed),
+            *(bench.context.rank, ranks),
         )
-        self.loader = Loader(data, self.batches, settings.loader, context.device.device).from_step(
-            0
-        )
+        if not workers:
+            loader = replace(loader, workers=0, prefetch=None)
+        made_by = Loader(bench.data, self.batches, loader, bench.context.device.device)
+        self.loader = made_by.from_step(0)
         self.step, self.order = 0, []
 
     def take(self) -> tuple[Any, int]:
-        """The next batch, and its rows."""
+        """Return the next batch, and its rows."""
         epoch, position = divmod(self.step, len(self.batches))
         self.order = self.order if self.order and position else self.batches.epoch(epoch)
         self.step += 1
         return next(self.loader), len(self.order[position])
 
 
-def losses_of(stepper: Stepper, feed: Feed) -> list[float]:
-    """The loss of the first steps."""
+def measure(run: Run, context: Context, task: ClassTask | None = None) -> dict[str, Any]:
+    """Return losses and times of one number of ranks; times are those of each rank by itself."""
+    cfg: ScalingConfig = run.algo
+    if context.device.device.type == "cpu":
+        torch.set_num_threads(threads_per_rank(run))
+    bench = Bench(run, context, task, precision.resolve(run.opt, context.device.device))
+    # Ranks draw dropout by themselves, so it is off where their loss must be that of one rank.
+    alike = bench.stepper(context, dropout=0.0)
+    losses = measure_losses(alike, Feed(bench, cfg.batch_size, context.world_size))
+    times: dict[str, Any] = {}
+    for mode in cfg.modes:
+        batch_rows = cfg.batch_size * (context.world_size if mode == "weak" else 1)
+        if not (times and context.world_size == 1):
+            if context.main:
+                ranks = f"{context.world_size} rank{'s' * (context.world_size > 1)}"
+                log.info("measuring %s, %d rows a step", ranks, batch_rows)
+            feed = Feed(bench, batch_rows, context.world_size)
+            stepper = bench.stepper(context)
+            spans = time_steps(stepper, feed, cfg)
+            exposed = measure_exposed(stepper, feed)
+            times[mode] = {"batch_rows": batch_rows, "spans": spans, "exposed": exposed}
+    return bench.facts(alike) | {"losses": losses, "times": times}
+
+
+def measure_losses(stepper: Stepper, feed: Feed) -> list[float]:
+    """Return the loss of the first steps."""
     clock, found = Clock(stepper.device), []
     for step in range(CHECKED):
         batch, rows = feed.take()
@@ -198,30 +222,27 @@ def losses_of(stepper: Stepper, feed: Feed) -> list[float]:
     return found
 
 
-def timed(stepper: Stepper, feed: Feed) -> dict[str, Any]:
-    """Seconds of the steps after the warm-up and of their phases, of whole batches; exposed
-    communication of a step.
-    """
-    settings, spans = stepper.settings, []
-    steps, step = settings.warmup_steps + settings.steps, 0
-    while len(spans) < settings.steps:
+def time_steps(stepper: Stepper, feed: Feed, cfg: ScalingConfig) -> list[dict[str, float]]:
+    """Return the seconds of the steps after the warm-up and of their phases, of whole batches."""
+    spans: list[dict[str, float]] = []
+    steps, step = cfg.warmup_steps + cfg.steps, 0
+    while len(spans) < cfg.steps:
         started, clock = time.perf_counter(), Clock(stepper.device)
         batch, rows = feed.take()
         waited = time.perf_counter() - started
         stepper.step(batch, rows, min(step, steps - 1), steps, clock)
         phases = {"data": waited, **clock.read()}
         seconds = time.perf_counter() - started
-        if (
-            step >= settings.warmup_steps and rows == feed.batch_rows
-        ):  # the last batch of an epoch may be smaller
+        # The last batch of an epoch may be smaller.
+        if step >= cfg.warmup_steps and rows == feed.batch_rows:
             spans.append({"seconds": seconds, **phases})
         step += 1
-    return {"batch_rows": feed.batch_rows, "spans": spans, "exposed": exposed(stepper, feed)}
+    return spans
 
 
-def exposed(stepper: Stepper, feed: Feed) -> float:
-    """Seconds that the exchange of gradients adds to a backward pass: the median over batches of
-    the difference.
+def measure_exposed(stepper: Stepper, feed: Feed) -> float:
+    """Return the seconds that the exchange of gradients adds to a backward pass: the median over
+    batches of the difference.
     """
     if stepper.wrapper is None:
         return 0.0
@@ -245,22 +266,18 @@ def exposed(stepper: Stepper, feed: Feed) -> float:
 # --- what comes of it ------------------------------------------------------------------------------------------------
 
 
-def summarised(
-    run: Run,
-    device: hardware.Device,
-    threads: int | None,
-    by_ranks: dict[int, list[dict[str, Any]]],
+def summarise(
+    run: Run, device: hardware.Device, by_ranks: dict[int, list[dict[str, Any]]]
 ) -> dict[str, Any]:
-    """What scaling.json holds."""
-    settings: ScalingConfig = run.algo
+    """Return what scaling.json holds."""
+    cfg: ScalingConfig = run.algo
     first = by_ranks[1][0]
-    runs = []
-    for ranks, repeats in by_ranks.items():
-        for mode in repeats[0]["times"]:
-            runs.append(
-                {"scaling": "one rank" if ranks == 1 else mode, "ranks": ranks}
-                | pooled([repeat["times"][mode] for repeat in repeats])
-            )
+    runs = [
+        {"scaling": "one rank" if ranks == 1 else mode, "ranks": ranks}
+        | pool([repeat["times"][mode] for repeat in repeats])
+        for ranks, repeats in by_ranks.items()
+        for mode in repeats[0]["times"]
+    ]
     compare(runs)
     apart = max(
         abs(loss - alone) / max(1.0, abs(alone))
@@ -268,49 +285,40 @@ def summarised(
         for repeat in repeats
         for loss, alone in zip(repeat["losses"], first["losses"], strict=True)
     )
-    exact = first["dtype"] == "float32" and not run.opt.tf32.enabled and settings.ddp.hook == "none"
-    return described(run, first) | {
+    # Other numbers and compressed gradients may differ by more.
+    exact = first["dtype"] == "float32" and not run.opt.tf32.enabled and cfg.ddp.hook == "none"
+    return describe_run(run, first) | {
         "device": device.name,
-        "threads_per_rank": threads,
-        "steps": settings.steps,
-        "warmup_steps": settings.warmup_steps,
-        "repeats": settings.repeats,
-        "environment": {
-            name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_"))
-        },
+        "threads_per_rank": threads_per_rank(run) if device.device.type == "cpu" else None,
+        "steps": cfg.steps,
+        "warmup_steps": cfg.warmup_steps,
+        "repeats": cfg.repeats,
+        "environment": {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_"))},
         "loss_check": {
             "steps": CHECKED,
             "largest_difference": apart,
-            "limit": (
-                ROUNDING if exact else None
-            ),  # other numbers and compressed gradients may differ by more
+            "limit": ROUNDING if exact else None,
             "same": apart <= ROUNDING if exact else None,
         },
         "runs": runs,
     }
 
 
-def described(run: Run, found: dict[str, Any]) -> dict[str, Any]:
-    """What was run, for scaling.json and prediction.json: equal settings are compared. found: what
-    a rank told.
+def describe_run(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return what was run, for scaling.json and prediction.json: equal settings are compared.
+    facts: of the bench.
     """
-    settings: ScalingConfig = run.algo
+    cfg: ScalingConfig = run.algo
     opt = {name: value for name, value in asdict(run.opt).items() if name not in ("ddp", "profile")}
-    loader = asdict(settings.loader)
+    settings = {name: asdict(getattr(cfg, name)) for name in ("model", "ddp", "loader")}
     return {
-        "task": found["task"],
-        "model": f"encoder {settings.model.layers}x{settings.model.size}",
-        "parameters": found["parameters"],
-        "gradient_mb": 4 * found["parameters"] / 2**20,
-        "training_rows": found["training_rows"],
-        "dtype": found["dtype"],
-        "settings": {
-            "model": asdict(settings.model),
-            "ddp": asdict(settings.ddp),
-            "loader": loader,
-            "opt": opt,
-        }
-        | {"task": run.task, "train_rows": settings.train_rows},
+        "task": facts["task"],
+        "model": f"encoder {cfg.model.layers}x{cfg.model.size}",
+        "parameters": facts["parameters"],
+        "gradient_mb": 4 * facts["parameters"] / 2**20,
+        "training_rows": facts["training_rows"],
+        "dtype": facts["dtype"],
+        "settings": settings | {"opt": opt, "task": run.task, "train_rows": cfg.train_rows},
         "versions": {"torch": str(torch.__version__), "cuda": torch.version.cuda},
     }
 
@@ -322,24 +330,16 @@ def compare(runs: list[dict[str, Any]]) -> None:
         found["efficiency_percent"] = 100 * found["speedup"] / found["ranks"]
 
 
-def pooled(repeats: list[dict[str, Any]]) -> dict[str, Any]:
-    """The repeats of one measurement together."""
-    steps = [
-        {
-            name: span.get(name, 0.0)
-            for name in ("seconds", "data", "forward", "exchange", "optimizer")
-        }
-        # The step's own mark of when the gradients were there cannot tell waiting from computing;
-        # the probe can.
-        | {
-            "backward": max(
-                0.0, span["backward"] + span.get("communication", 0.0) - repeat["exposed"]
-            )
-        }
-        | {"communication": repeat["exposed"]}
-        for repeat in repeats
-        for span in repeat["spans"]
-    ]
+def pool(repeats: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the repeats of one measurement together."""
+    steps = []
+    for repeat in repeats:
+        for span in repeat["spans"]:
+            # The step's own mark of when the gradients were there cannot tell waiting from
+            # computing; the probe can.
+            computed = span["backward"] + span.get("communication", 0.0) - repeat["exposed"]
+            exchanged = {"backward": max(0.0, computed), "communication": repeat["exposed"]}
+            steps.append(dict.fromkeys(PHASES, 0.0) | span | exchanged)
 
     def both(name: str) -> dict[str, float]:
         values = [step[name] for step in steps]
@@ -355,9 +355,10 @@ def pooled(repeats: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def tell(saved: dict[str, Any], out_dir: Path) -> None:
+def print_findings(saved: dict[str, Any], out_dir: Path) -> None:
     """Print the table, the check of the losses, the causes and what to do."""
-    log.info("\nmilliseconds of a step; phases are p50\n%s\n", table(saved["runs"]))
+    table = make_table(saved["runs"])
+    log.info("\nmilliseconds of a step; phases are p50\n%s\n", table)
     losses = saved["loss_check"]
     text = (
         f"loss of {losses['steps']} steps at an equal batch: {losses['largest_difference']:.1e}"
@@ -366,41 +367,34 @@ def tell(saved: dict[str, Any], out_dir: Path) -> None:
     if losses["same"] is False:
         log.warning(
             "%s, and float32 rounding is %.0e. The ranks do not compute what one does.",
-            text,
-            losses["limit"],
+            *(text, losses["limit"]),
         )
     else:
         log.info("%s%s", text, "" if losses["same"] is None else ", float32 rounding")
-    log.info("\n%s", told(grouped(read_back(out_dir / "scaling.json")), []))
+    log.info("\n%s", describe_groups(group_records(read_table(out_dir / "scaling.json"))))
     log.info(
         "written to %s/scaling.json; figures: python -m ddp_bench.report --root %s",
-        out_dir,
-        out_dir,
+        *(out_dir, out_dir),
     )
 
 
-def table(runs: list[dict[str, Any]], phases: bool = True) -> str:
-    """A line for each of the runs of scaling.json or prediction.json; with p90 and phases it is 130
-    wide, without 70.
+def make_table(runs: list[dict[str, Any]], phases: bool = True) -> str:
+    """Return a line for each of the runs of scaling.json or prediction.json; with p90 and phases it
+    is 130 wide, without 70.
     """
-    rows = [
-        {
-            "scaling": run["scaling"],
-            "ranks": str(run["ranks"]),
-            "rows": str(run["batch_rows"]),
-            "p50": f"{1000 * run['step_seconds']['p50']:.2f}",
-            **({"p90": f"{1000 * run['step_seconds']['p90']:.2f}"} if phases else {}),
-            **{
-                name: f"{1000 * run['phase_seconds'][name]['p50']:.2f}" for name in PHASES if phases
-            },
-            "rows/s": f"{run['rows_per_second']:.0f}",
-            "speed-up": f"{run['speedup']:.2f}x",
-            "efficiency": f"{run['efficiency_percent']:.0f} %",
-        }
-        for run in runs
-    ]
-    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
-    lines = ({name: name for name in widths}, *rows)
-    return "\n".join(
-        "  ".join(row[name].rjust(width) for name, width in widths.items()) for row in lines
-    )
+    names = PHASES if phases else ()
+    rows = [["scaling", "ranks", "rows", "p50", *(["p90"] * phases), *names, "rows/s"]]
+    rows[0] += ["speed-up", "efficiency"]
+    for run in runs:
+        times = [run["step_seconds"]["p50"], *([run["step_seconds"]["p90"]] if phases else [])]
+        times += [run["phase_seconds"][name]["p50"] for name in names]
+        rows.append(
+            [
+                *(run["scaling"], str(run["ranks"]), str(run["batch_rows"])),
+                *(f"{1000 * seconds:.2f}" for seconds in times),
+                f"{run['rows_per_second']:.0f}",
+                f"{run['speedup']:.2f}x",
+                f"{run['efficiency_percent']:.0f} %",
+            ]
+        )
+    return "\n".join(align(rows))

@@ -26,8 +26,8 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz")
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What came before (context [C, S]), what happened (states [T, S]), and where it should have
-    gone (goal [S]).
+    """A path: what came before (context [C, S]), what happened (states [T, S]), and where it should
+    have gone (goal [S]).
     """
 
     context: np.ndarray
@@ -44,21 +44,21 @@ class Labelled:
 
 
 class ClassTask(Protocol):
-    """What a class task has. A user's own class needs no base class, only these; `name` is
+    """The methods of a class task. A user's own class needs no base class, only these; `name` is
     optional.
     """
 
     classes: list[str]  # names, by label
 
     def rows(self, split: str) -> Sequence[Labelled]:
-        """The rows of "train" or "test" (never trained on): all texts or all trajectories, in the
+        """Return the rows of "train" or "test" (never trained on): all texts or all trajectories, in the
         same order always.
         """
         ...
 
 
 def made(node: dict[str, Any]) -> ClassTask:
-    """The class task that a configuration names. Raises: ConfigError as `common.tasks.instance`."""
+    """Return the class task that a configuration names. Raises: ConfigError as `common.tasks.instance`."""
     return instantiate("task", node, ("rows",), "ddp_bench/tasks.py")
 
 
@@ -107,13 +107,13 @@ class Topics:
         draw, seen, made = random.Random("topics"), set(), []
         while len(made) < rows + test_rows:
             label = len(made) % len(self.classes)
-            text = self._text(draw, label)
+            text = self._draw_text(draw, label)
             if text not in seen:
                 seen.add(text)
                 made.append(Labelled(text, label))
         self._splits = {"train": made[:rows], "test": made[rows:]}
 
-    def _text(self, draw: random.Random, label: int) -> str:
+    def _draw_text(self, draw: random.Random, label: int) -> str:
         own = TOPICS[self.classes[label]].split()
         other = TOPICS[draw.choice([c for c in self.classes if c != self.classes[label]])].split()
         words = draw.sample(own, draw.choice((2, 3, 3, 4))) + draw.sample(
@@ -127,7 +127,7 @@ class Topics:
         return " . ".join(parts)
 
     def rows(self, split: str) -> Sequence[Labelled]:
-        """As in `ClassTask`."""
+        """Return the rows of a split."""
         return self._splits[split]
 
 
@@ -151,10 +151,10 @@ class Trajectories:
             at_least(f"task.{key}", value, least)
         at_least("task.noise", noise, 0)
         self.classes = ["left", "right", "to the goal", "straight"]
-        made = self._made(np.random.default_rng(0), rows + test_rows, longest, noise)
+        made = self._draw_paths(np.random.default_rng(0), rows + test_rows, longest, noise)
         self._splits = {"train": made[:rows], "test": made[rows:]}
 
-    def _made(
+    def _draw_paths(
         self, draw: np.random.Generator, rows: int, longest: int, noise: float
     ) -> list[Labelled]:
         labels = np.arange(rows) % 4
@@ -194,7 +194,7 @@ class Trajectories:
         ]
 
     def rows(self, split: str) -> Sequence[Labelled]:
-        """As in `ClassTask`."""
+        """Return the rows of a split."""
         return self._splits[split]
 
 
@@ -240,7 +240,7 @@ class TextFiles:
                 raise ConfigError(
                     f"{given[0]} has no effect with task.path={path}. Give one or the other."
                 )
-            sources = {split: ("task.path", _file(path, split)) for split in SPLITS}
+            sources = {split: ("task.path", _find_file(path, split)) for split in SPLITS}
         elif len(given) < len(sources):
             raise ConfigError(
                 f"task={name} has no data of its own. Give a folder with train.jsonl and test.jsonl"
@@ -257,7 +257,7 @@ class TextFiles:
             raise ConfigError(
                 f"the training rows of task={name} have {len(self.classes)} class. Give at least 2."
             )
-        splits = {split: self._labelled(rows, split) for split, rows in found.items()}
+        splits = {split: self._number_labels(rows, split) for split, rows in found.items()}
         tested = {row.value for row in splits["test"]}
         kept = [row for row in splits["train"] if row.value not in tested]
         if dropped := len(splits["train"]) - len(kept):
@@ -272,13 +272,13 @@ class TextFiles:
         self._splits = {"train": kept, "test": splits["test"]}
 
     def rows(self, split: str) -> Sequence[Labelled]:
-        """As in `ClassTask`."""
+        """Return the rows of a split."""
         return self._splits[split]
 
     def _read(
         self, file: str | None, path: str | None, split: str, key: str
     ) -> list[tuple[str, str, str]]:
-        """(place, text, label) of each good row."""
+        """Return (place, text, label) of each good row."""
         bad: list[str] | None = [] if self.skip else None
         if file is None:
             assert path is not None
@@ -296,7 +296,7 @@ class TextFiles:
                 if bad is None:
                     raise
                 bad.append(str(error))
-        self._tell(split, bad)
+        self._warn_of(split, bad)
         if not found:
             raise ConfigError(
                 f"{key}={file or path!r} has no row that is good. The first error:"
@@ -318,8 +318,8 @@ class TextFiles:
             )
         return str(value).strip()
 
-    def _labelled(self, rows: list[tuple[str, str, str]], split: str) -> list[Labelled]:
-        """The rows whose label is known. Numbers count from first_label where the classes have
+    def _number_labels(self, rows: list[tuple[str, str, str]], split: str) -> list[Labelled]:
+        """Return the rows whose label is known. Numbers count from first_label where the classes have
         names of their own.
         """
         known = {name: i for i, name in enumerate(self.classes)}
@@ -341,20 +341,20 @@ class TextFiles:
                     " task.on_bad_row=skip."
                 )
             bad.append(error)
-        self._tell(split, bad)
+        self._warn_of(split, bad)
         if not found:
             raise ConfigError(f"no row of the {split} split has a known label. {bad[0]}")
         return found
 
-    def _tell(self, split: str, bad: list[str] | None) -> None:
+    def _warn_of(self, split: str, bad: list[str] | None) -> None:
         if bad:
             log.warning(
                 "%d bad rows of the %s split are skipped. The first: %s", len(bad), split, bad[0]
             )
 
 
-def _file(path: str, split: str) -> str | None:
-    """The file of a split in a folder; None where `path` is no folder but may be an id. Raises:
+def _find_file(path: str, split: str) -> str | None:
+    """Return the file of a split in a folder; None where `path` is no folder but may be an id. Raises:
     ConfigError.
     """
     folder = Path(path).expanduser()
@@ -387,13 +387,13 @@ def _file(path: str, split: str) -> str | None:
 
 
 def _sorted(labels: set[str]) -> list[str]:
-    """Numbers by value, then names by letter."""
+    """Return labels in order: numbers by value, then names by letter."""
     return sorted(
         labels, key=lambda label: (not label.isdigit(), int(label) if label.isdigit() else 0, label)
     )
 
 
 def majority(rows: Sequence[Labelled]) -> int:
-    """The most frequent label, the lowest of equals."""
+    """Return the most frequent label, the lowest of equals."""
     counts = Counter(row.label for row in rows)
     return min(counts, key=lambda label: (-counts[label], label))

@@ -13,27 +13,19 @@ from ddp_bench import capacity
 from ddp_bench.capacity import (
     DEVICES,
     MODELS,
+    Cluster,
     Model,
     Work,
-    device,
+    estimate_step,
+    find_device,
+    find_largest,
+    find_limit,
     fixed_bytes,
-    largest,
-    limits,
-    step,
 )
 from tests.support import SMALL
 
-WORK = Work(
-    **{
-        "rows": 1024,
-        "scaling": "strong",
-        "prompt_tokens": 256,
-        "new_tokens": 512,
-        "samples": 8,
-        "member_prompts": 8,
-    },
-    **{"accepted": 0.25, "optimizer_rows": 64, "micro_rows": 16},
-)
+WORK = Work()
+CLUSTER = Cluster()
 GRPO = [setting for setting in SMALL if not setting.startswith(("algo.members", "algo.rows"))]
 
 
@@ -68,7 +60,7 @@ def test_ranks_send_what_is_predicted(launch, tmp_path, algorithm):
     assert sent[largest_message] == 3, "one a step, of the three steps that are traced"
     model = Model(str(out / "model"))
     rows = Work(**(vars(WORK) | {"rows": 8 * 2}))
-    predicted = step(algorithm, model, rows, device("h100", 8, 25, 20, 10), 2).sent
+    predicted = estimate_step(algorithm, model, rows, find_device("h100", CLUSTER), 2).sent
     extra = (
         3 * 8 if algorithm == "eggroll" else 0
     )  # tokens, and the rows that each of two ranks has room for
@@ -89,28 +81,30 @@ def test_memory_is_that_of_adam_and_autocast():
     held += [s for state in optimizer.state.values() for s in state.values() if s.ndim]
     parameters = sum(p.numel() for p in model.parameters())
     assert sum(t.nbytes for t in held) == fixed_bytes("grpo", parameters, 1, 0) - 2 * parameters
-    assert fixed_bytes("grpo", 8e9, 8, 0) == 16e9
+    assert fixed_bytes("grpo", 8 * 10**9, 8, 0) == 16e9
 
 
 def test_eggroll_sends_rewards_and_grpo_gradients():
-    model, here = Model("qwen2.5_0.5b"), device("a100_80g", 8, 25, 20, 10)
-    assert {step("eggroll", model, WORK, here, n).sent for n in DEVICES[1:]} == {8 * 1024}
-    assert {step("grpo", model, WORK, here, n).sent for n in DEVICES[1:]} == {4 * model.parameters}
-    alone = step("grpo", model, WORK, here, 1)
+    model, here = Model("qwen2.5_0.5b"), find_device("a100_80g", CLUSTER)
+    assert {estimate_step("eggroll", model, WORK, here, n).sent for n in DEVICES[1:]} == {8 * 1024}
+    assert {estimate_step("grpo", model, WORK, here, n).sent for n in DEVICES[1:]} == {
+        4 * model.parameters
+    }
+    alone = estimate_step("grpo", model, WORK, here, 1)
     assert alone.communication == alone.sent == 0
-    two, sixteen = (step("grpo", model, WORK, here, n).communication for n in (2, 16))
+    two, sixteen = (estimate_step("grpo", model, WORK, here, n).communication for n in (2, 16))
     assert sixteen > two > 0, "the network is slower than the link of a node"
 
 
 def test_where_it_stops_and_why():
-    model, here = Model("qwen2.5_0.5b"), device("a100_80g", 8, 0.1, 20, 10)
+    model, here = Model("qwen2.5_0.5b"), find_device("a100_80g", Cluster(network_gbs=0.1))
     few = Work(**(vars(WORK) | {"rows": 64}))
-    steps = [step("eggroll", model, few, here, n) for n in DEVICES]
-    most, why = limits(steps)
+    steps = [estimate_step("eggroll", model, few, here, n) for n in DEVICES]
+    most, why = find_limit(steps)
     assert most < 64
     assert why.startswith("decoding does not shrink")
     assert (
-        limits([step("classify", model, WORK, here, n) for n in DEVICES])[1]
+        find_limit([estimate_step("classify", model, WORK, here, n) for n in DEVICES])[1]
         == "gradients are waited for"
     )
     many = Work(
@@ -126,29 +120,32 @@ def test_where_it_stops_and_why():
         )
     )
     assert (
-        limits([step("eggroll", model, many, here, n) for n in DEVICES])[1]
+        find_limit([estimate_step("eggroll", model, many, here, n) for n in DEVICES])[1]
         == "every rank makes the whole update"
     )
 
 
 def test_the_largest_model_fits_and_a_larger_one_does_not():
-    models, here = [Model(name) for name in MODELS], device("a100_40g", 8, 25, 20, 10)
+    models, here = [Model(name) for name in MODELS], find_device("a100_40g", CLUSTER)
     for algorithm, rows in (("eggroll", 2), ("grpo", 1)):
-        most = largest(algorithm, models, WORK, here, 1)
+        most = find_largest(algorithm, models, WORK, here, 1)
         for model in models:
             fits = (
-                capacity.memory(algorithm, model, WORK, 1, rows) <= capacity.HEADROOM * here.memory
+                capacity.total_bytes(algorithm, model, WORK, 1, rows)
+                <= capacity.HEADROOM * here.memory
             )
             assert fits == (model.parameters <= most), model.name
-        assert largest(algorithm, models, WORK, here, 8) > 4 * most
-    assert largest("eggroll", models, WORK, here, 1) > 1.5 * largest("grpo", models, WORK, here, 1)
+        assert find_largest(algorithm, models, WORK, here, 8) > 4 * most
+    assert find_largest("eggroll", models, WORK, here, 1) > 1.5 * find_largest(
+        "grpo", models, WORK, here, 1
+    )
 
 
 def test_memory_and_messages_are_told_in_the_same_units(capsys, monkeypatch):
-    assert [capacity.size(n) for n in (0, 1023, 8192, 2**20, 1000 * 2**20, 2**30, 40 * 2**30)] == [
-        *("0 B", "1023 B", "8 kB", "1 MB", "1000 MB", "1 GB", "40 GB")
-    ]
-    monkeypatch.setattr("sys.argv", ["predict", "--model", "qwen2.5_7b", "--shards", "1"])
+    assert [
+        capacity.format_bytes(n) for n in (0, 1023, 8192, 2**20, 1000 * 2**20, 2**30, 40 * 2**30)
+    ] == [*("0 B", "1023 B", "8 kB", "1 MB", "1000 MB", "1 GB", "40 GB")]
+    monkeypatch.setattr("sys.argv", ["capacity", "--model", "qwen2.5_7b", "--shards", "1"])
     assert capacity.main() == 0
     printed = capsys.readouterr().out
     model = Model("qwen2.5_7b")
@@ -164,7 +161,7 @@ def test_memory_and_messages_are_told_in_the_same_units(capsys, monkeypatch):
 
 def test_the_command(monkeypatch, capsys, tmp_path):
     def command(*arguments: str) -> int:
-        monkeypatch.setattr("sys.argv", ["predict", *arguments])
+        monkeypatch.setattr("sys.argv", ["capacity", *arguments])
         return capacity.main()
 
     assert (

@@ -451,7 +451,7 @@ def test_the_wheel_works_from_another_folder(tmp_path):
         target / "conf"
     )
     expected = call(sys.executable, str(ROOT / "launch.py"), "--cfg", "job", "hardware=h100")
-    assert "rollout_rows: 1024" in expected
+    assert "memory_gb: 80" in expected
     assert call(sys.executable, "-m", "launch", "--cfg", "job", "hardware=h100") == expected
     assert call(str(target / "bin" / "clutch"), "--cfg", "job", "hardware=h100") == expected
 

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import Launch
 
 from common import hardware
 from common.config import ConfigError
 from ddp_bench import report, scaling
+from ddp_bench.report import figures, tables
+from ddp_bench.report.diagnosis import Group, group_records
+from ddp_bench.report.records import PHASES, Record, read_records, select_tasks
 from launch import compose, train
+from tests.support.commands import Launch
 
 SIZES = [
     *("hardware=cpu", "task.rows=298", "task.test_rows=60", "algo.batch_size=32"),
@@ -74,7 +77,7 @@ def write_run(
     config = {
         "algo": {
             "name": "classify",
-            "batch_rows": batch_rows,
+            "batch_size": batch_rows,
             "ddp": {"hook": "none"},
             "model": model,
             **algo,
@@ -106,14 +109,14 @@ def write_run(
     return folder
 
 
-def groups_of(root: Path, warmup: int = 1) -> list[report.Group]:
-    records, incomplete = report.read(root, warmup)
+def groups_of(root: Path, warmup: int = 1) -> list[Group]:
+    records, incomplete = read_records(root, warmup)
     assert incomplete == []
-    return report.grouped(records)
+    return group_records(records)
 
 
 def without_figures(monkeypatch) -> None:
-    monkeypatch.setattr(report, "draw", lambda *_: [])
+    monkeypatch.setattr(figures, "draw_figures", lambda *_: None)
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
@@ -134,7 +137,7 @@ def test_speedup_and_efficiency_of_known_times(tmp_path):
         ("unpaired", 2, 100): (None, None),
     }
     one = group.points[0]
-    assert one.middle("epoch_seconds") == pytest.approx(40.0), (
+    assert one.median("epoch_seconds") == pytest.approx(40.0), (
         "the first epoch, of 80 s, is warm-up"
     )
     assert groups_of(tmp_path, warmup=0)[0].points[0].number("rows_per_second") == pytest.approx(
@@ -157,7 +160,7 @@ def test_runs_of_the_same_settings_are_put_together_and_others_kept_apart(tmp_pa
     }
     points = groups["ag_news-encoder-2x128"].points
     assert [(len(p.records), p.hook) for p in points] == [(3, ""), (1, ", hook fp16"), (1, "")]
-    assert points[0].middle("epoch_seconds") == pytest.approx(11.0)
+    assert points[0].median("epoch_seconds") == pytest.approx(11.0)
     assert points[1].speedup == pytest.approx(11 / 6, rel=1e-6)
 
 
@@ -198,7 +201,7 @@ def test_the_table_compiles_as_it_is(tmp_path):
     if shutil.which("pdflatex") is None:
         pytest.skip("pdflatex is not installed")
     write_run(tmp_path / "one", 1, 40.0, SMALL_ALONE, task="a_b & 5 % of #1 {x} $2 \\d ~e^f")
-    report.write_tex(groups_of(tmp_path), tmp_path / "summary_table.tex")
+    tables.write_tex(groups_of(tmp_path), tmp_path / "summary_table.tex")
     done = subprocess.run(
         ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "summary_table.tex"],
         cwd=tmp_path,
@@ -211,7 +214,7 @@ def test_the_table_compiles_as_it_is(tmp_path):
 
 def test_latex_escapes():
     assert (
-        report.escaped(r"a_b & 5 % of #1 {x} $2 c:\d ~e^f")
+        tables.escape(r"a_b & 5 % of #1 {x} $2 c:\d ~e^f")
         == r"a\_b \& 5 \% of \#1 \{x\} \$2 c:\textbackslash{}d"
         r" \textasciitilde{}e\textasciicircum{}f"
     )
@@ -229,7 +232,7 @@ def test_incomplete_folders_are_named_with_the_reason(tmp_path, monkeypatch):
     cut.write_text("".join(cut.read_text().splitlines(keepends=True)[:25]))
     other = write_run(tmp_path / "grpo")
     (other / "run.yaml").write_text(yaml.safe_dump({"config": {"algo": {"name": "grpo"}}}))
-    records, incomplete = report.read(tmp_path, 1)
+    records, incomplete = read_records(tmp_path, 1)
     assert [Path(record.folder).name for record in records] == ["whole"]
     reasons = {Path(folder).name: reason for folder, reason in incomplete}
     assert reasons.pop("torn").startswith("damaged or of another version (JSONDecodeError: ")
@@ -251,7 +254,7 @@ def test_document_004_small_model_is_launch_bound_and_wants_one_gpu(tmp_path):
     four = group.points[1]
     assert four.speedup == pytest.approx(0.461, abs=5e-4)
     assert four.efficiency == pytest.approx(11.5, abs=0.05)
-    text = report.told([group], [])
+    text = tables.describe_groups([group])
     assert "speed-up 0.46x, efficiency 11.5 %: NEGATIVE SCALING" in text
     # Without any communication four would still not be worth it: 11.3 - 5.5 = 5.8 ms against 5.2
     # ms.
@@ -378,8 +381,8 @@ def test_the_command_and_its_mistakes(launch: Launch, tmp_path):
 
 
 def test_names_of_tasks_need_no_case():
-    record = report.Record("f", "ag_news", "m", "g", 1, 32, "d", "float32", 1, 1, 1, {})
-    assert report.chosen([record], ["AGNews"]) == [record]
+    record = Record("f", "ag_news", "m", "g", 1, 32, "d", "float32", 1, 1, 1, {})
+    assert select_tasks([record], ["AGNews"]) == [record]
 
 
 def test_figures(tmp_path):
@@ -398,17 +401,17 @@ def test_real_runs_are_read(warm, tmp_path):
     for ranks in (1, 2):
         more = ["opt=[ddp]", f"opt.ddp.ranks={ranks}"] if ranks > 1 else []
         warm.call(train, compose([*settings, "algo.epochs=2", *more]), tmp_path / f"{ranks}")
-    records, incomplete = report.read(tmp_path, 1)
+    records, incomplete = read_records(tmp_path, 1)
     assert incomplete == []
-    (group,) = report.grouped(records)
+    (group,) = group_records(records)
     one, two = group.points
     assert (one.mode, two.mode, group.name) == ("one rank", "strong", "topics")
     lines = [
         json.loads(line) for line in (tmp_path / "2" / "metrics.jsonl").read_text().splitlines()
     ]
     second = [line for line in lines if line["epoch"] > 1]
-    assert two.middle("epoch_seconds") == pytest.approx(sum(line["seconds"] for line in second))
-    assert two.speedup == pytest.approx(one.middle("epoch_seconds") / two.middle("epoch_seconds"))
+    assert two.median("epoch_seconds") == pytest.approx(sum(line["seconds"] for line in second))
+    assert two.speedup == pytest.approx(one.median("epoch_seconds") / two.median("epoch_seconds"))
     assert 0 < sum(two.phases.values()) <= sum(line["seconds"] for line in second) / len(second)
 
 
@@ -440,7 +443,7 @@ def test_a_scaling_run(launch: Launch, tmp_path, monkeypatch):
         step = run["step_seconds"]
         assert 0 < step["p50"] <= step["p90"]
         assert len(step["p50_of_repeats"]) == 1
-        assert set(run["phase_seconds"]) == set(report.PHASES)
+        assert set(run["phase_seconds"]) == set(PHASES)
         assert run["rows_per_second"] == pytest.approx(run["batch_rows"] / step["p50"])
         assert sum(span["p50"] for span in run["phase_seconds"].values()) < 1.5 * step["p50"]
     assert weak["efficiency_percent"] == pytest.approx(
@@ -495,7 +498,7 @@ def test_mistakes_that_a_run_finds(tmp_path, monkeypatch):
         train(compose([*TINY, "opt=[ddp]", "opt.ddp.ranks=2"]), tmp_path)
     with pytest.raises(
         ConfigError,
-        match=r"algo\.batch_rows=500 makes batches of 500 rows with 1 ranks, and there are 268",
+        match=r"algo\.batch_size=500 makes batches of 500 rows with 1 ranks, and there are 268",
     ):
         train(compose([*TINY, "algo.batch_size=500"]), tmp_path)
     with monkeypatch.context() as patched:

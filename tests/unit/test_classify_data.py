@@ -144,7 +144,7 @@ def test_texts_are_tokenised_once_and_kept(monkeypatch):
     assert tokenizer.decode(tokenizer.encode("Flour, ÄÖ!").ids).strip() == "flour, äö!", (
         "any text, in bytes"
     )
-    monkeypatch.setattr(data, "trained", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(data, "train_tokenizer", lambda *_: pytest.fail("trained again"))
     second, _ = data.prepare(task, TOKENIZER, 16, print)
     assert second["train"].digest() == first["train"].digest()
     with pytest.raises(pytest.fail.Exception, match="trained again"):
@@ -153,7 +153,7 @@ def test_texts_are_tokenised_once_and_kept(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
 def test_kinds_of_tokenizer(kind):
-    found = data.trained(
+    found = data.train_tokenizer(
         TokenizerConfig(kind=kind, vocabulary=400, lowercase=False), ["Rain and rain"] * 3
     )
     assert found.token_to_id("[PAD]") == 0

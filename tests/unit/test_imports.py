@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import launch
 from tests.support import ROOT
 
-ALGORITHMS = {"eggroll", "grpo", "rft", "ddp_bench"}
+ALGORITHMS = {schema.__module__.partition(".")[0] for schema in launch.ALGORITHMS.values()}
 PACKAGES = ALGORITHMS | {"common", "launch", "benchmarks"}
 
 

@@ -7,13 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_scaling import TINY as SCALING_TINY
 
 from common.config import ConfigError
 from common.report import page
+from ddp_bench import link as links
 from ddp_bench import predict, report
-from ddp_bench.predict import Link, Share, Simulator, exposed, fitted, peak, summed
+from ddp_bench.link import Link, find_exposed, fit_link
+from ddp_bench.predict import Share, sum_share
+from ddp_bench.report import figures
+from ddp_bench.report.diagnosis import group_records
+from ddp_bench.report.records import Record, read_table
+from ddp_bench.simulate import Simulator, find_peak
 from launch import compose, train
+from tests.runs.test_scaling import TINY as SCALING_TINY
 
 TINY = ["algo=predict", *(s for s in SCALING_TINY[1:] if not s.startswith("algo.ranks="))]
 MB = 2**20
@@ -25,9 +31,9 @@ MB = 2**20
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_link_is_found_again_from_its_times(ranks):
     link = Link(8e-6, 50e9, "", [])
-    points = [(size, link.seconds(size, ranks)) for size in predict.SIZES]
+    points = [(size, link.seconds(size, ranks)) for size in links.SIZES]
     assert len(points) == 8
-    found = fitted(points, ranks, "here")
+    found = fit_link(points, ranks, "here")
     assert found.alpha == pytest.approx(8e-6)
     assert found.beta == pytest.approx(50e9)
     # References, section 3.2: 40 MB among 4 over PCIe 4 (12 GB/s) and over NVLink 3 (230 GB/s).
@@ -36,8 +42,8 @@ def test_a_link_is_found_again_from_its_times(ranks):
 
 
 def test_one_slow_message_does_not_turn_the_bandwidth_negative():
-    points = [(size, 1e-4) for size in predict.SIZES]
-    found = fitted(points, 2, "")
+    points = [(size, 1e-4) for size in links.SIZES]
+    found = fit_link(points, 2, "")
     assert found.alpha == pytest.approx(5e-5, rel=1e-3)
     assert found.beta > 0
 
@@ -45,22 +51,24 @@ def test_one_slow_message_does_not_turn_the_bandwidth_negative():
 def test_what_of_the_gradients_is_exposed():
     link = Link(0, 1 * MB, "", [])  # among two: a MB takes a second
     ready = [(1.0 * MB, share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
-    assert exposed(ready, 8.0, 25 * MB, link, 2, True) == pytest.approx(5.0), (
+    assert find_exposed(ready, 8.0, 25 * MB, link, 2, True) == pytest.approx(5.0), (
         "one bucket leaves at the end"
     )
-    assert exposed(ready, 8.0, 1 * MB, link, 2, True) == pytest.approx(1.0), (
+    assert find_exposed(ready, 8.0, 1 * MB, link, 2, True) == pytest.approx(1.0), (
         "the last bucket cannot hide"
     )
-    assert exposed(ready, 8.0, 2 * MB, link, 2, True) == pytest.approx(1.0), "buckets of 2, 2 and 1"
-    assert exposed(ready, 2.0, 1 * MB, link, 2, True) == pytest.approx(3.0), (
+    assert find_exposed(ready, 8.0, 2 * MB, link, 2, True) == pytest.approx(1.0), (
+        "buckets of 2, 2 and 1"
+    )
+    assert find_exposed(ready, 2.0, 1 * MB, link, 2, True) == pytest.approx(3.0), (
         "five seconds of sending, two of computing"
     )
-    assert exposed(ready, 8.0, 1 * MB, link, 2, False) == pytest.approx(5.0), (
+    assert find_exposed(ready, 8.0, 1 * MB, link, 2, False) == pytest.approx(5.0), (
         "no core is free to send"
     )
-    assert exposed(ready, 8.0, 1 * MB, Link(1.0, 1e18, "", []), 2, True) == pytest.approx(2.0), (
-        "one hop there and back"
-    )
+    assert find_exposed(ready, 8.0, 1 * MB, Link(1.0, 1e18, "", []), 2, True) == pytest.approx(
+        2.0
+    ), "one hop there and back"
 
 
 def test_a_simulated_device_is_bound_by_launches_or_by_work():
@@ -68,7 +76,7 @@ def test_a_simulated_device_is_bound_by_launches_or_by_work():
     with Simulator(flops=1e15, bandwidth=1e15) as fast:
         for _ in range(10):
             small @ small
-    assert fast.host == pytest.approx(10 * predict.LAUNCH)
+    assert fast.host == pytest.approx(10 * links.LAUNCH)
     assert fast.device == pytest.approx(fast.host, rel=1e-3)
     with Simulator(flops=1e9, bandwidth=1e15) as slow:
         for _ in range(10):
@@ -77,7 +85,7 @@ def test_a_simulated_device_is_bound_by_launches_or_by_work():
     assert slow.device == slow.host == pytest.approx(11 * 2 * 256**3 / 1e9, rel=1e-3)
     with Simulator(flops=1e15, bandwidth=1e9) as narrow:
         large + large
-    assert narrow.device == pytest.approx(predict.LAUNCH + 3 * 4 * 256**2 / 1e9)
+    assert narrow.device == pytest.approx(links.LAUNCH + 3 * 4 * 256**2 / 1e9)
     with Simulator(flops=1e15, bandwidth=1e9) as views:
         large.view(-1).view(256, 256).t()
     assert views.host == 0
@@ -97,27 +105,26 @@ def repeat(*ranks: list[float], workers: int = 0, making: float = 0.0) -> dict:
 
 
 def test_a_step_takes_as_long_as_the_slowest_of_the_neighbours():
-    share = summed([repeat([1.0, 3.0, 2.0], [2.0, 1.0, 2.0])], overlap=False, cores=None)
+    share = sum_share([repeat([1.0, 3.0, 2.0], [2.0, 1.0, 2.0])], overlap=False, cores=None)
     assert share.p50 == pytest.approx(2.0)  # of 2, 3, 2
     assert share.wait == pytest.approx(0.0)  # the middle means are 1.5, 2, 2
-    uneven = summed([repeat([1.0, 1.0, 1.0], [3.0, 3.0, 3.0])], overlap=False, cores=None)
+    uneven = sum_share([repeat([1.0, 1.0, 1.0], [3.0, 3.0, 3.0])], overlap=False, cores=None)
     assert (uneven.p50, uneven.wait) == (pytest.approx(3.0), pytest.approx(1.0))
     assert uneven.scaled(2.0).p50 == pytest.approx(6.0)
 
 
 def test_loader_workers_that_share_cores_make_a_step_wait():
     four = repeat([1.0], workers=4, making=2.0)
-    assert summed([four], overlap=True, cores=None).p50 == pytest.approx(1.0)
-    assert summed([four], overlap=True, cores=2.0).p50 == pytest.approx(1.0), (
+    assert sum_share([four], overlap=True, cores=None).p50 == pytest.approx(1.0)
+    assert sum_share([four], overlap=True, cores=2.0).p50 == pytest.approx(1.0), (
         "a batch a second is made in time"
     )
-    starved = summed([four], overlap=True, cores=0.5)
+    starved = sum_share([four], overlap=True, cores=0.5)
     assert starved.p50 == pytest.approx(4.0)
     assert starved.phases["data"] == pytest.approx(3.0)
 
 
 def test_smaller_buckets_are_advised_where_they_hide_the_sending():
-    settings = compose(["algo=predict", "algo.ranks=[2]", "algo.mode=strong"]).algo
     ready = [(1.0 * MB, i / 19) for i in range(20)]
     share = Share({"backward": 1.0}, 1.5, 1.5, 0.0, 1, ready, overlap=True)
     link = Link(0, 25 * MB, "", [])  # 0.8 s for all of it
@@ -127,15 +134,15 @@ def test_smaller_buckets_are_advised_where_they_hide_the_sending():
         "step_seconds": {"p50": 2.3},
         "phase_seconds": {"communication": {"p50": 0.8}},
     }
-    text = predict.buckets(settings, {"runs": [line]}, {("strong", 2): share}, link)
+    text = predict.advise_buckets([line], {("strong", 2): share}, link)
     assert text[0] == "2 ranks, strong: algo.ddp.bucket_cap_mb=1: gain 1.49x (predicted)"
     hidden = Share({"backward": 1.0}, 1.5, 1.5, 0.0, 1, ready, overlap=False)
-    assert predict.buckets(settings, {"runs": [line]}, {("strong", 2): hidden}, link) == []
+    assert predict.advise_buckets([line], {("strong", 2): hidden}, link) == []
 
 
 def test_peaks_of_presets():
     def found(*settings: str) -> tuple[str, float]:
-        return peak(compose(["algo=predict", "algo.ranks=[2]", *settings]))
+        return find_peak(compose(["algo=predict", "algo.ranks=[2]", *settings]))
 
     assert found("hardware=a100_40g") == ("float32", 19.5e12)
     assert found("hardware=a100_40g", "opt=[amp]") == ("bfloat16", 312e12)
@@ -229,7 +236,7 @@ def test_a_slow_link_is_named_where_it_explains_a_step():
         "step_seconds": {"p50": 0.04},
         "phase_seconds": {"communication": {"p50": 0.014}, "exchange": {"p50": 0.001}},
     }
-    found = predict.explained(run, line, alone, 112 * 10**6, predict.from_facts(run.hardware))
+    found = predict.explain_time(run.algo, line, alone, 112 * 10**6, links.find_link(run.hardware))
     assert found["causes"] == ["communication-bound"]
 
 
@@ -238,13 +245,13 @@ def test_a_slow_link_is_named_where_it_explains_a_step():
 
 @pytest.mark.usefixtures("in_cache")
 def test_a_prediction_on_this_cpu_and_its_error_in_the_report(warm, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "draw", lambda *_: [])
+    monkeypatch.setattr(figures, "draw_figures", lambda *_: None)
     out = tmp_path / "in" / "prediction"
     saved = warm.call(train, compose([*TINY, "algo.ranks=[2]"]), out)
     assert [(r["scaling"], r["ranks"], r["batch_rows"]) for r in saved["runs"]] == [
         *(("one rank", 1, 32), ("strong", 2, 32), ("weak", 2, 64))
     ]
-    assert [size for size, _ in saved["link"]["points"]] == list(predict.SIZES)
+    assert [size for size, _ in saved["link"]["points"]] == list(links.SIZES)
     assert saved["link"]["alpha"] > 0
     assert saved["simulated"] is False
     one, strong, weak = saved["runs"]
@@ -257,7 +264,7 @@ def test_a_prediction_on_this_cpu_and_its_error_in_the_report(warm, tmp_path, mo
     text = (out / "prediction.txt").read_text()
     assert "predicted milliseconds of a step" in text
     assert "measured between 2 processes" in text
-    assert report.grouped(report.scaling(out / "prediction.json"))[0].name == "topics-predicted"
+    assert group_records(read_table(out / "prediction.json"))[0].name == "topics-predicted"
 
     # What a scaling run with the same settings writes, 1.25 times as long.
     for run in saved["runs"]:
@@ -277,20 +284,18 @@ def test_a_prediction_on_this_cpu_and_its_error_in_the_report(warm, tmp_path, mo
 
 
 def test_a_device_that_was_not_there_is_compared_by_its_name():
-    def record(device: str, seconds: float, **more) -> report.Record:
-        return report.Record(
+    def record(device: str, seconds: float, **more) -> Record:
+        return Record(
             "f", "t", "m", "g", 1, 32, device, "float32", seconds, seconds, 32 / seconds, {}, **more
         )
 
     guess = record("a100_40g of conf/hardware", 2.0, predicted=True, match="A100")
-    found = report.grouped(
-        [guess, record("NVIDIA A100-SXM4-40GB", 1.0), record("NVIDIA H100", 1.0)]
-    )
+    found = group_records([guess, record("NVIDIA A100-SXM4-40GB", 1.0), record("NVIDIA H100", 1.0)])
     assert {g.points[0].records[0].device: g.points[0].error for g in found} == {
         "NVIDIA A100-SXM4-40GB": pytest.approx(100.0),
         "NVIDIA H100": None,
     }
-    assert [g.name for g in report.grouped([guess])] == ["t-predicted"]
+    assert [g.name for g in group_records([guess])] == ["t-predicted"]
 
 
 @pytest.mark.usefixtures("in_cache")

@@ -1,0 +1,111 @@
+"""The cost of sending gradients, and what a device that is not there is taken to reach.
+
+An all-reduce of S bytes among n ranks takes 2 (n-1) alpha + 2 (n-1)/n S/beta seconds. alpha and beta
+are measured with messages of eight sizes, or are facts of conf/hardware.
+"""
+
+import statistics
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from common.config import ConfigError, HardwareConfig
+from common.distributed.context import Context
+from ddp_bench.step import Clock
+
+SIZES = tuple(1024 * 4**i for i in range(8))  # bytes of the messages: 1 KiB to 16 MiB
+SENT = 15  # all-reduces of each size
+# Of a device that is not there. An eager operation of PyTorch costs the host about ten
+# microseconds; products reach half of the peak and other operations seven tenths of the memory
+# bandwidth. Rules of thumb: predictions from them say so.
+LAUNCH, ARITHMETIC, MEMORY = 10e-6, 0.5, 0.7
+# bytes a second of an all-reduce over PCIe 3 x16 (NCCL's topo.h), the slowest link inside a node
+PCIE = 12e9
+
+
+@dataclass(frozen=True)
+class Link:
+    """The cost of an all-reduce. alpha: seconds of each of its 2 (ranks - 1) steps; beta: bytes per
+    second.
+    """
+
+    alpha: float
+    beta: float
+    source: str  # for people
+    points: list[tuple[int, float]]  # bytes, seconds: what it was fitted to
+
+    def seconds(self, size: float, ranks: int) -> float:
+        """Return the seconds of one all-reduce of `size` bytes."""
+        return 2 * (ranks - 1) * self.alpha + 2 * (ranks - 1) / ranks * size / self.beta
+
+
+def fit_link(points: list[tuple[int, float]], ranks: int, source: str) -> Link:
+    """Return the link through measured (bytes, seconds): least squares of the relative error, so
+    that small messages count too.
+    """
+    sizes, seconds = (np.array(column, float) for column in zip(*points, strict=True))
+    columns = np.stack([np.full_like(sizes, 2 * (ranks - 1)), 2 * (ranks - 1) / ranks * sizes], 1)
+    solved = np.linalg.lstsq(columns / seconds[:, None], np.ones_like(seconds), rcond=None)
+    alpha, inverse = solved[0]
+    return Link(max(float(alpha), 1e-9), 1 / max(float(inverse), 1e-15), source, points)
+
+
+def find_link(config: HardwareConfig) -> Link:
+    """Return the link of a preset. Raises: ConfigError where it has no facts."""
+    if config.allreduce_gbs is None or config.hop_us is None:
+        raise ConfigError(
+            f"hardware={config.name} does not say how fast its link is, and there are no two"
+            " devices here to measure it with. Name the device: hardware=a100_40g, a100_80g, h100,"
+            " h200, rtx4090 or v100; or hardware=cpu."
+        )
+    source = f"conf/hardware/{config.name}.yaml"
+    return Link(config.hop_us * 1e-6, config.allreduce_gbs * 1e9, source, [])
+
+
+def time_messages(context: Context) -> list[float]:
+    """Return the seconds of an all-reduce of each of SIZES; nothing where there is one rank."""
+    found, device = [], context.device.device
+    for size in SIZES if context.world_size > 1 else ():
+        tensor = torch.zeros(size // 4, device=device)
+        spans = []
+        for _ in range(SENT):
+            context.barrier()
+            clock = Clock(device)
+            with clock("sent"):
+                dist.all_reduce(tensor)
+            spans.append(clock.read()["sent"])
+        found.append(statistics.median(spans))
+    return found
+
+
+def find_exposed(
+    ready: list[tuple[float, float]],
+    backward: float,
+    cap: float,
+    link: Link,
+    ranks: int,
+    overlap: bool,
+) -> float:
+    """Return the seconds for which ranks wait for gradients after a backward pass of `backward`
+    seconds.
+
+    Args: ready: of each gradient in order of arrival, its bytes as sent and when it is there, in
+    shares of the pass; cap: bytes of a bucket; overlap: whether sending goes on beside computing,
+    which on a CPU without free cores it does not.
+    """
+    buckets: list[tuple[float, float]] = []
+    size = 0.0
+    for i, (part, share) in enumerate(ready):
+        size += part
+        # As DistributedDataParallel rebuilds them: by arrival, full or last.
+        if size >= cap or i == len(ready) - 1:
+            buckets.append((size, share))
+            size = 0.0
+    if not overlap:
+        return sum(link.seconds(size, ranks) for size, _ in buckets)
+    done = 0.0
+    for size, share in buckets:
+        done = max(done, share * backward) + link.seconds(size, ranks)
+    return max(0.0, done - backward)

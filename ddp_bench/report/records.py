@@ -1,0 +1,202 @@
+"""Read what finished runs, measurements and predictions say: one `Record` for each of them."""
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.config import ConfigError
+from common.report.events import events
+
+PHASES = ("data", "forward", "backward", "communication", "exchange", "optimizer")
+TABLES = ("scaling.json", "prediction.json")
+# Settings that change neither the time of a step nor what is computed in it, or that tell ranks and
+# batch apart.
+NOT_A_GROUP = ("name", "ddp", "batch_size", "epochs", "patience", "lr", "lr_schedule", "warmup")
+NOT_A_GROUP += ("validation_share",)
+
+
+@dataclass
+class Record:
+    """One run, or one measurement of a scaling run. Seconds are of training steps; warm-up is left
+    out of them.
+    """
+
+    folder: str
+    task: str
+    model: str
+    group: str  # of equal records but for ranks, batch and seed
+    ranks: int
+    batch_rows: int  # of all ranks
+    device: str
+    dtype: str
+    step_p50: float
+    step_p90: float
+    rows_per_second: float
+    phases: dict[str, float]  # seconds of a step
+    epoch_seconds: float | None = None  # median
+    epochs: list[float] = field(default_factory=list)  # seconds, warm-up too
+    accuracy: list[float] = field(default_factory=list)  # of the validation rows by epoch, percent
+    test: float | None = None  # accuracy of the test rows, percent
+    threads: int | None = None  # per rank, where the measurement fixed them
+    wrapper: dict[str, Any] = field(default_factory=dict)  # algo.ddp, with more than one rank
+    predicted: bool = False  # by algo=predict: nothing was run with these ranks
+    match: str | None = None  # part of the name of a device that was not there
+
+
+class Incomplete(Exception):
+    """A run folder that cannot be counted; the text says why."""
+
+
+def read_records(root: Path, warmup: int) -> tuple[list[Record], list[tuple[str, str]]]:
+    """Return the records below `root`, and the folders that are incomplete with the reason. Other
+    algorithms' are passed over.
+
+    Args: warmup: epochs of a run that do not count; of scaling.json nothing, which leaves its own
+    warm-up out.
+    Raises: ConfigError where there is no such folder.
+    """
+    if not root.is_dir():
+        raise ConfigError(
+            f"--root {root} is no folder. Give the one that holds the run folders, for example"
+            " outputs."
+        )
+    names = ("run.yaml", "metrics.jsonl", "result.json", *TABLES)
+    records: list[Record] = []
+    incomplete: list[tuple[str, str]] = []
+    for folder in sorted({path.parent for name in names for path in root.rglob(name)}):
+        table = next((folder / name for name in TABLES if (folder / name).exists()), None)
+        try:
+            records += read_table(table) if table else read_run(folder, warmup)
+        except Incomplete as error:
+            incomplete.append((str(folder), str(error)))
+        except (KeyError, TypeError, ValueError, AttributeError, OSError, yaml.YAMLError) as error:
+            reason = str(error).splitlines()[0] if str(error) else ""
+            text = f"damaged or of another version ({type(error).__name__}: {reason})"
+            incomplete.append((str(folder), text))
+    return records, incomplete
+
+
+def read_run(folder: Path, warmup: int) -> list[Record]:
+    """Return the record of a training run; none for another algorithm's. Raises: Incomplete."""
+    path, settings = folder / "result.json", folder / "run.yaml"
+    saved = yaml.safe_load(settings.read_text(encoding="utf-8")) if settings.exists() else None
+    result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    algo = saved["config"]["algo"]["name"] if saved else result["algo"] if result else None
+    if algo not in (None, "classify"):
+        return []
+    log = events(folder / "metrics.jsonl")
+    if result is None:
+        done = log[-1]["step"] if log else "no"
+        raise Incomplete(f"no result.json: the run stopped after {done} steps")
+    if saved is None:
+        raise Incomplete("no run.yaml: its settings are not known")
+    if not log:
+        raise Incomplete("no metrics.jsonl, or an empty one")
+    ends = [number for number, event in enumerate(log, 1) if "epoch_done" in event]
+    epochs = [log[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    if len(epochs) <= warmup:
+        raise Incomplete(f"{len(epochs)} whole epochs, of which --warmup {warmup} leaves none")
+    if log[-1]["step"] != result["steps"] or len(log) != result["steps"]:
+        raise Incomplete(f"metrics.jsonl has {len(log)} steps, result.json says {result['steps']}")
+    return [_summarise_run(folder, saved["config"], result, epochs, warmup)]
+
+
+def _summarise_run(
+    folder: Path,
+    config: dict[str, Any],
+    result: dict[str, Any],
+    epochs: list[list[dict[str, Any]]],
+    warmup: int,
+) -> Record:
+    kept = [event for epoch in epochs[warmup:] for event in epoch]
+    algo, task, batch = config["algo"], config["task"], config["algo"]["batch_size"]
+    whole = [event["seconds"] for event in kept if event["rows"] == batch]
+    whole = whole or [event["seconds"] for event in kept]
+    seconds = [math.fsum(event["seconds"] for event in epoch) for epoch in epochs]
+    settings = {name: value for name, value in algo.items() if name not in NOT_A_GROUP}
+    opt = {name: value for name, value in config["opt"].items() if name not in ("ddp", "profile")}
+    return Record(
+        folder=str(folder),
+        task=result["task"],
+        model=result["model"],
+        group=json.dumps([settings, opt, task, result["dtype"]], sort_keys=True),
+        ranks=result["world_size"],
+        batch_rows=batch,
+        device=result["device"],
+        dtype=result["dtype"],
+        step_p50=quantile(whole, 50),
+        step_p90=quantile(whole, 90),
+        rows_per_second=sum(e["rows"] for e in kept) / sum(e["seconds"] for e in kept),
+        phases={
+            name: statistics.fmean(event["phase_seconds"].get(name, 0.0) for event in kept)
+            for name in PHASES
+            if any(name in event.get("phase_seconds", {}) for event in kept)
+        },
+        epoch_seconds=statistics.median(seconds[warmup:]),
+        epochs=seconds,
+        accuracy=[e[-1]["validation"]["accuracy"] for e in epochs if "validation" in e[-1]],
+        test=result["after"],
+        wrapper=algo["ddp"] if result["world_size"] > 1 else {},
+    )
+
+
+def read_table(path: Path) -> list[Record]:
+    """Return the records of a scaling.json or a prediction.json."""
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    return [
+        Record(
+            folder=str(path.parent),
+            task=saved["task"],
+            model=saved["model"],
+            group=json.dumps(["scaling", saved["settings"], saved["dtype"]], sort_keys=True),
+            ranks=run["ranks"],
+            batch_rows=run["batch_rows"],
+            device=saved["device"],
+            dtype=saved["dtype"],
+            step_p50=run["step_seconds"]["p50"],
+            step_p90=run["step_seconds"]["p90"],
+            rows_per_second=run["rows_per_second"],
+            phases={name: span["p50"] for name, span in run["phase_seconds"].items()},
+            epoch_seconds=saved["training_rows"] / run["rows_per_second"],
+            threads=saved["threads_per_rank"],
+            wrapper=saved["settings"]["ddp"] if run["ranks"] > 1 else {},
+            predicted=path.name == "prediction.json",
+            match=saved.get("match"),
+        )
+        for run in saved["runs"]
+    ]
+
+
+def quantile(values: Sequence[float], percent: int) -> float:
+    """Return a percentile, interpolated between neighbours."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def select_tasks(records: list[Record], datasets: Sequence[str] | None) -> list[Record]:
+    """Return the records of these tasks, whose names need not have the same case or dashes. Raises:
+    ConfigError.
+    """
+    if datasets is None:
+        return records
+
+    def plain(name: str) -> str:
+        return re.sub(r"[^a-z0-9]", "", name.lower())
+
+    there = sorted({record.task for record in records})
+    for name in datasets:
+        if plain(name) not in map(plain, there):
+            raise ConfigError(
+                f"--datasets {name}: no run of that task. Choices: {', '.join(there) or 'none'}."
+            )
+    return [record for record in records if plain(record.task) in map(plain, datasets)]

@@ -1,0 +1,189 @@
+"""Write what was found as text: comprehensive_summary.csv, summary_table.tex, and in words."""
+
+import csv
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddp_bench.report.diagnosis import ENOUGH, Group, Point
+from ddp_bench.report.records import PHASES
+
+EXPLAINED = {
+    "launch-bound": "the work of a step does not shrink with its rows",
+    "communication-bound": "the ranks wait for gradients, or for each other",
+    "loader-bound": "the ranks wait for batches",
+    "oversubscribed cores": "the ranks share cores that one rank has for itself",
+}
+
+
+def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write a CSV file with a line for each row; the first one has the names of the columns."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def align(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
+    """Return the rows as lines of columns, to the right but for the first `left` of them."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            text.ljust(width) if number < left else text.rjust(width)
+            for number, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def write_csv(groups: Iterable[Group], path: Path) -> None:
+    """Write comprehensive_summary.csv: a line for each point."""
+    write_rows([_make_cells(group, point) for group in groups for point in group.points], path)
+
+
+def _make_cells(group: Group, point: Point) -> dict[str, Any]:
+    def rounded(value: float | None) -> str:
+        return "" if value is None else f"{value:.5g}"
+
+    accuracy = [max(record.accuracy) for record in point.records if record.accuracy]
+    numbers = {
+        "epoch_seconds": point.median("epoch_seconds"),
+        "step_seconds_p50": point.number("step_p50"),
+        "step_seconds_p90": point.number("step_p90"),
+        "rows_per_second": point.number("rows_per_second"),
+        "speedup": point.speedup,
+        "efficiency_percent": point.efficiency,
+    }
+    more = {
+        "predicted_step_seconds": point.foreseen,
+        "prediction_error_percent": point.error,
+        **{f"{name}_seconds": point.phases.get(name) for name in PHASES},
+        "best_validation_accuracy_percent": statistics.median(accuracy) if accuracy else None,
+        "test_accuracy_percent": point.median("test"),
+    }
+    return {
+        "task": group.task,
+        "model": group.model,
+        "group": group.name,
+        "scaling": point.mode,
+        "ranks": point.ranks,
+        "batch_rows": point.batch_rows,
+        "hook": point.records[0].wrapper.get("hook", "none"),
+        "runs": len(point.records),
+        **{name: rounded(value) for name, value in numbers.items()},
+        "how": point.how,
+        **{name: rounded(value) for name, value in more.items()},
+        "causes": "; ".join(point.causes),
+        "device": point.records[0].device,
+        "dtype": point.records[0].dtype,
+        "folders": "; ".join(dict.fromkeys(record.folder for record in point.records)),
+    }
+
+
+def escape(text: str) -> str:
+    r"""Return text as LaTeX prints it: "87 % of a_b" -> "87 \% of a\_b"."""
+    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    return "".join(special.get(c, f"\\{c}" if c in "%_&#${}" else c) for c in text)
+
+
+def write_tex(groups: Iterable[Group], path: Path) -> None:
+    """Write summary_table.tex: a small document; its tabular may be copied into another one."""
+
+    def shown(value: float | None, text: str) -> str:
+        return "--" if value is None else text.format(value)
+
+    head = "Task & Model & Scaling & Ranks & Batch & Epoch (s) & Rows/s & Speed-up & Efficiency"
+    lines = [
+        r"\documentclass{article}",
+        r"\usepackage[margin=1cm]{geometry}",
+        r"\begin{document}",
+        r"\noindent\footnotesize",
+        r"\begin{tabular}{lllrrrrrrr}",
+        r"\hline",
+        rf"{head} & Test acc. \\",
+        r"\hline",
+    ]
+    for group in groups:
+        for point in group.points:
+            texts = [
+                *(group.task, group.model, point.mode, str(point.ranks), str(point.batch_rows)),
+                shown(point.median("epoch_seconds"), "{:.2f}"),
+                f"{point.number('rows_per_second'):.0f}",
+                shown(point.speedup, "{:.2f}x"),
+                shown(point.efficiency, "{:.1f} %"),
+                shown(point.median("test"), "{:.1f} %"),
+            ]
+            lines.append(" & ".join(escape(text) for text in texts) + r" \\")
+        lines.append(r"\hline")
+    lines += [r"\end{tabular}", r"\end{document}", ""]
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def describe_groups(groups: Iterable[Group], incomplete: Sequence[tuple[str, str]] = ()) -> str:
+    """Return the text of performance_report.txt: what was found, why, and what to do."""
+    lines: list[str] = []
+    for group in groups:
+        first = group.points[0].records[0]
+        title = f"{group.name}: {group.model}, {first.dtype}, {first.device}"
+        title += " (predicted, not measured)" * first.predicted
+        lines += [title, "=" * len(title), ""]
+        for point in group.points:
+            lines += _describe_point(point)
+        if not any(point.ranks == 1 for point in group.points):
+            lines += ["No run of one rank: there is no speed-up to tell. Run one with opt=[].", ""]
+        elif len(group.points) == 1:
+            lines += ["No run of several ranks. Run one with 'opt=[ddp]', or algo=scaling.", ""]
+    if incomplete:
+        lines += ["Incomplete folders, not counted", "===============================", ""]
+        lines += [f"{folder}: {reason}" for folder, reason in incomplete] + [""]
+    return "\n".join(lines)
+
+
+def _describe_point(point: Point) -> list[str]:
+    head = f"{point.ranks} {point.unit}{'s' * (point.ranks > 1)}, {point.batch_rows} rows a step"
+    head += (f", {point.mode} scaling" if point.mode in ("strong", "weak") else "") + point.hook
+    epoch, p50 = point.median("epoch_seconds"), 1000 * point.number("step_p50")
+    step = f"  step {p50:.2f} ms p50, {1000 * point.number('step_p90'):.2f} ms p90;"
+    step += f" {point.number('rows_per_second'):.0f} rows/s"
+    lines = [head, step + (f"; epoch {epoch:.2f} s" if epoch is not None else "")]
+    if point.foreseen is not None:
+        error = point.error or 0
+        lines.append(
+            f"  predicted {1000 * point.foreseen:.2f} ms, measured {p50:.2f} ms: the prediction is"
+            f" {abs(error):.1f} % too {'high' if error > 0 else 'low'}"
+        )
+    if point.phases:
+        phases = [f"{name} {1000 * seconds:.2f} ms" for name, seconds in point.phases.items()]
+        lines.append("  phases " + ", ".join(phases))
+    if point.mode == "unpaired":
+        lines.append(
+            "  no run of one rank with this batch or with that of a rank: nothing to compare with"
+        )
+    elif point.ranks > 1:
+        lines += _describe_speedup(point)
+    return [*lines, ""]
+
+
+def _describe_speedup(point: Point) -> list[str]:
+    speedup, efficiency = point.speedup, point.efficiency
+    assert speedup is not None
+    assert efficiency is not None
+    if speedup < 1:
+        verdict = "NEGATIVE SCALING, slower than one"
+    elif speedup < ENOUGH:
+        verdict = "no gain to speak of"
+    else:
+        verdict = "excellent" if efficiency >= 80 else "good" if efficiency >= 60 else "poor"
+    lines = [f"  speed-up {speedup:.2f}x, efficiency {efficiency:.1f} %: {verdict}"]
+    for number, cause in enumerate(point.causes):
+        lines.append(f"  {'also' if number else 'cause'}: {cause}: {EXPLAINED[cause]}")
+    if point.causes:
+        lines.append(f"  if communication took no time: {point.free:.2f}x")
+    elif not point.phases:
+        lines.append("  cause: not known, the runs have no phase_seconds")
+    elif efficiency < 90:
+        lines.append("  cause: not in the phases of rank 0, which take no longer than they should")
+    for number, (gain, text) in enumerate(point.advice, 1):
+        lines.append(f"  {number}. gain {gain:.2f}x: {text}")
+    return lines
