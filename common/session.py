@@ -23,7 +23,7 @@ wait for the last of them, as a rollout is never stored.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -56,7 +56,7 @@ class Subject(Protocol):
     task: Any
     model: Any
     precision: Any
-    held_out: Sequence[Any]
+    held_out: Any
 
     def evaluate(self) -> Evaluation:
         """Measure on the held-out examples; every rank returns the same."""

@@ -323,7 +323,7 @@ class Collector:
         mine = [(i, pair) for i, pair in enumerate(live) if pair[1].rank == rank]
         parts = [(rounds[number], group.place) for _, (number, group) in mine]
 
-        def rows(values: list[Tensor | None]) -> Tensor:
+        def rows(values: list[Any]) -> Tensor:
             """Cut the G rows of each group out of its round."""
             cut = [v[p * size : (p + 1) * size] for v, (_, p) in zip(values, parts, strict=True)]
             return torch.cat(cut) if cut else torch.zeros(0, self.cfg.sampling.max_new_tokens)
