@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common import checkpoint, loop
+from common import checkpoint
 from common.config import ConfigError, SamplingConfig
 from common.distributed.workers import launch
+from common.lm import load_on_all_ranks
 from common.sampling.engine import Requests
 from common.sampling.native import Sampler
 from common.signals import EXIT_NUMBERS, RunStopped
@@ -103,7 +104,7 @@ def on_two_ranks(run, context, _):
     run.model.tiny.pretrain_steps = 1
     for task in (OtherRows("smooth"), OtherWeights("smooth")):
         try:
-            loop.load(run, task, context)
+            load_on_all_ranks(run, task, context)
         except ConfigError as error:
             found[type(task).__name__] = str(error)
     return found

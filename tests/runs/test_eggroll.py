@@ -18,9 +18,9 @@ from common import checkpoint, precision
 from common.config import ConfigError
 from common.sampling.native import Sampler
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
-from eggroll.config import check_switches
 from eggroll.noise import Noise
-from eggroll.train import Weights, without_influence
+from eggroll.population import idle_share
+from eggroll.weights import Weights
 from launch import compose, train
 from tests.support import MOVING, ROOT, SMALL, events
 from tests.support.commands import Begin, Started, Warm
@@ -468,7 +468,9 @@ def test_drift_is_measured_from_the_first_weights(tmp_path, compute, offload):
     weights = Weights(model, noise, settings, compute, offload=offload, folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
     for step in range(2):
-        drift = weights.update(noise, step, torch.tensor([1.0, -1.0, 0.5, 0.0]), 0.5)
+        for name, gradient in noise.gradients(step, torch.tensor([1.0, -1.0, 0.5, 0.0])):
+            weights.descend(name, gradient, 0.5)
+        drift = weights.drift()
         moved = sum(
             (master - first[name]).square().sum().double()
             for name, master in weights.masters.items()
@@ -481,11 +483,14 @@ def test_drift_is_measured_from_the_first_weights(tmp_path, compute, offload):
 
 
 def test_offload_wants_masters_of_their_own():
+    def check(run):
+        run.algo.check_run(run)
+
     with pytest.raises(
         ConfigError, match=r"opt=offload has no effect with algo=eggroll in float32.*add opt=amp"
     ):
-        check_switches(compose(["opt=[offload]"]).opt)
-    check_switches(compose(["opt=[offload,amp]"]).opt)
+        check(compose(["opt=[offload]"]))
+    check(compose(["opt=[offload,amp]"]))
 
 
 def test_equal_rewards_change_nothing(tmp_path):
@@ -729,5 +734,5 @@ def test_another_preset_may_go_on(launch, tmp_path):
 
 def test_a_pair_with_equal_rewards_moves_nothing():
     shaped = torch.tensor([1.7, 1.7, -0.5, -0.5, 0.3, -0.4])
-    assert without_influence(shaped, mirrored=True) == pytest.approx(2 / 3)
-    assert without_influence(torch.tensor([0.0, 1.0]), mirrored=False) == 0.5
+    assert idle_share(shaped, mirrored=True) == pytest.approx(2 / 3)
+    assert idle_share(torch.tensor([0.0, 1.0]), mirrored=False) == 0.5

@@ -47,6 +47,7 @@ TOY = {
     "grpo_dapo": GRPO,
     "grpo_fp32": GRPO,
     **dict.fromkeys(("rft_balanced", "rft_conservative", "rft_fast", "rft_quality"), RFT),
+    **dict.fromkeys(("rft_a100_40g", "rft_a100_80g", "rft_rtx4090", "rft_v100"), RFT),
     "rft_smollm2_units": [s for s in RFT if not s.startswith("model")],
 }  # fmt: skip
 
@@ -76,7 +77,10 @@ def test_an_experiment_says_what_came_of_it(path):
 
 
 # Presets that differ from another one in numbers alone; the others run each time.
-LIKE_ANOTHER = {"rft_balanced", "rft_quality"}
+LIKE_ANOTHER = {
+    *("rft_balanced", "rft_quality"),
+    *("rft_a100_40g", "rft_a100_80g", "rft_rtx4090"),
+}
 
 
 @pytest.mark.parametrize(

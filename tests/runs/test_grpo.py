@@ -11,7 +11,6 @@ import time
 
 import pytest
 import torch
-from grpo.groups import Group, why_dead
 
 from common import checkpoint, hardware, loop
 from common.config import ConfigError, ScoringConfig
@@ -21,7 +20,8 @@ from common.sampling.native import Sampler
 from common.tasks import Example
 from common.tasks.scoring import Scorer
 from grpo.config import StopAtConfig
-from grpo.train import micro_batches
+from grpo.policy import count_batches, cut_batches
+from grpo.rollouts import why_dead
 from launch import compose, train
 from tests.support import ROOT, SMALL_GRPO, events
 from tests.support.commands import Begin, Launch
@@ -591,17 +591,15 @@ def _nothing():
 
 
 def test_micro_batches_cover_every_completion_once():
-    groups = [
-        Group(Example(i, "", ""), [1], [[1] * n for n in sizes], [], [], [], [], [], None, None)
-        for i, sizes in enumerate([(3, 9, 1), (2, 2, 2), (7, 7, 7), (1, 1, 8), (4, 4, 4)])
-    ]
+    lengths = torch.tensor([(3, 9, 1), (2, 2, 2), (7, 7, 7), (1, 1, 8), (4, 4, 4)])
     for rows in (1, 2, 3, 6, 7, 100):
-        for indices in (range(0, 5), range(1, 5, 2), range(5, 5)):
-            batches = micro_batches(groups, indices, rows)
+        for groups in (5, 2, 0):
+            batches = cut_batches(lengths[:groups], rows)
+            assert len(batches) == count_batches(groups, 3, rows)
             found = sorted(
                 (i, row) for batch in batches for i, part in batch for row in range(3)[part]
             )
-            assert found == [(i, row) for i in indices for row in range(3)]
+            assert found == [(i, row) for i in range(groups) for row in range(3)]
             assert all(
                 sum(len(range(3)[part]) for _, part in batch) <= max(rows, 1) for batch in batches
             )

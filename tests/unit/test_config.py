@@ -110,7 +110,6 @@ def test_the_rows_of_the_document():
     for name, sizes in cards.items():
         found = compose([f"experiment=rft_{name}"])
         assert tuple(getattr(found.algo, key) for key in keys) == sizes
-        assert found.hardware.name == name
     plain = {name: compose(["algo=rft", f"hardware={name}"]).algo for name in cards}
     assert all(algo == plain["v100"] for algo in plain.values())
 
