@@ -14,12 +14,12 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.transforms import Bbox
 
-from common import loop
 from common.config import ConfigError
 from common.report import __main__, dashboard, page, panels, plots
 from common.report.events import EVALUATIONS, markdown_table, numbers
 from common.report.page import write_report
 from common.signals import RunStopped
+from common.tasks.order import ExampleOrder
 from launch import compose, train
 from tests.support import CONF, SMALL, events
 from tests.support.letters import Letters
@@ -199,7 +199,7 @@ def test_a_killed_run_gets_its_report_by_command(finished, tmp_path, monkeypatch
 
 def test_a_run_that_was_stopped_has_a_report(in_cache, tmp_path):
     second = (
-        loop.Order(Letters().examples("train"), 0).take(2, 1)[0].id
+        ExampleOrder(Letters().examples("train"), 0).take(2, 1)[0].id
     )  # its first prompt, two a step
     with pytest.raises(RunStopped):
         train(compose(SMALL), tmp_path, Letters(fault="infinite", fault_id=second))

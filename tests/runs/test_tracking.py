@@ -11,12 +11,12 @@ import termios
 
 import pytest
 import yaml
-from common.loop import Order
 
 from common import checkpoint
 from common.config import ConfigError
 from common.report.events import numbers
 from common.signals import EXIT_NUMBERS
+from common.tasks.order import ExampleOrder
 from launch import compose, train
 from tests.support import CONF, ROOT, SMALL, events
 from tests.support.letters import Letters
@@ -317,7 +317,7 @@ def test_wandb_is_told_that_a_run_failed(launch, tmp_path):
     """And keeps what was logged until then."""
     env = OFFLINE | {"HOME": str(tmp_path)}
     bad = (
-        Order(Letters().examples("train"), 0).take(2, 1)[0].id
+        ExampleOrder(Letters().examples("train"), 0).take(2, 1)[0].id
     )  # of the second step, two prompts each
     fault = ["task=letters", "task.fault=infinite", f"task.fault_id={bad}"]
     run = [
