@@ -16,12 +16,8 @@ from ddp_bench.report import figures, tables
 from ddp_bench.report.diagnosis import Group, group_records
 from ddp_bench.report.records import PHASES, Record, read_records, select_tasks
 from launch import compose, train
+from tests.support import SIZES, SMALL_SCALING
 from tests.support.commands import Launch
-
-SIZES = [
-    *("hardware=cpu", "task.rows=298", "task.test_rows=60", "algo.batch_size=32"),
-    *("algo.model.size=32", "algo.model.feedforward=64", "algo.tokenizer.vocabulary=600"),
-]
 
 # Document 004: AG News, 120,000 rows, batches of 32, one GPU and four; then the larger model,
 # batches of 128.
@@ -417,16 +413,10 @@ def test_real_runs_are_read(warm, tmp_path):
 
 # --- the scaling run -------------------------------------------------------------------------------------------------
 
-TINY = [
-    "algo=scaling",
-    *SIZES,
-    *("algo.ranks=[1,2]", "algo.steps=4", "algo.warmup_steps=1", "algo.repeats=1"),
-]
-
 
 def test_a_scaling_run(launch: Launch, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    done = launch(*TINY, f"hydra.run.dir={out}")
+    done = launch(*SMALL_SCALING, f"hydra.run.dir={out}")
     saved = json.loads((out / "scaling.json").read_text())
     assert [(r["scaling"], r["ranks"], r["batch_rows"]) for r in saved["runs"]] == [
         ("one rank", 1, 32),
@@ -457,7 +447,7 @@ def test_a_scaling_run(launch: Launch, tmp_path, monkeypatch):
     text = report.write(tmp_path, tmp_path / "report")
     assert f"speed-up {strong['speedup']:.2f}x" in text
     with pytest.raises(ConfigError, match="already holds a run"):
-        train(compose(TINY), out)
+        train(compose(SMALL_SCALING), out)
 
 
 MISTAKES = {
@@ -495,17 +485,17 @@ def test_mistakes_that_a_run_finds(tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match=r"opt\.ddp\.ranks=2 has no effect with algo\.ranks=\[1, 2\]"
     ):
-        train(compose([*TINY, "opt=[ddp]", "opt.ddp.ranks=2"]), tmp_path)
+        train(compose([*SMALL_SCALING, "opt=[ddp]", "opt.ddp.ranks=2"]), tmp_path)
     with pytest.raises(
         ConfigError,
         match=r"algo\.batch_size=500 makes batches of 500 rows with 1 ranks, and there are 268",
     ):
-        train(compose([*TINY, "algo.batch_size=500"]), tmp_path)
+        train(compose([*SMALL_SCALING, "algo.batch_size=500"]), tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(hardware, "local_devices", lambda _: 1)
         with pytest.raises(ConfigError, match="this node has 1 CUDA devices"):
-            train(compose(TINY), tmp_path)
+            train(compose(SMALL_SCALING), tmp_path)
     for key in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(key, "0")
     with pytest.raises(ConfigError, match="Run it without torchrun"):
-        train(compose(TINY), tmp_path)
+        train(compose(SMALL_SCALING), tmp_path)

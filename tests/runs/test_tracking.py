@@ -398,13 +398,12 @@ def test_one_progress_line_on_a_terminal(in_cache, warm, tmp_path, columns):
     """
     mine, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    for name in ("stdout", "stderr"):
-        (tmp_path / name).symlink_to(os.ttyname(its))
     environment = {
         key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")
     }
     arguments = [*SMALL, "evaluate.every=2", f"hydra.run.dir={tmp_path}/run"]
-    process = warm.start(tmp_path, environment, tmp_path, arguments=arguments, module=None)
+    terminal = dict.fromkeys(("stdin", "stdout", "stderr"), os.ttyname(its))
+    process = warm.start(tmp_path, environment, tmp_path, arguments=arguments, **terminal)
     written = b""
     while process.poll() is None or select.select([mine], [], [], 0)[0]:
         if select.select([mine], [], [], 0.1)[0]:

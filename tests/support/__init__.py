@@ -94,15 +94,14 @@ LAST_WEIGHTS = [
     "algo.model.dropout=0",
 ]  # no draws
 
-SMALL_SCALING = [
-    *("algo=classify", "hardware=cpu", "task.rows=298", "task.test_rows=60", "algo.batch_size=32"),
+SIZES = [
+    *("hardware=cpu", "task.rows=298", "task.test_rows=60", "algo.batch_size=32"),
     *("algo.model.size=32", "algo.model.feedforward=64", "algo.tokenizer.vocabulary=600"),
-    *(
-        "algo.scaling=[1,2]",
-        "algo.scaling_steps=4",
-        "algo.scaling_warmup=1",
-        "algo.scaling_repeats=1",
-    ),
+]
+SMALL_SCALING = [
+    "algo=scaling",
+    *SIZES,
+    *("algo.ranks=[1,2]", "algo.steps=4", "algo.warmup_steps=1", "algo.repeats=1"),
 ]
 
 

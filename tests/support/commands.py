@@ -75,7 +75,8 @@ class Warm:
         **what: Any,
     ) -> Started:
         """what: arguments and module (None: launch.py), or call, the file of a pickled function;
-        merged: standard error into standard output.
+        merged: standard error into standard output; stdin, stdout, stderr: other files, or a
+        terminal.
         """
         if self.process is None:
             command = [sys.executable, str(ROOT / "tests/support/warm.py")]

@@ -68,12 +68,13 @@ def run(
     arguments: list[str] | None = None,
     module: str | None = None,
     call: str | None = None,
+    stdin: str = os.devnull,
 ) -> None:
     """In the fork: be a new process, then launch.py or a module; or call the function that is
     pickled in a file.
     """
     os.setsid()
-    for descriptor, path in ((0, os.devnull), (1, stdout), (2, stderr)):
+    for descriptor, path in ((0, stdin), (1, stdout), (2, stderr)):
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOCTTY)
         os.dup2(opened, descriptor)
         os.close(opened)

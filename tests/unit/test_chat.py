@@ -84,24 +84,27 @@ def test_one_prompt_is_what_generate_makes_of_it(folder, monkeypatch, capsys):
     assert shown == tokenizer.decode(expected, skip_special_tokens=True).strip() + "\n"
 
 
-def test_lines_of_a_pipe(folder):
-    call = [
-        sys.executable,
-        "-m",
-        "common.chat",
-        str(folder),
-        "--max-new-tokens",
-        "4",
-        "--temperature",
-        "0",
-    ]
-    done = subprocess.run(
-        call, input="ab\n\nab\n", capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    half = len(done.stdout) // 2
-    assert done.stdout
-    assert done.stdout[:half] == done.stdout[half:]  # the blank line is no prompt
+@pytest.fixture
+def asked(folder, warm, tmp_path):
+    """Run the command with bytes as its standard input; returns its exit code, errors and output."""
+
+    def run(given: bytes):
+        (tmp_path / "stdin").write_bytes(given)
+        arguments = [str(folder), "--max-new-tokens", "4", "--temperature", "0"]
+        files = {"module": "common.chat", "stdin": str(tmp_path / "stdin")}
+        process = warm.start(ROOT, dict(os.environ), tmp_path, arguments=arguments, **files)
+        out, err = process.communicate()
+        return process.returncode, err, out
+
+    return run
+
+
+def test_lines_of_a_file(asked):
+    code, err, out = asked(b"ab\n\nab\n")
+    assert (code, err) == (0, "")
+    half = len(out) // 2
+    assert out
+    assert out[:half] == out[half:]  # the blank line is no prompt
 
 
 def test_the_help_says_what_becomes_of_blank_lines():
@@ -110,7 +113,17 @@ def test_the_help_says_what_becomes_of_blank_lines():
     )
 
 
-def test_bytes_that_are_no_text_and_a_reader_that_leaves(folder):
+def test_bytes_that_are_no_text(asked):
+    code, err, _ = asked(b"ab\n\xff\n")
+    assert code == 2
+    assert (
+        err
+        == "error: line 2 of standard input is not UTF-8: byte 0xff. Convert it, for example with"
+        " iconv -f LATIN1 -t UTF-8.\n"
+    )
+
+
+def test_a_pipe_whose_reader_leaves(folder):
     call = [
         sys.executable,
         "-m",
@@ -121,13 +134,6 @@ def test_bytes_that_are_no_text_and_a_reader_that_leaves(folder):
         "--temperature",
         "0",
     ]
-    done = subprocess.run(call, input=b"ab\n\xff\n", capture_output=True, cwd=ROOT, timeout=120)
-    assert done.returncode == 2
-    assert (
-        done.stderr.decode()
-        == "error: line 2 of standard input is not UTF-8: byte 0xff. Convert it, for example with"
-        " iconv -f LATIN1 -t UTF-8.\n"
-    )
     process = subprocess.Popen(
         call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
     )
@@ -152,11 +158,13 @@ def test_the_template_of_a_run_is_filled_in(run_folder):
     assert chat.template_of(str(run_folder)) is None
 
 
-def test_a_terminal_has_a_prompt_and_ends_with_ctrl_d(folder):
+def test_a_terminal_has_a_prompt_and_ends_with_ctrl_d(folder, warm, tmp_path):
     ours, theirs = pty.openpty()
-    call = [sys.executable, "-m", "common.chat", str(folder), "--max-new-tokens", "2"]
-    process = subprocess.Popen(call, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT)
-    os.close(theirs)
+    terminal = dict.fromkeys(("stdin", "stdout", "stderr"), os.ttyname(theirs))
+    arguments = [str(folder), "--max-new-tokens", "2"]
+    process = warm.start(
+        ROOT, dict(os.environ), tmp_path, arguments=arguments, module="common.chat", **terminal
+    )
     seen = b""
     while b"> " not in seen:
         seen += os.read(ours, 1000)
@@ -164,7 +172,10 @@ def test_a_terminal_has_a_prompt_and_ends_with_ctrl_d(folder):
     while seen.count(b"> ") < 2:
         seen += os.read(ours, 1000)
     os.write(ours, b"\x04")
-    assert process.wait(60) == 0
+    process.communicate(60)
+    assert process.returncode == 0
+    os.close(ours)
+    os.close(theirs)
     assert b"prompts go in as plain text, each alone. Ctrl-D ends." in seen
 
 

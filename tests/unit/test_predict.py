@@ -19,9 +19,9 @@ from ddp_bench.report.diagnosis import group_records
 from ddp_bench.report.records import Record, read_table
 from ddp_bench.simulate import Simulator, find_peak
 from launch import compose, train
-from tests.runs.test_scaling import TINY as SCALING_TINY
+from tests.support import SMALL_SCALING
 
-TINY = ["algo=predict", *(s for s in SCALING_TINY[1:] if not s.startswith("algo.ranks="))]
+TINY = ["algo=predict", *(s for s in SMALL_SCALING[1:] if not s.startswith("algo.ranks="))]
 MB = 2**20
 
 
