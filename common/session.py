@@ -12,7 +12,7 @@ An algorithm tells a step numbers (`log`), cost (`used`), trouble (`non_finite`,
 1. it counts the step, its seconds and what it used, and looks at the budget;
 2. evaluates on held-out examples, if that is due and the run neither ends here nor is in trouble;
 3. writes the step's event, on rank 0;
-4. stops the run if a guard tripped or numbers were not finite (exit code 3);
+4. stops the run if a guard tripped or the loss was not finite (exit code 3);
 5. writes a checkpoint if one is due, a signal has come, or this was the last step;
 6. stops the run after a signal, unless all is done (exit code 75).
 

@@ -66,12 +66,20 @@ class Step:
         """Add numbers to the event of this step."""
         self.numbers |= numbers
 
-    def non_finite(self, what: str, rows: Sequence[dict[str, Any]], advice: str = "") -> None:
-        """Keep the rows behind numbers that are not finite; the policy says whether the run stops.
+    def judge(self, what: str, rows: Sequence[dict[str, Any]], advice: str = "") -> str | None:
+        """Keep the rows behind numbers that are not finite. Returns why the run must stop; None = the
+        step is left out.
 
         Args: what: the same on all ranks; rows: of this rank, with the `id` of their example.
         """
-        self.stop_if(self.session.policy.handle(self.index + 1, what, rows, advice))
+        return self.session.policy.handle(self.index + 1, what, rows, advice)
+
+    def non_finite(self, what: str, rows: Sequence[dict[str, Any]]) -> None:
+        """Leave the step out because of what was sampled, or stop the run at once, as the policy says.
+
+        Raises: RunStopped.
+        """
+        self._stop(self.judge(what, rows))
 
     def stop_if(self, reason: str | None) -> None:
         """Stop the run after this step, which is logged first, where there is a reason."""
@@ -111,11 +119,15 @@ class Step:
             session._keep_completions(f"step-{done:08d}", done, found.completions)
             self.log(metric=found.value, metric_name=found.name, metrics=found.metrics)
         self._write_event(seconds)
-        if self.trouble:
-            last = describe_latest(session.context.out_dir / "checkpoints")
-            raise RunStopped(f"step {done}: {self.trouble} {last}", EXIT_NUMBERS)
+        self._stop(self.trouble)
         session.timer = Timer()
         session.trace()
+
+    def _stop(self, reason: str | None) -> None:
+        """Stop the run where there is a reason."""
+        if reason:
+            last = describe_latest(self.session.context.out_dir / "checkpoints")
+            raise RunStopped(f"step {self.index + 1}: {reason} {last}", EXIT_NUMBERS)
 
     def _write_event(self, seconds: float) -> None:
         session, state = self.session, self.session.state

@@ -52,7 +52,7 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
             step.log(epoch=(step.index + 1) / len(batches), rows=len(rows), **numbers)
             if (what := guards.not_finite(numbers)) is not None:
                 mine = rows[context.rank :: context.world_size]
-                step.non_finite(what, subject.offending(mine), guards.ADVICE)
+                step.stop_if(step.judge(what, subject.offending(mine), guards.ADVICE))
             step.stop_if(guards.trouble(numbers))
             step.add_phases(clock.read())
             if position < len(batches) - 1 or step.trouble:

@@ -91,7 +91,8 @@ class Policy:
     def check(self, numbers: dict[str, float], rollouts: Rollouts, update: Step) -> None:
         """Tell the update of numbers that are not finite, and of a guard that tripped."""
         if (what := self.guards.not_finite(numbers)) is not None:
-            update.non_finite(what, self._offending(rollouts), self.guards.ADVICE)
+            rows = self._offending(rollouts)
+            update.stop_if(update.judge(what, rows, self.guards.ADVICE))
         else:
             update.stop_if(self.guards.trouble(numbers) or self.cfg.stop_at.crossed(numbers))
 

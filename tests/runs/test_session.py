@@ -1,0 +1,228 @@
+"""The frame around every run, proved once on a toy algorithm of twenty lines; and that an algorithm, an
+engine, a task and a loss are added as docs/architecture.md says.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import launch
+from common.config import ConfigError
+from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
+from tests.support import ROOT, TINY, events
+from tests.support.letters import Letters
+
+EXTENSION = ROOT / "tests" / "support" / "extension"
+TOY = ["algo=toy", *TINY, "evaluate.examples=4"]
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """Compose a run of the toy, whose folder is on the path as a user's is."""
+    monkeypatch.syspath_prepend(str(EXTENSION))
+    from toy.config import ToyConfig
+
+    monkeypatch.setitem(launch.ALGORITHMS, "toy", ToyConfig)
+    return lambda *overrides: launch.compose([*TOY, *overrides], str(EXTENSION / "conf"))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def rewards(folder: Path) -> list[float]:
+    return [event["reward"] for event in events(folder)]
+
+
+def command(folder: Path, *overrides: str) -> list[str]:
+    arguments = [*TOY, *overrides, f"hydra.run.dir={folder}"]
+    script = str(EXTENSION / "toy_launch.py")
+    return [sys.executable, script, "--config-dir", str(EXTENSION / "conf"), *arguments]
+
+
+def begin(folder: Path, *overrides: str) -> subprocess.Popen:
+    """Start the toy's command, and wait until it has logged two steps."""
+    process = subprocess.Popen(command(folder, *overrides), stderr=subprocess.PIPE, text=True)
+    log = folder / "metrics.jsonl"
+    while process.poll() is None and not (log.exists() and log.read_bytes().count(b"\n") >= 2):
+        time.sleep(0.01)
+    return process
+
+
+def test_a_new_algorithm_trains(toy, in_cache, tmp_path):
+    result = launch.train(toy("evaluate.every=2", "checkpoint.every=3"), tmp_path, Letters())
+    assert (result.algo, result.steps, result.ended_by) == ("toy", 6, None)
+    found = events(tmp_path)
+    assert [event["step"] for event in found] == [1, 2, 3, 4, 5, 6]
+    assert [event["step"] for event in found if "metric" in event] == [2, 4]
+    assert found[-1]["reward_evaluations"] == 12
+    assert found[-1]["generated_tokens"] == result.generated_tokens > 0
+    assert set(found[0]["phase_seconds"]) == {"rollout"}
+    measured = [json.loads(row)["step"] for row in (tmp_path / "evaluations.jsonl").open()]
+    assert measured == [0, 2, 4, 6]
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step-00000003", "step-00000006"]
+    assert "toy" in (tmp_path / "report.md").read_text()
+
+
+def test_killed_and_resumed_it_ends_as_if_it_had_not_been(toy, in_cache, tmp_path):
+    many = "algo.steps=40"
+    launch.train(toy(many, "checkpoint.every=1"), tmp_path / "whole")
+    process = begin(tmp_path / "killed", many, "checkpoint.every=1")
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    again = command(tmp_path / "killed", many, "checkpoint.every=1", "resume=auto")
+    subprocess.run(again, check=True, capture_output=True)
+    assert rewards(tmp_path / "killed") == rewards(tmp_path / "whole")
+    whole = weights(tmp_path / "whole")
+    assert all(torch.equal(t, whole[n]) for n, t in weights(tmp_path / "killed").items())
+
+
+def test_a_signal_stops_it_after_saving(in_cache, tmp_path):
+    process = begin(tmp_path / "run", "algo.steps=2000", "checkpoint.every=0")
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate()
+    assert process.returncode == EXIT_SIGNAL
+    assert f"Go on with hydra.run.dir={tmp_path / 'run'} resume=auto." in said
+    done = len(events(tmp_path / "run"))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == [
+        f"step-{done:08d}"
+    ]
+
+
+class Signals(Letters):
+    """Sends a signal while the reward of the last step is computed."""
+
+    def reward(self, example, completion):
+        self.scored = getattr(self, "scored", 0) + 1
+        if self.scored == 12:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().reward(example, completion)
+
+
+@pytest.mark.parametrize("algo", ["toy", "eggroll", "grpo"])
+def test_a_signal_in_the_last_step_ends_a_run_that_is_done(algo, toy, in_cache, tmp_path):
+    sizes = {
+        "toy": [],
+        "eggroll": ["algo.members=2", "algo.prompts_per_step=6", "algo.steps=1"],
+        "grpo": [
+            *("algo.prompts_per_step=3", "algo.samples_per_prompt=4", "algo.steps=1"),
+            *("algo.resample_rounds=0", "algo.sampling.max_new_tokens=8"),
+        ],
+    }
+    run = toy() if algo == "toy" else launch.compose([f"algo={algo}", *TOY[1:], *sizes[algo]])
+    result = launch.train(run, tmp_path, Signals())
+    assert result.steps == run.algo.steps
+    assert (tmp_path / "result.json").exists()
+
+
+def test_a_budget_ends_it(toy, in_cache, tmp_path):
+    result = launch.train(toy("budget.tokens=20"), tmp_path, Letters())
+    assert result.ended_by == "budget.tokens=20"
+    used = [event["generated_tokens"] for event in events(tmp_path)]
+    assert used[-1] >= 20
+    assert all(tokens < 20 for tokens in used[:-1])
+
+
+class Broken(Letters):
+    """Earns NaN for one example."""
+
+    def reward(self, example, completion):
+        bad = example.id == next(iter(self.examples("train"))).id
+        return float("nan") if bad else super().reward(example, completion)
+
+
+def test_numbers_that_are_not_finite_stop_it(toy, in_cache, tmp_path):
+    with pytest.raises(RunStopped, match=r"step \d+: NaN in a reward on example") as stopped:
+        launch.train(toy("algo.steps=40"), tmp_path, Broken())
+    assert stopped.value.code == EXIT_NUMBERS
+    assert all(event["reward"] is not None for event in events(tmp_path))
+    assert (tmp_path / "report.md").exists()
+
+
+def test_or_leave_the_step_out(toy, in_cache, tmp_path):
+    skip = ["not_finite.policy=skip", "not_finite.max_skips=9"]
+    result = launch.train(toy("algo.steps=40", *skip), tmp_path, Broken())
+    assert result.steps == 40
+    assert result.skipped_steps == events(tmp_path)[-1]["skipped_steps"] > 0
+
+
+class Long(Letters):
+    """Has one prompt that does not fit."""
+
+    def prompt(self, example):
+        first = next(iter(self.examples("train"))).id
+        return "x" * 300 if example.id == first else super().prompt(example)
+
+
+@pytest.mark.parametrize("algo", ["toy", "eggroll", "grpo", "rft"])
+def test_prompts_that_do_not_fit_are_an_error_or_left_out(algo, toy, in_cache, tmp_path):
+    sizes = {
+        "eggroll": ["algo.members=2", "algo.steps=1"],
+        "grpo": ["algo.steps=1", "algo.prompts_per_step=1"],
+        "rft": [
+            *("algo.iterations=1", "algo.prompts=4", "algo.validation_prompts=2"),
+            *("algo.epochs=1", "algo.select.accept=1e-9", "algo.pass_samples=0"),
+        ],
+    }
+
+    def compose(*overrides):
+        if algo == "toy":
+            return toy(*overrides)
+        return launch.compose([f"algo={algo}", *TOY[1:], *sizes[algo], *overrides])
+
+    with pytest.raises(ConfigError, match=r"^1 of \d+ prompts do not fit .*prompts.too_long=skip"):
+        launch.train(compose(), tmp_path / "error", Long())
+    result = launch.train(compose("prompts.too_long=skip"), tmp_path / "skip", Long())
+    assert result is not None
+    log = (tmp_path / "skip" / "run.log").read_text()
+    assert "do not fit the model's context" in log
+    assert "1 too long and left out" in log
+
+
+def test_a_new_engine_is_a_file_and_its_yaml(toy, in_cache, tmp_path):
+    result = launch.train(toy("engine=echo"), tmp_path, Letters())
+    assert result.generated_tokens == 12  # one token per completion
+    rows = [json.loads(row) for row in (tmp_path / "completions" / "after.jsonl").open()]
+    assert {row["completion"] for row in rows} == {"e"}
+    assert "its samples cannot be drawn again" in (tmp_path / "run.log").read_text()
+    assert "echo.open_echo" in (tmp_path / "run.yaml").read_text()
+    with pytest.raises(ConfigError, match=r"engine.tokn is not a setting. Did you mean 'token'"):
+        launch.train(toy("engine=echo", "+engine.tokn=1"), tmp_path / "typo", Letters())
+
+
+def test_a_new_loss_is_a_function(in_cache, tmp_path, monkeypatch):
+    """REINFORCE instead of the clipped ratio: what `policy_loss` gets is all that a loss needs."""
+    from grpo import train as module
+
+    def reinforce(logp, old, advantage, mask, counts, settings, ref=None, entropy=None):
+        loss = -(advantage[:, None] * logp * mask).sum() / counts.tokens
+        zero = logp.new_zeros(())
+        return loss, {"clipped": zero, "ratio_kl": zero, "entropy": zero, "kl": zero}
+
+    sizes = ["algo.steps=2", "algo.prompts_per_step=2", "algo.sampling.max_new_tokens=8"]
+    run = launch.compose(["algo=grpo", *TOY[1:], *sizes, "algo.samples_per_prompt=4"])
+    launch.train(run, tmp_path / "clipped", Letters())
+    monkeypatch.setattr(module, "policy_loss", reinforce)
+    launch.train(run, tmp_path / "reinforce", Letters())
+    one, other = events(tmp_path / "clipped"), events(tmp_path / "reinforce")
+    assert one[0]["reward"] == other[0]["reward"]
+    assert one[0]["loss"] != other[0]["loss"]
+
+
+def test_a_preset_never_changes_a_result():
+    """Hardware files hold facts: the algorithm's settings are the same whatever the device."""
+    names = sorted(path.stem for path in (ROOT / "conf" / "hardware").glob("*.yaml"))
+    for algo in launch.ALGORITHMS:
+        runs = [launch.compose([f"algo={algo}", f"hardware={name}"]) for name in names]
+        assert all(dataclasses.asdict(run.algo) == dataclasses.asdict(runs[0].algo) for run in runs)

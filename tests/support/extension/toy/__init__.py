@@ -1,0 +1,1 @@
+"""A toy algorithm, as docs/architecture.md adds one: hill climbing on the weights."""

@@ -1,0 +1,62 @@
+"""Hill climbing: add noise to the weights, keep it if the reward is the best so far."""
+
+import math
+
+import torch
+
+from common.distributed import fsdp
+from common.lm import LM
+from common.sampling.engine import Requests
+from common.session import Session
+
+
+def train(run, context, task=None):
+    """Climb, and return the result."""
+    cfg, lm = run.algo, LM(run, context, task, population=True)
+    lm.read_examples()
+    climber = Climber(lm.model)
+    with Session(run, context, lm, steps=cfg.steps) as session:
+        session.state["best"] = -1.0
+        session.start(climber, {"algorithm": "toy", **lm.describe()})
+        for step in session.steps():
+            examples = lm.order.take(step.index * cfg.prompts_per_step, cfg.prompts_per_step)
+            climber.move(step.index, cfg.sigma)
+            with step.phase("rollout"):
+                made = lm.generate(Requests(prompts=lm.encode(examples), draw=step.index))
+            rewards = lm.scorer.submit(examples, made.texts(lm.tokenizer)).result().rewards
+            step.used(tokens=made.generated, samples=len(rewards))
+            reward = sum(rewards) / len(rewards)
+            step.log(reward=reward)
+            if not math.isfinite(reward):
+                step.non_finite("NaN in a reward", [{"id": example.id} for example in examples])
+            if reward > step.state["best"]:
+                step.state["best"] = reward
+            else:
+                climber.move(step.index, -cfg.sigma)
+        return session.finish()
+
+
+class Climber:
+    """The weights, and what a checkpoint holds of them."""
+
+    def __init__(self, model):
+        self.model = model
+
+    @torch.no_grad()
+    def move(self, seed, sigma):
+        """Add noise that is a function of the seed."""
+        draw = torch.Generator().manual_seed(seed)
+        for parameter in self.model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=sigma)
+
+    def tensors(self):
+        """Return the weights."""
+        return dict(self.model.named_parameters())
+
+    def extra(self):
+        """Return nothing more."""
+        return {}
+
+    def load(self, saved):
+        """Take over a checkpoint."""
+        fsdp.restore(saved, self.tensors(), self.extra)
