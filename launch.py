@@ -4,7 +4,7 @@
     python launch.py -m algo=eggroll seed=1,2,3
     torchrun --nproc_per_node=2 launch.py algo=eggroll
 
-From Python: `run = compose(["algo=eggroll", "seed=1"])`, then `result = train(run, "outputs/mine")`.
+From Python: `run = compose(["algo=eggroll", "seed=1"])`, then `train(run, "outputs/mine")`.
 Imports no torch: that happens in the worker, so `--help` and `--cfg job` answer at once.
 """
 
@@ -35,8 +35,8 @@ def load(path: str) -> Any:
 
 
 # The algorithms, a closed set: the dataclass of each one's settings, in a module without torch. The
-# train.py beside it has train(run, context, task) -> Result, unless the class names another function
-# in STARTS_RANKS. What else it may declare: common/config/command.py.
+# train.py beside it has train(run, context, task) -> Result, unless the class names another
+# function in STARTS_RANKS. What else it may declare: common/config/command.py.
 ALGORITHMS: dict[str, type] = {
     "eggroll": load("eggroll.config:EggrollConfig"),
     "grpo": load("grpo.config:GrpoConfig"),

@@ -117,7 +117,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The connections between devices, and the time that their hosts take to launch an operation."""
+    """The connections between devices, and the time that a host takes for an operation."""
 
     shards: int = _option(8, "devices that opt=fsdp shares weights out over")
     node: int = _option(8, "devices of a node; beyond it the network carries")
@@ -243,7 +243,7 @@ def find_device(name: str, cluster: Cluster) -> Device:
     )
 
 
-# --- time ------------------------------------------------------------------------------------------------------------
+# --- time
 
 
 @dataclass(frozen=True)
@@ -271,8 +271,8 @@ class Step:
 
 
 def estimate_step(algorithm: str, model: Model, work: Work, here: Device, devices: int) -> Step:
-    """Return the time of a step, and what is sent. Weights are replicated, the largest communication
-    there is.
+    """Return the time of a step, and what is sent. Weights are replicated, the largest
+    communication there is.
     """
     rows = work.rows * (devices if work.scaling == "weak" else 1)
     own = max(1, math.ceil(rows / devices))  # of the rank with the most
@@ -374,7 +374,7 @@ def find_limit(steps: list[Step]) -> tuple[int, str]:
     return steps[-1].devices, ""
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory
 
 
 def fixed_bytes(algorithm: str, parameters: int, shards: int, block: float) -> float:
@@ -405,8 +405,8 @@ def total_bytes(algorithm: str, model: Model, work: Work, shards: int, rows: int
 def find_largest(
     algorithm: str, models: list[Model], work: Work, here: Device, shards: int
 ) -> float:
-    """Return the parameters of the largest model that a device holds with one row (of eggroll two: a
-    pair) per forward.
+    """Return the parameters of the largest model that a device holds with one row (of eggroll two:
+    a pair) per forward.
 
     models: by size; between them what a row takes is interpolated on a logarithmic scale.
     """
@@ -422,7 +422,7 @@ def find_largest(
     return math.exp(sizes[-1] + room - needs[-1])  # beyond the largest of them: in proportion
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
+# --- the command
 
 
 def estimate(
@@ -496,8 +496,8 @@ def format_bytes(number: float) -> str:
 
 
 def draw(found: dict[str, Any], work: Work, folder: Path) -> None:
-    """Draw exchange_NAME.png: bytes that a rank gives to all-reduces; and speedup_NAME.png: rows per
-    second against one device.
+    """Draw exchange_NAME.png: bytes that a rank gives to all-reduces; and speedup_NAME.png: rows
+    per second against one device.
     """
     by_name: Mapping[str, Any] = found["algorithms"]
     with plots.saved(folder / f"exchange_{found['hardware']}.png") as axis:

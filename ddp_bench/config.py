@@ -174,8 +174,8 @@ class ClassifyConfig:
         """Raise ConfigError for a switch that has no effect with these settings."""
         if run.opt.offload.enabled:
             raise ConfigError(
-                f"opt=offload has no effect with algo={run.algo.name}: there is no reference model. Leave it"
-                " out."
+                f"opt=offload has no effect with algo={run.algo.name}: there is no reference model."
+                " Leave it out."
             )
 
 
@@ -226,8 +226,8 @@ class PredictConfig(ScalingConfig):
     times: dict[int, float]
 
     def check_ranks(self) -> None:
-        """Raise ConfigError unless the numbers of ranks begin above 1 and grow, and the times are of
-        these ranks.
+        """Raise ConfigError unless the numbers of ranks begin above 1 and grow, and the times are
+        of these ranks.
         """
         if not self.ranks or self.ranks[0] < 2 or sorted(set(self.ranks)) != self.ranks:
             raise ConfigError(
@@ -251,7 +251,7 @@ class PredictConfig(ScalingConfig):
 
 
 def check_switches(run: Run, settings: ClassifyConfig, ranks: int) -> None:
-    """Raise ConfigError for settings that have no effect with these, or with this number of ranks."""
+    """Raise ConfigError for settings without effect beside these, or with this number of ranks."""
     if settings.ddp.hook != "none" and run.opt.fsdp.enabled:
         raise ConfigError(
             f"algo.ddp.hook={settings.ddp.hook} is of DistributedDataParallel, which opt=fsdp"

@@ -59,8 +59,8 @@ class Ragged:
         return np.diff(self.offsets)
 
     def padded(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the rows with zeros behind them, [B, longest, ...], and their lengths, int64 [B]. One
-        allocation for all.
+        """Return the rows with zeros behind them, [B, longest, ...], and their lengths, int64 [B].
+        One allocation for all.
         """
         starts, ends = self.offsets[rows], self.offsets[np.asarray(rows) + 1]
         lengths = ends - starts
@@ -72,8 +72,8 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows as the model takes them. fields: by argument name; a ragged one brings `NAME_lengths` along.
-    labels: int64 [rows].
+    """Rows as the model takes them. fields: by argument name; a ragged one brings `NAME_lengths`
+    along. labels: int64 [rows].
 
     It is what a DataLoader calls a dataset: a list of row numbers gives a batch.
     """
@@ -107,7 +107,9 @@ class Rows:
         return inputs, torch.from_numpy(self.labels[rows]) if rows else torch.tensor([IGNORED])
 
     def digest(self) -> str:
-        """Return a hash of all rows, to tell whether a run goes on with the data that it began with."""
+        """Return a hash of all rows, to tell whether a run goes on with the data that it began
+        with.
+        """
         found = hashlib.sha256(np.ascontiguousarray(self.labels).data)
         for field in self.fields.values():
             for array in (field.values, field.offsets) if isinstance(field, Ragged) else (field,):
@@ -149,8 +151,8 @@ def prepare(
 
 
 def trajectories(rows: Sequence[Labelled], max_tokens: int) -> Rows:
-    """Return trajectories in arrays. Raises: ConfigError where one is longer than `max_tokens`, context
-    and goal with it.
+    """Return trajectories in arrays. Raises: ConfigError where one is longer than `max_tokens`,
+    context and goal with it.
     """
     found = Rows(
         {
@@ -233,8 +235,8 @@ def train_tokenizer(config: TokenizerConfig, texts: Sequence[str]) -> Tokenizer:
 
 
 def held_out(rows: Rows, share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Return row numbers to train on and to validate with, drawn by `seed`. Raises: ConfigError where none
-    would be left.
+    """Return row numbers to train on and to validate with, drawn by `seed`. Raises: ConfigError
+    where none would be left.
     """
     order = list(range(len(rows)))
     random.Random(f"validation {seed}").shuffle(order)

@@ -1,7 +1,7 @@
 """The cost of sending gradients, and what a device that is not there is taken to reach.
 
-An all-reduce of S bytes among n ranks takes 2 (n-1) alpha + 2 (n-1)/n S/beta seconds. alpha and beta
-are measured with messages of eight sizes, or are facts of conf/hardware.
+An all-reduce of S bytes among n ranks takes 2 (n-1) alpha + 2 (n-1)/n S/beta seconds. alpha and
+beta are measured with messages of eight sizes, or are facts of conf/hardware.
 """
 
 import statistics

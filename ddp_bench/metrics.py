@@ -19,8 +19,8 @@ def accuracy(table: Tensor) -> float:
 
 
 def macro_f1(table: Tensor) -> float:
-    """Return the mean F1 of the classes, in percent. A class that has no rows and was never predicted does not
-    count.
+    """Return the mean F1 of the classes, in percent. A class that has no rows and was never
+    predicted does not count.
     """
     right, there = table.diagonal().double(), (table.sum(0) + table.sum(1)).double()
     return 100 * (2 * right / there)[there > 0].mean().item()

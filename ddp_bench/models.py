@@ -142,8 +142,8 @@ class TrajectoryClassifier(nn.Module):
         states_lengths: Tensor,
         goal: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return the tokens [B, C + T + 1, size] and where there are any, bool [B, C + T + 1]. No loop
-        over rows or steps.
+        """Return the tokens [B, C + T + 1, size] and where there are any, bool [B, C + T + 1]. No
+        loop over rows or steps.
         """
         device, before, after = goal.device, context.shape[1], states.shape[1]
         tokens = self.features(torch.cat([context, states, goal[:, None]], 1))
@@ -163,8 +163,8 @@ class TrajectoryClassifier(nn.Module):
 
 
 def initialise(model: nn.Module) -> None:
-    """Draw weights: normal with deviation 0.02, zero biases: small enough for the sum of token and position
-    embeddings.
+    """Draw weights: normal with deviation 0.02, zero biases: small enough for the sum of token and
+    position embeddings.
     """
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -186,7 +186,7 @@ def build(
         return TrajectoryClassifier(config, classes, states.values.shape[1])
 
 
-# --- export and load -------------------------------------------------------------------------------------------------
+# --- export and load
 
 
 def export(
@@ -253,8 +253,8 @@ class Classifier:
 
 
 def load(folder: str | Path, device: str = "cpu") -> Classifier:
-    """Return the classifier that a run left in RUN/model, in eval mode. Raises: ConfigError where there is
-    none.
+    """Return the classifier that a run left in RUN/model, in eval mode. Raises: ConfigError where
+    there is none.
     """
     folder = Path(folder)
     try:
@@ -285,8 +285,8 @@ def probabilities_of(
     batch_rows: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return class probabilities of the rows `chosen`, in their order, float64 [len(chosen), classes], on
-    the CPU.
+    """Return class probabilities of the rows `chosen`, in their order, float64 [len(chosen),
+    classes], on the CPU.
 
     Rows of like length go together. Args: batch_rows: of a forward; dtype: of autocast.
     """

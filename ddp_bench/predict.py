@@ -208,12 +208,12 @@ def order_gradients(stepper: Stepper, seen: list[tuple[int, Any]]) -> list[tuple
     return [(size * count, min(1.0, found[str(i)] / last)) for i, (count, _) in enumerate(seen)]
 
 
-# --- measured --------------------------------------------------------------------------------------------------------
+# --- measured
 
 
 def measure(run: Run, out_dir: Path, task: ClassTask | None) -> tuple[dict[str, Any], Link]:
-    """Return the facts and the shares, from as many processes at once as there are ranks, devices or
-    cores, and the link.
+    """Return the facts and the shares, from as many processes at once as there are ranks, devices
+    or cores, and the link.
     """
     cfg: PredictConfig = run.algo
     devices, cores = hardware.local_devices(run.hardware), os.cpu_count() or 1
@@ -291,8 +291,8 @@ def time_making(bench: Bench, feed: Feed) -> float:
 
 
 def sum_share(repeats: list[dict[str, Any]], overlap: bool, cores: float | None) -> Share:
-    """Return the share of a rank from the repeats of `measure_neighbours`. cores: of each rank, where
-    more ranks share them than did.
+    """Return the share of a rank from the repeats of `measure_neighbours`. cores: of each rank,
+    where more ranks share them than did.
     """
     first = repeats[0]
     spans = [span for repeat in repeats for every in repeat["spans"] for span in every]
@@ -319,7 +319,7 @@ def sum_share(repeats: list[dict[str, Any]], overlap: bool, cores: float | None)
     )
 
 
-# --- simulated -------------------------------------------------------------------------------------------------------
+# --- simulated
 
 
 def simulate(run: Run, context: Context, task: ClassTask | None = None) -> dict[str, Any]:
@@ -372,7 +372,7 @@ def simulate_share(bench: Bench, stepper: Stepper, feed: Feed, device: Simulator
     return Share(phases, total, total, 0.0, passes, ready, overlap=True)
 
 
-# --- what comes of it ------------------------------------------------------------------------------------------------
+# --- what comes of it
 
 
 def assemble_runs(

@@ -114,7 +114,7 @@ def threads_per_rank(run: Run) -> int:
 
 @contextmanager
 def keeping_threads() -> Iterator[None]:
-    """Let one rank, which is measured in this process, change the number of threads for the block."""
+    """Restore the number of threads, which one rank, measured in this process, changes."""
     before = torch.get_num_threads()
     try:
         yield
@@ -122,7 +122,7 @@ def keeping_threads() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# --- in each rank ----------------------------------------------------------------------------------------------------
+# --- in each rank
 
 
 class Bench:
@@ -263,7 +263,7 @@ def measure_exposed(stepper: Stepper, feed: Feed) -> float:
     return max(0.0, statistics.median(found))
 
 
-# --- what comes of it ------------------------------------------------------------------------------------------------
+# --- what comes of it
 
 
 def summarise(

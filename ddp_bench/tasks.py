@@ -51,18 +51,20 @@ class ClassTask(Protocol):
     classes: list[str]  # names, by label
 
     def rows(self, split: str) -> Sequence[Labelled]:
-        """Return the rows of "train" or "test" (never trained on): all texts or all trajectories, in the
-        same order always.
+        """Return the rows of "train" or "test" (never trained on): all texts or all trajectories,
+        in the same order always.
         """
         ...
 
 
 def made(node: dict[str, Any]) -> ClassTask:
-    """Return the class task that a configuration names. Raises: ConfigError as `common.tasks.instance`."""
+    """Return the class task that a configuration names. Raises: ConfigError as
+    `common.tasks.instance`.
+    """
     return instantiate("task", node, ("rows",), "ddp_bench/tasks.py")
 
 
-# --- generated -------------------------------------------------------------------------------------------------------
+# --- generated
 
 # Words of a topic; one that stands in two of them decides nothing by itself.
 TOPICS = {
@@ -198,7 +200,7 @@ class Trajectories:
         return self._splits[split]
 
 
-# --- from files ------------------------------------------------------------------------------------------------------
+# --- from files
 
 
 class TextFiles:
@@ -319,8 +321,8 @@ class TextFiles:
         return str(value).strip()
 
     def _number_labels(self, rows: list[tuple[str, str, str]], split: str) -> list[Labelled]:
-        """Return the rows whose label is known. Numbers count from first_label where the classes have
-        names of their own.
+        """Return the rows whose label is known. Numbers count from first_label where the classes
+        have names of their own.
         """
         known = {name: i for i, name in enumerate(self.classes)}
         for i in range(len(self.classes)):
@@ -354,8 +356,8 @@ class TextFiles:
 
 
 def _find_file(path: str, split: str) -> str | None:
-    """Return the file of a split in a folder; None where `path` is no folder but may be an id. Raises:
-    ConfigError.
+    """Return the file of a split in a folder; None where `path` is no folder but may be an id.
+    Raises: ConfigError.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():

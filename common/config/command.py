@@ -5,7 +5,7 @@ A settings class of an algorithm may declare, each as a ClassVar:
 
     NO_EFFECT = {"model": "the sizes are algo.model.*"}  # settings that mean nothing to it, and why
     NO_EFFECT_WITH_TASK = {"my_tasks.Mine": {"algo.tokenizer": "task=mine, which has no texts"}}
-    TASKS = ("class", "my_package.tasks.")               # the kind of its tasks, and the package of this project's
+    TASKS = ("class", "my_package.tasks.")  # the kind of its tasks, and this project's package
 """
 
 import os
@@ -23,7 +23,7 @@ from common.config.schema import Run
 REWARD_TASKS = ("reward", "common.tasks.")  # the TASKS of an algorithm that declares none
 
 
-# --- arguments ---------------------------------------------------------------------------------------------------
+# --- arguments
 
 
 def check_secrets(arguments: Sequence[str]) -> None:
@@ -70,7 +70,7 @@ def find_config_dir(arguments: Sequence[str]) -> str | None:
     return None
 
 
-# --- settings without effect -------------------------------------------------------------------------------------
+# --- settings without effect
 
 
 def check_effect(name: str, algorithm: type, overrides: Sequence[str]) -> None:
@@ -121,7 +121,7 @@ def _find_given(reasons: Mapping[str, str], overrides: Sequence[str]) -> Iterato
                 yield key, reason
 
 
-# --- folders -----------------------------------------------------------------------------------------------------
+# --- folders
 
 
 def check_folder(arguments: Sequence[str]) -> None:

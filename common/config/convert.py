@@ -14,7 +14,7 @@ from common.config.checks import ConfigError
 from common.config.explain import find_renamed, first_line, nested_schema, unknown_key, wrong_type
 from common.config.schema import Run, T
 
-# --- conversion --------------------------------------------------------------------------------------------------
+# --- conversion
 
 
 def typed(config: DictConfig, algo_schema: type) -> Run:

@@ -75,7 +75,7 @@ def _explain_renamed(key: str, now: str | None) -> str:
 
 
 def nested_schema(schema: Any, name: str) -> type | None:
-    """Return the dataclass of a field, or None where the field has another type or does not exist."""
+    """Return the dataclass of a field, or None for another type or an unknown field."""
     if not is_dataclass(schema):
         return None
     kind = {item.name: item.type for item in fields(schema)}.get(name)
@@ -94,7 +94,7 @@ def first_line(error: Exception) -> str:
     return re.sub(r"\s+", " ", str(error).split("\n    ")[0]).strip()
 
 
-# --- what Hydra raises -------------------------------------------------------------------------------------------
+# --- what Hydra raises
 
 
 def explain(
@@ -119,7 +119,9 @@ def explain(
         )
 
     def path_to(key: str) -> tuple[Any, list[str], str]:
-        """Return the schema that a dotted key starts at, its parts from there on, and what stands before."""
+        """Return the schema that a dotted key starts at, its parts from there on, and what stands
+        before.
+        """
         first, *names = key.lstrip("+").split(".")
         if first == "algo":
             return algorithms.get(find_choice(arguments, "algo")), names, "algo."
@@ -155,7 +157,7 @@ def explain(
 
 
 def check_groups(arguments: Sequence[str]) -> None:
-    """Check null and the `opt` list, for which Hydra itself names no choices. Raises: ConfigError."""
+    """Raise ConfigError for null and in the `opt` list, where Hydra itself names no choices."""
     for argument in arguments:
         group = argument.partition("=")[0].lstrip("+")
         if not (CONF / group).is_dir() or "=" not in argument:
@@ -232,7 +234,7 @@ def find_choice(arguments: Sequence[str], group: str) -> str:
 
 
 def _read_choice(path: Path, key: str) -> str | None:
-    """Return the value of a key in a file's defaults list, or in that of a file that it is made of."""
+    """Return the value of a key in a file's defaults list, or in that of a file below it."""
     if not path.is_file():
         return None
     loaded: Any = OmegaConf.load(path)

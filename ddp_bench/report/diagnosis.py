@@ -102,7 +102,8 @@ class Group:
 
 
 def group_records(records: Iterable[Record]) -> list[Group]:
-    """Return the records by task, settings and device, with speed-up, cause and advice at each point.
+    """Return the records by task, settings and device, with speed-up, cause and advice at each
+    point.
 
     Predictions stand beside what was measured with the same settings; those of devices without any
     are groups of their own.
@@ -236,8 +237,8 @@ def find_same_share(point: Point, base: Point, points: list[Point]) -> Point | N
 
 
 def advise(point: Point, base: Point, points: list[Point]) -> list[tuple[float, str]]:
-    """Return the gain in rows per second, and what to do, the best first. Less than 5 % is not worth
-    a line.
+    """Return the gain in rows per second, and what to do, the best first. Less than 5 % is not
+    worth a line.
     """
     found = []
     if point.phases and base.phases and point.causes:
