@@ -75,6 +75,7 @@ class LM:
         self.scorer = Scorer(self.task, run.scoring)
         # A population's weights are in the compute dtype themselves.
         autocast = self.precision.compute if self.half and not population else None
+        self.engine: Any
         self.engine = self.open_engine(self.model, floor=2 if population else 1, autocast=autocast)
         if population and not self.engine.populations:
             raise ConfigError(
@@ -99,7 +100,7 @@ class LM:
         return open_engine(self.run, setup)
 
     def reload(self, folder: Path | None) -> None:
-        """Take the model of a folder instead, None = the run's own. The engine is still the old one."""
+        """Take the model of a folder instead, None = the run's own. The engine is still the old one's."""
         run, self.model = self.run, None
         gc.collect()
         if folder is not None:
@@ -119,6 +120,10 @@ class LM:
         if not fsdp.of(self.model):
             self._prepare()
             fsdp.shard([self.model], self.run, self.context, self.precision)
+
+    def close_engine(self) -> None:
+        """Drop the engine, and with it its copy of the weights."""
+        self.engine = None
 
     def open_copy(self) -> None:
         """Sample from a half-precision copy of the model as it is now; in float32 from itself."""

@@ -47,12 +47,18 @@ class Work:
     sizes: Sizes
     loaded: int = 0
 
-    def load(self, iteration: int) -> None:
-        """Load the model of an iteration, unless `lm` has it, and sample from it."""
+    def load(self, iteration: int, sampling: bool = True) -> None:
+        """Load the model of an iteration, unless `lm` has it, and open an engine for it.
+
+        Args: sampling: False = no engine, whose half-precision copy would take memory from training.
+        """
+        self.lm.close_engine()
         if self.loaded != iteration:
             folder = self.folder.of(iteration) / "model" if iteration else None
             self.lm.reload(folder)
             self.loaded = iteration
+        if not sampling:
+            return
         self.lm.open_copy()
         limit = self.lm.engine.limit
         limit.rows = self.sizes.lower("rollout_rows", limit.rows)
@@ -252,7 +258,7 @@ def finetune(work: Work, iteration: int) -> None:
     pairs = zip(prompts, selection.kept.values(), strict=True)
     trees = [Tree(prompt, [record["tokens"] for record in rows]) for prompt, rows in pairs]
     ids = dict(zip(map(tuple, prompts), selection.kept, strict=True))
-    work.load(0 if cfg.start_from == "base" else iteration - 1)
+    work.load(0 if cfg.start_from == "base" else iteration - 1, sampling=False)
     work.train_limit.rows = work.sizes.lower("train_rows", work.train_limit.rows)
     tuner = Finetuner(lm, trees, folder, lm.run.seed + iteration, work.train_limit)
     record = finetuned_with(lm.run)

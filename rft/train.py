@@ -147,7 +147,7 @@ def finish(work: Work, best: int, ended_by: str | None) -> summary.Result:
     metrics = {"before": first["metrics"], "after": last["metrics"]}
     result = summary.make_result(lm.run, lm.context, lm, state, metrics, ended_by)
     result.iteration = best
-    work.load(best)
+    work.load(best, sampling=False)
     weights = fsdp.whole(lm.model)
     if journal.tracker:
         texts = first["completions"], last["completions"]
