@@ -6,10 +6,10 @@ ALGORITHM = "classify"
 
 PANELS = (
     Panel(
-        name="metric",
-        title="Validation",
-        unit="percent",
-        curves={"validation/accuracy": "accuracy", "validation/macro_f1": "macro F1"},
+        "metric",
+        "Validation",
+        "percent",
+        {"validation/accuracy": "accuracy", "validation/macro_f1": "macro F1"},
         x="epoch",
     ),
     THROUGHPUT,
@@ -18,17 +18,11 @@ PANELS = (
     GRADIENT,
     LR,
     Panel(
-        name="loss",
-        title="Loss",
-        unit="loss (nats)",
-        curves={"loss": "training", "validation/loss": "validation"},
+        "loss",
+        "Loss",
+        "loss (nats)",
+        {"loss": "training", "validation/loss": "validation"},
         zero=True,
     ),
-    Panel(
-        name="rows",
-        title="Rows a second",
-        unit="rows/s",
-        curves={"samples_per_second": "rows"},
-        zero=True,
-    ),
+    Panel("rows", "Rows a second", "rows/s", {"samples_per_second": "rows"}, zero=True),
 )

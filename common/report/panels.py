@@ -51,54 +51,23 @@ class Panel:
 
 # Panels that several algorithms show.
 REWARD = Panel(
-    name="reward",
-    title="Reward of training samples",
-    unit="reward",
-    curves={"reward": "mean", "reward_best": "best member"},
+    "reward",
+    "Reward of training samples",
+    "reward",
+    {"reward": "mean", "reward_best": "best member"},
 )
-METRIC = Panel(
-    name="metric",
-    title="Held-out measures",
-    unit="percent, or points of 100",
-    curves={"metrics/*": ""},
-)
+METRIC = Panel("metric", "Held-out measures", "percent, or points of 100", {"metrics/*": ""})
 THROUGHPUT = Panel(
-    name="throughput",
-    title="Throughput",
-    unit="tokens/s",
-    curves={"tokens_per_second": "tokens"},
-    zero=True,
+    "throughput", "Throughput", "tokens/s", {"tokens_per_second": "tokens"}, zero=True
 )
 PHASES = Panel(
-    name="phases",
-    title="Where the time of a step goes",
-    unit="seconds",
-    curves={"phase_seconds/*": ""},
-    kind="stack",
+    "phases", "Where the time of a step goes", "seconds", {"phase_seconds/*": ""}, kind="stack"
 )
-MEMORY = Panel(
-    name="memory",
-    title="Peak memory",
-    unit="GB",
-    curves={"peak_memory_gb": "peak"},
-    zero=True,
-    exact=True,
-)
+MEMORY = Panel("memory", "Peak memory", "GB", {"peak_memory_gb": "peak"}, zero=True, exact=True)
 GRADIENT = Panel(
-    name="gradient",
-    title="Gradient norm",
-    unit="norm before clipping",
-    curves={"grad_norm": "norm"},
-    zero=True,
+    "gradient", "Gradient norm", "norm before clipping", {"grad_norm": "norm"}, zero=True
 )
-LR = Panel(
-    name="lr",
-    title="Learning rate",
-    unit="learning rate",
-    curves={"lr": "lr"},
-    zero=True,
-    exact=True,
-)
+LR = Panel("lr", "Learning rate", "learning rate", {"lr": "lr"}, zero=True, exact=True)
 
 
 def find_panels() -> dict[str, tuple[Panel, ...]]:
