@@ -352,7 +352,7 @@ GUARDS = {
         [*GRPO, "algo.num_iterations=2", "algo.stop_at.ratio_kl=1e-12", "algo.lr=0.01"],
         (
             r"^step 2: ratio_kl \S+ is above algo\.stop_at\.ratio_kl=1e-12\. Lower algo\.lr or"
-            r" algo\.passes"
+            r" algo\.num_iterations"
         ),
     ),
     "entropy": (

@@ -112,7 +112,7 @@ def test_two_ranks_and_one_end_alike(tmp_path):
 
 @pytest.fixture(scope="module")
 def plain(cache, tmp_path_factory) -> Path:
-    """Three steps of eight rows a forward."""
+    """Three steps of eight rows per forward."""
     out = tmp_path_factory.mktemp("plain")
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
@@ -567,9 +567,9 @@ def test_a_prompt_that_does_not_fit_is_a_worded_error(tmp_path):
     with pytest.raises(ConfigError) as caught:
         run_here(tmp_path, "algo.sampling.max_new_tokens=300")
     assert (
-        str(caught.value)
-        == "algo.sampling.max_new_tokens=300 and a prompt of 5 tokens exceed the model's context of"
-        " 256 tokens. Lower it to 251, or shorten the prompts."
+        str(caught.value) == "618 of 618 prompts do not fit the model's context of 256 tokens with"
+        " algo.sampling.max_new_tokens=300: the first is train example 0 with 5 tokens, the longest"
+        " has 5. Lower it to 251, shorten the prompts, or leave them out with prompts.too_long=skip."
     )
 
 
@@ -580,16 +580,16 @@ def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, above_rows: int) -> list[
     """The sampler's forwards fail above a number of rows. Returns the rows tried, filled as the run
     goes.
     """
-    real, tried = Sampler.generate, []
+    real, tried = Sampler._generate, []
 
-    def generate(self, *arguments, **options):
-        if options.get("groups", 1) > 1:
-            tried.append(self.rows)
-            if self.rows > above_rows:
+    def generate(self, requests, sampling, rows, watch):
+        if requests.groups > 1:
+            tried.append(rows)
+            if rows > above_rows:
                 raise torch.OutOfMemoryError("CUDA out of memory (a test)")
-        return real(self, *arguments, **options)
+        return real(self, requests, sampling, rows, watch)
 
-    monkeypatch.setattr(Sampler, "generate", generate)
+    monkeypatch.setattr(Sampler, "_generate", generate)
     return tried
 
 
@@ -602,8 +602,8 @@ def test_out_of_memory_halves_the_rows(tmp_path, monkeypatch):
     assert set(tried[3:]) == {4}, "what held once is kept"
     assert same_bits(tmp_path / "halved", tmp_path / "smaller")
     log = (tmp_path / "halved" / "run.log").read_text()
-    assert log.count("WARNING out of memory: repeating with 8 rows a forward") == 1
-    assert log.count("WARNING out of memory: repeating with 4 rows a forward") == 1
+    assert log.count("WARNING out of memory: repeating with 8 rows per forward") == 1
+    assert log.count("WARNING out of memory: repeating with 4 rows per forward") == 1
 
 
 class ShortOnRank1(Letters):
@@ -624,7 +624,7 @@ def test_ranks_agree_on_the_rows_when_one_runs_out_of_memory(run_in_ranks, tmp_p
     """
     run_here(tmp_path / "one", "algo.steps=3")
     run_in_ranks(tmp_path / "two", "algo.steps=3", task=ShortOnRank1("smooth"))
-    assert "repeating with 4 rows a forward" in (tmp_path / "two" / "rank-1.log").read_text()
+    assert "repeating with 4 rows per forward" in (tmp_path / "two" / "rank-1.log").read_text()
     assert "repeating with" not in (tmp_path / "two" / "run.log").read_text()
     assert largest_difference(tmp_path / "one", tmp_path / "two") < 1e-4
     assert [event["reward"] for event in events(tmp_path / "two")] == pytest.approx(
@@ -639,7 +639,8 @@ def test_out_of_memory_at_the_floor_gives_advice(tmp_path, monkeypatch):
         run_here(tmp_path)
     assert tried == [8, 4, 2]
     assert (
-        str(caught.value) == "out of memory even with 2 rows a forward. Use a smaller model, lower"
+        str(caught.value)
+        == "out of memory even with 2 rows per forward. Use a smaller model, lower"
         " algo.sampling.max_new_tokens, or add 'opt=[amp]'."
     )
 

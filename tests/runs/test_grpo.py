@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from common import checkpoint, hardware, loop
+from common import checkpoint, hardware
 from common.config import ConfigError, ScoringConfig
 from common.model import logprobs
 from common.optim import Guards
@@ -337,7 +337,7 @@ def test_a_run_that_ended_between_two_passes_does_not_go_on(tmp_path, in_cache):
 @pytest.mark.faults
 def test_a_reward_that_is_not_finite_stops_with_the_row(tmp_path, in_cache):
     with pytest.raises(
-        loop.RunStopped,
+        RunStopped,
         match=r"step 1: NaN or infinity in a reward or logits on example \d+, \d+, \d+\. The rows",
     ):
         train(compose(SMALL_GRPO), tmp_path / "out", task=Fixed(float("nan")))

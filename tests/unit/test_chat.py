@@ -217,7 +217,7 @@ def test_a_chat_template_is_used(folder, tmp_path, monkeypatch, capsys):
             "has no model/ yet: the run has not ended. Go on with it",
         ),
         (
-            lambda run: (run / "result.json").write_text('{"algo": "classify"}'),
+            lambda run: (run / "model" / "config.json").write_text('{"size": 128}'),
             [],
             "holds a classifier",
         ),
