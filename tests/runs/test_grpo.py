@@ -17,6 +17,7 @@ from common.config import ConfigError, ScoringConfig
 from common.model import logprobs
 from common.optim import Guards
 from common.sampling.native import Sampler
+from common.signals import RunStopped
 from common.tasks import Example
 from common.tasks.scoring import Scorer
 from grpo.config import StopAtConfig
