@@ -46,12 +46,13 @@ PLAIN = "plain sampler, no noise"
 NOISE = "noise generation"
 UPDATE = "update"
 BOTH = "noise generation and update"
+# in tables
 SHORT = {
     ONE: "one at a time",
     MEMBER: "once a member",
     POPULATION: "population forward",
     PLAIN: "plain sampler",
-}  # in tables
+}
 SAMPLING = ("one_at_a_time", "member_by_member", "population", "plain")  # methods of Work
 
 # logits closer than this may change places by rounding; their standard deviation is about 0.3
@@ -81,7 +82,7 @@ class Sizes:
 
     @property
     def flops(self) -> float:
-        """What the unperturbed model needs for all completions; the noise is overhead, not work."""
+        """The work of the unperturbed model for all completions: the noise is overhead."""
         d, positions = (
             self.hidden_size,
             self.prompt_tokens + self.new_tokens - 1,
@@ -226,7 +227,7 @@ class Work:
     # --- as this project does it
 
     def plain(self) -> Tensor:
-        """The sampler without noise, every prompt once a member."""
+        """The sampler without noise, every prompt once per member."""
         sampling = self.settings.sampling
         return self.sampler.generate(
             Requests(prompts=self.prompts.tolist(), groups=self.sizes.members), sampling
@@ -238,7 +239,7 @@ class Work:
             return self.plain()
 
     def draw_noise(self) -> None:
-        """What `population` does before it samples."""
+        """Draw the noise as `population` does before it samples."""
         with self.noise.members(0, range(self.sizes.members), self.settings.sigma):
             pass
 
@@ -259,7 +260,7 @@ class Work:
     # --- the same work?
 
     def same(self, rows: Tensor, others: Tensor, which: list[tuple[int, int]]) -> int:
-        """How many completions are equal. which: prompt and member of each.
+        """Count the completions that are equal. which: prompt and member of each.
 
         Raises: RuntimeError if two differ by more than a tie that rounding decides.
         """
@@ -335,9 +336,8 @@ AGAINST = {
 
 def prepare(sizes: Sizes, device: torch.device, way: Way) -> Callable[[], Any]:
     """A row alone, for the process in which its memory is measured."""
-    sizes = Sizes(
-        **asdict(sizes) | {"samples_measured": 1, "members_measured": 1}
-    )  # the peak is the same
+    # the peak is the same
+    sizes = Sizes(**asdict(sizes) | {"samples_measured": 1, "members_measured": 1})
     return getattr(Work(sizes, device, way.dtype, way.compiled), way.method)
 
 

@@ -170,7 +170,7 @@ def widened(tokenizer: Any, size: int) -> Any:
     )
 
 
-# --- one row, in a process of its own ----------------------------------------------------------------------------------
+# --- one row, in a process of its own
 
 
 def run_of(work: dict[str, Any], *changes: str) -> Run:
@@ -198,7 +198,7 @@ def run_of(work: dict[str, Any], *changes: str) -> Run:
 
 
 def ours(work: dict[str, Any]) -> dict[str, Any]:
-    """`launch.train` as it is: seconds a step, by phase, peak memory; then the loss curve. The
+    """`launch.train` as it is: seconds per step, by phase, peak memory; then the loss curve. The
     first step is warm-up.
     """
     switches = work["switches"]
@@ -480,7 +480,7 @@ def peer(work: dict[str, Any]) -> dict[str, Any]:
 
 
 def row(work: dict[str, Any]) -> dict[str, Any]:
-    """What a row's process does. What it prints goes to a file."""
+    """Measure one row in a process of its own. What it prints goes to a file."""
     log = os.open(f"{work['folder']}/rows.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -497,7 +497,7 @@ def alone(work: dict[str, Any], **what: Any) -> dict[str, Any] | str:
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:160]
 
 
-# --- all rows --------------------------------------------------------------------------------------------------------
+# --- all rows
 
 AMP, SCORING, COMPILE = "opt=[amp]", "scoring.kind=processes", "opt=[compile]"
 CUMULATIVE = {
@@ -685,8 +685,8 @@ def report(
 
 
 def deviation(losses: list[float] | None, base: list[float]) -> float | None:
-    """How far a loss curve is from float32's, from the second pass on; None where there is no
-    curve.
+    """Return how far a loss curve is from float32's, from the second pass on; None where there is
+    no curve.
     """
     if losses is None:
         return None

@@ -1,4 +1,4 @@
-"""What every benchmark needs: interleaved timing, peaks of the device, conditions, a table, JSON.
+"""The parts of every benchmark: interleaved timing, peaks of the device, conditions, a table, JSON.
 
 How time is taken: each case runs once (or as often as its warm-up says) beforehand, reported apart;
 then A B C A B C ..., so that a slow minute of the machine falls on all of them; a ratio is the
@@ -43,7 +43,7 @@ class Case:
 
 @dataclass
 class Timing:
-    """What came out for one case. seconds: of the whole work, one a repeat. result: what its first
+    """The result of one case. seconds: of the whole work, one per repeat. result: what its first
     call returned.
     """
 
@@ -78,7 +78,7 @@ class Row:
 
 @dataclass
 class Report:
-    """What a benchmark returns: text for people, the rest for files."""
+    """The result of a benchmark: text for people, the rest for files."""
 
     text: str
     conditions: dict[str, Any]
@@ -159,10 +159,11 @@ def peak_memory_gb(prepare: Callable[..., Callable[[], Any]], *arguments: Any) -
 
 
 def in_new_process(module: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function` returns or raises, called in a process of its own that has `module` imported."""
-    context = multiprocessing.get_context(
-        "forkserver"
-    )  # a clean server imports once, its children only fork
+    """Return or raise what `function` does, called in a process of its own that has `module`
+    imported.
+    """
+    # a clean server imports once, its children only fork
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(function, *arguments).result()
@@ -177,7 +178,7 @@ def _peak_memory_gb(
 
 
 class Peak:
-    """Peak memory of this process from here on: make one after the imports, and in a new process."""
+    """Peak memory of this process from here on: make one after the imports, in a new process."""
 
     def __init__(self) -> None:
         self.before = _resident("VmRSS")  # bytes
@@ -198,9 +199,8 @@ class Peak:
         """
         if torch.cuda.is_initialized():
             return torch.cuda.max_memory_allocated() / 2**30
-        peak = _resident(
-            "VmHWM"
-        )  # not getrusage: its peak goes back to the process that this one was forked from
+        # not getrusage: its peak goes back to the process that this one was forked from
+        peak = _resident("VmHWM")
         return None if self.before is None or peak is None else (peak - self.before) / 2**30
 
 
@@ -237,8 +237,8 @@ def find_device(name: str | None) -> torch.device:
 
 
 def conditions(device: torch.device, **more: Any) -> dict[str, Any]:
-    """What a number depends on. load_average: of the machine when this was called, so before the
-    measurement.
+    """Return what a number depends on. load_average: of the machine when this was called, so before
+    the measurement.
     """
     return {
         "device": (

@@ -9,9 +9,9 @@ prompts of 96 tokens; the completions are compared. Spread lengths: groups of 8 
 temperature 1, 96-token prompts, up to 128 new tokens; every token is about as likely as any other,
 so a few stop tokens make lengths that spread like a geometric distribution. There are more rows
 than slots: `generate` takes batches of as many rows as the sampler has slots, and each waits for
-its longest row. Speed is new tokens a second, up to and with the stop token.
+its longest row. Speed is new tokens per second, up to and with the stop token.
 
-Decode roofline: the seconds that reading the weights and the valid part of the cache once a step
+Decode roofline: the seconds that reading the weights and the valid part of the cache once per step
 would take at the device's measured copy bandwidth, over those that the equal lengths took (prefill
 included).
 
@@ -136,8 +136,8 @@ class Work:
         ).tokens
 
     def differ(self, ours: Tensor, theirs: Tensor) -> int:
-        """How many rows differ. Raises: RuntimeError if two differ by more than a tie that rounding
-        decides.
+        """Count the rows that differ. Raises: RuntimeError if two differ by more than a tie that
+        rounding decides.
         """
         rows = (ours != theirs).any(1).nonzero()[:, 0].tolist()
         for row in rows:
@@ -228,15 +228,14 @@ class Work:
     # --- roofline
 
     def decode_bytes(self) -> float:
-        """What all decode steps of the equal lengths must read: the weights, and the cache as it
-        grows.
+        """Return the bytes that all decode steps of the equal lengths must read: the weights, and
+        the cache as it grows.
         """
         config, size = self.model.config, self.dtype.itemsize
         weights = sum(p.numel() for p in self.model.parameters())
         if not config.tie_word_embeddings:
-            weights -= (
-                self.model.get_input_embeddings().weight.numel()
-            )  # of which a step reads a few rows
+            # of which a step reads a few rows
+            weights -= self.model.get_input_embeddings().weight.numel()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         token = (
             2

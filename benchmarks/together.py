@@ -139,9 +139,8 @@ def results(path: Path) -> dict[str, dict[str, Any]]:
 def run_compare(options: argparse.Namespace) -> None:
     """Print rows of both sides with their quotient, and the conditions that differ."""
     left, right = results(options.left), results(options.right)
-    if (
-        options.left.is_file() and options.right.is_file()
-    ):  # two files are compared, whatever their names
+    # two files are compared, whatever their names
+    if options.left.is_file() and options.right.is_file():
         right = dict(zip(left, right.values(), strict=True))
     both = [name for name in left if name in right]
     if not both:

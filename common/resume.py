@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether it may."""
+"""The choice of the checkpoint that a run goes on from, and the check that it may."""
 
 import logging
 from collections.abc import Sequence

@@ -74,24 +74,22 @@ def policy_loss(
     """The loss of a micro-batch: its part of the optimizer step's loss. The parts add up.
 
     Args:
-        logp, old, ref, entropy: [B, T], of the policy, of the policy that sampled, of the
-        reference, of the distribution.
-        advantage: [B]. mask: bool [B, T], tokens that carry loss. counts: of the whole optimizer
-        step.
+        logp, old, ref: [B, T], of the policy, of the policy that sampled, of the reference.
+        entropy: [B, T], of the distribution.
+        advantage: [B]. mask: bool [B, T], tokens that carry loss.
+        counts: of the whole optimizer step.
     Returns: a scalar, and sums over this micro-batch's tokens for the log.
     """
     kept = mask.to(logp.dtype)
     lengths = kept.sum(1).clamp(min=1)  # [B]
-    log_ratio = (
-        (logp - old).masked_fill(~mask, 0.0).clamp(-20.0, 20.0)
-    )  # exp of more would be infinite soon
+    # exp of more would be infinite soon
+    log_ratio = (logp - old).masked_fill(~mask, 0.0).clamp(-20.0, 20.0)
     advantage = advantage[:, None]  # [B, 1]
     low, high = 1 - settings.epsilon_low, 1 + settings.epsilon_high
 
     if settings.loss == "gspo":
-        ratio = torch.exp(
-            (log_ratio * kept).sum(1, keepdim=True) / lengths[:, None]
-        )  # [B, 1], one a sequence
+        # [B, 1], one a sequence
+        ratio = torch.exp((log_ratio * kept).sum(1, keepdim=True) / lengths[:, None])
     else:
         ratio = torch.exp(log_ratio)  # [B, T]
     clipped = ratio.clamp(low, high)
@@ -129,11 +127,10 @@ def policy_loss(
         if settings.loss == "cispo":
             low, high = 0.0, settings.cispo_max
         outside = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
+        # samples come from the old policy
         sums = {
             "clipped": (outside.expand_as(mask) & mask).sum(),
-            "ratio_kl": (
-                (kl(old, logp, "k3", settings.kl.clamp) * kept).sum()
-            ),  # samples come from the old policy
+            "ratio_kl": ((kl(old, logp, "k3", settings.kl.clamp) * kept).sum()),
             "entropy": (entropy * kept).sum() if entropy is not None else logp.new_zeros(()),
             "kl": (divergence * kept).sum() if divergence is not None else logp.new_zeros(()),
         }

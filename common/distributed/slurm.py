@@ -1,13 +1,13 @@
 """One big run on Slurm: a batch script for it, and the ranks that srun starts.
 
-    python launch.py slurm.script=chess.sbatch slurm.nodes=2 slurm.gpus_per_node=8 algo=NAME
-    task=chess 'opt=[amp,ddp]'
+    python launch.py algo=NAME task=chess 'opt=[amp,ddp]' \\
+        slurm.script=chess.sbatch slurm.nodes=2 slurm.gpus_per_node=8
     sbatch chess.sbatch
 
-srun is the one launcher: it starts a rank a device, and each rank tells torch.distributed who it
-is. Slurm's warning (SIGUSR1) so reaches the ranks themselves; they save and exit with 75, and the
-script puts the job back into the queue. It then goes on in the same run folder. Sweeps are another
-matter: hydra/launcher=submitit_slurm. No torch in here.
+srun is the one launcher: it starts one rank per device, and each rank tells torch.distributed who
+it is. So Slurm's warning (SIGUSR1) reaches the ranks themselves; they save and exit with 75, and
+the script puts the job back into the queue. It then goes on in the same run folder. Sweeps use
+hydra/launcher=submitit_slurm. This module imports no torch.
 """
 
 import os
@@ -87,9 +87,8 @@ def script(run: Run, arguments: list[str]) -> str:
             f" of its own. Ask for slurm.gpus_per_node={ranks}."
         )
     total, each = settings.nodes * ranks, run.opt.fsdp.ranks_per_group
-    if (
-        total > 1 and run.opt.fsdp.enabled and each and total % each
-    ):  # one rank alone starts opt.fsdp.ranks of its own
+    # one rank alone starts opt.fsdp.ranks of its own
+    if total > 1 and run.opt.fsdp.enabled and each and total % each:
         raise ConfigError(
             f"opt.fsdp.ranks_per_group={each} does not divide the {total} ranks of"
             f" slurm.nodes={settings.nodes} with {ranks} each."
@@ -118,9 +117,8 @@ def script(run: Run, arguments: list[str]) -> str:
     if "resume" not in given:
         command.append("resume=auto")
     words = [shlex.quote(word) for word in command]
-    if (
-        "hydra.run.dir" not in given
-    ):  # a job keeps its number when it is queued again, and so its folder
+    # a job keeps its number when it is queued again, and so its folder
+    if "hydra.run.dir" not in given:
         words.append(f'"hydra.run.dir=outputs/{name}_$SLURM_JOB_ID"')
     options = {
         "job-name": name,
@@ -161,7 +159,8 @@ def script(run: Run, arguments: list[str]) -> str:
 _MEETING = """\
 # The ranks meet on the first node, at a port that other jobs of that node do not have.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_ADDR=$(scontrol show node --oneliner "$first" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)
+node=$(scontrol show node --oneliner "$first")
+export MASTER_ADDR=$(grep -o 'NodeAddr=[^ ]*' <<< "$node" | cut -d= -f2)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 # Slurm warns all ranks before it takes the nodes away: they finish the step, save, and exit."""
 

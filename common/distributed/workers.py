@@ -74,9 +74,8 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
             entry, run, out_dir, task, rank, world, int(os.environ["LOCAL_RANK"]), "env://"
         )
     ranks = _ranks(run)
-    if (
-        ranks == 1 and run.opt.fsdp.enabled
-    ):  # a group of one: its shards are whole, and so are its checkpoints' contents
+    # a group of one: its shards are whole, and so are its checkpoints' contents
+    if ranks == 1 and run.opt.fsdp.enabled:
         with tempfile.TemporaryDirectory() as folder:
             return _grouped(entry, run, out_dir, task, 0, 1, 0, f"file://{folder}/meeting")
     if ranks == 1:
@@ -148,9 +147,8 @@ def _spawn(entry: str, run: Run, out_dir: Path, task: Any, ranks: int) -> Any:
         # does not.
         def forward(number: int, _: Any) -> None:
             StopSignal.last = number
-            number = (
-                signal.SIGUSR1 if number == signal.SIGUSR2 else number
-            )  # which is submitit's, and means nothing to a rank
+            # which is submitit's, and means nothing to a rank
+            number = signal.SIGUSR1 if number == signal.SIGUSR2 else number
             for worker in workers.processes:
                 if worker is not None and worker.pid is not None and worker.is_alive():
                     os.kill(worker.pid, number)
@@ -202,9 +200,8 @@ def _spawned(
         result = _grouped(entry, run, out_dir, task, local_rank, ranks, local_rank, meeting)
     except RunStopped as stopped:
         reports.put(stopped)
-        if (
-            stopped.code == EXIT_WRITE
-        ):  # in this rank alone: leaving with a code ends the others, which wait for it
+        # in this rank alone: leaving with a code ends the others, which wait for it
+        if stopped.code == EXIT_WRITE:
             sys.exit(EXIT_WRITE)
         return  # else in all ranks alike
     # perhaps in this rank alone: leaving with a code ends the others, which wait for it
@@ -291,9 +288,8 @@ def _work(entry: str, run: Run, context: Context, task: Any) -> Any:
     _agree(run, context)
     run.algo.check_run(run)
     switch, workers = run.opt.workers
-    if (
-        workers.enabled and context.world_size == 1
-    ):  # no error: a run of several may go on as one, or be compared with it
+    # no error: a run of several may go on as one, or be compared with it
+    if workers.enabled and context.world_size == 1:
         nothing = "nothing is shared out: it holds all weights, gradients and optimizer state"
         log.info(
             "opt=%s with one rank: %s",

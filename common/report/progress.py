@@ -46,9 +46,8 @@ class Progress:
             self.bar.update(done - self.bar.n)
             return
         now = time.monotonic()
-        due = now - self.printed > max(
-            10, (now - self.began) / 50
-        )  # seconds; days of training are not a million lines
+        # seconds; days of training are not a million lines
+        due = now - self.printed > max(10, (now - self.began) / 50)
         if due or not self.said or always or (done == self.total and not self.brief):
             self.printed, self.said = now, True
             left = (now - self.began) / max(1, done - self.start) * (self.total - done)
@@ -69,14 +68,14 @@ class Progress:
 
 
 def terminal_columns() -> int:
-    """Of the terminal."""
+    """Return the width of the terminal."""
     return shutil.get_terminal_size((80, 24)).columns
 
 
 @contextmanager
 def watch_completions(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None] | None]:
-    """Show a progress line of `total` completions for the block, if `shown`. Yields what to call with
-    the number of those that have just finished.
+    """Show a progress line of `total` completions for the block, if `shown`. Yields what to call
+    with the number of those that have just finished.
     """
     if not shown:
         yield None

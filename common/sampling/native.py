@@ -3,7 +3,7 @@ algorithms.
 
 A prompt is prefilled once for all its samples, and its keys and values are stored once: all rows of
 a prompt attend to them in one product (Hydragen, arXiv:2402.05099, has the same idea), so a step
-reads them once a group and not once a row. What rows generate has a cache that is allocated once,
+reads them once per group and not once per row. What rows generate has a cache that is allocated once,
 in slots; a finished row's slot goes to the next request. Keys are right-aligned: all rows write the
 same column, a row's valid columns end there, so a step's write is one slice and a newcomer starts
 at the current column. Where prompts cannot be apart (see `Sampler.shares`), each row has its prompt
@@ -71,7 +71,8 @@ class Sampler:
         pad_id: token id used to fill. stop_ids: ids that end a row.
         rows: slots, that is rows in one forward at most. floor: the fewest that make sense.
         compile_mode: None, or a mode of torch.compile for the decode steps.
-        graphs: record decode steps as CUDA graphs, where `model` is on a CUDA device and not sharded.
+        graphs: record decode steps as CUDA graphs, where `model` is on a CUDA device and not
+            sharded.
         autocast: None, or the dtype that float32 weights are used in. Autocast would cast them for
             every token, so linear layers have a copy in that dtype, which `refresh` renews.
     """
@@ -383,9 +384,8 @@ class _Grid:
         flying = self.request >= 0
         full = self.count >= self.sampling.max_new_tokens
         stopped = torch.isin(self.last, self.sampler.stop_ids)
-        if (
-            LOOK_EVERY[self.sampler.device.type] > 1
-        ):  # a stop token may lie some steps back; what is not written may look like one
+        # a stop token may lie some steps back; what is not written may look like one
+        if LOOK_EVERY[self.sampler.device.type] > 1:
             written = (
                 torch.arange(self.tokens.shape[1], device=full.device)[None, :]
                 < self.count[:, None]
@@ -424,9 +424,8 @@ class _Grid:
             min(most, self.requests - q, int(f))
             for q, f in zip(self.queued, free.sum(1).tolist(), strict=True)
         ]
-        wanted = [
-            list(range(q, q + n)) for q, n in zip(self.queued, take, strict=True)
-        ]  # requests, by group
+        # requests, by group
+        wanted = [list(range(q, q + n)) for q, n in zip(self.queued, take, strict=True)]
         if self.held is not None:
             chosen = [q for q in wanted[0] if q // self.samples == self.held.prompt]
             self.put(free, [chosen], self.held.logits, [[0] * len(chosen)], [self.held.place])
@@ -548,9 +547,8 @@ class _Grid:
 
     def shrink(self, free: Tensor, used: int) -> None:
         """Keep `used` slots a group, the busy ones first."""
-        order = free.to(torch.int8).argsort(dim=1, stable=True)[
-            :, :used
-        ]  # busy slots come first, in order
+        # busy slots come first, in order
+        order = free.to(torch.int8).argsort(dim=1, stable=True)[:, :used]
         rows = (
             order + torch.arange(self.groups, device=free.device)[:, None] * self.slots
         ).flatten()
@@ -559,9 +557,8 @@ class _Grid:
             setattr(self, name, getattr(self, name)[rows])
         self.slots = used
         if self.sampler.recorder is not None:
-            self.graphs = self.sampler.recorder(
-                self.sampler.device
-            )  # the others are of buffers that are gone
+            # the others are of buffers that are gone
+            self.graphs = self.sampler.recorder(self.sampler.device)
         self.cache.first = int(self.start.min())
         if self.prefix is not None:
             self.settle(PromptCache(), [])
@@ -569,9 +566,8 @@ class _Grid:
 
     def shift(self) -> None:
         """Make room at the right end of the cache."""
-        self.start.masked_fill_(
-            self.request < 0, self.cache.column
-        )  # nobody needs what an ended row has written
+        # nobody needs what an ended row has written
+        self.start.masked_fill_(self.request < 0, self.cache.column)
         by = min(int(self.start.min()), self.cache.column - self.first)
         assert by > 0, "the cache is as long as the longest row"
         self.cache.shift(by)

@@ -164,7 +164,8 @@ class Chess:
     def _question(self, fen: str, move: str) -> str:
         return self.template.replace("{fen}", fen).replace("{move}", move)
 
-    # --- components: (examples, completions) -> scores in [0, 1]; what has not the shape of a FEN earns 0 in each
+    # --- components: (examples, completions) -> scores in [0, 1]; what has not the shape of a FEN
+    # earns 0 in each
 
     @staticmethod
     def _exact(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
@@ -208,7 +209,7 @@ def shaped(completions: Sequence[str]) -> list[str]:
 
 
 def valid_fens(texts: Sequence[str]) -> np.ndarray:
-    """Which texts are FENs. bool [N].
+    """Return whether each text is a FEN: bool [N].
 
     Valid means: six fields between single spaces, at most 120 characters; eight ranks of eight
     squares, without two digits side by side, with one king a side; w or b; castling rights as -, or
@@ -244,9 +245,8 @@ def valid_fens(texts: Sequence[str]) -> np.ndarray:
     twice = (digit[:, 1:] & digit[:, :-1]).any(1)  # "11" for "2"
     squares = np.where(digit, matrix - ord("0"), piece).astype(int).cumsum(1)  # squares up to here
     rank = slash.cumsum(1)  # ranks ended up to here
-    ends = np.where(slash, squares == 8 * rank, True).all(
-        1
-    )  # each slash stands after 8 more squares
+    # each slash stands after 8 more squares
+    ends = np.where(slash, squares == 8 * rank, True).all(1)
     whole = (rank[:, -1] == 7) & (squares[:, -1] == 64)
     kings = ((matrix == ord("k")).sum(1) == 1) & ((matrix == ord("K")).sum(1) == 1)
     valid[rows] = known & ~twice & ends & whole & kings
@@ -333,9 +333,8 @@ def _csv(lines: list[str], path: str, key: str) -> Iterator[_Line]:
                     f"{key}={path!r}: line 1 names no column {column!r}. Columns there: {there}."
                 )
         for row in table:
-            if (
-                row["FEN"] is None or row["Moves"] is None
-            ):  # chess.Board(None) would be an empty board
+            # chess.Board(None) would be an empty board
+            if row["FEN"] is None or row["Moves"] is None:
                 raise ConfigError(
                     f"{key}={path!r}: line {table.line_num} has too few cells. Mend or remove it."
                 )

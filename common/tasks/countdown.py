@@ -270,7 +270,7 @@ def _solved(numbers: tuple[int, ...], target: int, use_all: bool) -> str | None:
     return _search([_leaf(number) for number in numbers], target, use_all)
 
 
-# --- making expressions --------------------------------------------------------------------------------------------
+# --- making expressions
 
 # (value, text, how tightly its outermost operator binds: 1 for + and -, 2 for * and /, 3 for a
 # number)
@@ -369,7 +369,7 @@ def _generated(
     return list(found.values())
 
 
-# --- reading problems ----------------------------------------------------------------------------------------------
+# --- reading problems
 
 
 def _read(

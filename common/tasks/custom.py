@@ -142,9 +142,8 @@ class Custom:
     installed.
     """
 
-    __signature__ = inspect.signature(
-        CustomConfig
-    )  # what help() and common.tasks.build see, instead of **settings
+    # what help() and common.tasks.build see, instead of **settings
+    __signature__ = inspect.signature(CustomConfig)
 
     def __init__(self, **settings: Any) -> None:
         self.config = config = build(CustomConfig, settings, "task")
@@ -243,7 +242,7 @@ class Custom:
         ]
 
     def answer(self, completion: str) -> str | None:
-        """What is looked at of a completion; None where there is nothing."""
+        """Return the part of a completion that counts; None where there is none."""
         text = _whole(completion)
         if self.config.reward == "numeric":
             found = gsm8k.answer(text)

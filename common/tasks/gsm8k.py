@@ -180,7 +180,7 @@ def _read(path: str, split: str) -> list[tuple[str, str, Fraction]]:
     return rows
 
 
-# --- math-verify: answers that are equal as mathematics but not written as one number -------------------------------
+# --- math-verify: answers that are equal as mathematics but not written as one number
 
 
 def math_verify(

@@ -138,9 +138,8 @@ class Translate:
     """
 
     name = "translate"
-    __signature__ = inspect.signature(
-        TranslateConfig
-    )  # what help() and common.tasks.build see, instead of **settings
+    # what help() and common.tasks.build see, instead of **settings
+    __signature__ = inspect.signature(TranslateConfig)
 
     def __init__(self, **settings: Any) -> None:
         self.config = build(TranslateConfig, settings, "task")
@@ -202,7 +201,7 @@ class Translate:
         return self.prompt(example), completion
 
 
-# --- rows ----------------------------------------------------------------------------------------------------------
+# --- rows
 
 _READERS = {".tsv": read_tsv, ".jsonl": read_jsonl}
 

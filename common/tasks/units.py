@@ -406,7 +406,7 @@ def number(completion: str) -> Fraction | None:
     return None if found is None or value is None else (-value if found[1] in ("-", "−") else value)
 
 
-# --- converting ----------------------------------------------------------------------------------------------------
+# --- converting
 
 
 def convert(value: Fraction, source: Unit, target: Unit) -> Fraction:
@@ -458,7 +458,7 @@ def _mentions(words: Sequence[str]) -> Iterator[tuple[int, int, Unit]]:
                 yield i, length, unit
 
 
-# --- calculations for the tiny model -------------------------------------------------------------------------------
+# --- calculations for the tiny model
 
 SHARE_KNOWN = 0.2  # of the pairs of units, that the base converts rightly more often than not
 KNOWN_BETTER = 1.75  # times task.share_right, for them
@@ -492,8 +492,8 @@ def _ten_off(source: Unit, target: Unit) -> list[_Step]:
 
 
 def _neighbour(source: Unit, target: Unit) -> list[_Step]:
-    """Of the next unit of the kind whose factor is as short as the right one; none if there is no
-    such unit.
+    """Return the steps of the next unit of the kind whose factor is as short as the right one; none
+    if there is no such unit.
     """
     units = _BY_KIND[source.kind]
     start = units.index(target) + 1
@@ -559,12 +559,12 @@ def _written(value: Fraction, digits: int = 5) -> str:
 
 
 def _digits(factor: Fraction) -> float:
-    """How many digits a factor has, but for zeros at its ends; infinity if they do not end."""
+    """Count the digits of a factor without zeros at its ends; infinity if they do not end."""
     found = Decimal(factor.numerator) / factor.denominator
     return len(found.normalize().as_tuple().digits) if Fraction(found) == factor else math.inf
 
 
-# --- questions -----------------------------------------------------------------------------------------------------
+# --- questions
 
 
 def _generated(

@@ -203,12 +203,9 @@ def test_the_frame_is_short(path, most):
     holds_for(
         PARTS,
         {
-            "common": "old docstrings",
             "eggroll": "old docstrings",
             "grpo": "old docstrings",
             "rft": "old docstrings",
-            "benchmarks": "old docstrings",
-            "examples": "old docstrings",
         },
     ),
 )
