@@ -5,12 +5,14 @@ then A B C A B C ..., so that a slow minute of the machine falls on all of them;
 median of the ratios within each repeat.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
 import re
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -136,6 +138,11 @@ def interleaved(cases: Sequence[Case], repeats: int, device: torch.device) -> di
             timings[case.name].seconds.append(case.scale * seconds(case.run, device)[0])
     progress("")
     return timings
+
+
+def taken(timings: dict[str, Timing]) -> dict[str, dict[str, Any]]:
+    """Return the seconds of each case, for the JSON."""
+    return {name: {"warm_up": t.warm_up, "seconds": t.seconds} for name, t in timings.items()}
 
 
 @torch.inference_mode()
@@ -271,21 +278,27 @@ def commit() -> str | None:
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Columns: the first to the left, the others to the right. A line of two cells is a name and a
-    remark.
+    remark. Names and remarks that have no room within `WIDTH` are wrapped.
     """
     full = [header, *(line for line in lines if len(line) > 2)]
     widths = [max(len(line[column]) for line in full) for column in range(len(header))]
-    widths[0] = max(widths[0], *(len(line[0]) for line in lines))
+    room = max(20, WIDTH - sum(2 + width for width in widths[1:]))
+    widths[0] = min(room, max(len(line[0]) for line in (header, *lines)))
 
-    def aligned(line: Sequence[str]) -> str:
+    def aligned(line: Sequence[str]) -> list[str]:
+        name = textwrap.wrap(line[0], widths[0], subsequent_indent="  ")
         if len(line) == 2:
-            return f"{line[0]:<{widths[0]}}  {line[1]}"[:WIDTH]
-        cells = (f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))
-        return "  ".join([f"{line[0]:<{widths[0]}}", *cells])
+            rest = textwrap.wrap(line[1], max(20, WIDTH - widths[0] - 2))
+        else:
+            cells = zip(line[1:], widths[1:], strict=True)
+            rest = ["  ".join(f"{cell:>{width}}" for cell, width in cells)]
+        return [
+            f"{left:<{widths[0]}}  {right}".rstrip()
+            for left, right in itertools.zip_longest(name, rest, fillvalue="")
+        ]
 
-    return "\n".join(
-        [aligned(header), "-" * len(aligned(header)), *(aligned(line) for line in lines)]
-    )
+    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+    return "\n".join([*aligned(header), rule, *(text for line in lines for text in aligned(line))])
 
 
 def number(value: float | None, digits: int = 3) -> str:

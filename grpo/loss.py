@@ -61,7 +61,7 @@ def kl(logp: Tensor, ref: Tensor, estimator: str, clamp: float) -> Tensor:
     return torch.exp((-x).clamp(-clamp, clamp)) + x - 1
 
 
-def policy_loss(
+def policy_loss(  # noqa: PLR0913 (the tensors of one formula)
     logp: Tensor,
     old: Tensor,
     advantage: Tensor,
@@ -71,7 +71,7 @@ def policy_loss(
     ref: Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a micro-batch: its part of the optimizer step's loss. The parts add up.
+    """Return the loss of a micro-batch: its part of the optimizer step's loss. The parts add up.
 
     Args:
         logp, old, ref: [B, T], of the policy, of the policy that sampled, of the reference.
@@ -88,7 +88,7 @@ def policy_loss(
     low, high = 1 - settings.epsilon_low, 1 + settings.epsilon_high
 
     if settings.loss == "gspo":
-        # [B, 1], one a sequence
+        # [B, 1], one per sequence
         ratio = torch.exp((log_ratio * kept).sum(1, keepdim=True) / lengths[:, None])
     else:
         ratio = torch.exp(log_ratio)  # [B, T]
@@ -114,15 +114,7 @@ def policy_loss(
         loss = loss - settings.entropy_bonus * entropy
     loss = loss.masked_fill(~mask, 0.0)
 
-    if settings.loss in ("grpo", "gspo"):
-        total = (loss.sum(1) / lengths).sum() / counts.rows
-    elif settings.loss == "dr_grpo":
-        total = loss.sum() / (counts.rows * settings.sampling.max_new_tokens)
-    elif settings.loss == "bnpo":
-        total = loss.sum() / kept.sum().clamp(min=1) / counts.micro_batches
-    else:  # dapo, cispo
-        total = loss.sum() / counts.tokens
-
+    total = _aggregate(loss, kept, counts, settings)
     with torch.no_grad():
         if settings.loss == "cispo":
             low, high = 0.0, settings.cispo_max
@@ -135,3 +127,14 @@ def policy_loss(
             "kl": (divergence * kept).sum() if divergence is not None else logp.new_zeros(()),
         }
     return total, sums
+
+
+def _aggregate(loss: Tensor, kept: Tensor, counts: Counts, settings: GrpoConfig) -> Tensor:
+    """Divide the sum of the tokens' losses by the count of the loss's definition."""
+    if settings.loss in ("grpo", "gspo"):
+        return (loss.sum(1) / kept.sum(1).clamp(min=1)).sum() / counts.rows
+    if settings.loss == "dr_grpo":
+        return loss.sum() / (counts.rows * settings.sampling.max_new_tokens)
+    if settings.loss == "bnpo":
+        return loss.sum() / kept.sum().clamp(min=1) / counts.micro_batches
+    return loss.sum() / counts.tokens  # dapo, cispo

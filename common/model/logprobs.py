@@ -132,7 +132,8 @@ def group(
     )
 
 
-def _attention(
+# The parameters are those that transformers passes.
+def _attention(  # noqa: PLR0913
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,

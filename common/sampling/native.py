@@ -69,7 +69,7 @@ class Sampler:
         model: any decoder whose attention goes through transformers' cache and 4-d masks (Llama,
             Qwen2, Qwen3, GPT-2, ...).
         pad_id: token id used to fill. stop_ids: ids that end a row.
-        rows: slots, that is rows in one forward at most. floor: the fewest that make sense.
+        rows: slots, that is rows in one forward at most.
         compile_mode: None, or a mode of torch.compile for the decode steps.
         graphs: record decode steps as CUDA graphs, where `model` is on a CUDA device and not
             sharded.
@@ -87,7 +87,6 @@ class Sampler:
         pad_id: int,
         stop_ids: Sequence[int],
         rows: int,
-        floor: int = 1,
         compile_mode: str | None = None,
         graphs: bool = False,
         autocast: torch.dtype | None = None,
@@ -97,7 +96,7 @@ class Sampler:
         self.pad_id = pad_id
         self.stop_ids = torch.tensor(list(stop_ids), device=self.device)
         sharded = fsdp.of(model) is not None
-        self.limit = RowLimit("algo.rollout_rows", rows, floor, fixed=sharded)
+        self.limit = RowLimit("algo.rollout_rows", rows, fixed=sharded)
         self.autocast = autocast
         self.narrow = Narrow(model, autocast) if autocast is not None and not sharded else None
         self.used = model if self.narrow is None else self.narrow.twin
@@ -177,16 +176,17 @@ class Sampler:
 
 def open_native(setup: Setup, cuda_graphs: bool) -> Sampler:
     """Open the native engine (conf/engine/native.yaml)."""
-    return Sampler(
+    sampler = Sampler(
         setup.model,
         pad_id=setup.pad_id,
         stop_ids=setup.stop_ids,
         rows=setup.rows,
-        floor=setup.floor,
         compile_mode=setup.compile_mode,
         graphs=cuda_graphs,
         autocast=setup.autocast,
     )
+    sampler.limit.floor = setup.floor
+    return sampler
 
 
 @dataclass

@@ -19,13 +19,13 @@ import numpy as np
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cpdist
 
-from common.config import ConfigError, at_least
+from common.config import ConfigError, at_least, holds, share
 from common.tasks import Example
 from common.tasks.components import chosen, weighted
 from common.tasks.data import named, read_lines
+from common.tasks.splits import SPLIT_SEED, check_needs_path, split_rows
 
 FIELDS = ("board", "turn", "castling", "en_passant", "halfmove", "fullmove")
-SPLIT_SEED = 0  # apart from the run's seed, so that runs of a sweep measure on the same test rows
 _REST = re.compile(
     r"[wb] (?:-|(?=[KQkq])K?Q?k?q?) (?:-|[a-h][36]) (?:0|[1-9][0-9]{0,3}) [1-9][0-9]{0,3}"
 )
@@ -50,7 +50,8 @@ class Chess:
 
     name = "chess"
 
-    def __init__(
+    # Settings come from YAML by keyword.
+    def __init__(  # noqa: PLR0913
         self,
         *,
         path: str | None,
@@ -65,20 +66,9 @@ class Chess:
         at_least("task.positions", positions, 2)
         at_least("task.test_positions", test_positions, 1)
         at_least("task.plies", plies, 1)
-        if test_path is not None and path is None:
-            raise ConfigError(
-                f"task.test_path={test_path!r} has no effect without task.path. Give task.path too."
-            )
-        if not 0 <= share_right <= 1:
-            raise ConfigError(
-                f"task.share_right={share_right} is out of range. Give a share from 0 to 1."
-            )
-        for key in ("{fen}", "{move}"):
-            if key not in template:
-                raise ConfigError(
-                    f"task.template={template!r} does not hold {key}. Add it, as in '{{fen}}"
-                    " {move} =>'."
-                )
+        check_needs_path(path, test_path=test_path)
+        share("task.share_right", share_right)
+        holds("task.template", template, ("{fen}", "{move}"), "{fen} {move} =>")
         known = {
             "exact": self._exact,
             "fields": self._fields,
@@ -89,21 +79,11 @@ class Chess:
         self.weights, self.template, self.share_right = weights, template, share_right
         if path is None:
             rows = _generated(positions + test_positions, plies)
-            test, train = rows[:test_positions], rows[test_positions:]
+            test, train = rows[:test_positions], list(dict.fromkeys(rows[test_positions:]))
         else:
             train = list(dict.fromkeys(_read(path, "task.path")))  # openings come again and again
             test = list(dict.fromkeys(_read(test_path, "task.test_path"))) if test_path else []
-            if not test:
-                random.Random(SPLIT_SEED).shuffle(train)
-                held = min(test_positions, len(train) // 5)
-                test, train = train[:held], train[held:]
-        tested = {row[:2] for row in test}
-        train = list(dict.fromkeys(row for row in train if row[:2] not in tested))
-        if len(train) < 2 or not test:
-            raise ConfigError(
-                f"task.path={path!r} leaves {len(train)} train and {len(test)} test rows. Give more"
-                " rows."
-            )
+        train, test, _ = split_rows(path, train, test, test_positions, key=lambda row: row[:2])
         self._splits = {
             name: [
                 Example(i, self._question(fen, move), after, extra={"fen": fen, "move": move})
