@@ -113,9 +113,8 @@ def main() -> None:
             sys.exit(f"error: {error}")
         return
     if options.json is not None:
-        options.json.parent.mkdir(
-            parents=True, exist_ok=True
-        )  # fail now, not after the measurement
+        # fail now, not after the measurement
+        options.json.parent.mkdir(parents=True, exist_ok=True)
     report = importlib.import_module(f"benchmarks.{options.name}").run(options)
     print(report.text)
     if options.json is not None:

@@ -46,12 +46,13 @@ PLAIN = "plain sampler, no noise"
 NOISE = "noise generation"
 UPDATE = "update"
 BOTH = "noise generation and update"
+# The names in tables.
 SHORT = {
     ONE: "one at a time",
-    MEMBER: "once a member",
+    MEMBER: "once per member",
     POPULATION: "population forward",
     PLAIN: "plain sampler",
-}  # in tables
+}
 SAMPLING = ("one_at_a_time", "member_by_member", "population", "plain")  # methods of Work
 
 # logits closer than this may change places by rounding; their standard deviation is about 0.3
@@ -81,7 +82,7 @@ class Sizes:
 
     @property
     def flops(self) -> float:
-        """What the unperturbed model needs for all completions; the noise is overhead, not work."""
+        """The work of the unperturbed model for all completions: the noise is overhead."""
         d, positions = (
             self.hidden_size,
             self.prompt_tokens + self.new_tokens - 1,
@@ -226,7 +227,7 @@ class Work:
     # --- as this project does it
 
     def plain(self) -> Tensor:
-        """The sampler without noise, every prompt once a member."""
+        """The sampler without noise, every prompt once per member."""
         sampling = self.settings.sampling
         return self.sampler.generate(
             Requests(prompts=self.prompts.tolist(), groups=self.sizes.members), sampling
@@ -238,7 +239,7 @@ class Work:
             return self.plain()
 
     def draw_noise(self) -> None:
-        """What `population` does before it samples."""
+        """Draw the noise as `population` does before it samples."""
         with self.noise.members(0, range(self.sizes.members), self.settings.sigma):
             pass
 
@@ -259,7 +260,7 @@ class Work:
     # --- the same work?
 
     def same(self, rows: Tensor, others: Tensor, which: list[tuple[int, int]]) -> int:
-        """How many completions are equal. which: prompt and member of each.
+        """Count the completions that are equal. which: prompt and member of each.
 
         Raises: RuntimeError if two differ by more than a tie that rounding decides.
         """
@@ -335,9 +336,8 @@ AGAINST = {
 
 def prepare(sizes: Sizes, device: torch.device, way: Way) -> Callable[[], Any]:
     """A row alone, for the process in which its memory is measured."""
-    sizes = Sizes(
-        **asdict(sizes) | {"samples_measured": 1, "members_measured": 1}
-    )  # the peak is the same
+    # the peak is the same
+    sizes = Sizes(**asdict(sizes) | {"samples_measured": 1, "members_measured": 1})
     return getattr(Work(sizes, device, way.dtype, way.compiled), way.method)
 
 
@@ -394,95 +394,106 @@ def _run(options: argparse.Namespace) -> Report:
         )
     measure.progress("")
 
-    def row(
-        name: str,
-        value: float | None,
-        unit: str,
-        against: str | None = None,
-        ratio: float | None = None,
-    ) -> Row:
-        return Row(
-            NAME, names.get(name, name), value, unit, names.get(against or "", against), ratio
-        )
-
-    names = {
-        way.row: f"{way.row} ({way.part}, scaled)" if way.part else way.row for way in measured
-    }
-    rows = []
-    for way in measured:
-        timing = timings[way.row]
-        others = [name for name in AGAINST.get(way.row, ()) if name in timings]
-        for other in others:
-            ratio = measure.quantile(measure.paired(timings[other].seconds, timing.seconds), 0.5)
-            rows.append(row(way.row, timing.p50, "s/step", other, ratio))
-        if not others:
-            rows.append(row(way.row, timing.p50, "s/step"))
-        if way.method in SAMPLING:
-            rows.append(row(way.row, sizes.samples / timing.p50, "samples/s"))
-            rows.append(row(way.row, sizes.samples * sizes.new_tokens / timing.p50, "tokens/s"))
-            rows.append(
-                row(way.row, sizes.flops / timing.p50 / peaks[way.dtype], "share of peak FLOP/s")
-            )
-            rows.append(row(way.row, memory[way.row], "GB"))
-    step = [
-        a + b for a, b in zip(timings[POPULATION].seconds, timings[UPDATE].seconds, strict=True)
-    ]
-    extra = [a + b for a, b in zip(timings[NOISE].seconds, timings[UPDATE].seconds, strict=True)]
-    shares = {
-        NOISE: measure.paired(timings[NOISE].seconds, step),
-        UPDATE: measure.paired(timings[UPDATE].seconds, step),
-        BOTH: measure.paired(extra, step),
-    }
-    for name, share in shares.items():
-        value = measure.quantile(share, 0.5)
-        rows.append(
-            row(name, value, "share of the step", "population, one forward, and update", value)
-        )
-    rows += [row(name, None, "s/step") for name in skipped]
+    found = Found(sizes, measured, timings, memory, peaks, shares_of(timings))
     compiling = None
     if COMPILE in timings:  # two first calls
         compiling = timings[COMPILE].warm_up - 2 * timings[COMPILE].p50
-        rows.append(row(COMPILE, compiling, "s compiling, once"))
-
     claim = not options.quick and device.type == "cpu" and torch.get_num_threads() == 2
-    figures = reached(timings, shares[BOTH], claim=claim)
-    conditions |= {
-        "dtype": {way.row: name_of(way.dtype) for way in measured},
-        "peak_tflops": {name_of(d): round(p / 1e12, 3) for d, p in peaks.items()},
+    conditions |= details(found, device) | {
+        "compile_seconds": compiling,
+        "same_completions": guard,
+        "skipped": skipped,
+        "figures": reached(timings, found.shares[BOTH], claim=claim),
+    }
+    return Report(shown(found, conditions), conditions, rows_of(found, conditions))
+
+
+@dataclass(frozen=True)
+class Found:
+    """The measurements, by row. memory: in GB; peaks: in FLOP/s; shares: of a step, per repeat."""
+
+    sizes: Sizes
+    ways: list[Way]
+    timings: dict[str, Timing]
+    memory: dict[str, float | None]
+    peaks: dict[torch.dtype, float]
+    shares: dict[str, list[float]]
+
+    def utilisation(self, way: Way) -> float:
+        """Return the share of the peak FLOP/s."""
+        return self.sizes.flops / self.timings[way.row].p50 / self.peaks[way.dtype]
+
+
+def shares_of(timings: dict[str, Timing]) -> dict[str, list[float]]:
+    """Return what part of a step, population and update, the noise and the update are."""
+    update = timings[UPDATE].seconds
+    step, extra = (
+        [a + b for a, b in zip(timings[row].seconds, update, strict=True)]
+        for row in (POPULATION, NOISE)
+    )
+    return {
+        NOISE: measure.paired(timings[NOISE].seconds, step),
+        UPDATE: measure.paired(update, step),
+        BOTH: measure.paired(extra, step),
+    }
+
+
+def rows_of(found: Found, conditions: dict[str, Any]) -> list[Row]:
+    """Return the rows of the JSON."""
+    names = {
+        way.row: f"{way.row} ({way.part}, scaled)" if way.part else way.row for way in found.ways
+    }
+    rows = []
+    for way in found.ways:
+        timing, name = found.timings[way.row], names[way.row]
+        others = [other for other in AGAINST.get(way.row, ()) if other in found.timings]
+        for other in others:
+            pairs = measure.paired(found.timings[other].seconds, timing.seconds)
+            ratio = measure.quantile(pairs, 0.5)
+            rows.append(Row(NAME, name, timing.p50, "s/step", names[other], ratio))
+        if not others:
+            rows.append(Row(NAME, name, timing.p50, "s/step"))
+        if way.method in SAMPLING:
+            speed = found.sizes.samples / timing.p50
+            rows += [
+                Row(NAME, name, speed, "samples/s"),
+                Row(NAME, name, speed * found.sizes.new_tokens, "tokens/s"),
+                Row(NAME, name, found.utilisation(way), "share of peak FLOP/s"),
+                Row(NAME, name, found.memory[way.row], "GB"),
+            ]
+    for name, share in found.shares.items():
+        value, against = measure.quantile(share, 0.5), "population, one forward, and update"
+        rows.append(Row(NAME, name, value, "share of the step", against, value))
+    rows += [Row(NAME, name, None, "s/step") for name in conditions["skipped"]]
+    if conditions["compile_seconds"] is not None:
+        rows.append(Row(NAME, COMPILE, conditions["compile_seconds"], "s compiling, once"))
+    return rows
+
+
+def details(found: Found, device: torch.device) -> dict[str, Any]:
+    """Return what the conditions say of the rows."""
+    resident = "resident, less that after the imports; compiler included"
+    where = "allocated by torch" if device.type == "cuda" else resident
+    return {
+        "dtype": {way.row: name_of(way.dtype) for way in found.ways},
+        "peak_tflops": {name_of(d): round(p / 1e12, 3) for d, p in found.peaks.items()},
         "timing": {
-            name: {
-                "p50": t.p50,
-                "p90": t.p90,
-                "repeats": repeats,
-                "warm_up": t.warm_up,
-                "seconds": t.seconds,
-            }
-            for name, t in timings.items()
+            name: {"p50": t.p50, "p90": t.p90, "repeats": len(t.seconds), **taken}
+            for (name, t), taken in zip(
+                found.timings.items(), measure.taken(found.timings).values(), strict=True
+            )
         },
         "ratio": (
             "speed of row / speed of against, the median over repeats; for a share, the share"
             " itself"
         ),
-        "memory": (
-            "peak of each row alone in a process of its own, model included, "
-            + (
-                "allocated by torch"
-                if device.type == "cuda"
-                else "resident, less that after the imports; compiler included"
-            )
-        ),
+        "memory": f"peak of each row alone in a process of its own, model included, {where}",
         "utilisation": (
-            "FLOP of the model without noise, a second, over those of a big matrix product in the"
+            "FLOP of the model without noise per second, over those of a big matrix product in the"
             " row's dtype"
         ),
-        "scaled": {way.row: way.part for way in measured if way.part},
-        "compile_seconds": compiling,
-        "same_completions": guard,
-        "skipped": skipped,
-        "figures": figures,
+        "scaled": {way.row: way.part for way in found.ways if way.part},
     }
-    text = shown(sizes, measured, timings, memory, peaks, shares, conditions)
-    return Report(text, conditions, rows)
 
 
 def check(work: Work, timings: dict[str, Timing]) -> dict[str, str]:
@@ -533,59 +544,26 @@ def reached(timings: dict[str, Timing], share: list[float], claim: bool) -> list
     return figures
 
 
-def shown(
-    sizes: Sizes,
-    measured: list[Way],
-    timings: dict[str, Timing],
-    memory: dict[str, float | None],
-    peaks: dict[torch.dtype, float],
-    shares: dict[str, list[float]],
-    conditions: dict[str, Any],
-) -> str:
+def shown(found: Found, conditions: dict[str, Any]) -> str:
     """The table and what goes with it, 80 columns wide."""
-    number = measure.number
-    scaled = [way for way in measured if way.part]
-    mark = {way.row: "¹²"[index] for index, way in enumerate(scaled)}
+    number, sizes = measure.number, found.sizes
+    mark = {way.row: "¹²"[index] for index, way in enumerate(w for w in found.ways if w.part)}
     lines: list[tuple[str, ...]] = []
     parts: list[tuple[str, ...]] = []
-    for way in measured:
-        timing = timings[way.row]
+    for way in found.ways:
+        timing = found.timings[way.row]
+        seconds = (number(timing.p50), number(timing.p90))
         if way.method not in SAMPLING:
-            share = measure.quantile(shares[way.row], 0.5)
-            parts.append((way.row, number(timing.p50), number(timing.p90), f"{share:.1%}"))
+            share = measure.quantile(found.shares[way.row], 0.5)
+            parts.append((way.row, *seconds, f"{share:.1%}"))
             continue
-        faster = measure.quantile(measure.paired(timings[ONE].seconds, timing.seconds), 0.5)
-        lines.append(
-            (
-                SHORT.get(way.row, way.row) + mark.get(way.row, ""),
-                number(timing.p50),
-                number(timing.p90),
-                number(sizes.samples / timing.p50),
-                number(sizes.samples * sizes.new_tokens / timing.p50),
-                f"{sizes.flops / timing.p50 / peaks[way.dtype]:.1%}",
-                number(memory[way.row], 2),
-                f"{faster:.1f}x",
-            )
-        )
+        faster = measure.quantile(measure.paired(found.timings[ONE].seconds, timing.seconds), 0.5)
+        speed = sizes.samples / timing.p50
+        speeds = (number(speed), number(speed * sizes.new_tokens), f"{found.utilisation(way):.1%}")
+        name = SHORT.get(way.row, way.row) + mark.get(way.row, "")
+        lines.append((name, *seconds, *speeds, number(found.memory[way.row], 2), f"{faster:.1f}x"))
     lines[-1:-1] = [(name, "skipped, see below") for name in conditions["skipped"]]
-    parts.append((BOTH, "", "", f"{measure.quantile(shares[BOTH], 0.5):.1%}"))
-
-    notes = [f"{mark[way.row]} {way.part} measured, scaled." for way in scaled]
-    notes += [
-        f"{way.row}: in {name_of(way.dtype)}." for way in measured if way.row in (AMP, COMPILE)
-    ]
-    notes += [f"{name}: skipped, {why.rstrip('.')}." for name, why in conditions["skipped"].items()]
-    if conditions["compile_seconds"] is not None:
-        notes.append(f"Compiling took {conditions['compile_seconds']:.0f} s more, once.")
-    notes.append(
-        "util.: of"
-        f" {', '.join(f'{peak / 1e9:,.0f} GFLOP/s ({name_of(d)})' for d, peak in peaks.items())}."
-    )
-    notes.append("GB: peak of the row alone, in its own process. ratio: over one sample at a time.")
-    notes += [
-        f"{SHORT.get(name, name)}: {same} completions equal."
-        for name, same in conditions["same_completions"].items()
-    ]
+    parts.append((BOTH, "", "", f"{measure.quantile(found.shares[BOTH], 0.5):.1%}"))
     about = (
         f"{conditions['device']}, {conditions['threads']} threads, load"
         f" {conditions['load_average']} before; torch {conditions['torch']}, transformers"
@@ -594,38 +572,53 @@ def shown(
         f" {sizes.prompts} prompts of {sizes.prompt_tokens} tokens, {sizes.new_tokens} new tokens,"
         f" greedy; medians of {conditions['repeats']} repeats."
     )
-    figures = []
-    for figure in conditions["figures"]:
-        scale = 100 if figure["unit"] == "%" else 1
-        low, high = (f"{scale * value:.1f}" for value in figure["p10_p90"])
-        figures.append(
-            (
-                figure["what"],
-                (
-                    f"{'<=' if figure['at'] == 'most' else '>='} {scale * figure['figure']:.0f}"
-                    f" {figure['unit']}"
-                ),
-                f"{scale * figure['value']:.1f}",
-                f"{low} to {high}",
-                {True: "yes", False: "NO", None: "-"}[figure["reached"]],
-            )
-        )
+    header = ("", "s/step", "p90", "samples/s", "tokens/s", "util.", "GB", "ratio")
     claimed = all(figure["reached"] is not None for figure in conditions["figures"])
     stated = "stated for two CPU cores" + ("" if claimed else "; not claimed here")
     return "\n".join(
         [
             textwrap.fill(about, measure.WIDTH),
             "",
-            measure.table(
-                ("", "s/step", "p90", "samples/s", "tokens/s", "util.", "GB", "ratio"), lines
-            ),
-            textwrap.fill(" ".join(notes), measure.WIDTH),
+            measure.table(header, lines),
+            textwrap.fill(notes(found, mark, conditions), measure.WIDTH),
             "",
             measure.table(("", "s/step", "p90", "of a step"), parts),
             "",
             f"Figures to reach, {stated}:",
-            measure.table(("", "figure", "here", "p10 to p90", "reached"), figures),
+            measure.table(
+                ("", "figure", "here", "p10 to p90", "reached"),
+                [figure_line(figure) for figure in conditions["figures"]],
+            ),
         ]
+    )
+
+
+def notes(found: Found, mark: dict[str, str], conditions: dict[str, Any]) -> str:
+    """Explain the table."""
+    said = [f"{mark[way.row]} {way.part} measured, scaled." for way in found.ways if way.part]
+    said += [f"{w.row}: in {name_of(w.dtype)}." for w in found.ways if w.row in (AMP, COMPILE)]
+    said += [f"{name}: skipped, {why.rstrip('.')}." for name, why in conditions["skipped"].items()]
+    if conditions["compile_seconds"] is not None:
+        said.append(f"Compiling took {conditions['compile_seconds']:.0f} s more, once.")
+    peaks = (f"{peak / 1e9:,.0f} GFLOP/s ({name_of(d)})" for d, peak in found.peaks.items())
+    said.append(f"util.: of {', '.join(peaks)}.")
+    said.append("GB: peak of the row alone, in its own process. ratio: over one sample at a time.")
+    same = conditions["same_completions"].items()
+    said += [f"{SHORT.get(name, name)}: {equal} completions equal." for name, equal in same]
+    return " ".join(said)
+
+
+def figure_line(figure: dict[str, Any]) -> tuple[str, ...]:
+    """Return one line of the table of figures."""
+    scale = 100 if figure["unit"] == "%" else 1
+    low, high = (f"{scale * value:.1f}" for value in figure["p10_p90"])
+    sign = "<=" if figure["at"] == "most" else ">="
+    return (
+        figure["what"],
+        f"{sign} {scale * figure['figure']:.0f} {figure['unit']}",
+        f"{scale * figure['value']:.1f}",
+        f"{low} to {high}",
+        {True: "yes", False: "NO", None: "-"}[figure["reached"]],
     )
 
 

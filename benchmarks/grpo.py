@@ -170,7 +170,7 @@ def widened(tokenizer: Any, size: int) -> Any:
     )
 
 
-# --- one row, in a process of its own ----------------------------------------------------------------------------------
+# --- one row, in a process of its own
 
 
 def run_of(work: dict[str, Any], *changes: str) -> Run:
@@ -198,7 +198,7 @@ def run_of(work: dict[str, Any], *changes: str) -> Run:
 
 
 def ours(work: dict[str, Any]) -> dict[str, Any]:
-    """`launch.train` as it is: seconds a step, by phase, peak memory; then the loss curve. The
+    """`launch.train` as it is: seconds per step, by phase, peak memory; then the loss curve. The
     first step is warm-up.
     """
     switches = work["switches"]
@@ -321,41 +321,56 @@ def roll(run: Run, context: Context, task: Any) -> None:
     (Path(lm.name).parent / "rollout.pickle").write_bytes(pickle.dumps(rollouts))
 
 
-def baseline(work: dict[str, Any]) -> dict[str, Any]:
-    """The document's start: model.generate a prompt, score, its rows through both models, gradients
-    accumulated.
-    """
-    memory, device = measure.Peak(), torch.device(work["device"])
-    kind: Any = GPT2LMHeadModel if work["name"] == "gpt2" else LlamaForCausalLM
-    model: Any = kind.from_pretrained(work["model"]).to(device).eval()  # eval: no dropout
-    reference: Any = kind.from_pretrained(work["model"]).to(device).eval().requires_grad_(False)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(work["model"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    task, seconds, phases = Positions(), [], []
+class Plain:
+    """The document's model and its optimizer: one prompt's rows at a time, gradients accumulated."""
 
-    def logps(of: Any, rows: torch.Tensor) -> torch.Tensor:
-        logits = of(input_ids=rows).logits[:, -work["new"] - 1 : -1]
-        return torch.log_softmax(logits, -1).gather(2, rows[:, -work["new"] :, None])[..., 0]
+    def __init__(self, work: dict[str, Any]) -> None:
+        self.new, self.beta, self.device = work["new"], work["beta"], torch.device(work["device"])
+        kind: Any = GPT2LMHeadModel if work["name"] == "gpt2" else LlamaForCausalLM
+        # eval: no dropout
+        self.model: Any = kind.from_pretrained(work["model"]).to(self.device).eval()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR)
+
+    def logps(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities of the new tokens."""
+        logits = self.model(input_ids=rows).logits[:, -self.new - 1 : -1]
+        return torch.log_softmax(logits, -1).gather(2, rows[:, -self.new :, None])[..., 0]
 
     def backward(
-        rows: torch.Tensor, rewards: list[float], ref: torch.Tensor | None, old: torch.Tensor | None
+        self,
+        rows: torch.Tensor,
+        rewards: list[float],
+        ref: torch.Tensor | None,
+        old: torch.Tensor | None,
     ) -> Any:
-        advantage = advantages(torch.tensor([rewards]), "group")[0].to(device)[:, None]
-        logp = logps(model, rows)
+        """Add the gradient of one group. Returns its loss and its log-probabilities."""
+        advantage = advantages(torch.tensor([rewards]), "group")[0].to(self.device)[:, None]
+        logp = self.logps(rows)
         quotient = torch.exp(logp - (logp.detach() if old is None else old))
         surrogate = torch.minimum(
             quotient * advantage, quotient.clamp(1 - CLIP, 1 + CLIP) * advantage
         )
         divergence = 0.0 if ref is None else torch.exp(ref - logp) - (ref - logp) - 1
-        loss = (work["beta"] * divergence - surrogate).mean() / PROMPTS
+        loss = (self.beta * divergence - surrogate).mean() / PROMPTS
         loss.backward()
         return loss.item(), logp.detach()
 
-    def update() -> None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    def update(self) -> None:
+        """Make an optimizer step."""
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
+
+def baseline(work: dict[str, Any]) -> dict[str, Any]:
+    """The document's start: model.generate a prompt, score, its rows through both models, gradients
+    accumulated.
+    """
+    memory = measure.Peak()
+    plain, reference = Plain(work), Plain(work)
+    reference.model.requires_grad_(False)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(work["model"])
+    task, device, seconds, phases = Positions(), plain.device, [], []
     for step in range(work["steps"] + 1):
         started, clock = time.perf_counter(), Clock(device)
         for example in task.rows[step * PROMPTS : (step + 1) * PROMPTS]:
@@ -363,7 +378,7 @@ def baseline(work: dict[str, Any]) -> dict[str, Any]:
                 prompt = torch.tensor(
                     encode_prompts(tokenizer, [task.prompt(example)]), device=device
                 )
-                rows = model.generate(
+                rows = plain.model.generate(
                     prompt.expand(SAMPLES, -1),
                     attention_mask=torch.ones_like(prompt).expand(SAMPLES, -1),
                     max_new_tokens=work["new"],
@@ -376,17 +391,25 @@ def baseline(work: dict[str, Any]) -> dict[str, Any]:
                 texts = tokenizer.batch_decode(rows[:, prompt.shape[1] :], skip_special_tokens=True)
                 rewards = [task.reward(example, text) for text in texts]
             with clock("reference"), torch.no_grad():
-                ref = logps(reference, rows) if work["beta"] else None
+                ref = reference.logps(rows) if work["beta"] else None
             with clock("train"):
-                backward(rows, rewards, ref, None)
+                plain.backward(rows, rewards, ref, None)
         with clock("update"):
-            update()
+            plain.update()
         seconds.append(time.perf_counter() - started)
         phases.append(clock.seconds)
-    peak = memory.gb()
+    names, middle = PHASES, measure.quantile
+    return {
+        "seconds": seconds[1:],
+        "phases": {name: middle([one[name] for one in phases[1:]], 0.5) for name in names},
+        "memory": memory.gb(),
+        "losses": fixed_losses(work),
+    }
 
-    model = kind.from_pretrained(work["model"]).to(device).eval()
-    optimizer, losses, olds = torch.optim.AdamW(model.parameters(), lr=LR), [], {}
+
+def fixed_losses(work: dict[str, Any]) -> list[float]:
+    """Return the losses of the passes over the fixed rollout."""
+    plain, losses, olds = Plain(work), [], {}
     whole: Rollouts = pickle.loads((Path(work["model"]).parent / "rollout.pickle").read_bytes())
     assert whole.reference is not None
     for _ in range(PASSES):
@@ -394,22 +417,14 @@ def baseline(work: dict[str, Any]) -> dict[str, Any]:
         for index, (prompt, rewards) in enumerate(zip(whole.prompts, whole.rewards, strict=True)):
             part = slice(index * whole.size, (index + 1) * whole.size)
             start = torch.tensor([prompt] * whole.size)
-            rows = torch.cat((start, whole.tokens[part]), dim=1).to(device)
-            ref = whole.reference[part].to(device)
-            loss, logp = backward(rows, rewards.tolist(), ref, olds.get(index))
+            rows = torch.cat((start, whole.tokens[part]), dim=1).to(plain.device)
+            ref = whole.reference[part].to(plain.device)
+            loss, logp = plain.backward(rows, rewards.tolist(), ref, olds.get(index))
             olds.setdefault(index, logp)
             total += loss
-        update()
+        plain.update()
         losses.append(total)
-    return {
-        "seconds": seconds[1:],
-        "phases": {
-            name: measure.quantile([of_step[name] for of_step in phases[1:]], 0.5)
-            for name in PHASES
-        },
-        "memory": peak,
-        "losses": losses,
-    }
+    return losses
 
 
 class Clock(Timer):
@@ -480,7 +495,7 @@ def peer(work: dict[str, Any]) -> dict[str, Any]:
 
 
 def row(work: dict[str, Any]) -> dict[str, Any]:
-    """What a row's process does. What it prints goes to a file."""
+    """Measure one row in a process of its own. What it prints goes to a file."""
     log = os.open(f"{work['folder']}/rows.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -497,7 +512,7 @@ def alone(work: dict[str, Any], **what: Any) -> dict[str, Any] | str:
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:160]
 
 
-# --- all rows --------------------------------------------------------------------------------------------------------
+# --- all rows
 
 AMP, SCORING, COMPILE = "opt=[amp]", "scoring.kind=processes", "opt=[compile]"
 CUMULATIVE = {
@@ -525,6 +540,7 @@ def run(options: argparse.Namespace) -> measure.Report:
     name = "quick" if options.quick else options.model
     steps = options.repeats or (1 if options.quick else 5)
     device = measure.find_device(options.device)
+    conditions = measure.conditions(device, beta=options.beta, steps=steps)
     impossible = why_not(device, options.quick)
     cases: dict[str, dict[str, Any]] = {PLAIN: {"kind": "baseline"}, PEER: {"kind": "peer"}}
     cases[OURS] = {"kind": "ours", "switches": [], "full": False}
@@ -584,7 +600,8 @@ def run(options: argparse.Namespace) -> measure.Report:
             else:
                 singles[case] = one
     measure.progress("")
-    return report(found, skipped, singles, reasons, sizes, steps, device, options.beta)
+    conditions |= {"sizes": sizes}
+    return report(found, skipped, singles, reasons, conditions)
 
 
 def why_not(device: torch.device, quick: bool) -> dict[str, str]:
@@ -609,24 +626,47 @@ def report(
     skipped: dict[str, str],
     singles: dict[str, dict[str, Any]],
     reasons: dict[str, str],
-    sizes: dict[str, Any],
-    steps: int,
-    device: torch.device,
-    beta: float,
+    conditions: dict[str, Any],
 ) -> measure.Report:
     """The tables and the JSON."""
     if OURS not in found:
         raise RuntimeError(f"{OURS}: {skipped[OURS]}")
-    tokens = PROMPTS * SAMPLES * sizes["new_tokens"]
-    middle = {
-        name: measure.quantile(one["seconds"], 0.5) for name, one in (found | singles).items()
-    }
-    base = PLAIN if PLAIN in found else OURS
+    tokens = PROMPTS * SAMPLES * conditions["sizes"]["new_tokens"]
+    text, rows = cumulative(found, skipped, tokens)
+    alone_text, alone_rows = one_by_one(found[OURS], singles, reasons)
     losses = found[OURS]["losses"]
-    gaps = {name: deviation(one["losses"], losses) for name, one in (found | singles).items()}
-    middle |= {name: measure.quantile(one["seconds"], 0.5) for name, one in found.items()}
-    number = measure.number
+    text += (
+        "\n\n"
+        + alone_text
+        + (
+            "\n\ndev.: mean |loss - float32's| over mean |float32's|, passes 2 to 4 over one fixed"
+            " rollout."
+        )
+    )
+    text += (
+        "\nGB: peak memory of the row's process (with 2 ranks of the first one), without its"
+        " imports on a CPU."
+    )
+    everything = found | {f"{name} alone": one for name, one in singles.items()}
+    conditions |= {
+        "skipped": skipped | {f"{name} alone": reason for name, reason in reasons.items()},
+        "loss_deviation": {
+            name: deviation(one["losses"], losses) for name, one in everything.items()
+        },
+    }
+    conditions |= {
+        key: {name: one[key] for name, one in everything.items()}
+        for key in ("phases", "memory", "losses", "seconds")
+    }
+    return measure.Report(text, conditions, rows + alone_rows)
 
+
+def cumulative(
+    found: dict[str, dict[str, Any]], skipped: dict[str, str], tokens: int
+) -> tuple[str, list[measure.Row]]:
+    """Return the document's table, and its rows."""
+    middle = {name: measure.quantile(one["seconds"], 0.5) for name, one in found.items()}
+    base, number = PLAIN if PLAIN in found else OURS, measure.number
     lines, rows = [], []
     for name in (PLAIN, PEER, OURS, *CUMULATIVE):
         if name in skipped:
@@ -635,9 +675,8 @@ def report(
             continue
         one, speed = found[name], middle[base] / middle[name]
         of_phases = [number(one["phases"].get(phase)) for phase in PHASES]
-        gap = "-" if gaps[name] is None else f"{gaps[name]:.2%}"
-        shown = [f"{tokens / middle[name]:,.0f}", number(one["memory"]), gap, f"{speed:.1f}x"]
-        lines.append([name, number(middle[name]), *of_phases, *shown])
+        shown = [f"{tokens / middle[name]:,.0f}", number(one["memory"]), gap(one, found[OURS])]
+        lines.append([name, number(middle[name]), *of_phases, *shown, f"{speed:.1f}x"])
         rows.append(measure.Row("grpo", name, middle[name], "s/step", base, speed))
     text = measure.table(["", "s/step", *PHASES, "tokens/s", "GB", "dev.", "ratio"], lines)
     if PEER in found:
@@ -646,47 +685,37 @@ def report(
         rows.append(
             measure.Row("grpo", "float32 against TRL", middle[OURS], "s/step", PEER, against)
         )
+    return text, rows
 
-    lines = [["float32", number(middle[OURS]), number(found[OURS]["memory"]), number(0.0), "1.0x"]]
+
+def one_by_one(
+    base: dict[str, Any], singles: dict[str, dict[str, Any]], reasons: dict[str, str]
+) -> tuple[str, list[measure.Row]]:
+    """Return the table of each switch alone, and its rows."""
+    number, float32 = measure.number, measure.quantile(base["seconds"], 0.5)
+    lines, rows = [["float32", number(float32), number(base["memory"]), number(0.0), "1.0x"]], []
     for name in SWITCHES:
         if name in reasons:
             lines.append([name, f"skipped: {reasons[name]}"])
             rows.append(measure.Row("grpo switch", name, None, "s/step"))
             continue
-        speed = middle[OURS] / middle[name]
-        gap = "-" if gaps[name] is None else f"{gaps[name]:.2%}"
-        lines.append(
-            [name, number(middle[name]), number(singles[name]["memory"]), gap, f"{speed:.2f}x"]
-        )
-        rows.append(measure.Row("grpo switch", name, middle[name], "s/step", OURS, speed))
-    text += "\n\n" + measure.table(["each alone", "s/step", "GB", "dev.", "ratio"], lines)
-    text += (
-        "\n\ndev.: mean |loss - float32's| over mean |float32's|, passes 2 to 4 over one fixed"
-        " rollout."
-    )
-    text += (
-        "\nGB: peak memory of the row's process (with 2 ranks of the first one), without its"
-        " imports on a CPU."
-    )
-    everything = found | {f"{name} alone": one for name, one in singles.items()}
-    conditions = measure.conditions(
-        device,
-        sizes=sizes,
-        beta=beta,
-        steps=steps,
-        skipped=skipped | {f"{name} alone": reason for name, reason in reasons.items()},
-        loss_deviation={name: deviation(one["losses"], losses) for name, one in everything.items()},
-        **{
-            key: {name: one[key] for name, one in everything.items()}
-            for key in ("phases", "memory", "losses", "seconds")
-        },
-    )
-    return measure.Report(text, conditions, rows)
+        one = singles[name]
+        middle = measure.quantile(one["seconds"], 0.5)
+        shown = [number(middle), number(one["memory"]), gap(one, base)]
+        lines.append([name, *shown, f"{float32 / middle:.2f}x"])
+        rows.append(measure.Row("grpo switch", name, middle, "s/step", OURS, float32 / middle))
+    return measure.table(["each alone", "s/step", "GB", "dev.", "ratio"], lines), rows
+
+
+def gap(one: dict[str, Any], base: dict[str, Any]) -> str:
+    """Return the deviation of a row's losses in percent."""
+    found = deviation(one["losses"], base["losses"])
+    return "-" if found is None else f"{found:.2%}"
 
 
 def deviation(losses: list[float] | None, base: list[float]) -> float | None:
-    """How far a loss curve is from float32's, from the second pass on; None where there is no
-    curve.
+    """Return how far a loss curve is from float32's, from the second pass on; None where there is
+    no curve.
     """
     if losses is None:
         return None

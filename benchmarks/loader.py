@@ -48,7 +48,7 @@ ROWS, PART, LONGEST = (
 FIGURE = 15  # what both changes together must give
 
 
-# --- the document's version ------------------------------------------------------------------------------------------
+# --- the document's version
 
 
 def concatenated(rows: Sequence[Labelled]) -> Batch:
@@ -104,7 +104,7 @@ def looped(
     return model.encoder(padded, torch.arange(padded.shape[1], device=device) < lengths[:, None])
 
 
-# --- the measurement -------------------------------------------------------------------------------------------------
+# --- the measurement
 
 
 class Listed:

@@ -1,16 +1,18 @@
-"""What every benchmark needs: interleaved timing, peaks of the device, conditions, a table, JSON.
+"""The parts of every benchmark: interleaved timing, peaks of the device, conditions, a table, JSON.
 
 How time is taken: each case runs once (or as often as its warm-up says) beforehand, reported apart;
 then A B C A B C ..., so that a slow minute of the machine falls on all of them; a ratio is the
 median of the ratios within each repeat.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
 import re
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -43,7 +45,7 @@ class Case:
 
 @dataclass
 class Timing:
-    """What came out for one case. seconds: of the whole work, one a repeat. result: what its first
+    """The result of one case. seconds: of the whole work, one per repeat. result: what its first
     call returned.
     """
 
@@ -78,7 +80,7 @@ class Row:
 
 @dataclass
 class Report:
-    """What a benchmark returns: text for people, the rest for files."""
+    """The result of a benchmark: text for people, the rest for files."""
 
     text: str
     conditions: dict[str, Any]
@@ -138,6 +140,11 @@ def interleaved(cases: Sequence[Case], repeats: int, device: torch.device) -> di
     return timings
 
 
+def taken(timings: dict[str, Timing]) -> dict[str, dict[str, Any]]:
+    """Return the seconds of each case, for the JSON."""
+    return {name: {"warm_up": t.warm_up, "seconds": t.seconds} for name, t in timings.items()}
+
+
 @torch.inference_mode()
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a big square matrix product, the best of ten: what utilisation is a share of."""
@@ -159,10 +166,11 @@ def peak_memory_gb(prepare: Callable[..., Callable[[], Any]], *arguments: Any) -
 
 
 def in_new_process(module: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function` returns or raises, called in a process of its own that has `module` imported."""
-    context = multiprocessing.get_context(
-        "forkserver"
-    )  # a clean server imports once, its children only fork
+    """Return or raise what `function` does, called in a process of its own that has `module`
+    imported.
+    """
+    # a clean server imports once, its children only fork
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(function, *arguments).result()
@@ -177,7 +185,7 @@ def _peak_memory_gb(
 
 
 class Peak:
-    """Peak memory of this process from here on: make one after the imports, and in a new process."""
+    """Peak memory of this process from here on: make one after the imports, in a new process."""
 
     def __init__(self) -> None:
         self.before = _resident("VmRSS")  # bytes
@@ -198,9 +206,8 @@ class Peak:
         """
         if torch.cuda.is_initialized():
             return torch.cuda.max_memory_allocated() / 2**30
-        peak = _resident(
-            "VmHWM"
-        )  # not getrusage: its peak goes back to the process that this one was forked from
+        # not getrusage: its peak goes back to the process that this one was forked from
+        peak = _resident("VmHWM")
         return None if self.before is None or peak is None else (peak - self.before) / 2**30
 
 
@@ -237,8 +244,8 @@ def find_device(name: str | None) -> torch.device:
 
 
 def conditions(device: torch.device, **more: Any) -> dict[str, Any]:
-    """What a number depends on. load_average: of the machine when this was called, so before the
-    measurement.
+    """Return what a number depends on. load_average: of the machine when this was called, so before
+    the measurement.
     """
     return {
         "device": (
@@ -271,21 +278,27 @@ def commit() -> str | None:
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Columns: the first to the left, the others to the right. A line of two cells is a name and a
-    remark.
+    remark. Names and remarks that have no room within `WIDTH` are wrapped.
     """
     full = [header, *(line for line in lines if len(line) > 2)]
     widths = [max(len(line[column]) for line in full) for column in range(len(header))]
-    widths[0] = max(widths[0], *(len(line[0]) for line in lines))
+    room = max(20, WIDTH - sum(2 + width for width in widths[1:]))
+    widths[0] = min(room, max(len(line[0]) for line in (header, *lines)))
 
-    def aligned(line: Sequence[str]) -> str:
+    def aligned(line: Sequence[str]) -> list[str]:
+        name = textwrap.wrap(line[0], widths[0], subsequent_indent="  ")
         if len(line) == 2:
-            return f"{line[0]:<{widths[0]}}  {line[1]}"[:WIDTH]
-        cells = (f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))
-        return "  ".join([f"{line[0]:<{widths[0]}}", *cells])
+            rest = textwrap.wrap(line[1], max(20, WIDTH - widths[0] - 2))
+        else:
+            cells = zip(line[1:], widths[1:], strict=True)
+            rest = ["  ".join(f"{cell:>{width}}" for cell, width in cells)]
+        return [
+            f"{left:<{widths[0]}}  {right}".rstrip()
+            for left, right in itertools.zip_longest(name, rest, fillvalue="")
+        ]
 
-    return "\n".join(
-        [aligned(header), "-" * len(aligned(header)), *(aligned(line) for line in lines)]
-    )
+    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+    return "\n".join([*aligned(header), rule, *(text for line in lines for text in aligned(line))])
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -40,14 +40,10 @@ def run(options: argparse.Namespace) -> Report:
     sizes = (4, 8) if options.quick else ROWS[device.type]
     prompt_tokens, new_tokens = (4, 4) if options.quick else (PROMPT_TOKENS, NEW_TOKENS)
     model = build(name, prompt_tokens + new_tokens)
+    tokens_each = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
     conditions = measure.conditions(
         device,
-        sizes={
-            "model": name,
-            "rows": sizes,
-            "prompt_tokens": prompt_tokens,
-            "new_tokens": new_tokens,
-        },
+        sizes={"model": name, "rows": sizes, **tokens_each},
         repeats=repeats,
         dtype=name_of(dtype),
         quick=options.quick,
@@ -55,10 +51,8 @@ def run(options: argparse.Namespace) -> Report:
     least, speed_wanted, share_wanted = WANTED[device.type]
     rows, lines, figures, timing = [], [], [], {}
     for members in sizes:
-        work = Work(
-            Sizes(members=members, prompts=1, prompt_tokens=prompt_tokens, new_tokens=new_tokens),
-            *(device, dtype, False, model),
-        )
+        size = Sizes(members=members, prompts=1, **tokens_each)
+        work = Work(size, device, dtype, False, model)
         cases = [Case(PLAIN, work.plain), Case(POPULATION, work.population)]
         timed = measure.interleaved(
             [*cases, Case(NOISE, work.draw_noise), Case(UPDATE, work.update)], repeats, device
@@ -80,29 +74,17 @@ def run(options: argparse.Namespace) -> Report:
             Row(NAME, f"{members} rows: {POPULATION}", population, "tokens/s", PLAIN, speed),
             Row(NAME, f"{members} rows: {NOISE} and {UPDATE}", share, "share", "a step", share),
         ]
-        lines.append(
-            [
-                str(members),
-                measure.number(plain),
-                measure.number(population),
-                f"{speed:.1%}",
-                f"{share:.1%}",
-            ]
-        )
+        speeds = [measure.number(plain), measure.number(population)]
+        lines.append([str(members), *speeds, f"{speed:.1%}", f"{share:.1%}"])
         if members >= least and not options.quick:
-            figures.append(
-                [
-                    f"{members} rows: speed of the plain sampler",
-                    f"{speed_wanted:.0%}",
-                    f"{speed:.1%}",
-                ]
-            )
-            figures.append(
-                [f"{members} rows: {NOISE} and {UPDATE}", f"{share_wanted:.0%}", f"{share:.1%}"]
-            )
-        timing[members] = {
-            row: {"warm_up": t.warm_up, "seconds": t.seconds} for row, t in timed.items()
-        }
+            figures += [
+                [f"{members} rows: {what}", f"{wanted:.0%}", f"{value:.1%}"]
+                for what, wanted, value in (
+                    ("speed of the plain sampler", speed_wanted, speed),
+                    (f"{NOISE} and {UPDATE}", share_wanted, share),
+                )
+            ]
+        timing[members] = measure.taken(timed)
     conditions |= {
         "timing": timing,
         "ratio": "speed of row / speed of against, the median over repeats; a share is itself",

@@ -194,49 +194,21 @@ def report(
     for name, timing in timings.items():
         total = timing.result
         ratio = measure.quantile(measure.paired(timings[ONE].seconds, timing.seconds), 0.5)
-        speed = total["tokens"] / timing.p50
+        speed, samples = total["tokens"] / timing.p50, total["samples"] / timing.p50
+        accepted = 60 * total["accepted"] / timing.p50
         rate = peak[half if name.startswith("+") else torch.float32]
-        lines.append(
-            [
-                name,
-                f"{timing.p50:.2f}",
-                measure.number(total["samples"] / timing.p50),
-                measure.number(speed),
-                f"{100 * speed * flops / rate:.1f} %",
-                measure.number(60 * total["accepted"] / timing.p50),
-                f"{ratio:.1f}x",
-            ]
-        )
-        against = None if name == ONE else ONE
-        rows.append(
-            measure.Row(
-                "rft",
-                name,
-                total["samples"] / timing.p50,
-                "samples/s",
-                against,
-                ratio if against else None,
-            )
-        )
-        rows.append(
-            measure.Row(
-                "rft", f"{name}, accepted", 60 * total["accepted"] / timing.p50, "samples/min"
-            )
-        )
+        shown = [measure.number(samples), measure.number(speed)]
+        shown += [f"{100 * speed * flops / rate:.1f} %", measure.number(accepted)]
+        lines.append([name, f"{timing.p50:.2f}", *shown, f"{ratio:.1f}x"])
+        against = (None, None) if name == ONE else (ONE, ratio)
+        rows.append(measure.Row("rft", name, samples, "samples/s", *against))
+        rows.append(measure.Row("rft", f"{name}, accepted", accepted, "samples/min"))
     for name, reason in skipped.items():
         lines.append([name, f"skipped: {reason}"])
         rows.append(measure.Row("rft", name, None, "samples/s"))
     batched = measure.quantile(measure.paired(timings[BATCHED].seconds, timings[OURS].seconds), 0.5)
-    rows.append(
-        measure.Row(
-            "rft",
-            f"{OURS} against batched",
-            work.samples * len(work.prompts) / timings[OURS].p50,
-            "samples/s",
-            BATCHED,
-            batched,
-        )
-    )
+    speed = work.samples * len(work.prompts) / timings[OURS].p50
+    rows.append(measure.Row("rft", f"{OURS} against batched", speed, "samples/s", BATCHED, batched))
     text = measure.table(
         ["", "s", "samples/s", "tokens/s", "util.", "accepted/min", "ratio"], lines
     )
@@ -259,6 +231,6 @@ def report(
         peak_flops={str(kind).removeprefix("torch."): value for kind, value in peak.items()},
         skipped=skipped,
         work={name: timing.result for name, timing in timings.items()},
-        timing={name: {"warm_up": t.warm_up, "seconds": t.seconds} for name, t in timings.items()},
+        timing=measure.taken(timings),
     )
     return measure.Report(text, conditions, rows)

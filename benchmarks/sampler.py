@@ -9,9 +9,9 @@ prompts of 96 tokens; the completions are compared. Spread lengths: groups of 8 
 temperature 1, 96-token prompts, up to 128 new tokens; every token is about as likely as any other,
 so a few stop tokens make lengths that spread like a geometric distribution. There are more rows
 than slots: `generate` takes batches of as many rows as the sampler has slots, and each waits for
-its longest row. Speed is new tokens a second, up to and with the stop token.
+its longest row. Speed is new tokens per second, up to and with the stop token.
 
-Decode roofline: the seconds that reading the weights and the valid part of the cache once a step
+Decode roofline: the seconds that reading the weights and the valid part of the cache once per step
 would take at the device's measured copy bandwidth, over those that the equal lengths took (prefill
 included).
 
@@ -136,8 +136,8 @@ class Work:
         ).tokens
 
     def differ(self, ours: Tensor, theirs: Tensor) -> int:
-        """How many rows differ. Raises: RuntimeError if two differ by more than a tie that rounding
-        decides.
+        """Count the rows that differ. Raises: RuntimeError if two differ by more than a tie that
+        rounding decides.
         """
         rows = (ours != theirs).any(1).nonzero()[:, 0].tolist()
         for row in rows:
@@ -228,15 +228,14 @@ class Work:
     # --- roofline
 
     def decode_bytes(self) -> float:
-        """What all decode steps of the equal lengths must read: the weights, and the cache as it
-        grows.
+        """Return the bytes that all decode steps of the equal lengths must read: the weights, and
+        the cache as it grows.
         """
         config, size = self.model.config, self.dtype.itemsize
         weights = sum(p.numel() for p in self.model.parameters())
         if not config.tie_word_embeddings:
-            weights -= (
-                self.model.get_input_embeddings().weight.numel()
-            )  # of which a step reads a few rows
+            # of which a step reads a few rows
+            weights -= self.model.get_input_embeddings().weight.numel()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         token = (
             2
@@ -333,23 +332,13 @@ def report(
         rows.append(Row("sampler", f"{kind}: {row}", middle, "tokens/s", *compared))
     ours = speeds["spread lengths", OURS]
     paged = measure.quantile(measure.paired(ours, speeds["spread lengths", PAGED]), 0.5)
-    rows.append(
-        Row(
-            "sampler",
-            f"spread lengths: {OURS}, too",
-            measure.quantile(ours, 0.5),
-            "tokens/s",
-            PAGED,
-            paged,
-        )
-    )
-    found = {
-        f"{kind} lengths, against generate": measure.quantile(
-            measure.paired(speeds[f"{kind} lengths", OURS], speeds[f"{kind} lengths", GENERATE]),
-            0.5,
-        )
-        for kind in ("equal", "spread")
-    } | {"spread lengths, against continuous batching": paged}
+    middle = measure.quantile(ours, 0.5)
+    rows.append(Row("sampler", f"spread lengths: {OURS}, too", middle, "tokens/s", PAGED, paged))
+    found = {}
+    for kind in ("equal lengths", "spread lengths"):
+        pairs = measure.paired(speeds[kind, OURS], speeds[kind, GENERATE])
+        found[f"{kind}, against generate"] = measure.quantile(pairs, 0.5)
+    found["spread lengths, against continuous batching"] = paged
     share = work.decode_bytes() / bandwidth / equal[OURS].p50
     rows.append(Row("sampler", "decode, share of the bandwidth roofline", share, "share"))
 
@@ -358,26 +347,16 @@ def report(
         (what, f"{WANTED[what][device == 'cuda']:.2f}x", f"{value:.2f}x")
         for what, value in found.items()
     ]
-    figures.append(
-        (
-            "decode, share of the bandwidth roofline",
-            "60 %" if device == "cuda" else "-",
-            f"{share:.0%}",
-        )
-    )
+    wanted = "60 %" if device == "cuda" else "-"
+    figures.append(("decode, share of the bandwidth roofline", wanted, f"{share:.0%}"))
     drawn = [length for made in lengths[OURS] for length in made]
     spread_of = [round(measure.quantile([float(n) for n in drawn], q)) for q in (0.1, 0.5, 0.9)]
     mean = {
         row: round(sum(map(sum, made)) / sum(map(len, made)), 1) for row, made in lengths.items()
     }
-    text = (
-        measure.table(["", "tokens/s", "ratio"], lines)
-        + "\n\n"
-        + measure.table(["", "wanted", "measured"], figures)
-    )
-    text += (
-        f"\n\nSpread lengths: p10 {spread_of[0]}, p50 {spread_of[1]}, p90 {spread_of[2]} tokens."
-    )
+    text = measure.table(["", "tokens/s", "ratio"], lines)
+    text += "\n\n" + measure.table(["", "wanted", "measured"], figures)
+    text += "\n\nSpread lengths: p10 {}, p50 {}, p90 {} tokens.".format(*spread_of)
     text += f"\nCopy bandwidth {bandwidth / 1e9:.0f} GB/s. Equal lengths: the same completions"
     changed = conditions["rows_that_rounding_changed"]
     text += f", but {changed} of {work.sizes.rows} that rounding changed." if changed else "."
@@ -385,10 +364,7 @@ def report(
         "copy_bandwidth": bandwidth,
         "mean_length": mean,
         "lengths_p10_p50_p90": spread_of,
-        "timing": {
-            kind: {row: {"warm_up": t.warm_up, "seconds": t.seconds} for row, t in timings.items()}
-            for kind, timings in (("equal", equal), ("spread", spread))
-        },
-        "ratio": "tokens a second of row / those of against, the median over repeats",
+        "timing": {"equal": measure.taken(equal), "spread": measure.taken(spread)},
+        "ratio": "tokens per second of row / those of against, the median over repeats",
     }
     return measure.Report(text, conditions, rows)

@@ -1,5 +1,5 @@
-"""What opt=fsdp costs and saves beside opt=ddp: a rollout, a training step and the memory of a
-rank, two ranks on this device.
+"""The cost and the gain of opt=fsdp beside opt=ddp: a rollout, a training step and the memory of a
+rank, with two ranks on this device.
 
     python -m benchmarks sharding
     python -m benchmarks sharding --json sharding.json --repeats 7

@@ -102,14 +102,8 @@ def run_all(options: argparse.Namespace) -> None:
         for row in json.loads((options.out / f"{name}.json").read_text(encoding="utf-8"))["rows"]:
             if row["ratio"] is not None and row["against"] is not None:
                 label = f"{name}: {row['row']} / {row['against']}"
-                lines.append(
-                    [
-                        label[:56],
-                        measure.number(row["value"]),
-                        row["unit"][:12],
-                        f"{row['ratio']:.2f}",
-                    ]
-                )
+                value = measure.number(row["value"])
+                lines.append([label, value, row["unit"], f"{row['ratio']:.2f}"])
     print(measure.table(["row / against", "value", "unit", "ratio"], lines))
     print(f"\nwritten to {options.out}")
     if remarks:
@@ -139,9 +133,8 @@ def results(path: Path) -> dict[str, dict[str, Any]]:
 def run_compare(options: argparse.Namespace) -> None:
     """Print rows of both sides with their quotient, and the conditions that differ."""
     left, right = results(options.left), results(options.right)
-    if (
-        options.left.is_file() and options.right.is_file()
-    ):  # two files are compared, whatever their names
+    # two files are compared, whatever their names
+    if options.left.is_file() and options.right.is_file():
         right = dict(zip(left, right.values(), strict=True))
     both = [name for name in left if name in right]
     if not both:
@@ -160,9 +153,7 @@ def run_compare(options: argparse.Namespace) -> None:
             if value is None and other is None:
                 continue
             quotient = f"{other / value:.2f}" if value and other is not None else "-"
-            lines.append(
-                [key[1][:42], measure.number(value), measure.number(other), key[2][:12], quotient]
-            )
+            lines.append([key[1], measure.number(value), measure.number(other), key[2], quotient])
         print(f"{name}\n" + measure.table(["", "A", "B", "unit", "B / A"], lines))
         for key in CONDITIONS:
             a, b = (side[name]["conditions"].get(key) for side in (left, right))

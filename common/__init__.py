@@ -1,1 +1,1 @@
-"""What the algorithms share. Knows none of them."""
+"""The parts that the algorithms share. They know none of them."""

@@ -1,4 +1,4 @@
-"""What a run may use, and what of it is used."""
+"""The limits of a run, and the part of them that is used."""
 
 import logging
 
@@ -14,7 +14,8 @@ OVERSHOT = 1.1  # share of a budget from which on it is worth a warning
 class Budget:
     """The used share of a budget, on every rank alike. Without limits it stays 0.
 
-    Args: tokens, seconds: what the run used so far; quiet: do not warn of a budget that is overshot.
+    Args: tokens, seconds: what the run used so far; quiet: do not warn of a budget that is
+    overshot.
     """
 
     def __init__(

@@ -2,8 +2,7 @@
 
     python -m common.chat outputs/mine                        # type prompts; Ctrl-D ends
     python -m common.chat outputs/mine --prompt "seven =>"
-    cat prompts.txt | python -m common.chat FOLDER_OR_HUB_ID  # a line a prompt; blank ones are
-    skipped
+    cat prompts.txt | python -m common.chat FOLDER_OR_HUB_ID  # one prompt per line, but blank ones
 
 For the result of a run a prompt takes the form of those it was trained on: the same system text and
 examples, or plain text. For other models it is a conversation where the tokenizer has a chat
@@ -50,8 +49,8 @@ def model_of(given: str) -> tuple[str, str | Messages | None]:
     config = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))
     if "model_type" not in config:  # which every language model's has
         raise ConfigError(
-            f"{given} holds a classifier, which completes nothing. Its algorithm's page in docs/ says"
-            " how to ask it."
+            f"{given} holds a classifier, which completes nothing. Its algorithm's page in docs/"
+            " says how to ask it."
         )
     rows = folder / "completions" / "after.jsonl"
     first = rows.read_text(encoding="utf-8").split("\n", 1)[0] if rows.is_file() else ""
@@ -59,8 +58,8 @@ def model_of(given: str) -> tuple[str, str | Messages | None]:
 
 
 def template_of(given: str) -> tuple[str, str] | None:
-    """What stands before and after the only field of the run's task.template; None without one, or
-    with several fields.
+    """Return the text before and after the only field of the run's task.template; None without one,
+    or with several fields.
     """
     path = Path(given).expanduser() / "run.yaml"
     saved = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -122,7 +121,7 @@ def prompts(given: str | None) -> Iterator[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Return the parser of the command line."""
     found = argparse.ArgumentParser(
         "python -m common.chat", description="Try a model that a run trained, or any other."
     )
@@ -194,8 +193,8 @@ def answer_all(given: argparse.Namespace) -> None:
         room = sampler.context_length - len(ids)
         if room < 1:
             raise ConfigError(
-                f"a prompt of {len(ids)} tokens fills the model's context of {sampler.context_length}."
-                " Shorten it."
+                f"a prompt of {len(ids)} tokens fills the model's context of"
+                f" {sampler.context_length}. Shorten it."
             )
         sampling.max_new_tokens = min(given.max_new_tokens, room)
         made = sampler.generate(Requests(prompts=[ids], seed=given.seed, draw=number), sampling)
@@ -204,9 +203,8 @@ def answer_all(given: argparse.Namespace) -> None:
 
 def main() -> int:
     """The command line. Exit codes: 0 done, 2 a mistake, 130 Ctrl-C."""
-    logging.getLogger("huggingface_hub").setLevel(
-        logging.ERROR
-    )  # of its retries; what comes of them is said below
+    # of its retries; what comes of them is said below
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         answer_all(parser().parse_args())
     except ValueError as error:  # ConfigError, and a prompt that is no token at all

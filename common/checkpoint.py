@@ -38,7 +38,7 @@ _OBJECTS = "objects that torch.load(weights_only=True) refuses"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds. Tensors are on the CPU; names that were tied when saved are one
+    """The content of a checkpoint. Tensors are on the CPU; names that were tied when saved are one
     tensor again.
     """
 
@@ -47,7 +47,7 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     state: dict[str, Any]
     extra: dict[str, Any] | None
-    # its tensors are in a file a rank, which common/distributed/fsdp.py reads; `tensors` is empty
+    # its tensors are in one file per rank, which common/distributed/fsdp.py reads; `tensors` is empty
     sharded: bool = False
 
 
@@ -60,8 +60,8 @@ def save(
     keep: int,
     write: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write checkpoint `step` below `root`, then remove all but the newest `keep` up to it. One
-    writer a root.
+    """Write checkpoint `step` below `root`, then remove all but the newest `keep` up to it. Only
+    one process writes to a root.
 
     Args: root: made if needed; tensors: any device, dtype, layout; tied or overlapping ones are
     fine; state: JSON (string keys, lists); extra: what `torch.load(weights_only=True)` reads:
@@ -78,9 +78,8 @@ def save(
     weights, tied = _separate(tensors)
     state_text = json.dumps(state, indent=1)
     folder = folder_of(root, step)
-    for stale in root.glob(
-        f"{TEMPORARY}*"
-    ):  # first: a killed writer's leftovers may be what fills the disk
+    # first: a killed writer's leftovers may be what fills the disk
+    for stale in root.glob(f"{TEMPORARY}*"):
         shutil.rmtree(stale, ignore_errors=True)
     with replacing(folder) as temporary:
         if write is None:
@@ -96,7 +95,7 @@ def save(
 
 
 def folder_of(root: Path, step: int) -> Path:
-    """Where checkpoint `step` below `root` is."""
+    """Return the folder of checkpoint `step` below `root`."""
     return root / f"step-{step:08d}"
 
 
@@ -164,7 +163,7 @@ def load(path: Path) -> Checkpoint:
     )
 
 
-# --- inside ----------------------------------------------------------------------------------------------------------
+# --- inside
 
 
 def _separate(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -187,7 +186,7 @@ def _separate(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def _stored(folder: Path) -> dict[str, Tensor]:
-    """What `_separate` took apart."""
+    """Put together again what `_separate` took apart."""
     with safe_open(folder / TENSORS, framework="pt", device="cpu") as reader:
         tied = json.loads((reader.metadata() or {})["tied"])
         tensors = {key: reader.get_tensor(key) for key in reader.keys()}  # noqa: SIM118 (not a dict)
@@ -195,7 +194,7 @@ def _stored(folder: Path) -> dict[str, Tensor]:
 
 
 def _save_extra(extra: dict[str, Any], path: Path) -> None:
-    """torch.save, and proof that it can be read back; found now, not when a run is to be resumed."""
+    """Save with torch.save, and read it back now rather than when a run is to be resumed."""
     try:
         with path.open("wb") as file:
             torch.save(extra, file)
@@ -204,9 +203,8 @@ def _save_extra(extra: dict[str, Any], path: Path) -> None:
         # context.
         raise OSError(f"{path.name}: {first_line(error.__context__ or error)}") from error
     try:
-        torch.load(
-            path, map_location="cpu", weights_only=True, mmap=True
-        )  # mmap: structure only, no tensor is read
+        # mmap: structure only, no tensor is read
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise TypeError(
             f"extra holds {_OBJECTS}. Give tensors, numbers, strings, lists and dicts."
@@ -214,7 +212,7 @@ def _save_extra(extra: dict[str, Any], path: Path) -> None:
 
 
 def _prune(root: Path, step: int, keep: int) -> None:
-    """Remove the checkpoints up to `step` beyond the newest `keep`, and displaced folders up to it."""
+    """Remove checkpoints up to `step` beyond the newest `keep`, and displaced folders up to it."""
     named = [
         (int(name[1]), name[2], path)
         for path in root.iterdir()

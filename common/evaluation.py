@@ -33,7 +33,7 @@ def check_logits(broken: Sequence[Any], count: int) -> None:
     if broken:
         raise RunStopped(
             f"evaluation: the model's logits are not finite, on {len(broken)} of {count} test"
-            f" examples (the first: {broken[0]}). The model is broken: go back to a checkpoint with a"
-            " lower algo.lr, or leave out opt=amp.",
+            f" examples (the first: {broken[0]}). The model is broken: go back to a checkpoint with"
+            " a lower algo.lr, or leave out opt=amp.",
             EXIT_NUMBERS,
         )

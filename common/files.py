@@ -28,7 +28,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or is not valid: the text names the path and the reason."""
 
 
-# --- folders that are whole or absent --------------------------------------------------------------------------------
+# --- folders that are whole or absent
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def seal(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def problem(folder: Path) -> str | None:
-    """What is wrong with a sealed folder, in words; None if every file of its manifest is there and
+    """Say what is wrong with a sealed folder; None if every file of its manifest is there and
     unchanged.
     """
     try:
@@ -137,9 +137,8 @@ def cached(
             if damage is None:
                 return folder
             log.warning("%s in %s is built again: %s.", what, folder, damage)
-        for stale in cache.glob(
-            f"{TEMPORARY}{folder.name}-*"
-        ):  # of a build that was killed; ours is the only one now
+        # of a build that was killed; ours is the only one now
+        for stale in cache.glob(f"{TEMPORARY}{folder.name}-*"):
             shutil.rmtree(stale, ignore_errors=True)
         with replacing(folder) as temporary:
             seal(temporary, build(temporary))

@@ -15,7 +15,9 @@ log = logging.getLogger("clutch")
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank runs on. memory_gb: of the device, or of the machine shared by its ranks."""
+    """The device that a rank runs on. memory_gb: of the device, or of the machine shared by its
+    ranks.
+    """
 
     device: torch.device
     name: str
@@ -48,7 +50,7 @@ def check_visible(config: HardwareConfig) -> None:
 
 
 def find(config: HardwareConfig, local_rank: int = 0) -> Device:
-    """The device of a rank, and whether it is the preset's. Warns or raises nothing: see `check`."""
+    """Return the device of a rank, and whether it is the preset's; `check` warns and raises."""
     if local_devices(config):
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         properties = torch.cuda.get_device_properties(device)
@@ -113,7 +115,9 @@ def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
 
 
 def attention_kernel(device: torch.device, dtype: torch.dtype, head_size: int, masked: bool) -> str:
-    """Which kernel scaled_dot_product_attention takes here: flash, efficient, cudnn or math."""
+    """Return the kernel that scaled_dot_product_attention takes here: flash, efficient, cudnn or
+    math.
+    """
     q = torch.zeros(1, 1, 16, head_size, device=device, dtype=dtype)
     mask = torch.zeros(1, 1, 16, 16, device=device, dtype=dtype) if masked else None
     chosen = torch.nn.attention.SDPBackend(torch._fused_sdp_choice(q, q, q, mask))

@@ -19,8 +19,8 @@ def instantiate(
 
     Args: key: the node's, for errors; methods: what the result must have; see: where they are
     explained; given: further arguments, which are passed as they are.
-    Raises: ConfigError for a target that cannot be found, an unknown setting, or a result without one
-    of the methods.
+    Raises: ConfigError for a target that cannot be found, an unknown setting, or a result without
+    one of the methods.
     """
     target = str(node["_target_"])
     settings = {name: value for name, value in node.items() if name != "_target_"}

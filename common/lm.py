@@ -1,4 +1,4 @@
-"""A language model with what belongs to it: tokenizer, task, prompts, engine, evaluation, export."""
+"""A language model with its tokenizer, task, prompts, engine, evaluation and export."""
 
 import copy
 import gc
@@ -41,8 +41,8 @@ class LM:
 
     Args:
         task: the task; None = the one that the run names.
-        population: its weights are perturbed and never see a backward pass; rows may come in mirrored
-            pairs.
+        population: its weights are perturbed and never see a backward pass; rows may come in
+            mirrored pairs.
         reference: keep a frozen copy of the initial model.
 
     Raises: ConfigError for a model, a task or settings that cannot work.
@@ -100,7 +100,7 @@ class LM:
         return open_engine(self.run, setup)
 
     def reload(self, folder: Path | None) -> None:
-        """Take the model of a folder instead, None = the run's own. The engine is still the old one's."""
+        """Take the model of a folder instead, None = the run's own. The engine stays the old."""
         run, self.model = self.run, None
         gc.collect()
         if folder is not None:
@@ -116,7 +116,7 @@ class LM:
         self.share_out()
 
     def share_out(self) -> None:
-        """Make `model` ready to be trained, and with opt=fsdp share it out, unless it is already."""
+        """Make `model` ready to be trained, and with opt=fsdp share it out if it is not yet."""
         if not fsdp.of(self.model):
             self._prepare()
             fsdp.shard([self.model], self.run, self.context, self.precision)
@@ -154,7 +154,8 @@ class LM:
     def fit_prompts(
         self, ask: Callable[[Example], Any], splits: dict[str, list[Example]]
     ) -> tuple[dict[str, list[Example]], int]:
-        """Return the examples whose prompts fit the context, and the tokens of the longest of these.
+        """Return the examples whose prompts fit the context, and the tokens of the longest of
+        these.
 
         Args: ask: makes the prompt of an example.
         Raises: ConfigError where one does not fit with prompts.too_long=error, or none does.
@@ -207,8 +208,8 @@ class LM:
         return self.engine.generate(requests, sampling or self.run.algo.sampling)
 
     def evaluate(self, examples: Sequence[Example] | None = None) -> Evaluation:
-        """Complete examples greedily, shared out over the ranks, and measure. Every rank returns the
-        same.
+        """Complete examples greedily, shared out over the ranks, and measure. Every rank returns
+        the same.
 
         Args: examples: None = the held-out ones.
         Raises: RunStopped where the model's logits are NaN or infinite.
@@ -243,7 +244,8 @@ class LM:
         return fsdp.parameters(self.model)
 
     def fit_rollout(self, state: StateMemory, extra_bytes: float = 0.0) -> float:
-        """Fit the engine's rows to the memory. Returns the bytes of a row, and sets `rollout_bytes`.
+        """Fit the engine's rows to the memory. Returns the bytes of a row, and sets
+        `rollout_bytes`.
 
         Args: state: weights and training state; extra_bytes: what else is there, whatever the rows.
         """
@@ -331,8 +333,8 @@ def fit(limit: RowLimit, row_bytes: float, fixed_bytes: float, context: Context)
 def load_on_all_ranks(run: Run, task: Task, context: Context) -> tuple[Any, Any]:
     """Load model in float32 and tokenizer; rank 0 first, so that it alone builds or downloads.
 
-    With opt=fsdp on the CPU: the device need not hold all of it, and `fsdp.shard` takes it there block
-    by block.
+    With opt=fsdp on the CPU: the device need not hold all of it, and `fsdp.shard` takes it there
+    block by block.
     """
     if not context.main:
         context.barrier()
@@ -360,6 +362,6 @@ def same_on_all_ranks(context: Context, what: str, found: Any) -> None:
     if other is not None:
         raise ConfigError(
             f"the {what} on rank {other} are not those of rank 0, so the ranks would train apart."
-            " Give all ranks the same files, and a task whose rows do not depend on the machine, the"
-            " time or chance."
+            " Give all ranks the same files, and a task whose rows do not depend on the machine,"
+            " the time or chance."
         )

@@ -42,9 +42,8 @@ class NonFinitePolicy:
         found = [row for part in context.gather_objects(mine) for row in part]
         path = context.out_dir / FILE
         if context.main:
-            kept = [
-                row for row in events(path) if row["step"] < step
-            ]  # a resumed run meets the later ones again
+            # a resumed run meets the later ones again
+            kept = [row for row in events(path) if row["step"] < step]
             write_text(
                 path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [*kept, *found])
             )

@@ -1,4 +1,4 @@
-"""What training loops with a backward pass share: the optimizer, gradients across ranks,
+"""The parts that training loops with a backward pass share: the optimizer, gradients across ranks,
 recomputation.
 """
 
@@ -69,8 +69,8 @@ class Guards:
         self.scaled, self.overflows = scaled, 0
 
     def not_finite(self, seen: dict[str, float]) -> str | None:
-        """What of `seen` is NaN or infinity, where a step was not made for it; an overflow of a
-        GradScaler is none.
+        """Return what is NaN or infinity in `seen`, where a step was not made for it; an overflow
+        of a GradScaler does not count.
         """
         if math.isfinite(seen["loss"]) and (math.isfinite(seen["grad_norm"]) or self.scaled):
             return None
@@ -128,9 +128,8 @@ class Updater:
         total = nn.utils.clip_grad_norm_(self.parameters, self.grad_clip)
         norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
         scale = self.scaler.get_scale()
-        if math.isfinite(loss) and (
-            math.isfinite(norm) or self.numbers.scaler
-        ):  # a scaler skips what overflows
+        # a scaler skips what overflows
+        if math.isfinite(loss) and (math.isfinite(norm) or self.numbers.scaler):
             self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.memory_gb is None:
@@ -228,8 +227,7 @@ def no_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name, value in vars(
-            module
-        ).items():  # attention_dropout, hidden_dropout, activation_dropout, ...
+        # attention_dropout, hidden_dropout, activation_dropout, ...
+        for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)

@@ -1,4 +1,4 @@
-"""Which dtype a forward pass runs in: what `opt=amp` asks for, and what this device really has."""
+"""The dtype of a forward pass: what `opt=amp` asks for, and what this device really has."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether it may."""
+"""The choice of the checkpoint that a run goes on from, and the check that it may."""
 
 import logging
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def check_algorithm(run: Run, out_dir: Path) -> None:
 
 
 def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
-    """The newest valid checkpoint that `run.resume` names, or None for a fresh start.
+    """Return the newest valid checkpoint that `run.resume` names, or None for a fresh start.
 
     Raises: ConfigError where a folder is named that has none, where a fresh run would overwrite an
     earlier one, or where the settings differ from the checkpoint's (the keys are listed).
@@ -51,9 +51,30 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
     own = context.out_dir / "checkpoints"
     check_algorithm(run, context.out_dir)
     context.barrier()  # no rank looks while another may still write
+    found = _locate(run, context, own)
+    if found is None:
+        return None
+    differing = _differing(run, found)
+    if differing:
+        raise ConfigError(
+            f"{found.path} was made with other settings: {'; '.join(differing)}. "
+            "Give the same ones, or start anew with another hydra.run.dir."
+        )
+    if not found.path.is_relative_to(own):
+        # Another run, which must not write into the first one's record.
+        found.state["run"]["tracker"] = {}
+    if context.main:
+        log.info("resuming after step %d from %s", found.step, found.path)
+        steps = asdict(run)["algo"].get("steps")
+        if steps is None or steps > found.step:
+            # no longer what the run came to
+            (context.out_dir / "result.json").unlink(missing_ok=True)
+    return found
+
+
+def _locate(run: Run, context: Context, own: Path) -> checkpoint.Checkpoint | None:
     present = any(own.glob("step-*"))
-    finished = context.out_dir / "result.json"
-    if finished.exists() and not present:
+    if (context.out_dir / "result.json").exists() and not present:
         raise ConfigError(
             f"{context.out_dir} holds a run that has ended, without its checkpoints. Use another"
             " hydra.run.dir."
@@ -65,37 +86,36 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
                 " another hydra.run.dir."
             )
         return None
-    if run.resume != "auto" and not Path(run.resume).exists():
-        raise ConfigError(
-            f"resume={run.resume}: no valid checkpoint there. Give a run folder, or resume=auto"
-            " or no."
-        )
+    named = None if run.resume == "auto" else Path(run.resume)
+    nothing = (
+        f"resume={run.resume}: no valid checkpoint there. Give a run folder, or resume=auto or no."
+    )
+    if named is not None and not named.exists():
+        raise ConfigError(nothing)
     found = checkpoint.latest(own)
     if found is None and present:
         raise ConfigError(
             f"all checkpoints in {own} are damaged (see the warnings), and starting anew would"
             " overwrite the run. Move them away to do that, or use another hydra.run.dir."
         )
-    if (
-        found is not None
-        and run.resume != "auto"
-        and not Path(run.resume).resolve().samefile(context.out_dir)
-    ):
-        log.warning(
-            "resume=%s is not looked at: %s has checkpoints of its own. To begin there again, use"
-            " another hydra.run.dir.",
-            *(run.resume, context.out_dir),
-        )
-    if found is None and run.resume != "auto":
-        root = Path(run.resume)
-        found = checkpoint.latest(root / "checkpoints" if (root / "checkpoints").is_dir() else root)
-        if found is None:
-            raise ConfigError(
-                f"resume={run.resume}: no valid checkpoint there. Give a run folder, or resume=auto"
-                " or no."
+    if named is None:
+        return found
+    if found is not None:
+        if not named.resolve().samefile(context.out_dir):
+            log.warning(
+                "resume=%s is not looked at: %s has checkpoints of its own. To begin there again,"
+                " use another hydra.run.dir.",
+                *(run.resume, context.out_dir),
             )
+        return found
+    below = named / "checkpoints"
+    found = checkpoint.latest(below if below.is_dir() else named)
     if found is None:
-        return None
+        raise ConfigError(nothing)
+    return found
+
+
+def _differing(run: Run, found: checkpoint.Checkpoint) -> list[str]:
     given = asdict(run)
     own_keys = [f"algo.{key}" for key in run.algo.RESUME_MAY_CHANGE]
     differing = differences(found.state["config"], given, (*FREE, *own_keys))
@@ -108,19 +128,7 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
         )
     if steps is not None and steps < found.step:
         differing.append(f"{found.step} steps are done already, algo.steps is {steps}")
-    if differing:
-        raise ConfigError(
-            f"{found.path} was made with other settings: {'; '.join(differing)}. "
-            "Give the same ones, or start anew with another hydra.run.dir."
-        )
-    if not found.path.is_relative_to(own):
-        # Another run, which must not write into the first one's record.
-        found.state["run"]["tracker"] = {}
-    if context.main:
-        log.info("resuming after step %d from %s", found.step, found.path)
-        if steps is None or steps > found.step:
-            finished.unlink(missing_ok=True)  # no longer what the run came to
-    return found
+    return differing
 
 
 def differences(saved: Any, given: Any, free: Sequence[str] = FREE, prefix: str = "") -> list[str]:

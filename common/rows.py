@@ -1,4 +1,6 @@
-"""How many rows fit a forward: fitted to the memory at the start, halved when it runs out all the same."""
+"""The number of rows in a forward: fitted to the memory at the start, halved when it runs out all
+the same.
+"""
 
 import logging
 from collections.abc import Callable
@@ -37,8 +39,8 @@ class RowLimit:
     def fit(self, row_bytes: float, fixed_bytes: float, memory_gb: float) -> None:
         """Lower the rows to what fits nine tenths of the memory, in multiples of the floor.
 
-        Args: row_bytes: what one more row needs; fixed_bytes: weights and all that does not grow with
-        rows.
+        Args: row_bytes: what one more row needs; fixed_bytes: weights and all that does not grow
+        with rows.
         """
         room = 0.9 * memory_gb * 2**30 - fixed_bytes
         fitting = min(self.rows, int(room / row_bytes)) if room > 0 else 0

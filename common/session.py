@@ -1,4 +1,4 @@
-"""What surrounds the steps of a run, the same for every algorithm.
+"""The frame around the steps of a run, the same for every algorithm.
 
     with Session(run, context, subject) as session:
         session.start(state, plan)
@@ -6,8 +6,8 @@
             ...                        # the algorithm; it tells `step` what it did
         return session.finish()
 
-An algorithm tells a step numbers (`log`), cost (`used`), trouble (`non_finite`, `stop_if`) and phases
-(`phase`), nothing else. When its block ends, the session does in this order:
+An algorithm tells a step numbers (`log`), cost (`used`), trouble (`non_finite`, `stop_if`) and
+phases (`phase`), nothing else. When its block ends, the session does in this order:
 
 1. it counts the step, its seconds and what it used, and looks at the budget;
 2. evaluates on held-out examples, if that is due and the run neither ends here nor is in trouble;
@@ -16,9 +16,9 @@ An algorithm tells a step numbers (`log`), cost (`used`), trouble (`non_finite`,
 5. writes a checkpoint if one is due, a signal has come, or this was the last step;
 6. stops the run after a signal, unless all is done (exit code 75).
 
-Seconds are of training alone: neither of evaluations nor of checkpoints. Several optimizer steps on one
-rollout are `step.updates(n)`: each is counted, evaluated and logged (1 to 4); checkpoints and signals
-wait for the last of them, as a rollout is never stored.
+Seconds are of training alone: neither of evaluations nor of checkpoints. Several optimizer steps on
+one rollout are `step.updates(n)`: each is counted, evaluated and logged (1 to 4); checkpoints and
+signals wait for the last of them, as a rollout is never stored.
 """
 
 import logging
@@ -50,7 +50,7 @@ log = logging.getLogger("clutch")
 
 
 class Subject(Protocol):
-    """What a run trains: a language model with its task, or a classifier."""
+    """The thing that a run trains: a language model with its task, or a classifier."""
 
     name: str
     task: Any
@@ -72,7 +72,7 @@ class Subject(Protocol):
 
 
 class Checkpointed(Protocol):
-    """What a checkpoint holds of an algorithm."""
+    """The part of a checkpoint that is the algorithm's."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights."""
@@ -91,8 +91,8 @@ class Session:
     """One run on one rank. Every method is called on all ranks.
 
     Attributes:
-        state: what a checkpoint keeps of the run, all of it JSON: steps, seconds, what was generated. An
-            algorithm may add keys of its own before `start`.
+        state: what a checkpoint keeps of the run, all of it JSON: steps, seconds, what was
+            generated. An algorithm may add keys of its own before `start`.
         total_steps: of the whole run; None = a budget ends it.
         generates: whether tokens and rewards are counted and logged, and the subject evaluated on a
             schedule.
@@ -156,8 +156,8 @@ class Session:
         self.budget = Budget(run.budget, context, state["generated"], state["seconds"])
 
     def warm_up(self, rehearse: Callable[[], Any]) -> None:
-        """With opt=compile, call `rehearse` and throw its result away, so that the first step's time
-        is that of a step.
+        """With opt=compile, call `rehearse` and throw its result away, so that the first step's
+        time is that of a step.
         """
         if self.run.opt.compile.enabled and not self.over:
             began = time.perf_counter()

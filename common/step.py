@@ -23,7 +23,8 @@ class Span:
 class Step:
     """One step, or one of the updates of a step: all that an algorithm says to the session.
 
-    Attributes: session: the common.session.Session; index: from 0; keep: write a checkpoint after it, whatever the schedule.
+    Attributes: session: the common.session.Session; index: from 0; keep: write a checkpoint after
+    it, whatever the schedule.
     """
 
     def __init__(self, session: Any) -> None:
@@ -36,7 +37,7 @@ class Step:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the run."""
+        """Return what a checkpoint keeps of the run."""
         return self.session.state
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -67,15 +68,16 @@ class Step:
         self.numbers |= numbers
 
     def judge(self, what: str, rows: Sequence[dict[str, Any]], advice: str = "") -> str | None:
-        """Keep the rows behind numbers that are not finite. Returns why the run must stop; None = the
-        step is left out.
+        """Keep the rows behind numbers that are not finite. Returns why the run must stop; None =
+        the step is left out.
 
         Args: what: the same on all ranks; rows: of this rank, with the `id` of their example.
         """
         return self.session.policy.handle(self.index + 1, what, rows, advice)
 
     def non_finite(self, what: str, rows: Sequence[dict[str, Any]]) -> None:
-        """Leave the step out because of what was sampled, or stop the run at once, as the policy says.
+        """Leave the step out because of what was sampled, or stop the run at once, as the policy
+        says.
 
         Raises: RunStopped.
         """

@@ -215,7 +215,8 @@ class TextFiles:
     Raises: ConfigError for data that is missing or broken, with file and line.
     """
 
-    def __init__(
+    # Settings come from YAML by keyword.
+    def __init__(  # noqa: PLR0913
         self,
         *,
         name: str,

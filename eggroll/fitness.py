@@ -8,10 +8,11 @@ def fitness(rewards: Tensor, shaping: str, samples: int = 1) -> Tensor:
     """Shape rewards [members, prompts * samples] into fitness [members], float64 throughout. Equal
     rewards give exactly 0.
 
-    zscore          mean over prompts, then (f - mean) / deviation prompt_zscore   minus each
-    prompt's mean over members, over one deviation of all, then mean over prompts (paper, 6.3)
-    centered_rank   rank of the mean in [-0.5, 0.5], ties share their mean rank pair_sign
-    members 2j and 2j+1 get the sign of their difference, and its negative
+    zscore          mean over prompts, then (f - mean) / deviation
+    prompt_zscore   minus each prompt's mean over members, over one deviation of all, then the mean
+                    over prompts (paper, 6.3)
+    centered_rank   rank of the mean in [-0.5, 0.5], ties share their mean rank
+    pair_sign       members 2j and 2j+1 get the sign of their difference, and its negative
     """
     rewards = rewards.double()
     mean = rewards.mean(1)
@@ -31,6 +32,6 @@ def fitness(rewards: Tensor, shaping: str, samples: int = 1) -> Tensor:
 
 
 def _over_deviation(centred: Tensor, values: Tensor) -> Tensor:
-    """centred / std(values); exactly 0 where all values are equal to rounding."""
+    """Return centred / std(values); exactly 0 where all values are equal to rounding."""
     deviation = values.std(correction=0)
     return centred / deviation if deviation > 1e-9 else torch.zeros_like(centred)

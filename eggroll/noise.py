@@ -4,10 +4,11 @@ EGGROLL (arXiv:2511.16652), for a weight W [out, in] and direction j: E_j = A_j 
 [out, r] and B_j [in, r] standard normal, so var(E) = 1 for every rank. Member i of a mirrored pair
 uses direction i // 2 with sign (-1)^i:
 
-    forward   y_i = x W^T + s_i sigma / sqrt(r) (x B_j) A_j^T      one shared product and two skinny
-    ones
-    gradient  g = -1/N sum_i f_i s_i E_j                            one product a layer; 1/sigma is
-    left to the step size
+    forward   y_i = x W^T + s_i sigma / sqrt(r) (x B_j) A_j^T
+    gradient  g = -1/N sum_i f_i s_i E_j
+
+The forward costs one shared product and two skinny ones, the gradient one product per layer;
+1/sigma is left to the step size.
 
 No member's weights are ever made. A normal number is a pure function of (seed, draw, parameter,
 direction, index): the same in any chunk, on any rank, on CPU and CUDA; equal-shaped layers never
@@ -41,10 +42,10 @@ BUFFER = 1 << 22
 
 @dataclass(frozen=True)
 class Address:
-    """Where the noise of one parameter is, and what it looks like.
+    """The place of the noise of one parameter, and its form.
 
     A low-rank parameter of shape [m, n] owns (m + n) * rank numbers: A^T [rank, m], then B^T [rank,
-    n]. A full one owns one number an element.
+    n]. A full one owns one number per element.
     """
 
     name: str
@@ -55,12 +56,12 @@ class Address:
 
     @property
     def numbers(self) -> int:
-        """How many normals a direction has here."""
+        """The number of normals per direction."""
         return sum(self.shape) * self.rank if self.policy == "lowrank" else math.prod(self.shape)
 
     @property
     def blocks(self) -> int:
-        """How many Philox blocks of four that takes."""
+        """The number of Philox blocks of four that they take."""
         return -(-self.numbers // 4)
 
     def split(self, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +95,8 @@ def kind_of(model: nn.Module) -> dict[str, str]:
 
 
 def addresses(model: nn.Module, noise: NoiseConfig, rank: int) -> list[Address]:
-    """What is perturbed in `model` under the policy of the configuration, in the model's order.
+    """List what is perturbed in `model` under the policy of the configuration, in the model's
+    order.
 
     Raises: ConfigError where a pattern matches nothing, asks for low rank on a vector, or where
     nothing is perturbed.
@@ -164,7 +166,7 @@ class _Share:
         return cls(replace(address, shape=(len(rows), *others)), block, column)
 
     def pick(self, noise: Tensor) -> Tensor:
-        """What was drawn of the blocks [D, 4 * K] -> the numbers of the rows [D, >= numbers]."""
+        """Take the numbers of the rows [D, >= numbers] from the blocks [D, 4 * K]."""
         return noise if self.column is None else noise[:, self.column]
 
 
@@ -246,9 +248,8 @@ class Noise:
         """
         fitness = fitness.to(device=self.device, dtype=torch.float32)
         # Mirrored members share E: f_+ E - f_- E. Equal fitness gives exactly zero.
-        weights = (fitness[0::2] - fitness[1::2] if self.mirrored else fitness) / -len(
-            fitness
-        )  # [D]
+        # [D]
+        weights = (fitness[0::2] - fitness[1::2] if self.mirrored else fitness) / -len(fitness)
         directions = torch.arange(len(weights), device=self.device)
         for batch in in_parts(
             self._shares, [4 * len(share.block) * len(weights) for share in self._shares]
@@ -275,7 +276,7 @@ class Noise:
         weights: Tensor,
         step: int,
     ) -> Tensor:
-        """sum_j w_j E_j of one parameter, `step` directions at a time. noise: of the first of them."""
+        """Sum w_j E_j of one parameter, `step` directions at a time. noise: of the first ones."""
         total = _weighted_sum(share.address, share.pick(noise), weights[:step])
         for start in range(step, len(directions), step):
             part = slice(start, start + step)
@@ -308,7 +309,7 @@ def _weighted_sum(address: Address, noise: Tensor, weights: Tensor) -> Tensor:
     return a.T @ b.reshape(-1, b.shape[-1])  # [m, n]
 
 
-# --- the perturbed forward ---------------------------------------------------------------------------------------
+# --- the perturbed forward
 
 
 class _Perturbed:
@@ -375,7 +376,7 @@ class _Population:
             by_sign[:, 1] = noise * -scale
 
     def each_row(self, noise: Tensor, like: Tensor) -> Tensor:
-        """A vector for each member, [members, d] -> one for each row of `like`: [rows, 1, ..., d]."""
+        """Repeat a vector per member, [members, d], for the rows of `like`: [rows, 1, ..., d]."""
         noise = noise.repeat_interleave(like.shape[0] // self.members, dim=0)
         return noise.view(like.shape[0], *[1] * (like.ndim - 2), noise.shape[-1])
 
@@ -451,7 +452,7 @@ class _LowRankLinear:
 
 
 class _SharedInput:
-    """Linear layers that read one tensor (q, k, v; gate, up): x B is computed once for all of them."""
+    """Linear layers that read one tensor (q, k, v; gate, up): x B is computed once for all."""
 
     def __init__(self) -> None:
         self.layers: list[_LowRankLinear] = []
@@ -516,9 +517,8 @@ class _FullLinear:
         self.address, self.population = names["weight"], population
         self.base = _Bias(module, population, names)
         self.noise = population.empty(population.members, *self.address.shape)
-        self.right = (
-            self.noise if isinstance(module, Conv1D) else self.noise.transpose(1, 2)
-        )  # [members, in, out]
+        # [members, in, out]
+        self.right = self.noise if isinstance(module, Conv1D) else self.noise.transpose(1, 2)
 
     def refill(self, noise: list[Tensor], sigma: float) -> None:
         by_name = dict(zip(self.base.names, noise, strict=True))
@@ -569,9 +569,8 @@ class _Embedding:
         ids = ids.reshape(self.population.members, -1)  # [members, n]
         if self.rows_t is None:
             return y + self.dims_t.gather(1, ids[..., None].expand(-1, -1, y.shape[-1])).view_as(y)
-        u = self.rows_t.gather(2, ids[:, None].expand(-1, self.rows_t.shape[1], -1)).transpose(
-            1, 2
-        )  # [members, n, r]
+        # [members, n, r]
+        u = self.rows_t.gather(2, ids[:, None].expand(-1, self.rows_t.shape[1], -1)).transpose(1, 2)
         return y + torch.bmm(u, self.dims_t).view_as(y)
 
 
@@ -697,9 +696,8 @@ def _shared_inputs(model: nn.Module, layers: list[nn.Module]) -> dict[int, int]:
             hook.remove()
     groups: dict[int, list[int]] = {}
     for layer, x in inputs.items():
-        groups.setdefault(id(x), []).append(
-            layer
-        )  # the tensors are all alive in `inputs`, so ids are distinct
+        # the tensors are all alive in `inputs`, so ids are distinct
+        groups.setdefault(id(x), []).append(layer)
     return {
         layer: number
         for number, group in enumerate(groups.values())

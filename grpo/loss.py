@@ -61,7 +61,7 @@ def kl(logp: Tensor, ref: Tensor, estimator: str, clamp: float) -> Tensor:
     return torch.exp((-x).clamp(-clamp, clamp)) + x - 1
 
 
-def policy_loss(
+def policy_loss(  # noqa: PLR0913 (the tensors of one formula)
     logp: Tensor,
     old: Tensor,
     advantage: Tensor,
@@ -71,27 +71,25 @@ def policy_loss(
     ref: Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a micro-batch: its part of the optimizer step's loss. The parts add up.
+    """Return the loss of a micro-batch: its part of the optimizer step's loss. The parts add up.
 
     Args:
-        logp, old, ref, entropy: [B, T], of the policy, of the policy that sampled, of the
-        reference, of the distribution.
-        advantage: [B]. mask: bool [B, T], tokens that carry loss. counts: of the whole optimizer
-        step.
+        logp, old, ref: [B, T], of the policy, of the policy that sampled, of the reference.
+        entropy: [B, T], of the distribution.
+        advantage: [B]. mask: bool [B, T], tokens that carry loss.
+        counts: of the whole optimizer step.
     Returns: a scalar, and sums over this micro-batch's tokens for the log.
     """
     kept = mask.to(logp.dtype)
     lengths = kept.sum(1).clamp(min=1)  # [B]
-    log_ratio = (
-        (logp - old).masked_fill(~mask, 0.0).clamp(-20.0, 20.0)
-    )  # exp of more would be infinite soon
+    # exp of more would be infinite soon
+    log_ratio = (logp - old).masked_fill(~mask, 0.0).clamp(-20.0, 20.0)
     advantage = advantage[:, None]  # [B, 1]
     low, high = 1 - settings.epsilon_low, 1 + settings.epsilon_high
 
     if settings.loss == "gspo":
-        ratio = torch.exp(
-            (log_ratio * kept).sum(1, keepdim=True) / lengths[:, None]
-        )  # [B, 1], one a sequence
+        # [B, 1], one per sequence
+        ratio = torch.exp((log_ratio * kept).sum(1, keepdim=True) / lengths[:, None])
     else:
         ratio = torch.exp(log_ratio)  # [B, T]
     clipped = ratio.clamp(low, high)
@@ -116,25 +114,27 @@ def policy_loss(
         loss = loss - settings.entropy_bonus * entropy
     loss = loss.masked_fill(~mask, 0.0)
 
-    if settings.loss in ("grpo", "gspo"):
-        total = (loss.sum(1) / lengths).sum() / counts.rows
-    elif settings.loss == "dr_grpo":
-        total = loss.sum() / (counts.rows * settings.sampling.max_new_tokens)
-    elif settings.loss == "bnpo":
-        total = loss.sum() / kept.sum().clamp(min=1) / counts.micro_batches
-    else:  # dapo, cispo
-        total = loss.sum() / counts.tokens
-
+    total = _aggregate(loss, kept, counts, settings)
     with torch.no_grad():
         if settings.loss == "cispo":
             low, high = 0.0, settings.cispo_max
         outside = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
+        # samples come from the old policy
         sums = {
             "clipped": (outside.expand_as(mask) & mask).sum(),
-            "ratio_kl": (
-                (kl(old, logp, "k3", settings.kl.clamp) * kept).sum()
-            ),  # samples come from the old policy
+            "ratio_kl": ((kl(old, logp, "k3", settings.kl.clamp) * kept).sum()),
             "entropy": (entropy * kept).sum() if entropy is not None else logp.new_zeros(()),
             "kl": (divergence * kept).sum() if divergence is not None else logp.new_zeros(()),
         }
     return total, sums
+
+
+def _aggregate(loss: Tensor, kept: Tensor, counts: Counts, settings: GrpoConfig) -> Tensor:
+    """Divide the sum of the tokens' losses by the count of the loss's definition."""
+    if settings.loss in ("grpo", "gspo"):
+        return (loss.sum(1) / kept.sum(1).clamp(min=1)).sum() / counts.rows
+    if settings.loss == "dr_grpo":
+        return loss.sum() / (counts.rows * settings.sampling.max_new_tokens)
+    if settings.loss == "bnpo":
+        return loss.sum() / kept.sum().clamp(min=1) / counts.micro_batches
+    return loss.sum() / counts.tokens  # dapo, cispo

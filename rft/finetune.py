@@ -43,7 +43,7 @@ class Tree:
 
     @property
     def tokens(self) -> int:
-        """Of the prompt and of all completions."""
+        """The tokens of the prompt and of all completions."""
         return len(self.prompt) + sum(map(len, self.completions))
 
     @property
@@ -151,7 +151,7 @@ def micro_batches(
 ) -> list[list[list[Tree]]]:
     """Forwards of about `completions` completions: lists of rows, which are lists of trees.
 
-    pack_tokens: None = a tree a row, those of like length together; else rows of up to so many
+    pack_tokens: None = one tree per row, those of like length together; else rows of up to so many
     tokens, filled best-fit (a longer tree has a row of its own).
     """
     # Where memory is so short that a tree does not fit, its completions share their prompt in
@@ -188,8 +188,8 @@ class Finetuner:
     """One fine-tuning: the weights, their optimizer and the steps still to do.
 
     Args:
-        lm: its model is plain, float32, and trained in place (with LoRA, `finish` merges the adapters into
-            it).
+        lm: its model is plain, float32, and trained in place (with LoRA, `finish` merges the
+            adapters into it).
         folder: where checkpoints and adapter go.
         seed: of the order, and of the adapters' first values.
     """
@@ -221,8 +221,8 @@ class Finetuner:
         self.done = 0
 
     def resume(self, record: dict[str, Any]) -> None:
-        """Take over the newest checkpoint, if there is one. Raises: ConfigError where it was made with
-        something other than `record`.
+        """Take over the newest checkpoint, if there is one. Raises: ConfigError where it was made
+        with something other than `record`.
         """
         saved = latest(self.folder / "checkpoints")
         if saved is not None:
@@ -249,8 +249,8 @@ class Finetuner:
             yield flat[step]
 
     def step(self, trees: Sequence[Tree], timer: Timer) -> dict[str, float]:
-        """Make one optimizer step: the mean loss over all completion tokens of `trees`, whatever the
-        forwards. Returns what goes into the log.
+        """Make one optimizer step: the mean loss over all completion tokens of `trees`, whatever
+        the forwards. Returns what goes into the log.
         """
         cfg, context, device, step = self.cfg, self.context, self.lm.device, self.done
         tokens = sum(tree.targets for tree in trees)
@@ -291,8 +291,8 @@ class Finetuner:
 
     @torch.no_grad()
     def offending(self, trees: Sequence[Tree]) -> list[Tree]:
-        """Return those of this rank's share of `trees` whose loss is not finite; all of them where only
-        their gradient is not.
+        """Return those of this rank's share of `trees` whose loss is not finite; all of them where
+        only their gradient is not.
         """
         device, dtype, model = self.lm.device, self.lm.precision.compute, self.model
         mine = trees[self.context.rank :: self.context.world_size]
@@ -304,8 +304,8 @@ class Finetuner:
         return [tree for tree, loss in pairs if not torch.isfinite(loss).all()] or list(mine)
 
     def finish(self) -> Any:
-        """Return the plain model after training. With LoRA the adapter is written to FOLDER/adapter and
-        merged.
+        """Return the plain model after training. With LoRA the adapter is written to FOLDER/adapter
+        and merged.
         """
         if self.lora is None:
             return self.model

@@ -232,9 +232,9 @@ class _Made:
 class Wave:
     """The samples of a chunk per rank.
 
-    Attributes: records: of all ranks; offending: this rank's samples whose rewards or logits are not
-    finite, None where no rank has any; sampling: seconds of sampling; started: when it began (of
-    perf_counter); timer: seconds by phase.
+    Attributes: records: of all ranks; offending: this rank's samples whose rewards or logits are
+    not finite, None where no rank has any; sampling: seconds of sampling; started: when it began
+    (of perf_counter); timer: seconds by phase.
     """
 
     records: list[Record]
@@ -245,18 +245,21 @@ class Wave:
 
 
 class Generator:
-    """Fills a store. Each rank samples a chunk at a time; rank 0 writes; all of them hold all samples."""
+    """Fills a store. Each rank samples a chunk at a time; rank 0 writes; all of them hold all
+    samples.
+    """
 
     def __init__(self, lm: LM, store: Store, iteration: int) -> None:
         self.lm, self.store, self.iteration = lm, store, iteration
         self.cfg: RftConfig = lm.run.algo
 
     def waves(self, todo: Sequence[Chunk], enough: Callable[[], bool]) -> Iterator[Wave]:
-        """Make `todo`, a chunk per rank at a time. Yields on every rank after each wave of chunks, whose
-        samples are to be added to the store.
+        """Make `todo`, a chunk per rank at a time. Yields on every rank after each wave of chunks,
+        whose samples are to be added to the store.
 
         The rewards of a wave are computed, in a pool of workers, while the next one is sampled.
-        Args: enough: asked after each wave; True ends the sampling after the wave that is under way.
+        Args: enough: asked after each wave; True ends the sampling after the wave that is under
+        way.
         """
         context, size, lm = self.lm.context, self.lm.context.world_size, self.lm
         self.store.drop(todo)
@@ -308,7 +311,9 @@ class Generator:
             return _Made(chunk, made, texts, lm.scorer.submit(repeated, texts), seconds)
 
     def _records(self, made: _Made) -> tuple[list[Record], list[dict[str, Any]]]:
-        """Return the samples, and those whose reward or logits are not finite, which count as wrong."""
+        """Return the samples, and those whose reward or logits are not finite, which count as
+        wrong.
+        """
         task, rewards, completions = self.lm.task, made.pending.result().rewards, made.completions
         assert completions.logprobs is not None
         lengths = completions.lengths.tolist()

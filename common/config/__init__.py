@@ -2,7 +2,16 @@
 here, so that `--help` stays fast.
 """
 
-from common.config.checks import ConfigError, above, at_least, choice, flat, no_effect
+from common.config.checks import (
+    ConfigError,
+    above,
+    at_least,
+    choice,
+    flat,
+    holds,
+    no_effect,
+    share,
+)
 from common.config.convert import build, no_secrets, typed
 from common.config.explain import find_renamed, unknown_key, wrong_type
 from common.config.schema import (

@@ -47,6 +47,20 @@ def above(key: str, value: float, bound: float) -> None:
         raise ConfigError(f"{key}={value} is out of range. Give a value above {bound:g}.")
 
 
+def share(key: str, value: float) -> None:
+    """Raise ConfigError unless `value` is a share, from 0 to 1."""
+    if not 0 <= value <= 1:
+        raise ConfigError(f"{key}={value} is out of range. Give a share from 0 to 1.")
+
+
+def holds(key: str, text: str, names: tuple[str, ...], example: str = "") -> None:
+    """Raise ConfigError unless each of `names` stands in `text`, as in `example`."""
+    for name in names:
+        if name not in text:
+            like = f", as in {example!r}" if example else ""
+            raise ConfigError(f"{key}={text!r} does not hold {name}. Add it{like}.")
+
+
 @functools.cache
 def shipped(file: str) -> dict[str, Any]:
     """Return the values of a file in conf/ as plain dicts."""

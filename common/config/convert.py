@@ -51,9 +51,8 @@ _SECRET = re.compile(
     r"(^|[_-])(api_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE
 )
 
-_OF_TEXT = re.compile(
-    r"(pad|eos|bos|unk|sep|cls|mask|stop|start|end)_token$", re.IGNORECASE
-)  # a tokenizer's
+# a tokenizer's
+_OF_TEXT = re.compile(r"(pad|eos|bos|unk|sep|cls|mask|stop|start|end)_token$", re.IGNORECASE)
 
 
 def no_secrets(settings: dict[str, Any], prefix: str = "") -> None:

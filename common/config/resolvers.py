@@ -1,5 +1,5 @@
-"""What conf/*.yaml writes as ${clutch_...:}: values that are known when a command runs. Imports no
-torch.
+"""The values that conf/*.yaml writes as ${clutch_...:}: they are known when a command runs. This
+module imports no torch.
 """
 
 import math
@@ -54,7 +54,8 @@ def from_environment(names: str, default: int | None) -> int | None:
         text = os.environ.get(name, "")
         if text and not (text.isascii() and text.isdigit()):
             raise ConfigError(
-                f"the environment variable {name}={text!r} is no number. Set it to one, or unset it."
+                f"the environment variable {name}={text!r} is no number. Set it to one, or"
+                " unset it."
             )
         found.append(int(text) if text else None)
     if all(value is None for value in found):

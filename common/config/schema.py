@@ -15,12 +15,12 @@ from common.config.checks import ConfigError, above, at_least, choice, no_effect
 T = TypeVar("T")
 
 
-# --- shared by every algorithm -----------------------------------------------------------------------------------
+# --- shared by every algorithm
 
 
 @dataclass(kw_only=True)
 class SamplingConfig:
-    """How completions are drawn."""
+    """Settings of drawing completions."""
 
     max_new_tokens: int  # tokens
     temperature: float  # 0 = greedy
@@ -121,7 +121,7 @@ class EvaluateConfig:
 
 @dataclass(kw_only=True)
 class BudgetConfig:
-    """What training may use: sampling, rewards and updates, without evaluation and pre-training.
+    """Limits of training: of sampling, rewards and updates, without evaluation and pre-training.
     null = no limit.
     """
 
@@ -139,7 +139,7 @@ class BudgetConfig:
         return self.tokens is not None or self.seconds is not None
 
     def limits(self) -> dict[str, str]:
-        """What is given, as text by key: {"tokens": "budget.tokens=200000"}."""
+        """Return the limits that are given, as text by key: {"tokens": "budget.tokens=200000"}."""
         given = {item.name: getattr(self, item.name) for item in fields(self)}
         return {
             name: f"budget.{name}={limit:.12g}"
@@ -160,7 +160,7 @@ class BudgetConfig:
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
-    """What a run keeps so that it can go on."""
+    """Settings of what a run keeps so that it can go on."""
 
     every: int  # steps; 0 = only at the end and on a signal
     keep: int  # newest checkpoints kept
@@ -205,7 +205,7 @@ class TinyConfig:
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """Which causal language model. `path=null` builds the tiny one."""
+    """The causal language model. `path=null` builds the tiny one."""
 
     name: str
     path: str | None  # hub id or local folder
@@ -471,7 +471,7 @@ class OptConfig:
 
 @dataclass(kw_only=True)
 class TrackerConfig:
-    """Where metrics go beside metrics.jsonl."""
+    """The places where metrics go beside metrics.jsonl."""
 
     name: str  # jsonl | wandb | tensorboard
     project: str | None = None
@@ -496,7 +496,7 @@ class TrackerConfig:
 
 @dataclass(kw_only=True)
 class NotFiniteConfig:
-    """What a run does about NaN and infinity."""
+    """The policy for NaN and infinity."""
 
     policy: str  # stop | skip
     max_skips: int | None  # steps
@@ -533,7 +533,7 @@ class ScoringConfig:
 
 @dataclass(kw_only=True)
 class PromptsConfig:
-    """What happens to prompts."""
+    """The treatment of prompts."""
 
     too_long: str  # error | skip
 

@@ -11,7 +11,7 @@ make the same number of backward passes (`common.model.logprobs.keep_step` fills
 `restore` and `whole` are called on all ranks.
 
 On a plain model each of them does what there was before. Checkpoints are written by
-torch.distributed.checkpoint as safetensors, a file a rank, and read by any number of ranks, sharded
+torch.distributed.checkpoint as safetensors, a file per rank, and read by any number of ranks, sharded
 or not.
 """
 
@@ -52,8 +52,8 @@ log = logging.getLogger("clutch")
 
 @dataclass
 class Shards:
-    """How a model is shared out. mesh: [replicate, shard]; dtype: of gathered weights; rollout:
-    opt.fsdp.rollout.
+    """The way in which a model is shared out. mesh: [replicate, shard]; dtype: of gathered weights;
+    rollout: opt.fsdp.rollout.
     """
 
     mesh: DeviceMesh
@@ -116,18 +116,18 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def of(model: Any) -> Shards | None:
-    """How `model` is shared out; None for a plain one."""
+    """Return the way in which `model` is shared out; None for a plain one."""
     return getattr(model, "shards", None)
 
 
 def device(model: Any) -> torch.device:
-    """Where `model` computes; its parameters may be elsewhere."""
+    """Return the device on which `model` computes; its parameters may be elsewhere."""
     shards = of(model)
     return shards.device if shards else next(model.parameters()).device
 
 
 def dtype(model: Any) -> torch.dtype:
-    """Of the weights in a forward."""
+    """Return the dtype of the weights in a forward."""
     shards = of(model)
     return shards.dtype if shards else next(model.parameters()).dtype
 
@@ -213,9 +213,8 @@ def gathered(model: Any) -> Iterator[None]:
             part.reshard()
         if parts:
             model.set_reshard_after_forward(True)
-            model.set_reshard_after_forward(
-                False, recurse=False
-            )  # the backward pass begins with the head
+            # the backward pass begins with the head
+            model.set_reshard_after_forward(False, recurse=False)
 
 
 def each(model: Any, items: Iterable[T]) -> Iterator[T]:
@@ -226,12 +225,12 @@ def each(model: Any, items: Iterable[T]) -> Iterator[T]:
         yield from items
 
 
-# --- the shards of one rank ------------------------------------------------------------------------------------------
+# --- the shards of one rank
 
 
 def rows(tensor: Tensor) -> range:
-    """Which rows (of the first dimension) of the whole tensor this rank holds; all of them unless
-    it is sharded.
+    """Return the rows (of the first dimension) of the whole tensor that this rank holds; all of
+    them unless it is sharded.
     """
     whole = tensor.shape[0]
     if not isinstance(tensor, DTensor):
@@ -247,7 +246,7 @@ def rows(tensor: Tensor) -> range:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """Return the part of a tensor that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -270,7 +269,7 @@ def total(model: Any, value: Tensor) -> Tensor:
     return value
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory
 
 
 def measured(parts: Any) -> float:
@@ -319,7 +318,7 @@ def gathered_bytes(model: Any, rollout: bool) -> float:
 
 
 def parameters(model: Any) -> int:
-    """How many the whole model has."""
+    """Return the number of weights of the whole model."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -329,7 +328,7 @@ def share(model: Any) -> int:
     return shards.mesh.size(1) if shards else 1
 
 
-# --- checkpoints and export ------------------------------------------------------------------------------------------
+# --- checkpoints and export
 
 
 def save(
@@ -396,9 +395,8 @@ def restore(
         extra = fresh()
         reader = dcp.HuggingFaceStorageReader(str(saved.path))
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "torch.distributed is disabled", UserWarning
-            )  # that is what no_dist asks for
+            # that is what no_dist asks for
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             try:
                 dcp.load(
                     {**tensors, **_tensors(extra, EXTRA)},
@@ -414,7 +412,7 @@ def restore(
 
 
 def names(saved: checkpoint.Checkpoint) -> set[str]:
-    """Of the weights in a checkpoint, written either way."""
+    """Return the names of the weights in a checkpoint, written either way."""
     if not saved.sharded:
         return set(saved.tensors)
     held = dcp.HuggingFaceStorageReader(str(saved.path)).read_metadata().state_dict_metadata
@@ -451,7 +449,7 @@ def _copy(full: Tensor, into: Tensor) -> None:
 
 
 def _first(error: dcp.CheckpointException) -> str:
-    """What went wrong on the first rank that says so."""
+    """Return the reason that the first rank gives."""
     return str(next(iter(error.failures.values()))[0]).rstrip(".")
 
 

@@ -1,13 +1,13 @@
 """One big run on Slurm: a batch script for it, and the ranks that srun starts.
 
-    python launch.py slurm.script=chess.sbatch slurm.nodes=2 slurm.gpus_per_node=8 algo=NAME
-    task=chess 'opt=[amp,ddp]'
+    python launch.py algo=NAME task=chess 'opt=[amp,ddp]' \\
+        slurm.script=chess.sbatch slurm.nodes=2 slurm.gpus_per_node=8
     sbatch chess.sbatch
 
-srun is the one launcher: it starts a rank a device, and each rank tells torch.distributed who it
-is. Slurm's warning (SIGUSR1) so reaches the ranks themselves; they save and exit with 75, and the
-script puts the job back into the queue. It then goes on in the same run folder. Sweeps are another
-matter: hydra/launcher=submitit_slurm. No torch in here.
+srun is the one launcher: it starts one rank per device, and each rank tells torch.distributed who
+it is. So Slurm's warning (SIGUSR1) reaches the ranks themselves; they save and exit with 75, and
+the script puts the job back into the queue. It then goes on in the same run folder. Sweeps use
+hydra/launcher=submitit_slurm. This module imports no torch.
 """
 
 import os
@@ -50,67 +50,37 @@ def write(run: Run, arguments: list[str]) -> Path:
 _LEAVE = "Leave it out."
 # Options of sbatch that `script` decides, and what to do instead.
 _OWN = {
-    **{
-        "nodes": "Use slurm.nodes.",
-        "ntasks-per-node": "Use slurm.ranks_per_node.",
-        "time": "Use slurm.time.",
-    },
-    **{"cpus-per-task": "Use slurm.cpus_per_rank.", "gpus-per-node": "Use slurm.gpus_per_node."},
-    **{
-        "partition": "Use slurm.partition.",
-        "account": "Use slurm.account.",
-        "signal": "Use slurm.warn_seconds.",
-    },
-    **{
-        "requeue": _LEAVE,
-        "no-requeue": _LEAVE,
-        "open-mode": _LEAVE,
-        "ntasks": "Use slurm.ranks_per_node.",
-    },
+    "nodes": "Use slurm.nodes.",
+    "ntasks-per-node": "Use slurm.ranks_per_node.",
+    "ntasks": "Use slurm.ranks_per_node.",
+    "time": "Use slurm.time.",
+    "cpus-per-task": "Use slurm.cpus_per_rank.",
+    "gpus-per-node": "Use slurm.gpus_per_node.",
+    "partition": "Use slurm.partition.",
+    "account": "Use slurm.account.",
+    "signal": "Use slurm.warn_seconds.",
+    "requeue": _LEAVE,
+    "no-requeue": _LEAVE,
+    "open-mode": _LEAVE,
     "gpus-per-task": "Each rank would see its own GPU alone: use slurm.gpus_per_node.",
 }
 _HEAD = "#!/bin/bash\n# Written by launch.py slurm.script="
 
 
 def script(run: Run, arguments: list[str]) -> str:
-    """The batch script. arguments: those of launch.py; the ones that begin with slurm. are left
-    out.
+    """Return the batch script. arguments: those of launch.py; the ones that begin with slurm. are
+    left out.
     """
     settings = run.slurm
     gpus = settings.gpus_per_node
     if gpus is None:
         gpus = 0 if run.hardware.name == "cpu" else 1
     ranks = settings.ranks_per_node or max(1, gpus)
-    if gpus and ranks > gpus:
-        raise ConfigError(
-            f"slurm.ranks_per_node={ranks}, but slurm.gpus_per_node={gpus}: each rank has a device"
-            f" of its own. Ask for slurm.gpus_per_node={ranks}."
-        )
-    total, each = settings.nodes * ranks, run.opt.fsdp.ranks_per_group
-    if (
-        total > 1 and run.opt.fsdp.enabled and each and total % each
-    ):  # one rank alone starts opt.fsdp.ranks of its own
-        raise ConfigError(
-            f"opt.fsdp.ranks_per_group={each} does not divide the {total} ranks of"
-            f" slurm.nodes={settings.nodes} with {ranks} each."
-        )
-    for key in settings.options:
-        if key in _OWN:
-            raise ConfigError(f"slurm.options.{key} is what the script sets itself. {_OWN[key]}")
     kept = [argument for argument in arguments if not argument.lstrip("+").startswith("slurm.")]
     given = {
         key.lstrip("+"): value for key, _, value in (argument.partition("=") for argument in kept)
     }
-    if given.get("resume", "").strip("'\"") == "no":
-        raise ConfigError(
-            "resume=no does not go with slurm.script: a job that is queued again goes on in its run"
-            " folder. Leave it out."
-        )
-    if "${" in given.get("hydra.run.dir", ""):
-        raise ConfigError(
-            f"hydra.run.dir={given['hydra.run.dir']} may be another folder when the job is queued"
-            " again. Name one, or leave it out: the script then names it after the job."
-        )
+    _check(run, ranks, gpus, given)
     name = (
         f"{run.algo.name}_{run.task.get('name') or run.task['_target_'].rpartition('.')[2].lower()}"
     )
@@ -118,9 +88,8 @@ def script(run: Run, arguments: list[str]) -> str:
     if "resume" not in given:
         command.append("resume=auto")
     words = [shlex.quote(word) for word in command]
-    if (
-        "hydra.run.dir" not in given
-    ):  # a job keeps its number when it is queued again, and so its folder
+    # a job keeps its number when it is queued again, and so its folder
+    if "hydra.run.dir" not in given:
         words.append(f'"hydra.run.dir=outputs/{name}_$SLURM_JOB_ID"')
     options = {
         "job-name": name,
@@ -137,31 +106,59 @@ def script(run: Run, arguments: list[str]) -> str:
         **settings.options,
     }
     lines = [
-        f"{_HEAD}{settings.script}; submit it with: sbatch {shlex.quote(str(settings.script))}"
-    ]
-    for key, value in options.items():
-        if value is not None and value is not False:
-            lines.append(f"#SBATCH --{key}" if value is True else f"#SBATCH --{key}={value}")
-    lines += [
+        f"{_HEAD}{settings.script}; submit it with: sbatch {shlex.quote(str(settings.script))}",
+        *(
+            f"#SBATCH --{key}" if value is True else f"#SBATCH --{key}={value}"
+            for key, value in options.items()
+            if value is not None and value is not False
+        ),
         "#SBATCH --requeue",
         "set -euo pipefail",
         *settings.setup,
         f"cd {shlex.quote(os.getcwd())}",
-    ]
-    lines += _MEETING.splitlines()
-    lines += [
+        *_MEETING.splitlines(),
         f"srun --kill-on-bad-exit=0 --wait={LEFT_BEHIND}"
-        f" --cpus-per-task={settings.cpus_per_rank} \\"
+        f" --cpus-per-task={settings.cpus_per_rank} \\",
+        "    " + " ".join(words) + " && code=0 || code=$?",
+        *_AGAIN.splitlines(),
     ]
-    lines += ["    " + " ".join(words) + " && code=0 || code=$?"]
-    lines += _AGAIN.splitlines()
     return "\n".join(lines) + "\n"
+
+
+def _check(run: Run, ranks: int, gpus: int, given: dict[str, str]) -> None:
+    settings = run.slurm
+    if gpus and ranks > gpus:
+        raise ConfigError(
+            f"slurm.ranks_per_node={ranks}, but slurm.gpus_per_node={gpus}: each rank has a device"
+            f" of its own. Ask for slurm.gpus_per_node={ranks}."
+        )
+    total, each = settings.nodes * ranks, run.opt.fsdp.ranks_per_group
+    # one rank alone starts opt.fsdp.ranks of its own
+    if total > 1 and run.opt.fsdp.enabled and each and total % each:
+        raise ConfigError(
+            f"opt.fsdp.ranks_per_group={each} does not divide the {total} ranks of"
+            f" slurm.nodes={settings.nodes} with {ranks} each."
+        )
+    for key in settings.options:
+        if key in _OWN:
+            raise ConfigError(f"slurm.options.{key} is what the script sets itself. {_OWN[key]}")
+    if given.get("resume", "").strip("'\"") == "no":
+        raise ConfigError(
+            "resume=no does not go with slurm.script: a job that is queued again goes on in its run"
+            " folder. Leave it out."
+        )
+    if "${" in given.get("hydra.run.dir", ""):
+        raise ConfigError(
+            f"hydra.run.dir={given['hydra.run.dir']} may be another folder when the job is queued"
+            " again. Name one, or leave it out: the script then names it after the job."
+        )
 
 
 _MEETING = """\
 # The ranks meet on the first node, at a port that other jobs of that node do not have.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_ADDR=$(scontrol show node --oneliner "$first" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)
+node=$(scontrol show node --oneliner "$first")
+export MASTER_ADDR=$(grep -o 'NodeAddr=[^ ]*' <<< "$node" | cut -d= -f2)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 # Slurm warns all ranks before it takes the nodes away: they finish the step, save, and exit."""
 

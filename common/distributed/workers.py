@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
@@ -41,6 +41,16 @@ TIMEOUT = timedelta(minutes=20)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the quota, the largest file allowed
 
 
+@dataclass(frozen=True)
+class _Job:
+    """The call that every rank makes."""
+
+    entry: str
+    run: Run
+    out_dir: Path
+    task: Any
+
+
 def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
     """Run `entry` ("module:function", called with run, context, task) in every rank; return rank
     0's result.
@@ -56,6 +66,7 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
             f"opt.{switch}.backend=nccl needs CUDA devices. Use opt.{switch}.backend=auto or gloo."
         )
     hardware.check_visible(run.hardware)
+    job = _Job(entry, run, out_dir, task)
     if slurm.ranked():
         _check_started(run)
         if workers.ranks is not None:
@@ -70,18 +81,15 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
                 f" ranks. Leave it out, and say how many with {instead}."
             )
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return _grouped(
-            entry, run, out_dir, task, rank, world, int(os.environ["LOCAL_RANK"]), "env://"
-        )
+        return _grouped(job, rank, world, int(os.environ["LOCAL_RANK"]), "env://")
     ranks = _ranks(run)
-    if (
-        ranks == 1 and run.opt.fsdp.enabled
-    ):  # a group of one: its shards are whole, and so are its checkpoints' contents
+    # a group of one: its shards are whole, and so are its checkpoints' contents
+    if ranks == 1 and run.opt.fsdp.enabled:
         with tempfile.TemporaryDirectory() as folder:
-            return _grouped(entry, run, out_dir, task, 0, 1, 0, f"file://{folder}/meeting")
+            return _grouped(job, 0, 1, 0, f"file://{folder}/meeting")
     if ranks == 1:
-        return _work(entry, run, Context(0, 1, hardware.find(run.hardware), out_dir), task)
-    return _spawn(entry, run, out_dir, task, ranks)
+        return _work(job, Context(0, 1, hardware.find(run.hardware), out_dir))
+    return _spawn(job, ranks)
 
 
 def _torchrun() -> bool:
@@ -132,13 +140,14 @@ def _ranks(run: Run) -> int:
     return workers.ranks
 
 
-def _spawn(entry: str, run: Run, out_dir: Path, task: Any, ranks: int) -> Any:
+def _spawn(job: _Job, ranks: int) -> Any:
+    out_dir = job.out_dir
     # It warns of each rank that it ends because another failed; the failure itself is told below.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         reports = mp.get_context("spawn").SimpleQueue()
         meeting = f"file://{folder}/meeting"  # a file, not a port: nothing to collide with
-        arguments = (entry, run, out_dir, task, ranks, meeting, reports)
+        arguments = (job, ranks, meeting, reports)
         workers = mp.start_processes(
             _spawned, args=arguments, nprocs=ranks, join=False, start_method="spawn"
         )
@@ -148,9 +157,8 @@ def _spawn(entry: str, run: Run, out_dir: Path, task: Any, ranks: int) -> Any:
         # does not.
         def forward(number: int, _: Any) -> None:
             StopSignal.last = number
-            number = (
-                signal.SIGUSR1 if number == signal.SIGUSR2 else number
-            )  # which is submitit's, and means nothing to a rank
+            # which is submitit's, and means nothing to a rank
+            number = signal.SIGUSR1 if number == signal.SIGUSR2 else number
             for worker in workers.processes:
                 if worker is not None and worker.pid is not None and worker.is_alive():
                     os.kill(worker.pid, number)
@@ -188,23 +196,13 @@ def _spawn(entry: str, run: Run, out_dir: Path, task: Any, ranks: int) -> Any:
     return outcomes[0]
 
 
-def _spawned(
-    local_rank: int,
-    entry: str,
-    run: Run,
-    out_dir: Path,
-    task: Any,
-    ranks: int,
-    meeting: str,
-    reports: Any,
-) -> None:
+def _spawned(local_rank: int, job: _Job, ranks: int, meeting: str, reports: Any) -> None:
     try:
-        result = _grouped(entry, run, out_dir, task, local_rank, ranks, local_rank, meeting)
+        result = _grouped(job, local_rank, ranks, local_rank, meeting)
     except RunStopped as stopped:
         reports.put(stopped)
-        if (
-            stopped.code == EXIT_WRITE
-        ):  # in this rank alone: leaving with a code ends the others, which wait for it
+        # in this rank alone: leaving with a code ends the others, which wait for it
+        if stopped.code == EXIT_WRITE:
             sys.exit(EXIT_WRITE)
         return  # else in all ranks alike
     # perhaps in this rank alone: leaving with a code ends the others, which wait for it
@@ -215,16 +213,8 @@ def _spawned(
         reports.put(result)
 
 
-def _grouped(
-    entry: str,
-    run: Run,
-    out_dir: Path,
-    task: Any,
-    rank: int,
-    world: int,
-    local_rank: int,
-    meeting: str,
-) -> Any:
+def _grouped(job: _Job, rank: int, world: int, local_rank: int, meeting: str) -> Any:
+    run = job.run
     found = hardware.find(run.hardware, local_rank)
     if found.device.type == "cuda":
         torch.cuda.set_device(found.device)
@@ -242,12 +232,8 @@ def _grouped(
         backend = "cpu:gloo,cuda:nccl"  # what is on the CPU has norms of all ranks too
     _meet(switch, workers.arrival_seconds, backend, meeting, rank, world)
     try:
-        return _work(
-            entry,
-            run,
-            Context(rank, world, found, out_dir, _mesh(run, world, found.device.type)),
-            task,
-        )
+        mesh = _mesh(run, world, found.device.type)
+        return _work(job, Context(rank, world, found, job.out_dir, mesh))
     finally:
         dist.destroy_process_group()
 
@@ -285,25 +271,25 @@ def _mesh(run: Run, world: int, device: str) -> DeviceMesh | None:
     return init_device_mesh(device, (world // each, each), mesh_dim_names=("replicate", "shard"))
 
 
-def _work(entry: str, run: Run, context: Context, task: Any) -> Any:
+def _work(job: _Job, context: Context) -> Any:
+    run = job.run
     _logging(context)
     hardware.check(run.hardware, run.opt, context.device)
     _agree(run, context)
     run.algo.check_run(run)
     switch, workers = run.opt.workers
-    if (
-        workers.enabled and context.world_size == 1
-    ):  # no error: a run of several may go on as one, or be compared with it
+    # no error: a run of several may go on as one, or be compared with it
+    if workers.enabled and context.world_size == 1:
         nothing = "nothing is shared out: it holds all weights, gradients and optimizer state"
         log.info(
             "opt=%s with one rank: %s",
             switch,
             nothing if run.opt.fsdp.enabled else "the same as without it",
         )
-    module, function = entry.split(":")
+    module, function = job.entry.split(":")
     train = getattr(importlib.import_module(module), function)
     try:
-        return train(run, context, task)
+        return train(run, context, job.task)
     except (CheckpointError, OSError) as error:
         if isinstance(error, OSError) and error.errno not in FULL:
             raise

@@ -87,9 +87,8 @@ def load_model(
                 f"{where}: its tokenizer has neither a pad token nor an eos token. "
                 'Set "pad_token" in its tokenizer_config.json to a token that it has.'
             )
-        tokenizer.pad_token = (
-            tokenizer.eos_token
-        )  # padding is masked everywhere, so which token it is has no effect
+        # padding is masked everywhere, so which token it is has no effect
+        tokenizer.pad_token = tokenizer.eos_token
     # `to` is typed by a decorator that loses its first argument.
     model.to(device)  # pyright: ignore[reportArgumentType]
     return model.eval(), tokenizer
@@ -110,7 +109,7 @@ def model_commit(config: ModelConfig) -> str | None:
     return parts[len(parts) - parts[::-1].index("snapshots")]  # .../snapshots/COMMIT/config.json
 
 
-# --- inside ----------------------------------------------------------------------------------------------------------
+# --- inside
 
 
 def _source(config: ModelConfig) -> str:
@@ -225,8 +224,8 @@ def _with_adapter(model: PreTrainedModel, given: str, where: str) -> PreTrainedM
     if not settings.is_file():
         raise ConfigError(
             f"{key} is no folder with a LoRA adapter: there is no {settings.absolute()}. Give the"
-            " folder that peft's save_pretrained wrote, or RUN/iteration-K/adapter of a run with algo.lora.rank;"
-            " one on the hub comes with: hf download ID --local-dir FOLDER."
+            " folder that peft's save_pretrained wrote, or RUN/iteration-K/adapter of a run with"
+            " algo.lora.rank; one on the hub comes with: hf download ID --local-dir FOLDER."
         )
     kind = json.loads(settings.read_text(encoding="utf-8")).get("peft_type")
     if kind != "LORA":

@@ -1,4 +1,4 @@
-"""Token log-probabilities of given completions: the prompt computed once a group, no padding, the
+"""Token log-probabilities of given completions: the prompt computed once per group, no padding, the
 vocabulary in chunks.
 
 A batch has places [prompts, P + G * C]: a row is one prompt (on the right of P) and then its G
@@ -132,7 +132,8 @@ def group(
     )
 
 
-def _attention(
+# The parameters are those that transformers passes.
+def _attention(  # noqa: PLR0913
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,

@@ -66,16 +66,15 @@ def add_lora(model: Any, config: LoraConfig) -> Any:
     ):  # peft takes a sharded weight for one of tensor parallelism
         found = peft.get_peft_model(model, adapters)
     for parameter in model.parameters():
-        if isinstance(
-            parameter, DTensor
-        ):  # peft has frozen what was gathered of it; adapters are whole on every rank
+        # peft has frozen what was gathered of it; adapters are whole on every rank
+        if isinstance(parameter, DTensor):
             parameter.requires_grad_(False)
     return found
 
 
 @torch.no_grad()
 def merge_rows(model: Any) -> None:
-    """Add adapters, which every rank has, to the rows of the sharded weights that this rank holds."""
+    """Add adapters, which every rank has whole, to this rank's rows of the sharded weights."""
     for module in model.modules():
         if hasattr(module, "get_delta_weight"):
             weight = module.base_layer.weight

@@ -51,8 +51,8 @@ def activation_bytes(
     compute: torch.dtype,
     recomputed: bool,
 ) -> float:
-    """Return an estimate, rather too large, of what a training forward of `rows` completions keeps for its
-    backward pass.
+    """Return an estimate, rather too large, of what a training forward of `rows` completions keeps
+    for its backward pass.
 
     Linear in prompts and rows; the logits (four times `LOGITS` floats at most) are not in it.
     Args: prompts: how many the rows share; compute: dtype under autocast; recomputed: blocks are

@@ -34,7 +34,7 @@ POOL_BATCHES = 16  # batches that are sorted by length together
 WARMUP = 0.05  # share of the pre-training steps
 
 
-# --- the byte tokenizer ----------------------------------------------------------------------------------------------
+# --- the byte tokenizer
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -65,7 +65,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-# --- the tiny model --------------------------------------------------------------------------------------------------
+# --- the tiny model
 
 
 def tiny_model(config: TinyConfig, task: Any, *, progress: bool = True) -> Path:

@@ -1,1 +1,1 @@
-"""What a run shows: metrics, progress, report pages, plots, comparisons and dashboards."""
+"""The output of a run: metrics, progress, report pages, plots, comparisons and dashboards."""

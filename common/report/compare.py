@@ -1,8 +1,7 @@
 """Runs side by side: the held-out metric against what it cost, mean and spread over seeds.
 
-    python -m common.compare multirun/2026-11-20_12-00-00-000000        # again, for a sweep that
-    has ended
-    python -m common.compare outputs/one outputs/two --out comparison   # for any runs
+    python -m common.compare multirun/2026-11-20_12-00-00-000000        # a sweep that has ended
+    python -m common.compare outputs/one outputs/two --out comparison   # any runs
 
 Writes comparison.md, comparison.csv and comparison.png. A setting is what differs between the runs,
 without the seed.
@@ -71,7 +70,7 @@ class Failure:
     error: str
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
+# --- reading
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[Failure]]:
@@ -187,7 +186,7 @@ def points(log: Sequence[dict[str, Any]], result: dict[str, Any]) -> list[dict[s
 
 
 def _settings(folder: Path) -> tuple[dict[str, str], dict[str, Any], int | None]:
-    """What the command gave for a run, all its settings, dotted, and its seed."""
+    """Return what the command gave for a run, all its settings, dotted, and its seed."""
     path, seed, config = folder / ".hydra" / "overrides.yaml", None, {}
     given = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else []
     pairs = {key.lstrip("+"): value for key, _, value in (text.partition("=") for text in given)}
@@ -208,7 +207,7 @@ def _differing(given: Sequence[dict[str, Any]]) -> set[str]:
     return {key for key in keys if len({str(overrides.get(key)) for overrides in given}) > 1}
 
 
-# --- mean and spread -------------------------------------------------------------------------------------------------
+# --- mean and spread
 
 
 def curve(runs: Sequence[Run], cost: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -286,7 +285,7 @@ def table(settings: dict[str, list[Run]], narrow: bool = False) -> list[dict[str
     return rows
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
+# --- writing
 
 
 def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> None:
@@ -355,7 +354,7 @@ def _described(failure: Failure) -> str:
 
 
 def _write_csv(runs: Sequence[Run], path: Path) -> None:
-    """A row a measurement; the last one of a run is its result."""
+    """Return one row per measurement; the last one of a run is its result."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["setting", "seed", "task", "metric", "value", *COSTS, "folder"])

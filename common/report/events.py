@@ -8,9 +8,8 @@ from typing import Any
 from common.config import flat
 from common.files import write_text
 
-EVALUATIONS = (  # in the run folder: every held-out measure, the one before and the one after too
-    "evaluations.jsonl"
-)
+# in the run folder: every held-out measure, the one before and the one after too
+EVALUATIONS = "evaluations.jsonl"
 # The same curve whatever the stage of a run, so that runs of different algorithms lie in one plot.
 SHARED = (
     "step",
@@ -31,7 +30,7 @@ def jsonable(value: Any) -> Any:
 
 
 def events(path: Path) -> list[dict[str, Any]]:
-    """What an interrupted run has logged; a torn line is left out."""
+    """Return what an interrupted run has logged, without a torn line."""
     found = []
     for line in (
         path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []

@@ -97,7 +97,7 @@ def write_report(folder: Path, figures: bool = True) -> Path:
     return path
 
 
-# --- figures ---------------------------------------------------------------------------------------------------------
+# --- figures
 
 
 def draw(
@@ -122,9 +122,8 @@ def draw(
             series = {
                 legend: xy for legend, xy in series.items() if sum(xy[1]) > 0.002 * _total(series)
             }
-        series = dict(
-            list(series.items())[: len(plots.COLOURS)]
-        )  # the headline measure is the first
+        # the headline measure is the first
+        series = dict(list(series.items())[: len(plots.COLOURS)])
         if not series:
             continue
         path = out / f"{panel.name}.png"
@@ -168,7 +167,7 @@ def _draw(
 
 
 def _breaks(panel: Panel, history: Sequence[dict[str, Any]]) -> list[float]:
-    """Where iterations meet, on the x axis of a panel that counts events."""
+    """Return where iterations meet, on the x axis of a panel that counts events."""
     if panel.x != "order":
         return []
     iterations = [event["iteration"] for event in history if event.get("stage") == _stage(panel)]
@@ -178,7 +177,7 @@ def _breaks(panel: Panel, history: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def columns(history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[dict[str, Any], float]]]:
-    """By name, in the order in which names come up: each event that has the measure, and its value."""
+    """Return by name, in order of appearance, each event that has the measure, and its value."""
     found: dict[str, list[tuple[dict[str, Any], float]]] = {}
     for event in history:
         for name, value in numbers(event).items():
@@ -213,7 +212,7 @@ def _total(series: dict[str, tuple[list[float], list[float]]]) -> float:
     return sum(sum(y) for _, y in series.values())
 
 
-# --- text ------------------------------------------------------------------------------------------------------------
+# --- text
 
 
 def _head(
@@ -256,7 +255,7 @@ def _head(
 
 
 def _arguments(folder: Path) -> list[str]:
-    """Of the command that made a run, its own folders of YAML files too."""
+    """Return the arguments of the command that made a run, with its own folders of YAML files."""
 
     def kept(name: str) -> Any:
         path = folder / ".hydra" / name
@@ -411,14 +410,14 @@ def _confusion(path: Path) -> str:
 
 
 def _warnings(path: Path) -> str:
-    """What the run warned of, each text once."""
+    """Show the warnings of the run, each text once."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     found = dict.fromkeys(line.split(" WARNING ", 1)[1] for line in lines if " WARNING " in line)
     return "## Warnings\n\n" + "\n".join(f"- {text}" for text in found) if found else ""
 
 
 def _files(folder: Path) -> str:
-    """What lies beside the page."""
+    """Show the files that lie beside the page."""
     known = {
         "model": "the trained model",
         "metrics.jsonl": "every step",

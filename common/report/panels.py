@@ -1,5 +1,5 @@
-"""What is worth looking at in a run: the curves of its report and the panels of the W&B dashboard,
-from one list.
+"""The numbers of a run that are worth looking at: the curves of its report and the panels of the
+W&B dashboard, from one list.
 
 Names are those that `common.report.events.numbers` makes of the events. A panel appears where its
 curves were logged.
@@ -20,8 +20,7 @@ class Panel:
     Attributes:
         name: of its file. title, unit: with the y axis.
         curves: name of a measure (a pattern stands for each name that fits) -> what the legend
-        says, "" for the last part
-            of the name.
+            says, "" for the last part of the name.
         x: step | epoch | iteration | event (of the log) | order (of the events that have the
             measure).
         kind: lines | stack (shares of a whole) | bars (a distribution for each iteration).

@@ -109,9 +109,8 @@ def finished(axis: Any, title: str, x: str, unit: str, zero: bool) -> None:
     if zero:
         room = 1.1 if axis.containers else 1.05  # bars have their number above them
         axis.set_ylim(0, room * axis.dataLim.ymax or 1.0)
-    axis.yaxis.set_major_formatter(
-        lambda value, _: f"{value:,g}"
-    )  # no power of ten apart, which a legend would cover
+    # no power of ten apart, which a legend would cover
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     handles, labels = axis.get_legend_handles_labels()
     if len(labels) < 2 and not axis.collections:  # one layer of a stack has a name too
         axis.set_title(title, pad=10)

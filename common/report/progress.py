@@ -15,11 +15,14 @@ log = logging.getLogger("clutch")
 
 class Progress:
     """A progress line: a bar on a terminal, a plain line now and then elsewhere. What has no room
-    in the terminal is left out.
+    in the terminal is left out, and so is the time left until two observations `SPAN` seconds
+    apart give a speed.
 
     Args: what: before the count; total, done: in `unit`s; brief: for work inside a step: the bar
     goes when it is done, and where there is no bar nothing is said before ten seconds have passed.
     """
+
+    SPAN = 2.0
 
     def __init__(
         self, what: str, total: int, done: int = 0, unit: str = "step", brief: bool = False
@@ -28,35 +31,41 @@ class Progress:
         self.total, self.start, self.brief = total, done, brief
         self.began = self.printed = time.monotonic()
         self.said = brief
+        self.first: float | None = None  # when the first observation came
         self.bar: Any = None
         if sys.stderr.isatty():
             self.width = 10 if terminal_columns() >= 100 else 6
-            layout = (
-                f"{self.name} {{n_fmt}}/{{total_fmt}} |{{bar:{self.width}}}| {{remaining}}"
-                " left{postfix}"
+            self.layout = (
+                f"{self.name} {{n_fmt}}/{{total_fmt}} |{{bar:{self.width}}}| %s{{postfix}}"
             )
+            layout = self.layout % "? left"
             self.bar = tqdm(
                 total=total, initial=done, bar_format=layout, leave=not brief, dynamic_ncols=True
             )
 
     def to(self, done: int, text: str = "", always: bool = False) -> None:
         """Move to `done` of `total`. always: say it even if a line was printed a moment ago."""
+        now = time.monotonic()
+        if self.first is None and done > self.start:
+            self.first = now
+        known = done == self.total or (self.first is not None and now - self.first >= self.SPAN)
         if self.bar is not None:
+            if known:
+                self.bar.bar_format = self.layout % "{remaining} left"
             self.bar.set_postfix_str(self._cut(text), refresh=False)
             self.bar.update(done - self.bar.n)
             return
-        now = time.monotonic()
-        due = now - self.printed > max(
-            10, (now - self.began) / 50
-        )  # seconds; days of training are not a million lines
+        # seconds; days of training are not a million lines
+        due = now - self.printed > max(10, (now - self.began) / 50)
         if due or not self.said or always or (done == self.total and not self.brief):
             self.printed, self.said = now, True
             left = (now - self.began) / max(1, done - self.start) * (self.total - done)
-            parts = [f"{tqdm.format_interval(left)} left", *([text] if text else [])]
-            log.info("%s %d/%d: %s", self.name, done, self.total, ", ".join(parts))
+            parts = [f"{tqdm.format_interval(left)} left"] if known else []
+            tail = ", ".join([*parts, *([text] if text else [])])
+            log.info("%s %d/%d%s", self.name, done, self.total, f": {tail}" if tail else "")
 
     def _cut(self, text: str) -> str:
-        """As many whole parts of `text` as the terminal has room for."""
+        """Return as many whole parts of `text` as the terminal has room for."""
         head = f"{self.name} {self.total}/{self.total} |{' ' * self.width}| 0:00:00 left, "
         while len(head) + len(text) >= terminal_columns() and ", " in text:
             text = text.rpartition(", ")[0]
@@ -69,14 +78,14 @@ class Progress:
 
 
 def terminal_columns() -> int:
-    """Of the terminal."""
+    """Return the width of the terminal."""
     return shutil.get_terminal_size((80, 24)).columns
 
 
 @contextmanager
 def watch_completions(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None] | None]:
-    """Show a progress line of `total` completions for the block, if `shown`. Yields what to call with
-    the number of those that have just finished.
+    """Show a progress line of `total` completions for the block, if `shown`. Yields what to call
+    with the number of those that have just finished.
     """
     if not shown:
         yield None

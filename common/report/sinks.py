@@ -39,6 +39,7 @@ class Wandb:
         mode = settings.mode or os.environ.get("WANDB_MODE")
         mode = mode or ("online" if wandb.login(prompt=False, verify=False) else "offline")
         offline = mode == "offline"
+        # offline, W&B goes on by the id alone and warns of the other
         options: dict[str, Any] = dict(
             project=settings.project,
             entity=settings.entity,
@@ -46,9 +47,7 @@ class Wandb:
             group=settings.group or (sweep.name if sweep else None),
             job_type=settings.job_type or run.algo.name,
             id=state.get("id"),
-            resume=(
-                None if offline else "allow"
-            ),  # offline, W&B goes on by the id alone and warns of the other
+            resume=(None if offline else "allow"),
             dir=out_dir,
             mode=mode,
             config=asdict(run),

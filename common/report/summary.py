@@ -1,5 +1,5 @@
-"""What a run leaves for people: the plan before it, the summary after it, run.yaml, result.json,
-completions.
+"""The texts and files of a run that people read: the plan before it, the summary after it,
+run.yaml, result.json, completions.
 """
 
 import json
@@ -117,7 +117,7 @@ def _commit() -> str | None:
 def completion_rows(
     task: Task, examples: Sequence[Example], texts: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """What is kept of held-out completions, a row an example."""
+    """Return what is kept of held-out completions, one row per example."""
     return [
         {"id": e.id, "prompt": task.prompt(e), "answer": e.answer, "completion": text}
         for e, text in zip(examples, texts, strict=True)
@@ -187,8 +187,8 @@ def make_result(
 ) -> Result:
     """Put together the outcome of a run.
 
-    Args: subject: what was trained (common.session.Subject); state: what the session counted; metrics:
-    by "before", "after", ...; the first measure after the run is the headline.
+    Args: subject: what was trained (common.session.Subject); state: what the session counted;
+    metrics: by "before", "after", ...; the first measure after the run is the headline.
     """
     name = next(iter(metrics["after"]))
     return Result(
@@ -220,7 +220,8 @@ def finish_run(
     weights: dict[str, Any] | None,
     model: str | None = None,
 ) -> None:
-    """Export the model, close the tracker, write result.json and print the end of the run; on rank 0.
+    """Export the model, close the tracker, write result.json and print the end of the run; on rank
+    0.
 
     Args: texts: held-out completions before and after; weights: gathered ones, where the model is
     sharded; model: where it is and how to load it, None = a language model.

@@ -1,4 +1,4 @@
-"""What a sweep (-m) does around its jobs: a line for each, failures kept beside the others, the
+"""The work of a sweep (-m) around its jobs: one line for each, failures kept beside the others, the
 comparison at its end.
 """
 

@@ -104,7 +104,7 @@ class Tracker:
             self.sink.log(numbers(record) | used, step)
 
     def _evaluated(self, record: dict[str, Any]) -> None:
-        """Keep one line a step in RUN/evaluations.jsonl."""
+        """Keep one line per step in RUN/evaluations.jsonl."""
         others = (held for held in self.held if held["step"] != record["step"])
         self.held = sorted((*others, record), key=lambda held: held["step"])
         write_text(
@@ -133,7 +133,7 @@ class Tracker:
             self.sink.artifact(kind, folder, alias)
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs to go on in the same tracker run."""
+        """Return what a resumed run needs to go on in the same tracker run."""
         return {"id": self.sink.id} if self.sink and self.sink.id else {}
 
     def summary(self, values: dict[str, Any]) -> None:
@@ -156,8 +156,8 @@ def describe_event(
 ) -> str:
     """Say what the progress line tells of a step; what may be cut comes last.
 
-    Args: held: the last held-out measures; shown: by name of a number how it is written, "metric" for
-    the headline of `held`.
+    Args: held: the last held-out measures; shown: by name of a number how it is written, "metric"
+    for the headline of `held`.
     """
     parts = []
     for name, text in shown.items():

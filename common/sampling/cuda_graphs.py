@@ -19,17 +19,16 @@ class CudaGraphs:
         self.made: dict[tuple[int, int], Callable[[], None]] = {}  # by window
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """What replays the kernels that `step` launches. They are not run now. Raises: ConfigError
-        where CUDA refuses one.
+        """Record the kernels that `step` launches, without running them, and return what replays
+        them. Raises: ConfigError where CUDA refuses one.
         """
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads, NCCL's for one, may go on using the device.
+            # and back to it, whatever happens
             with (
                 torch.cuda.device(self.device),
-                torch.cuda.stream(
-                    torch.cuda.current_stream(self.device)
-                ),  # and back to it, whatever happens
+                torch.cuda.stream(torch.cuda.current_stream(self.device)),
                 torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
             ):
                 step()

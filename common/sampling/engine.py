@@ -1,7 +1,7 @@
 """The interface of a sampling engine: what goes in, what comes out, and how one is opened.
 
-An engine is one module and one file in conf/engine: the file's `_target_` names a function that takes
-a `Setup` and the file's other settings, and returns an `Engine`.
+An engine is one module and one file in conf/engine: the file's `_target_` names a function that
+takes a `Setup` and the file's other settings, and returns an `Engine`.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,8 @@ from common.rows import RowLimit
 
 @dataclass(frozen=True, kw_only=True)
 class Requests:
-    """What to sample. The draws of a token are keyed by (seed, draw, prompt id, sample id, position).
+    """The prompts to sample from. The draws of a token are keyed by (seed, draw, prompt id, sample
+    id, position).
 
     Attributes:
         prompts: token ids, at least one each.
@@ -26,9 +27,9 @@ class Requests:
         samples: completions of each prompt. first_sample: id of the first one, so that more can be
             drawn later.
         draw: tells visits to the same prompt apart, for example the step.
-        groups: how often the whole set is sampled, side by side. Rows of a group are adjacent in every
-            forward, and every group has the same number of rows: that is what lets a population
-            perturb each group on its own.
+        groups: how often the whole set is sampled, side by side. Rows of a group are adjacent in
+            every forward, and every group has the same number of rows: that is what lets a
+            population perturb each group on its own.
         logprobs: whether to return the log-probabilities of the sampled tokens.
     """
 
@@ -44,13 +45,13 @@ class Requests:
 
 @dataclass
 class Completions:
-    """What was sampled, in order (group, prompt, sample). N rows in all.
+    """The samples, in order (group, prompt, sample): N rows in all.
 
-    tokens: int64 [N, L], padded with the pad id after `lengths`; the stop token, where there is one,
-    is included.
+    tokens: int64 [N, L], padded with the pad id after `lengths`; the stop token, where there is
+    one, is included.
     lengths: int64 [N]. finished: bool [N], False where max_new_tokens cut the row off.
-    logprobs: float32 [N, L], of the sampled tokens under the tempered distribution; None if they were
-    not asked for.
+    logprobs: float32 [N, L], of the sampled tokens under the tempered distribution; None if they
+    were not asked for.
     broken: bool [N], True where the model's logits were not finite, so that the row says nothing.
     """
 
@@ -107,7 +108,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What an engine is opened with.
+    """The parts that an engine is opened with.
 
     Attributes:
         model: the model that is trained. pad_id, stop_ids: token ids.

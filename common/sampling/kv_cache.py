@@ -249,18 +249,16 @@ def _attention(
         out = torch.softmax(scores, dim=3, dtype=torch.float32).to(value.dtype) @ value
     else:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
-        to_prompt = prefix.gather(query) @ prefix.keys[layer].transpose(
-            2, 3
-        )  # [P, h, G * each, prompt]
+        # [P, h, G * each, prompt]
+        to_prompt = prefix.gather(query) @ prefix.keys[layer].transpose(2, 3)
         if prefix.mask is not None:
             to_prompt = to_prompt + prefix.mask
         scores = torch.cat((prefix.scatter(to_prompt, each), scores), dim=3)
         weights = torch.softmax(scores, dim=3, dtype=torch.float32).to(value.dtype)
         width = to_prompt.shape[3]
         from_prompt = prefix.gather(weights[..., :width]) @ prefix.values[layer]
-        out = (
-            prefix.scatter(from_prompt, each) + weights[..., width:] @ value
-        )  # [rows, h, each, size]
+        # [rows, h, each, size]
+        out = prefix.scatter(from_prompt, each) + weights[..., width:] @ value
     return out.flatten(1, 2)[:, None], None  # [rows, 1, heads, size]
 
 

@@ -3,7 +3,7 @@ algorithms.
 
 A prompt is prefilled once for all its samples, and its keys and values are stored once: all rows of
 a prompt attend to them in one product (Hydragen, arXiv:2402.05099, has the same idea), so a step
-reads them once a group and not once a row. What rows generate has a cache that is allocated once,
+reads them once per group and not once per row. What rows generate has a cache that is allocated once,
 in slots; a finished row's slot goes to the next request. Keys are right-aligned: all rows write the
 same column, a row's valid columns end there, so a step's write is one slice and a newcomer starts
 at the current column. Where prompts cannot be apart (see `Sampler.shares`), each row has its prompt
@@ -69,9 +69,10 @@ class Sampler:
         model: any decoder whose attention goes through transformers' cache and 4-d masks (Llama,
             Qwen2, Qwen3, GPT-2, ...).
         pad_id: token id used to fill. stop_ids: ids that end a row.
-        rows: slots, that is rows in one forward at most. floor: the fewest that make sense.
+        rows: slots, that is rows in one forward at most.
         compile_mode: None, or a mode of torch.compile for the decode steps.
-        graphs: record decode steps as CUDA graphs, where `model` is on a CUDA device and not sharded.
+        graphs: record decode steps as CUDA graphs, where `model` is on a CUDA device and not
+            sharded.
         autocast: None, or the dtype that float32 weights are used in. Autocast would cast them for
             every token, so linear layers have a copy in that dtype, which `refresh` renews.
     """
@@ -86,7 +87,6 @@ class Sampler:
         pad_id: int,
         stop_ids: Sequence[int],
         rows: int,
-        floor: int = 1,
         compile_mode: str | None = None,
         graphs: bool = False,
         autocast: torch.dtype | None = None,
@@ -96,7 +96,7 @@ class Sampler:
         self.pad_id = pad_id
         self.stop_ids = torch.tensor(list(stop_ids), device=self.device)
         sharded = fsdp.of(model) is not None
-        self.limit = RowLimit("algo.rollout_rows", rows, floor, fixed=sharded)
+        self.limit = RowLimit("algo.rollout_rows", rows, fixed=sharded)
         self.autocast = autocast
         self.narrow = Narrow(model, autocast) if autocast is not None and not sharded else None
         self.used = model if self.narrow is None else self.narrow.twin
@@ -176,16 +176,17 @@ class Sampler:
 
 def open_native(setup: Setup, cuda_graphs: bool) -> Sampler:
     """Open the native engine (conf/engine/native.yaml)."""
-    return Sampler(
+    sampler = Sampler(
         setup.model,
         pad_id=setup.pad_id,
         stop_ids=setup.stop_ids,
         rows=setup.rows,
-        floor=setup.floor,
         compile_mode=setup.compile_mode,
         graphs=cuda_graphs,
         autocast=setup.autocast,
     )
+    sampler.limit.floor = setup.floor
+    return sampler
 
 
 @dataclass
@@ -383,9 +384,8 @@ class _Grid:
         flying = self.request >= 0
         full = self.count >= self.sampling.max_new_tokens
         stopped = torch.isin(self.last, self.sampler.stop_ids)
-        if (
-            LOOK_EVERY[self.sampler.device.type] > 1
-        ):  # a stop token may lie some steps back; what is not written may look like one
+        # a stop token may lie some steps back; what is not written may look like one
+        if LOOK_EVERY[self.sampler.device.type] > 1:
             written = (
                 torch.arange(self.tokens.shape[1], device=full.device)[None, :]
                 < self.count[:, None]
@@ -424,9 +424,8 @@ class _Grid:
             min(most, self.requests - q, int(f))
             for q, f in zip(self.queued, free.sum(1).tolist(), strict=True)
         ]
-        wanted = [
-            list(range(q, q + n)) for q, n in zip(self.queued, take, strict=True)
-        ]  # requests, by group
+        # requests, by group
+        wanted = [list(range(q, q + n)) for q, n in zip(self.queued, take, strict=True)]
         if self.held is not None:
             chosen = [q for q in wanted[0] if q // self.samples == self.held.prompt]
             self.put(free, [chosen], self.held.logits, [[0] * len(chosen)], [self.held.place])
@@ -548,9 +547,8 @@ class _Grid:
 
     def shrink(self, free: Tensor, used: int) -> None:
         """Keep `used` slots a group, the busy ones first."""
-        order = free.to(torch.int8).argsort(dim=1, stable=True)[
-            :, :used
-        ]  # busy slots come first, in order
+        # busy slots come first, in order
+        order = free.to(torch.int8).argsort(dim=1, stable=True)[:, :used]
         rows = (
             order + torch.arange(self.groups, device=free.device)[:, None] * self.slots
         ).flatten()
@@ -559,9 +557,8 @@ class _Grid:
             setattr(self, name, getattr(self, name)[rows])
         self.slots = used
         if self.sampler.recorder is not None:
-            self.graphs = self.sampler.recorder(
-                self.sampler.device
-            )  # the others are of buffers that are gone
+            # the others are of buffers that are gone
+            self.graphs = self.sampler.recorder(self.sampler.device)
         self.cache.first = int(self.start.min())
         if self.prefix is not None:
             self.settle(PromptCache(), [])
@@ -569,9 +566,8 @@ class _Grid:
 
     def shift(self) -> None:
         """Make room at the right end of the cache."""
-        self.start.masked_fill_(
-            self.request < 0, self.cache.column
-        )  # nobody needs what an ended row has written
+        # nobody needs what an ended row has written
+        self.start.masked_fill_(self.request < 0, self.cache.column)
         by = min(int(self.start.min()), self.cache.column - self.first)
         assert by > 0, "the cache is as long as the longest row"
         self.cache.shift(by)

@@ -1,4 +1,4 @@
-"""What a reward task is. One file a task; none of them knows an algorithm."""
+"""The interface of a reward task. Each task is one file; none of them knows an algorithm."""
 
 import random
 from collections.abc import Sequence

@@ -38,8 +38,8 @@ def decimal(text: str) -> Fraction | None:
 
 
 def path_key(completion: str) -> str:
-    """What a completion calculates, as a key: texts that calculate the same have the same. ""
-    without any number.
+    """Return what a completion calculates, as a key: texts that calculate the same have the same.
+    It is "" without any number.
 
     The key is the equations with an operator in order ("7*1000=7000"), else all numbers in order
     ("1 1000 7000"). White space, thousands separators, trailing zeros, the sign for times, and

@@ -19,13 +19,13 @@ import numpy as np
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cpdist
 
-from common.config import ConfigError, at_least
+from common.config import ConfigError, at_least, holds, share
 from common.tasks import Example
 from common.tasks.components import chosen, weighted
 from common.tasks.data import named, read_lines
+from common.tasks.splits import SPLIT_SEED, check_needs_path, split_rows
 
 FIELDS = ("board", "turn", "castling", "en_passant", "halfmove", "fullmove")
-SPLIT_SEED = 0  # apart from the run's seed, so that runs of a sweep measure on the same test rows
 _REST = re.compile(
     r"[wb] (?:-|(?=[KQkq])K?Q?k?q?) (?:-|[a-h][36]) (?:0|[1-9][0-9]{0,3}) [1-9][0-9]{0,3}"
 )
@@ -50,7 +50,8 @@ class Chess:
 
     name = "chess"
 
-    def __init__(
+    # Settings come from YAML by keyword.
+    def __init__(  # noqa: PLR0913
         self,
         *,
         path: str | None,
@@ -65,20 +66,9 @@ class Chess:
         at_least("task.positions", positions, 2)
         at_least("task.test_positions", test_positions, 1)
         at_least("task.plies", plies, 1)
-        if test_path is not None and path is None:
-            raise ConfigError(
-                f"task.test_path={test_path!r} has no effect without task.path. Give task.path too."
-            )
-        if not 0 <= share_right <= 1:
-            raise ConfigError(
-                f"task.share_right={share_right} is out of range. Give a share from 0 to 1."
-            )
-        for key in ("{fen}", "{move}"):
-            if key not in template:
-                raise ConfigError(
-                    f"task.template={template!r} does not hold {key}. Add it, as in '{{fen}}"
-                    " {move} =>'."
-                )
+        check_needs_path(path, test_path=test_path)
+        share("task.share_right", share_right)
+        holds("task.template", template, ("{fen}", "{move}"), "{fen} {move} =>")
         known = {
             "exact": self._exact,
             "fields": self._fields,
@@ -89,21 +79,11 @@ class Chess:
         self.weights, self.template, self.share_right = weights, template, share_right
         if path is None:
             rows = _generated(positions + test_positions, plies)
-            test, train = rows[:test_positions], rows[test_positions:]
+            test, train = rows[:test_positions], list(dict.fromkeys(rows[test_positions:]))
         else:
             train = list(dict.fromkeys(_read(path, "task.path")))  # openings come again and again
             test = list(dict.fromkeys(_read(test_path, "task.test_path"))) if test_path else []
-            if not test:
-                random.Random(SPLIT_SEED).shuffle(train)
-                held = min(test_positions, len(train) // 5)
-                test, train = train[:held], train[held:]
-        tested = {row[:2] for row in test}
-        train = list(dict.fromkeys(row for row in train if row[:2] not in tested))
-        if len(train) < 2 or not test:
-            raise ConfigError(
-                f"task.path={path!r} leaves {len(train)} train and {len(test)} test rows. Give more"
-                " rows."
-            )
+        train, test, _ = split_rows(path, train, test, test_positions, key=lambda row: row[:2])
         self._splits = {
             name: [
                 Example(i, self._question(fen, move), after, extra={"fen": fen, "move": move})
@@ -164,7 +144,8 @@ class Chess:
     def _question(self, fen: str, move: str) -> str:
         return self.template.replace("{fen}", fen).replace("{move}", move)
 
-    # --- components: (examples, completions) -> scores in [0, 1]; what has not the shape of a FEN earns 0 in each
+    # --- components: (examples, completions) -> scores in [0, 1]; what has not the shape of a FEN
+    # earns 0 in each
 
     @staticmethod
     def _exact(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
@@ -208,7 +189,7 @@ def shaped(completions: Sequence[str]) -> list[str]:
 
 
 def valid_fens(texts: Sequence[str]) -> np.ndarray:
-    """Which texts are FENs. bool [N].
+    """Return whether each text is a FEN: bool [N].
 
     Valid means: six fields between single spaces, at most 120 characters; eight ranks of eight
     squares, without two digits side by side, with one king a side; w or b; castling rights as -, or
@@ -244,9 +225,8 @@ def valid_fens(texts: Sequence[str]) -> np.ndarray:
     twice = (digit[:, 1:] & digit[:, :-1]).any(1)  # "11" for "2"
     squares = np.where(digit, matrix - ord("0"), piece).astype(int).cumsum(1)  # squares up to here
     rank = slash.cumsum(1)  # ranks ended up to here
-    ends = np.where(slash, squares == 8 * rank, True).all(
-        1
-    )  # each slash stands after 8 more squares
+    # each slash stands after 8 more squares
+    ends = np.where(slash, squares == 8 * rank, True).all(1)
     whole = (rank[:, -1] == 7) & (squares[:, -1] == 64)
     kings = ((matrix == ord("k")).sum(1) == 1) & ((matrix == ord("K")).sum(1) == 1)
     valid[rows] = known & ~twice & ends & whole & kings
@@ -333,9 +313,8 @@ def _csv(lines: list[str], path: str, key: str) -> Iterator[_Line]:
                     f"{key}={path!r}: line 1 names no column {column!r}. Columns there: {there}."
                 )
         for row in table:
-            if (
-                row["FEN"] is None or row["Moves"] is None
-            ):  # chess.Board(None) would be an empty board
+            # chess.Board(None) would be an empty board
+            if row["FEN"] is None or row["Moves"] is None:
                 raise ConfigError(
                     f"{key}={path!r}: line {table.line_num} has too few cells. Mend or remove it."
                 )

@@ -9,19 +9,19 @@ from seeded random expressions, hence solvable, or read from JSON Lines.
 import operator
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from common.config import ConfigError, at_least
+from common.config import ConfigError, at_least, holds, share
 from common.tasks import Example
 from common.tasks.answers import tagged
 from common.tasks.components import chosen, weighted
 from common.tasks.data import Row, read_jsonl
 from common.tasks.safe_arithmetic import DIGITS, LONGEST, Arithmetic, evaluate
+from common.tasks.splits import SPLIT_SEED, check_needs_path, split_rows
 
-SPLIT_SEED = 0  # apart from the run's seed, so that runs of a sweep measure on the same test rows
 MOST_NUMBERS = 10  # of a problem; their expression must stay shorter than what the evaluator takes
 SEARCHED = (
     5  # numbers of a problem that is solved by search; one more takes about a hundred times as long
@@ -41,7 +41,8 @@ class Countdown:
 
     name = "countdown"
 
-    def __init__(
+    # Settings come from YAML by keyword.
+    def __init__(  # noqa: PLR0913
         self,
         *,
         path: str | None,
@@ -71,22 +72,9 @@ class Countdown:
                 raise ConfigError(
                     f"task.{key}={value} is too large. Give a value of at most {most}."
                 )
-        if path is None:
-            for key, value in (("test_path", test_path), ("solution_field", solution_field)):
-                if value is not None:
-                    raise ConfigError(
-                        f"task.{key}={value!r} has no effect without task.path. Give task.path too."
-                    )
-        if not 0 <= share_right <= 1:
-            raise ConfigError(
-                f"task.share_right={share_right} is out of range. Give a share from 0 to 1."
-            )
-        for key in ("{numbers}", "{target}"):
-            if key not in template:
-                raise ConfigError(
-                    f"task.template={template!r} does not hold {key}. Add it, as in '{{numbers}} ->"
-                    " {target} =>'."
-                )
+        check_needs_path(path, test_path=test_path, solution_field=solution_field)
+        share("task.share_right", share_right)
+        holds("task.template", template, ("{numbers}", "{target}"), "{numbers} -> {target} =>")
         known = {
             "right": self._right,
             "numbers": self._numbers,
@@ -94,32 +82,17 @@ class Countdown:
             "close": self._close,
         }
         self.components = chosen(known, weights)
-        self.weights, self.template, self.share_right, self.use_all = (
-            weights,
-            template,
-            share_right,
-            use_all,
-        )
+        self.weights, self.template = weights, template
+        self.share_right, self.use_all = share_right, use_all
         if path is None:
             rows = _generated(problems + test_problems, numbers, largest_number, largest_target)
             test, train = rows[:test_problems], rows[test_problems:]
         else:
             fields = (numbers_field, target_field, solution_field)
             train = _distinct(_read(path, "task.path", fields, use_all))
-            test = (
-                _distinct(_read(test_path, "task.test_path", fields, use_all)) if test_path else []
-            )
-            if not test:
-                random.Random(SPLIT_SEED).shuffle(train)
-                held = min(test_problems, len(train) // 5)
-                test, train = train[:held], train[held:]
-        tested = {_key(row) for row in test}
-        train = [row for row in train if _key(row) not in tested]
-        if len(train) < 2 or not test:
-            raise ConfigError(
-                f"task.path={path!r} leaves {len(train)} train and {len(test)} test rows. Give more"
-                " rows."
-            )
+            held = _read(test_path, "task.test_path", fields, use_all) if test_path else ()
+            test = _distinct(held)
+        train, test, _ = split_rows(path, train, test, test_problems, _key)
         self._splits = {
             name: [
                 Example(i, self._question(of, target), solution, {"numbers": of, "target": target})
@@ -270,7 +243,7 @@ def _solved(numbers: tuple[int, ...], target: int, use_all: bool) -> str | None:
     return _search([_leaf(number) for number in numbers], target, use_all)
 
 
-# --- making expressions --------------------------------------------------------------------------------------------
+# --- making expressions
 
 # (value, text, how tightly its outermost operator binds: 1 for + and -, 2 for * and /, 3 for a
 # number)
@@ -369,7 +342,7 @@ def _generated(
     return list(found.values())
 
 
-# --- reading problems ----------------------------------------------------------------------------------------------
+# --- reading problems
 
 
 def _read(
@@ -434,7 +407,7 @@ def _key(row: _Problem) -> tuple[tuple[int, ...], int]:
     return tuple(sorted(row[0])), row[1]
 
 
-def _distinct(rows: Iterator[_Problem]) -> list[_Problem]:
+def _distinct(rows: Iterable[_Problem]) -> list[_Problem]:
     found: dict[Any, _Problem] = {}
     for row in rows:
         found.setdefault(_key(row), row)

@@ -18,14 +18,14 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from common.config import ConfigError, at_least, build, choice
+from common.config import ConfigError, at_least, build, choice, share
 from common.tasks import Example, Messages, answers, gsm8k, plain
 from common.tasks.data import Row, read_csv, read_dataset, read_jsonl, read_parquet, read_tsv
 from common.tasks.similarity import SIMILARITIES, text_metrics
+from common.tasks.splits import SPLIT_SEED
 
 log = logging.getLogger("clutch")
 
-SPLIT_SEED = 0  # apart from the run's seed, so that runs of a sweep measure on the same test rows
 MOST_HELD_OUT = 1000  # rows, where task.test_share does not say
 NUMERIC = ("numeric", "math")
 REWARDS = ("exact", *NUMERIC, *(name for name in SIMILARITIES if name != "exact"))
@@ -109,9 +109,8 @@ class CustomConfig:
                 f"task.tolerance={self.tolerance} has no effect with task.reward={self.reward}. Use"
                 " task.reward=numeric."
             )
-        for key, value in (("test_share", self.test_share), ("share_right", self.share_right)):
-            if value is not None and not 0 <= value <= 1:
-                raise ConfigError(f"task.{key}={value} is out of range. Give a share from 0 to 1.")
+        share("task.test_share", self.test_share or 0)
+        share("task.share_right", self.share_right)
         self._check_test()
 
     def _check_test(self) -> None:
@@ -142,9 +141,8 @@ class Custom:
     installed.
     """
 
-    __signature__ = inspect.signature(
-        CustomConfig
-    )  # what help() and common.tasks.build see, instead of **settings
+    # what help() and common.tasks.build see, instead of **settings
+    __signature__ = inspect.signature(CustomConfig)
 
     def __init__(self, **settings: Any) -> None:
         self.config = config = build(CustomConfig, settings, "task")
@@ -243,7 +241,7 @@ class Custom:
         ]
 
     def answer(self, completion: str) -> str | None:
-        """What is looked at of a completion; None where there is nothing."""
+        """Return the part of a completion that counts; None where there is none."""
         text = _whole(completion)
         if self.config.reward == "numeric":
             found = gsm8k.answer(text)

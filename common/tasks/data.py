@@ -29,7 +29,7 @@ _NUL = "Remove it; a file in UTF-16 holds many: convert it, with iconv -f UTF-16
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row with named fields. `where` says where it stands, for errors: "'train.jsonl' line 3"."""
+    """One row with named fields. where: its place, for errors: "'train.jsonl' line 3"."""
 
     where: str
     fields: dict[str, Any]
@@ -63,9 +63,8 @@ class Row:
             )
         if "\0" in value:
             raise ConfigError(f"{key}={name!r} holds a NUL character in {self.where}. {_NUL}")
-        if any(
-            "\ud800" <= letter <= "\udfff" for letter in value
-        ):  # half a character: no tokenizer can encode it
+        # half a character: no tokenizer can encode it
+        if any("\ud800" <= letter <= "\udfff" for letter in value):
             raise ConfigError(
                 f"{key}={name!r} holds a lone surrogate in {self.where}. Remove the row, or"
                 " repair it."
@@ -76,9 +75,8 @@ class Row:
 def named(names: Iterable[str]) -> str:
     """Names for an error, however many and long they are."""
     listed = [f"{name[:60]}..." if len(name) > 60 else name for name in names]
-    listed = [
-        name if name.isprintable() else ascii(name) for name in listed
-    ]  # nothing that a terminal would act on
+    # nothing that a terminal would act on
+    listed = [name if name.isprintable() else ascii(name) for name in listed]
     return ", ".join(listed[:12]) + (f" and {len(listed) - 12} more" if len(listed) > 12 else "")
 
 
@@ -197,7 +195,7 @@ def read_csv(path: str, key: str, skipped: list[str] | None = None) -> list[Row]
 
 
 def read_jsonl(path: str, key: str, skipped: list[str] | None = None) -> list[Row]:
-    """Rows of a JSON Lines file: one object a line. The fields of an object in it are named with a
+    """Rows of a JSON Lines file: one object per line. The fields of an object in it are named with a
     dot, as "a.b".
 
     Blank lines are skipped. Args: as `read_lines`; skipped: None, or a list that takes the texts of
@@ -308,9 +306,8 @@ def read_dataset(name: str, config: str | None, split: str, key: str) -> list[Ro
         ) from None
     folder = Path(name).expanduser()
     try:
-        if any(
-            (folder / file).is_file() for file in ("dataset_dict.json", "state.json")
-        ):  # by save_to_disk
+        # by save_to_disk
+        if any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
             saved: Any = datasets.load_from_disk(str(folder))
             splits = saved if isinstance(saved, dict) else {"train": saved}
             if split not in splits:

@@ -13,7 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from common.config import ConfigError, choice
+from common.config import ConfigError, choice, holds
 from common.tasks import Example
 from common.tasks.answers import DECIMAL, DIGITS, decimal, path_key
 from common.tasks.data import read_jsonl
@@ -44,8 +44,7 @@ class Gsm8k:
                 " holds train.jsonl and test.jsonl, plain or .gz, with the fields question and"
                 " answer: task.path=FOLDER."
             )
-        if "{question}" not in template:
-            raise ConfigError(f"task.template={template!r} does not hold {{question}}. Add it.")
+        holds("task.template", template, ("{question}",))
         choice("task.check", check, ("numeric", "math_verify"))
         if check == "math_verify":
             math_verify()
@@ -180,7 +179,7 @@ def _read(path: str, split: str) -> list[tuple[str, str, Fraction]]:
     return rows
 
 
-# --- math-verify: answers that are equal as mathematics but not written as one number -------------------------------
+# --- math-verify: answers that are equal as mathematics but not written as one number
 
 
 def math_verify(

@@ -24,7 +24,7 @@ _TOKEN = re.compile(r" *(?:([0-9]+)|([-+*/()]))")
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """What a text comes to: its exact value and the numbers in it (each as often as it stands
+    """The exact value that a text comes to, and the numbers in it (each as often as it stands
     there, in order).
 
     Or `problem`, the reason why it has none; then `value` is None and `numbers` is empty.

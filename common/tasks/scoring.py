@@ -157,7 +157,7 @@ class Scorer:
         return Scored([], {}, {})
 
     def submit(self, examples: Sequence[Example], completions: Sequence[str]) -> Pending:
-        """Start scoring; a pool shares the rows out in order, so the result is that of one process."""
+        """Start scoring; a pool shares out the rows in order, so the result is one process's."""
         if self.pool is None:
             return Pending([score_parts(self.task, examples, completions)], 0.0, examples)
         if not completions:

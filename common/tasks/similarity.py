@@ -1,4 +1,4 @@
-"""How alike two texts are: rewards of a completion, and measures of a whole set.
+"""The likeness of two texts: rewards of a completion, and measures of a whole set.
 
 Sentence BLEU is sacrebleu's, with its usual settings (13a tokens, exponential smoothing, effective
 order); the measures of a set are corpus BLEU and chrF at sacrebleu's defaults, so their numbers
@@ -29,7 +29,7 @@ def text_metrics(hypotheses: Sequence[str], references: Sequence[str]) -> dict[s
     }
 
 
-# --- completion and target, both stripped -> [0, 1] ---------------------------------------------------------------
+# --- completion and target, both stripped -> [0, 1]
 
 
 def _levenshtein(completion: str, target: str) -> float:

@@ -19,13 +19,13 @@ from typing import Any
 
 from num2words import num2words
 
-from common.config import ConfigError, at_least, build, choice
+from common.config import ConfigError, at_least, build, choice, share
 from common.tasks import Example
 from common.tasks.data import Row, read_dataset, read_jsonl, read_parallel, read_tsv
 from common.tasks.similarity import SIMILARITIES, text_metrics
+from common.tasks.splits import SPLIT_SEED
 
 NUMBERS = 1000  # the embedded rows: 0 to 999
-SPLIT_SEED = 0  # apart from the run's seed, so that runs of a sweep measure on the same test rows
 
 # Where rows come from; none = the embedded ones.
 _ORIGINS = ("source", "path", "dataset")
@@ -80,10 +80,7 @@ class TranslateConfig:
                 f"task.template={self.template!r} does not hold {{source}}, the place of the text"
                 " to translate. Add it, as in '{source} =>'."
             )
-        if not 0 <= self.share_right <= 1:
-            raise ConfigError(
-                f"task.share_right={self.share_right} is out of range. Give a share from 0 to 1."
-            )
+        share("task.share_right", self.share_right)
         if self.holdout is not None:
             at_least("task.holdout", self.holdout, 1)
         self._check_data()
@@ -138,9 +135,8 @@ class Translate:
     """
 
     name = "translate"
-    __signature__ = inspect.signature(
-        TranslateConfig
-    )  # what help() and common.tasks.build see, instead of **settings
+    # what help() and common.tasks.build see, instead of **settings
+    __signature__ = inspect.signature(TranslateConfig)
 
     def __init__(self, **settings: Any) -> None:
         self.config = build(TranslateConfig, settings, "task")
@@ -202,7 +198,7 @@ class Translate:
         return self.prompt(example), completion
 
 
-# --- rows ----------------------------------------------------------------------------------------------------------
+# --- rows
 
 _READERS = {".tsv": read_tsv, ".jsonl": read_jsonl}
 

@@ -16,15 +16,15 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from common.config import ConfigError, at_least
+from common.config import ConfigError, at_least, holds, share
 from common.tasks import Example, Messages
 from common.tasks.answers import SCIENTIFIC, decimal, path_key, tagged
 from common.tasks.components import chosen, weighted
 from common.tasks.data import Row, read_jsonl, read_pairs
+from common.tasks.splits import SPLIT_SEED, check_needs_path, split_rows
 
 log = logging.getLogger("clutch")
 
-SPLIT_SEED = 0  # apart from the run's seed, so that runs of a sweep measure on the same test rows
 LONGEST = 200  # characters between the tags
 # A number, and behind it the name of a unit, which begins with a letter: no further number, but the
 # powers in m^2 and cm3. Words that are numbers and the x of a product are no units.
@@ -159,7 +159,8 @@ class Units:
 
     name = "units"
 
-    def __init__(
+    # Settings come from YAML by keyword.
+    def __init__(  # noqa: PLR0913
         self,
         *,
         path: str | None,
@@ -190,44 +191,23 @@ class Units:
             ("answer_digits", answer_digits, 1),
         ):
             at_least(f"task.{key}", value, least)
-        if path is None and test_path is not None:
-            raise ConfigError(
-                f"task.test_path={test_path!r} has no effect without task.path. Give task.path too."
-            )
-        for key, value in (("tolerance", tolerance), ("share_right", share_right)):
-            if not 0 <= value <= 1:
-                raise ConfigError(f"task.{key}={value} is out of range. Give a share from 0 to 1.")
+        check_needs_path(path, test_path=test_path)
+        share("task.tolerance", tolerance)
+        share("task.share_right", share_right)
         if not 0 <= absolute_tolerance < math.inf:
             raise ConfigError(
                 f"task.absolute_tolerance={absolute_tolerance} is out of range. Give a number from"
                 " 0 up, such as 0.001."
             )
-        if not kinds:
-            raise ConfigError(f"task.kinds is empty. Give at least one of {', '.join(UNITS)}.")
-        for kind in kinds:
-            if kind not in UNITS:
-                raise ConfigError(
-                    f"task.kinds: {kind!r} is no kind of unit. Kinds: {', '.join(UNITS)}."
-                )
-        for key, text, names in (
-            ("question", question, ("{value}", "{from}", "{to}")),
-            ("template", template, ("{question}",)),
-        ):
-            for name in names:
-                if name not in text:
-                    raise ConfigError(f"task.{key}={text!r} does not hold {name}. Add it.")
-        for position, shot in enumerate(few_shot, start=1):
-            if set(shot) != {"question", "answer"}:
-                raise ConfigError(
-                    f"task.few_shot: example {position} has the keys {', '.join(shot) or 'none'}. "
-                    "Give it question and answer."
-                )
+        _check_kinds(kinds)
+        holds("task.question", question, ("{value}", "{from}", "{to}"))
+        holds("task.template", template, ("{question}",))
+        _check_shots(few_shot)
         self.template, self.chat, self.system, self.few_shot = template, chat, system, few_shot
         self.tolerance = Fraction(str(tolerance))
         self.absolute_tolerance = Fraction(str(absolute_tolerance))
         self.components = chosen({"right": self._right, "answered": self._answered}, weights)
         self.weights, self.share_right = weights, share_right
-        self.overlap = 0
         if path is None:
             digits = (factor_digits, answer_digits)
             rows = _generated(
@@ -236,26 +216,12 @@ class Units:
             test, train = rows[:test_problems], rows[test_problems:]
         else:
             train = _distinct(_read(path, "task.path"))
-            if test_path is None:
-                random.Random(SPLIT_SEED).shuffle(train)
-                held = min(test_problems, len(train) // 5)
-                test, train = train[:held], train[held:]
-            else:
-                test = _distinct(_read(test_path, "task.test_path"))
-            tested = {_normal(row.question) for row in test}
-            kept = [row for row in train if _normal(row.question) not in tested]
-            self.overlap = len(train) - len(kept)
-            train = kept
-            if self.overlap:
-                log.info(
-                    "units: %d train rows are dropped: their question also stands in the test"
-                    " rows.",
-                    self.overlap,
-                )
-        if len(train) < 2 or not test:
-            raise ConfigError(
-                f"task.path={path!r} leaves {len(train)} train and {len(test)} test rows. Give more"
-                " rows."
+            test = [] if test_path is None else _distinct(_read(test_path, "task.test_path"))
+        train, test, self.overlap = split_rows(path, train, test, test_problems, _key)
+        if self.overlap:
+            log.info(
+                "units: %d train rows are dropped: their question also stands in the test rows.",
+                self.overlap,
             )
         self._splits = {
             split: [Example(i, row.question, row.answer, row.extra) for i, row in enumerate(found)]
@@ -406,7 +372,7 @@ def number(completion: str) -> Fraction | None:
     return None if found is None or value is None else (-value if found[1] in ("-", "−") else value)
 
 
-# --- converting ----------------------------------------------------------------------------------------------------
+# --- converting
 
 
 def convert(value: Fraction, source: Unit, target: Unit) -> Fraction:
@@ -458,7 +424,7 @@ def _mentions(words: Sequence[str]) -> Iterator[tuple[int, int, Unit]]:
                 yield i, length, unit
 
 
-# --- calculations for the tiny model -------------------------------------------------------------------------------
+# --- calculations for the tiny model
 
 SHARE_KNOWN = 0.2  # of the pairs of units, that the base converts rightly more often than not
 KNOWN_BETTER = 1.75  # times task.share_right, for them
@@ -492,8 +458,8 @@ def _ten_off(source: Unit, target: Unit) -> list[_Step]:
 
 
 def _neighbour(source: Unit, target: Unit) -> list[_Step]:
-    """Of the next unit of the kind whose factor is as short as the right one; none if there is no
-    such unit.
+    """Return the steps of the next unit of the kind whose factor is as short as the right one; none
+    if there is no such unit.
     """
     units = _BY_KIND[source.kind]
     start = units.index(target) + 1
@@ -559,12 +525,12 @@ def _written(value: Fraction, digits: int = 5) -> str:
 
 
 def _digits(factor: Fraction) -> float:
-    """How many digits a factor has, but for zeros at its ends; infinity if they do not end."""
+    """Count the digits of a factor without zeros at its ends; infinity if they do not end."""
     found = Decimal(factor.numerator) / factor.denominator
     return len(found.normalize().as_tuple().digits) if Fraction(found) == factor else math.inf
 
 
-# --- questions -----------------------------------------------------------------------------------------------------
+# --- questions
 
 
 def _generated(
@@ -636,13 +602,32 @@ def _finite(row: Row, key: str) -> Fraction:
     return Fraction(str(value))
 
 
-def _normal(question: str) -> str:
+def _check_kinds(kinds: list[str]) -> None:
+    if not kinds:
+        raise ConfigError(f"task.kinds is empty. Give at least one of {', '.join(UNITS)}.")
+    for kind in kinds:
+        if kind not in UNITS:
+            raise ConfigError(
+                f"task.kinds: {kind!r} is no kind of unit. Kinds: {', '.join(UNITS)}."
+            )
+
+
+def _check_shots(shots: list[dict[str, str]]) -> None:
+    for position, shot in enumerate(shots, start=1):
+        if set(shot) != {"question", "answer"}:
+            raise ConfigError(
+                f"task.few_shot: example {position} has the keys {', '.join(shot) or 'none'}. "
+                "Give it question and answer."
+            )
+
+
+def _key(row: Example) -> str:
     # upper and lower case stay: 1 M is a megabyte, 1 m a metre
-    return " ".join(question.split()).rstrip("?.! ")
+    return " ".join(row.question.split()).rstrip("?.! ")
 
 
 def _distinct(rows: Iterator[Example]) -> list[Example]:
     found: dict[str, Example] = {}
     for row in rows:
-        found.setdefault(_normal(row.question), row)
+        found.setdefault(_key(row), row)
     return list(found.values())

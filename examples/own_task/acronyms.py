@@ -20,11 +20,11 @@ class Acronyms:
         self.splits = {"test": lines[:100], "train": lines[100:]}
 
     def examples(self, split):
-        """The rows of "train", or of "test": these are held out. The id of a row is its position."""
+        """Return the rows of "train", or of "test", which are held out. An id is a position."""
         return [Example(i, line, self.initials(line)) for i, line in enumerate(self.splits[split])]
 
     def prompt(self, example):
-        """What the model completes."""
+        """Return the text that the model completes."""
         return f"{example.question} ="
 
     def reward(self, example, completion):

@@ -138,11 +138,7 @@ def test_no_algorithm_is_named_in_common():
     "part",
     holds_for(
         PARTS,
-        {
-            "common": "script of Slurm, tiny model, sampler, pages",
-            "grpo": "groups and train",
-            "benchmarks": "tables in one function each",
-        },
+        {},
     ),
 )
 def test_functions_are_of_one_screen(part):
@@ -153,18 +149,16 @@ def test_functions_are_of_one_screen(part):
     "part",
     holds_for(
         PARTS,
-        {
-            "common": "run, context, model, task, tracker and more go hand in hand",
-            "grpo": "run, context, model, task, tracker and more go hand in hand",
-            "ddp_bench": "settings of a task",
-            "benchmarks": "report",
-        },
+        {},
     ),
 )
 def test_functions_take_few_parameters(part):
-    """Without self, or cls."""
+    """Without self, or cls. Those marked PLR0913 say in a comment why they take more."""
     long = []
     for name, function in functions(part):
+        path, line = name.split()[0].split(":")
+        if "# noqa: PLR0913" in (ROOT / path).read_text().splitlines()[int(line) - 1]:
+            continue
         given = function.args
         names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
         if len([n for n in names if n not in ("self", "cls")]) > PARAMETERS:
@@ -203,12 +197,9 @@ def test_the_frame_is_short(path, most):
     holds_for(
         PARTS,
         {
-            "common": "old docstrings",
             "eggroll": "old docstrings",
             "grpo": "old docstrings",
             "rft": "old docstrings",
-            "benchmarks": "old docstrings",
-            "examples": "old docstrings",
         },
     ),
 )

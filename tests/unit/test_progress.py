@@ -1,0 +1,58 @@
+"""Progress lines, by a clock of the test's own."""
+
+import logging
+import time
+
+import pytest
+
+from benchmarks import measure
+from common.report.progress import Progress
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Set what time.monotonic returns."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def to(seconds: float) -> None:
+        now[0] = 100.0 + seconds
+
+    return to
+
+
+def test_no_time_left_before_two_observations_give_a_speed(clock, caplog):
+    caplog.set_level(logging.INFO, "clutch")
+    line = Progress("evaluating", 200, unit="completion", brief=True)
+    for second, done in ((42, 1), (43, 2), (53, 50), (64, 100)):
+        clock(second)
+        line.to(done, always=True)
+    assert caplog.messages == [
+        "evaluating: completion 1/200",
+        "evaluating: completion 2/200",
+        "evaluating: completion 50/200: 02:39 left",
+        "evaluating: completion 100/200: 01:04 left",
+    ]
+
+
+def test_a_line_says_what_it_was_given_and_its_end(clock, caplog):
+    caplog.set_level(logging.INFO, "clutch")
+    line = Progress("", 4)
+    line.to(0, "reward 0.1")
+    clock(1)
+    line.to(4, "reward 0.2")
+    assert caplog.messages == ["step 0/4: reward 0.1", "step 4/4: 00:00 left, reward 0.2"]
+
+
+def test_labels_of_a_table_are_whole():
+    """They were cut off in the middle."""
+    label = "sampler-0.5b: spread lengths: this project, recorded steps / continuous batching"
+    text = measure.table(
+        ["row / against", "value", "unit", "ratio"],
+        [[label, "1,234", "tokens/s", "1.50"], ["grpo", "stopped: " + "very long " * 12]],
+    )
+    lines = text.splitlines()
+    assert all(len(line) <= measure.WIDTH for line in lines)
+    left = " ".join(line[:56].strip() for line in lines[2:4])
+    assert left == label
+    assert text.count("very long") == 12
