@@ -187,7 +187,7 @@ def test_two_ranks_end_where_one_ends(launch: Launch, tmp_path, changes):
     assert one["after"] == two["after"]
 
 
-@pytest.mark.parametrize("num_iterations", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("passes", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.faults
 def test_killed_and_resumed_equals_unbroken(launch: Launch, begin: Begin, tmp_path, passes):
     arguments = [*SMALL_GRPO, "algo.steps=8", f"algo.num_iterations={passes}", "checkpoint.every=2"]
