@@ -322,7 +322,7 @@ def roll(run: Run, context: Context, task: Any) -> None:
 
 
 class Plain:
-    """The document's model and its optimizer: one prompt's rows at a time, gradients accumulated."""
+    """The document's model and optimizer: one prompt's rows at a time, gradients accumulated."""
 
     def __init__(self, work: dict[str, Any]) -> None:
         self.new, self.beta, self.device = work["new"], work["beta"], torch.device(work["device"])

@@ -47,7 +47,8 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     state: dict[str, Any]
     extra: dict[str, Any] | None
-    # its tensors are in one file per rank, which common/distributed/fsdp.py reads; `tensors` is empty
+    # its tensors are in one file per rank, which common/distributed/fsdp.py reads; `tensors` is
+    # empty
     sharded: bool = False
 
 

@@ -34,8 +34,8 @@ SHOWN = 12  # classes up to which the table of confusions is printed
 class Classifier:
     """A text classifier on a class task; a Subject and the Checkpointed of a session.
 
-    Attributes: best: the weights of the best epoch so far, empty before it; state: the session's, once it
-    is known.
+    Attributes: best: the weights of the best epoch so far, empty before it; state: the session's,
+    once it is known.
     """
 
     def __init__(self, run: Run, context: Context, task: ClassTask | None) -> None:
@@ -67,8 +67,8 @@ class Classifier:
     # --- measures
 
     def probabilities(self, rows: Any, chosen: Sequence[int]) -> Tensor:
-        """Return class probabilities of `chosen` among `rows`, float64 [len(chosen), classes], from all
-        ranks together.
+        """Return class probabilities of `chosen` among `rows`, float64 [len(chosen), classes], from
+        all ranks together.
         """
         context, model = self.context, self.model
         mine = range(context.rank, len(chosen), context.world_size)
@@ -168,10 +168,11 @@ class Classifier:
         compiled = ", compiled" if run.opt.compile.enabled else ""
         workers, device = self.loader.workers, context.device
         facts = {
-            "algorithm": f"classify, {cfg.epochs} epochs of {len(self.batches)} steps, lr {cfg.lr:g}",
+            "algorithm": f"classify, {cfg.epochs} epochs of {len(self.batches)} steps, lr"
+            f" {cfg.lr:g}",
             "task": f"{task_name(task)}: {len(task.classes)} classes, {len(self.batches.rows):,}"
-            f" training rows, {len(self.validation):,} for validation, {len(self.test_rows):,} for the"
-            f" test; tokens {lengths.mean():.0f} on average, {lengths.max()} at most",
+            f" training rows, {len(self.validation):,} for validation, {len(self.test_rows):,} for"
+            f" the test; tokens {lengths.mean():.0f} on average, {lengths.max()} at most",
             "model": f"encoder, {cfg.model.layers} layers of {cfg.model.size}, {size / 1e6:.2f}M"
             " parameters",
             "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={run.hardware.name}",

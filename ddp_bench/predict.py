@@ -130,9 +130,8 @@ def check(run: Run, out_dir: Path, simulating: bool) -> None:
         )
     if cfg.times and run.hardware.device != "cuda":
         raise ConfigError(
-            "algo.times are explained with the facts of a GPU, and"
-            f" hardware={run.hardware.name} has none. Name the one that they were measured on, for"
-            " example hardware=a100_40g."
+            f"algo.times are explained with the facts of a GPU, and hardware={run.hardware.name}"
+            " has none. Name the one that they were measured on, for example hardware=a100_40g."
         )
     if simulating and run.opt.compile.enabled:
         raise ConfigError(

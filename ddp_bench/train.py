@@ -1,12 +1,13 @@
-"""classify, the loop: batch, forward, backward, step; validate after each epoch; test the best weights.
+"""classify, the loop: batch, forward, backward, step; validate after each epoch; test the best
+weights.
 
     python launch.py algo=classify
     python launch.py algo=classify task=ag_news task.path=data/ag_news 'opt=[amp,compile,ddp]'
 
 A transformer encoder trained from scratch, data-parallel with DistributedDataParallel
-(arXiv:2006.15704). Departures: ranks may have different numbers of rows, and two ranks do what one does
-at an equal batch; the order of rows and dropout are functions of seed and step, so a run that is killed
-goes on with the next batch.
+(arXiv:2006.15704). Departures: ranks may have different numbers of rows, and two ranks do what one
+does at an equal batch; the order of rows and dropout are functions of seed and step, so a run that
+is killed goes on with the next batch.
 
 RUN/model is the best model, and checkpoints/ holds the newest weights and the best ones.
 predictions.jsonl and confusion.json are of the test rows, by which nothing is chosen.
@@ -26,7 +27,8 @@ from ddp_bench.tasks import ClassTask
 def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
     """Train a classifier on a class task. Every rank returns the same; rank 0 writes.
 
-    Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN or infinity.
+    Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN or
+    infinity.
     """
     cfg: ClassifyConfig = run.algo
     check_switches(run, cfg, context.world_size)

@@ -129,8 +129,8 @@ class Population:
     def _exchange(self, rewards: Tensor, generated: int) -> tuple[Tensor, int]:
         """Add up the rewards and tokens of all ranks: fitness is all that they exchange.
 
-        A rank whose memory ran out takes fewer rows from now on, and so must all, because members are
-        shared out by them.
+        A rank whose memory ran out takes fewer rows from now on, and so must all, because members
+        are shared out by them.
         """
         context, limit = self.lm.context, self.lm.engine.limit
         held = torch.zeros(context.world_size, dtype=torch.float64)
@@ -146,11 +146,11 @@ class Population:
 
 
 def share_out(cfg: EggrollConfig, rows: int, ranks: int) -> list[range]:
-    """Return the members of each forward: as many as `rows` holds, and few enough that every rank has
-    a forward.
+    """Return the members of each forward: as many as `rows` holds, and few enough that every rank
+    has a forward.
 
-    Chunks change the result by float rounding alone; where they are the same on one rank and on two, as
-    when one rank makes two forwards of equal size, a CPU gives the same bits.
+    Chunks change the result by float rounding alone; where they are the same on one rank and on
+    two, as when one rank makes two forwards of equal size, a CPU gives the same bits.
     """
     share = -(-cfg.members // (ranks * cfg.pair)) * cfg.pair
     return split(range(cfg.members), cfg, min(rows, share * cfg.rows_per_member))
@@ -163,8 +163,8 @@ def split(members: range, cfg: EggrollConfig, rows: int) -> list[range]:
 
 
 def idle_share(shaped: Tensor, mirrored: bool) -> float:
-    """Return the share of members that move nothing: their fitness [members] is 0, or equal to that of
-    their mirrored one.
+    """Return the share of members that move nothing: their fitness [members] is 0, or equal to that
+    of their mirrored one.
     """
     idle = shaped[0::2] == shaped[1::2] if mirrored else shaped == 0
     return idle.double().mean().item()

@@ -3,10 +3,10 @@
     python launch.py algo=eggroll hardware=a100_40g
     python launch.py algo=eggroll 'opt=[amp,ddp]' algo.members=1024
 
-After "Evolution Strategies at the Hyperscale" (arXiv:2511.16652), algorithm 1. Departures: any Hugging
-Face decoder with a key-value cache and a parallel prefill; all members answer the same prompts of a
-step; weight decay pulls towards the initial weights (arXiv:2605.30148). Ranks share members out and
-exchange rewards alone; all make the same update.
+After "Evolution Strategies at the Hyperscale" (arXiv:2511.16652), algorithm 1. Departures: any
+Hugging Face decoder with a key-value cache and a parallel prefill; all members answer the same
+prompts of a step; weight decay pulls towards the initial weights (arXiv:2605.30148). Ranks share
+members out and exchange rewards alone; all make the same update.
 """
 
 import math
@@ -29,7 +29,8 @@ from eggroll.weights import Weights
 def train(run: Run, context: Context, task: Task | None = None) -> Result:
     """Evolve a model on a task. Every rank returns the same numbers; rank 0 writes.
 
-    Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN or infinity.
+    Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN or
+    infinity.
     """
     cfg: EggrollConfig = run.algo
     lm = LM(run, context, task, population=True)

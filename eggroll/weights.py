@@ -1,4 +1,4 @@
-"""The perturbed weights: float32 masters, what the forward uses, the initial ones, and optimizers."""
+"""The perturbed weights: float32 masters, those of the forward, the initial ones; optimizers."""
 
 import tempfile
 import weakref

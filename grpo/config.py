@@ -164,8 +164,8 @@ class GrpoConfig:
             for key, value in off_policy.items():
                 if value is not None:
                     raise ConfigError(
-                        f"algo.{key}={value:g} has no effect with algo.num_iterations=1: the ratio to the"
-                        f" policy that sampled is exactly 1. Set algo.{key}=null, or raise"
+                        f"algo.{key}={value:g} has no effect with algo.num_iterations=1: the ratio"
+                        f" to the policy that sampled is exactly 1. Set algo.{key}=null, or raise"
                         " algo.num_iterations."
                     )
         self._check_unused()
@@ -188,8 +188,8 @@ class GrpoConfig:
         unused: dict[str, str] = {}
         if self.num_iterations == 1:  # first, so that what is more to the point stands in its place
             exact = (
-                "with algo.num_iterations=1: the ratio to the policy that sampled is exactly 1. Leave it"
-                " out, or raise algo.num_iterations."
+                "with algo.num_iterations=1: the ratio to the policy that sampled is exactly 1."
+                " Leave it out, or raise algo.num_iterations."
             )
             unused = dict.fromkeys(("epsilon_low", "epsilon_high"), exact)
             if self.cispo_max >= 1:
@@ -217,8 +217,8 @@ class GrpoConfig:
         """Raise ConfigError for self outside `algo` that have no effect with these."""
         if run.model.attention != "sdpa":
             raise ConfigError(
-                f"model.attention={run.model.attention} has no effect with algo=grpo, which uses sdpa."
-                " Leave it out."
+                f"model.attention={run.model.attention} has no effect with algo=grpo, which uses"
+                " sdpa. Leave it out."
             )
         if run.opt.offload.enabled and not self.kl.beta:
             raise ConfigError(

@@ -18,10 +18,11 @@ from grpo.config import GrpoConfig
 from grpo.loss import Counts
 from grpo.rollouts import Rollouts
 
-# Completions in a training forward where algo.train_rows is null, before they are fitted to the memory.
+# Completions in a training forward where algo.train_rows is null, before they are fitted to the
+# memory.
 TRAIN_ROWS = {"cpu": 32, "cuda": 128}
-# Sums over tokens -> what the log calls their mean. gap: between the log-probabilities of the sampler and
-# of the trainer.
+# Sums over tokens -> what the log calls their mean. gap: between the log-probabilities of the
+# sampler and of the trainer.
 PER_TOKEN = {
     "entropy": "entropy",
     "clipped": "clipped",
@@ -44,8 +45,8 @@ class Policy:
         kind = "cpu" if cfg.loss == "bnpo" else lm.device.type  # its result depends on the rows
         rows = cfg.train_rows or TRAIN_ROWS[kind]
         self.limit = RowLimit("algo.train_rows", rows, fixed=fsdp.of(self.model) is not None)
-        # Of each micro-batch of the last step: its rows, and whether their log-probabilities are not
-        # finite, on the device.
+        # Of each micro-batch of the last step: its rows, and whether their log-probabilities are
+        # not finite, on the device.
         self.watched: list[tuple[list[int], Tensor]] = []
         self.recomputed = lm.run.opt.checkpointing.enabled
         if self.recomputed:
@@ -71,8 +72,8 @@ class Policy:
         with update.phase("train"):
             self.model.train(self.recomputed)  # a checkpointed block wants training mode
             totals = self.limit.run(attempt)
-            # bnpo counts the micro-batches of all ranks, so when memory runs out on one, all cut theirs
-            # as it does.
+            # bnpo counts the micro-batches of all ranks, so when memory runs out on one, all cut
+            # theirs as it does.
             while (fewest := min(held := context.gather_objects(self.limit.rows))) < max(held):
                 if self.limit.rows > fewest:
                     self.limit.rows = fewest
@@ -174,8 +175,8 @@ class Policy:
         return {name: value.item() for name, value in totals.items()}
 
     def _offending(self, rollouts: Rollouts) -> list[dict[str, Any]]:
-        """Describe the rows of this rank whose log-probabilities are not finite; all of them where only
-        their gradient is not.
+        """Describe the rows of this rank whose log-probabilities are not finite; all of them where
+        only their gradient is not.
         """
         watched = [
             pair for rows, bad in self.watched for pair in zip(rows, bad.tolist(), strict=True)
@@ -224,8 +225,8 @@ class Policy:
 def cut_batches(lengths: Tensor, rows: int) -> list[list[tuple[int, slice]]]:
     """Cut groups into forwards of at most `rows` completions: lists of (group, which completions).
 
-    Groups of like length go together, so that little is padding; a group larger than `rows` is split.
-    Args: lengths: int64 [n, G].
+    Groups of like length go together, so that little is padding; a group larger than `rows` is
+    split. Args: lengths: int64 [n, G].
     """
     if not lengths.numel():
         return []

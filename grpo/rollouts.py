@@ -1,5 +1,5 @@
-"""From prompts to scored groups of completions: sampled once per prompt, scored in parallel, dead groups
-replaced.
+"""From prompts to scored groups of completions: sampled once per prompt, scored in parallel, dead
+groups replaced.
 """
 
 import itertools
@@ -34,8 +34,8 @@ class Group:
     """What all ranks know of one prompt and its G completions: numbers, no tokens.
 
     Attributes:
-        rank, place: where its tokens are: the rank that sampled it, and its place among those of that
-            rank in one round.
+        rank, place: where its tokens are: the rank that sampled it, and its place among those of
+            that rank in one round.
         rewards: what the advantage is made of; NaN where the logits were not finite. scores: the
             task's own.
         carries: whether there is loss on each completion.
@@ -57,8 +57,8 @@ def why_dead(
 ) -> str | None:
     """Return why a group has nothing to teach, one of WHY_DEAD; None if it has.
 
-    Args: scores: the task's; earned: with the overlong penalty, but without KL, which is never equal
-    twice and would make every group look alive; carries: which completions carry loss.
+    Args: scores: the task's; earned: with the overlong penalty, but without KL, which is never
+    equal twice and would make every group look alive; carries: which completions carry loss.
     """
     if not any(carries):
         return "cut_off"
@@ -80,7 +80,8 @@ class Sampled:
 
 @dataclass
 class Rollouts:
-    """The groups to learn from. n of P prompts are on this rank, with G completions of up to T tokens.
+    """The groups to learn from. n of P prompts are on this rank, with G completions of up to T
+    tokens.
 
     Attributes:
         examples, prompts: of this rank's groups, and their token ids.
@@ -91,8 +92,8 @@ class Rollouts:
         places: of this rank's groups among all P. groups_per_rank: how many each rank has.
         rewards: float64 [P, G], what the advantage is made of, on every rank the same.
         rows, loss_tokens: how many completions of all ranks carry loss, and their tokens.
-        old_logprobs: float32 [n * G, T], of the policy that sampled, as the trainer computes them in
-            the first pass; None before it.
+        old_logprobs: float32 [n * G, T], of the policy that sampled, as the trainer computes them
+            in the first pass; None before it.
     """
 
     examples: list[Example]
@@ -119,8 +120,8 @@ class Rollouts:
 class Collector:
     """Makes rollouts: every rank samples its share of the prompts and keeps it.
 
-    `numbers` and `offending` are those of the last rollout: what goes into the log, and this rank's rows
-    whose rewards or logits are not finite.
+    `numbers` and `offending` are those of the last rollout: what goes into the log, and this rank's
+    rows whose rewards or logits are not finite.
     """
 
     def __init__(self, lm: LM, cfg: GrpoConfig, train_limit: RowLimit) -> None:
@@ -134,8 +135,8 @@ class Collector:
     def collect(self, step: Step) -> Rollouts | None:
         """Sample the groups of one step, from where the last one ended in the training order.
 
-        Returns: None where there is no group to learn from, because all are dead or some numbers are
-        not finite (then `offending` and the reward in `numbers` say so).
+        Returns: None where there is no group to learn from, because all are dead or some numbers
+        are not finite (then `offending` and the reward in `numbers` say so).
         """
         cfg, lm, context, state = self.cfg, self.lm, self.lm.context, step.state
         rounds: list[Any] = []  # of Sampled, None where this rank had no prompt
@@ -185,9 +186,9 @@ class Collector:
         return (
             f"nothing to learn, so no optimizer step. Of {self.seen} groups in"
             f" {self.numbers['rounds']} rounds {dead['all_wrong']} are all wrong (too hard),"
-            f" {dead['all_right']} all right (too easy), {dead['cut_off']} cut off as a whole (raise"
-            f" algo.sampling.max_new_tokens), and {dead['all_equal']} have equal rewards in between"
-            " (too coarse)."
+            f" {dead['all_right']} all right (too easy), {dead['cut_off']} cut off as a whole"
+            f" (raise algo.sampling.max_new_tokens), and {dead['all_equal']} have equal rewards in"
+            " between (too coarse)."
         )
 
     def rehearse(self) -> None:
@@ -201,10 +202,11 @@ class Collector:
     # --- one round
 
     def _sample(self, examples: list[Example], start: int, step: Step) -> Sampled | None:
-        """Sample and score this rank's share of `examples`; the reference model looks at them meanwhile.
+        """Sample and score this rank's share of `examples`; the reference model looks at them
+        meanwhile.
 
-        Args: start: position of the first one in the training order. Draws are keyed by it: an example
-        that comes twice in a step gets other samples the second time.
+        Args: start: position of the first one in the training order. Draws are keyed by it: an
+        example that comes twice in a step gets other samples the second time.
         """
         cfg, lm = self.cfg, self.lm
         share = slice(lm.context.rank, None, lm.context.world_size)

@@ -4,9 +4,9 @@
     python launch.py algo=grpo task=countdown hardware=rtx4090 'opt=[amp,compile,ddp]'
 
 After "DeepSeekMath" (arXiv:2402.03300), with the losses of Dr. GRPO, DAPO, BNPO, GSPO and CISPO
-(grpo/loss.py). Departures: one exact denominator for an optimizer step, whatever the micro-batches and
-ranks; groups without variance are replaced; the prompt is computed once per group in training as in
-sampling; no dropout anywhere.
+(grpo/loss.py). Departures: one exact denominator for an optimizer step, whatever the micro-batches
+and ranks; groups without variance are replaced; the prompt is computed once per group in training
+as in sampling; no dropout anywhere.
 """
 
 import logging
@@ -29,8 +29,8 @@ log = logging.getLogger("clutch")
 def train(run: Run, context: Context, task: Task | None = None) -> Result:
     """Train a model on a task with GRPO. Every rank returns the same numbers; rank 0 writes.
 
-    Raises: ConfigError for settings that cannot work; RunStopped after a signal, a guard, or on NaN or
-    infinity.
+    Raises: ConfigError for settings that cannot work; RunStopped after a signal, a guard, or on NaN
+    or infinity.
     """
     cfg: GrpoConfig = run.algo
     lm = LM(run, context, task, reference=bool(cfg.kl.beta))
@@ -42,10 +42,10 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
         session.start(policy, plan(lm, cfg, policy))
         if session.state["updates_left"] and not session.over:
             raise ConfigError(
-                f"algo.steps={cfg.steps} goes on from step {session.state['step']}, which ended a run"
-                f" with {session.state['updates_left']} of algo.num_iterations={cfg.num_iterations}"
-                " over its last rollout to come; that rollout is gone. Start anew with another"
-                " hydra.run.dir."
+                f"algo.steps={cfg.steps} goes on from step {session.state['step']}, which ended a"
+                f" run with {session.state['updates_left']} of"
+                f" algo.num_iterations={cfg.num_iterations} over its last rollout to come; that"
+                " rollout is gone. Start anew with another hydra.run.dir."
             )
         session.warm_up(collector.rehearse)
         for step in session.steps():

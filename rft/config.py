@@ -125,8 +125,8 @@ class RftConfig:
             no_effect("algo/rft.yaml", "pack_tokens", self.pack_tokens, off)
         if not self.lora.rank:
             off = (
-                "with algo.lora.rank=0: all weights are trained. Set algo.lora.rank, for example 16,"
-                " or leave it out."
+                "with algo.lora.rank=0: all weights are trained. Set algo.lora.rank, for example"
+                " 16, or leave it out."
             )
             no_effect("algo/rft.yaml", "lora.alpha", self.lora.alpha, off)
             no_effect("algo/rft.yaml", "lora.targets", self.lora.targets, off)
@@ -155,12 +155,13 @@ class RftConfig:
         """Raise ConfigError for self outside `algo` that have no effect with these."""
         if run.model.attention != "sdpa":
             raise ConfigError(
-                f"model.attention={run.model.attention} has no effect with algo=rft, which uses sdpa."
-                " Leave it out."
+                f"model.attention={run.model.attention} has no effect with algo=rft, which uses"
+                " sdpa. Leave it out."
             )
         if run.opt.offload.enabled:
             raise ConfigError(
-                "opt=offload has no effect with algo=rft: there is no reference model. Leave it out."
+                "opt=offload has no effect with algo=rft: there is no reference model. Leave it"
+                " out."
             )
         if run.evaluate.every:
             raise ConfigError(
@@ -174,6 +175,6 @@ class RftConfig:
             )
         if run.resume not in ("no", "auto"):
             raise ConfigError(
-                f"resume={run.resume} has no effect with algo=rft, which goes on in its own folder: "
-                f"hydra.run.dir={run.resume} resume=auto."
+                f"resume={run.resume} has no effect with algo=rft, which goes on in its own folder:"
+                f" hydra.run.dir={run.resume} resume=auto."
             )

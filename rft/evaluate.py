@@ -11,8 +11,8 @@ from rft.config import RftConfig
 
 
 def pass_rates(lm: LM, examples: Sequence[Example]) -> dict[str, float]:
-    """Return pass@1 and pass@k in percent, with k = algo.pass_samples; empty where that is 0. Every rank
-    returns the same.
+    """Return pass@1 and pass@k in percent, with k = algo.pass_samples; empty where that is 0. Every
+    rank returns the same.
     """
     cfg: RftConfig = lm.run.algo
     context, count = lm.context, cfg.pass_samples
@@ -43,8 +43,8 @@ def pass_rates(lm: LM, examples: Sequence[Example]) -> dict[str, float]:
 
 
 def pass_at(right: int, of: int, k: int) -> float:
-    """Return an unbiased estimate of the chance that one of `k` samples is right, from `right` of `of`
-    (arXiv:2107.03374).
+    """Return an unbiased estimate of the chance that one of `k` samples is right, from `right` of
+    `of` (arXiv:2107.03374).
     """
     if of - right < k:
         return 1.0

@@ -28,8 +28,8 @@ log = logging.getLogger("clutch")
 class RunFolder:
     """The run folder; every rank reads, rank 0 writes.
 
-    Attributes: written: where this run's log goes. Shards run side by side in one folder, so each has its
-    own.
+    Attributes: written: where this run's log goes. Shards run side by side in one folder, so each
+    has its own.
     """
 
     def __init__(self, run: Run, context: Context) -> None:
@@ -48,8 +48,8 @@ class RunFolder:
     # --- what is done
 
     def finished(self, iteration: int) -> bool:
-        """Return whether an iteration has its model. Raises: ConfigError where it was made with other
-        settings.
+        """Return whether an iteration has its model. Raises: ConfigError where it was made with
+        other settings.
         """
         folder = self.of(iteration)
         if not (folder / "model").is_dir():
@@ -77,8 +77,8 @@ class RunFolder:
         return bool(shard_counts(self.of(iteration)))
 
     def under_way(self) -> int:
-        """Return the iteration that the stage asked for belongs to: the first without a model, or for
-        evaluate the last with one.
+        """Return the iteration that the stage asked for belongs to: the first without a model, or
+        for evaluate the last with one.
         """
         done = 0
         while self.finished(done + 1):
@@ -111,8 +111,8 @@ class RunFolder:
     def open_store(self, iteration: int, found: list[dict[str, Any]]) -> Store:
         """Open the samples of this run's shard; rank 0 mends the file before the others read it.
 
-        Samples of a wave whose event a kill prevented are dropped: both are made again, as in a run that
-        was not killed. Args: found: the events that stand.
+        Samples of a wave whose event a kill prevented are dropped: both are made again, as in a run
+        that was not killed. Args: found: the events that stand.
         """
         path = shard_path(self.of(iteration), *self.cfg.part())
         header = sampled_with(self.run, iteration)
@@ -161,7 +161,7 @@ class RunFolder:
         steps_saved = functools.cache(self._steps_saved)
 
         def redone(event: dict[str, Any]) -> bool:
-            """Whether it is a fine-tuning step that will be done again from a checkpoint before it."""
+            """Whether it is a fine-tuning step that will be done again from a checkpoint."""
             iteration = event["iteration"]
             return (
                 event.get("stage") == "finetune"

@@ -104,5 +104,5 @@ class Journal:
         return replace(limits, seconds=(before + limits.seconds) / 2)
 
     def spent_before(self, iteration: int) -> str | None:
-        """Return the limit that leaves nothing for an iteration that has not begun; None = go on."""
+        """Return the limit that leaves nothing for an iteration not yet begun; None = go on."""
         return None if self.folder.begun(iteration) else self.budget().ended_by

@@ -11,7 +11,8 @@ from common.tasks import task_name
 from rft.config import ENVIRONMENT, RftConfig
 from rft.prompts import Prompts
 
-# Completions in a training forward where algo.train_rows is null, before they are fitted to the memory.
+# Completions in a training forward where algo.train_rows is null, before they are fitted to the
+# memory.
 TRAIN_ROWS = {"cpu": 32, "cuda": 128}
 
 
@@ -52,20 +53,22 @@ def plan(lm: LM, prompts: Prompts, limit: RowLimit, peak: float) -> dict[str, st
         "algorithm": f"rft, {describe_length(run, cfg.iterations, 'iterations')}, from the"
         f" {cfg.start_from} weights{stage}{shard}",
         "task": f"{task_name(lm.task)}: {len(prompts.train):,} training prompts, {taken:,} per"
-        f" iteration; {len(prompts.validation)} for validation, {len(prompts.held_out)} held out{skipped}",
+        f" iteration; {len(prompts.validation)} for validation, {len(prompts.held_out)} held"
+        f" out{skipped}",
         "overlap": prompts.overlap,
         "model": f"{lm.name}, {size / 1e6:.2f}M parameters",
         "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={run.hardware.name}",
         "numbers": f"{lm.precision.name}{', GradScaler' if lm.precision.scaler else ''}, masters"
         " float32",
         "ranks": str(lm.context.world_size),
-        "generate": f"{cfg.samples_per_prompt} samples per prompt, {cfg.second_round_samples} more for"
-        f" unsolved ones, {cfg.hint_samples} with a hint; chunks of {cfg.prompts_per_batch} prompts x"
-        f" {cfg.chunk_size} samples, {lm.engine.limit.rows} rows per forward",
+        "generate": f"{cfg.samples_per_prompt} samples per prompt, {cfg.second_round_samples}"
+        f" more for unsolved ones, {cfg.hint_samples} with a hint; chunks of"
+        f" {cfg.prompts_per_batch} prompts x {cfg.chunk_size} samples, {lm.engine.limit.rows} rows"
+        " per forward",
         "select": f"reward from {cfg.select.accept:g}, up to {cfg.select.keep_per_prompt} ways per"
         f" prompt, buffer {cfg.select.buffer}",
-        "fine-tune": f"{trained}, {cfg.epochs} epochs, lr {cfg.lr:g}, {cfg.batch_size} completions per"
-        f" step, {limit.rows} per forward{', packed' if cfg.packing else ''}",
+        "fine-tune": f"{trained}, {cfg.epochs} epochs, lr {cfg.lr:g}, {cfg.batch_size}"
+        f" completions per step, {limit.rows} per forward{', packed' if cfg.packing else ''}",
         "environment": ", ".join(describe_variables(cfg)),
         "memory": f"about {peak / 2**30:.2f} GB per rank{shared}",
         "folder": str(lm.context.out_dir),

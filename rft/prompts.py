@@ -34,8 +34,8 @@ class Prompts:
 
 
 def split_prompts(lm: LM) -> Prompts:
-    """Split the task's prompts: training without those of the test split and of validation, which is the
-    first part of the training order.
+    """Split the task's prompts: training without those of the test split and of validation, which
+    is the first part of the training order.
 
     Raises: ConfigError where nothing is left to train on, or a prompt does not fit the context.
     """
@@ -66,7 +66,10 @@ def split_prompts(lm: LM) -> Prompts:
     kept = {example.id for example in splits["train"]}
     train = [example for example in train if example.id in kept]
     validation = [example for example in validation if example.id in kept]
-    told = f"none of {len(examples):,} training prompts is among the {len(everything):,} evaluation prompts"
+    told = (
+        f"none of {len(examples):,} training prompts is among the {len(everything):,}"
+        " evaluation prompts"
+    )
     if overlap:
         told = f"{overlap} training prompts are evaluation prompts too: left out"
     order = ExampleOrder(train, seed)

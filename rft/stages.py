@@ -1,5 +1,5 @@
-"""The four stages of an iteration of RFT. Each finds what it needs in the run folder, and leaves what it
-made there.
+"""The four stages of an iteration of RFT. Each finds what it needs in the run folder, and leaves
+what it made there.
 """
 
 import json
@@ -50,7 +50,8 @@ class Work:
     def load(self, iteration: int, sampling: bool = True) -> None:
         """Load the model of an iteration, unless `lm` has it, and open an engine for it.
 
-        Args: sampling: False = no engine, whose half-precision copy would take memory from training.
+        Args: sampling: False = no engine, whose half-precision copy would take memory from
+        training.
         """
         self.lm.close_engine()
         if self.loaded != iteration:
@@ -68,7 +69,7 @@ class Work:
         return self.journal.session.stopping
 
     def select(self, iteration: int) -> Selection:
-        """Select from the samples of this iteration, or of all up to it: a function of files alone."""
+        """Select from the samples of this iteration, or of all up to it, by files alone."""
         first = iteration if self.cfg.select.buffer == "last" else 1
         records: list[Record] = []
         for number in range(first, iteration + 1):
@@ -156,8 +157,8 @@ def _keep_wave(
         "peak_memory_gb": memory,
     }
     shown = (
-        f"{len(prompts)} of {prompts_in_all} prompts, {100 * len(solved) / len(prompts):.0f} % solved,"
-        f" {speed:,.0f} tokens/s, {memory:.1f} GB"
+        f"{len(prompts)} of {prompts_in_all} prompts, {100 * len(solved) / len(prompts):.0f} %"
+        f" solved, {speed:,.0f} tokens/s, {memory:.1f} GB"
     )
     journal.log(event, done, shown)
     work.sizes.keep("rollout_rows", work.lm.engine.limit.rows)
@@ -286,7 +287,9 @@ def finetune(work: Work, iteration: int) -> None:
 def _make_step(
     work: Work, tuner: Finetuner, trees: list[Tree], ids: dict[Any, Any], iteration: int
 ) -> None:
-    """Make an optimizer step and write its event. Raises: RunStopped for numbers that are not finite."""
+    """Make an optimizer step and write its event. Raises: RunStopped for numbers that are not
+    finite.
+    """
     journal, lm = work.journal, work.lm
     started, timer = time.perf_counter(), Timer()
     numbers = tuner.step(trees, timer)
@@ -350,7 +353,9 @@ def _export(work: Work, tuner: Finetuner, selection: Selection, iteration: int) 
 
 
 def evaluate(work: Work, iteration: int) -> dict[str, Any]:
-    """Measure an iteration's model on the held-out and on the validation prompts; 0 = the base model."""
+    """Measure an iteration's model on the held-out and on the validation prompts; 0 = the base
+    model.
+    """
     lm, journal, prompts = work.lm, work.journal, work.prompts
     if (saved := work.folder.evaluated(iteration, prompts)) is not None:
         _tell(work, saved)

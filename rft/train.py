@@ -2,11 +2,13 @@
 
     python launch.py algo=rft
     python launch.py algo=rft algo.stage=generate algo.shard=2/8 hydra.run.dir=runs/mine
-    python launch.py algo=rft task=gsm8k task.path=data/gsm8k model=hf model.path=... algo.lora.rank=16
+    python launch.py algo=rft task=gsm8k task.path=data/gsm8k model=hf model.path=...
+    algo.lora.rank=16
 
-After STaR (arXiv:2203.14465), RFT (2308.01825) and ReST-EM (2312.06585). Departures: samples are resumed
-chunk by chunk; prompts that nothing solved get a second round; of each prompt a few distinct ways are
-kept, and they share the prompt's forward; prompts that are also evaluated on are never trained on.
+After STaR (arXiv:2203.14465), RFT (2308.01825) and ReST-EM (2312.06585). Departures: samples are
+resumed chunk by chunk; prompts that nothing solved get a second round; of each prompt a few
+distinct ways are kept, and they share the prompt's forward; prompts that are also evaluated on are
+never trained on.
 
 What is in the run folder is not made again (rft/folder.py), so a run that was killed goes on with
 resume=auto, and stages can be run one by one.
@@ -38,10 +40,11 @@ log = logging.getLogger("clutch")
 
 
 def train(run: Run, context: Context, task: Task | None = None) -> summary.Result | None:
-    """Train a model on its own right answers. Every rank returns the same; rank 0 writes. One stage alone
-    returns None.
+    """Train a model on its own right answers. Every rank returns the same; rank 0 writes. One stage
+    alone returns None.
 
-    Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN or infinity.
+    Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN or
+    infinity.
     """
     cfg: RftConfig = run.algo
     lm = LM(run, context, task)

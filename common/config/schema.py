@@ -172,7 +172,7 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True)
 class TinyConfig:
-    """The small byte-level Llama that `model=tiny` builds and pre-trains on the task's own stream."""
+    """The small byte-level Llama that `model=tiny` builds and pre-trains on the task's stream."""
 
     hidden_size: int
     layers: int

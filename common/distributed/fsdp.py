@@ -11,8 +11,8 @@ make the same number of backward passes (`common.model.logprobs.keep_step` fills
 `restore` and `whole` are called on all ranks.
 
 On a plain model each of them does what there was before. Checkpoints are written by
-torch.distributed.checkpoint as safetensors, a file per rank, and read by any number of ranks, sharded
-or not.
+torch.distributed.checkpoint as safetensors, a file per rank, and read by any number of ranks,
+sharded or not.
 """
 
 import logging

@@ -3,11 +3,11 @@ algorithms.
 
 A prompt is prefilled once for all its samples, and its keys and values are stored once: all rows of
 a prompt attend to them in one product (Hydragen, arXiv:2402.05099, has the same idea), so a step
-reads them once per group and not once per row. What rows generate has a cache that is allocated once,
-in slots; a finished row's slot goes to the next request. Keys are right-aligned: all rows write the
-same column, a row's valid columns end there, so a step's write is one slice and a newcomer starts
-at the current column. Where prompts cannot be apart (see `Sampler.shares`), each row has its prompt
-in front of its own columns.
+reads them once per group and not once per row. What rows generate has a cache that is allocated
+once, in slots; a finished row's slot goes to the next request. Keys are right-aligned: all rows
+write the same column, a row's valid columns end there, so a step's write is one slice and a
+newcomer starts at the current column. Where prompts cannot be apart (see `Sampler.shares`), each
+row has its prompt in front of its own columns.
 
 On CUDA a decode step is several hundred kernels that each run for less time than they take to
 launch, so it is recorded as a CUDA graph and replayed (`CudaGraphs`): one graph for each number of

@@ -195,8 +195,8 @@ def read_csv(path: str, key: str, skipped: list[str] | None = None) -> list[Row]
 
 
 def read_jsonl(path: str, key: str, skipped: list[str] | None = None) -> list[Row]:
-    """Rows of a JSON Lines file: one object per line. The fields of an object in it are named with a
-    dot, as "a.b".
+    """Rows of a JSON Lines file: one object per line. The fields of an object in it are named with
+    a dot, as "a.b".
 
     Blank lines are skipped. Args: as `read_lines`; skipped: None, or a list that takes the texts of
     the errors in single rows, which are left out. Raises: ConfigError as `read_lines`, also for a

@@ -28,7 +28,8 @@ def split_rows(
     kept = [row for row in train if key(row) not in tested]
     if len(kept) < 2 or not test:
         raise ConfigError(
-            f"task.path={path!r} leaves {len(kept)} train and {len(test)} test rows. Give more rows."
+            f"task.path={path!r} leaves {len(kept)} train and {len(test)} test rows. Give more"
+            " rows."
         )
     return kept, test, len(train) - len(kept)
 

@@ -309,7 +309,9 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFIN
 big = torch.zeros(100_000)
 kind = sys.argv[3]
 try:
-    save(Path(sys.argv[1]), 2, {"a": big} if kind == "tensors" else {}, {"text": "x" * 400_000} if kind == "state" else {},
+    tensors = {"a": big} if kind == "tensors" else {}
+    state = {"text": "x" * 400_000} if kind == "state" else {}
+    save(Path(sys.argv[1]), 2, tensors, state,
          {"a": big} if kind == "extra" else None, keep=1)
 except CheckpointError as error:
     print(error)
@@ -368,7 +370,8 @@ from common.checkpoint import save
 step = 0
 while True:
     step += 1
-    save(Path(sys.argv[1]), step % 7, {"a": torch.full((50_000,), float(step % 7))}, {"step": step % 7}, None, keep=3)
+    tensors = {"a": torch.full((50_000,), float(step % 7))}
+    save(Path(sys.argv[1]), step % 7, tensors, {"step": step % 7}, None, keep=3)
     print(step, flush=True)
 """
 

@@ -31,7 +31,7 @@ from tests.support.models import small_model
 
 pytestmark = pytest.mark.faults
 
-# --- settings --------------------------------------------------------------------------------------------------------
+# --- settings
 
 VALUES = (
     *(
@@ -120,7 +120,7 @@ def test_any_value_of_any_setting_is_taken_or_named(algo, task):
             assert "\n" not in error
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
+# --- files
 
 PAIRS = [(f"How many m are there per {i} km?", 1000 * i) for i in range(1, 12)]
 GAMES = [chess.Board() for _ in range(12)]
@@ -335,7 +335,7 @@ def test_a_line_without_end_is_refused_before_it_is_read(tmp_path, monkeypatch):
         assert peak < 2**23, f"{peak / 2**20:.0f} MiB"
 
 
-# --- completions -----------------------------------------------------------------------------------------------------
+# --- completions
 
 
 def node_of(task: str, *overrides: str) -> dict:
@@ -405,7 +405,7 @@ def test_any_completion_has_a_score_in_every_task(every_reward, texts):
         assert all(0 <= value <= 100 + 1e-9 for value in measured.values()), (name, measured)
 
 
-# --- models ----------------------------------------------------------------------------------------------------------
+# --- models
 
 
 def changed(name: str, **fields):

@@ -33,7 +33,7 @@ GRPO = [setting for setting in SMALL if not setting.startswith(("algo.members", 
 GRPO += ["task=translate", "algo.samples_per_prompt=4", "algo.train_rows=8"]
 
 
-# --- the script ------------------------------------------------------------------------------------------------------
+# --- the script
 
 
 def test_a_script_says_what_the_command_says(tmp_path, launch):
@@ -202,7 +202,7 @@ def test_ranks_of_srun(monkeypatch):
     assert found == expected
 
 
-# --- on a real Slurm -------------------------------------------------------------------------------------------------
+# --- on a real Slurm
 
 
 @pytest.fixture(scope="session")
@@ -396,7 +396,7 @@ def test_a_number_of_ranks_beside_that_of_the_launcher(monkeypatch, tmp_path, en
             train(run, tmp_path)
 
 
-# --- where ranks do not meet -----------------------------------------------------------------------------------------
+# --- where ranks do not meet
 
 
 def test_a_port_in_use_and_a_rank_that_never_comes(launch):

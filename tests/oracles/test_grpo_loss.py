@@ -254,7 +254,8 @@ def test_overlong_penalty():
         ),
         (
             "algo.epsilon_low=0.1",
-            "algo.epsilon_low=0.1 has no effect with algo.num_iterations=1: the ratio to the policy that",
+            "algo.epsilon_low=0.1 has no effect with algo.num_iterations=1: the ratio to the"
+            " policy that",
         ),
         (
             "algo.epsilon_high=0.28 algo.loss=cispo algo.num_iterations=2",

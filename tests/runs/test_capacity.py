@@ -72,7 +72,7 @@ def test_ranks_send_what_is_predicted(launch, tmp_path, algorithm):
 
 
 def test_memory_is_that_of_adam_and_autocast():
-    """Of a real model, its gradients and optimizer, less the 16-bit copy, which only a forward has."""
+    """Of a real model, its gradients and optimizer, without the 16-bit copy of a forward."""
     model = torch.nn.Linear(64, 32)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.zeros(1, 64)).sum().backward()

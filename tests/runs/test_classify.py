@@ -22,7 +22,7 @@ from tests.support import LAST_WEIGHTS, SMALL_CLASSIFY, events
 from tests.support.commands import Begin, Launch, Started
 
 pytestmark = pytest.mark.usefixtures("in_cache")
-# --- a run and its folder --------------------------------------------------------------------------------------------
+# --- a run and its folder
 
 
 def test_topics_reach_ninety_percent_in_seconds(tmp_path):
@@ -110,7 +110,7 @@ def test_a_task_of_ones_own_and_early_stopping(tmp_path):
     assert result.after > 80
 
 
-# --- ranks -----------------------------------------------------------------------------------------------------------
+# --- ranks
 
 
 def same_weights(one: Path, two: Path, atol: float) -> None:
@@ -193,7 +193,7 @@ def test_compressed_gradients_learn_nearly_the_same(one_rank, warm, tmp_path, ho
     assert 2e-6 < max(apart) < off, "it did something, and learnt all the same"
 
 
-# --- killed and resumed ----------------------------------------------------------------------------------------------
+# --- killed and resumed
 
 LONGER = [*SMALL_CLASSIFY, "algo.epochs=4", "checkpoint.every=3"]
 
@@ -237,7 +237,7 @@ def test_killed_in_mid_epoch_and_resumed_it_ends_the_same(launch: Launch, begin:
         train(compose([*LONGER, "resume=auto"]), broken, Letters())
 
 
-# --- mistakes --------------------------------------------------------------------------------------------------------
+# --- mistakes
 
 MISTAKES = {
     "algo=classify task=units": (
@@ -270,9 +270,8 @@ MISTAKES = {
         "task=trajectories, which has no texts. Leave it out."
     ),
     "algo=classify algo.validation_share=0": (
-        "algo.patience=2 has no effect with algo.validation_share=0: there is "
-        "nothing to "
-        "tell by when to stop. Set a share, for example 0.1, or algo.patience=null."
+        "algo.patience=2 has no effect with algo.validation_share=0: there is nothing to tell by"
+        " when to stop. Set a share, for example 0.1, or algo.patience=null."
     ),
     "algo=classify algo.label_smoothing=1": (
         "algo.label_smoothing=1.0 is a share. Give a value below 1."
@@ -381,7 +380,7 @@ def test_device_ordinals_that_do_not_exist(monkeypatch):
         hardware.check_visible(run.hardware)
 
 
-# --- the real rows ---------------------------------------------------------------------------------------------------
+# --- the real rows
 
 
 @pytest.mark.parametrize("experiment", ["ag_news_small", "ag_news_optimized", "imdb"])

@@ -1,4 +1,4 @@
-"""task=custom: rows of the user's own, without code; and the examples, from a folder of their own."""
+"""task=custom: rows of the user's own, without code; the examples, from their own folder."""
 
 import gzip
 import json
@@ -43,7 +43,7 @@ def data(tmp_path, monkeypatch):
     return tmp_path
 
 
-# --- rows ----------------------------------------------------------------------------------------------------------
+# --- rows
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_numbers_are_text(data):
     assert found == {"1": "2", "1.5": "0.00001", "x": "-3"}
 
 
-# --- prompts -------------------------------------------------------------------------------------------------------
+# --- prompts
 
 
 def test_template_and_conversation(data):
@@ -169,7 +169,7 @@ def test_it_teaches_the_answer_both_ways_round(data):
     }
 
 
-# --- rewards -------------------------------------------------------------------------------------------------------
+# --- rewards
 
 
 @pytest.mark.parametrize(
@@ -253,50 +253,110 @@ def test_math_asks_math_verify_where_numbers_do_not_tell(data, monkeypatch):
     assert asked == [("$\\sqrt{16}$", "$4$"), ("$\\sqrt{16}$", "$16$"), ("$\\sqrt{16}$", "$4$")]
 
 
-# --- mistakes ------------------------------------------------------------------------------------------------------
+# --- mistakes
 
 
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        ([], "task.path is not set. Give a file (.jsonl, .csv, .tsv, .parquet, or one of these with .gz), or an id"),
-        (["task.path=data.jsonl"], "task.answer_field is not set. Name the field of the right answer"),
-        (["task.path=data.jsonl", "task.answer_field=answer"], "task.prompt_field is not set. Name the field of the"),
+        (
+            [],
+            "task.path is not set. Give a file (.jsonl, .csv, .tsv, .parquet, or one of these"
+            " with .gz), or an id",
+        ),
+        (
+            ["task.path=data.jsonl"],
+            "task.answer_field is not set. Name the field of the right answer",
+        ),
+        (
+            ["task.path=data.jsonl", "task.answer_field=answer"],
+            "task.prompt_field is not set. Name the field of the",
+        ),
         (
             ["task.path=data.jsonl", "task.prompt_field=qestion", "task.answer_field=answer"],
-            f"task.prompt_field='qestion' is not a field of 'data.jsonl' line 1. Did you mean 'question'? {THERE}",
+            "task.prompt_field='qestion' is not a field of 'data.jsonl' line 1. Did you mean"
+            f" 'question'? {THERE}",
         ),
         (
             ["task.path=data.jsonl", "task.prompt_field=question", "task.answer_field=blank"],
-            f"task.answer_field='blank' is empty in 'data.jsonl' line 1. Remove the row, or fill it in. {THERE}",
+            "task.answer_field='blank' is empty in 'data.jsonl' line 1. Remove the row, or fill"
+            f" it in. {THERE}",
         ),
         (
             ["task.path=data.jsonl", "task.answer_field=answer", 'task.template="{qestion}"'],
-            f"task.template='qestion' is not a field of 'data.jsonl' line 1. Did you mean 'question'? {THERE}",
+            "task.template='qestion' is not a field of 'data.jsonl' line 1. Did you mean"
+            f" 'question'? {THERE}",
         ),
         (
-            ["task.path=data.jsonl", "task.prompt_field=question", "task.answer_field=note.of", "task.reward=math"],
-            "task.reward=math needs the package math-verify. Install it: pip install 'math-verify[antlr4_9_3]' (Hydra "
-            "needs antlr 4.9.3 too). Or use task.reward=numeric.",
+            [
+                "task.path=data.jsonl",
+                "task.prompt_field=question",
+                "task.answer_field=note.of",
+                "task.reward=math",
+            ],
+            "task.reward=math needs the package math-verify. Install it: pip install"
+            " 'math-verify[antlr4_9_3]' (Hydra needs antlr 4.9.3 too). Or use task.reward=numeric.",
         ),
-        (["task.path=words.jsonl", *FIELDS, "task.reward=numeric"], "task.answer_field='answer' has no number in "
-         "'words.jsonl' line 2: 'none'. Mend the row, or use another reward, such as task.reward=exact. Fields there: "),
-        (["task.path=data.jsonl", *FIELDS, "task.reward=blue"], "task.reward='blue' is not a choice. Did you mean 'bleu'?"),
-        (["task.path=data.jsonl", *FIELDS, "task.template=hello"], "task.template='hello' holds no field, so all prompts"),
-        (["task.path=data.jsonl", *FIELDS, 'task.template="{blank}"'], "task.prompt_field='question' has no effect: "),
-        (["task.path=data.jsonl", *FIELDS, 'task.template="{question"'], "has braces that do not fit: expected '}'"),
-        (["task.path=data.jsonl", *FIELDS, 'task.template="{question} {answer}"'], "also stands in the prompt"),
-        (["task.path=data.jsonl", *FIELDS, "task.tolerance=0.1"], "task.tolerance=0.1 has no effect with task.reward=exact"),
-        (["task.path=data.jsonl", *FIELDS, "task.chat=false", "task.system=x"], "task.system has no effect"),
-        (["task.path=data.jsonl", *FIELDS, "task.dataset_split=x"], "task.dataset_split has no effect: task.path="),
-        (["task.path=data.jsonl", *FIELDS, "task.test_path=data.jsonl", "task.test_share=0.1"], "both say which rows"),
-        (["task.path=data.jsonl", *FIELDS, "task.test_path=data.jsonl"], "leaves no train row: the prompts of all 20 "),
-        (["task.path=data.jsonl", *FIELDS, "task.test_share=0"], "has 20 rows, of which 0 would be held out"),
-        (["task.path=data.txt", *FIELDS], "task.path='data.txt' is of no known kind. Give a file that ends in .jsonl, .csv"),
+        (
+            ["task.path=words.jsonl", *FIELDS, "task.reward=numeric"],
+            "task.answer_field='answer' has no number in 'words.jsonl' line 2: 'none'. Mend the"
+            " row, or use another reward, such as task.reward=exact. Fields there: ",
+        ),
+        (
+            ["task.path=data.jsonl", *FIELDS, "task.reward=blue"],
+            "task.reward='blue' is not a choice. Did you mean 'bleu'?",
+        ),
+        (
+            ["task.path=data.jsonl", *FIELDS, "task.template=hello"],
+            "task.template='hello' holds no field, so all prompts",
+        ),
+        (
+            ["task.path=data.jsonl", *FIELDS, 'task.template="{blank}"'],
+            "task.prompt_field='question' has no effect: ",
+        ),
+        (
+            ["task.path=data.jsonl", *FIELDS, 'task.template="{question"'],
+            "has braces that do not fit: expected '}'",
+        ),
+        (
+            ["task.path=data.jsonl", *FIELDS, 'task.template="{question} {answer}"'],
+            "also stands in the prompt",
+        ),
+        (
+            ["task.path=data.jsonl", *FIELDS, "task.tolerance=0.1"],
+            "task.tolerance=0.1 has no effect with task.reward=exact",
+        ),
+        (
+            ["task.path=data.jsonl", *FIELDS, "task.chat=false", "task.system=x"],
+            "task.system has no effect",
+        ),
+        (
+            ["task.path=data.jsonl", *FIELDS, "task.dataset_split=x"],
+            "task.dataset_split has no effect: task.path=",
+        ),
+        (
+            ["task.path=data.jsonl", *FIELDS, "task.test_path=data.jsonl", "task.test_share=0.1"],
+            "both say which rows",
+        ),
+        (
+            ["task.path=data.jsonl", *FIELDS, "task.test_path=data.jsonl"],
+            "leaves no train row: the prompts of all 20 ",
+        ),
+        (
+            ["task.path=data.jsonl", *FIELDS, "task.test_share=0"],
+            "has 20 rows, of which 0 would be held out",
+        ),
+        (
+            ["task.path=data.txt", *FIELDS],
+            "task.path='data.txt' is of no known kind. Give a file that ends in .jsonl, .csv",
+        ),
         (["task.path=nothing.csv", *FIELDS], "task.path='nothing.csv' does not exist; tried "),
-        (["task.path=bad.parquet", *FIELDS], "task.path='bad.parquet' is no Parquet file that can be read: "),
+        (
+            ["task.path=bad.parquet", *FIELDS],
+            "task.path='bad.parquet' is no Parquet file that can be read: ",
+        ),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_worded(data, monkeypatch, overrides, text):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     (data / "data.txt").write_text("a")
@@ -309,7 +369,7 @@ def test_mistakes_are_worded(data, monkeypatch, overrides, text):
     assert text in wording(*overrides)
 
 
-# --- runs ----------------------------------------------------------------------------------------------------------
+# --- runs
 
 
 @pytest.mark.parametrize("algo", ["grpo", "rft"])

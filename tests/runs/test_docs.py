@@ -253,7 +253,7 @@ def test_the_settings_in_the_right_column_of_sources():
 
 
 def test_the_python_page_runs(in_cache, tmp_path, monkeypatch, capsys):
-    """All its blocks, one after the other as in a notebook, with a smaller model and fewer steps."""
+    """All its blocks in turn, as in a notebook, with a smaller model and fewer steps."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "compose", lambda overrides: compose([*overrides, *SMALL]))
     space: dict = {}

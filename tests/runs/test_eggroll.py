@@ -91,7 +91,7 @@ def timeless(out: Path) -> list[dict]:
     ]
 
 
-# --- equal runs ------------------------------------------------------------------------------------------------------
+# --- equal runs
 
 
 def test_two_ranks_and_one_end_alike(tmp_path):
@@ -140,7 +140,7 @@ def test_a_seed_is_a_run(tmp_path):
     assert not same_bits(tmp_path / "first", tmp_path / "other")
 
 
-# --- killed, stopped, resumed ----------------------------------------------------------------------------------------
+# --- killed, stopped, resumed
 
 # Momentum, noise that outlives a step, and drawn tokens: all that a checkpoint has to bring back.
 LONG = [
@@ -314,7 +314,7 @@ def test_resume_auto_of_a_finished_run_measures_again(tmp_path):
     assert done.steps == 2
 
 
-# --- rewards that go wrong -------------------------------------------------------------------------------------------
+# --- rewards that go wrong
 
 _ORDER = list(range(len(Letters().examples("train"))))
 random.Random("order 0 0").shuffle(_ORDER)  # seed 0, epoch 0
@@ -405,7 +405,7 @@ def test_a_mistake_on_one_rank_ends_all(run_in_ranks, tmp_path, capfd):
     assert capfd.readouterr().err == ""
 
 
-# --- settings --------------------------------------------------------------------------------------------------------
+# --- settings
 
 
 @pytest.mark.parametrize(
@@ -569,11 +569,12 @@ def test_a_prompt_that_does_not_fit_is_a_worded_error(tmp_path):
     assert (
         str(caught.value) == "618 of 618 prompts do not fit the model's context of 256 tokens with"
         " algo.sampling.max_new_tokens=300: the first is train example 0 with 5 tokens, the longest"
-        " has 5. Lower it to 251, shorten the prompts, or leave them out with prompts.too_long=skip."
+        " has 5. Lower it to 251, shorten the prompts, or leave them out with"
+        " prompts.too_long=skip."
     )
 
 
-# --- memory that runs out --------------------------------------------------------------------------------------------
+# --- memory that runs out
 
 
 def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, above_rows: int) -> list[int]:
@@ -645,7 +646,7 @@ def test_out_of_memory_at_the_floor_gives_advice(tmp_path, monkeypatch):
     )
 
 
-# --- what is left of a run -------------------------------------------------------------------------------------------
+# --- what is left of a run
 
 
 def test_the_export_completes_as_the_run_did(tmp_path):

@@ -409,7 +409,8 @@ from tests.support.hanging import Endless
 from launch import compose, train
 if __name__ == "__main__":
     for kind in ("processes", "threads"):
-        run = compose([*{SMALL_GRPO!r}, f"scoring.kind={{kind}}", "scoring.timeout_seconds=1", "scoring.workers=2"])
+        more = [f"scoring.kind={{kind}}", "scoring.timeout_seconds=1", "scoring.workers=2"]
+        run = compose([*{SMALL_GRPO!r}, *more])
         try:
             train(run, {str(tmp_path)!r} + "/" + kind, task=Endless())
         except ValueError as error:

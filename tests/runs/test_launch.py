@@ -21,7 +21,7 @@ from tests.support import ROOT, SMALL, events
 FAST = [*SMALL, "algo.steps=2"]
 
 
-# --- before torch ----------------------------------------------------------------------------------------------------
+# --- before torch
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_open_dicts_take_any_key():
         compose(["algo.optimizer.kwarg={momentum: 0.9}"])
 
 
-# --- a run and its folder --------------------------------------------------------------------------------------------
+# --- a run and its folder
 
 
 def test_a_run_puts_everything_into_its_folder(launch, in_cache, tmp_path):
@@ -328,7 +328,7 @@ def test_a_repeated_signal_is_one_wish_for_a_while():
     assert signal.getsignal(signal.SIGINT) is interrupt
 
 
-# --- from Python, and with a task of one's own -----------------------------------------------------------------------
+# --- from Python, and with a task of one's own
 
 
 class Vowels:
@@ -400,7 +400,7 @@ def test_a_task_in_a_file_of_the_user(launch, tmp_path):
     )
 
 
-# --- the wheel -------------------------------------------------------------------------------------------------------
+# --- the wheel
 
 
 def test_the_wheel_works_from_another_folder(tmp_path):

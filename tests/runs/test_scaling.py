@@ -115,7 +115,7 @@ def without_figures(monkeypatch) -> None:
     monkeypatch.setattr(figures, "draw_figures", lambda *_: None)
 
 
-# --- the report ------------------------------------------------------------------------------------------------------
+# --- the report
 
 
 def test_speedup_and_efficiency_of_known_times(tmp_path):
@@ -411,7 +411,7 @@ def test_real_runs_are_read(warm, tmp_path):
     assert 0 < sum(two.phases.values()) <= sum(line["seconds"] for line in second) / len(second)
 
 
-# --- the scaling run -------------------------------------------------------------------------------------------------
+# --- the scaling run
 
 
 def test_a_scaling_run(launch: Launch, tmp_path, monkeypatch):

@@ -1,5 +1,5 @@
-"""The frame around every run, proved once on a toy algorithm of twenty lines; and that an algorithm, an
-engine, a task and a loss are added as docs/architecture.md says.
+"""The frame around every run, proved once on a toy algorithm of twenty lines; and that an
+algorithm, an engine, a task and a loss are added as docs/architecture.md says.
 """
 
 import dataclasses

@@ -19,8 +19,8 @@ from tests.support import ROOT
 
 
 class Started:
-    """A command or a function under way in a fork of tests/support/warm.py; with the methods of Popen that
-    tests use.
+    """A command or a function under way in a fork of tests/support/warm.py; with the methods of
+    Popen that tests use.
     """
 
     def __init__(self, warm: "Warm", printed: Path) -> None:

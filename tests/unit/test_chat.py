@@ -86,7 +86,7 @@ def test_one_prompt_is_what_generate_makes_of_it(folder, monkeypatch, capsys):
 
 @pytest.fixture
 def asked(folder, warm, tmp_path):
-    """Run the command with bytes as its standard input; returns its exit code, errors and output."""
+    """Run the command with bytes as standard input; returns exit code, errors and output."""
 
     def run(given: bytes):
         (tmp_path / "stdin").write_bytes(given)
@@ -243,7 +243,7 @@ def test_mistakes_are_worded(run_folder, monkeypatch, capsys, break_it, argument
     assert "Traceback" not in error
 
 
-# --- adapters ------------------------------------------------------------------------------------------------------
+# --- adapters
 
 
 @pytest.fixture
@@ -304,7 +304,7 @@ def test_adapters_that_do_not_fit(folder, adapter, tmp_path):
     assert "does not go into model.path=" in wording(lora=str(adapter))
 
 
-# --- the hub -------------------------------------------------------------------------------------------------------
+# --- the hub
 
 
 def test_the_commit_of_a_model_of_the_hub_is_kept(folder, launch, tmp_path):

@@ -84,7 +84,7 @@ def task() -> Chess:
     return make()
 
 
-# --- valid FENs ----------------------------------------------------------------------------------------------------
+# --- valid FENs
 
 CASTLING = {"".join(c for c, keep in zip("KQkq", keeps, strict=True) if keep) or "-" for keeps in
             itertools.product((0, 1), repeat=4)}  # fmt: skip
@@ -129,7 +129,7 @@ def played(count: int) -> list[str]:
 
 
 def mutated(fen: str, draw: random.Random) -> str:
-    """One to three letters changed, put in, left out or swapped; from the letters of FENs mostly."""
+    """One to three letters changed, put in, left out or swapped; mostly letters of FENs."""
     letters = list(fen)
     for _ in range(draw.randint(1, 3)):
         at = draw.randrange(len(letters))
@@ -162,9 +162,10 @@ def test_valid_fens_is_python_chess():
 def test_valid_fens_of_a_field_each():
     """Each field on its own, over more than games bring."""
     board, turn, castling, passant, half, full = AFTER.split(" ")
-    boards = """k7/8/8/8/8/8/8/K7 kK6/8/8/8/8/8/8/8 k7/8/8/8/8/8/8/8 kk6/8/8/8/8/8/8/K7 K7/8/8/8/8/8/8 K7k7
-        k7/8/8/8/8/8/8/K7/8 k7/44/8/8/8/8/8/K7 k7/9/8/8/8/8/8/K7 k7/0p7/8/8/8/8/8/K7 k7//8/8/8/8/8/K15 8/k7/8/8/8/8/8/K6
-        k7/8\0/8/8/8/8/8/K7 \0k7/8/8/8/8/8/8/K7 k7/8/8/8/8/8/8/K3\0003 k7/ppppppppp/7/8/8/8/8/K7 K7k7/8/8/8/8/8/8"""
+    boards = """k7/8/8/8/8/8/8/K7 kK6/8/8/8/8/8/8/8 k7/8/8/8/8/8/8/8 kk6/8/8/8/8/8/8/K7
+        K7/8/8/8/8/8/8 K7k7 k7/8/8/8/8/8/8/K7/8 k7/44/8/8/8/8/8/K7 k7/9/8/8/8/8/8/K7
+        k7/0p7/8/8/8/8/8/K7 k7//8/8/8/8/8/K15 8/k7/8/8/8/8/8/K6 k7/8\0/8/8/8/8/8/K7
+        \0k7/8/8/8/8/8/8/K7 k7/8/8/8/8/8/8/K3\0003 k7/ppppppppp/7/8/8/8/8/K7 K7k7/8/8/8/8/8/8"""
     choices = (
         [board, *boards.split()],
         ["w", "b", "W", "", "wb", "-"],
@@ -207,7 +208,7 @@ def test_valid_fens_does_not_depend_on_its_neighbours():
     assert valid_fens(["", "x"]).tolist() == [False, False]
 
 
-# --- components and measures ---------------------------------------------------------------------------------------
+# --- components and measures
 
 
 def similarity(one: str, other: str) -> float:
@@ -380,7 +381,7 @@ def test_a_pool_that_hangs_names_the_example():
     scorer.close()
 
 
-# --- rows ----------------------------------------------------------------------------------------------------------
+# --- rows
 
 
 def replayed(task: Chess, split: str) -> None:
@@ -582,7 +583,7 @@ def test_a_broken_game_is_named_by_file_and_line(tmp_path, old, new, text):
     )
 
 
-# --- errors of settings --------------------------------------------------------------------------------------------
+# --- errors of settings
 
 
 @pytest.mark.parametrize(

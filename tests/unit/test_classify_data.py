@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("in_cache")
 TOKENIZER = TokenizerConfig(kind="bpe", vocabulary=600, lowercase=True)
 
 
-# --- the order of batches --------------------------------------------------------------------------------------------
+# --- the order of batches
 
 
 @settings(max_examples=60, deadline=None)
@@ -129,7 +129,7 @@ def test_validation_rows_are_kept_apart():
     )
 
 
-# --- tokenizer -------------------------------------------------------------------------------------------------------
+# --- tokenizer
 
 
 def test_texts_are_tokenised_once_and_kept(monkeypatch):
@@ -160,7 +160,7 @@ def test_kinds_of_tokenizer(kind):
     assert found.decode(found.encode("Rain and rain").ids).strip() == "Rain and rain"
 
 
-# --- class tasks from files ------------------------------------------------------------------------------------------
+# --- class tasks from files
 
 
 def files(folder, train: bytes, test: bytes = b'{"text": "other", "label": "a"}\n', suffix="jsonl"):
@@ -353,7 +353,7 @@ def test_the_shared_rows(shared_data):
         assert tuple(len(task.rows(split)) for split in tasks.SPLITS) == counts
 
 
-# --- generated tasks -------------------------------------------------------------------------------------------------
+# --- generated tasks
 
 
 def test_generated_tasks_are_always_the_same_and_hold_nothing_out_twice():
@@ -384,7 +384,7 @@ def test_a_trajectory_that_is_too_long():
         data.prepare(task, TOKENIZER, 20, print)
 
 
-# --- measures --------------------------------------------------------------------------------------------------------
+# --- measures
 
 
 @pytest.mark.parametrize("classes", [2, 5])

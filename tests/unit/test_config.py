@@ -97,8 +97,8 @@ def test_every_setting_has_a_comment(path: Path):
 
 
 def test_the_rows_of_the_document():
-    """Samples, chunks and batches by card, as the project's A100 document gives them, are experiments;
-    the hardware itself changes none of them.
+    """Samples, chunks and batches by card, as the project's A100 document gives them, are
+    experiments; the hardware itself changes none of them.
     """
     keys = ("samples_per_prompt", "prompts_per_batch", "chunk_size", "batch_size")
     cards = {
@@ -129,8 +129,8 @@ MISTAKES = {
     ),
     "sede=1": (
         "sede is not a setting. Did you mean 'seed'? Settings here: seed, resume, budget, prompts,"
-        " evaluate, checkpoint, scoring, not_finite, hardware, model, opt, tracker, slurm, engine, algo,"
-        " task."
+        " evaluate, checkpoint, scoring, not_finite, hardware, model, opt, tracker, slurm, engine,"
+        " algo, task."
     ),
     "algo.sigma=high": (
         "algo.sigma=high: Value 'high' of type 'str' could not be converted to Float. Give a"

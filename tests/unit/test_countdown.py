@@ -82,7 +82,7 @@ def example(*numbers: int, target: int) -> Example:
 PROBLEM = example(3, 7, 12, target=33)
 
 
-# --- the evaluator -------------------------------------------------------------------------------------------------
+# --- the evaluator
 
 trees = st.recursive(
     st.integers(0, 10**DIGITS - 1),
@@ -179,7 +179,7 @@ def test_the_limits_themselves_are_allowed():
     assert evaluate("7×3 − 12÷5").value == Fraction(93, 5)
 
 
-# --- the answer in a completion ------------------------------------------------------------------------------------
+# --- the answer in a completion
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_extraction(completion, text):
     assert expression(completion) == text
 
 
-# --- components, reward, measures ----------------------------------------------------------------------------------
+# --- components, reward, measures
 
 
 def scores(task: Countdown, problem: Example, completion: str) -> dict[str, float]:
@@ -279,7 +279,7 @@ def test_one_by_one_batched_and_pooled_scores_are_equal():
         assert set(found.components) == set(FEW.weights)
 
 
-# --- problems ------------------------------------------------------------------------------------------------------
+# --- problems
 
 
 def keys(task: Countdown, split: str) -> list[tuple]:
@@ -373,8 +373,8 @@ def test_a_file_is_split_without_leaks(tmp_path):
         path=rows_file(tmp_path, ROWS), test_path=rows_file(tmp_path, again[:5], "test.jsonl")
     )
     assert (len(two.examples("train")), len(two.examples("test"))) == (15, 5)
-    named = make(path=rows_file(tmp_path, [{"n": {"of": r["numbers"]}, "t": r["target"]} for r in ROWS]),
-                 numbers_field="n.of", target_field="t")  # fmt: skip
+    renamed = [{"n": {"of": r["numbers"]}, "t": r["target"]} for r in ROWS]
+    named = make(path=rows_file(tmp_path, renamed), numbers_field="n.of", target_field="t")
     assert keys(named, "test") == keys(make(path=rows_file(tmp_path, ROWS)), "test")
 
 

@@ -212,7 +212,7 @@ def test_pools_give_the_serial_scores(task, kind):
     scorer.close()
 
 
-# --- math-verify ---------------------------------------------------------------------------------------------------
+# --- math-verify
 
 
 def test_math_verify_that_is_missing(tmp_path, monkeypatch):
@@ -267,7 +267,7 @@ def test_the_real_math_verify(tmp_path):
         assert task.reward(example("42"), completion) == 0
 
 
-# --- errors --------------------------------------------------------------------------------------------------------
+# --- errors
 
 
 def test_setting_errors(tmp_path):

@@ -40,7 +40,7 @@ def pretend(monkeypatch):
     return device
 
 
-# --- the preset and the device ---------------------------------------------------------------------------------------
+# --- the preset and the device
 
 
 @elsewhere
@@ -135,7 +135,7 @@ def test_peer_to_peer_is_off_on_a_4090(pretend, monkeypatch):
     assert os.environ["NCCL_P2P_DISABLE"] == "1"
 
 
-# --- precision -------------------------------------------------------------------------------------------------------
+# --- precision
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_tf32(pretend):
         torch.set_float32_matmul_precision("highest")
 
 
-# --- sizes -----------------------------------------------------------------------------------------------------------
+# --- sizes
 
 
 def fit_rows(rows, row_bytes, fixed_bytes, memory_gb, multiple=1):
@@ -302,7 +302,7 @@ def test_halving_lets_other_errors_through():
 
 @pytest.mark.gpu
 def test_real_memory_runs_out():
-    """The device's own allocator raises, and what is left afterwards is enough for the repetition."""
+    """The device's own allocator raises, and what is left is enough for the repetition."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     total = torch.cuda.get_device_properties(0).total_memory

@@ -1,4 +1,4 @@
-"""Loading, the tiny model and its cache, the byte tokenizer, exports, and errors worded for users."""
+"""Loading, the tiny model and its cache, the byte tokenizer, exports, errors for users."""
 
 import json
 import logging
@@ -127,7 +127,7 @@ def cached(cache):
     return sorted(path.name for path in cache.iterdir() if not path.name.endswith(".lock"))
 
 
-# --- byte tokenizer --------------------------------------------------------------------------------------------------
+# --- byte tokenizer
 
 
 def random_texts(count):
@@ -166,7 +166,7 @@ def test_byte_tokenizer_decodes_anything():
         assert tokenizer.decode(ids, skip_special_tokens=True) == expected
 
 
-# --- tiny ------------------------------------------------------------------------------------------------------------
+# --- tiny
 
 
 def test_tiny_learns_what_the_task_teaches():
@@ -334,7 +334,7 @@ def test_progress_is_plain_lines_without_a_terminal(capsys):
     assert capsys.readouterr().err == ""
 
 
-# --- load and export -------------------------------------------------------------------------------------------------
+# --- load and export
 
 
 @needs_stories
@@ -503,7 +503,7 @@ def test_the_window_is_where_the_plain_causal_mask_stops_being_exact(tmp_path):
     assert difference[bound] > 1e-6
 
 
-# --- prompts ---------------------------------------------------------------------------------------------------------
+# --- prompts
 
 
 def framed_tokenizer(template):
@@ -549,7 +549,7 @@ def test_truncation_stored_with_the_tokenizer_is_not_applied():
     assert encode_prompts(tokenizer, ["abcdef", "x"]) == [list(b"abcdef"), list(b"x")]
 
 
-# --- users' mistakes -------------------------------------------------------------------------------------------------
+# --- users' mistakes
 
 
 def complaint(path, **changes):

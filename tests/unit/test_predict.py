@@ -1,4 +1,4 @@
-"""algo=predict: its arithmetic on numbers that are known, document 004's own times, and real runs."""
+"""algo=predict: its arithmetic on known numbers, document 004's own times, and real runs."""
 
 import csv
 import json
@@ -25,7 +25,7 @@ TINY = ["algo=predict", *(s for s in SMALL_SCALING[1:] if not s.startswith("algo
 MB = 2**20
 
 
-# --- arithmetic ------------------------------------------------------------------------------------------------------
+# --- arithmetic
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -152,7 +152,7 @@ def test_peaks_of_presets():
         found("hardware=v100", "opt=[tf32]")
 
 
-# --- document 004 ----------------------------------------------------------------------------------------------------
+# --- document 004
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def test_a_slow_link_is_named_where_it_explains_a_step():
     assert found["causes"] == ["communication-bound"]
 
 
-# --- real runs -------------------------------------------------------------------------------------------------------
+# --- real runs
 
 
 @pytest.mark.usefixtures("in_cache")

@@ -271,8 +271,8 @@ def test_every_setting_is_read():
 
 
 def test_settings_are_few():
-    """Those that a user sets: a setting that several algorithms share is one, as it means the same in each;
-    the name of an option and the switch that choosing it turns on are none.
+    """Those that a user sets: a setting that several algorithms share is one, as it means the same
+    in each; the name of an option and the switch that choosing it turns on are none.
     """
     distinct = {
         (group.partition("/")[0], key.removeprefix("algo."))

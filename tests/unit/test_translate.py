@@ -71,7 +71,7 @@ def task() -> Translate:
     return make()
 
 
-# --- embedded rows -------------------------------------------------------------------------------------------------
+# --- embedded rows
 
 
 def test_it_is_a_task_and_its_yaml_makes_it(task):
@@ -150,7 +150,7 @@ def test_pretraining_is_a_function_of_the_draw(task):
     assert first == again != other
 
 
-# --- rewards and measures ------------------------------------------------------------------------------------------
+# --- rewards and measures
 
 
 def pairs() -> list[tuple[str, str]]:
@@ -268,7 +268,7 @@ def test_a_task_travels_to_a_scoring_process():
     assert there.examples("train") == bleu.examples("train")
 
 
-# --- rows of one's own ---------------------------------------------------------------------------------------------
+# --- rows of one's own
 
 ROWS = [(f"row {i}", f"zeile {i}") for i in range(20)]
 TESTS = [("row 3", "other words"), ("row 100", "zeile 100"), ("row 101", "zeile 101")]
@@ -446,7 +446,7 @@ def test_multi30k():
     )
 
 
-# --- errors of settings --------------------------------------------------------------------------------------------
+# --- errors of settings
 
 
 @pytest.mark.parametrize(
@@ -600,7 +600,7 @@ def test_too_few_rows(tmp_path):
     )
 
 
-# --- errors of data ------------------------------------------------------------------------------------------------
+# --- errors of data
 
 
 def test_a_missing_file_names_where_it_was_looked_for(tmp_path, monkeypatch):
@@ -642,8 +642,7 @@ def test_a_bad_byte_is_named_by_line_and_offset(tmp_path, mark):
         assert (
             error(read_lines, path, "task.target")
             == f"task.target={path!r}: line 3 is not UTF-8: byte 0xf6 at offset {offset} of the"
-            " text. "
-            "Convert the file, for example with iconv -f LATIN1 -t UTF-8."
+            " text. Convert the file, for example with iconv -f LATIN1 -t UTF-8."
         )
 
 

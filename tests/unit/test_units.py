@@ -59,7 +59,7 @@ def converted(question: str) -> Fraction:
     return convert(*found)
 
 
-# --- converting ----------------------------------------------------------------------------------------------------
+# --- converting
 
 
 # From the definitions: the inch is 25.4 mm, the pound 0.45359237 kg, the US gallon 231 cubic
@@ -137,20 +137,46 @@ def test_the_homeworks_answers_are_ours(shared_data):
         assert float(found) == pytest.approx(value, rel=1e-12)
 
 
-# --- answers -------------------------------------------------------------------------------------------------------
+# --- answers
 
 
 @pytest.mark.parametrize(
     ("inside", "value"),
     [
-        ("6000", 6000), (" 6,000.0 gram ", 6000), ("6e3", 6000), ("6.0E+03 m^3", 6000), ("= 6000.", 6000), ("+.5", 0.5),
-        ("-273.15 C", -273.15), ("−4", -4), ("≈ 3.1 km/h", 3.1), ("5 m**2", 5), ("1,234,567", 1234567), ("1e-5", 1e-5),
+        ("6000", 6000),
+        (" 6,000.0 gram ", 6000),
+        ("6e3", 6000),
+        ("6.0E+03 m^3", 6000),
+        ("= 6000.", 6000),
+        ("+.5", 0.5),
+        ("-273.15 C", -273.15),
+        ("−4", -4),
+        ("≈ 3.1 km/h", 3.1),
+        ("5 m**2", 5),
+        ("1,234,567", 1234567),
+        ("1e-5", 1e-5),
         ("9\n", 9),
-        ("", None), ("nan", None), ("inf", None), ("-Infinity", None), ("1e999", None), ("1e400000000", None), ("ten", None),
-        ("1/2", None), ("6000 or 7000", None), ("6 000", None), ("1,00", None), ("1..2", None), ("0x10", None),
-        ("7*1000", None), ("7*1000 = 7000", None), ("١", None), ("9" * 41, None), ("1" + " " * 300, None), ("--5", None),
+        ("", None),
+        ("nan", None),
+        ("inf", None),
+        ("-Infinity", None),
+        ("1e999", None),
+        ("1e400000000", None),
+        ("ten", None),
+        ("1/2", None),
+        ("6000 or 7000", None),
+        ("6 000", None),
+        ("1,00", None),
+        ("1..2", None),
+        ("0x10", None),
+        ("7*1000", None),
+        ("7*1000 = 7000", None),
+        ("١", None),
+        ("9" * 41, None),
+        ("1" + " " * 300, None),
+        ("--5", None),
     ],
-)  # fmt: skip
+)
 def test_numbers(inside, value, task):
     found = number(f"<answer>{inside}</answer>")
     assert found == (None if value is None else Fraction(str(value)))
@@ -186,12 +212,23 @@ def test_an_answer_has_one_spelling(task):
 @pytest.mark.parametrize(
     ("wanted", "given_", "right"),
     [
-        (100, "101", True), (100, "99", True), (100, "101.0001", False), (100, "98.9999", False), (100, "-100", False),
-        (-40, "-40.4", True), (-40, "-39.5999", False), (0, "0.001", True), (0, "-0.0011", False), (0, "nan", False),
-        (0.0005, "0.0014", True), (0.002, "0.00202", True), (0.002, "0.003", False), (1e15, "1e15", True),
+        (100, "101", True),
+        (100, "99", True),
+        (100, "101.0001", False),
+        (100, "98.9999", False),
+        (100, "-100", False),
+        (-40, "-40.4", True),
+        (-40, "-39.5999", False),
+        (0, "0.001", True),
+        (0, "-0.0011", False),
+        (0, "nan", False),
+        (0.0005, "0.0014", True),
+        (0.002, "0.00202", True),
+        (0.002, "0.003", False),
+        (1e15, "1e15", True),
         (100, "inf", False),
     ],
-)  # fmt: skip
+)
 def test_tolerance(task, wanted, given_, right):
     reward = task.reward(example(wanted), f"<answer>{given_}</answer>")
     assert (reward == 1) == right
@@ -205,12 +242,34 @@ def test_the_homeworks_tolerance():
 
 
 HOSTILE = [
-    "", " ", "\0", "\ud800", "<answer>\ud800</answer>", "<answer>" * 2_000, "</answer>" * 2_000, "<answer></answer>" * 999,
-    "9" * 10_000, "<answer>" + "9" * 10_000 + "</answer>", "<answer>" + "1," * 5_000 + "</answer>", "=-" * 5_000,
-    "<answer>1e99999999999</answer>", "<answer>NaN</answer>", "<answer>-inf</answer>", "<answer>6\x006</answer>",
-    "<answer>__import__('os').abort()</answer>", "<answer>٦</answer>", "<answer>👩‍👩‍👧‍👦</answer>" * 50, "6/0 = <answer>6/0</answer>",
-    "%s {question} ${oc.env:HOME} \\1", '{"answer": 6}', "1" + "*1" * 4_999 + "=1", "-" * 10_000, "(" * 10_000, "6", "\n" * 10_000,
-]  # fmt: skip
+    "",
+    " ",
+    "\0",
+    "\ud800",
+    "<answer>\ud800</answer>",
+    "<answer>" * 2_000,
+    "</answer>" * 2_000,
+    "<answer></answer>" * 999,
+    "9" * 10_000,
+    "<answer>" + "9" * 10_000 + "</answer>",
+    "<answer>" + "1," * 5_000 + "</answer>",
+    "=-" * 5_000,
+    "<answer>1e99999999999</answer>",
+    "<answer>NaN</answer>",
+    "<answer>-inf</answer>",
+    "<answer>6\x006</answer>",
+    "<answer>__import__('os').abort()</answer>",
+    "<answer>٦</answer>",
+    "<answer>👩‍👩‍👧‍👦</answer>" * 50,
+    "6/0 = <answer>6/0</answer>",
+    "%s {question} ${oc.env:HOME} \\1",
+    '{"answer": 6}',
+    "1" + "*1" * 4_999 + "=1",
+    "-" * 10_000,
+    "(" * 10_000,
+    "6",
+    "\n" * 10_000,
+]
 
 
 @pytest.mark.parametrize("completion", HOSTILE, ids=range(len(HOSTILE)))
@@ -235,7 +294,7 @@ def test_any_text_has_a_reward_and_a_key(text):
         )  # a list of numbers, in which a minus reads as a sign between two
 
 
-# --- keys of a calculation -----------------------------------------------------------------------------------------
+# --- keys of a calculation
 
 
 @pytest.mark.parametrize(
@@ -283,7 +342,7 @@ def test_other_calculations_have_other_keys():
     assert len({path_key(text) for text in texts}) == len(texts)
 
 
-# --- prompts -------------------------------------------------------------------------------------------------------
+# --- prompts
 
 
 def test_few_shot_goes_through_the_chat_template(shared_data):
@@ -345,7 +404,7 @@ def test_chat_is_not_for_the_tiny_model():
         chat.pretraining(chat.examples("train")[0], random.Random(0))
 
 
-# --- questions -----------------------------------------------------------------------------------------------------
+# --- questions
 
 
 def test_it_is_a_task_and_its_yaml_makes_it(task):
@@ -458,7 +517,7 @@ def test_the_wrong_ways(question, steps):
     assert {name: way(*found[1:]) for name, way in _WRONG.items()} == steps
 
 
-# --- files ---------------------------------------------------------------------------------------------------------
+# --- files
 
 
 def test_real_data(shared_data, caplog):
