@@ -157,8 +157,8 @@ def _check(run: Run, ranks: int, gpus: int, given: dict[str, str]) -> None:
 _MEETING = """\
 # The ranks meet on the first node, at a port that other jobs of that node do not have.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-node=$(scontrol show node --oneliner "$first")
-export MASTER_ADDR=$(grep -o 'NodeAddr=[^ ]*' <<< "$node" | cut -d= -f2)
+export MASTER_ADDR=$(scontrol show node --oneliner "$first" |
+    grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 # Slurm warns all ranks before it takes the nodes away: they finish the step, save, and exit."""
 
