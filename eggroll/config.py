@@ -20,7 +20,7 @@ FITNESS = ("zscore", "prompt_zscore", "centered_rank", "pair_sign")
 
 @dataclass(kw_only=True)
 class NoiseConfig:
-    """Which parameters are perturbed, and how."""
+    """The parameters that are perturbed, and how."""
 
     matrices: str
     vectors: str
@@ -47,7 +47,7 @@ class StopAtConfig:
     drift: float | None
 
     def crossed(self, drift: float) -> str | None:
-        """What to say where the drift is beyond its bound; None where it is within."""
+        """Return what to say where the drift is beyond its bound; None where it is within."""
         if self.drift is None or drift <= self.drift:
             return None
         return (

@@ -50,8 +50,8 @@ class StopAtConfig:
     entropy_below: float | None
 
     def crossed(self, seen: dict[str, float]) -> str | None:
-        """Which bound the numbers of a step are beyond, and what to do about it; None where they
-        are within.
+        """Return the bound that a step's numbers are beyond, and what to do about it; None where
+        they are within.
         """
         if self.kl is not None and seen["kl"] > self.kl:
             return (

@@ -1,4 +1,4 @@
-"""What is printed before the first step."""
+"""Say what a run will do, before the first step."""
 
 from common.budget import describe_length
 from common.distributed import fsdp

@@ -31,7 +31,7 @@ WHY_DEAD = ("all_wrong", "all_right", "cut_off", "all_equal")
 
 @dataclass
 class Group:
-    """What all ranks know of one prompt and its G completions: numbers, no tokens.
+    """The numbers of one prompt and its G completions that all ranks know; no tokens.
 
     Attributes:
         rank, place: where its tokens are: the rank that sampled it, and its place among those of

@@ -30,7 +30,7 @@ ENVIRONMENT = {
 
 @dataclass(kw_only=True)
 class SelectConfig:
-    """Which completions become training data."""
+    """The rule by which completions become training data."""
 
     accept: float
     keep_per_prompt: int
@@ -138,8 +138,9 @@ class RftConfig:
             )
 
     def part(self) -> tuple[int, int]:
-        """Which shard this run makes, from 1, and of how many. Raises: ConfigError where `shard` is
-        not like 2/8.
+        """Return which shard this run makes, from 1, and of how many.
+
+        Raises: ConfigError where `shard` is not like 2/8.
         """
         if self.shard is None:
             return 1, 1

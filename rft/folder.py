@@ -1,4 +1,4 @@
-"""What lies in the run folder of RFT: paths, what was made with which settings, what a kill left.
+"""The run folder of RFT: its paths, what was made with which settings, what a kill left.
 
 RUN/iteration-K holds samples-*.jsonl, selected.json, selected.jsonl, finetune.json, model/ and
 evaluation.json; iteration-0 is the base model. What is there is not made again.

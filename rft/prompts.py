@@ -1,4 +1,4 @@
-"""Which prompts are trained on, which tell when to stop, and which measure; no prompt is two of
+"""Split prompts: those to train on, those that tell when to stop, those to measure; none is two of
 these.
 """
 

@@ -36,7 +36,10 @@ MANY_CUT = 0.1  # share of samples cut off that is worth a warning
 
 @dataclass
 class Work:
-    """What the stages share. loaded: the iteration whose model `lm` has, 0 = the base."""
+    """The objects that the stages share.
+
+    Attributes: loaded: the iteration whose model `lm` has, 0 = the base.
+    """
 
     lm: LM
     cfg: RftConfig

@@ -196,11 +196,7 @@ def test_the_frame_is_short(path, most):
     "part",
     holds_for(
         PARTS,
-        {
-            "eggroll": "old docstrings",
-            "grpo": "old docstrings",
-            "rft": "old docstrings",
-        },
+        {},
     ),
 )
 def test_docstrings_are_sentences(part):
