@@ -1,7 +1,5 @@
 """The shape that CONTRIBUTING.md and docs/architecture.md promise: who imports whom, how long
 things are, how docstrings begin, and that each setting has a reader.
-
-What does not hold yet is marked; whoever makes it hold removes the mark (strict).
 """
 
 import ast
@@ -20,19 +18,6 @@ PARTS = ("launch.py", "conf", "common", *ALGORITHMS, "benchmarks", "scripts", "e
 LINES, PARAMETERS, SETTINGS = 70, 7, 160
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def not_yet(reason: str) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
-def holds_for(names: tuple[str, ...], missing: dict[str, str]) -> list:
-    """The names as parameters; those of which it does not hold yet are expected to fail."""
-    assert set(missing) <= set(names)
-    return [
-        pytest.param(name, marks=not_yet(missing[name])) if name in missing else name
-        for name in names
-    ]
 
 
 def files(part: str) -> list[Path]:
@@ -97,10 +82,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 @pytest.mark.parametrize(
     "part",
-    holds_for(
-        ("common", *ALGORITHMS, "benchmarks"),
-        {},
-    ),
+    ("common", *ALGORITHMS, "benchmarks"),
 )
 def test_there_is_no_circle_of_imports(part):
     assert circle(imports_of(part)) == []
@@ -136,10 +118,7 @@ def test_no_algorithm_is_named_in_common():
 
 @pytest.mark.parametrize(
     "part",
-    holds_for(
-        PARTS,
-        {},
-    ),
+    PARTS,
 )
 def test_functions_are_of_one_screen(part):
     assert [(name, length(f)) for name, f in functions(part) if length(f) > LINES] == []
@@ -147,10 +126,7 @@ def test_functions_are_of_one_screen(part):
 
 @pytest.mark.parametrize(
     "part",
-    holds_for(
-        PARTS,
-        {},
-    ),
+    PARTS,
 )
 def test_functions_take_few_parameters(part):
     """Without self, or cls. Those marked PLR0913 say in a comment why they take more."""
@@ -168,10 +144,7 @@ def test_functions_take_few_parameters(part):
 
 @pytest.mark.parametrize(
     "algorithm",
-    holds_for(
-        ALGORITHMS,
-        {},
-    ),
+    ALGORITHMS,
 )
 def test_train_is_a_loop_that_one_can_read(algorithm):
     (train,) = [f for name, f in functions(f"{algorithm}/train.py") if name.endswith(" train")]
@@ -194,10 +167,7 @@ def test_the_frame_is_short(path, most):
 
 @pytest.mark.parametrize(
     "part",
-    holds_for(
-        PARTS,
-        {},
-    ),
+    PARTS,
 )
 def test_docstrings_are_sentences(part):
     odd = re.compile(r"(Of|Which|What|Where|How)\b")
