@@ -82,7 +82,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 @pytest.mark.parametrize(
     "part",
-    ("common", *ALGORITHMS, "benchmarks"),
+    ["common", *ALGORITHMS, "benchmarks"],
 )
 def test_there_is_no_circle_of_imports(part):
     assert circle(imports_of(part)) == []
