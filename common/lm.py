@@ -143,13 +143,18 @@ class LM:
 
         Raises: ConfigError where a prompt does not fit the context, unless prompts.too_long=skip.
         """
-        splits = {
-            "train": list(self.task.examples("train")),
-            "test": hold_out(self.task, self.run.evaluate.examples),
-        }
+        splits = {"train": list(self.task.examples("train")), "test": self.candidates()}
         splits, self.longest_prompt = self.fit_prompts(self.task.prompt, splits)
         self.order = ExampleOrder(splits["train"], self.run.seed)
-        self.held_out = splits["test"]
+        self.held_out = splits["test"][: self.run.evaluate.examples]
+
+    def candidates(self) -> list[Example]:
+        """Return the test examples that evaluate.examples are taken of.
+
+        With prompts.too_long=skip these are all: others take the place of those that do not fit.
+        """
+        skip = self.run.prompts.too_long == "skip"
+        return hold_out(self.task, None if skip else self.run.evaluate.examples)
 
     def fit_prompts(
         self, ask: Callable[[Example], Any], splits: dict[str, list[Example]]
@@ -177,14 +182,16 @@ class LM:
         if misfits and (self.run.prompts.too_long == "error" or not all(kept.values())):
             split, first, length = misfits[0]
             room = context - longest
-            advice = (
-                f"Lower it to {room}, shorten the prompts" if room > 0 else "Shorten the prompts"
+            advice = f"Lower it to {room}, shorten" if room > 0 else "Shorten"
+            skip = self.run.prompts.too_long == "skip"
+            other = (
+                " so that some fit" if skip else ", or leave them out with prompts.too_long=skip"
             )
             raise ConfigError(
                 f"{len(misfits)} of {count} prompts do not fit the model's context of {context}"
                 f" tokens with algo.sampling.max_new_tokens={tokens}: the first is {split} example"
-                f" {first} with {length} tokens, the longest has {longest}. {advice}, or leave them"
-                " out with prompts.too_long=skip."
+                f" {first} with {length} tokens, the longest has {longest}. {advice} the"
+                f" prompts{other}."
             )
         if misfits and self.context.main:
             log.warning(
@@ -244,8 +251,7 @@ class LM:
         return fsdp.parameters(self.model)
 
     def fit_rollout(self, state: StateMemory, extra_bytes: float = 0.0) -> float:
-        """Fit the engine's rows to the memory. Returns the bytes of a row, and sets
-        `rollout_bytes`.
+        """Fit the engine's rows to the memory. Returns the bytes of a row.
 
         Args: state: weights and training state; extra_bytes: what else is there, whatever the rows.
         """

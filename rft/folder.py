@@ -223,15 +223,17 @@ class Sizes:
     def __init__(self, folder: RunFolder) -> None:
         self.path, self.writes = folder.written / "sizes.json", folder.context.main
         self.rows: dict[str, int] = read_json(self.path)
+        self.used: dict[str, int] = {}
 
     def lower(self, key: str, rows: int) -> int:
         """Return the fewer of `rows` and what is kept under `key`."""
-        return min(rows, self.rows.get(key, rows))
+        self.used[key] = min(rows, self.rows.get(key, rows))
+        return self.used[key]
 
     def keep(self, key: str, rows: int) -> None:
-        """Remember rows that are fewer than before."""
-        if rows < self.rows.get(key, rows + 1):
-            self.rows[key] = rows
+        """Remember rows that are fewer than what `lower` returned: memory has run out."""
+        if rows < self.used[key]:
+            self.used[key] = self.rows[key] = rows
             if self.writes:
                 write_json(self.path, self.rows)
 

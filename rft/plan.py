@@ -3,8 +3,9 @@
 import os
 
 from common.budget import describe_length
+from common.config.resolvers import from_environment
 from common.distributed import fsdp
-from common.lm import LM, fit
+from common.lm import LM, describe_engine, fit
 from common.model.memory import StateMemory, activation_bytes
 from common.rows import RowLimit
 from common.tasks import task_name
@@ -57,6 +58,7 @@ def plan(lm: LM, prompts: Prompts, limit: RowLimit, peak: float) -> dict[str, st
         f" out{skipped}",
         "overlap": prompts.overlap,
         "model": f"{lm.name}, {size / 1e6:.2f}M parameters",
+        "engine": describe_engine(run, lm.engine),
         "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={run.hardware.name}",
         "numbers": f"{lm.precision.name}{', GradScaler' if lm.precision.scaler else ''}, masters"
         " float32",
@@ -81,7 +83,9 @@ def describe_variables(cfg: RftConfig) -> list[str]:
     found = []
     for name, key in ENVIRONMENT.items():
         if given := os.environ.get(name):
-            counts = key == "batch_size" or given == str(getattr(cfg, key))
+            product = from_environment("A100_BATCH_SIZE*A100_GRAD_ACCUM", cfg.batch_size)
+            now = product if key == "batch_size" else int(given)
+            counts = now == getattr(cfg, key)
             overridden = "" if counts else f" (overridden: {getattr(cfg, key)})"
             found.append(f"{name}={given}{overridden}")
     return found

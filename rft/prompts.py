@@ -8,7 +8,7 @@ from typing import Any
 from common.config import ConfigError
 from common.lm import LM
 from common.tasks import Example, Task
-from common.tasks.order import ExampleOrder, hold_out
+from common.tasks.order import ExampleOrder
 from rft.config import RftConfig
 
 
@@ -58,14 +58,16 @@ def split_prompts(lm: LM) -> Prompts:
         )
     validation = ExampleOrder(train, seed).take(0, count)
     train = without(task, train, validation)
-    held_out = hold_out(task, lm.run.evaluate.examples)
+    held_out, hinted = lm.candidates(), 0
     if cfg.hint_samples:  # longer than the prompts
-        train = lm.fit_prompts(task.hint, {"train": train})[0]["train"]  # type: ignore[attr-defined]
+        kept, hinted = lm.fit_prompts(task.hint, {"train": train})  # type: ignore[attr-defined]
+        train = kept["train"]
     splits = {"train": [*train, *validation], "test": held_out}
     splits, longest = lm.fit_prompts(task.prompt, splits)
-    kept = {example.id for example in splits["train"]}
-    train = [example for example in train if example.id in kept]
-    validation = [example for example in validation if example.id in kept]
+    fitting = {example.id for example in splits["train"]}
+    train = [example for example in train if example.id in fitting]
+    validation = [example for example in validation if example.id in fitting]
+    held_out = splits["test"][: lm.run.evaluate.examples]
     told = (
         f"none of {len(examples):,} training prompts is among the {len(everything):,}"
         " evaluation prompts"
@@ -73,7 +75,7 @@ def split_prompts(lm: LM) -> Prompts:
     if overlap:
         told = f"{overlap} training prompts are evaluation prompts too: left out"
     order = ExampleOrder(train, seed)
-    return Prompts(train, validation, splits["test"], told, order, longest)
+    return Prompts(train, validation, held_out, told, order, max(longest, hinted))
 
 
 def without(task: Task, examples: list[Example], measured: list[Example]) -> list[Example]:

@@ -38,7 +38,8 @@ MANY_CUT = 0.1  # share of samples cut off that is worth a warning
 class Work:
     """The objects that the stages share.
 
-    Attributes: loaded: the iteration whose model `lm` has, 0 = the base.
+    Attributes: rollout_rows: what fits the memory; loaded: the iteration whose model `lm` has, 0 =
+    the base.
     """
 
     lm: LM
@@ -48,6 +49,7 @@ class Work:
     prompts: Prompts
     train_limit: RowLimit
     sizes: Sizes
+    rollout_rows: int
     loaded: int = 0
 
     def load(self, iteration: int, sampling: bool = True) -> None:
@@ -64,12 +66,16 @@ class Work:
         if not sampling:
             return
         self.lm.open_copy()
-        limit = self.lm.engine.limit
-        limit.rows = self.sizes.lower("rollout_rows", limit.rows)
+        self.lm.engine.limit.rows = self.sizes.lower("rollout_rows", self.rollout_rows)
 
     def stopping(self) -> bool:
         """Return whether a signal has come."""
         return self.journal.session.stopping
+
+    def stop_if_asked(self, iteration: int) -> None:
+        """Stop the run after an evaluation, where a signal has come. Raises: RunStopped."""
+        if self.stopping():
+            raise self.journal.stop(iteration, "evaluate")
 
     def select(self, iteration: int) -> Selection:
         """Select from the samples of this iteration, or of all up to it, by files alone."""
@@ -401,8 +407,6 @@ def evaluate(work: Work, iteration: int) -> dict[str, Any]:
         write_json(work.folder.of(iteration) / "evaluation.json", found)
     _tell(work, found)
     lm.context.barrier()
-    if work.stopping() and work.cfg.stage == "all":
-        raise journal.stop(iteration, "evaluate")
     return found
 
 

@@ -56,6 +56,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
             (stages | {"evaluate": evaluate})[cfg.stage](work, work.folder.under_way())
             return leave(work)
         best, fallen, ended_by = evaluate(work, 0), 0, None
+        work.stop_if_asked(0)
         for iteration in (
             itertools.count(1) if cfg.iterations is None else range(1, cfg.iterations + 1)
         ):
@@ -81,6 +82,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
                 )
                 ended_by = f"algo.patience={cfg.patience}"
                 break
+            if more:  # after the last iteration all is done
+                work.stop_if_asked(iteration)
         if ended_by is None and work.folder.was_cut(iteration):
             ended_by = work.journal.budget().limit
         return finish(work, best["iteration"], ended_by)
@@ -106,7 +109,8 @@ def prepare(session: Session, lm: LM) -> Work:
     if cfg.lora.rank:
         check_lora(lm.model, cfg.lora)
     journal = Journal(session, folder)
-    return Work(lm, cfg, folder, journal, prompts, train_limit, Sizes(folder))
+    sizes, rows = Sizes(folder), lm.engine.limit.rows
+    return Work(lm, cfg, folder, journal, prompts, train_limit, sizes, rows)
 
 
 def leave(work: Work) -> None:

@@ -40,8 +40,11 @@ class ExampleOrder:
         return self.examples[self.shuffled[index]]
 
 
-def hold_out(task: Task, count: int) -> list[Example]:
-    """Return the first `count` test examples. Raises: ConfigError where there are none."""
+def hold_out(task: Task, count: int | None) -> list[Example]:
+    """Return the first `count` test examples, None = all.
+
+    Raises: ConfigError where there are none.
+    """
     found = list(task.examples("test"))[:count]
     if not found:
         raise ConfigError(

@@ -1,6 +1,7 @@
 """RFT that runs out of memory, is killed, and gets a signal."""
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -8,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from common import hardware
+from common.hardware import Device
+from common.sampling.native import Sampler
 from common.signals import EXIT_SIGNAL
 from launch import compose, train
 from rft import finetune
@@ -44,6 +48,26 @@ def command(launch):
         )
 
     return run
+
+
+def test_rows_are_those_that_fit_the_memory(letters, tmp_path, monkeypatch):
+    """As if the machine were small: what the plan says is what is sampled, in every stage."""
+    monkeypatch.setattr(
+        hardware, "find", lambda *_: Device(torch.device("cpu"), "a small CPU", 3e-3, True)
+    )
+    real, rows_used = Sampler._generate, set()
+
+    def generate(self, requests, sampling, rows, watch):
+        rows_used.add(rows)
+        return real(self, requests, sampling, rows, watch)
+
+    monkeypatch.setattr(Sampler, "_generate", generate)
+    letters("algo.iterations=1", folder="small")
+    log = (tmp_path / "small/run.log").read_text()
+    (fitted,) = re.findall(r"algo.rollout_rows=256 does not fit 0 GB; going on with (\d+)", log)
+    assert rows_used == {int(fitted)}
+    assert f"{fitted} rows per forward" in log
+    assert not (tmp_path / "small/sizes.json").exists(), "memory has not run out"
 
 
 def test_memory_that_runs_out_halves_the_rows_for_good(letters, tmp_path, monkeypatch):
