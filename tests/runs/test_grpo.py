@@ -14,8 +14,10 @@ import torch
 
 from common import checkpoint, hardware
 from common.config import ConfigError, ScoringConfig
+from common.lm import LM
 from common.model import logprobs
 from common.optim import Guards
+from common.rows import RowLimit
 from common.sampling.native import Sampler
 from common.signals import RunStopped
 from common.tasks import Example
@@ -452,23 +454,23 @@ def test_out_of_memory_halves_the_rows(tmp_path, in_cache, monkeypatch):
         compose([*SMALL_GRPO, "algo.rollout_rows=6", "algo.train_rows=4"]),
         tmp_path / "smaller",
     )
-    generate, calls = Sampler.generate, []
+    generate, calls = Sampler._generate, []
 
-    def once(self, *args, **kwargs):
-        calls.append(self.rows)
-        if self.rows > 6:
+    def once(self, requests, sampling, rows, watch):
+        calls.append(rows)
+        if rows > 6:
             raise torch.OutOfMemoryError("injected")
-        return generate(self, *args, **kwargs)
+        return generate(self, requests, sampling, rows, watch)
 
-    monkeypatch.setattr(Sampler, "generate", once)
-    monkeypatch.setattr("grpo.train.evaluate", lambda *a, **k: _nothing())
+    monkeypatch.setattr(Sampler, "_generate", once)
+    monkeypatch.setattr(LM, "evaluate", lambda *a, **k: _nothing())
     train(
         compose([*SMALL_GRPO, "algo.rollout_rows=12", "algo.train_rows=4"]),
         tmp_path / "halved",
     )
     assert 12 in calls
     same(weights(tmp_path / "halved"), weights(tmp_path / "smaller"), rtol=1e-3, atol=2e-5)
-    assert hardware.halving(lambda rows: rows, 8, 1) == (8, 8)
+    assert RowLimit("algo.train_rows", 8).run(lambda rows: rows) == 8
 
 
 def test_rows_are_fitted_to_the_memory(tmp_path, in_cache, monkeypatch):
