@@ -57,10 +57,11 @@ class Population:
         repeated = [example for example in examples for _ in range(cfg.samples_per_prompt)]
         rewards = torch.zeros(cfg.members, len(repeated), dtype=torch.float64)
         generated, self.offending = 0, []
+        requests = self.request(examples, step.index)
         mine = self._chunks()[context.rank :: context.world_size]
         for members in fsdp.each(self.lm.model, mine):
             with step.phase("rollout"):
-                made = self.sample(members, examples, draw, sigma, step.index)
+                made = self.sample(members, requests, draw, sigma)
                 texts = [text for part in made for text in part.texts(self.lm.tokenizer)]
                 generated += sum(part.generated for part in made)
             with step.phase("reward"):
@@ -79,22 +80,24 @@ class Population:
         step.used(tokens=generated, samples=rewards.numel())
         return rewards
 
-    def sample(
-        self, members: range, examples: list[Example], draw: int, sigma: float, step: int
-    ) -> list[Completions]:
-        """Sample `members` side by side; in several parts where memory has just run out."""
-        cfg = self.cfg
-        requests = Requests(
+    def request(self, examples: list[Example], step: int) -> Requests:
+        """Ask for what every member is to complete in a step."""
+        return Requests(
             prompts=self.lm.encode(examples),
             ids=[example.id for example in examples],
-            samples=cfg.samples_per_prompt,
+            samples=self.cfg.samples_per_prompt,
             seed=self.lm.run.seed,
             draw=step,
         )
 
+    def sample(
+        self, members: range, requests: Requests, draw: int, sigma: float
+    ) -> list[Completions]:
+        """Sample `members` side by side; in several parts where memory has just run out."""
+
         def attempt(rows: int) -> list[Completions]:
             made = []
-            for part in split(members, cfg, rows):
+            for part in split(members, self.cfg, rows):
                 with self.noise.members(draw, part, sigma):
                     made.append(self.lm.generate(replace(requests, groups=len(part))))
             return made
@@ -104,7 +107,7 @@ class Population:
     def rehearse(self, examples: list[Example]) -> None:
         """Sample the first chunk of a step and throw it away: compilation happens here."""
         with fsdp.forwards(self.lm.model):
-            self.sample(self._chunks()[0], examples, 0, self.cfg.sigma, 0)
+            self.sample(self._chunks()[0], self.request(examples, 0), 0, self.cfg.sigma)
 
     def plan(self) -> dict[str, str]:
         """Say what a step will do, with sizes."""

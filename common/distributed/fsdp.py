@@ -139,13 +139,6 @@ def inference(model: Any) -> Any:
     return torch.no_grad() if of(model) else torch.inference_mode()
 
 
-def floor(model: Any, rows: int, lowest: int) -> int:
-    """Fewest rows to try when memory runs out: a rank that repeats a forward alone would leave the
-    others waiting.
-    """
-    return rows if of(model) else lowest
-
-
 def inside(model: Any, function: Callable[..., T], *args: Any) -> T:
     """`function(model, *args)` as one forward of `model`, with the weights outside its blocks
     gathered meanwhile.
