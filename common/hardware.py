@@ -4,6 +4,7 @@ when memory runs out.
 
 import logging
 import os
+import re
 from dataclasses import dataclass
 
 import torch
@@ -85,12 +86,9 @@ def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
         )
     if found.device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(found.device)
-        built = torch.cuda.get_arch_list()
-        if (
-            built
-            and f"sm_{major}{minor}" not in built
-            and all(int(a[3:].rstrip("a")) > major * 10 + minor for a in built)
-        ):
+        built = torch.cuda.get_arch_list()  # "sm_90a", "sm_100f"; "compute_90" is compiled later
+        numbers = [int(found[1]) for name in built if (found := re.match(r"sm_(\d+)", name))]
+        if numbers and min(numbers) > major * 10 + minor:
             raise ConfigError(
                 f"this torch ({torch.__version__}) has no kernels for {found.name}"
                 f" (sm_{major}{minor}; it has {', '.join(built)}). Install the build for CUDA 12.6,"

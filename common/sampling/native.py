@@ -33,6 +33,7 @@ from common.model.half import Narrow, compiled
 from common.model.masks import additive
 from common.model.memory import head_size
 from common.model.prompts import context_length
+from common.model.transfer import to_device
 from common.rows import RowLimit
 from common.sampling.cuda_graphs import CudaGraphs
 from common.sampling.engine import Completions, Requests, Setup, Watch
@@ -517,20 +518,22 @@ class _Grid:
         """
         device = self.sampler.device
         rows, requests, origins, places = [], [], [], []
+        each: list[list[int]] = [[] for _ in range(self.groups)]
+        for group, slot in free.nonzero().tolist():
+            each[group].append(slot)
         for group, (qs, froms) in enumerate(zip(wanted, source, strict=True)):
-            slots = free[group].nonzero()[:, 0].tolist()
-            for q, origin, slot in zip(qs, froms, slots, strict=False):
+            for q, origin, slot in zip(qs, froms, each[group], strict=False):
                 rows.append(group * self.slots + slot)
                 requests.append(q)
                 origins.append(origin)
                 places.append(group * self.requests + q)
             self.queued[group] += len(qs)
-        at, origin = torch.tensor(rows, device=device), torch.tensor(origins, device=device)
-        lengths = torch.tensor(
-            [len(self.prompts[q // self.samples]) for q in requests], device=device
+        lengths = [len(self.prompts[q // self.samples]) for q in requests]
+        at, origin, lengths, requests, places = to_device(
+            [torch.tensor(found) for found in (rows, origins, lengths, requests, places)], device
         )
-        self.request[at] = torch.tensor(requests, device=device)
-        self.place[at] = torch.tensor(places, device=device)
+        self.request[at] = requests
+        self.place[at] = places
         self.count[at] = 0
         if isinstance(prompt, PromptCache):
             self.cache.place(at, prompt, origin)

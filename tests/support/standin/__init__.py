@@ -53,7 +53,10 @@ class Device:
         self.library = ctypes.CDLL(os.environ[LIBRARY], mode=ctypes.RTLD_GLOBAL)
         for name in ("live", "peak", "total"):
             getattr(self.library, f"standin_{name}").restype = ctypes.c_size_t
-        for name, kinds in (("capacity", [ctypes.c_size_t]), ("fail", [ctypes.c_size_t, ctypes.c_int])):
+        for name, kinds in (
+            ("capacity", [ctypes.c_size_t]),
+            ("fail", [ctypes.c_size_t, ctypes.c_int]),
+        ):
             getattr(self.library, f"standin_{name}").argtypes = kinds
 
     @property
@@ -106,8 +109,11 @@ def _patch(torch: Any, device: Device, capability: tuple[int, int]) -> None:
 
     cuda = torch.cuda
     properties = SimpleNamespace(
-        name="NVIDIA A100-SXM4-80GB", total_memory=device.memory, major=capability[0],
-        minor=capability[1], multi_processor_count=108,
+        name="NVIDIA A100-SXM4-80GB",
+        total_memory=device.memory,
+        major=capability[0],
+        minor=capability[1],
+        multi_processor_count=108,
     )
 
     class Event:
@@ -180,6 +186,15 @@ def _patch(torch: Any, device: Device, capability: tuple[int, int]) -> None:
     }
     for name, value in replaced.items():
         setattr(cuda, name, value)
+    copy_storage = torch.UntypedStorage.clone
+
+    def clone(storage: Any) -> Any:  # copies of modules come here
+        if storage.device.type != "cuda":
+            return copy_storage(storage)
+        held = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return held.clone().untyped_storage()
+
+    torch.UntypedStorage.clone = clone
     cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.amp.grad_scaler.amp_definitely_not_available = lambda: False
     torch.version.cuda = "13.0"

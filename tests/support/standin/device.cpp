@@ -261,8 +261,8 @@ void record_stream(at::Tensor&, c10::Stream) {}
 
 // --- attention: the kernel that CUDA takes where there is a mask
 
-int64_t choose(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool, std::optional<double>, bool) {
-  return static_cast<int64_t>(at::SDPBackend::efficient_attention);
+int64_t choose(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double dropout, bool, std::optional<double>, bool) {
+  return static_cast<int64_t>(dropout > 0 ? at::SDPBackend::math : at::SDPBackend::efficient_attention);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient(

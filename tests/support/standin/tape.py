@@ -66,9 +66,7 @@ class Recording(TorchDispatchMode):
         now: dict[int, torch.Tensor] = {}
 
         def current(tree: Any) -> Any:
-            return tree_map(
-                lambda x: now.get(id(x), x) if isinstance(x, torch.Tensor) else x, tree
-            )
+            return tree_map(lambda x: now.get(id(x), x) if isinstance(x, torch.Tensor) else x, tree)
 
         for func, args, kwargs, out in self.calls:
             again = func(*current(args), **current(kwargs))
