@@ -14,8 +14,8 @@ from common.config import ConfigError
 T = TypeVar("T")
 log = logging.getLogger("clutch")
 
-# The texts of PyTorch's CPU allocator, CUDA (also in a recording), cuBLAS and NCCL; there is a class
-# for the allocator of CUDA alone.
+# The texts of PyTorch's CPU allocator, CUDA (also in a recording), cuBLAS and NCCL. Only CUDA's
+# allocator has a class for it.
 OUT_OF_MEMORY = (
     "can't allocate memory",
     "out of memory",
