@@ -239,8 +239,8 @@ def _token_logprobs(
     states = hidden_states(model, groups)
     out = []
     for values in head_logprobs(model, states, groups.targets, temperature):
-        padded = values.new_zeros(groups.mask.numel()).index_copy(0, groups.slots, values)
-        out.append(padded.view(groups.mask.shape))
+        place = groups.slots // groups.mask.shape[1], groups.slots % groups.mask.shape[1]
+        out.append(values.new_zeros(groups.mask.shape).index_put(place, values))
     return out[0], out[1]
 
 
