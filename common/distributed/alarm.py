@@ -82,7 +82,7 @@ class Alarm:
 
 def _is_of_a_peer(error: BaseException) -> bool:
     """Return whether a collective failed because another rank has gone."""
-    lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    lost = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
     known = isinstance(error, (dist.DistBackendError, dist.DistNetworkError))
     return known or (isinstance(error, RuntimeError) and any(text in str(error) for text in lost))
 
