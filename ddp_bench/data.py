@@ -274,6 +274,7 @@ class Batches:
         self.batch_rows, self.pool, self.seed = batch_rows, batch_rows * bucket_batches, seed
         self.rank, self.world = rank, world
         self.step = 0  # where the next iteration begins; it goes to the end of that epoch
+        self.last: tuple[int, list[list[int]]] = (-1, [])  # the epoch that `at` was asked for
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -290,6 +291,13 @@ class Batches:
         batches = [order[i : i + self.batch_rows] for i in range(0, len(order), self.batch_rows)]
         draw.shuffle(batches)
         return batches
+
+    def at(self, step: int) -> list[int]:
+        """Return the rows of all ranks in the batch of a step."""
+        epoch, position = divmod(step, len(self))
+        if self.last[0] != epoch:
+            self.last = epoch, self.epoch(epoch)
+        return self.last[1][position]
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch, position = divmod(self.step, len(self))

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from common import hardware, precision
@@ -48,7 +49,7 @@ from ddp_bench.link import (
     time_messages,
 )
 from ddp_bench.report.diagnosis import ENOUGH, group_records
-from ddp_bench.report.records import PHASES, quantile, read_table
+from ddp_bench.report.records import PHASES, read_table
 from ddp_bench.report.tables import describe_groups
 from ddp_bench.scaling import (
     Bench,
@@ -309,9 +310,9 @@ def sum_share(repeats: list[dict[str, Any]], overlap: bool, cores: float | None)
         stall = max(0.0, made_in - busy - phases["data"]["p50"])
     return Share(
         phases={name: span["p50"] + stall * (name == "data") for name, span in phases.items()},
-        p50=quantile(slowest, 50) + stall,
-        p90=quantile(slowest, 90) + stall,
-        wait=max(0.0, quantile(slowest, 50) - quantile(means, 50)),
+        p50=float(np.percentile(slowest, 50)) + stall,
+        p90=float(np.percentile(slowest, 90)) + stall,
+        wait=max(0.0, float(np.percentile(slowest, 50)) - float(np.percentile(means, 50))),
         passes=first["passes"],
         ready=first["ready"],
         overlap=overlap,
