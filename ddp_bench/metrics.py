@@ -8,9 +8,8 @@ def confusion(labels: Tensor, predictions: Tensor, classes: int) -> Tensor:
     """Return how many rows of class i (row) were taken for class j (column): int64 [classes,
     classes].
     """
-    return torch.bincount(labels * classes + predictions, minlength=classes**2).view(
-        classes, classes
-    )
+    counts = torch.bincount(labels * classes + predictions, minlength=classes**2)
+    return counts.view(classes, classes)
 
 
 def accuracy(table: Tensor) -> float:

@@ -16,7 +16,8 @@ import numpy as np
 
 from common.config import ConfigError, at_least, choice
 from common.instance import instantiate
-from common.tasks.data import Row, read_csv, read_dataset, read_jsonl
+from common.tasks.data import read_csv, read_dataset, read_jsonl
+from common.tasks.splits import split_rows
 
 log = logging.getLogger("clutch")
 
@@ -230,130 +231,97 @@ class TextFiles:
         test: str | None,
     ) -> None:
         choice("task.on_bad_row", on_bad_row, ("error", "skip"))
-        self.name, self.skip = name, on_bad_row == "skip"
-        self.text_fields, self.label_field = (
-            [field.strip() for field in text_field.split(",")],
-            label_field,
-        )
-        self.first_label = first_label
-        sources = {"train": ("task.train", train), "test": ("task.test", test)}
-        given = [f"{key}={file}" for key, file in sources.values() if file is not None]
+        self.name, self.path, self.skip = name, path, on_bad_row == "skip"
+        self.text_fields = [field.strip() for field in text_field.split(",")]
+        self.label_field = label_field
+        files = {"train": train, "test": test}
+        given = [f"task.{split}={file}" for split, file in files.items() if file is not None]
         if path is not None:
             if given:
                 raise ConfigError(
                     f"{given[0]} has no effect with task.path={path}. Give one or the other."
                 )
-            sources = {split: ("task.path", _find_file(path, split)) for split in SPLITS}
-        elif len(given) < len(sources):
+            files = {split: _find_file(path, split) for split in SPLITS}
+        elif len(given) < len(files):
             raise ConfigError(
                 f"task={name} has no data of its own. Give a folder with train.jsonl and test.jsonl"
                 " (or .csv, or either with .gz) or an id for the datasets library,"
                 " task.path=FOLDER; or two files, task.train=FILE task.test=FILE."
             )
-        found = {
-            split: self._read(file, path, split, key) for split, (key, file) in sources.items()
-        }
-        self.classes = (
-            list(classes) if classes else _sorted({label for _, _, label in found["train"]})
-        )
+        read = {split: self._read(split, file) for split, file in files.items()}
+        self.classes = list(classes or _sorted({label for _, _, label in read["train"]}))
         if len(self.classes) < 2:
             raise ConfigError(
                 f"the training rows of task={name} have {len(self.classes)} class. Give at least 2."
             )
-        splits = {split: self._number_labels(rows, split) for split, rows in found.items()}
-        tested = {row.value for row in splits["test"]}
-        kept = [row for row in splits["train"] if row.value not in tested]
-        if dropped := len(splits["train"]) - len(kept):
+        # Numbers count where the classes have names of their own.
+        known = {str(i + first_label): i for i in range(len(self.classes))}
+        known |= {name: i for i, name in enumerate(self.classes)}
+        rows = {split: self._number_labels(split, found, known) for split, found in read.items()}
+        kept, tested, dropped = split_rows(
+            path, rows["train"], rows["test"], 0, key=lambda row: row.value
+        )
+        if dropped:
             log.warning(
                 "%d training rows are left out: their texts stand in the test rows", dropped
             )
-        if len(kept) < 2:
-            raise ConfigError(
-                f"task={name} has {len(kept)} training rows whose text is not in the test rows."
-                " Give more."
-            )
-        self._splits = {"train": kept, "test": splits["test"]}
+        self._splits = {"train": kept, "test": tested}
 
     def rows(self, split: str) -> Sequence[Labelled]:
         """Return the rows of a split."""
         return self._splits[split]
 
-    def _read(
-        self, file: str | None, path: str | None, split: str, key: str
-    ) -> list[tuple[str, str, str]]:
-        """Return (place, text, label) of each good row."""
-        bad: list[str] | None = [] if self.skip else None
+    def _read(self, split: str, file: str | None) -> list[tuple[str, str, str]]:
+        """Return (place, text, label) of each good row. file: None = task.path is a dataset."""
+        key = f"task.{split}" if self.path is None else "task.path"
+        bad: list[str] = []
         if file is None:
-            assert path is not None
-            rows = read_dataset(path, None, split, key)
+            rows = read_dataset(str(self.path), None, split, key)
         else:
-            rows = (read_csv if file.removesuffix(".gz").endswith(".csv") else read_jsonl)(
-                file, key, bad
-            )
+            reader = read_csv if file.removesuffix(".gz").endswith(".csv") else read_jsonl
+            rows = reader(file, key, bad if self.skip else None)
         found = []
         for row in rows:
             try:
                 texts = [row.text(name, "task.text_field").strip() for name in self.text_fields]
-                found.append((row.where, " ".join(texts), self._label(row)))
+                label = row.text(self.label_field, "task.label_field", numbers=True).strip()
+                found.append((row.where, " ".join(texts), label))
             except ConfigError as error:
-                if bad is None:
-                    raise
-                bad.append(str(error))
-        self._warn_of(split, bad)
-        if not found:
-            raise ConfigError(
-                f"{key}={file or path!r} has no row that is good. The first error:"
-                f" {(bad or ['none'])[0]}"
-            )
+                self._reject(str(error), bad)
+        self._warn_of(split, bad, len(found))
         return found
 
-    def _label(self, row: Row) -> str:
-        key, value = f"task.label_field={self.label_field!r}", row.fields.get(self.label_field)
-        if value is None or (isinstance(value, str) and not value.strip()):
-            there = ", ".join(row.fields)
-            raise ConfigError(
-                f"{key} is missing in {row.where}. Fill it in, or name another field. Fields there:"
-                f" {there}."
-            )
-        if not isinstance(value, (str, int)) or isinstance(value, bool):
-            raise ConfigError(
-                f"{key} is no label in {row.where}: {value!r:.60}. Give a name or a whole number."
-            )
-        return str(value).strip()
-
-    def _number_labels(self, rows: list[tuple[str, str, str]], split: str) -> list[Labelled]:
-        """Return the rows whose label is known. Numbers count from first_label where the classes
-        have names of their own.
-        """
-        known = {name: i for i, name in enumerate(self.classes)}
-        for i in range(len(self.classes)):
-            known.setdefault(str(i + self.first_label), i)
+    def _number_labels(
+        self, split: str, rows: list[tuple[str, str, str]], known: dict[str, int]
+    ) -> list[Labelled]:
+        """Return the rows whose label is known."""
         bad: list[str] = []
-        found = []
-        for where, text, label in rows:
-            if label in known:
-                found.append(Labelled(text, known[label]))
-                continue
-            error = (
-                f"{where} has the label {label!r}, which is not a class. Classes:"
-                f" {', '.join(self.classes)}."
-            )
-            if not self.skip:
-                raise ConfigError(
-                    f"{error} Correct the row, set task.classes, or leave it out with"
-                    " task.on_bad_row=skip."
+        for where, _, label in rows:
+            if label not in known:
+                self._reject(
+                    f"{where} has the label {label!r}, which is not a class. Classes:"
+                    f" {', '.join(self.classes)}. Correct the row, set task.classes, or leave it"
+                    " out with task.on_bad_row=skip.",
+                    bad,
                 )
-            bad.append(error)
-        self._warn_of(split, bad)
-        if not found:
-            raise ConfigError(f"no row of the {split} split has a known label. {bad[0]}")
+        found = [Labelled(text, known[label]) for _, text, label in rows if label in known]
+        self._warn_of(split, bad, len(found))
         return found
 
-    def _warn_of(self, split: str, bad: list[str] | None) -> None:
-        if bad:
-            log.warning(
-                "%d bad rows of the %s split are skipped. The first: %s", len(bad), split, bad[0]
+    def _reject(self, error: str, bad: list[str]) -> None:
+        if not self.skip:
+            raise ConfigError(error)
+        bad.append(error)
+
+    def _warn_of(self, split: str, bad: list[str], good: int) -> None:
+        first = (bad or ["none"])[0]
+        if not good:
+            raise ConfigError(
+                f"the {split} split has no row that is good. The first error: {first}"
             )
+        if bad:
+            text = "%d bad rows of the %s split are skipped. The first: %s"
+            log.warning(text, len(bad), split, first)
 
 
 def _find_file(path: str, split: str) -> str | None:
@@ -362,38 +330,27 @@ def _find_file(path: str, split: str) -> str | None:
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        if (
-            folder.is_absolute()
-            or folder.exists()
-            or path.startswith((".", "~"))
-            or path.count("/") > 1
-        ):
+        if folder.exists() or path.startswith((".", "~", "/")) or path.count("/") > 1:
             raise ConfigError(
                 f"task.path={path!r} is no folder; tried {folder.absolute()}. Give one with"
                 " train.jsonl and test.jsonl, or an id for the datasets library."
             )
         return None
-    found = [
-        folder / f"{split}{suffix}"
-        for suffix in SUFFIXES
-        if (folder / f"{split}{suffix}").is_file()
-    ]
+    names = [f"{split}{suffix}" for suffix in SUFFIXES]
+    found = [name for name in names if (folder / name).is_file()]
     if len(found) != 1:
-        there = ", ".join(file.name for file in found) or "none of " + ", ".join(
-            f"{split}{s}" for s in SUFFIXES
-        )
+        there = ", ".join(found) or f"none of {', '.join(names)}"
         raise ConfigError(
             f"task.path={path!r} must hold exactly one file with the {split} rows; there is"
             f" {there}."
         )
-    return str(found[0])
+    return str(folder / found[0])
 
 
 def _sorted(labels: set[str]) -> list[str]:
     """Return labels in order: numbers by value, then names by letter."""
-    return sorted(
-        labels, key=lambda label: (not label.isdigit(), int(label) if label.isdigit() else 0, label)
-    )
+    numbers = sorted((label for label in labels if label.isdigit()), key=int)
+    return numbers + sorted(label for label in labels if not label.isdigit())
 
 
 def majority(rows: Sequence[Labelled]) -> int:

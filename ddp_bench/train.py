@@ -42,11 +42,10 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
         session.start(subject, subject.plan())
         if state["waited"] == cfg.patience:
             session.end(f"algo.patience={cfg.patience}")
-        feed, order = subject.loader.from_step(state["step"]), []
+        feed = subject.loader.from_step(state["step"])
         for step in session.steps():
             epoch, position = divmod(step.index, len(batches))
-            order = order if order and position else batches.epoch(epoch)
-            rows, clock = order[position], Clock(subject.device)
+            rows, clock = batches.at(step.index), Clock(subject.device)
             with step.phase("data"):
                 batch = next(feed)
             numbers = stepper.step(batch, len(rows), step.index, total, clock)
