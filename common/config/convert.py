@@ -94,16 +94,19 @@ def _make(schema: type[T], values: dict[str, Any], prefix: str) -> T:
         _check_known(schema, name, prefix)
         key, inner = _join(prefix, name), nested_schema(schema, name)
         made[name] = _make(inner, value, key) if inner and isinstance(value, dict) else value
-        within = (
-            {f"{key}.{part}": one for part, one in value.items()}
-            if isinstance(value, dict)
-            else {key: value}
-        )
         for check, *bounds in declared(schema)[name]:
-            for full_key, one in within.items():
-                if one is not None:
-                    check(full_key, one, *bounds)
+            for full_key, one in _single(key, value):
+                check(full_key, one, *bounds)
     return schema(**made)
+
+
+def _single(key: str, value: Any) -> list[tuple[str, Any]]:
+    """Return the values to check: those of a list or a dict, none for null."""
+    if isinstance(value, dict):
+        return [(f"{key}.{name}", one) for name, one in value.items()]
+    return [
+        (key, one) for one in (value if isinstance(value, list) else [value]) if one is not None
+    ]
 
 
 def _check_known(schema: type, key: str, prefix: str) -> None:

@@ -56,12 +56,9 @@ HOSTILE = [
 
 
 def make(**changed: Any) -> Countdown:
-    node = {
-        key: value
-        for key, value in (SETTINGS | changed).items()
-        if key not in ("_target_", "pretrain_steps")
-    }
-    return Countdown(**node)
+    task = build(SETTINGS | changed)
+    assert isinstance(task, Countdown)
+    return task
 
 
 def error(call: Any, *args: Any, **kwargs: Any) -> str:
@@ -409,7 +406,7 @@ def test_a_file_is_split_without_leaks(tmp_path):
             {"numbers": [1, 2], "target": 3, "solution": "1*2"},
             (
                 "task.solution_field='solution' in {file} line 3 is no solution for 3 from [1, 2]: "
-                "its numbers are [1, 2] and its value is 2. Mend or remove the row."
+                "it is 2 of [1, 2]. Mend or remove the row."
             ),
         ),
         (
@@ -438,10 +435,10 @@ def test_a_broken_row_is_named_by_file_and_line(tmp_path, row, text):
             {"solution_field": "a"},
             "task.solution_field='a' has no effect without task.path. Give task.path too.",
         ),
-        ({"share_right": 2}, "task.share_right=2 is out of range. Give a share from 0 to 1."),
+        ({"share_right": 2}, "task.share_right=2.0 is out of range. Give a share from 0 to 1."),
         (
             {"template": "{target}"},
-            "task.template='{target}' does not hold {numbers}. Add it, as in",
+            "task.template='{target}' does not hold {numbers}. Add it.",
         ),
         (
             {"weights": {"rigth": 1}},
@@ -449,7 +446,7 @@ def test_a_broken_row_is_named_by_file_and_line(tmp_path, row, text):
         ),
         (
             {"weights": {"right": 0}},
-            "task.weights are all 0. Give at least one component a weight above 0.",
+            "task.weights are all 0. Give one component a weight above 0.",
         ),
         ({"numbers": 11}, "task.numbers=11 is too large. Give a value of at most 10."),
         ({"numbers": 1}, "task.numbers=1 is too small. Give a value of at least 2."),
@@ -458,7 +455,7 @@ def test_a_broken_row_is_named_by_file_and_line(tmp_path, row, text):
             (
                 "task.problems and task.test_problems ask for 8500 problems, but only 16 different"
                 " ones were found with task.numbers=2, task.largest_number=3 and"
-                " task.largest_target=99. Ask for fewer, or raise one of these."
+                " task.largest_target=99. Ask for fewer, or raise these."
             ),
         ),
     ],
