@@ -108,10 +108,9 @@ def shipped(file: str) -> dict[str, Any]:
 
 
 def no_effect(file: str, key: str, value: Any, why: str) -> None:
-    """Raise ConfigError where a setting that has no effect is not what conf/ has.
+    """Raise ConfigError where a setting without effect is not what conf/ has. why: and what to do.
 
-    Args: file: in conf/, such as algo/NAME.yaml; key: there, such as kl.clamp; why: with what it
-    has none, and what to do.
+    Args: file: in conf/, such as algo/NAME.yaml; key: there, such as kl.clamp.
     """
     default = functools.reduce(dict.__getitem__, key.split("."), shipped(file))
     if value != default:

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from common.config import ConfigError, ScoringConfig
 from common.tasks import Example, Task, Teaches, build
 from common.tasks.countdown import Countdown, expression, solve
-from common.tasks.safe_arithmetic import DEEPEST, DIGITS, LONGEST, evaluate
+from common.tasks.safe_arithmetic import DIGITS, LONGEST, evaluate
 from common.tasks.scoring import Scorer, score
 from tests.support import ROOT
 
@@ -53,6 +53,8 @@ HOSTILE = [
     "👩‍👩‍👧‍👦" * 50,
     "%s {target} ${oc.env:HOME} \\1",
 ]
+
+LETTERS = f"not whole numbers of up to {DIGITS} digits with + - * / ( )"
 
 
 def make(**changed: Any) -> Countdown:
@@ -145,23 +147,15 @@ def test_any_text_has_a_value_or_a_reason(text):
     [
         ("1" * 10**6, f"longer than {LONGEST} characters"),
         ("(" * 10**6, f"longer than {LONGEST} characters"),
-        (f"{'(' * 30}1{')' * 30}", f"nested deeper than {DEEPEST}"),
-        (f"{'-' * 30}1", f"nested deeper than {DEEPEST}"),
-        ("9**9**9", "a power (**)"),
-        ("9^9^9", "a power (^)"),
-        ("7//2", "a whole-number division (//)"),
+        *(
+            (text, "no expression")
+            for text in ("9**9**9", "7//2", "()", "1+", "1 2", "(1", "1)", "1(2)")
+        ),
         ("7/(3-3)", "a division by zero"),
-        ("1" * (DIGITS + 1), f"a number with more than {DIGITS} digits"),
-        ("1.5+1", "a decimal number"),
-        ("1e5", "the character 'e'"),
-        ("", "empty"),
-        ("()", "')' where a number should stand"),
-        ("1+", "it ends where a number should stand"),
-        ("1 2", "'2' where an operator should stand"),
-        ("(1", "a parenthesis that is not closed"),
-        ("1)", "')' where an operator should stand"),
-        ("1\0", "the character '\\x00'"),
-        ("١", "the character '١'"),
+        *(
+            (text, LETTERS)
+            for text in ("9^9^9", "1" * (DIGITS + 1), "1.5+1", "1e5", "", "1\0", "١")
+        ),
     ],
 )
 def test_what_is_refused(text, problem):
@@ -170,7 +164,9 @@ def test_what_is_refused(text, problem):
 
 
 def test_the_limits_themselves_are_allowed():
-    assert evaluate(f"{'(' * DEEPEST}1{')' * DEEPEST}").value == 1
+    assert evaluate(f"{'(' * 99}1{')' * 99}").value == 1
+    assert evaluate(f"{'-' * 199}1").value == -1
+    assert evaluate("007+0").numbers == (7, 0)
     assert evaluate("9" * DIGITS).value == 10**DIGITS - 1
     assert evaluate(f"1{'+1' * 99}{' ' * (LONGEST - 199)}").value == 100
     assert evaluate("7×3 − 12÷5").value == Fraction(93, 5)
@@ -413,7 +409,7 @@ def test_a_file_is_split_without_leaks(tmp_path):
             {"numbers": [1, 2], "target": 3, "solution": "exit()"},
             (
                 "task.solution_field='solution' in {file} line 3 is no solution for 3 from [1, 2]:"
-                " the character 'e'. Mend or remove the row."
+                f" {LETTERS}. Mend or remove the row."
             ),
         ),
     ],
