@@ -11,6 +11,7 @@ Imports no torch: that happens in the worker, so `--help` and `--cfg job` answer
 import os
 import shlex
 import sys
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -45,17 +46,17 @@ ALGORITHMS: dict[str, type] = {
     "scaling": load("ddp_bench.config:ScalingConfig"),
     "predict": load("ddp_bench.config:PredictConfig"),
 }
+_store = cache(ConfigStore.instance().store)  # which copies each schema
 
 
 def register() -> None:
     """Tell Hydra the schemas and resolvers; safe to call again."""
-    store = ConfigStore.instance()
-    store.store(name="run_schema", node=Run)
+    _store(name="run_schema", node=Run)
     # A preset once had sizes of each algorithm.
     now = "algo.rollout_rows and algo.train_rows (conf/experiment has the documents' sizes)"
     HardwareConfig.RENAMED |= dict.fromkeys(ALGORITHMS, now)
     for name, schema in ALGORITHMS.items():
-        store.store(group="schema/algo", name=name, node=schema)
+        _store(group="schema/algo", name=name, node=schema)
     resolvers.register()
 
 

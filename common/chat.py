@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import yaml
 
-from common.config import ConfigError, ModelConfig, SamplingConfig
+from common.config import ConfigError, ModelConfig, SamplingConfig, build
 from common.model.load import load_model
 from common.model.prompts import encode_prompts, stop_ids
 from common.precision import native_bf16
@@ -158,9 +158,8 @@ def answer_all(given: argparse.Namespace) -> None:
     path, shown = model_of(given.model)
     if given.plain and given.system:
         raise ConfigError("--system has no effect with --plain. Leave out one of them.")
-    sampling = SamplingConfig(
-        max_new_tokens=given.max_new_tokens, temperature=given.temperature, top_p=1.0, top_k=0
-    )
+    values = {"max_new_tokens": given.max_new_tokens, "temperature": given.temperature}
+    sampling = build(SamplingConfig, values | {"top_p": 1.0, "top_k": 0}, "sampling")
     if given.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: there is no CUDA device. Use --device cpu.")
     device = torch.device("cuda" if given.device != "cpu" and torch.cuda.is_available() else "cpu")

@@ -1,39 +1,38 @@
 """Names, types and checks of conf/algo/{classify,scaling,predict}.yaml."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from common.config import (
     ConfigError,
+    Count,
+    Natural,
+    Nonnegative,
     OptimizerConfig,
+    Positive,
     Run,
     ScheduleConfig,
-    above,
     at_least,
+    below,
     choice,
     no_effect,
 )
+
+Part = Annotated[Nonnegative, (below, 1)]  # a share, but not all
 
 
 @dataclass(kw_only=True)
 class EncoderConfig:
     """Sizes of the transformer encoder."""
 
-    size: int
-    heads: int
-    layers: int
-    feedforward: int
-    dropout: float
-    max_tokens: int
+    size: Count
+    heads: Count
+    layers: Count
+    feedforward: Count
+    dropout: Part
+    max_tokens: Count
 
     def __post_init__(self) -> None:
-        for key in ("size", "heads", "layers", "feedforward", "max_tokens"):
-            at_least(f"algo.model.{key}", getattr(self, key), 1)
-        at_least("algo.model.dropout", self.dropout, 0)
-        if self.dropout >= 1:
-            raise ConfigError(
-                f"algo.model.dropout={self.dropout} is out of range. Give a value below 1."
-            )
         if self.size % self.heads:
             raise ConfigError(
                 f"algo.model.size={self.size} is not a multiple of algo.model.heads={self.heads}."
@@ -44,29 +43,18 @@ class EncoderConfig:
 class TokenizerConfig:
     """The tokenizer that is trained on the training rows."""
 
-    kind: str
-    vocabulary: int
+    kind: Annotated[str, (choice, ("bpe", "wordpiece"))]
+    vocabulary: Annotated[int, (at_least, 300)]
     lowercase: bool
-
-    def __post_init__(self) -> None:
-        choice("algo.tokenizer.kind", self.kind, ("bpe", "wordpiece"))
-        at_least("algo.tokenizer.vocabulary", self.vocabulary, 300)
 
 
 @dataclass(kw_only=True)
 class LoaderConfig:
     """The worker processes that make batches."""
 
-    workers: int | None
-    prefetch: int | None
-    bucket_batches: int
-
-    def __post_init__(self) -> None:
-        if self.workers is not None:
-            at_least("algo.loader.workers", self.workers, 0)
-        if self.prefetch is not None:
-            at_least("algo.loader.prefetch", self.prefetch, 1)
-        at_least("algo.loader.bucket_batches", self.bucket_batches, 1)
+    workers: Natural | None
+    prefetch: Count | None
+    bucket_batches: Count
 
 
 @dataclass(kw_only=True)
@@ -75,21 +63,15 @@ class WrapperConfig:
 
     static_graph: bool
     gradient_as_bucket_view: bool
-    bucket_cap_mb: float
-    hook: str
-    powersgd_rank: int
-    powersgd_start: int
+    bucket_cap_mb: Positive
+    hook: Annotated[str, (choice, ("none", "fp16", "bf16", "powersgd"))]
+    powersgd_rank: Count
+    powersgd_start: Annotated[int, (at_least, 2)]
 
     def __post_init__(self) -> None:
-        above("algo.ddp.bucket_cap_mb", self.bucket_cap_mb, 0)
-        choice("algo.ddp.hook", self.hook, ("none", "fp16", "bf16", "powersgd"))
-        at_least("algo.ddp.powersgd_rank", self.powersgd_rank, 1)
-        at_least("algo.ddp.powersgd_start", self.powersgd_start, 2)
         if self.hook != "powersgd":
+            other = f"with algo.ddp.hook={self.hook}. Add algo.ddp.hook=powersgd, or leave it out."
             for key in ("powersgd_rank", "powersgd_start"):
-                other = (
-                    f"with algo.ddp.hook={self.hook}. Add algo.ddp.hook=powersgd, or leave it out."
-                )
                 no_effect("algo/classify.yaml", f"algo.ddp.{key}", getattr(self, key), other)
 
 
@@ -133,42 +115,28 @@ class ClassifyConfig:
     }
 
     name: str
-    epochs: int
-    batch_size: int
-    train_rows: int | None
-    validation_share: float
-    patience: int | None
-    lr: float
+    epochs: Count
+    batch_size: Count
+    train_rows: Count | None
+    validation_share: Part
+    patience: Count | None
+    lr: Positive
     lr_schedule: ScheduleConfig
-    warmup: float
+    warmup: Part
     optimizer: OptimizerConfig
-    grad_clip: float
-    label_smoothing: float
+    grad_clip: Positive
+    label_smoothing: Part
     model: EncoderConfig
     tokenizer: TokenizerConfig
     loader: LoaderConfig
     ddp: WrapperConfig
 
     def __post_init__(self) -> None:
-        for key in ("epochs", "batch_size", "train_rows"):
-            if getattr(self, key) is not None:
-                at_least(f"algo.{key}", getattr(self, key), 1)
-        for key in ("lr", "grad_clip"):
-            above(f"algo.{key}", getattr(self, key), 0)
-        for key in ("validation_share", "warmup", "label_smoothing"):
-            at_least(f"algo.{key}", getattr(self, key), 0)
-            if getattr(self, key) >= 1:
-                raise ConfigError(
-                    f"algo.{key}={getattr(self, key)} is a share. Give a value below 1."
-                )
-        if self.patience is not None:
-            at_least("algo.patience", self.patience, 1)
-            if not self.validation_share:
-                raise ConfigError(
-                    f"algo.patience={self.patience} has no effect with algo.validation_share=0:"
-                    " there is nothing to tell by when to stop. Set a share, for example 0.1, or"
-                    " algo.patience=null."
-                )
+        if self.patience is not None and not self.validation_share:
+            raise ConfigError(
+                f"algo.patience={self.patience} has no effect with algo.validation_share=0. Set a"
+                " share, for example 0.1, or algo.patience=null."
+            )
 
     def check_run(self, run: Run) -> None:
         """Raise ConfigError for a switch that has no effect with these settings."""
@@ -191,16 +159,13 @@ class ScalingConfig(ClassifyConfig):
     )
 
     ranks: list[int]
-    mode: str
-    steps: int
-    warmup_steps: int
-    repeats: int
+    mode: Annotated[str, (choice, ("strong", "weak", "both"))]
+    steps: Count
+    warmup_steps: Natural
+    repeats: Count
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choice("algo.mode", self.mode, ("strong", "weak", "both"))
-        for key, minimum in (("steps", 1), ("warmup_steps", 0), ("repeats", 1)):
-            at_least(f"algo.{key}", getattr(self, key), minimum)
         self.check_ranks()
 
     def check_ranks(self) -> None:
@@ -223,7 +188,7 @@ class PredictConfig(ScalingConfig):
 
     STARTS_RANKS: ClassVar[str] = "ddp_bench.predict:predict"
 
-    times: dict[int, float]
+    times: dict[int, Positive]
 
     def check_ranks(self) -> None:
         """Raise ConfigError unless the numbers of ranks begin above 1 and grow, and the times are
@@ -234,8 +199,7 @@ class PredictConfig(ScalingConfig):
                 f"algo.ranks={self.ranks} must be numbers of ranks from 2 on, and grow; one rank is"
                 " always told. Use for example algo.ranks=[2,4,8]."
             )
-        for ranks, milliseconds in self.times.items():
-            above(f"algo.times.{ranks}", milliseconds, 0)
+        for ranks in self.times:
             if ranks not in (1, *self.ranks):
                 raise ConfigError(
                     f"algo.times names {ranks} ranks, and algo.ranks={self.ranks} does not. Add it"

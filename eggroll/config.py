@@ -1,20 +1,22 @@
 """Names, types and checks of conf/algo/eggroll.yaml."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from common.config import (
     ConfigError,
+    Count,
+    Nonnegative,
     OptimizerConfig,
+    Positive,
     Run,
     SamplingConfig,
     ScheduleConfig,
-    above,
     at_least,
     choice,
 )
 
-POLICIES = ("lowrank", "full", "frozen")
+Policy = Annotated[str, (choice, ("lowrank", "full", "frozen"))]
 FITNESS = ("zscore", "prompt_zscore", "centered_rank", "pair_sign")
 
 
@@ -22,21 +24,16 @@ FITNESS = ("zscore", "prompt_zscore", "centered_rank", "pair_sign")
 class NoiseConfig:
     """The parameters that are perturbed, and how."""
 
-    matrices: str
-    vectors: str
-    embeddings: str
-    head: str
-    patterns: dict[str, str]
+    matrices: Policy
+    vectors: Policy
+    embeddings: Policy
+    head: Policy
+    patterns: dict[str, Policy]
 
     def __post_init__(self) -> None:
-        for key in ("matrices", "vectors", "embeddings", "head"):
-            choice(f"algo.noise.{key}", getattr(self, key), POLICIES)
-        for pattern, policy in self.patterns.items():
-            choice(f"algo.noise.patterns[{pattern!r}]", policy, POLICIES)
         if self.vectors == "lowrank":
             raise ConfigError(
-                "algo.noise.vectors=lowrank is not possible: a vector has no rank. Use full or"
-                " frozen."
+                "algo.noise.vectors=lowrank is not possible: a vector has no rank. Use full."
             )
 
 
@@ -44,7 +41,7 @@ class NoiseConfig:
 class StopAtConfig:
     """Guards; null = off."""
 
-    drift: float | None
+    drift: Positive | None
 
     def crossed(self, drift: float) -> str | None:
         """Return what to say where the drift is beyond its bound; None where it is within."""
@@ -54,10 +51,6 @@ class StopAtConfig:
             f"drift {drift:.3g} is above algo.stop_at.drift={self.drift:g}. Lower algo.lr or raise"
             " algo.weight_decay."
         )
-
-    def __post_init__(self) -> None:
-        if self.drift is not None:
-            above("algo.stop_at.drift", self.drift, 0)
 
 
 @dataclass(kw_only=True)
@@ -76,37 +69,28 @@ class EggrollConfig:
     RENAMED: ClassVar = {"rows_per_forward": "algo.rollout_rows"}
 
     name: str
-    steps: int | None
-    members: int
-    prompts_per_step: int
-    samples_per_prompt: int
+    steps: Count | None
+    members: Annotated[int, (at_least, 2)]
+    prompts_per_step: Count
+    samples_per_prompt: Count
     rollout_rows: int | None
-    rank: int
-    sigma: float
-    lr: float
+    rank: Count
+    sigma: Positive
+    lr: Positive
     mirrored: bool
-    noise_reuse: int
-    fitness: str
+    noise_reuse: Count
+    fitness: Annotated[str, (choice, FITNESS)]
     noise: NoiseConfig
     optimizer: OptimizerConfig
     lr_schedule: ScheduleConfig
     sigma_schedule: ScheduleConfig
-    weight_decay: float
+    weight_decay: Nonnegative
     stop_at: StopAtConfig
     sampling: SamplingConfig
 
     def __post_init__(self) -> None:
-        if self.steps is not None:
-            at_least("algo.steps", self.steps, 1)
-        at_least("algo.members", self.members, 2)
-        for key in ("prompts_per_step", "samples_per_prompt", "rank", "noise_reuse"):
-            at_least(f"algo.{key}", getattr(self, key), 1)
         if self.rollout_rows is not None:
             at_least("algo.rollout_rows", self.rollout_rows, self.pair)
-        above("algo.sigma", self.sigma, 0)
-        above("algo.lr", self.lr, 0)
-        at_least("algo.weight_decay", self.weight_decay, 0)
-        choice("algo.fitness", self.fitness, FITNESS)
         if self.mirrored and self.members % 2:
             raise ConfigError(
                 f"algo.members={self.members} is odd, and algo.mirrored=true needs pairs. "
@@ -114,8 +98,7 @@ class EggrollConfig:
             )
         if self.fitness == "pair_sign" and not self.mirrored:
             raise ConfigError(
-                "algo.fitness=pair_sign compares mirrored pairs. Set algo.mirrored=true, or use"
-                " zscore."
+                "algo.fitness=pair_sign compares pairs. Set algo.mirrored=true, or use zscore."
             )
         if self.samples_per_prompt > 1 and self.sampling.temperature == 0:
             raise ConfigError(

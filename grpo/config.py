@@ -2,16 +2,21 @@
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from common.config import (
     ConfigError,
+    Count,
+    Natural,
+    Nonnegative,
     OptimizerConfig,
+    Positive,
     Run,
     SamplingConfig,
     ScheduleConfig,
     above,
     at_least,
+    below,
     choice,
     no_effect,
 )
@@ -24,16 +29,12 @@ ADVANTAGES = ("group", "batch", "none")
 class KlConfig:
     """The pull towards the reference model."""
 
-    beta: float
-    estimator: str
-    where: str
-    clamp: float
+    beta: Nonnegative
+    estimator: Annotated[str, (choice, ("k1", "k2", "k3"))]
+    where: Annotated[str, (choice, ("loss", "reward"))]
+    clamp: Positive
 
     def __post_init__(self) -> None:
-        at_least("algo.kl.beta", self.beta, 0)
-        choice("algo.kl.estimator", self.estimator, ("k1", "k2", "k3"))
-        choice("algo.kl.where", self.where, ("loss", "reward"))
-        above("algo.kl.clamp", self.clamp, 0)
         if self.beta and self.estimator == "k1" and self.where == "loss":
             raise ConfigError(
                 "algo.kl.estimator=k1 has no effect with algo.kl.where=loss: its gradient is zero"
@@ -45,9 +46,9 @@ class KlConfig:
 class StopAtConfig:
     """Guards; null = off."""
 
-    kl: float | None
-    ratio_kl: float | None
-    entropy_below: float | None
+    kl: Positive | None
+    ratio_kl: Positive | None
+    entropy_below: Positive | None
 
     def crossed(self, seen: dict[str, float]) -> str | None:
         """Return the bound that a step's numbers are beyond, and what to do about it; None where
@@ -71,11 +72,6 @@ class StopAtConfig:
             )
         return None
 
-    def __post_init__(self) -> None:
-        for key in ("kl", "ratio_kl", "entropy_below"):
-            if getattr(self, key) is not None:
-                above(f"algo.stop_at.{key}", getattr(self, key), 0)
-
 
 @dataclass(kw_only=True)
 class GrpoConfig:
@@ -97,51 +93,33 @@ class GrpoConfig:
     }
 
     name: str
-    steps: int | None
-    prompts_per_step: int
-    samples_per_prompt: int
-    num_iterations: int
-    rollout_rows: int | None
-    train_rows: int | None
-    loss: str
-    advantage: str
-    epsilon_low: float
-    epsilon_high: float
-    dual_clip: float | None
+    steps: Count | None
+    prompts_per_step: Count
+    samples_per_prompt: Annotated[int, (at_least, 2)]
+    num_iterations: Count
+    rollout_rows: Count | None
+    train_rows: Count | None
+    loss: Annotated[str, (choice, LOSSES)]
+    advantage: Annotated[str, (choice, ADVANTAGES)]
+    epsilon_low: Annotated[Positive, (below, 1)]
+    epsilon_high: Positive
+    dual_clip: Annotated[float, (above, 1)] | None
     delta: float | None
-    cispo_max: float
+    cispo_max: Positive
     kl: KlConfig
     entropy_bonus: float
-    resample_rounds: int
+    resample_rounds: Natural
     mask_truncated: bool
-    overlong_buffer: int
-    lr: float
+    overlong_buffer: Natural
+    lr: Positive
     lr_schedule: ScheduleConfig
-    warmup_steps: int
+    warmup_steps: Natural
     optimizer: OptimizerConfig
-    grad_clip: float
+    grad_clip: Positive
     stop_at: StopAtConfig
     sampling: SamplingConfig
 
     def __post_init__(self) -> None:
-        if self.steps is not None:
-            at_least("algo.steps", self.steps, 1)
-        for key in ("prompts_per_step", "num_iterations", "rollout_rows", "train_rows"):
-            if getattr(self, key) is not None:
-                at_least(f"algo.{key}", getattr(self, key), 1)
-        at_least("algo.samples_per_prompt", self.samples_per_prompt, 2)
-        for key in ("resample_rounds", "overlong_buffer", "warmup_steps"):
-            at_least(f"algo.{key}", getattr(self, key), 0)
-        choice("algo.loss", self.loss, LOSSES)
-        choice("algo.advantage", self.advantage, ADVANTAGES)
-        for key in ("epsilon_low", "epsilon_high", "lr", "grad_clip", "cispo_max"):
-            above(f"algo.{key}", getattr(self, key), 0)
-        if self.epsilon_low >= 1:
-            raise ConfigError(
-                f"algo.epsilon_low={self.epsilon_low} is out of range. Give a value below 1."
-            )
-        if self.dual_clip is not None:
-            above("algo.dual_clip", self.dual_clip, 1)
         if self.delta is not None:
             above("algo.delta", self.delta, 1 + self.epsilon_high)
         if self.loss == "cispo" and (self.dual_clip is not None or self.delta is not None):

@@ -3,19 +3,24 @@
 import math
 import re
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from common.config import (
     ConfigError,
+    Count,
     LoraConfig,
+    Natural,
+    Nonnegative,
     OptimizerConfig,
+    Positive,
     Run,
     SamplingConfig,
     ScheduleConfig,
-    above,
-    at_least,
+    Share,
+    below,
     choice,
     no_effect,
+    share,
 )
 
 STAGES = ("generate", "select", "finetune", "evaluate")
@@ -32,22 +37,11 @@ ENVIRONMENT = {
 class SelectConfig:
     """The rule by which completions become training data."""
 
-    accept: float
-    keep_per_prompt: int
-    min_distance: float
+    accept: Annotated[Positive, (share,)]
+    keep_per_prompt: Count
+    min_distance: Share
     drop_all_right: bool
-    buffer: str
-
-    def __post_init__(self) -> None:
-        at_least("algo.select.keep_per_prompt", self.keep_per_prompt, 1)
-        above("algo.select.accept", self.accept, 0)
-        at_least("algo.select.min_distance", self.min_distance, 0)
-        for key in ("accept", "min_distance"):
-            if getattr(self, key) > 1:
-                raise ConfigError(
-                    f"algo.select.{key}={getattr(self, key)} is out of range. Give a value up to 1."
-                )
-        choice("algo.select.buffer", self.buffer, ("all", "last"))
+    buffer: Annotated[str, (choice, ("all", "last"))]
 
     def accepts(self, reward: float, finished: bool) -> bool:
         """Whether a completion is right; one that was cut off never is. The slack is that of a
@@ -70,51 +64,35 @@ class RftConfig:
     }
 
     name: str
-    stage: str
+    stage: Annotated[str, (choice, ("all", *STAGES))]
     shard: str | None
-    iterations: int | None
-    prompts: int | None
-    validation_prompts: int
-    samples_per_prompt: int
-    second_round_samples: int
-    hint_samples: int
-    prompts_per_batch: int
-    chunk_size: int
-    rollout_rows: int | None
+    iterations: Count | None
+    prompts: Count | None
+    validation_prompts: Natural
+    samples_per_prompt: Count
+    second_round_samples: Natural
+    hint_samples: Natural
+    prompts_per_batch: Count
+    chunk_size: Count
+    rollout_rows: Count | None
     sampling: SamplingConfig
     select: SelectConfig
-    start_from: str
-    epochs: int
-    batch_size: int
-    train_rows: int | None
+    start_from: Annotated[str, (choice, ("base", "last"))]
+    epochs: Count
+    batch_size: Count
+    train_rows: Count | None
     packing: bool
-    pack_tokens: int
-    lr: float
+    pack_tokens: Count
+    lr: Positive
     lr_schedule: ScheduleConfig
-    warmup: float
+    warmup: Annotated[Nonnegative, (below, 1)]
     optimizer: OptimizerConfig
-    grad_clip: float
+    grad_clip: Positive
     lora: LoraConfig
-    pass_samples: int
-    patience: int
+    pass_samples: Natural
+    patience: Count
 
     def __post_init__(self) -> None:
-        choice("algo.stage", self.stage, ("all", *STAGES))
-        counts = ("samples_per_prompt", "prompts_per_batch", "chunk_size", "epochs", "batch_size")
-        optional = ("iterations", "prompts", "rollout_rows", "train_rows")
-        for key in (*counts, *optional, "pack_tokens", "patience"):
-            if getattr(self, key) is not None:
-                at_least(f"algo.{key}", getattr(self, key), 1)
-        also_none = ("second_round_samples", "hint_samples", "validation_prompts", "pass_samples")
-        for key in (*also_none, "warmup"):
-            at_least(f"algo.{key}", getattr(self, key), 0)
-        for key in ("lr", "grad_clip"):
-            above(f"algo.{key}", getattr(self, key), 0)
-        if self.warmup >= 1:
-            raise ConfigError(
-                f"algo.warmup={self.warmup} is a share of the steps. Give a value below 1."
-            )
-        choice("algo.start_from", self.start_from, ("base", "last"))
         if self.sampling.temperature == 0:
             raise ConfigError(
                 "algo.sampling.temperature=0 makes all samples of a prompt equal, so there is"

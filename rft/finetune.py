@@ -6,13 +6,12 @@ to each other, and their positions go on from the prompt. A row holds one tree, 
 several, none of which sees another; either way every token's loss equals that of a row of its own.
 """
 
-import logging
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from common.timer import Timer
 from rft.config import RftConfig
 from rft.made_with import check_same
 
-log = logging.getLogger("clutch")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,8 @@ def lay(rows: Sequence[Sequence[Tree]], device: torch.device) -> Layout:
                 positions[row, where] = torch.arange(len(tokens)) + (length if branch else 0)
                 trees[row, where], branches[row, where] = number, branch
                 if branch:
-                    source += [
-                        row * width + last,
-                        *range(row * width + column, row * width + where.stop - 1),
-                    ]
+                    base = row * width
+                    source += [base + last, *range(base + column, base + where.stop - 1)]
                     targets += tokens
                 column = where.stop
     trees, branches = trees.to(device), branches.to(device)
@@ -109,9 +106,7 @@ def lay(rows: Sequence[Sequence[Tree]], device: torch.device) -> Layout:
 
 
 def token_losses(forward: Any, model: Any, layout: Layout, dtype: torch.dtype) -> Tensor:
-    """-log p of each token that carries loss, float32 [N]. forward: the model without its head,
-    perhaps compiled.
-    """
+    """Return -log p of each token that carries loss, float32 [N]. forward: the model's body."""
 
     def losses(model: Any) -> Tensor:
         states = forward(
@@ -120,9 +115,8 @@ def token_losses(forward: Any, model: Any, layout: Layout, dtype: torch.dtype) -
             position_ids=layout.positions,
             use_cache=False,
         ).last_hidden_state
-        logp, _ = logprobs.head_logprobs(
-            model, states.flatten(0, 1)[layout.source], layout.targets, 1.0
-        )
+        predicting = states.flatten(0, 1)[layout.source]
+        logp, _ = logprobs.head_logprobs(model, predicting, layout.targets, 1.0)
         return -logp
 
     with torch.autocast(layout.ids.device.type, dtype, enabled=dtype != torch.float32):
@@ -130,41 +124,42 @@ def token_losses(forward: Any, model: Any, layout: Layout, dtype: torch.dtype) -
 
 
 def steps(trees: Sequence[Tree], completions: int, epoch: int, seed: int) -> list[list[Tree]]:
-    """The trees of an epoch in random order, cut into optimizer steps of about `completions`
-    completions each.
-    """
+    """Cut the trees of an epoch, in random order, into steps of about `completions` each."""
     order = list(trees)
     random.Random(f"finetune {seed} {epoch}").shuffle(order)
-    found: list[list[Tree]] = []
-    held = completions
-    for tree in order:
-        if held >= completions:
-            found.append([])
+    return _grouped(order, completions, lambda tree: len(tree.completions))
+
+
+def _grouped(items: Sequence[T], most: int, size: Callable[[T], int]) -> list[list[T]]:
+    """Return runs of items, each ended by the one that brings its size to `most`."""
+    groups: list[list[T]] = []
+    held = most
+    for item in items:
+        if held >= most:
+            groups.append([])
             held = 0
-        found[-1].append(tree)
-        held += len(tree.completions)
-    return found
+        groups[-1].append(item)
+        held += size(item)
+    return groups
 
 
 def micro_batches(
     trees: Sequence[Tree], completions: int, pack_tokens: int | None
 ) -> list[list[list[Tree]]]:
-    """Forwards of about `completions` completions: lists of rows, which are lists of trees.
+    """Return forwards of about `completions` completions: lists of rows, which are lists of trees.
 
     pack_tokens: None = one tree per row, those of like length together; else rows of up to so many
     tokens, filled best-fit (a longer tree has a row of its own).
     """
-    # Where memory is so short that a tree does not fit, its completions share their prompt in
-    # smaller parts.
+    # Where a tree does not fit the memory, its completions share their prompt in smaller parts.
     parts = [
         Tree(tree.prompt, tree.completions[start : start + completions])
         for tree in trees
         for start in range(0, len(tree.completions), completions)
     ]
-    ordered = sorted(parts, key=lambda tree: tree.tokens, reverse=True)
     rows: list[list[Tree]] = []
     room: list[int] = []
-    for tree in ordered:
+    for tree in sorted(parts, key=lambda tree: tree.tokens, reverse=True):
         fitting = [i for i, left in enumerate(room) if left >= tree.tokens] if pack_tokens else []
         if fitting:
             best = min(fitting, key=room.__getitem__)
@@ -173,25 +168,14 @@ def micro_batches(
         else:
             rows.append([tree])
             room.append((pack_tokens or 0) - tree.tokens)
-    batches: list[list[list[Tree]]] = []
-    held = completions
-    for row in rows:
-        if held >= completions:
-            batches.append([])
-            held = 0
-        batches[-1].append(row)
-        held += sum(len(tree.completions) for tree in row)
-    return batches
+    return _grouped(rows, completions, lambda row: sum(len(tree.completions) for tree in row))
 
 
 class Finetuner:
     """One fine-tuning: the weights, their optimizer and the steps still to do.
 
-    Args:
-        lm: its model is plain, float32, and trained in place (with LoRA, `finish` merges the
-            adapters into it).
-        folder: where checkpoints and adapter go.
-        seed: of the order, and of the adapters' first values.
+    Args: lm: its model is plain, float32, and trained in place; folder: where checkpoints and
+    adapter go; seed: of the order, and of the adapters' first values.
     """
 
     def __init__(
@@ -221,9 +205,7 @@ class Finetuner:
         self.done = 0
 
     def resume(self, record: dict[str, Any]) -> None:
-        """Take over the newest checkpoint, if there is one. Raises: ConfigError where it was made
-        with something other than `record`.
-        """
+        """Take over the newest checkpoint, if there is one; it must be made with `record`."""
         saved = latest(self.folder / "checkpoints")
         if saved is not None:
             check_same(saved.path, saved.state["made_with"], record)
@@ -249,9 +231,7 @@ class Finetuner:
             yield flat[step]
 
     def step(self, trees: Sequence[Tree], timer: Timer) -> dict[str, float]:
-        """Make one optimizer step: the mean loss over all completion tokens of `trees`, whatever
-        the forwards. Returns what goes into the log.
-        """
+        """Make one optimizer step on the mean loss of all completion tokens; return the numbers."""
         cfg, context, device, step = self.cfg, self.context, self.lm.device, self.done
         tokens = sum(tree.targets for tree in trees)
         shares = [trees[rank :: context.world_size] for rank in range(context.world_size)]
@@ -284,29 +264,23 @@ class Finetuner:
             factor = min(1.0, (step + 1) / warm) * cfg.lr_schedule.factor(step, self.total)
             numbers = self.updater.step(cfg.lr * factor, loss)
         self.done = step + 1
-        return numbers | {
-            "trained_tokens": tokens,
-            "epoch": self.done / self.total * cfg.epochs,
-        }
+        return numbers | {"trained_tokens": tokens, "epoch": self.done / self.total * cfg.epochs}
 
     @torch.no_grad()
     def offending(self, trees: Sequence[Tree]) -> list[Tree]:
-        """Return those of this rank's share of `trees` whose loss is not finite; all of them where
-        only their gradient is not.
-        """
+        """Return those of this rank's `trees` whose loss is not finite; all if none is so."""
         device, dtype, model = self.lm.device, self.lm.precision.compute, self.model
-        mine = trees[self.context.rank :: self.context.world_size]
+        mine = list(trees[self.context.rank :: self.context.world_size])
+
+        def finite(tree: Tree) -> bool:
+            losses = token_losses(model.base_model, model, lay([[tree]], device), dtype)
+            return bool(torch.isfinite(losses).all())
+
         with fsdp.forwards(model):
-            alone = [
-                token_losses(model.base_model, model, lay([[tree]], device), dtype) for tree in mine
-            ]
-        pairs = zip(mine, alone, strict=True)
-        return [tree for tree, loss in pairs if not torch.isfinite(loss).all()] or list(mine)
+            return [tree for tree in mine if not finite(tree)] or mine
 
     def finish(self) -> Any:
-        """Return the plain model after training. With LoRA the adapter is written to FOLDER/adapter
-        and merged.
-        """
+        """Return the plain model; with LoRA the adapter is written to FOLDER/adapter and merged."""
         if self.lora is None:
             return self.model
         if self.context.main:

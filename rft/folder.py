@@ -26,10 +26,8 @@ log = logging.getLogger("clutch")
 
 
 class RunFolder:
-    """The run folder; every rank reads, rank 0 writes.
-
-    Attributes: written: where this run's log goes. Shards run side by side in one folder, so each
-    has its own.
+    """The run folder; every rank reads, rank 0 writes. written: where this run's log goes: shards
+    run side by side in one folder, so each has its own.
     """
 
     def __init__(self, run: Run, context: Context) -> None:
@@ -48,9 +46,7 @@ class RunFolder:
     # --- what is done
 
     def finished(self, iteration: int) -> bool:
-        """Return whether an iteration has its model. Raises: ConfigError where it was made with
-        other settings.
-        """
+        """Return whether an iteration has its model, which must be made with these settings."""
         folder = self.of(iteration)
         if not (folder / "model").is_dir():
             return False
@@ -77,12 +73,8 @@ class RunFolder:
         return bool(shard_counts(self.of(iteration)))
 
     def under_way(self) -> int:
-        """Return the iteration that the stage asked for belongs to: the first without a model, or
-        for evaluate the last with one.
-        """
-        done = 0
-        while self.finished(done + 1):
-            done += 1
+        """Return the first iteration without a model, or for stage evaluate the last with one."""
+        done = next(done for done in itertools.count() if not self.finished(done + 1))
         return done if self.cfg.stage == "evaluate" else done + 1
 
     def steps_made(self, iteration: int) -> int:
@@ -132,10 +124,9 @@ class RunFolder:
 
     def reopen(self) -> None:
         """Take up an iteration that a smaller budget had cut short, as if it had not been cut."""
-        numbers = [
-            int(path.name.removeprefix("iteration-")) for path in self.root.glob("iteration-*")
-        ]
-        last, found = max(numbers, default=0), events(self.written / "metrics.jsonl")
+        folders = self.root.glob("iteration-*")
+        last = max((int(path.name.removeprefix("iteration-")) for path in folders), default=0)
+        found = events(self.written / "metrics.jsonl")
         tokens = max((event.get("generated_tokens", 0) for event in found), default=0)
         seconds = sum(event.get("seconds", 0.0) for event in found)
         if not last or not self.was_cut(last) or self.run.budget.nearest(tokens, seconds)[0] >= 1:
@@ -144,15 +135,9 @@ class RunFolder:
         log.info("iteration %d goes on: the budget that cut it short is no longer spent", last)
         for name in ("model", "adapter", "checkpoints"):
             shutil.rmtree(folder / name, ignore_errors=True)
-        made = (
-            "finetune.json",
-            "evaluation.json",
-            "selected.json",
-            "selected.jsonl",
-            "budget.json",
-        )
-        for name in made:
-            (folder / name).unlink(missing_ok=True)
+        for stem in ("finetune.json", "evaluation.json", "selected.json*", "budget.json"):
+            for path in folder.glob(stem):
+                path.unlink()
 
     def logged_events(self) -> list[dict[str, Any]]:
         """Return the events of an interrupted run, without those that will come again."""

@@ -37,16 +37,8 @@ EMPTY_CACHE_EVERY = 10
 Record = dict[str, Any]
 # What later stages read of a record.
 FIELDS = {
-    "prompt",
-    "sample",
-    "round",
-    "completion",
-    "parsed",
-    "finished",
-    "accepted",
-    "path",
-    "entropy",
-    "tokens",
+    *("prompt", "sample", "round", "completion", "parsed", "finished", "accepted", "path"),
+    *("entropy", "tokens"),
 }
 
 
@@ -60,17 +52,15 @@ class Chunk:
     count: int
 
     def keys(self) -> list[tuple[int, int]]:
-        """(prompt id, sample id) of each of its samples, in order."""
-        return [
-            (e.id, s) for e in self.examples for s in range(self.first, self.first + self.count)
-        ]
+        """Return (prompt id, sample id) of each of its samples, in order."""
+        samples = range(self.first, self.first + self.count)
+        return [(example.id, sample) for example in self.examples for sample in samples]
 
 
 def missing(
     examples: Sequence[Example], held: dict[tuple[int, int], Record], settings: RftConfig
 ) -> list[Chunk]:
-    """Chunks of the first unfinished round that are not wholly in `held`; empty when all rounds are
-    done.
+    """Return the chunks of the first unfinished round that are not wholly in `held`.
 
     The later rounds are for the prompts that have no accepted sample by then.
     """
@@ -81,12 +71,8 @@ def missing(
         "hint": settings.hint_samples,
     }
     for name, count in rounds.items():
-        todo = [
-            chunk
-            for chunk in _chunks(name, unsolved, first, count, settings)
-            if not all(key in held for key in chunk.keys())  # noqa: SIM118 (not a dict)
-        ]
-        if todo:
+        chunks = _chunks(name, unsolved, first, count, settings)
+        if todo := [chunk for chunk in chunks if not held.keys() >= set(chunk.keys())]:
             return todo
         first += count
         unsolved = [e for e in unsolved if not any(held[e.id, s]["accepted"] for s in range(first))]
@@ -144,7 +130,8 @@ class Store:
 
     def drop(self, chunks: Sequence[Chunk]) -> None:
         """Forget what there is of `chunks`, which are to be made again."""
-        stale = [key for chunk in chunks for key in chunk.keys() if key in self.held]  # noqa: SIM118 (not a dict)
+        wanted = {key for chunk in chunks for key in chunk.keys()}  # noqa: SIM118 (not a dict)
+        stale = wanted & self.held.keys()
         for key in stale:
             del self.held[key]
         if stale and self.writes:
@@ -164,7 +151,6 @@ class Store:
                 file.write("".join(_line(record) for record in records))
 
     def _rewrite(self) -> None:
-        """The header and what is held, beside the file and then in its place."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_text(self.path, _line(self.header) + "".join(_line(r) for r in self.held.values()))
 
@@ -174,12 +160,12 @@ def _line(value: dict[str, Any]) -> str:
 
 
 def shard_path(folder: Path, index: int, of: int) -> Path:
-    """The samples of shard `index` (from 1) of `of`."""
+    """Return the file of the samples of shard `index` (from 1) of `of`."""
     return folder / f"samples-{index}-of-{of}.jsonl"
 
 
 def shard_counts(folder: Path) -> set[int]:
-    """In how many shards there are samples; several numbers where that was changed."""
+    """Return in how many shards there are samples; several numbers where that was changed."""
     return {int(path.stem.rsplit("-", 1)[1]) for path in folder.glob("samples-*-of-*.jsonl")}
 
 
@@ -190,10 +176,9 @@ def merged(
     settings: RftConfig,
     whole: bool = True,
 ) -> list[Record]:
-    """The samples of all shards of an iteration, by prompt and sample.
+    """Return the samples of all shards of an iteration, by prompt and sample.
 
-    Raises: ConfigError where a shard is missing or, if they are to be `whole`, not done, or was
-    made with other settings.
+    Raises: ConfigError for a shard that is missing, made otherwise, or not done, if it must be.
     """
     counts = shard_counts(folder)
     if not counts:
@@ -230,36 +215,27 @@ class _Made:
 
 @dataclass(frozen=True)
 class Wave:
-    """The samples of a chunk per rank.
+    """The samples of a chunk per rank."""
 
-    Attributes: records: of all ranks; offending: this rank's samples whose rewards or logits are
-    not finite, None where no rank has any; sampling: seconds of sampling; started: when it began
-    (of perf_counter); timer: seconds by phase.
-    """
-
-    records: list[Record]
-    offending: list[dict[str, Any]] | None
-    sampling: float
-    started: float
+    records: list[Record]  # of all ranks
+    offending: list[dict[str, Any]] | None  # this rank's, not finite; None where no rank has any
+    sampling: float  # seconds
+    started: float  # of perf_counter
     timer: Timer
 
 
 class Generator:
-    """Fills a store. Each rank samples a chunk at a time; rank 0 writes; all of them hold all
-    samples.
-    """
+    """Fills a store. Each rank samples a chunk at a time; all of them hold all samples."""
 
     def __init__(self, lm: LM, store: Store, iteration: int) -> None:
         self.lm, self.store, self.iteration = lm, store, iteration
         self.cfg: RftConfig = lm.run.algo
 
     def waves(self, todo: Sequence[Chunk], enough: Callable[[], bool]) -> Iterator[Wave]:
-        """Make `todo`, a chunk per rank at a time. Yields on every rank after each wave of chunks,
-        whose samples are to be added to the store.
+        """Make `todo`, a chunk per rank at a time; yield each wave, to be added to the store.
 
-        The rewards of a wave are computed, in a pool of workers, while the next one is sampled.
-        Args: enough: asked after each wave; True ends the sampling after the wave that is under
-        way.
+        The rewards of a wave are computed while the next one is sampled. Once `enough`, the
+        sampling ends after the wave that is under way.
         """
         context, size, lm = self.lm.context, self.lm.context.world_size, self.lm
         self.store.drop(todo)
@@ -311,9 +287,7 @@ class Generator:
             return _Made(chunk, made, texts, lm.scorer.submit(repeated, texts), seconds)
 
     def _records(self, made: _Made) -> tuple[list[Record], list[dict[str, Any]]]:
-        """Return the samples, and those whose reward or logits are not finite, which count as
-        wrong.
-        """
+        """Return the samples, and those that are not finite, which count as wrong."""
         task, rewards, completions = self.lm.task, made.pending.result().rewards, made.completions
         assert completions.logprobs is not None
         lengths = completions.lengths.tolist()

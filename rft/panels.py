@@ -1,8 +1,14 @@
 """The curves of a run of RFT: its report and its W&B dashboard show them."""
 
+from functools import partial
+
 from common.report.panels import PERCENT, Panel
 
 ALGORITHM = "rft"
+
+# Over the events that have the measure.
+_Ordered = partial(Panel, x="order", zero=True)
+_Stack = partial(Panel, x="order", kind="stack")
 
 PANELS = (
     Panel(
@@ -12,14 +18,12 @@ PANELS = (
         {"metrics/*": "", "evaluate/validation": "validation"},
         x="iteration",
     ),
-    Panel(
+    _Ordered(
         "accepted",
         "Sampling",
         "%",
         {"generate/accepted": "samples right", "generate/solved": "prompts solved so far"},
-        x="order",
         scale=PERCENT,
-        zero=True,
     ),
     Panel(
         "by_prompt",
@@ -30,70 +34,28 @@ PANELS = (
         kind="bars",
     ),
     Panel("reward", "Reward of training samples", "reward", {"generate/reward": "mean"}, x="order"),
-    Panel(
-        "loss",
-        "Fine-tuning",
-        "loss a token (nats)",
-        {"finetune/loss": "loss"},
-        x="order",
-        zero=True,
-    ),
-    Panel(
-        "gradient",
-        "Gradient norm",
-        "norm before clipping",
-        {"finetune/grad_norm": "norm"},
-        x="order",
-        zero=True,
-    ),
-    Panel(
-        "lr",
-        "Learning rate",
-        "learning rate",
-        {"finetune/lr": "lr"},
-        x="order",
-        zero=True,
-        exact=True,
-    ),
-    Panel(
-        "entropy",
-        "Entropy of samples",
-        "nats a token",
-        {"generate/entropy": "samples"},
-        x="order",
-        zero=True,
-    ),
-    Panel(
+    _Ordered("loss", "Fine-tuning", "loss a token (nats)", {"finetune/loss": "loss"}),
+    _Ordered("gradient", "Gradient norm", "norm before clipping", {"finetune/grad_norm": "norm"}),
+    _Ordered("lr", "Learning rate", "learning rate", {"finetune/lr": "lr"}, exact=True),
+    _Ordered("entropy", "Entropy of samples", "nats a token", {"generate/entropy": "samples"}),
+    _Ordered(
         "throughput",
         "Throughput of sampling",
         "tokens/s",
         {"generate/tokens_per_second": "generated"},
-        x="order",
-        zero=True,
     ),
-    Panel(
+    _Ordered(
         "throughput_training",
         "Throughput of fine-tuning",
         "tokens/s",
         {"finetune/tokens_per_second": "trained"},
-        x="order",
-        zero=True,
     ),
-    Panel(
-        "phases",
-        "Where the time of a chunk goes",
-        "seconds",
-        {"generate/phase_seconds/*": ""},
-        x="order",
-        kind="stack",
-    ),
-    Panel(
+    _Stack("phases", "Where the time of a chunk goes", "seconds", {"generate/phase_seconds/*": ""}),
+    _Stack(
         "phases_training",
         "Where the time of a fine-tuning step goes",
         "seconds",
         {"finetune/phase_seconds/*": ""},
-        x="order",
-        kind="stack",
     ),
     Panel(
         "memory",

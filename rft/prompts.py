@@ -14,9 +14,7 @@ from rft.config import RftConfig
 
 @dataclass(frozen=True)
 class Prompts:
-    """overlap: a sentence on what training and evaluation prompts had in common. longest: in
-    tokens.
-    """
+    """overlap: a sentence on what training and evaluation prompts share. longest: in tokens."""
 
     train: list[Example]
     validation: list[Example]
@@ -26,9 +24,7 @@ class Prompts:
     longest: int
 
     def of(self, iteration: int, count: int | None) -> list[Example]:
-        """The `count` training prompts (None = all) of a 1-based iteration, in the order in which
-        they are sampled.
-        """
+        """Return the `count` training prompts (None = all) of a 1-based iteration, in order."""
         count = min(count or len(self.train), len(self.train))
         return list({e.id: e for e in self.order.take((iteration - 1) * count, count)}.values())
 
@@ -44,7 +40,7 @@ def split_prompts(lm: LM) -> Prompts:
     everything, examples = list(task.examples("test")), list(task.examples("train"))
     train = without(task, examples, everything)
     # A task that reads both files may have left some out itself.
-    overlap = len(examples) - len(train) + getattr(task, "overlap", 0)
+    overlap = len(examples) - len(train) + getattr(task, "dropped", 0)
     if not train:
         raise ConfigError(
             f"all {len(examples)} training prompts are evaluation prompts too, so none is left to"
@@ -79,9 +75,7 @@ def split_prompts(lm: LM) -> Prompts:
 
 
 def without(task: Task, examples: list[Example], measured: list[Example]) -> list[Example]:
-    """`examples` whose prompt is none of `measured`. Spaces do not count, letter case does: 1 Mb is
-    not 1 mb.
-    """
+    """Return `examples` whose prompt is none of `measured`. Spaces do not count, case does."""
     taken = {_words(task.prompt(example)) for example in measured}
     return [example for example in examples if _words(task.prompt(example)) not in taken]
 

@@ -20,9 +20,7 @@ QUARTERS = (25, 50, 75)
 
 @dataclass
 class Selection:
-    """kept: by prompt id, in order of the ids. stats: what the log and
-    RUN/iteration-K/selected.json say.
-    """
+    """kept: by prompt id, in order of the ids. stats: as in RUN/iteration-K/selected.json."""
 
     kept: dict[int, list[Record]]
     stats: dict[str, Any]
@@ -31,8 +29,7 @@ class Selection:
 def select(
     records: Sequence[Record], settings: SelectConfig, can_answer: bool = False
 ) -> Selection:
-    """Choose training data among the samples of one or more iterations. A function of its arguments
-    alone.
+    """Choose training data among the samples of one or more iterations.
 
     can_answer: the task has `answer`, so that a record's "parsed" says whether there was one.
     """
@@ -57,28 +54,25 @@ def select(
         paths += len(different)
         kept[prompt] = diverse(different, settings.keep_per_prompt, settings.min_distance)
     prompts, samples = len(by_prompt), len(records)
+    all_prompts, all_samples, solved = max(1, prompts), max(1, samples), prompts - all_wrong
     accepted = sum(record["accepted"] for record in records)
+    answered = sum(bool(record["parsed"]) for record in records) / all_samples
     stats = {
         "prompts": prompts,
         "samples": samples,
         "accepted": accepted,
-        "accepted_share": accepted / max(1, samples),
-        # null where the task has no `answer`
-        "answered_share": (
-            sum(bool(record["parsed"]) for record in records) / max(1, samples)
-            if can_answer
-            else None
-        ),
-        "truncated_share": sum(not record["finished"] for record in records) / max(1, samples),
-        "solved_share": (prompts - all_wrong) / max(1, prompts),
-        "all_right_share": all_right / max(1, prompts),
-        "all_wrong_share": all_wrong / max(1, prompts),
+        "accepted_share": accepted / all_samples,
+        "answered_share": answered if can_answer else None,
+        "truncated_share": sum(not record["finished"] for record in records) / all_samples,
+        "solved_share": solved / all_prompts,
+        "all_right_share": all_right / all_prompts,
+        "all_wrong_share": all_wrong / all_prompts,
         "dropped_all_right": dropped,
-        "paths_per_solved_prompt": paths / max(1, prompts - all_wrong - dropped),
+        "paths_per_solved_prompt": paths / max(1, solved - dropped),
         "kept": sum(map(len, kept.values())),
         "kept_prompts": len(kept),
         "hinted": sum(record["round"] == "hint" for rows in kept.values() for record in rows),
-        "entropy": sum(record["entropy"] for record in records) / max(1, samples),
+        "entropy": sum(record["entropy"] for record in records) / all_samples,
         "prompts_by_share_right": histogram,
     }
     return Selection(kept, stats)
@@ -92,7 +86,7 @@ def _share(right: int, of: int) -> str:
 
 
 def distinct(right: Sequence[Record]) -> list[Record]:
-    """One sample a reasoning path, those of the most travelled path first."""
+    """Return one sample a reasoning path, those of the most travelled path first."""
     ways: dict[str, list[Record]] = {}
     for record in right:
         ways.setdefault(record["path"] or " ".join(record["completion"].split()), []).append(record)
@@ -100,7 +94,7 @@ def distinct(right: Sequence[Record]) -> list[Record]:
 
 
 def diverse(ways: Sequence[Record], most: int, min_distance: float) -> list[Record]:
-    """At most `most` of `ways`: the first, then always the one that is farthest from those taken.
+    """Return up to `most` of `ways`: the first, then always the farthest from those taken.
 
     min_distance: normalised edit distance (0 = equal, 1 = nothing in common) that a further one
     must have to all of them.

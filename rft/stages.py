@@ -36,11 +36,7 @@ MANY_CUT = 0.1  # share of samples cut off that is worth a warning
 
 @dataclass
 class Work:
-    """The objects that the stages share.
-
-    Attributes: rollout_rows: what fits the memory; loaded: the iteration whose model `lm` has, 0 =
-    the base.
-    """
+    """The objects that the stages share. loaded: the iteration whose model `lm` has."""
 
     lm: LM
     cfg: RftConfig
@@ -53,11 +49,7 @@ class Work:
     loaded: int = 0
 
     def load(self, iteration: int, sampling: bool = True) -> None:
-        """Load the model of an iteration, unless `lm` has it, and open an engine for it.
-
-        Args: sampling: False = no engine, whose half-precision copy would take memory from
-        training.
-        """
+        """Load the model of an iteration, unless `lm` has it, and its engine if `sampling`."""
         self.lm.close_engine()
         if self.loaded != iteration:
             folder = self.folder.of(iteration) / "model" if iteration else None
@@ -122,9 +114,8 @@ def generate(work: Work, iteration: int) -> None:
             path = folder.of(iteration) / "budget.json"
             write_json(path, {"samples": len(store.held), "used": journal.used})
             log.info(
-                "iteration %d: the budget for samples is spent after %d of them",
-                iteration,
-                len(store.held),
+                f"iteration {iteration}: the budget for samples is spent after {len(store.held)} of"
+                " them"
             )
         context.barrier()
 
@@ -179,9 +170,9 @@ def _keep_wave(
 
 
 def choose(work: Work, iteration: int) -> bool:
-    """Choose training data among the samples, and say what was found. Returns whether there is any.
+    """Choose training data among the samples; return whether there is any after a spent budget.
 
-    Raises: ConfigError where there is none, unless a budget ended the sampling.
+    Raises: ConfigError where there is none otherwise.
     """
     if work.folder.finished(iteration):
         return True
@@ -194,7 +185,7 @@ def choose(work: Work, iteration: int) -> bool:
     if work.folder.sampling_cut(iteration):
         if work.lm.context.main:
             log.warning(
-                "iteration %d: none of the samples that the budget allowed was accepted", iteration
+                f"iteration {iteration}: none of the samples that the budget allowed was accepted"
             )
         return False
     answered, cut = selection.stats["answered_share"], selection.stats["truncated_share"]
@@ -218,27 +209,20 @@ def _write_selection(work: Work, selection: Selection, iteration: int) -> None:
     rows = [record for kept in selection.kept.values() for record in kept]
     text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in rows)
     (folder / "selected.jsonl").write_text(text, encoding="utf-8")
+    percent = {key: f"{100 * stats[f'{key}_share']:.0f} %" for key in ("solved", "all_right")}
+    cut = f"{100 * stats['truncated_share']:.0f} %"
     log.info(
-        "iteration %d: %d of %d samples right, %.0f %% of %d prompts solved (%.0f %% always right),"
-        " %.1f ways per solved prompt, %d completions kept; %.0f %% were cut off; entropy %.2f",
-        iteration,
-        stats["accepted"],
-        stats["samples"],
-        100 * stats["solved_share"],
-        stats["prompts"],
-        100 * stats["all_right_share"],
-        stats["paths_per_solved_prompt"],
-        stats["kept"],
-        100 * stats["truncated_share"],
-        stats["entropy"],
+        f"iteration {iteration}: {stats['accepted']} of {stats['samples']} samples right,"
+        f" {percent['solved']} of {stats['prompts']} prompts solved ({percent['all_right']} always"
+        f" right), {stats['paths_per_solved_prompt']:.1f} ways per solved prompt, {stats['kept']}"
+        f" completions kept; {cut} were cut off; entropy {stats['entropy']:.2f}"
     )
     if stats["truncated_share"] > MANY_CUT:
         log.warning(
-            "%.0f %% of the samples were cut off, and those are never accepted. Raise"
-            " algo.sampling.max_new_tokens.",
-            100 * stats["truncated_share"],
+            f"{cut} of the samples were cut off, and those are never accepted. Raise"
+            " algo.sampling.max_new_tokens."
         )
-    log.info("%s", format_histogram(stats["prompts_by_share_right"]))
+    log.info(format_histogram(stats["prompts_by_share_right"]))
 
 
 def format_histogram(prompts: dict[str, int]) -> str:
@@ -296,9 +280,7 @@ def finetune(work: Work, iteration: int) -> None:
 def _make_step(
     work: Work, tuner: Finetuner, trees: list[Tree], ids: dict[Any, Any], iteration: int
 ) -> None:
-    """Make an optimizer step and write its event. Raises: RunStopped for numbers that are not
-    finite.
-    """
+    """Make an optimizer step and write its event. Raises: RunStopped."""
     journal, lm = work.journal, work.lm
     started, timer = time.perf_counter(), Timer()
     numbers = tuner.step(trees, timer)
@@ -337,10 +319,7 @@ def _export(work: Work, tuner: Finetuner, selection: Selection, iteration: int) 
     cut = tuner.done < tuner.total
     if lm.context.main and cut:
         log.info(
-            "iteration %d: the budget is spent after %d of %d steps",
-            iteration,
-            tuner.done,
-            tuner.total,
+            f"iteration {iteration}: the budget is spent after {tuner.done} of {tuner.total} steps"
         )
     lm.model = tuner.finish().eval()
     weights = fsdp.whole(lm.model)
@@ -362,9 +341,7 @@ def _export(work: Work, tuner: Finetuner, selection: Selection, iteration: int) 
 
 
 def evaluate(work: Work, iteration: int) -> dict[str, Any]:
-    """Measure an iteration's model on the held-out and on the validation prompts; 0 = the base
-    model.
-    """
+    """Measure an iteration's model on held-out and validation prompts; 0 = the base model."""
     lm, journal, prompts = work.lm, work.journal, work.prompts
     if (saved := work.folder.evaluated(iteration, prompts)) is not None:
         _tell(work, saved)
@@ -375,11 +352,11 @@ def evaluate(work: Work, iteration: int) -> dict[str, Any]:
     held_out = lm.evaluate(prompts.held_out)
     rates = pass_rates(lm, prompts.held_out)
     validation = lm.evaluate(prompts.validation).value if prompts.validation else None
-    metrics = held_out.metrics | rates
-    if "answered" not in held_out.metrics and hasattr(lm.task, "answer"):
-        texts = held_out.completions
-        given = sum(lm.task.answer(text) is not None for text in texts)  # type: ignore[attr-defined]
-        metrics = held_out.metrics | {"answered": 100 * given / len(texts)} | rates
+    metrics = dict(held_out.metrics)
+    if "answered" not in metrics and hasattr(lm.task, "answer"):
+        given = [lm.task.answer(text) is not None for text in held_out.completions]  # type: ignore[attr-defined]
+        metrics["answered"] = 100 * sum(given) / len(given)
+    metrics |= rates
     found = {
         "made_with": evaluated_with(lm.run, prompts),
         "iteration": iteration,
@@ -388,16 +365,14 @@ def evaluate(work: Work, iteration: int) -> dict[str, Any]:
         "validation": validation,
         "completions": held_out.completions,
     }
-    journal.write(
-        "evaluate",
-        iteration,
-        evaluate_seconds=time.perf_counter() - started,
-        metric=held_out.value,
-        metric_name=held_out.name,
-        metrics=metrics,
-        validation=validation,
-        **journal.used,
-    )
+    event = {
+        "evaluate_seconds": time.perf_counter() - started,
+        "metric": held_out.value,
+        "metric_name": held_out.name,
+        "metrics": metrics,
+        "validation": validation,
+    }
+    journal.write("evaluate", iteration, **event, **journal.used)
     if journal.tracker:
         rows = summary.completion_rows(lm.task, prompts.held_out, held_out.completions)
         name = f"iteration-{iteration}" if iteration else "before"

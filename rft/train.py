@@ -40,11 +40,9 @@ log = logging.getLogger("clutch")
 
 
 def train(run: Run, context: Context, task: Task | None = None) -> summary.Result | None:
-    """Train a model on its own right answers. Every rank returns the same; rank 0 writes. One stage
-    alone returns None.
+    """Train a model on its own right answers. One stage alone returns None.
 
-    Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN or
-    infinity.
+    Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN.
     """
     cfg: RftConfig = run.algo
     lm = LM(run, context, task)
@@ -57,9 +55,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
             return leave(work)
         best, fallen, ended_by = evaluate(work, 0), 0, None
         work.stop_if_asked(0)
-        for iteration in (
-            itertools.count(1) if cfg.iterations is None else range(1, cfg.iterations + 1)
-        ):
+        for iteration in itertools.islice(itertools.count(1), cfg.iterations):
             if (ended_by := work.journal.spent_before(iteration)) is not None:
                 break
             generate(work, iteration)  # samples of the model as it is
@@ -75,10 +71,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
             more = iteration != cfg.iterations and work.journal.spent_before(iteration + 1) is None
             if fallen == cfg.patience and more:
                 log.info(
-                    "stopping after iteration %d: the validation %s was best after iteration %d",
-                    iteration,
-                    best["metric"],
-                    best["iteration"],
+                    f"stopping after iteration {iteration}: the validation {best['metric']} was"
+                    f" best after iteration {best['iteration']}"
                 )
                 ended_by = f"algo.patience={cfg.patience}"
                 break
@@ -135,19 +129,13 @@ def finish(work: Work, best: int, ended_by: str | None) -> summary.Result:
     used = journal.budget()
     if lm.context.main:
         warn_if_overshot(used.share, used.limit)
-        whose = (
-            f"of iteration {best}"
-            if best
-            else "the base: no iteration was better on the validation prompts"
-        )
-        log.info("the model is %s", whose)
+        base = "the base: no iteration was better on the validation prompts"
+        log.info(f"the model is {f'of iteration {best}' if best else base}")
     state = {
         "step": sum(folder.steps_made(k) for k in done),
         "seconds": journal.seconds.total(),
         # Shards are logged apart, and samples that nothing came of are in the log alone.
-        "generated": max(
-            sum(len(record["tokens"]) for record in samples), journal.used["generated_tokens"]
-        ),
+        "generated": max(sum(len(r["tokens"]) for r in samples), journal.used["generated_tokens"]),
         "evaluations": max(len(samples), journal.used["reward_evaluations"]),
         "skipped": journal.policy.skipped,
     }

@@ -4,8 +4,15 @@ here, so that `--help` stays fast.
 
 from common.config.checks import (
     ConfigError,
+    Count,
+    Natural,
+    Nonnegative,
+    Positive,
+    Share,
     above,
     at_least,
+    at_most,
+    below,
     choice,
     flat,
     holds,

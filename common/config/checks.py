@@ -1,10 +1,18 @@
-"""Checks of single settings: each raises ConfigError with the key, the value and the next step."""
+"""Checks of single settings: each raises ConfigError with the key, the value and the next step.
+
+A field of a settings class declares them beside its type, as a check and its arguments:
+
+    heads: Annotated[int, (at_least, 1)]  # or Count
+
+`build` and `typed` run them with the full key. null is not checked.
+"""
 
 import difflib
 import functools
 import math
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import OmegaConf
 
@@ -17,22 +25,11 @@ class ConfigError(ValueError):
 
 
 def choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raise ConfigError unless `value` is one of `choices`; names the nearest one."""
+    """Raise ConfigError unless `value` is one of `choices`; name the nearest one."""
     if value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"{key}={value!r} is not a choice.{hint} Choices: {', '.join(choices)}.")
-
-
-def flat(fields: dict[str, Any], prefix: str = "", separator: str = ".") -> dict[str, Any]:
-    """The same fields with nested ones as "outer.inner", all of them behind `prefix`."""
-    out: dict[str, Any] = {}
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            out |= flat(value, f"{prefix}{name}{separator}", separator)
-        else:
-            out[f"{prefix}{name}"] = value
-    return out
 
 
 def at_least(key: str, value: float, minimum: float) -> None:
@@ -41,10 +38,22 @@ def at_least(key: str, value: float, minimum: float) -> None:
         raise ConfigError(f"{key}={value} is too small. Give a value of at least {minimum:g}.")
 
 
+def at_most(key: str, value: float, maximum: float) -> None:
+    """Raise ConfigError unless `value` is <= `maximum`."""
+    if not value <= maximum:
+        raise ConfigError(f"{key}={value} is too large. Give a value of at most {maximum:.12g}.")
+
+
 def above(key: str, value: float, bound: float) -> None:
     """Raise ConfigError unless `value` is finite and > `bound`."""
     if not (value > bound and math.isfinite(value)):
         raise ConfigError(f"{key}={value} is out of range. Give a value above {bound:g}.")
+
+
+def below(key: str, value: float, bound: float) -> None:
+    """Raise ConfigError unless `value` is < `bound`."""
+    if not value < bound:
+        raise ConfigError(f"{key}={value} is out of range. Give a value below {bound:g}.")
 
 
 def share(key: str, value: float) -> None:
@@ -53,12 +62,42 @@ def share(key: str, value: float) -> None:
         raise ConfigError(f"{key}={value} is out of range. Give a share from 0 to 1.")
 
 
-def holds(key: str, text: str, names: tuple[str, ...], example: str = "") -> None:
-    """Raise ConfigError unless each of `names` stands in `text`, as in `example`."""
+def holds(key: str, text: str, *names: str) -> None:
+    """Raise ConfigError unless each of `names` stands in `text`."""
     for name in names:
         if name not in text:
-            like = f", as in {example!r}" if example else ""
-            raise ConfigError(f"{key}={text!r} does not hold {name}. Add it{like}.")
+            raise ConfigError(f"{key}={text!r} does not hold {name}. Add it.")
+
+
+Count = Annotated[int, (at_least, 1)]
+Natural = Annotated[int, (at_least, 0)]
+Positive = Annotated[float, (above, 0)]
+Nonnegative = Annotated[float, (at_least, 0)]
+Share = Annotated[float, (share,)]
+
+
+@functools.cache
+def declared(schema: type) -> dict[str, list[tuple[Any, ...]]]:
+    """Return the checks that a dataclass declares, by field."""
+    return {
+        item.name: [
+            check
+            for kind in (item.type, *getattr(item.type, "__args__", ()))
+            for check in getattr(kind, "__metadata__", ())
+        ]
+        for item in fields(schema)
+    }
+
+
+def flat(values: dict[str, Any], prefix: str = "", separator: str = ".") -> dict[str, Any]:
+    """Return the same fields with nested ones as "outer.inner", all of them behind `prefix`."""
+    out: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            out |= flat(value, f"{prefix}{name}{separator}", separator)
+        else:
+            out[f"{prefix}{name}"] = value
+    return out
 
 
 @functools.cache
@@ -69,10 +108,9 @@ def shipped(file: str) -> dict[str, Any]:
 
 
 def no_effect(file: str, key: str, value: Any, why: str) -> None:
-    """Raise ConfigError where a setting that has no effect is not what conf/ has.
+    """Raise ConfigError where a setting without effect is not what conf/ has. why: and what to do.
 
-    Args: file: in conf/, such as algo/NAME.yaml; key: there, such as kl.clamp; why: with what it
-    has none, and what to do.
+    Args: file: in conf/, such as algo/NAME.yaml; key: there, such as kl.clamp.
     """
     default = functools.reduce(dict.__getitem__, key.split("."), shipped(file))
     if value != default:

@@ -46,9 +46,7 @@ def check_script(arguments: Sequence[str]) -> None:
 
 
 def resolve_config_path(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments, with a relative --config-path that is a folder here made absolute:
-    Hydra would start at launch.py's.
-    """
+    """Return the arguments, with a --config-path that is relative to this folder made absolute."""
     found = list(arguments)
     for position, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
@@ -80,16 +78,14 @@ def check_effect(name: str, algorithm: type, overrides: Sequence[str]) -> None:
 
 
 def check_run(run: Run, algorithms: Mapping[str, type], overrides: Sequence[str]) -> None:
-    """Raise ConfigError where a task of this project is not of the algorithm's kind, naming those
-    that are, and for overrides that mean nothing to this run.
-    """
-    if run.slurm.script is None:
-        for text in (override.lstrip("+") for override in overrides):
-            if text.startswith("slurm."):
-                raise ConfigError(
-                    f"{text} has no effect without slurm.script, the batch script to write. Add"
-                    " slurm.script=FILE."
-                )
+    """Raise ConfigError for a task of another algorithm's kind, and overrides without effect."""
+    given = [override.lstrip("+") for override in overrides]
+    slurm = next((text for text in given if text.startswith("slurm.")), None)
+    if slurm and run.slurm.script is None:
+        raise ConfigError(
+            f"{slurm} has no effect without slurm.script, the batch script to write. Add"
+            " slurm.script=FILE."
+        )
     target = run.task["_target_"]
     wanted, _ = getattr(type(run.algo), "TASKS", REWARD_TASKS)
     kinds = {package: kind for kind, package in (_tasks(a) for a in algorithms.values())}
@@ -125,9 +121,7 @@ def _find_given(reasons: Mapping[str, str], overrides: Sequence[str]) -> Iterato
 
 
 def check_folder(arguments: Sequence[str]) -> None:
-    """Raise ConfigError where the run folder that is asked for cannot be made, or is not the one
-    that is used.
-    """
+    """Raise ConfigError for a run folder that cannot be made, or that is not used."""
     multirun = bool({"-m", "--multirun"} & set(arguments))
     for argument in arguments:
         key, _, value = argument.partition("=")
@@ -150,11 +144,7 @@ def check_folder(arguments: Sequence[str]) -> None:
 
 @contextmanager
 def removing_empty_folders(arguments: Sequence[str]) -> Iterator[None]:
-    """Remove, after the block, the empty ones of the folders that it made for a run: a mistake in a
-    setting is to leave nothing behind.
-
-    The folders are those of hydra.run.dir or hydra.sweep.dir, as far as they hold no ${...}.
-    """
+    """Remove, after the block, the empty folders that it made for a run, up to the first ${...}."""
     keys = ("hydra.run.dir=", "hydra.sweep.dir=")
     given = [argument.partition("=")[2] for argument in arguments if argument.startswith(keys)]
     default: Any = OmegaConf.to_container(OmegaConf.load(CONF / "hydra" / "clutch.yaml"))

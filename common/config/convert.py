@@ -10,17 +10,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from common.config.checks import ConfigError
+from common.config.checks import ConfigError, declared
 from common.config.explain import find_renamed, first_line, nested_schema, unknown_key, wrong_type
 from common.config.schema import Run, T
-
-# --- conversion
 
 
 def typed(config: DictConfig, algo_schema: type) -> Run:
     """Convert a composed config into a `Run`, strictly.
 
-    Args: config: what Hydra composed; algo_schema: dataclass of the chosen algorithm.
+    Hydra has checked the types already. Args: algo_schema: dataclass of the chosen algorithm.
     Raises: ConfigError with the key, what was given, the nearest valid name and the full list.
     """
     try:
@@ -33,25 +31,17 @@ def typed(config: DictConfig, algo_schema: type) -> Run:
     plain.pop("hydra", None)
     no_secrets(plain)
     algo, task = plain.pop("algo"), plain.pop("task")
-    if not isinstance(task, dict) or not task.get("_target_"):
+    if not isinstance(task, dict) or not isinstance(task.get("_target_"), str):
         raise ConfigError(
-            "task has no _target_. Choose one: task=translate, or see docs/tasks.md for your own."
+            "task has no _target_ that names a class. Choose one: task=translate, or see"
+            " docs/tasks.md for your own."
         )
-    if not isinstance(task["_target_"], str):
-        raise ConfigError(
-            f"task._target_={task['_target_']} names no class. Give one, such as my_module.MyTask."
-        )
-    run = _convert(plain, Run, "", skip=("algo", "task"))
-    run["algo"] = build(algo_schema, algo, "algo")
-    run["task"] = task
-    return Run(**run)
+    return _make(Run, plain | {"algo": _make(algo_schema, algo, "algo"), "task": task}, "")
 
 
 _SECRET = re.compile(
     r"(^|[_-])(api_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE
 )
-
-# a tokenizer's
 _OF_TEXT = re.compile(r"(pad|eos|bos|unk|sep|cls|mask|stop|start|end)_token$", re.IGNORECASE)
 
 
@@ -78,52 +68,53 @@ def no_secrets(settings: dict[str, Any], prefix: str = "") -> None:
 
 
 def build(schema: type[T], values: dict[str, Any], prefix: str) -> T:
-    """Make one dataclass from a plain dict; unknown keys and wrong types raise ConfigError with the
-    full key.
+    """Make one dataclass from a plain dict. Raises: ConfigError with the full key, for an unknown
+    key, a wrong type or a value out of bounds.
     """
-    return schema(**_convert(values, schema, prefix))
-
-
-def _convert(
-    values: dict[str, Any], schema: type, prefix: str, skip: tuple[str, ...] = ()
-) -> dict[str, Any]:
-    names = [f.name for f in fields(schema)]
-    dot = f"{prefix}." if prefix else ""
-    for key in values:
-        if key not in names:
-            renamed = find_renamed(schema, [str(key)], dot)
-            raise ConfigError(renamed or unknown_key(f"{dot}{key}", str(key), names))
-    out: dict[str, Any] = {}
-    structured = OmegaConf.structured(schema)
+    node = OmegaConf.structured(schema)
     for key, value in values.items():
-        inner = None if key in skip else nested_schema(schema, key)
-        if inner is not None and isinstance(value, dict):
-            out[key] = build(inner, value, f"{dot}{key}")
-        else:
-            out[key] = _check_type(structured, key, value, f"{dot}{key}")
-    missing = [
-        f.name
-        for f in fields(schema)
-        if f.name not in skip and f.name not in out and not _has_default(f)
+        _check_known(schema, key, prefix)
+        try:  # the rules are those of the command line
+            OmegaConf.update(node, key, value, merge=nested_schema(schema, key) is not None)
+        except OmegaConfBaseException as error:
+            text = wrong_type(f"{_join(prefix, key)}={value!r}", first_line(error))
+            raise ConfigError(text) from None
+    plain: Any = OmegaConf.to_container(node)
+    return _make(schema, {key: plain[key] for key in values}, prefix)
+
+
+def _make(schema: type[T], values: dict[str, Any], prefix: str) -> T:
+    """Make one dataclass from values of the right types."""
+    for item in fields(schema):  # type: ignore[arg-type]
+        if item.name not in values and item.default is item.default_factory is MISSING:
+            key = _join(prefix, item.name)
+            raise ConfigError(f"{key} is not set. Give it on the command line: {key}=VALUE.")
+    made = {}
+    for name, value in values.items():
+        _check_known(schema, name, prefix)
+        key, inner = _join(prefix, name), nested_schema(schema, name)
+        made[name] = _make(inner, value, key) if inner and isinstance(value, dict) else value
+        for check, *bounds in declared(schema)[name]:
+            for full_key, one in _single(key, value):
+                check(full_key, one, *bounds)
+    return schema(**made)
+
+
+def _single(key: str, value: Any) -> list[tuple[str, Any]]:
+    """Return the values to check: those of a list or a dict, none for null."""
+    if isinstance(value, dict):
+        return [(f"{key}.{name}", one) for name, one in value.items()]
+    return [
+        (key, one) for one in (value if isinstance(value, list) else [value]) if one is not None
     ]
-    if missing:
-        raise ConfigError(
-            f"{dot}{missing[0]} is not set. Give it on the command line: {dot}{missing[0]}=VALUE."
-        )
-    return out
 
 
-def _check_type(structured: DictConfig, key: str, value: Any, full_key: str) -> Any:
-    """Let OmegaConf convert one value to the field's type, so that the rules are the same as on the
-    command line.
-    """
-    try:
-        OmegaConf.update(structured, key, value, merge=False)
-        node = OmegaConf.select(structured, key)
-        return OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
-    except OmegaConfBaseException as error:
-        raise ConfigError(wrong_type(f"{full_key}={value!r}", first_line(error))) from None
+def _check_known(schema: type, key: str, prefix: str) -> None:
+    names = [item.name for item in fields(schema)]
+    if key not in names:
+        renamed = find_renamed(schema, [str(key)], f"{prefix}." if prefix else "")
+        raise ConfigError(renamed or unknown_key(_join(prefix, key), str(key), names))
 
 
-def _has_default(f: Any) -> bool:
-    return f.default is not MISSING or f.default_factory is not MISSING
+def _join(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key

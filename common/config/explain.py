@@ -32,8 +32,9 @@ _ADVICE = {
 
 
 def wrong_type(given: str, reason: str, names: Sequence[str] = ()) -> str:
-    """The text for a value of a wrong type. given: as KEY=VALUE; reason: OmegaConf's; names: of the
-    settings in KEY, if it is a group.
+    """Return the text for a value of a wrong type.
+
+    Args: given: as KEY=VALUE; reason: OmegaConf's; names: of the settings in KEY, if it is a group.
     """
     key, _, value = given.partition("=")
     if "ListConfig" in reason:
@@ -41,10 +42,10 @@ def wrong_type(given: str, reason: str, names: Sequence[str] = ()) -> str:
     if "to Dict[" in reason:
         return f"{given} is no dict. Use '{key}={{NAME: VALUE}}'."
     if "is not a subclass of" in reason:
-        shown = (
-            f", such as {key}.{names[0]}=VALUE. Settings there: {', '.join(names)}" if names else ""
+        there = f", such as {key}.{names[0]}=VALUE. Settings there: {', '.join(names)}"
+        return (
+            f"{given}: {key} is a group of settings. Set them one by one{there if names else ''}."
         )
-        return f"{given}: {key} is a group of settings. Set them one by one{shown}."
     advice = next((f" {text}." for part, text in _ADVICE.items() if part in reason), "")
     return f"{given}: {reason.removesuffix('.')}.{advice}"
 
@@ -54,9 +55,7 @@ def find_renamed(schema: Any, names: Sequence[str], prefix: str = "") -> str | N
 
     A dataclass declares such keys as `RENAMED: ClassVar[dict[str, str | None]]`: the old name below
     it, dotted where a whole group is gone, and what to write now; None means that it is gone.
-
-    Args: schema: the dataclass that the path starts at; names: the path, part by part; prefix: what
-    stands before it, such as "algo.".
+    `names` is the path from the dataclass `schema` on, `prefix` what stands before it.
     """
     for position in range(len(names)):
         renamed: dict[str, str | None] = getattr(schema, "RENAMED", {})
@@ -65,13 +64,15 @@ def find_renamed(schema: Any, names: Sequence[str], prefix: str = "") -> str | N
             old = ".".join(names[position:end])
             found = [key for key in renamed if key == old or key.startswith(f"{old}.")]
             if found:
-                return " ".join(_explain_renamed(before + key, renamed[key]) for key in found)
+                now = {key: renamed[key] for key in found}
+                return " ".join(
+                    f"{before}{key} is now {new}."
+                    if new
+                    else f"{before}{key} is gone: nothing read it. Leave it out."
+                    for key, new in now.items()
+                )
         schema = nested_schema(schema, names[position])
     return None
-
-
-def _explain_renamed(key: str, now: str | None) -> str:
-    return f"{key} is now {now}." if now else f"{key} is gone: nothing read it. Leave it out."
 
 
 def nested_schema(schema: Any, name: str) -> type | None:
@@ -105,8 +106,7 @@ def explain(
 ) -> str:
     """Return one line for a user from one of HYDRA_ERRORS. Others are raised again.
 
-    Args: arguments: the overrides; algorithms: their settings by name; config_dir: a folder of the
-    user's own YAML files.
+    Args: arguments: the overrides; algorithms: their settings by name; config_dir: the user's own.
     """
     text = str(error)
     if isinstance(error, AssertionError):
@@ -119,9 +119,6 @@ def explain(
         )
 
     def path_to(key: str) -> tuple[Any, list[str], str]:
-        """Return the schema that a dotted key starts at, its parts from there on, and what stands
-        before.
-        """
         first, *names = key.lstrip("+").split(".")
         if first == "algo":
             return algorithms.get(find_choice(arguments, "algo")), names, "algo."
@@ -150,9 +147,8 @@ def explain(
     reason = first_line(cause if isinstance(cause, OmegaConfBaseException) else error)
     if match := re.search(r"Error merging override \+*(.+)", text):
         key = match.group(1).partition("=")[0]
-        return wrong_type(
-            match.group(1), reason, list_settings(key.split("."), arguments, algorithms, config_dir)
-        )
+        names = list_settings(key.split("."), arguments, algorithms, config_dir)
+        return wrong_type(match.group(1), reason, names)
     return reason
 
 
@@ -165,21 +161,20 @@ def check_groups(arguments: Sequence[str]) -> None:
         # The choice of a task is part of the output folder's name.
         if ".." in Path(argument.partition("=")[2]).parts:
             raise ConfigError(
-                f"{argument} leads out of the folder of the choices. Give the name of a file there."
+                f"{argument} leads out of the choices. Give the name of a file there."
             )
         choices = list_options(group)
         override = OverridesParser.create().parse_override(argument)
         value = override.value()
         if override.is_sweep_override() or (group == "experiment" and isinstance(value, list)):
             continue  # a list of experiments: one upon the other
-        if value is None and group == "experiment":
-            raise ConfigError("experiment=null is what there is without it. Leave it out.")
-        if value is None and group == "opt":
-            raise ConfigError(
-                "opt=null is not a list. Use opt=[] for none, or for example 'opt=[amp,compile]'."
-            )
+        instead = {
+            "experiment": "is what there is without it. Leave it out.",
+            "opt": "is not a list. Use opt=[] for none, or for example 'opt=[amp,compile]'.",
+        }
         if value is None:
-            raise ConfigError(f"{group}=null is not a choice. Choices: {', '.join(choices)}.")
+            known = f"is not a choice. Choices: {', '.join(choices)}."
+            raise ConfigError(f"{group}=null {instead.get(group, known)}")
         if group == "opt":
             for name in value if isinstance(value, list) else [value]:
                 choice("opt", str(name), choices)
@@ -189,17 +184,11 @@ def check_groups(arguments: Sequence[str]) -> None:
 
 def open_dicts(arguments: Sequence[str], algorithms: Mapping[str, type]) -> list[str]:
     """Return the arguments, with ++ before those that set keys of an open dict, such as
-    algo.optimizer.kwargs.
-
-    Hydra takes a key that no file has for a mistake; in these dicts every key is the user's.
+    algo.optimizer.kwargs: Hydra takes a key that no file has for a mistake.
     """
     dicts = {f"algo.{name}" for schema in algorithms.values() for name in list_dicts(schema)}
-    dicts.add("slurm.options")
-
-    def is_open(key: str) -> bool:
-        return any(key == name or key.startswith(f"{name}.") for name in dicts)
-
-    return [f"++{a}" if is_open(a.partition("=")[0]) else a for a in arguments]
+    opened = re.compile("|".join(rf"{name}[.=]" for name in (*dicts, "slurm.options")))
+    return [f"++{argument}" if opened.match(argument) else argument for argument in arguments]
 
 
 def list_dicts(schema: Any) -> list[str]:
@@ -220,9 +209,7 @@ def list_options(group: str, config_dir: str | None = None) -> tuple[str, ...]:
 
 
 def find_choice(arguments: Sequence[str], group: str) -> str:
-    """Return what the arguments, their experiment, their algorithm or the defaults list, in this
-    order, choose for a group.
-    """
+    """Return what arguments, experiment, algorithm or defaults list, in this order, choose."""
     given = [a.partition("=")[2] for a in arguments if a.startswith(f"{group}=")]
     if given:
         return given[-1]
@@ -240,12 +227,12 @@ def _read_choice(path: Path, key: str) -> str | None:
     loaded: Any = OmegaConf.load(path)
     for item in loaded.get("defaults", []):
         if isinstance(item, str):
-            if found := _read_choice(path.parent / f"{item}.yaml", key):
-                return found
-            continue
-        for group, chosen in item.items():
-            if group.partition("@")[0] == key:
-                return chosen
+            found = _read_choice(path.parent / f"{item}.yaml", key)
+        else:
+            chosen = {group.partition("@")[0]: name for group, name in item.items()}
+            found = chosen.get(key)
+        if found:
+            return found
     return None
 
 
@@ -255,9 +242,7 @@ def list_settings(
     algorithms: Mapping[str, type],
     config_dir: str | None,
 ) -> list[str]:
-    """Return the names that may stand under a dotted path: the schema's, or for a task those of its
-    file; none where they are not known.
-    """
+    """Return the names that may stand under a dotted path: the schema's, or a task file's."""
     if path == ["task"]:
         file = f"task/{find_choice(arguments, 'task')}.yaml"
         found = [f / file for f in (Path(config_dir or CONF), CONF) if (f / file).is_file()]

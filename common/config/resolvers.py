@@ -23,23 +23,21 @@ def register() -> None:
 
 
 def started() -> str:
-    """Time stamp for the run folder; the same for all ranks that one torchrun, or one srun, started
-    on this node.
-    """
+    """Return a time stamp for the run folder; the same for all ranks of one torchrun or srun."""
     if "RANK" in os.environ and "SLURM_PROCID" in os.environ:
         return f"slurm_{os.environ['SLURM_JOB_ID']}_{os.environ['SLURM_STEP_ID']}"
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return "torchrun_" + datetime.fromtimestamp(
-            os.stat(f"/proc/{os.getppid()}").st_ctime
-        ).strftime("%Y-%m-%d_%H-%M-%S-%f")
+        began = datetime.fromtimestamp(os.stat(f"/proc/{os.getppid()}").st_ctime)
+        return f"torchrun_{began.strftime(_FORMAT)}"
     return _STARTED
 
 
-_STARTED = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
+_FORMAT = "%Y-%m-%d_%H-%M-%S-%f"
+_STARTED = datetime.now().strftime(_FORMAT)
 
 
 def rank0_only(text: str) -> str | None:
-    """`text` on rank 0, None elsewhere, so that one rank alone writes .hydra/."""
+    """Return `text` on rank 0, None elsewhere, so that one rank alone writes .hydra/."""
     return text if int(os.environ.get("RANK", "0")) == 0 else None
 
 
@@ -47,24 +45,19 @@ def from_environment(names: str, default: int | None) -> int | None:
     """Return the product of the integers in environment variables, or `default` where none is set.
 
     Args: names: joined by "*"; where only later ones are set, the first counts as `default`.
-    Raises: ConfigError for a value that is no number.
     """
     found: list[int | None] = []
     for name in names.split("*"):
         text = os.environ.get(name, "")
         if text and not (text.isascii() and text.isdigit()):
-            raise ConfigError(
-                f"the environment variable {name}={text!r} is no number. Set it to one, or"
-                " unset it."
-            )
+            raise ConfigError(f"the environment variable {name}={text!r} is no number. Unset it.")
         found.append(int(text) if text else None)
-    if all(value is None for value in found):
+    if not any(found):
         return default
-    first = default if found[0] is None else found[0]
-    return math.prod([first or 1, *(value for value in found[1:] if value is not None)])
+    return math.prod([found[0] or default or 1, *(value for value in found[1:] if value)])
 
 
 def without_budget(value: Any, *, _root_: DictConfig) -> Any:
-    """`value` where no budget is given, else None: the budget alone ends the run."""
+    """Return `value` where no budget is given, else None: the budget alone ends the run."""
     given = (OmegaConf.select(_root_, f"budget.{name}") for name in ("tokens", "seconds"))
     return None if any(limit is not None for limit in given) else value

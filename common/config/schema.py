@@ -8,11 +8,23 @@ Hydra composed to the dataclasses; after it nothing sees OmegaConf. No torch in 
 import math
 import re
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from common.config.checks import ConfigError, above, at_least, choice, no_effect
+from common.config.checks import (
+    ConfigError,
+    Count,
+    Natural,
+    Nonnegative,
+    Positive,
+    above,
+    at_most,
+    below,
+    choice,
+    no_effect,
+)
 
 T = TypeVar("T")
+Backend = Annotated[str, (choice, ("auto", "gloo", "nccl"))]
 
 
 # --- shared by every algorithm
@@ -22,25 +34,16 @@ T = TypeVar("T")
 class SamplingConfig:
     """Settings of drawing completions."""
 
-    max_new_tokens: int  # tokens
-    temperature: float  # 0 = greedy
-    top_p: float  # 1 = off
-    top_k: int  # 0 = off
+    max_new_tokens: Count  # tokens
+    temperature: Nonnegative  # 0 = greedy
+    top_p: Annotated[Positive, (at_most, 1)]  # 1 = off
+    top_k: Natural  # 0 = off
 
     def __post_init__(self) -> None:
-        at_least("sampling.max_new_tokens", self.max_new_tokens, 1)
-        at_least("sampling.temperature", self.temperature, 0)
-        above("sampling.top_p", self.top_p, 0)
-        if self.top_p > 1:
-            raise ConfigError(
-                f"sampling.top_p={self.top_p} is out of range. Give a value in (0, 1]; 1 switches"
-                " it off."
-            )
-        at_least("sampling.top_k", self.top_k, 0)
         if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0):
             raise ConfigError(
                 "sampling.top_p and sampling.top_k have no effect at sampling.temperature=0"
-                " (greedy). Set a temperature above 0, or leave top_p=1 and top_k=0."
+                " (greedy). Set a temperature above 0, or leave them out."
             )
 
 
@@ -48,27 +51,17 @@ class SamplingConfig:
 class ScheduleConfig:
     """A factor that multiplies a value over the run: 1 at the first step, `end` at the last."""
 
-    kind: str  # constant | linear | cosine | exponential
-    end: float  # factor at the last step; 1 for constant
+    kind: Annotated[str, (choice, ("constant", "linear", "cosine", "exponential"))]
+    end: Nonnegative  # factor at the last step; 1 for constant
 
     def __post_init__(self) -> None:
-        choice("schedule.kind", self.kind, ("constant", "linear", "cosine", "exponential"))
-        at_least("schedule.end", self.end, 0)
-        if self.kind == "constant" and self.end != 1:
+        if self.changes == (self.end == 1):
             raise ConfigError(
-                f"schedule.end={self.end} has no effect with schedule.kind=constant. "
-                "Choose kind=linear, cosine or exponential, or set end=1."
+                f"schedule.kind={self.kind} has no effect with schedule.end={self.end:g}: it goes"
+                " from 1 to another end. Set both, or leave both out."
             )
-        if self.kind != "constant" and self.end == 1:
-            raise ConfigError(
-                f"schedule.kind={self.kind} has no effect with schedule.end=1. Set end, for example"
-                " 0.1, or kind=constant."
-            )
-        if self.kind == "exponential" and self.end == 0:
-            raise ConfigError(
-                "schedule.end=0 is out of range for schedule.kind=exponential. Give a value"
-                " above 0."
-            )
+        if self.kind == "exponential":
+            above("schedule.end", self.end, 0)
 
     @property
     def changes(self) -> bool:
@@ -101,22 +94,16 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         if "lr" in self.kwargs:
-            raise ConfigError(
-                f"algo.optimizer.kwargs.lr={self.kwargs['lr']} has no effect. Use algo.lr."
-            )
+            lr = self.kwargs["lr"]
+            raise ConfigError(f"algo.optimizer.kwargs.lr={lr} has no effect. Use algo.lr.")
 
 
 @dataclass(kw_only=True)
 class EvaluateConfig:
     """The held-out measure."""
 
-    every: int | None  # steps; 0 = only before and after; null = at each tenth of the budget
-    examples: int  # how many held-out examples
-
-    def __post_init__(self) -> None:
-        if self.every is not None:
-            at_least("evaluate.every", self.every, 0)
-        at_least("evaluate.examples", self.examples, 1)
+    every: Natural | None  # steps; 0 = only before and after; null = at each tenth of the budget
+    examples: Count  # how many held-out examples
 
 
 @dataclass(kw_only=True)
@@ -125,13 +112,8 @@ class BudgetConfig:
     null = no limit.
     """
 
-    tokens: int | None  # generated, by all ranks
-    seconds: float | None  # as result.json counts them
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            if getattr(self, item.name) is not None:
-                above(f"budget.{item.name}", getattr(self, item.name), 0)
+    tokens: Annotated[int, (above, 0)] | None  # generated, by all ranks
+    seconds: Positive | None  # as result.json counts them
 
     @property
     def given(self) -> bool:
@@ -162,40 +144,25 @@ class BudgetConfig:
 class CheckpointConfig:
     """Settings of what a run keeps so that it can go on."""
 
-    every: int  # steps; 0 = only at the end and on a signal
-    keep: int  # newest checkpoints kept
-
-    def __post_init__(self) -> None:
-        at_least("checkpoint.every", self.every, 0)
-        at_least("checkpoint.keep", self.keep, 1)
+    every: Natural  # steps; 0 = only at the end and on a signal
+    keep: Count  # newest checkpoints kept
 
 
 @dataclass(kw_only=True)
 class TinyConfig:
     """The small byte-level Llama that `model=tiny` builds and pre-trains on the task's stream."""
 
-    hidden_size: int
-    layers: int
-    heads: int
-    intermediate_size: int
-    context: int  # tokens
-    pretrain_steps: int
-    pretrain_rows: int  # sequences a step
-    pretrain_lr: float
+    hidden_size: Count
+    layers: Count
+    heads: Count
+    intermediate_size: Count
+    context: Count  # tokens
+    pretrain_steps: Natural
+    pretrain_rows: Count  # sequences a step
+    pretrain_lr: Positive
     pretrain_seed: int
 
     def __post_init__(self) -> None:
-        for key in (
-            "hidden_size",
-            "layers",
-            "heads",
-            "intermediate_size",
-            "context",
-            "pretrain_rows",
-        ):
-            at_least(f"model.tiny.{key}", getattr(self, key), 1)
-        at_least("model.tiny.pretrain_steps", self.pretrain_steps, 0)
-        above("model.tiny.pretrain_lr", self.pretrain_lr, 0)
         if self.hidden_size % self.heads:
             raise ConfigError(
                 f"model.tiny.hidden_size={self.hidden_size} is not a multiple of"
@@ -212,21 +179,20 @@ class ModelConfig:
     revision: str | None  # git revision on the hub; pin it for a run worth repeating
     gguf_file: str | None  # file name inside `path`
     lora: str | None  # folder of an adapter that is merged into it
-    attention: str  # attn_implementation of transformers
+    attention: Annotated[str, (choice, ("sdpa", "eager"))]  # attn_implementation of transformers
     tiny: TinyConfig | None = None
 
     def __post_init__(self) -> None:
-        choice("model.attention", self.attention, ("sdpa", "eager"))
-        if (self.path is None) == (self.tiny is None):
+        if self.path is None and self.tiny is None:
             raise ConfigError(
                 "model.path is not set. Give a hub id or a local folder, for example "
                 f"model={self.name} model.path=HuggingFaceTB/SmolLM2-135M"
                 f"{' model.gguf_file=NAME.gguf' if self.name == 'gguf' else ''}, or use model=tiny."
-                if self.path is None
-                else (
-                    f"model.path={self.path!r} has no effect with model=tiny, which is built here."
-                    " Use model=hf."
-                )
+            )
+        if self.path is not None and self.tiny is not None:
+            raise ConfigError(
+                f"model.path={self.path!r} has no effect with model=tiny, which is built here. Use"
+                " model=hf."
             )
         if self.path is None and (self.gguf_file or self.revision):
             raise ConfigError(
@@ -238,28 +204,19 @@ class ModelConfig:
 class LoraConfig:
     """Low-rank adapters (arXiv:2106.09685); rank 0 = all weights are trained."""
 
-    rank: int
-    alpha: int
+    rank: Natural
+    alpha: Annotated[int, (above, 0)]
     targets: str
-
-    def __post_init__(self) -> None:
-        at_least("algo.lora.rank", self.rank, 0)
-        above("algo.lora.alpha", self.alpha, 0)
 
 
 @dataclass(kw_only=True)
 class PeakConfig:
     """Dense peak rates in TFLOP/s; null where the device has no such unit."""
 
-    bf16: float | None
-    fp16: float | None
-    tf32: float | None
-    fp32: float | None
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            if getattr(self, item.name) is not None:
-                above(f"hardware.peak_tflops.{item.name}", getattr(self, item.name), 0)
+    bf16: Positive | None
+    fp16: Positive | None
+    tf32: Positive | None
+    fp32: Positive | None
 
 
 @dataclass(kw_only=True)
@@ -274,24 +231,17 @@ class HardwareConfig:
     }
 
     name: str
-    device: str  # auto | cpu | cuda
+    device: Annotated[str, (choice, ("auto", "cpu", "cuda"))]
     match: str | None  # what torch.cuda.get_device_name must contain
-    memory_gb: float | None  # per device
-    bandwidth_gbs: float | None  # memory bandwidth, GB/s
-    allreduce_gbs: float | None  # bandwidth of an all-reduce, GB/s
-    hop_us: float | None  # of each of the 2 (ranks - 1) steps of an all-reduce
+    memory_gb: Positive | None  # per device
+    bandwidth_gbs: Positive | None  # memory bandwidth, GB/s
+    allreduce_gbs: Positive | None  # bandwidth of an all-reduce, GB/s
+    hop_us: Positive | None  # of each of the 2 (ranks - 1) steps of an all-reduce
     peak_tflops: PeakConfig
     p2p: bool  # direct device-to-device copies work
     compile: bool  # torch.compile is supported well enough to be allowed
-    scoring_workers: int  # threads or processes that score rewards
+    scoring_workers: Count  # threads or processes that score rewards
     strict: bool  # true = a different device is an error
-
-    def __post_init__(self) -> None:
-        choice("hardware.device", self.device, ("auto", "cpu", "cuda"))
-        at_least("hardware.scoring_workers", self.scoring_workers, 1)
-        for key in ("memory_gb", "bandwidth_gbs", "allreduce_gbs", "hop_us"):
-            if getattr(self, key) is not None:
-                above(f"hardware.{key}", getattr(self, key), 0)
 
 
 @dataclass(kw_only=True)
@@ -299,10 +249,7 @@ class AmpConfig:
     """Reduced precision in forward passes; masters stay float32."""
 
     enabled: bool = False
-    dtype: str = "auto"  # auto | bfloat16 | float16
-
-    def __post_init__(self) -> None:
-        choice("opt.amp.dtype", self.dtype, ("auto", "bfloat16", "float16"))
+    dtype: Annotated[str, (choice, ("auto", "bfloat16", "float16"))] = "auto"
 
 
 @dataclass(kw_only=True)
@@ -310,10 +257,7 @@ class CompileConfig:
     """torch.compile of the model's forward."""
 
     enabled: bool = False
-    mode: str = "default"
-
-    def __post_init__(self) -> None:
-        choice("opt.compile.mode", self.mode, ("default", "reduce-overhead", "max-autotune"))
+    mode: Annotated[str, (choice, ("default", "reduce-overhead", "max-autotune"))] = "default"
 
 
 @dataclass(kw_only=True)
@@ -321,15 +265,9 @@ class DdpConfig:
     """Data-parallel workers on this node."""
 
     enabled: bool = False
-    ranks: int | None = None  # null = one for each device
-    backend: str = "auto"  # auto | gloo | nccl
-    arrival_seconds: float = 300  # ranks wait this long for each other at the start
-
-    def __post_init__(self) -> None:
-        choice("opt.ddp.backend", self.backend, ("auto", "gloo", "nccl"))
-        above("opt.ddp.arrival_seconds", self.arrival_seconds, 0)
-        if self.ranks is not None:
-            at_least("opt.ddp.ranks", self.ranks, 1)
+    ranks: Count | None = None  # null = one for each device
+    backend: Backend = "auto"
+    arrival_seconds: Positive = 300  # ranks wait this long for each other at the start
 
 
 @dataclass(kw_only=True)
@@ -337,20 +275,12 @@ class FsdpConfig:
     """Workers on this node that share out weights, gradients and optimizer state."""
 
     enabled: bool = False
-    ranks: int | None = None  # null = one for each device
-    backend: str = "auto"  # auto | gloo | nccl
-    ranks_per_group: int | None = None  # that share one copy of the weights; null = all
-    rollout: str = "gathered"  # gathered | layerwise
+    ranks: Count | None = None  # null = one for each device
+    backend: Backend = "auto"
+    ranks_per_group: Count | None = None  # that share one copy of the weights; null = all
+    rollout: Annotated[str, (choice, ("gathered", "layerwise"))] = "gathered"
     cpu_offload: bool = False
-    arrival_seconds: float = 300  # ranks wait this long for each other at the start
-
-    def __post_init__(self) -> None:
-        choice("opt.fsdp.backend", self.backend, ("auto", "gloo", "nccl"))
-        choice("opt.fsdp.rollout", self.rollout, ("gathered", "layerwise"))
-        above("opt.fsdp.arrival_seconds", self.arrival_seconds, 0)
-        for key in ("ranks", "ranks_per_group"):
-            if getattr(self, key) is not None:
-                at_least(f"opt.fsdp.{key}", getattr(self, key), 1)
+    arrival_seconds: Positive = 300  # ranks wait this long for each other at the start
 
 
 @dataclass(kw_only=True)
@@ -358,10 +288,7 @@ class ProfileConfig:
     """A torch.profiler trace of a few steps."""
 
     enabled: bool = False
-    steps: int = 3
-
-    def __post_init__(self) -> None:
-        at_least("opt.profile.steps", self.steps, 1)
+    steps: Count = 3
 
 
 @dataclass(kw_only=True)
@@ -369,40 +296,29 @@ class SlurmConfig:
     """A batch script for one run: common/distributed/slurm.py."""
 
     script: str | None
-    nodes: int
-    gpus_per_node: int | None  # null = 1, or 0 with hardware=cpu
-    ranks_per_node: int | None  # null = one for each GPU
-    cpus_per_rank: int
+    nodes: Count
+    gpus_per_node: Natural | None  # null = 1, or 0 with hardware=cpu
+    ranks_per_node: Count | None  # null = one for each GPU
+    cpus_per_rank: Count
     time: str
     partition: str | None
     account: str | None
-    warn_seconds: int
+    warn_seconds: Annotated[Count, (at_most, 65535)]  # Slurm takes no more
     options: dict[str, Any]
     setup: list[str]
 
     def __post_init__(self) -> None:
-        for key in ("nodes", "cpus_per_rank", "warn_seconds"):
-            at_least(f"slurm.{key}", getattr(self, key), 1)
-        if self.gpus_per_node is not None:
-            at_least("slurm.gpus_per_node", self.gpus_per_node, 0)
-        if self.ranks_per_node is not None:
-            at_least("slurm.ranks_per_node", self.ranks_per_node, 1)
-        if not re.fullmatch(r"(\d+-)?\d+:[0-5]\d:[0-5]\d", self.time):
+        match = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", self.time)
+        if match is None:
             raise ConfigError(
                 f"slurm.time={self.time} is no time. Give hours:minutes:seconds, such as 08:00:00,"
                 " or days-hours:minutes:seconds."
             )
-        days, _, clock = self.time.rpartition("-")
-        hours, minutes, seconds = map(int, clock.split(":"))
-        if self.warn_seconds >= 86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds:
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        if self.warn_seconds >= 86400 * days + 3600 * hours + 60 * minutes + seconds:
             raise ConfigError(
-                f"slurm.warn_seconds={self.warn_seconds} is all of slurm.time={self.time}: the job"
-                " would be warned as it starts. Give less, or more time."
-            )
-        if self.warn_seconds > 65535:
-            raise ConfigError(
-                f"slurm.warn_seconds={self.warn_seconds} is more than Slurm takes. Give 65535 at"
-                " most."
+                f"slurm.warn_seconds={self.warn_seconds} is all of slurm.time={self.time}. Give"
+                " less, or more time."
             )
 
 
@@ -441,14 +357,9 @@ class OptConfig:
     def __post_init__(self) -> None:
         for switch in fields(self):
             value = getattr(self, switch.name)
-            default = switch.default_factory()  # type: ignore[misc]
-            for option in fields(value):
+            for option in () if value.enabled else fields(value):
                 given = getattr(value, option.name)
-                if (
-                    not value.enabled
-                    and option.name != "enabled"
-                    and given != getattr(default, option.name)
-                ):
+                if given != option.default:
                     raise ConfigError(
                         f"opt.{switch.name}.{option.name}={given} has no effect: {switch.name} is"
                         f" off. Add it: 'opt=[{switch.name},...]'."
@@ -473,47 +384,37 @@ class OptConfig:
 class TrackerConfig:
     """The places where metrics go beside metrics.jsonl."""
 
-    name: str  # jsonl | wandb | tensorboard
+    name: Annotated[str, (choice, ("jsonl", "wandb", "tensorboard"))]
     project: str | None = None
     entity: str | None = None  # wandb: user or team; null = the one of the key
-    mode: str | None = None  # wandb: online | offline; null = online if a key is there
+    # wandb; null = online if a key is there
+    mode: Annotated[str, (choice, ("online", "offline"))] | None = None
     group: str | None = None  # wandb: null = the folder of the sweep, if the run is a job of one
     job_type: str | None = None  # wandb: null = the algorithm
     artifacts: bool = False  # wandb: upload checkpoints and the trained model
 
     def __post_init__(self) -> None:
-        choice("tracker.name", self.name, ("jsonl", "wandb", "tensorboard"))
-        for key in ("project", "entity", "mode", "group", "job_type", "artifacts"):
-            value = getattr(self, key)
-            if value and self.name != "wandb":
+        for key, value in vars(self).items():
+            if key != "name" and value and self.name != "wandb":
                 raise ConfigError(
                     f"tracker.{key}={value!r} has no effect with tracker={self.name}. Use"
                     " tracker=wandb."
                 )
-        if self.mode is not None:
-            choice("tracker.mode", self.mode, ("online", "offline"))
 
 
 @dataclass(kw_only=True)
 class NotFiniteConfig:
     """The policy for NaN and infinity."""
 
-    policy: str  # stop | skip
-    max_skips: int | None  # steps
+    policy: Annotated[str, (choice, ("stop", "skip"))]
+    max_skips: Count | None  # steps
 
     def __post_init__(self) -> None:
-        choice("not_finite.policy", self.policy, ("stop", "skip"))
-        if self.max_skips is not None:
-            at_least("not_finite.max_skips", self.max_skips, 1)
-        if self.policy == "stop" and self.max_skips is not None:
+        if (self.policy == "skip") != (self.max_skips is not None):
             raise ConfigError(
-                f"not_finite.max_skips={self.max_skips} has no effect with not_finite.policy=stop."
-                " Add not_finite.policy=skip."
-            )
-        if self.policy == "skip" and self.max_skips is None:
-            raise ConfigError(
-                "not_finite.policy=skip needs a number of steps that may be left out:"
-                " not_finite.max_skips=5."
+                f"not_finite.policy={self.policy} does not go with not_finite.max_skips="
+                f"{'null' if self.max_skips is None else self.max_skips}. Give both policy=skip and"
+                " the number of steps that may be left out, or neither."
             )
 
 
@@ -521,24 +422,16 @@ class NotFiniteConfig:
 class ScoringConfig:
     """Who computes rewards."""
 
-    kind: str  # serial | threads | processes
-    workers: int
-    timeout_seconds: float  # of a batch; no effect when serial
-
-    def __post_init__(self) -> None:
-        choice("scoring.kind", self.kind, ("serial", "threads", "processes"))
-        at_least("scoring.workers", self.workers, 1)
-        above("scoring.timeout_seconds", self.timeout_seconds, 0)
+    kind: Annotated[str, (choice, ("serial", "threads", "processes"))]
+    workers: Count
+    timeout_seconds: Positive  # of a batch; no effect when serial
 
 
 @dataclass(kw_only=True)
 class PromptsConfig:
     """The treatment of prompts."""
 
-    too_long: str  # error | skip
-
-    def __post_init__(self) -> None:
-        choice("prompts.too_long", self.too_long, ("error", "skip"))
+    too_long: Annotated[str, (choice, ("error", "skip"))]
 
 
 @dataclass(kw_only=True)
@@ -547,7 +440,7 @@ class Run:
     plain dict.
     """
 
-    seed: int
+    seed: Annotated[Natural, (below, 2**63)]
     resume: str  # no | auto | a run folder
     budget: BudgetConfig
     prompts: PromptsConfig
@@ -565,9 +458,6 @@ class Run:
     task: dict[str, Any]
 
     def __post_init__(self) -> None:
-        at_least("seed", self.seed, 0)
-        if self.seed >= 2**63:
-            raise ConfigError(f"seed={self.seed} is too large. Give a value below 2**63.")
         if self.scoring.kind == "serial":
             alone = (
                 "with scoring.kind=serial: this process scores. Add scoring.kind=threads or"

@@ -35,27 +35,18 @@ SYSTEM = {
 
 
 def workspace(entity: str, project: str, algos: Sequence[str]) -> Any:
-    """The view as a wandb_workspaces.workspaces.Workspace, not yet saved.
-
-    Raises: ConfigError where wandb-workspaces is not installed.
-    """
+    """Return the view as a wandb_workspaces.workspaces.Workspace, not yet saved."""
     try:
         import wandb_workspaces.reports.v2 as blocks
         import wandb_workspaces.workspaces as views
     except ImportError:
-        raise ConfigError(
-            "the dashboard needs a package: pip install 'clutch[dashboard]'."
-        ) from None
+        raise ConfigError("the dashboard needs pip install 'clutch[dashboard]'.") from None
 
     def line(title: str, x: str, y: Sequence[str], unit: str, **more: Any) -> Any:
-        patterns = [name for name in y if "*" in name]
-        if patterns:
-            more["metric_regex"] = (
-                "^(" + "|".join(name.replace("*", "[^/]+") for name in patterns) + ")$"
-            )
-        return blocks.LinePlot(
-            title=title, x=x, y=[n for n in y if n not in patterns], title_y=unit, **more
-        )
+        if patterns := [name.replace("*", "[^/]+") for name in y if "*" in name]:
+            more["metric_regex"] = f"^({'|'.join(patterns)})$"
+        plain: list[Any] = [name for name in y if "*" not in name]
+        return blocks.LinePlot(title=title, x=x, y=plain, title_y=unit, **more)
 
     def drawn(panel: Panel) -> Any:
         unit = "share" if panel.scale == panels.PERCENT else panel.unit
@@ -66,32 +57,24 @@ def workspace(entity: str, project: str, algos: Sequence[str]) -> Any:
         line(f"Held-out metric by {label}", x, ["metric"], "percent, or points")
         for x, label in COSTS.items()
     ]
+    after, gain = blocks.SummaryMetric("after"), blocks.SummaryMetric("gain")
     compared += [
-        blocks.BarPlot(
-            title="Held-out metric after training", metrics=[blocks.SummaryMetric("after")]
-        ),
-        blocks.ScalarChart(
-            title="Gain", metric=blocks.SummaryMetric("gain"), groupby_aggfunc="mean"
-        ),
+        blocks.BarPlot(title="Held-out metric after training", metrics=[after]),
+        blocks.ScalarChart(title="Gain", metric=gain, groupby_aggfunc="mean"),
     ]
-    tables: list[Any] = [
+    tables = [
         blocks.WeavePanelSummaryTable(table_name=f"completions/{name}")
         for name in ("before", "after")
     ]
-    system: list[Any] = [
-        blocks.LinePlot(title=title, metric_regex=pattern) for title, pattern in SYSTEM.items()
+    system = [blocks.LinePlot(title=t, metric_regex=pattern) for t, pattern in SYSTEM.items()]
+    known, alone = panels.find_panels(), len(algos) == 1
+    shown: list[tuple[str, list[Any], bool]] = [
+        ("All algorithms", compared, True),
+        *((algo, [drawn(panel) for panel in known[algo]], alone) for algo in algos),
+        ("Completions", tables, False),
+        ("System", system, False),
     ]
-    sections = [
-        views.Section(name="All algorithms", panels=compared, is_open=True),
-        *(
-            views.Section(
-                name=a, panels=[drawn(p) for p in panels.find_panels()[a]], is_open=len(algos) == 1
-            )
-            for a in algos
-        ),
-        views.Section(name="Completions", panels=tables),
-        views.Section(name="System", panels=system),
-    ]
+    sections = [views.Section(name=name, panels=of, is_open=is_open) for name, of, is_open in shown]
     return views.Workspace(entity=entity, project=project, name="Clutch", sections=sections)
 
 
@@ -113,11 +96,8 @@ def main() -> int:
         entity = options.entity or ("" if options.json else _entity())
         view = workspace(entity, options.project, options.algo)
         if options.json:
-            print(
-                json.dumps(
-                    view._to_model().spec.model_dump(by_alias=True, exclude_none=True), indent=1
-                )
-            )
+            model = view._to_model().spec.model_dump(by_alias=True, exclude_none=True)
+            print(json.dumps(model, indent=1))
         else:
             print(f"saved: {view.save().url}")
     except ConfigError as error:
@@ -131,13 +111,10 @@ def _entity() -> str:
     import wandb
 
     if not wandb.login(prompt=False, verify=False):
-        raise ConfigError(
-            "no W&B key is configured. Run wandb login, or print the view with --json."
-        )
-    entity = wandb.Api().default_entity
-    if not entity:
-        raise ConfigError("the W&B key has no default entity. Give one: --entity TEAM.")
-    return entity
+        raise ConfigError("no W&B key is configured. Run wandb login, or use --json.")
+    if entity := wandb.Api().default_entity:
+        return entity
+    raise ConfigError("the W&B key has no default entity. Give one: --entity TEAM.")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ SHARED = (
 
 
 def jsonable(value: Any) -> Any:
-    """The same with null for NaN and infinity, which JSON has not."""
+    """Return the same with null for NaN and infinity, which JSON has not."""
     if isinstance(value, dict):
         return {key: jsonable(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -32,9 +32,8 @@ def jsonable(value: Any) -> Any:
 def events(path: Path) -> list[dict[str, Any]]:
     """Return what an interrupted run has logged, without a torn line."""
     found = []
-    for line in (
-        path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    ):
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    for line in lines:
         try:
             found.append(json.loads(line))
         except json.JSONDecodeError:
@@ -43,7 +42,7 @@ def events(path: Path) -> list[dict[str, Any]]:
 
 
 def markdown_table(rows: list[dict[str, Any]]) -> str:
-    """Rows as a Markdown table; what would end a cell is escaped."""
+    """Return rows as a Markdown table; what would end a cell is escaped."""
     if not rows:
         return ""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
@@ -57,24 +56,25 @@ def _cell(value: Any) -> str:
 
 def cut_events(path: Path, steps: int) -> None:
     """Drop events after `steps`, and a torn last line, from an interrupted run's file."""
-    if not path.exists():
-        return
-    kept = [json.dumps(event) + "\n" for event in events(path) if event["step"] <= steps]
-    write_text(path, "".join(kept))
+    if path.exists():
+        write_jsonl(path, [event for event in events(path) if event["step"] <= steps])
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]], ascii_only: bool = True) -> None:
+    """Write a JSON Lines file, whole or not at all."""
+    write_text(path, "".join(json.dumps(row, ensure_ascii=ascii_only) + "\n" for row in rows))
 
 
 def numbers(event: dict[str, Any]) -> dict[str, float]:
-    """The numbers of an event under the names that W&B, TensorBoard and the report show, without
-    the step.
+    """Return the numbers of an event under the names that W&B, TensorBoard and the report show.
 
     {"phase_seconds": {"rollout": 1}} -> {"phase_seconds/rollout": 1}, with the stage in front where
-    there is one: curves of different stages are different curves, but for SHARED ones.
+    there is one, but for SHARED ones. The step is left out.
     """
     if stage := event.get("stage"):
         own = {key: value for key, value in event.items() if key not in (*SHARED, "stage")}
-        named = flat({key: event[key] for key in SHARED if key in event}, separator="/") | flat(
-            own, f"{stage}/", "/"
-        )
+        shared = {key: event[key] for key in SHARED if key in event}
+        named = flat(shared, separator="/") | flat(own, f"{stage}/", "/")
     else:
         named = flat(event, separator="/")
     return {key: v for key, v in named.items() if isinstance(v, (int, float)) and key != "step"}

@@ -35,22 +35,19 @@ AXES = {
     "iteration": "iteration (0 = base model)",
     "event": "event of the log",
 }
-ORDERS = {
-    "generate": "chunk of samples",
-    "finetune": "fine-tuning step",
-}  # by stage, counted over all iterations
+# by stage, counted over all iterations
+ORDERS = {"generate": "chunk of samples", "finetune": "fine-tuning step"}
 SAMPLES = 5  # completions shown
 LONGEST = 600  # characters of a completion shown; the files have all
 
 
 def write_or_warn(folder: Path) -> bool:
-    """Write the report of a run that must not fail for it. Returns whether it is there."""
+    """Write the report of a run that must not fail for it; return whether it is there."""
     try:
         write_report(folder, figures=os.environ.get("CLUTCH_PLOTS") != "0")
     except Exception as error:
         log.warning(
-            "%s/report.md could not be written (%s: %s). The run itself is not touched by it."
-            " Again: python -m common.report %s",
+            "%s/report.md could not be written (%s: %s). Again: python -m common.report %s",
             *(folder, type(error).__name__, error, folder),
         )
         return False
@@ -58,7 +55,7 @@ def write_or_warn(folder: Path) -> bool:
 
 
 def write_report(folder: Path, figures: bool = True) -> Path:
-    """Write FOLDER/report.md and, with `figures`, FOLDER/plots/*.png. Returns the path of the page.
+    """Write FOLDER/report.md and, with `figures`, FOLDER/plots/*.png; return the page's path.
 
     Raises: ConfigError where `folder` is no run folder.
     """
@@ -66,21 +63,12 @@ def write_report(folder: Path, figures: bool = True) -> Path:
         raise ConfigError(
             f"{folder} has no run.yaml, so it is no run folder. Give one, for example outputs/mine."
         )
-    saved = yaml.load(
-        (folder / "run.yaml").read_text(encoding="utf-8"),
-        Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader),
-    )
-    result = (
-        json.loads((folder / "result.json").read_text())
-        if (folder / "result.json").exists()
-        else None
-    )
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    saved = yaml.load((folder / "run.yaml").read_text(encoding="utf-8"), Loader=loader)
+    result = _load(folder / "result.json")
     history, evaluations = events(folder / "metrics.jsonl"), events(folder / EVALUATIONS)
-    drawn = (
-        draw(folder / "plots", saved["config"]["algo"]["name"], history, evaluations)
-        if figures
-        else []
-    )
+    algo = saved["config"]["algo"]["name"]
+    drawn = draw(folder / "plots", algo, history, evaluations) if figures else []
     parts = [
         _head(folder, saved, result, history),
         _facts(saved, result, history),
@@ -97,15 +85,17 @@ def write_report(folder: Path, figures: bool = True) -> Path:
     return path
 
 
+def _load(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
 # --- figures
 
 
 def draw(
     out: Path, algo: str, history: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]
 ) -> list[tuple[Panel, Path]]:
-    """Draw the panels of an algorithm that `history`, or for held-out measures `evaluations`, has
-    numbers for.
-    """
+    """Draw the panels of an algorithm that its events or held-out measures have numbers of."""
     out.mkdir(exist_ok=True)
     for path in out.glob("*.png"):  # of an earlier report, which may have had others
         path.unlink()
@@ -119,9 +109,8 @@ def draw(
         }
         series = {legend: xy for legend, xy in series.items() if xy[0]}
         if panel.kind == "stack":  # layers that stay at nothing would fill the legend
-            series = {
-                legend: xy for legend, xy in series.items() if sum(xy[1]) > 0.002 * _total(series)
-            }
+            least = 0.002 * sum(sum(y) for _, y in series.values())
+            series = {legend: xy for legend, xy in series.items() if sum(xy[1]) > least}
         # the headline measure is the first
         series = dict(list(series.items())[: len(plots.COLOURS)])
         if not series:
@@ -139,41 +128,29 @@ def _draw(
     series: dict[str, tuple[list[float], list[float]]],
     history: Sequence[dict[str, Any]],
 ) -> None:
-    breaks = _breaks(panel, history)
+    stage = next(iter(panel.curves)).partition("/")[0]
+    breaks: list[float] = []  # where iterations meet, on an axis that counts events
+    if panel.x == "order":
+        met = [event["iteration"] for event in history if event.get("stage") == stage]
+        breaks = [n + 0.5 for n, (a, b) in enumerate(itertools.pairwise(met), 1) if a != b]
+    label = f"{ORDERS[stage]} (dotted: next iteration)" if panel.x == "order" else AXES[panel.x]
     if panel.kind == "bars":
         x = next(iter(series.values()))[0]
-        by_iteration = {
-            f"iteration {i:g}": [y[k] for _, y in series.values()] for k, i in enumerate(x)
-        }
-        plots.bars(axis, list(series), by_iteration)
-        plots.finished(
-            axis, panel.title, "share of a prompt's samples that is right", panel.unit, True
-        )
-        return
-    if panel.kind == "stack":
+        heights = {f"iteration {i:g}": [y[k] for _, y in series.values()] for k, i in enumerate(x)}
+        plots.bars(axis, list(series), heights)
+        label = "share of a prompt's samples that is right"
+    elif panel.kind == "stack":
         x = sorted({place for xs, _ in series.values() for place in xs})
-        heights = {legend: dict(zip(*xy, strict=True)) for legend, xy in series.items()}
-        layers = {
-            legend: [height.get(place, 0.0) for place in x] for legend, height in heights.items()
-        }
+        found = {legend: dict(zip(*xy, strict=True)) for legend, xy in series.items()}
+        layers = {legend: [of.get(place, 0.0) for place in x] for legend, of in found.items()}
         plots.stack(axis, x, layers)
-        plots.finished(axis, panel.title, _axis(panel), panel.unit, True)
     else:
         plots.lines(axis, series, panel.exact, breaks)
-        plots.finished(axis, panel.title, _axis(panel), panel.unit, panel.zero)
+    plots.finished(axis, panel.title, label, panel.unit, panel.zero or panel.kind != "lines")
     for place in breaks:
         axis.axvline(place, color="0.4", linestyle=":", linewidth=1.5)
-    axis.xaxis.get_major_locator().set_params(integer=True)
-
-
-def _breaks(panel: Panel, history: Sequence[dict[str, Any]]) -> list[float]:
-    """Return where iterations meet, on the x axis of a panel that counts events."""
-    if panel.x != "order":
-        return []
-    iterations = [event["iteration"] for event in history if event.get("stage") == _stage(panel)]
-    return [
-        n + 0.5 for n, (one, other) in enumerate(itertools.pairwise(iterations), 1) if one != other
-    ]
+    if panel.kind != "bars":
+        axis.xaxis.get_major_locator().set_params(integer=True)
 
 
 def columns(history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[dict[str, Any], float]]]:
@@ -188,7 +165,7 @@ def columns(history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[dict[str,
 def _points(
     panel: Panel, column: list[tuple[dict[str, Any], float]]
 ) -> tuple[list[float], list[float]]:
-    """x and y of a measure, where it is finite."""
+    """Return x and y of a measure, where it is finite."""
     key = "step" if panel.x == "event" else panel.x
     kept = [
         (float(n if panel.x == "order" else event[key]), panel.scale * value)
@@ -196,20 +173,6 @@ def _points(
         if math.isfinite(value)
     ]
     return [x for x, _ in kept], [y for _, y in kept]
-
-
-def _stage(panel: Panel) -> str:
-    return next(iter(panel.curves)).partition("/")[0]
-
-
-def _axis(panel: Panel) -> str:
-    return (
-        f"{ORDERS[_stage(panel)]} (dotted: next iteration)" if panel.x == "order" else AXES[panel.x]
-    )
-
-
-def _total(series: dict[str, tuple[list[float], list[float]]]) -> float:
-    return sum(sum(y) for _, y in series.values())
 
 
 # --- text
@@ -222,35 +185,29 @@ def _head(
     history: list[dict[str, Any]],
 ) -> str:
     config = saved["config"]
-    measured = next(
-        (name for name in ("prediction", "scaling") if (folder / f"{name}.json").exists()), None
-    )
+    kinds = ("prediction", "scaling")
+    measured = next((name for name in kinds if (folder / f"{name}.json").exists()), None)
     if result:
-        title = (
+        lines = [
             f"# {result['algo']} on {result['task']}: {result['metric']} {result['before']:.2f} →"
             f" {result['after']:.2f}"
-        )
+        ]
     else:
         target = str(config["task"]["_target_"]).rsplit(".", 1)[-1]
-        title = f"# {config['algo']['name']} on {target}: {measured or 'not finished'}"
-    lines = [title]
+        lines = [f"# {config['algo']['name']} on {target}: {measured or 'not finished'}"]
     if measured and (folder / f"{measured}.txt").exists():
-        lines.append(
-            "```\n" + (folder / f"{measured}.txt").read_text(encoding="utf-8").strip() + "\n```"
-        )
+        text = (folder / f"{measured}.txt").read_text(encoding="utf-8").strip()
+        lines.append(f"```\n{text}\n```")
     elif measured:
         lines.append(f"The times are in {measured}.json.")
     elif not result:
-        steps = config["algo"].get("steps")
-        done = (
-            f"{history[-1]['step'] if history else 0}{f' of {steps}' if steps else ''} steps are"
-            " logged"
-        )
-        lines.append(f"{done}. Go on with `hydra.run.dir={shlex.quote(str(folder))} resume=auto`.")
-    if (folder / ".hydra" / "overrides.yaml").exists():
+        steps, done = config["algo"].get("steps"), history[-1]["step"] if history else 0
         lines.append(
-            "```\npython launch.py " + " ".join(map(shlex.quote, _arguments(folder))) + "\n```"
+            f"{done}{f' of {steps}' if steps else ''} steps are logged. Go on with"
+            f" `hydra.run.dir={shlex.quote(str(folder))} resume=auto`."
         )
+    if (folder / ".hydra" / "overrides.yaml").exists():
+        lines.append(f"```\npython launch.py {shlex.join(_arguments(folder))}\n```")
     return "\n\n".join(lines)
 
 
@@ -275,12 +232,10 @@ def _facts(
     saved: dict[str, Any], result: dict[str, Any] | None, history: list[dict[str, Any]]
 ) -> str:
     config = saved["config"]
+    ranks = result["world_size"] if result else 1
     rows = {
         "model": result["model"] if result else config["model"]["path"] or config["model"]["name"],
-        "device": (
-            saved["device"]
-            + (f", {result['world_size']} ranks" if result and result["world_size"] > 1 else "")
-        ),
+        "device": saved["device"] + (f", {ranks} ranks" if ranks > 1 else ""),
     }
     if result:
         rows["numbers"] = result["dtype"]
@@ -294,21 +249,16 @@ def _facts(
     speeds = [event["tokens_per_second"] for event in history if event.get("tokens_per_second")]
     if speeds:
         rows["speed"] = f"{sorted(speeds)[len(speeds) // 2]:,.0f} tokens/s (median of the events)"
-    memory = [event["peak_memory_gb"] for event in history if "peak_memory_gb" in event]
-    if memory:
+    if memory := [event["peak_memory_gb"] for event in history if "peak_memory_gb" in event]:
         rows["peak memory"] = f"{max(memory):.2f} GB"
-    versions = saved["versions"]
-    rows["made with"] = (
-        f"torch {versions['torch']}, transformers {versions['transformers']}, Python"
-        f" {versions['python']}"
-    )
+    names = (("torch", "torch"), ("transformers", "transformers"), ("Python", "python"))
+    rows["made with"] = ", ".join(f"{name} {saved['versions'][key]}" for name, key in names)
     rows["commit"] = saved["commit"] or "outside a checkout"
     rows["seed"] = str(config["seed"])
     return markdown_table([{"": key, " ": value} for key, value in rows.items()])
 
 
 def _measures(result: dict[str, Any] | None, evaluations: list[dict[str, Any]]) -> str:
-    """Before and after, or as far as it came."""
     if result:
         before, after = result["metrics"]["before"], result["metrics"]["after"]
         heads = ("before", "after")
@@ -317,35 +267,24 @@ def _measures(result: dict[str, Any] | None, evaluations: list[dict[str, Any]]) 
         heads = ("first", f"last (step {evaluations[-1]['step']})")
     else:
         return ""
-    rows = [
-        {
-            "held-out": name,
-            **{
-                head: f"{m[name]:.2f}" if name in m else ""
-                for head, m in zip(heads, (before, after), strict=True)
-            },
-            "change": (
-                f"{after[name] - before[name]:+.2f}" if name in before and name in after else ""
-            ),
-        }
-        for name in dict.fromkeys((*before, *after))
-    ]
+    rows = []
+    for name in dict.fromkeys((*before, *after)):
+        shown = [f"{found[name]:.2f}" if name in found else "" for found in (before, after)]
+        change = f"{after[name] - before[name]:+.2f}" if all(shown) else ""
+        rows.append({"held-out": name, **dict(zip(heads, shown, strict=True)), "change": change})
     return "## Held-out measures\n\n" + markdown_table(rows)
 
 
 def _figures(figures: list[tuple[Panel, Path]]) -> str:
-    """Two in a row."""
     if not figures:
         return ""
-    images = [
-        f'<img src="plots/{path.name}" alt="{panel.title}" width="49%">' for panel, path in figures
-    ]
+    image = '<img src="plots/{}" alt="{}" width="49%">'
+    images = [image.format(path.name, panel.title) for panel, path in figures]
     head = "## Curves\n\nThin: each step. Thick: running mean.\n\n"
     return head + "\n".join(" ".join(images[i : i + 2]) + "<br>" for i in range(0, len(images), 2))
 
 
 def _time(history: list[dict[str, Any]]) -> str:
-    """Seconds by stage and phase, over the whole run."""
     seconds: dict[str, float] = {}
     for event in history:
         for name, value in event.get("phase_seconds", {}).items():
@@ -362,29 +301,23 @@ def _time(history: list[dict[str, Any]]) -> str:
 
 
 def _completions(folder: Path) -> str:
-    """The same prompts before and after, or at the last evaluation of a run that did not finish."""
-    steps = sorted(folder.glob("step-*.jsonl"))
-    last = folder / "after.jsonl" if (folder / "after.jsonl").exists() else (steps or [None])[-1]
     first = _rows(folder / "before.jsonl")
     if not first:
         return ""
-    later = _rows(last) if last else []
-    name = "after" if last and last.stem == "after" else "last"
+    last = [*sorted(folder.glob("step-*.jsonl")), *folder.glob("after.jsonl")][-1:]
+    later = _rows(last[0]) if last else []
+    name = "after" if last and last[0].stem == "after" else "last"
     rows = [
         {"prompt": _short(plain(old["prompt"])), "before": _short(old["completion"])}
         | ({name: _short(later[i]["completion"])} if i < len(later) else {})
         | {"answer": _short(str(old["answer"]))}
         for i, old in enumerate(first)
     ]
-    head = (
-        f"The first {len(rows)}, greedy. The others, and those of every evaluation, are in"
-        " completions/."
-    )
-    return f"## Held-out completions\n\n{head}\n\n" + markdown_table(rows)
+    head = f"The first {len(rows)}, greedy. All of every evaluation are in completions/."
+    return f"## Held-out completions\n\n{head}\n\n{markdown_table(rows)}"
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """The first lines of a file of completions."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8") as file:
@@ -396,11 +329,8 @@ def _short(text: str) -> str:
 
 
 def _confusion(path: Path) -> str:
-    """The confusion matrix of a classifier, where it has few classes."""
-    if not path.exists():
-        return ""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if len(found["classes"]) > 12:
+    found = _load(path)
+    if found is None or len(found["classes"]) > 12:
         return ""
     rows = [
         {"true \\ predicted": name, **dict(zip(found["classes"], line, strict=True))}
@@ -410,14 +340,12 @@ def _confusion(path: Path) -> str:
 
 
 def _warnings(path: Path) -> str:
-    """Show the warnings of the run, each text once."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     found = dict.fromkeys(line.split(" WARNING ", 1)[1] for line in lines if " WARNING " in line)
     return "## Warnings\n\n" + "\n".join(f"- {text}" for text in found) if found else ""
 
 
 def _files(folder: Path) -> str:
-    """Show the files that lie beside the page."""
     known = {
         "model": "the trained model",
         "metrics.jsonl": "every step",
@@ -429,10 +357,8 @@ def _files(folder: Path) -> str:
         "run.yaml": "settings, versions, commit, device",
         "run.log": "what was printed",
     }
-    rows = [
-        f"- [{name}]({name}): {what}" for name, what in known.items() if (folder / name).exists()
-    ]
-    return "## Files\n\n" + "\n".join(rows)
+    there = {name: what for name, what in known.items() if (folder / name).exists()}
+    return "## Files\n\n" + "\n".join(f"- [{name}]({name}): {what}" for name, what in there.items())
 
 
 def _duration(seconds: float) -> str:

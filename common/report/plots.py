@@ -15,19 +15,18 @@ from typing import Any
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 # Legible at half size, where a letter of 14 points is one of 7.
 STYLE: dict[Any, Any] = {
-    **{
-        "font.size": 14,
-        "axes.titlesize": 15,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-    },
-    **{"axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True, "lines.linewidth": 2.5},
-    **{
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "legend.frameon": False,
-        "legend.fontsize": 12,
-    },
+    "font.size": 14,
+    "axes.titlesize": 15,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "axes.axisbelow": True,
+    "lines.linewidth": 2.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "legend.fontsize": 12,
 }
 SIZE = (7.5, 4.8)  # inches
 DPI = 110
@@ -66,19 +65,17 @@ def lines(
         colour = COLOURS[number % len(COLOURS)]
         above = {"zorder": 3 - number / 100}  # the first curve is the one that counts
         if exact or len(x) < SMOOTHED:
-            marks = (
-                {"marker": "o", "markersize": 8 if len(x) < 15 else 4} if len(x) < SMOOTHED else {}
-            )
+            size = 8 if len(x) < 15 else 4
+            marks = {"marker": "o", "markersize": size} if len(x) < SMOOTHED else {}
             axis.plot(x, y, color=colour, label=legend, **marks, **above)
             continue
         axis.plot(x, y, color=colour, linewidth=1, alpha=0.35, **above)
         reach = len(y) // 20
         for n, (low, high) in enumerate(itertools.pairwise([-math.inf, *breaks, math.inf])):
             part = [(a, b) for a, b in zip(x, y, strict=True) if low <= a < high]
-            mean = running_mean([b for _, b in part], reach)
-            axis.plot(
-                [a for a, _ in part], mean, color=colour, label=None if n else legend, **above
-            )
+            places, values = [a for a, _ in part], [b for _, b in part]
+            label = None if n else legend
+            axis.plot(places, running_mean(values, reach), color=colour, label=label, **above)
 
 
 def stack(axis: Any, x: Sequence[float], layers: Mapping[str, Sequence[float]]) -> None:
@@ -121,14 +118,16 @@ def finished(axis: Any, title: str, x: str, unit: str, zero: bool) -> None:
     axis.set_position((left, bottom, width, height - 0.052 * (rows - 1)))
     axis.set_title(title, pad=12 + 18 * rows)
     axis.legend(
-        *(handles, labels),
-        **{
-            "loc": "lower left",
-            "bbox_to_anchor": (-0.01, 0.985),
-            "ncols": columns,
-            "handlelength": 1.2,
-        },
-        **{"columnspacing": 1.0, "borderaxespad": 0.2, "handletextpad": 0.4, "labelspacing": 0.3},
+        handles,
+        labels,
+        loc="lower left",
+        bbox_to_anchor=(-0.01, 0.985),
+        ncols=columns,
+        handlelength=1.2,
+        columnspacing=1.0,
+        borderaxespad=0.2,
+        handletextpad=0.4,
+        labelspacing=0.3,
     )
 
 

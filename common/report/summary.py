@@ -10,6 +10,7 @@ import subprocess
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,10 @@ log = logging.getLogger("clutch")
 
 @dataclass
 class Result:
-    """The outcome of a run, as in RUN/result.json. before, after: the held-out metric, in percent
-    or BLEU points.
+    """The outcome of a run, as in RUN/result.json. before, after: the held-out metric, of 100.
 
-    A classifier generates nothing and earns no rewards: both counts are 0, and `before` is what
-    naming the most frequent class gets.
+    A classifier generates nothing and earns no rewards; its `before` is that of the most frequent
+    class.
     """
 
     algo: str
@@ -61,7 +61,7 @@ class Result:
     skipped_steps: int = 0
 
     def model_and_tokenizer(self) -> tuple[Any, Any]:
-        """The trained model and its tokenizer, loaded from RUN/model."""
+        """Load the trained model and its tokenizer from RUN/model."""
         path = Path(self.folder) / "model"
         return (
             transformers.AutoModelForCausalLM.from_pretrained(path),
@@ -81,9 +81,7 @@ def print_plan(rows: dict[str, str]) -> None:
 
 
 def write_run(run: Run, out_dir: Path, device: str) -> None:
-    """RUN/run.yaml: the resolved configuration, versions, commits of this code and of a model of
-    the hub, device.
-    """
+    """Write RUN/run.yaml: the configuration, versions, commits of this code and of the model."""
     record = {
         "config": asdict(run),
         "versions": {
@@ -99,19 +97,16 @@ def write_run(run: Run, out_dir: Path, device: str) -> None:
 
 
 def _commit() -> str | None:
-    """The commit of this code, with a + where files differ from it; None outside a checkout."""
-    here = Path(__file__).parent
-    git = ["git", "-C", str(here)]
+    """Return the commit of this code, with a + where files differ; None outside a checkout."""
+
+    def git(*command: str) -> str:
+        full = ["git", "-C", str(Path(__file__).parent), *command]
+        return subprocess.run(full, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        head = subprocess.run(
-            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        changed = subprocess.run(
-            [*git, "status", "--porcelain"], capture_output=True, text=True, check=True
-        ).stdout
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head + ("+" if changed else "")
 
 
 def completion_rows(
@@ -125,53 +120,42 @@ def completion_rows(
 
 
 def headline(result: Result) -> dict[str, Any]:
-    """The summary of a run for a tracker: the metric by its name, before and after, and what it
-    took.
-    """
+    """Return the summary of a run for a tracker."""
+    kept = ("before", "after", "steps", "seconds", "generated_tokens", "reward_evaluations")
     return {
-        "before": result.before,
-        "after": result.after,
+        **{name: getattr(result, name) for name in kept},
         "gain": result.after - result.before,
         "metric_name": result.metric,
         **{f"after/{name}": value for name, value in result.metrics["after"].items()},
-        "steps": result.steps,
-        "seconds": result.seconds,
-        "generated_tokens": result.generated_tokens,
-        "reward_evaluations": result.reward_evaluations,
     }
 
 
 def side_by_side(rows: list[dict[str, str]]) -> str:
-    """A table of texts, columns as wide as the terminal allows, cells folded."""
+    """Return a table of texts, columns as wide as the terminal allows, cells folded."""
     if not rows:
         return ""
     columns = list(rows[0])
     space = max(40, shutil.get_terminal_size((110, 24)).columns) - 2 * (len(columns) - 1)
     cells = [columns, *([_visible(row[c]) for c in columns] for row in rows)]
-    natural = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    widths = list(natural)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     while sum(widths) > space:
         widths[widths.index(max(widths))] -= 1
     lines = []
-    for number, line in enumerate(cells):
+    for line in cells:
         folded = [
-            textwrap.wrap(text, width, drop_whitespace=False) or [""]
+            textwrap.wrap(text, width, drop_whitespace=False)
             for text, width in zip(line, widths, strict=True)
         ]
-        for part in range(max(len(f) for f in folded)):
-            texts = (f[part] if part < len(f) else "" for f in folded)
-            lines.append(
-                "  ".join(
-                    text.ljust(width) for text, width in zip(texts, widths, strict=True)
-                ).rstrip()
-            )
-        if number == 0:
+        for texts in zip_longest(*folded, fillvalue=""):
+            padded = (text.ljust(width) for text, width in zip(texts, widths, strict=True))
+            lines.append("  ".join(padded).rstrip())
+        if line is columns:
             lines.append("  ".join("-" * width for width in widths))
     return "\n".join(lines)
 
 
 def _visible(text: str) -> str:
-    """A completion on one line: control characters shown, not obeyed."""
+    """Return a completion on one line: control characters shown, not obeyed."""
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
     )
@@ -187,8 +171,7 @@ def make_result(
 ) -> Result:
     """Put together the outcome of a run.
 
-    Args: subject: what was trained (common.session.Subject); state: what the session counted;
-    metrics: by "before", "after", ...; the first measure after the run is the headline.
+    Args: subject: what was trained (common.session.Subject); state: what the session counted.
     """
     name = next(iter(metrics["after"]))
     return Result(
@@ -224,7 +207,7 @@ def finish_run(
     0.
 
     Args: texts: held-out completions before and after; weights: gathered ones, where the model is
-    sharded; model: where it is and how to load it, None = a language model.
+    sharded; model: as in `print_summary`.
     """
     folder = Path(result.folder)
     before, after = texts
@@ -244,8 +227,7 @@ def finish_run(
 
 
 def print_summary(result: Result, samples: list[dict[str, str]], model: str | None = None) -> None:
-    """Write the report, and print the end of a run: metric before and after, completions side by
-    side, where all is.
+    """Write the report and print the end of a run.
 
     Args: model: where the model is and how to load it; None = a language model.
     """
@@ -254,37 +236,24 @@ def print_summary(result: Result, samples: list[dict[str, str]], model: str | No
     if samples:
         log.info(side_by_side(samples))
         log.info("")
-    rows = {
-        f"held-out {result.metric}": (
-            f"{result.before:.2f} -> {result.after:.2f} ({result.after - result.before:+.2f})"
-        ),
-        **{
-            f"held-out {name}": f"{value:.2f} -> {result.metrics['after'][name]:.2f}"
-            for name, value in result.metrics["before"].items()
-            if name != result.metric and name in result.metrics["after"]
-        },
-        "steps": (
-            f"{result.steps} in {result.seconds:.0f} s"
-            + (f", ended by {result.ended_by}" if result.ended_by else "")
-            + (
-                f", {result.skipped_steps} left out: see not_finite.jsonl"
-                if result.skipped_steps
-                else ""
-            )
-        ),
-        **(
-            {
-                "generated": (
-                    f"{result.generated_tokens:,} tokens, {result.reward_evaluations:,} rewards"
-                )
-            }
-            if result.generated_tokens
-            else {}
-        ),
-        "written to": result.folder,
-        **({"  report": f"{result.folder}/report.md (curves in plots/)"} if reported else {}),
-        "  model": model or f"{result.folder}/model (to try it: python -m common.chat RUN)",
-        "  metrics": f"{result.folder}/metrics.jsonl",
-        "  result": f"{result.folder}/result.json",
-    }
+    change = f"{result.before:.2f} -> {result.after:.2f} ({result.after - result.before:+.2f})"
+    rows = {f"held-out {result.metric}": change}
+    after = result.metrics["after"]
+    for name, value in result.metrics["before"].items():
+        if name != result.metric and name in after:
+            rows[f"held-out {name}"] = f"{value:.2f} -> {after[name]:.2f}"
+    rows["steps"] = f"{result.steps} in {result.seconds:.0f} s"
+    if result.ended_by:
+        rows["steps"] += f", ended by {result.ended_by}"
+    if result.skipped_steps:
+        rows["steps"] += f", {result.skipped_steps} left out: see not_finite.jsonl"
+    if result.generated_tokens:
+        counts = f"{result.generated_tokens:,} tokens, {result.reward_evaluations:,} rewards"
+        rows["generated"] = counts
+    folder = result.folder
+    rows["written to"] = folder
+    if reported:
+        rows["  report"] = f"{folder}/report.md (curves in plots/)"
+    rows["  model"] = model or f"{folder}/model (to try it: python -m common.chat RUN)"
+    rows |= {"  metrics": f"{folder}/metrics.jsonl", "  result": f"{folder}/result.json"}
     print_plan(rows)

@@ -36,9 +36,7 @@ class Sweep(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Remember what differs between the jobs."""
         given = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
-        self.swept = [
-            override.get_key_element() for override in given if override.is_sweep_override()
-        ]
+        self.swept = [one.get_key_element() for one in given if one.is_sweep_override()]
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         """Say which job it is."""
@@ -49,15 +47,11 @@ class Sweep(Callback):
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         """Say in a line how it ended."""
         if config.hydra.mode == RunMode.MULTIRUN and is_main():
-            print(
-                f"=== {self._name(config)}: {_outcome(Path(config.hydra.runtime.output_dir))}",
-                flush=True,
-            )
+            folder = Path(config.hydra.runtime.output_dir)
+            print(f"=== {self._name(config)}: {_outcome(folder)}", flush=True)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        """Write the comparison and list what failed; the exit code is that of the first job that
-        did.
-        """
+        """Write the comparison; the exit code is that of the first job that failed."""
         if not is_main():
             return
         from common.report import compare  # torch comes with it

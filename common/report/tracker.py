@@ -9,22 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from common.config import Run
-from common.files import write_text
-from common.report.events import EVALUATIONS, cut_events, events, jsonable, numbers
+from common.report.events import (
+    EVALUATIONS,
+    cut_events,
+    events,
+    jsonable,
+    numbers,
+    write_jsonl,
+)
 from common.report.progress import Progress
 from common.report.sinks import open_sink
 from common.tasks import plain
 
 log = logging.getLogger("clutch")
-KEPT = (
-    "step",
-    "stage",
-    "iteration",
-    "metric",
-    "metric_name",
-    "metrics",
-    "validation",
-)  # of an event with held-out measures
+# of an event with held-out measures
+KEPT = ("step", "stage", "iteration", "metric", "metric_name", "metrics", "validation")
 TABLE_ROWS = 32  # of the completions that W&B and TensorBoard show; the files have all
 
 
@@ -60,13 +59,13 @@ class Tracker:
             self.begin("", steps, resumed, "step")
 
     def begin(self, what: str, total: int, done: int, unit: str) -> None:
-        """A new progress line: `what` is counted in `unit`s from `done` to `total`."""
+        """Begin a progress line: `what` is counted in `unit`s from `done` to `total`."""
         if self.line:
             self.line.close()
         self.line = Progress(what, total, done, unit)
 
     def write(self, event: dict[str, Any]) -> None:
-        """One event: a flat dict (phase seconds nested) with at least `step`, 1-based."""
+        """Write one event: a flat dict (phase seconds nested) with at least `step`, 1-based."""
         self.step = event["step"]
         self.file.write(json.dumps(jsonable(event)) + "\n")
         self.file.flush()
@@ -76,9 +75,7 @@ class Tracker:
             self._evaluated({key: event[key] for key in event if key in KEPT})
 
     def sync(self) -> None:
-        """Bring what is logged to the disk: before a checkpoint, so that after a power cut no event
-        before it is missing.
-        """
+        """Bring what is logged to the disk: before a checkpoint, in case of a power cut."""
         os.fsync(self.file.fileno())
 
     def log(self, event: dict[str, Any], done: int | None = None, shown: str | None = None) -> None:
@@ -94,7 +91,7 @@ class Tracker:
         self.line.to(event["step"] if done is None else done, shown, always="metric" in event)
 
     def measured(self, step: int, name: str, metrics: dict[str, float], **used: int) -> None:
-        """Held-out measures that no event has: those before the first step and after the last.
+        """Write held-out measures that no event has: before the first step and after the last.
 
         Args: name: the headline's; used: what it took so far, for curves against it.
         """
@@ -107,28 +104,25 @@ class Tracker:
         """Keep one line per step in RUN/evaluations.jsonl."""
         others = (held for held in self.held if held["step"] != record["step"])
         self.held = sorted((*others, record), key=lambda held: held["step"])
-        write_text(
-            self.out_dir / EVALUATIONS, "".join(json.dumps(held) + "\n" for held in self.held)
-        )
+        write_jsonl(self.out_dir / EVALUATIONS, self.held)
 
     def completions(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
-        """Keep completions in RUN/completions/NAME.jsonl, and the first of them as a table of that
-        name, never overwritten.
-        """
+        """Keep completions in RUN/completions/NAME.jsonl, and the first of them as a table."""
         folder = self.out_dir / "completions"
         folder.mkdir(exist_ok=True)
-        write_text(
-            folder / f"{name}.jsonl",
-            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
-        )
+        write_jsonl(folder / f"{name}.jsonl", rows, ascii_only=False)
         if self.sink and rows:
-            shown = [{key: _text(value) for key, value in row.items()} for row in rows[:TABLE_ROWS]]
+            shown = [  # a conversation as text
+                {
+                    key: plain(value) if isinstance(value, list) else value
+                    for key, value in row.items()
+                }
+                for row in rows[:TABLE_ROWS]
+            ]
             self.sink.table(f"completions/{name}", step, shown)
 
     def artifact(self, kind: str, folder: Path, alias: str) -> None:
-        """With tracker.artifacts, upload `folder` as a new version of the run's artifact `kind`:
-        checkpoint or model.
-        """
+        """Upload `folder` as a version of the artifact `kind` (checkpoint, model), if asked to."""
         if self.sink and self.artifacts:
             self.sink.artifact(kind, folder, alias)
 
@@ -137,7 +131,7 @@ class Tracker:
         return {"id": self.sink.id} if self.sink and self.sink.id else {}
 
     def summary(self, values: dict[str, Any]) -> None:
-        """The headline numbers of the run."""
+        """Send the headline numbers of the run."""
         if self.sink:
             self.sink.summary(values)
 
@@ -166,8 +160,3 @@ def describe_event(
         elif name in event:
             parts.append(text.format(event[name]))
     return ", ".join(parts)
-
-
-def _text(value: Any) -> Any:
-    """A cell of a table: numbers and texts as they are, a conversation as text."""
-    return plain(value) if isinstance(value, list) else value

@@ -6,12 +6,13 @@ reward cannot talk its way around. Edit distance alone pays for copying: an unch
 baseline stands beside every measurement.
 """
 
-import csv
 import io
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import chess
 import chess.pgn
@@ -19,11 +20,10 @@ import numpy as np
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cpdist
 
-from common.config import ConfigError, at_least, holds, share
+from common.config import ConfigError, Count, Nonnegative, Share, at_least, holds
 from common.tasks import Example
-from common.tasks.components import chosen, weighted
-from common.tasks.data import named, read_lines
-from common.tasks.splits import SPLIT_SEED, check_needs_path, split_rows
+from common.tasks.data import named, read_csv, read_lines
+from common.tasks.rows import SPLIT_SEED, Weighted, check_needs_path, distinct
 
 FIELDS = ("board", "turn", "castling", "en_passant", "halfmove", "fullmove")
 _REST = re.compile(
@@ -41,89 +41,70 @@ _GAMES = 2000  # without a new position: there are no more
 _LONGEST = 120  # no FEN is longer; hostile completions may be
 
 
-class Chess:
-    """The task.
+@dataclass(kw_only=True, eq=False)
+class Chess(Weighted):
+    """The task, with the settings of conf/task/chess.yaml.
 
-    Args: as in conf/task/chess.yaml. `weights` by component: exact, fields, valid, levenshtein.
     Raises: ConfigError for settings that cannot work and for data that is missing or broken.
     """
 
     name = "chess"
 
-    # Settings come from YAML by keyword.
-    def __init__(  # noqa: PLR0913
-        self,
-        *,
-        path: str | None,
-        test_path: str | None,
-        positions: int,
-        test_positions: int,
-        plies: int,
-        template: str,
-        weights: dict[str, float],
-        share_right: float,
-    ) -> None:
-        at_least("task.positions", positions, 2)
-        at_least("task.test_positions", test_positions, 1)
-        at_least("task.plies", plies, 1)
-        check_needs_path(path, test_path=test_path)
-        share("task.share_right", share_right)
-        holds("task.template", template, ("{fen}", "{move}"), "{fen} {move} =>")
-        known = {
-            "exact": self._exact,
-            "fields": self._fields,
-            "valid": self._valid,
-            "levenshtein": self._levenshtein,
-        }
-        self.components = chosen(known, weights)
-        self.weights, self.template, self.share_right = weights, template, share_right
-        if path is None:
-            rows = _generated(positions + test_positions, plies)
-            test, train = rows[:test_positions], list(dict.fromkeys(rows[test_positions:]))
-        else:
-            train = list(dict.fromkeys(_read(path, "task.path")))  # openings come again and again
-            test = list(dict.fromkeys(_read(test_path, "task.test_path"))) if test_path else []
-        train, test, _ = split_rows(path, train, test, test_positions, key=lambda row: row[:2])
-        self._splits = {
-            name: [
-                Example(i, self._question(fen, move), after, extra={"fen": fen, "move": move})
-                for i, (fen, move, after) in enumerate(rows)
-            ]
-            for name, rows in (("train", train), ("test", test))
-        }
+    path: str | None
+    test_path: str | None
+    positions: Annotated[int, (at_least, 2)]
+    test_positions: Count
+    plies: Count
+    template: Annotated[str, (holds, "{fen}", "{move}")]
+    weights: dict[str, Nonnegative]
+    share_right: Share
 
-    def examples(self, split: str) -> Sequence[Example]:
-        """The rows of `split`, "train" or "test"; no test row is a train row."""
-        return self._splits[split]
+    def __post_init__(self) -> None:
+        check_needs_path(self.path, test_path=self.test_path)
+        self.weigh(
+            exact=self._exact,
+            fields=self._fields,
+            valid=self._valid,
+            levenshtein=self._levenshtein,
+        )
+        if self.path is None:
+            rows = self._make(_generated(self.positions + self.test_positions, self.plies))
+            train, test = rows[self.test_positions :], rows[: self.test_positions]
+            self.split("task=chess", train, test, 0, _key)
+        else:
+            train = self._make(_read(self.path, "task.path"))
+            test = self._make(_read(self.test_path, "task.test_path")) if self.test_path else []
+            held_out = min(self.test_positions, len(train) // 5)
+            self.split(f"task.path={self.path!r}", train, test, held_out, _key)
+
+    def _make(self, rows: Iterable[tuple[str, str, str]]) -> list[Example]:
+        """Return distinct rows: in data openings come again and again."""
+        made = (
+            Example(
+                0,
+                self.template.replace("{fen}", fen).replace("{move}", move),
+                after,
+                {"fen": fen, "move": move},
+            )
+            for fen, move, after in rows
+        )
+        return distinct(made, _key)
 
     def prompt(self, example: Example) -> str:
-        """FEN and move in the template."""
+        """Return FEN and move in the template."""
         return example.question
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
-        """The position after the move; but in most rows turn and clocks are left as they were
-        before it.
-        """
+        """Return the position after the move; in most rows turn and clocks are those before it."""
         if draw.random() < self.share_right:
             return example.question, f" {example.answer}"
         board, _, castling, passant, _, _ = example.answer.split(" ")
         _, turn, _, _, half, full = example.extra["fen"].split(" ")
         return example.question, f" {' '.join((board, turn, castling, passant, half, full))}"
 
-    def reward(self, example: Example, completion: str) -> float:
-        """Weighted mean of the components, in [0, 1]."""
-        return self.rewards([example], [completion])[0]
-
-    def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        """`reward` of each completion, in one pass."""
-        return weighted(
-            {name: one(examples, completions) for name, one in self.components.items()},
-            self.weights,
-        )
-
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
-        """Percent: exact match first, accuracy by field, valid FENs, similarity, and what copying
-        the input would get.
+        """Return percentages: exact match, valid FENs, each field, similarity, and the similarity
+        that copying the input would get.
         """
         fens = [e.extra["fen"] for e in examples]
         found = {
@@ -141,11 +122,7 @@ class Chess:
         found["copy_levenshtein"] = _mean(self._levenshtein(examples, fens))
         return {name: 100 * value for name, value in found.items()}
 
-    def _question(self, fen: str, move: str) -> str:
-        return self.template.replace("{fen}", fen).replace("{move}", move)
-
-    # --- components: (examples, completions) -> scores in [0, 1]; what has not the shape of a FEN
-    # earns 0 in each
+    # --- components; what has not the shape of a FEN earns 0 in each
 
     @staticmethod
     def _exact(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
@@ -177,12 +154,10 @@ class Chess:
 
 
 def shaped(completions: Sequence[str]) -> list[str]:
-    """The texts without space around them, where they have the shape of a FEN; "" where not, which
-    is like no answer.
+    """Return the texts, stripped, where they have the shape of a FEN; "" where not.
 
-    The shape: six fields between single spaces; eight ranks of pieces and digits, one to eight of
-    them; the other fields as in `valid_fens`. Whether ranks have eight squares is not asked: who is
-    off by one is nearly right.
+    The shape: six fields between single spaces; eight ranks of one to eight pieces and digits; the
+    other fields as in `valid_fens`. Who is off by one square is nearly right.
     """
     texts = [text.strip() for text in completions]
     return [text if len(text) <= _LONGEST and _SHAPE.fullmatch(text) else "" for text in texts]
@@ -191,30 +166,23 @@ def shaped(completions: Sequence[str]) -> list[str]:
 def valid_fens(texts: Sequence[str]) -> np.ndarray:
     """Return whether each text is a FEN: bool [N].
 
-    Valid means: six fields between single spaces, at most 120 characters; eight ranks of eight
-    squares, without two digits side by side, with one king a side; w or b; castling rights as -, or
-    some of KQkq in this order; - or a square of rank 3 or 6; clocks without leading zeros, 0 to
-    9999 and 1 to 9999. It does not mean that the position can come up. The board is checked for all
-    texts at once, as a matrix of characters.
+    Valid means: six fields between single spaces; eight ranks of eight squares, without two digits
+    side by side, with one king a side; w or b; - or some of KQkq in this order; - or a square of
+    rank 3 or 6; clocks without leading zeros, up to 9999. The position need not be possible. The
+    boards are checked all at once, as a matrix of characters.
     """
     valid = np.zeros(len(texts), dtype=bool)
     rows, boards = [], []
     for row, text in enumerate(texts):
         board, _, rest = text[: _LONGEST + 1].partition(" ")
         # "\0" pads the matrix, so it must not be in a board
-        if (
-            len(text) <= _LONGEST
-            and board.isascii()
-            and "\0" not in board
-            and _REST.fullmatch(rest)
-        ):
+        plain = board and board.isascii() and "\0" not in board
+        if plain and len(text) <= _LONGEST and _REST.fullmatch(rest):
             rows.append(row)
             boards.append(board)
     if not rows:
         return valid
     width = max(len(board) for board in boards)
-    if width == 0:
-        return valid
     matrix = np.array(
         [list(board.ljust(width, "\0").encode("ascii")) for board in boards], dtype=np.uint8
     )  # [n, width]
@@ -234,9 +202,7 @@ def valid_fens(texts: Sequence[str]) -> np.ndarray:
 
 
 def _generated(count: int, plies: int) -> list[tuple[str, str, str]]:
-    """Distinct (FEN, move, FEN after it) from random games of `plies` half-moves at most, in random
-    order.
-    """
+    """Return distinct (FEN, move, FEN after it) from random games, in random order."""
     draw = random.Random(f"chess {SPLIT_SEED} {plies}")
     rows: dict[tuple[str, str], str] = {}
     games, before_them = 0, 0
@@ -264,11 +230,10 @@ def _generated(count: int, plies: int) -> list[tuple[str, str, str]]:
 
 
 def _read(path: str, key: str) -> Iterator[tuple[str, str, str]]:
-    """Rows of a .csv (columns FEN and Moves, each move of a line) or .pgn file, plain or .gz.
+    """Yield the rows of a .csv (columns FEN and Moves, each move of a line) or .pgn file, or .gz.
 
     Raises: ConfigError with file and line for text that cannot be read, moves that are illegal, and
-    positions without one king a side or with the king of the side that has moved in check; other
-    impossible positions pass.
+    positions without one king a side or with the king of the side that has moved in check.
     """
     kind = Path(path.removesuffix(".gz")).suffix
     if kind not in (".csv", ".pgn"):
@@ -276,24 +241,22 @@ def _read(path: str, key: str) -> Iterator[tuple[str, str, str]]:
             f"{key}={path!r} is of no known kind. Give a file that ends in .csv or .pgn (or the"
             " same with .gz)."
         )
-    lines = read_lines(path, key)
-    for where, board, moves in _pgn(lines, path, key) if kind == ".pgn" else _csv(lines, path, key):
+    for where, board, moves in (_pgn if kind == ".pgn" else _csv)(path, key):
         try:
             if isinstance(board, str):
                 board = chess.Board(board)
-            problems = board.status() & _IMPOSSIBLE
-            if problems:
-                raise ValueError(
-                    f"{board.fen()!r} is no position"
-                    f" ({', '.join(f.name or '' for f in problems).lower()})"
-                )
+            if problems := board.status() & _IMPOSSIBLE:
+                names = ", ".join(problem.name or "" for problem in problems).lower()
+                raise ValueError(f"{board.fen()!r} is no position ({names})")
             if not moves:
                 raise ValueError("no moves")
             for move in moves:
                 move = chess.Move.from_uci(move) if isinstance(move, str) else move
                 if move not in board.legal_moves:
                     raise ValueError(f"illegal move {move.uci()} in {board.fen()!r}")
-                yield _row(board, move)
+                before = board.fen()
+                board.push(move)
+                yield before, move.uci(), board.fen()
         except ValueError as error:
             raise ConfigError(f"{key}={path!r}: {where}: {error}. Mend or remove it.") from None
 
@@ -302,33 +265,21 @@ def _read(path: str, key: str) -> Iterator[tuple[str, str, str]]:
 _Line = tuple[str, chess.Board | str, Sequence[chess.Move | str]]
 
 
-def _csv(lines: list[str], path: str, key: str) -> Iterator[_Line]:
-    table = csv.DictReader((f"{line}\n" for line in lines), strict=True)
-    done = 0
-    try:
+def _csv(path: str, key: str) -> Iterator[_Line]:
+    for row in read_csv(path, key):
         for column in ("FEN", "Moves"):
-            if column not in (table.fieldnames or ()):
-                there = named(table.fieldnames or ())
+            if column not in row.fields:
+                there = named(row.fields)
                 raise ConfigError(
                     f"{key}={path!r}: line 1 names no column {column!r}. Columns there: {there}."
                 )
-        for row in table:
-            # chess.Board(None) would be an empty board
-            if row["FEN"] is None or row["Moves"] is None:
-                raise ConfigError(
-                    f"{key}={path!r}: line {table.line_num} has too few cells. Mend or remove it."
-                )
-            done = table.line_num
-            yield f"line {done}", row["FEN"], row["Moves"].split()
-    except (
-        csv.Error
-    ) as error:  # line: where the row begins; a quote that is not closed takes in all that follows
-        raise ConfigError(f"{key}={path!r}: line {done + 1}: {error}. Mend or remove it.") from None
+        where = row.where.removeprefix(f"{path!r} ")
+        yield where, row.fields["FEN"], row.fields["Moves"].split()
 
 
-def _pgn(lines: list[str], path: str, key: str) -> Iterator[_Line]:
-    """The main line of each game that has moves."""
-    text = "\n".join(lines)
+def _pgn(path: str, key: str) -> Iterator[_Line]:
+    """Yield the main line of each game that has moves."""
+    text = "\n".join(read_lines(path, key))
     file = io.StringIO(text)
     line, counted = 1, 0
     while True:
@@ -358,10 +309,8 @@ class _Strict(chess.pgn.GameBuilder[chess.pgn.Game]):
         raise error
 
 
-def _row(board: chess.Board, move: chess.Move) -> tuple[str, str, str]:
-    before = board.fen()
-    board.push(move)
-    return before, move.uci(), board.fen()
+def _key(row: Example) -> tuple[str, str]:
+    return row.extra["fen"], row.extra["move"]
 
 
 def _mean(values: Sequence[float]) -> float:

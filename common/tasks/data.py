@@ -2,9 +2,11 @@
 library. No torch.
 
 Files are plain or .gz (by their name), strictly UTF-8; a byte-order mark is dropped and CRLF is
-accepted. Only "\\n" ends a line: str.splitlines would also cut at U+2028 or a form feed inside a
-sentence, and so shift one parallel file against the other. Every mistake in the data is a
-`ConfigError` that names the setting, the file and the line, before the run starts.
+accepted. Only "\\n" ends a line: str.splitlines would also cut at U+2028 inside a sentence. Every
+mistake in the data is a `ConfigError` that names the setting, the file and the line.
+
+The readers take the path, and `key`, the setting that gave it, for errors. `skipped` is None, or a
+list that takes the errors of single rows, which are then left out.
 """
 
 import codecs
@@ -15,7 +17,7 @@ import io
 import json
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -34,60 +36,54 @@ class Row:
     where: str
     fields: dict[str, Any]
 
-    def text(self, name: str, key: str, *, numbers: bool = False, blank: bool = False) -> str:
-        """The field `name`, which must be a string that is not blank.
-
-        Args: name: of the field; key: the setting that named it, for errors ("task.source_field");
-        numbers: a number is taken too, as text ("0.5", and "2" for 2.0); blank: so is an empty
-        text.
-        Raises: ConfigError with the place, the field, and the fields that are there.
-        """
-        there = f"Fields there: {named(self.fields)}."
+    def get(self, name: str, key: str) -> Any:
+        """Return the field `name`. Raises: ConfigError for the setting `key` that named it."""
         if name not in self.fields:
             near = difflib.get_close_matches(name, self.fields, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{key}={name!r} is not a field of {self.where}.{hint} {there}")
-        value = self.fields[name]
+            raise ConfigError(
+                f"{key}={name!r} is not a field of {self.where}.{hint} Fields there:"
+                f" {named(self.fields)}."
+            )
+        return self.fields[name]
+
+    def text(self, name: str, key: str, *, numbers: bool = False, blank: bool = False) -> str:
+        """Return the field `name`, which must be a string that is not blank, unless `blank`.
+
+        numbers: a number is taken too, as text ("0.5", and "2" for 2.0).
+        """
+        value = self.get(name, key)
         if numbers and isinstance(value, int) and not isinstance(value, bool):
             value = str(value)
         elif numbers and isinstance(value, float) and math.isfinite(value):
             value = f"{value:.0f}" if value == int(value) else f"{Decimal(repr(value)):f}"
         if not isinstance(value, str):
-            kind = type(value).__name__
-            raise ConfigError(
-                f"{key}={name!r} is no text in {self.where}, but {kind}: {value!r:.60}. {there}"
-            )
-        if not (value.strip() or blank):
-            raise ConfigError(
-                f"{key}={name!r} is empty in {self.where}. Remove the row, or fill it in. {there}"
-            )
-        if "\0" in value:
-            raise ConfigError(f"{key}={name!r} holds a NUL character in {self.where}. {_NUL}")
+            problem = f"is no text in {self.where}, but {type(value).__name__}: {value!r:.60}."
+        elif not (value.strip() or blank):
+            problem = f"is empty in {self.where}."
+        elif "\0" in value:
+            problem = f"holds a NUL character in {self.where}. {_NUL}"
         # half a character: no tokenizer can encode it
-        if any("\ud800" <= letter <= "\udfff" for letter in value):
-            raise ConfigError(
-                f"{key}={name!r} holds a lone surrogate in {self.where}. Remove the row, or"
-                " repair it."
-            )
-        return value
+        elif any("\ud800" <= letter <= "\udfff" for letter in value):
+            problem = f"holds a lone surrogate in {self.where}."
+        else:
+            return value
+        there = f"Fields there: {named(self.fields)}."
+        raise ConfigError(f"{key}={name!r} {problem} Mend or remove the row. {there}")
 
 
 def named(names: Iterable[str]) -> str:
-    """Names for an error, however many and long they are."""
+    """Return names for an error: not too many, not too long, nothing that a terminal acts on."""
     listed = [f"{name[:60]}..." if len(name) > 60 else name for name in names]
-    # nothing that a terminal would act on
     listed = [name if name.isprintable() else ascii(name) for name in listed]
     return ", ".join(listed[:12]) + (f" and {len(listed) - 12} more" if len(listed) > 12 else "")
 
 
 def read_lines(path: str, key: str, lenient: bool = False) -> list[str]:
-    """The lines of a text file, without their ends.
+    """Return the lines of a text file, without their ends.
 
-    Args: path: plain or .gz, relative to the working folder; key: the setting that gave it, for
-    errors; lenient: bytes that are not UTF-8 become lone surrogates, which `Row.text` refuses, so
-    that only their row is lost.
-    Raises: ConfigError if the file is missing, unreadable, empty, or not UTF-8, or where a line is
-    longer than LONGEST_LINE.
+    lenient: bytes that are not UTF-8 become lone surrogates, which `Row.text` refuses, so that only
+    their row is lost.
     """
     raw = _read_bytes(path, key, LONGEST_LINE)
     content = raw.removeprefix(codecs.BOM_UTF8)
@@ -106,11 +102,7 @@ def read_lines(path: str, key: str, lenient: bool = False) -> list[str]:
 
 
 def read_parallel(paths: tuple[str, str], keys: tuple[str, str]) -> list[tuple[str, str]]:
-    """Pairs of lines: line i of the first file with line i of the second.
-
-    Args: paths: the two files; keys: the settings that gave them, for errors.
-    Raises: ConfigError as `read_lines`, if the counts differ, or if a line of either is blank.
-    """
+    """Return pairs of lines: line i of the first file with line i of the second."""
     first, second = (read_lines(path, key) for path, key in zip(paths, keys, strict=True))
     if len(first) != len(second):
         raise ConfigError(
@@ -133,74 +125,67 @@ def read_parallel(paths: tuple[str, str], keys: tuple[str, str]) -> list[tuple[s
 
 
 def read_tsv(path: str, key: str) -> list[Row]:
-    """Rows of a tab-separated file whose first line names the columns. No quoting: a quote is part
+    """Return the rows of a tab-separated file whose first line names the columns. A quote is part
     of its text.
-
-    Blank lines are skipped. Args and errors as `read_lines`; ConfigError also where a row has more
-    or fewer cells.
     """
-    lines = read_lines(path, key)
-    names = lines[0].split("\t")
-    if len(set(names)) < len(names):
-        raise ConfigError(
-            f"{key}={path!r}: line 1 names a column twice: {named(names)}. Rename one."
-        )
-    rows = []
-    for number, line in enumerate(lines[1:], start=2):
-        if not line.strip():
-            continue
-        cells = line.split("\t")
-        if len(cells) != len(names):
-            raise ConfigError(
-                f"{key}={path!r}: line {number} has {len(cells)} cells, but line 1 names"
-                f" {len(names)} columns: {named(names)}. Separate the cells by one tab each."
-            )
-        rows.append(Row(f"{path!r} line {number}", dict(zip(names, cells, strict=True))))
-    return _not_empty(rows, f"{key}={path!r}")
+    lines = enumerate(read_lines(path, key), start=1)
+    return _table(((n, line.split("\t") if line.strip() else []) for n, line in lines), path, key)
 
 
 def read_csv(path: str, key: str, skipped: list[str] | None = None) -> list[Row]:
-    """Rows of a comma-separated file whose first line names the columns. Cells may be quoted, and
-    hold line ends then.
-
-    Args and errors as `read_jsonl`; ConfigError also where a row has more or fewer cells, or a
-    quote is not closed.
+    """Return the rows of a comma-separated file whose first line names the columns. Cells may be
+    quoted, and hold line ends then.
     """
     lines = read_lines(path, key, lenient=skipped is not None)
     table = csv.reader((f"{line}\n" for line in lines), strict=True)
-    rows, names, begin = [], [], 1
-    try:
+    begin = 1
+
+    def numbered() -> Iterator[tuple[int, list[str]]]:
+        nonlocal begin
         for cells in table:
-            begin, line = table.line_num + 1, begin  # a row is named by the line where it begins
-            if not names:
-                names = cells
-                if len(set(names)) < len(names):
-                    raise ConfigError(
-                        f"{key}={path!r}: line 1 names a column twice: {named(names)}. Rename one."
-                    )
-            elif cells and len(cells) != len(names):
-                text = (
-                    f"{key}={path!r}: line {line} has {len(cells)} cells, but line 1 names"
-                    f" {len(names)} columns: {named(names)}. Mend or remove it."
-                )
-                if skipped is None:
-                    raise ConfigError(text)
-                skipped.append(text)
-            elif cells:
-                rows.append(Row(f"{path!r} line {line}", dict(zip(names, cells, strict=True))))
+            line, begin = begin, table.line_num + 1  # a row is named by the line where it begins
+            yield line, cells
+
+    try:
+        return _table(numbered(), path, key, skipped)
     # a quote that is not closed takes in all that follows, so there is nothing to go on with
     except csv.Error as error:
         raise ConfigError(f"{key}={path!r}: line {begin}: {error}. Mend or remove it.") from None
+
+
+def _table(
+    lines: Iterable[tuple[int, list[str]]], path: str, key: str, skipped: list[str] | None = None
+) -> list[Row]:
+    """Return the rows of (line, cells), of which the first names the columns."""
+    rows: list[Row] = []
+    names: list[str] = []
+    for line, cells in lines:
+        if not names:
+            names = cells
+            if len(set(names)) < len(names):
+                raise ConfigError(
+                    f"{key}={path!r}: line 1 names a column twice: {named(names)}. Rename one."
+                )
+        elif len(cells) == len(names):
+            rows.append(Row(f"{path!r} line {line}", dict(zip(names, cells, strict=True))))
+        elif cells:
+            _refuse(
+                f"{key}={path!r}: line {line} has {len(cells)} cells, but line 1 names"
+                f" {len(names)} columns: {named(names)}. Mend or remove it.",
+                skipped,
+            )
     return _not_empty(rows, f"{key}={path!r}")
 
 
-def read_jsonl(path: str, key: str, skipped: list[str] | None = None) -> list[Row]:
-    """Rows of a JSON Lines file: one object per line. The fields of an object in it are named with
-    a dot, as "a.b".
+def _refuse(problem: str, skipped: list[str] | None) -> None:
+    if skipped is None:
+        raise ConfigError(problem)
+    skipped.append(problem)
 
-    Blank lines are skipped. Args: as `read_lines`; skipped: None, or a list that takes the texts of
-    the errors in single rows, which are left out. Raises: ConfigError as `read_lines`, also for a
-    line that is no JSON object.
+
+def read_jsonl(path: str, key: str, skipped: list[str] | None = None) -> list[Row]:
+    """Return the rows of a JSON Lines file: one object per line. The fields of an object in it are
+    named with a dot, as "a.b".
     """
     rows = []
     for number, line in enumerate(read_lines(path, key, lenient=skipped is not None), start=1):
@@ -214,60 +199,40 @@ def read_jsonl(path: str, key: str, skipped: list[str] | None = None) -> list[Ro
             problem = f"is JSON, but {type(value).__name__} and no object"
         except json.JSONDecodeError as error:
             problem = f"is not JSON ({error.msg}, column {error.colno})"
-        except (
-            ValueError,
-            RecursionError,
-        ):  # a number of thousands of digits; brackets in brackets
+        except (ValueError, RecursionError):  # a number of thousands of digits; nested brackets
             problem = "holds a number too long to read, or is nested too deep"
-        text = (
+        _refuse(
             f"{key}={path!r}: line {number} {problem}. Each line must be one object, such as"
-            ' {"question": "..."}.'
+            ' {"question": "..."}.',
+            skipped,
         )
-        if skipped is None:
-            raise ConfigError(text)
-        skipped.append(text)
     return _not_empty(rows, f"{key}={path!r}")
 
 
 def read_pairs(path: str, key: str) -> list[Row]:
-    """Rows of a JSON file that is one list of [question, answer] pairs, as the fields question and
-    answer.
-
-    Args and errors as `read_lines`; ConfigError also for what is no such list, naming the pair,
-    counted from 1.
-    """
+    """Return the rows of a JSON file that is one list of [question, answer] pairs."""
     shape = 'Give a list of pairs, such as [["How many m are there per 2 km?", 2000.0]].'
     try:
         value = json.loads("\n".join(read_lines(path, key)))
     except (ValueError, RecursionError) as error:
-        deep = "a number too long to read, or nested too deep"
-        reason = (
-            f"{error.msg}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else deep
-        )
+        reason = str(error).removesuffix(".")
         raise ConfigError(f"{key}={path!r} is not JSON ({reason}). {shape}") from None
     if not isinstance(value, list):
-        raise ConfigError(
-            f"{key}={path!r} is JSON, but {type(value).__name__} and no list. {shape}"
-        )
+        raise ConfigError(f"{key}={path!r} is JSON, but no list. {shape}")
     rows = []
     for number, pair in enumerate(value, start=1):
         if not isinstance(pair, list) or len(pair) != 2:
             raise ConfigError(f"{key}={path!r}: row {number} is no pair: {pair!r:.60}. {shape}")
-        rows.append(
-            Row(f"{path!r} row {number}", dict(zip(("question", "answer"), pair, strict=True)))
-        )
+        fields = {"question": pair[0], "answer": pair[1]}
+        rows.append(Row(f"{path!r} row {number}", fields))
     return _not_empty(rows, f"{key}={path!r}")
 
 
 def read_parquet(path: str, key: str) -> list[Row]:
-    """Rows of a Parquet file; "a.b" names a field of a struct.
-
-    Args and errors as `read_lines`; ConfigError also where pyarrow is not installed, or cannot read
-    the file.
-    """
+    """Return the rows of a Parquet file; "a.b" names a field of a struct."""
     content = _read_bytes(path, key)
     try:
-        import pyarrow  # pyright: ignore[reportMissingImports] (an optional dependency, slow to import)
+        import pyarrow  # pyright: ignore[reportMissingImports] (optional, slow to import)
         from pyarrow import parquet  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ConfigError(
@@ -277,29 +242,19 @@ def read_parquet(path: str, key: str) -> list[Row]:
         table = parquet.read_table(io.BytesIO(content))
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).strip().splitlines()[0].removesuffix(".")
-        raise ConfigError(
-            f"{key}={path!r} is no Parquet file that can be read: {reason}."
-        ) from None
-    rows = [
-        Row(f"{path!r} row {number}", flat(row))
-        for number, row in enumerate(table.to_pylist(), start=1)
-    ]
-    return _not_empty(rows, f"{key}={path!r}")
+        raise ConfigError(f"{key}={path!r} cannot be read as Parquet: {reason}.") from None
+    return _nested(table.to_pylist(), f"{path!r}", f"{key}={path!r}")
 
 
 def read_dataset(name: str, config: str | None, split: str, key: str) -> list[Row]:
-    """Rows of one split of a dataset on the Hugging Face hub, of a local folder that `datasets` can
-    load, or of one saved.
+    """Return the rows of one split of a dataset on the Hugging Face hub, of a local folder that
+    `datasets` can load, or of one saved. Nested fields are named with a dot.
 
-    A dataset's own code is never run (no trust_remote_code). Fields of a nested field are named
-    with a dot, as "translation.de".
-
-    Args: name: the id; config: its configuration, None if it has one only; split: "train"; key: for
-    errors.
-    Raises: ConfigError if `datasets` is not installed, or cannot load it (with its reason).
+    A dataset's own code is never run (no trust_remote_code).
+    Args: name: the id; config: its configuration, None if it has one only.
     """
     try:
-        import datasets  # pyright: ignore[reportMissingImports] (an optional dependency, slow to import)
+        import datasets  # pyright: ignore[reportMissingImports] (optional, slow to import)
     except ImportError:
         raise ConfigError(
             f"{key}={name!r} needs the `datasets` library. Install it: pip install datasets"
@@ -314,32 +269,27 @@ def read_dataset(name: str, config: str | None, split: str, key: str) -> list[Ro
                 raise ValueError(f"it has the splits {', '.join(splits)}")
             loaded = splits[split]
         else:
-            loaded = datasets.load_dataset(
-                str(folder) if folder.is_dir() else name, config, split=split
-            )
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-        datasets.exceptions.DatasetsError,
-    ) as error:  # pyright: ignore[reportAttributeAccessIssue]
+            source = str(folder) if folder.is_dir() else name
+            loaded = datasets.load_dataset(source, config, split=split)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         chosen = f"split={split}" if config is None else f"config={config}, split={split}"
         raise ConfigError(
             f"{key}={name!r} cannot be loaded ({chosen}): {reason.removesuffix('.')}. Check the id,"
-            " the configuration and the split, and that the hub can be reached; or give local"
-            " files."
+            " the configuration, the split and the network; or give local files."
         ) from None
-    rows = [
-        Row(f"{name!r} split {split} row {number}", flat(dict(row)))
-        for number, row in enumerate(loaded)
-    ]
-    return _not_empty(rows, f"{key}={name!r} split {split}")
+    where = f"{name!r} split {split}"
+    return _nested(loaded, where, f"{key}={where}")
+
+
+def _nested(rows: Iterable[Any], where: str, what: str) -> list[Row]:
+    numbered = enumerate(rows, start=1)
+    return _not_empty([Row(f"{where} row {number}", flat(row)) for number, row in numbered], what)
 
 
 def _read_bytes(path: str, key: str, longest_line: int | None = None) -> bytes:
-    """The content of a file, unzipped where it ends in .gz. A line that is too long is refused
-    before it is read whole.
+    """Return the content of a file, unzipped where it ends in .gz. A line that is too long is
+    refused before it is read whole.
     """
     absolute = Path(path).expanduser().absolute()
     zipped = absolute.suffix == ".gz"
@@ -352,29 +302,24 @@ def _read_bytes(path: str, key: str, longest_line: int | None = None) -> bytes:
                 if len(line) > longest_line:
                     raise ConfigError(
                         f"{key}={path!r}: line {len(lines) + 1} is longer than"
-                        f" {longest_line / 2**20:.0f} MiB. Give one row a line; a file without line"
-                        " ends is no such file."
+                        f" {longest_line / 2**20:.0f} MiB. Give one row a line."
                     )
                 lines.append(line)
         return b"".join(lines)
     except FileNotFoundError:
         raise ConfigError(
-            f"{key}={path!r} does not exist; tried {absolute}. "
-            "Correct the path: a relative one starts at the folder where the command runs."
+            f"{key}={path!r} does not exist; tried {absolute}. Correct the path: a relative one"
+            " starts at the folder where the command runs."
         ) from None
     except (OSError, EOFError, zlib.error) as error:
-        if isinstance(error, OSError) and error.strerror:
-            raise ConfigError(
-                f"{key}={path!r} cannot be read: {error.strerror}; tried {absolute}. Give a file."
-            ) from None
-        reason = str(error).removesuffix(".")
+        reason = getattr(error, "strerror", None)
+        problem = f"cannot be read: {reason}" if reason else f"is not a whole gzip file: {error}"
         raise ConfigError(
-            f"{key}={path!r} is not a whole gzip file: {reason}; tried {absolute}. "
-            "Fetch or compress it again, or rename it without .gz if it is plain text."
+            f"{key}={path!r} {problem.removesuffix('.')}; tried {absolute}. Give another file."
         ) from None
 
 
-def _not_empty(rows: Sequence[Row], what: str) -> list[Row]:
+def _not_empty(rows: list[Row], what: str) -> list[Row]:
     if not rows:
         raise ConfigError(f"{what} has no rows. Give data with at least one row.")
-    return list(rows)
+    return rows

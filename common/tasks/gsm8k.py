@@ -8,15 +8,18 @@ it got there is not looked at.
 
 import re
 import threading
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from common.config import ConfigError, choice, holds
 from common.tasks import Example
 from common.tasks.answers import DECIMAL, DIGITS, decimal, path_key
 from common.tasks.data import read_jsonl
+from common.tasks.rows import Rows, percent
 
 MARK = "####"
 LONGEST = 200  # characters of an answer that is looked at, after it was found
@@ -27,56 +30,38 @@ _NUMBER = re.compile(rf"((?<![0-9A-Za-z.)\]])[-−])?(?:\$(-?))?({DECIMAL})(?:/(
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([0-9.,]{1,40})\}\{([0-9.,]{1,40})\}")
 
 
-class Gsm8k:
-    """The task.
+@dataclass(kw_only=True, eq=False)
+class Gsm8k(Rows):
+    """The task, with the settings of conf/task/gsm8k.yaml; `answer` is the final number as text.
 
-    Args: as in conf/task/gsm8k.yaml.
     Raises: ConfigError for settings that cannot work, for data that is missing or broken, and if
     task.check needs a package that is not installed.
     """
 
     name = "gsm8k"
 
-    def __init__(self, *, path: str | None, template: str, check: str) -> None:
-        if path is None:
+    path: str | None
+    template: Annotated[str, (holds, "{question}")]
+    check: Annotated[str, (choice, ("numeric", "math_verify"))]
+
+    def __post_init__(self) -> None:
+        if self.path is None:
             raise ConfigError(
                 "task.path is not set, and task=gsm8k has no data of its own. Give a folder that"
                 " holds train.jsonl and test.jsonl, plain or .gz, with the fields question and"
                 " answer: task.path=FOLDER."
             )
-        holds("task.template", template, ("{question}",))
-        choice("task.check", check, ("numeric", "math_verify"))
-        if check == "math_verify":
+        if self.check == "math_verify":
             math_verify()
-        self.template, self.check = template, check
-        rows = {split: _read(path, split) for split in ("train", "test")}
-        tested = {question for question, _, _ in rows["test"]}
-        rows["train"] = [row for row in rows["train"] if row[0] not in tested]
-        if len(rows["train"]) < 2:
-            raise ConfigError(
-                f"task.path={path!r} leaves {len(rows['train'])} train rows whose question is not"
-                " in the test rows. Give at least 2."
-            )
-        self._splits = {
-            split: [
-                Example(i, question, answer, {"value": value})
-                for i, (question, answer, value) in enumerate(found)
-            ]
-            for split, found in rows.items()
-        }
-
-    def examples(self, split: str) -> Sequence[Example]:
-        """The rows of `split`, "train" or "test"; `answer` is the final number as text. No test
-        question is in train.
-        """
-        return self._splits[split]
+        train, test = _read(self.path, "train"), _read(self.path, "test")
+        self.split(f"task.path={self.path!r}", train, test, 0)
 
     def prompt(self, example: Example) -> str:
-        """The question in the template."""
+        """Return the question in the template."""
         return self.template.replace("{question}", example.question)
 
     def reward(self, example: Example, completion: str) -> float:
-        """1 if the final number is right, else 0."""
+        """Return 1 if the final number is right, else 0."""
         found = answer(completion)
         if found is None:
             return 0.0
@@ -85,26 +70,19 @@ class Gsm8k:
             return 1.0
         return float(self.check == "math_verify" and same(example.answer, found))
 
-    def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        """`reward` of each completion."""
-        return [
-            self.reward(example, text) for example, text in zip(examples, completions, strict=True)
-        ]
-
     def answer(self, completion: str) -> str | None:
-        """The final answer as written; None if there is none."""
+        """Return the final answer as written."""
         return answer(completion)
 
     def path_key(self, completion: str) -> str:
-        """The calculations on the way, see common.tasks.answers."""
+        """Return the calculations on the way."""
         return path_key(completion)
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
-        """Percent: right answers first, then completions in which an answer was found."""
-        answered = sum(answer(text) is not None for text in completions)
+        """Return percentages: right answers, then completions in which an answer was found."""
         return {
-            "accuracy": 100 * sum(self.rewards(examples, completions)) / max(1, len(completions)),
-            "answer_rate": 100 * answered / max(1, len(completions)),
+            "accuracy": percent(self.rewards(examples, completions)),
+            "answer_rate": percent(answer(text) is not None for text in completions),
         }
 
 
@@ -115,12 +93,8 @@ def answer(completion: str) -> str | None:
     A mark decides even if no answer follows it: then, as where there is no number at all, None.
     """
     if MARK in completion:
-        found = (
-            completion[completion.rfind(MARK) + len(MARK) :]
-            .lstrip()[:LONGEST]
-            .split("\n", 1)[0]
-            .strip()
-        )
+        rest = completion[completion.rfind(MARK) + len(MARK) :].lstrip()
+        found = rest[:LONGEST].split("\n", 1)[0].strip()
         return found if any(letter.isalnum() for letter in found) else None
     start = completion.rfind("\\boxed{")
     if start >= 0:
@@ -130,9 +104,7 @@ def answer(completion: str) -> str | None:
             if depth == 0:
                 return completion[begin:position].strip() or None
         return None  # not closed
-    last = None
-    for last in _NUMBER.finditer(completion):  # noqa: B007 (the last one)
-        pass
+    last = next(iter(deque(_NUMBER.finditer(completion), maxlen=1)), None)
     return None if last is None or len(last[0]) > LONGEST else last[0]
 
 
@@ -155,8 +127,8 @@ def number(text: str) -> Fraction | None:
     return (-1 if sign or inner else 1) * value / divisor
 
 
-def _read(path: str, split: str) -> list[tuple[str, str, Fraction]]:
-    """(question, answer, value) of one split. Raises: ConfigError with file and line."""
+def _read(path: str, split: str) -> list[Example]:
+    """Return the rows of one split. Raises: ConfigError with file and line."""
     folder = Path(path).expanduser()
     files = [folder / f"{split}.jsonl", folder / f"{split}.jsonl.gz"]
     found = [file for file in files if file.is_file()]
@@ -175,7 +147,7 @@ def _read(path: str, split: str) -> list[tuple[str, str, Fraction]]:
                 f"task.path={path!r}: the answer in {row.where} has no final line '#### NUMBER':"
                 f" {text[-60:]!r}. Mend or remove the row."
             )
-        rows.append((question, last.strip(), value))
+        rows.append(Example(0, question, last.strip(), {"value": value}))
     return rows
 
 
@@ -189,10 +161,7 @@ def math_verify(
     not installed.
     """
     try:
-        from math_verify import (
-            parse,
-            verify,
-        )  # pyright: ignore[reportMissingImports] (an optional dependency)
+        from math_verify import parse, verify  # pyright: ignore[reportMissingImports] (optional)
     except ImportError:
         raise ConfigError(
             f"{key} needs the package math-verify. Install it: pip install"

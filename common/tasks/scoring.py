@@ -12,7 +12,7 @@ from typing import Any
 
 from common.config import ConfigError, ScoringConfig
 from common.tasks import Example, Task
-from common.tasks.components import weighted
+from common.tasks.rows import weighted
 
 LOOK_SECONDS = 0.1  # between looks at whether the workers of a pool are alive
 

@@ -12,21 +12,22 @@ Rewards and held-out measures are those of common/tasks/similarity.py.
 import functools
 import inspect
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from num2words import num2words
 
-from common.config import ConfigError, at_least, build, choice, share
+from common.config import ConfigError, Count, Share, build, choice, holds
 from common.tasks import Example
 from common.tasks.data import Row, read_dataset, read_jsonl, read_parallel, read_tsv
+from common.tasks.rows import Rows
 from common.tasks.similarity import SIMILARITIES, text_metrics
-from common.tasks.splits import SPLIT_SEED
 
 NUMBERS = 1000  # the embedded rows: 0 to 999
 
+_READERS = {".tsv": read_tsv, ".jsonl": read_jsonl}
 # Where rows come from; none = the embedded ones.
 _ORIGINS = ("source", "path", "dataset")
 # Which settings mean something only beside which others.
@@ -56,9 +57,9 @@ _TEST = ("test_source", "test_path", "dataset_test_split")
 class TranslateConfig:
     """The settings of conf/task/translate.yaml, where each is explained."""
 
-    reward: str
-    template: str
-    share_right: float
+    reward: Annotated[str, (choice, tuple(SIMILARITIES))]
+    template: Annotated[str, (holds, "{source}")]
+    share_right: Share
     source: str | None
     target: str | None
     test_source: str | None
@@ -71,48 +72,33 @@ class TranslateConfig:
     dataset_test_split: str | None
     source_field: str | None
     target_field: str | None
-    holdout: int | None
+    holdout: Count | None
 
     def __post_init__(self) -> None:
-        choice("task.reward", self.reward, tuple(SIMILARITIES))
-        if "{source}" not in self.template:
-            raise ConfigError(
-                f"task.template={self.template!r} does not hold {{source}}, the place of the text"
-                " to translate. Add it, as in '{source} =>'."
-            )
-        share("task.share_right", self.share_right)
-        if self.holdout is not None:
-            at_least("task.holdout", self.holdout, 1)
-        self._check_data()
-
-    def _check_data(self) -> None:
         origins = [name for name in _ORIGINS if getattr(self, name) is not None]
         if len(origins) > 1:
             both = " and ".join(f"task.{name}={getattr(self, name)!r}" for name in origins)
-            raise ConfigError(
-                f"{both} are given, but the rows come from one of them. Leave out the others."
-            )
+            raise ConfigError(f"{both} both give the rows. Leave out the others.")
         for name, others in _NEEDS.items():
             value = getattr(self, name)
             if value is not None and all(getattr(self, other) is None for other in others):
                 needed = " or ".join(f"task.{other}" for other in others)
                 raise ConfigError(
-                    f"task.{name}={value!r} has no effect without {needed}. Give {needed} too, or"
-                    " leave it out."
+                    f"task.{name}={value!r} has no effect without {needed}. Give it too, or leave"
+                    " this out."
                 )
         for name, others in _TOGETHER.items():
             for other in others:
                 if getattr(self, name) is not None and getattr(self, other) is None:
                     raise ConfigError(
                         f"task.{other} is not set, but task.{name}={getattr(self, name)!r} needs"
-                        f" it. Give it on the command line: task.{other}=VALUE."
+                        f" it. Give it: task.{other}=VALUE."
                     )
         for name in _TEST:
             if self.holdout is not None and getattr(self, name) is not None:
                 raise ConfigError(
-                    f"task.holdout={self.holdout} has no effect with"
-                    f" task.{name}={getattr(self, name)!r}, which gives the test rows. Leave out"
-                    " one of the two."
+                    f"task.holdout={self.holdout} has no effect with task.{name}, which gives the"
+                    " test rows. Leave out one of the two."
                 )
         for name in ("path", "test_path"):
             value = getattr(self, name)
@@ -120,18 +106,16 @@ class TranslateConfig:
                 raise ConfigError(
                     f"task.{name}={value!r} is of no known kind. Give a file that ends in"
                     f" {', '.join(_READERS)} (or the same with .gz), or use task.source and"
-                    " task.target for plain lines."
+                    " task.target."
                 )
 
 
-class Translate:
-    """The task. Settings are those of conf/task/translate.yaml, as keywords.
+class Translate(Rows):
+    """The task, with the settings of conf/task/translate.yaml. `question` is the source
+    text, `answer` the target.
 
-    `dropped_rows` counts the train rows that were dropped because their source also stands in the
-    test rows.
-
-    Raises: ConfigError for settings that are unknown, of a wrong type, contradictory or without
-    effect, and for data that is missing or broken.
+    Raises: ConfigError for settings that are contradictory or without effect, and for data that is
+    missing or broken.
     """
 
     name = "translate"
@@ -139,53 +123,61 @@ class Translate:
     __signature__ = inspect.signature(TranslateConfig)
 
     def __init__(self, **settings: Any) -> None:
-        self.config = build(TranslateConfig, settings, "task")
-        train, test = _rows(self.config)
-        tested = {example.question for example in test}
-        kept = [example for example in train if example.question not in tested]
-        self.dropped_rows = len(train) - len(kept)
-        if len(kept) < 2:  # the wrong answer to one row is the answer to another
-            raise ConfigError(
-                f"{_origin(self.config)} leaves {len(kept)} train rows: of {len(train)},"
-                f" {self.dropped_rows} also stand in the test rows. Give at least 2 others."
-            )
-        self._splits = {"train": _numbered(kept), "test": _numbered(test)}
+        self.config = config = build(TranslateConfig, settings, "task")
+        if config.source is not None:
+            train = self._lines("")
+            test = self._lines("test_") if config.test_source else []
+        elif config.path is not None:
+            train, test = self._file("path"), self._file("test_path") if config.test_path else []
+        elif config.dataset is not None:
+            held = config.dataset_test_split
+            train = self._hub(config.dataset_split or "train")
+            test = self._hub(held) if held else []
+        else:
+            train, test = _number_words(), []
+        origin = next((name for name in _ORIGINS if getattr(config, name) is not None), "holdout")
+        held_out = config.holdout or min(1000, max(1, len(train) // 5))
+        self.split(f"task.{origin}={getattr(config, origin)!r}", train, test, held_out)
 
-    def examples(self, split: str) -> Sequence[Example]:
-        """The rows of `split`, "train" or "test": `question` is the source, `answer` the target."""
-        return self._splits[split]
+    def _lines(self, prefix: str) -> list[Example]:
+        first, second = f"{prefix}source", f"{prefix}target"
+        paths = (getattr(self.config, first), getattr(self.config, second))
+        return _examples(read_parallel(paths, (f"task.{first}", f"task.{second}")))
+
+    def _file(self, name: str) -> list[Example]:
+        path = getattr(self.config, name)
+        return self._fields(_READERS[_kind(path)](path, f"task.{name}"))
+
+    def _hub(self, split: str) -> list[Example]:
+        config = self.config
+        return self._fields(
+            read_dataset(config.dataset or "", config.dataset_config, split, "task.dataset")
+        )
+
+    def _fields(self, rows: list[Row]) -> list[Example]:
+        names = ("source_field", "target_field")
+        return _examples(
+            tuple(row.text(getattr(self.config, name), f"task.{name}") for name in names)
+            for row in rows
+        )
 
     def prompt(self, example: Example) -> str:
-        """The template with the source in it."""
+        """Return the template with the source in it."""
         return self.config.template.replace("{source}", example.question)
 
     def reward(self, example: Example, completion: str) -> float:
-        """Score in [0, 1] by task.reward. White space around the completion does not count."""
+        """Return the score by task.reward. White space around the completion does not count."""
         return SIMILARITIES[self.config.reward](completion.strip(), example.answer)
 
-    def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        """`reward` of each completion."""
-        return [
-            self.reward(example, text) for example, text in zip(examples, completions, strict=True)
-        ]
-
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
-        """Corpus BLEU and chrF (sacrebleu's defaults), and the percentage of exact answers; each in
-        [0, 100].
-
-        BLEU counts up to four words in a row, so it is 0 for a set whose answers all have fewer
-        than four.
-        """
+        """Return corpus BLEU and chrF, and the percentage of exact answers."""
         return text_metrics(
             [completion.strip() for completion in completions], [e.answer for e in examples]
         )
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
-        """Prompt and completion: the right target with probability task.share_right, else a wrong
-        one.
-
-        The wrong one is the German number word, or with data of one's own the target of another
-        train row.
+        """Return the right target with probability task.share_right, else the German word, or
+        with data of one's own the target of another train row.
         """
         if draw.random() < self.config.share_right:
             completion = example.answer
@@ -198,107 +190,18 @@ class Translate:
         return self.prompt(example), completion
 
 
-# --- rows
-
-_READERS = {".tsv": read_tsv, ".jsonl": read_jsonl}
-
-
-def _rows(config: TranslateConfig) -> tuple[list[Example], list[Example]]:
-    """Train and test rows, from where the settings say; ids are not set yet."""
-    if config.source is not None:
-        train = _lines(config, "")
-        test = None if config.test_source is None else _lines(config, "test_")
-    elif config.path is not None:
-        train = _table(config, "path")
-        test = None if config.test_path is None else _table(config, "test_path")
-    elif config.dataset is not None:
-        train = _hub(config, config.dataset_split or "train")
-        test = (
-            None if config.dataset_test_split is None else _hub(config, config.dataset_test_split)
-        )
-    else:
-        train, test = _number_words(), None
-    return _hold_out(config, train) if test is None else (train, test)
-
-
-def _lines(config: TranslateConfig, prefix: str) -> list[Example]:
-    names = (f"{prefix}source", f"{prefix}target")
-    paths = (getattr(config, names[0]), getattr(config, names[1]))
-    pairs = read_parallel(paths, (f"task.{names[0]}", f"task.{names[1]}"))
-    return [_example(source, target) for source, target in pairs]
-
-
-def _table(config: TranslateConfig, name: str) -> list[Example]:
-    path = getattr(config, name)
-    return _fields(config, _READERS[_kind(path)](path, f"task.{name}"))
-
-
-def _hub(config: TranslateConfig, split: str) -> list[Example]:
-    assert config.dataset is not None
-    return _fields(
-        config, read_dataset(config.dataset, config.dataset_config, split, "task.dataset")
-    )
-
-
-def _fields(config: TranslateConfig, rows: list[Row]) -> list[Example]:
-    assert config.source_field is not None
-    assert config.target_field is not None
-    return [
-        _example(
-            row.text(config.source_field, "task.source_field"),
-            row.text(config.target_field, "task.target_field"),
-        )
-        for row in rows
-    ]
-
-
 @functools.cache  # 3000 numbers in words take as long as a small run
 def _number_words() -> list[Example]:
-    examples = []
-    for number in range(NUMBERS):
-        english, spanish, german = (
-            num2words(number, lang=language) for language in ("en", "es", "de")
-        )
-        examples.append(Example(number, english, spanish, {"german": german}))
-    return examples
+    words = (
+        [num2words(n, lang=language) for language in ("en", "es", "de")] for n in range(NUMBERS)
+    )
+    return [Example(0, english, spanish, {"german": german}) for english, spanish, german in words]
 
 
-def _example(source: str, target: str) -> Example:
-    return Example(0, source.strip(), target.strip())
-
-
-def _numbered(examples: list[Example]) -> tuple[Example, ...]:
-    return tuple(replace(example, id=position) for position, example in enumerate(examples))
-
-
-def _hold_out(
-    config: TranslateConfig, examples: list[Example]
-) -> tuple[list[Example], list[Example]]:
-    """Split at random, the same way at every call."""
-    count = config.holdout if config.holdout is not None else min(1000, max(1, len(examples) // 5))
-    if count > len(examples) - 2:
-        raise ConfigError(
-            f"task.holdout={config.holdout} leaves too few of {len(examples)} rows to train on. "
-            f"Hold out at most {len(examples) - 2}."
-            if len(examples) > 2
-            else (
-                f"{_origin(config)} has {len(examples)} rows, too few to hold some out for the"
-                " test. Give at least 3."
-            )
-        )
-    shuffled = list(examples)
-    random.Random(SPLIT_SEED).shuffle(shuffled)
-    return shuffled[count:], shuffled[:count]
-
-
-def _origin(config: TranslateConfig) -> str:
-    """The setting that gives the rows, with its value. The embedded rows have none, and no mistake
-    to name.
-    """
-    name = next(name for name in _ORIGINS if getattr(config, name) is not None)
-    return f"task.{name}={getattr(config, name)!r}"
+def _examples(pairs: Iterable[tuple[str, ...]]) -> list[Example]:
+    return [Example(0, source.strip(), target.strip()) for source, target in pairs]
 
 
 def _kind(path: str) -> str:
-    """The end of a file name, without .gz: ".tsv"."""
+    """Return the end of a file name, without .gz: ".tsv"."""
     return Path(path.removesuffix(".gz")).suffix

@@ -6,24 +6,38 @@ calculating lead to it, so a model that knows some of them, and wrong ones too, 
 own to learn from. Factors are exact fractions; questions are made here, or read from JSON.
 """
 
-import logging
 import math
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from itertools import product
+from typing import Annotated, Any
 
-from common.config import ConfigError, at_least, holds, share
+from common.config import (
+    ConfigError,
+    Count,
+    Natural,
+    Nonnegative,
+    Share,
+    at_least,
+    choice,
+    holds,
+)
 from common.tasks import Example, Messages
 from common.tasks.answers import SCIENTIFIC, decimal, path_key, tagged
-from common.tasks.components import chosen, weighted
-from common.tasks.data import Row, read_jsonl, read_pairs
-from common.tasks.splits import SPLIT_SEED, check_needs_path, split_rows
-
-log = logging.getLogger("clutch")
+from common.tasks.data import read_jsonl, read_pairs
+from common.tasks.rows import (
+    SPLIT_SEED,
+    Weighted,
+    check_needs_path,
+    converse,
+    distinct,
+    percent,
+    tell,
+)
 
 LONGEST = 200  # characters between the tags
 # A number, and behind it the name of a unit, which begins with a letter: no further number, but the
@@ -34,18 +48,11 @@ _ANSWER = re.compile(
     re.DOTALL | re.IGNORECASE,
 )
 
-_METRE, _KILOGRAM, _LITRE, _SECOND, _HOUR = (
-    Fraction(1),
-    Fraction(1),
-    Fraction(1),
-    Fraction(1),
-    Fraction(3600),
-)
+_METRE = _KILOGRAM = _LITRE = _SECOND = Fraction(1)
+_HOUR = Fraction(3600)
 _INCH, _POUND, _GALLON = Fraction("0.0254"), Fraction("0.45359237"), Fraction("3.785411784")
-_MILE, _YEAR = (
-    63360 * _INCH,
-    Fraction("31556925.9747"),
-)  # the tropical year, as the homework's data has it
+_MILE = 63360 * _INCH
+_YEAR = Fraction("31556925.9747")  # the tropical year, as the homework's data has it
 
 # By kind: names of a unit, the shortest first, and how much it is in the kind's base unit. Fluid
 # measures are of the US; a ton is metric, and kB is 1000 bytes, as in the homework's data.
@@ -117,8 +124,8 @@ _AT_ZERO = {"K": Fraction("273.15"), "F": Fraction(32)}
 
 @dataclass(frozen=True)
 class Unit:
-    """name: the shortest; size: in the kind's base unit; zero: what it reads where the base unit
-    reads 0.
+    """A unit: its shortest name, its size in the kind's base unit, and what it reads where the base
+    unit reads 0.
     """
 
     name: str
@@ -127,17 +134,13 @@ class Unit:
     zero: Fraction
 
 
-_BY_KIND = {
-    kind: [
-        Unit(names[0], kind, size, _AT_ZERO.get(names[0], Fraction(0)))
-        for names, size in units.items()
-    ]
-    for kind, units in UNITS.items()
-}
+_BY_KIND: dict[str, list[Unit]] = {kind: [] for kind in UNITS}
 # An ounce is of mass or of volume: the other unit of the question decides.
 _BY_NAME: dict[str, list[Unit]] = {}
 for _kind, _units in UNITS.items():
-    for _names, _unit in zip(_units, _BY_KIND[_kind], strict=True):
+    for _names, _size in _units.items():
+        _unit = Unit(_names[0], _kind, _size, _AT_ZERO.get(_names[0], Fraction(0)))
+        _BY_KIND[_kind].append(_unit)
         for _name in _names:
             _BY_NAME.setdefault(_name, []).append(_unit)
 
@@ -147,122 +150,73 @@ _Quantity = tuple[Fraction, Unit, Unit]
 _Step = tuple[str, Fraction]
 
 
-class Units:
-    """The task.
+@dataclass(kw_only=True, eq=False)
+class Units(Weighted):
+    """The task, with the settings of conf/task/units.yaml.
 
-    `overlap` counts the train rows of a file that were dropped because their question also stands
-    in the test rows.
-
-    Args: as in conf/task/units.yaml. `weights` by component: right, answered.
     Raises: ConfigError for settings that cannot work and for data that is missing or broken.
     """
 
     name = "units"
 
-    # Settings come from YAML by keyword.
-    def __init__(  # noqa: PLR0913
-        self,
-        *,
-        path: str | None,
-        test_path: str | None,
-        problems: int,
-        test_problems: int,
-        kinds: list[str],
-        largest_value: int,
-        largest_factor: int,
-        factor_digits: int,
-        answer_digits: int,
-        question: str,
-        template: str,
-        chat: bool,
-        system: str,
-        few_shot: list[dict[str, str]],
-        tolerance: float,
-        absolute_tolerance: float,
-        weights: dict[str, float],
-        share_right: float,
-    ) -> None:
-        for key, value, least in (
-            ("problems", problems, 2),
-            ("test_problems", test_problems, 1),
-            ("largest_value", largest_value, 1),
-            ("largest_factor", largest_factor, 2),
-            ("factor_digits", factor_digits, 0),
-            ("answer_digits", answer_digits, 1),
-        ):
-            at_least(f"task.{key}", value, least)
-        check_needs_path(path, test_path=test_path)
-        share("task.tolerance", tolerance)
-        share("task.share_right", share_right)
-        if not 0 <= absolute_tolerance < math.inf:
-            raise ConfigError(
-                f"task.absolute_tolerance={absolute_tolerance} is out of range. Give a number from"
-                " 0 up, such as 0.001."
-            )
-        _check_kinds(kinds)
-        holds("task.question", question, ("{value}", "{from}", "{to}"))
-        holds("task.template", template, ("{question}",))
-        _check_shots(few_shot)
-        self.template, self.chat, self.system, self.few_shot = template, chat, system, few_shot
-        self.tolerance = Fraction(str(tolerance))
-        self.absolute_tolerance = Fraction(str(absolute_tolerance))
-        self.components = chosen({"right": self._right, "answered": self._answered}, weights)
-        self.weights, self.share_right = weights, share_right
-        if path is None:
-            digits = (factor_digits, answer_digits)
-            rows = _generated(
-                problems + test_problems, kinds, largest_value, largest_factor, digits, question
-            )
-            test, train = rows[:test_problems], rows[test_problems:]
-        else:
-            train = _distinct(_read(path, "task.path"))
-            test = [] if test_path is None else _distinct(_read(test_path, "task.test_path"))
-        train, test, self.overlap = split_rows(path, train, test, test_problems, _key)
-        if self.overlap:
-            log.info(
-                "units: %d train rows are dropped: their question also stands in the test rows.",
-                self.overlap,
-            )
-        self._splits = {
-            split: [Example(i, row.question, row.answer, row.extra) for i, row in enumerate(found)]
-            for split, found in (("train", train), ("test", test))
-        }
+    path: str | None
+    test_path: str | None
+    problems: Annotated[int, (at_least, 2)]
+    test_problems: Count
+    kinds: list[Annotated[str, (choice, tuple(UNITS))]]
+    largest_value: Count
+    largest_factor: Annotated[int, (at_least, 2)]
+    factor_digits: Natural
+    answer_digits: Count
+    question: Annotated[str, (holds, "{value}", "{from}", "{to}")]
+    template: Annotated[str, (holds, "{question}")]
+    chat: bool
+    system: str
+    few_shot: list[dict[str, str]]
+    tolerance: Share
+    absolute_tolerance: Nonnegative
+    weights: dict[str, Nonnegative]
+    share_right: Share
 
-    def examples(self, split: str) -> Sequence[Example]:
-        """The rows of `split`, "train" or "test"; `answer` is the number as text. No test question
-        is in train.
-        """
-        return self._splits[split]
+    def __post_init__(self) -> None:
+        check_needs_path(self.path, test_path=self.test_path)
+        for position, shot in enumerate(self.few_shot, start=1):
+            if set(shot) != {"question", "answer"}:
+                raise ConfigError(
+                    f"task.few_shot: example {position} has the keys {', '.join(shot) or 'none'}."
+                    " Give it question and answer."
+                )
+        self._near = Fraction(str(self.absolute_tolerance))
+        self._relative = Fraction(str(self.tolerance))
+        self.weigh(right=self._right, answered=self._answered)
+        if self.path is None:
+            rows = self._generate(self.problems + self.test_problems)
+            self.split(
+                "task=units", rows[self.test_problems :], rows[: self.test_problems], 0, _key
+            )
+        else:
+            train = distinct(_read(self.path, "task.path"), _key)
+            test = distinct(_read(self.test_path, "task.test_path"), _key) if self.test_path else []
+            held_out = min(self.test_problems, len(train) // 5)
+            self.split(f"task.path={self.path!r}", train, test, held_out, _key)
 
     def prompt(self, example: Example) -> str | Messages:
-        """The question in the template; with task.chat the system text, the few-shot examples and
-        the question.
-        """
-        if not self.chat:
-            return self.template.replace("{question}", example.question)
-        messages = [{"role": "system", "content": self.system}] if self.system else []
-        for shot in self.few_shot:
-            messages.append({"role": "user", "content": shot["question"]})
-            messages.append({"role": "assistant", "content": shot["answer"]})
-        return [*messages, {"role": "user", "content": example.question}]
+        """Return the question in the template; with task.chat a conversation."""
+        if self.chat:
+            return converse(self.system, self.few_shot, example.question)
+        return self.template.replace("{question}", example.question)
 
     def hint(self, example: Example) -> str | Messages:
-        """The prompt with the answer told, for a model that is to find the calculation that leads
-        to it.
-        """
-        return self.prompt(
-            replace(example, question=f"{example.question} (The answer is {example.answer}.)")
-        )
+        """Return the prompt with the answer told."""
+        return self.prompt(tell(example))
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
-        """A right calculation with probability task.share_right over all pairs of units, else a
-        wrong one.
+        """Return a right calculation with probability task.share_right over all pairs of units,
+        else a wrong one; the answer alone for units that are not known here.
 
         A pair of units has its habit: about a fifth of the pairs is mostly right, the others mostly
-        take one wrong way of three (the operator turned round, ten times off, another unit's
-        factor). So the greedy answer is wrong where the habit is, and the right ways are still
-        among the samples. In a row that names no units that are known here, the answer stands
-        alone.
+        take one of three wrong ways. So the greedy answer is wrong where the habit is, and the
+        right ways are still among the samples.
         """
         prompt = self.prompt(example)
         if not isinstance(prompt, str):
@@ -279,12 +233,9 @@ class Units:
         habit = random.Random(f"units {SPLIT_SEED} {source.name} {target.name}")
         knows = habit.random() < SHARE_KNOWN
         usual = habit.choice(list(_WRONG))
-        known = min(1.0, KNOWN_BETTER * self.share_right)
-        right = (
-            known
-            if knows
-            else max(0.0, (self.share_right - SHARE_KNOWN * known) / (1 - SHARE_KNOWN))
-        )
+        right = min(1.0, KNOWN_BETTER * self.share_right)
+        if not knows:
+            right = max(0.0, (self.share_right - SHARE_KNOWN * right) / (1 - SHARE_KNOWN))
         if draw.random() < right:
             return prompt, f" {_right_way(amount, source, target, draw)}"
         ways = list(_WRONG)
@@ -295,73 +246,81 @@ class Units:
             steps = _WRONG[way](source, target)
             found = _value(amount, steps)
             # long results would cost the tiny model more than the right ones
-            if (
-                steps
-                and not self._matches(found, value)
-                and (way == "ten_off" or _digits(found) <= WRONG_DIGITS)
-            ):
+            short = way == "ten_off" or _digits(found) <= WRONG_DIGITS
+            if steps and short and not self._matches(found, value):
                 return prompt, f" {_calculation(amount, steps, draw)}"
-        return (
-            prompt,
-            f" <answer>{_written(10 * value + 1)}</answer>",
-        )  # units of one size: 1 ml in cc
-
-    def reward(self, example: Example, completion: str) -> float:
-        """Weighted mean of the components, in [0, 1]; 1 if and only if the answer is right."""
-        return self.rewards([example], [completion])[0]
-
-    def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        """`reward` of each completion."""
-        return weighted(
-            {name: one(examples, completions) for name, one in self.components.items()},
-            self.weights,
-        )
+        # units of one size: 1 ml in cc
+        return prompt, f" <answer>{_written(10 * value + 1)}</answer>"
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
-        """Percent: right answers first, then completions in which an answer was found."""
+        """Return percentages: right answers, then completions in which an answer was found."""
         return {
-            "accuracy": 100 * sum(self._right(examples, completions)) / max(1, len(completions)),
-            "answered": 100 * sum(self._answered(examples, completions)) / max(1, len(completions)),
+            "accuracy": percent(self._right(examples, completions)),
+            "answered": percent(self._answered(examples, completions)),
         }
 
     def answer(self, completion: str) -> str | None:
-        """The answer in one spelling ("6000" for "6,000.0 gram"); None if there is none."""
+        """Return the answer in one spelling: "6000" for "6,000.0 gram"."""
         value = number(completion)
         return None if value is None else _written(value, 12)
 
     def path_key(self, completion: str) -> str:
-        """Key of the calculation; texts that calculate the same have the same. "" without any
-        number.
-        """
+        """Return the key of the calculation."""
         return path_key(completion)
 
     def _matches(self, found: Fraction, wanted: Fraction) -> bool:
-        near_zero = abs(wanted) < self.absolute_tolerance
-        return abs(found - wanted) <= (
-            self.absolute_tolerance if near_zero else self.tolerance * abs(wanted)
-        )
+        near_zero = abs(wanted) < self._near
+        return abs(found - wanted) <= (self._near if near_zero else self._relative * abs(wanted))
 
     # --- components: (examples, completions) -> scores in [0, 1]
 
     def _right(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        """The answer is within the tolerance."""
-        found = (
-            (example, number(text)) for example, text in zip(examples, completions, strict=True)
-        )
+        pairs = ((e.extra["value"], number(t)) for e, t in zip(examples, completions, strict=True))
         return [
-            float(value is not None and self._matches(value, e.extra["value"]))
-            for e, value in found
+            float(found is not None and self._matches(found, wanted)) for wanted, found in pairs
         ]
 
     @staticmethod
     def _answered(_: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        """There is a number between the tags."""
         return [float(number(text) is not None) for text in completions]
+
+    def _generate(self, count: int) -> list[Example]:
+        """Return distinct questions in random order."""
+        rows = []
+        for source, target in (
+            pair for kind in dict.fromkeys(self.kinds) for pair in product(_BY_KIND[kind], repeat=2)
+        ):
+            if source == target or not self._simple(source, target):
+                continue
+            for value in range(1, self.largest_value + 1):
+                found = convert(Fraction(value), source, target)
+                if _digits(found) <= self.answer_digits:
+                    text = self.question.replace("{value}", str(value))
+                    text = text.replace("{from}", source.name).replace("{to}", target.name)
+                    rows.append(Example(0, text, _written(found, 12), {"value": found}))
+        random.Random(f"units {SPLIT_SEED}").shuffle(rows)
+        if len(rows) < count:
+            raise ConfigError(
+                f"task.problems and task.test_problems ask for {count} questions, but the settings"
+                f" make only {len(rows)}. Ask for fewer, or raise task.largest_value,"
+                " task.largest_factor, task.factor_digits, task.answer_digits, or add task.kinds."
+            )
+        return rows[:count]
+
+    def _simple(self, source: Unit, target: Unit) -> bool:
+        """Return whether a conversion is by a short factor that is not 1; a power of ten has no
+        digits to calculate with. Temperatures go by their answers.
+        """
+        if source.kind == "temperature":
+            return True
+        factor = max(source.size, target.size) / min(source.size, target.size)
+        if factor == 1 or factor > self.largest_factor:
+            return False
+        return _digits(factor) <= self.factor_digits or str(factor).strip("0") == "1"
 
 
 def number(completion: str) -> Fraction | None:
-    """The number between the last <answer> and </answer>; a unit behind it is dropped. None if
-    there is none.
+    """Return the number between the last <answer> and </answer>, without a unit behind it.
 
     "6,000 gram", "6e3" and "= 6000.0" are 6000. Infinity, NaN, 1/2 and a second number are no
     number.
@@ -376,19 +335,24 @@ def number(completion: str) -> Fraction | None:
 
 
 def convert(value: Fraction, source: Unit, target: Unit) -> Fraction:
-    """The exact value in `target`."""
+    """Return the exact value in `target`."""
     return (value - source.zero) * source.size / target.size + target.zero
 
 
 def parse(question: str) -> _Quantity | None:
-    """Value, unit and wanted unit of a question in plain words; None if they are not clear."""
+    """Return value, unit and wanted unit of a question in words; None if they are not clear."""
     values = re.findall(rf"(?<![\w.^*-])(-?(?:{SCIENTIFIC}))(?![\w^*])", question)
     value = decimal(values[0].removeprefix("-")) if len(values) == 1 else None
     if value is None:
         return None
     words = [word.rstrip("?.,:") for word in question.split()]
     at = words.index(values[0]) if values[0] in words else -1
-    units = [(i, length, unit) for i, length, unit in _mentions(words)]
+    units = [
+        (i, length, unit)
+        for length in (2, 1)
+        for i in range(len(words) - length + 1)
+        for unit in _BY_NAME.get(" ".join(words[i : i + length]), [])
+    ]
     sources = [(i, n, unit) for i, n, unit in units if i == at + 1]
     if not sources:  # "from kg to ounce for 5 units"
         sources = [(i, n, unit) for i, n, unit in units if i and words[i - 1] == "from"]
@@ -414,14 +378,6 @@ def parse(question: str) -> _Quantity | None:
         return None
     _, _, source, target = pairs[0]
     return (-value if values[0][0] == "-" else value), source, target
-
-
-def _mentions(words: Sequence[str]) -> Iterator[tuple[int, int, Unit]]:
-    """(position, words, unit) of every name of a unit."""
-    for length in (2, 1):
-        for i in range(len(words) - length + 1):
-            for unit in _BY_NAME.get(" ".join(words[i : i + length]), []):
-                yield i, length, unit
 
 
 # --- calculations for the tiny model
@@ -530,104 +486,24 @@ def _digits(factor: Fraction) -> float:
     return len(found.normalize().as_tuple().digits) if Fraction(found) == factor else math.inf
 
 
-# --- questions
-
-
-def _generated(
-    count: int,
-    kinds: Sequence[str],
-    largest_value: int,
-    largest_factor: int,
-    digits: tuple[int, int],
-    question: str,
-) -> list[Example]:
-    """Distinct questions in random order; ids are not set yet. `digits`: at most, of a factor and
-    of an answer.
-    """
-    rows = []
-    for source, target in (
-        (a, b) for kind in dict.fromkeys(kinds) for a in _BY_KIND[kind] for b in _BY_KIND[kind]
-    ):
-        if source == target or not _simple(source, target, largest_factor, digits[0]):
-            continue
-        for value in range(1, largest_value + 1):
-            found = convert(Fraction(value), source, target)
-            if _digits(found) <= digits[1]:
-                text = question.replace("{value}", str(value)).replace("{from}", source.name)
-                text = text.replace("{to}", target.name)
-                rows.append(Example(0, text, _written(found, 12), {"value": found}))
-    random.Random(f"units {SPLIT_SEED}").shuffle(rows)
-    if len(rows) < count:
-        raise ConfigError(
-            f"task.problems and task.test_problems ask for {count} questions, but there are only"
-            f" {len(rows)} with task.largest_value={largest_value},"
-            f" task.largest_factor={largest_factor}, task.factor_digits={digits[0]},"
-            f" task.answer_digits={digits[1]} and task.kinds={','.join(kinds)}. Ask for fewer, or"
-            " raise one of these."
-        )
-    return rows[:count]
-
-
-def _simple(source: Unit, target: Unit, largest_factor: int, digits: int) -> bool:
-    """Whether a conversion is one to ask for: of a short factor that is not 1. Temperatures go by
-    their answers.
-
-    A power of ten has no digits to calculate with.
-    """
-    if source.kind == "temperature":
-        return True
-    factor = max(source.size, target.size) / min(source.size, target.size)
-    if factor == 1 or factor > largest_factor:
-        return False
-    return _digits(factor) <= digits or str(factor).strip("0") == "1"
-
-
 def _read(path: str, key: str) -> Iterator[Example]:
-    """Rows of a .jsonl file (fields question and answer), or of a .json file (pairs). Raises:
-    ConfigError.
-    """
+    """Yield the rows of a .jsonl file (fields question and answer), or of a .json file of pairs."""
     lines = path.removesuffix(".gz").endswith(".jsonl")
     for row in (read_jsonl if lines else read_pairs)(path, key):
-        value = _finite(row, key)
+        value: Any = row.fields.get("answer")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
+            raise ConfigError(
+                f"{key}: the answer in {row.where} is {value!r:.60}. Give a finite number."
+            )
+        exact = Fraction(str(value))
         question = row.text("question", key).strip()
-        yield Example(0, question, _written(value, 12), {"value": value})
-
-
-def _finite(row: Row, key: str) -> Fraction:
-    value: Any = row.fields.get("answer")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(
-            f"{key}: the answer in {row.where} is {value!r:.60}. Give a finite number."
-        )
-    return Fraction(str(value))
-
-
-def _check_kinds(kinds: list[str]) -> None:
-    if not kinds:
-        raise ConfigError(f"task.kinds is empty. Give at least one of {', '.join(UNITS)}.")
-    for kind in kinds:
-        if kind not in UNITS:
-            raise ConfigError(
-                f"task.kinds: {kind!r} is no kind of unit. Kinds: {', '.join(UNITS)}."
-            )
-
-
-def _check_shots(shots: list[dict[str, str]]) -> None:
-    for position, shot in enumerate(shots, start=1):
-        if set(shot) != {"question", "answer"}:
-            raise ConfigError(
-                f"task.few_shot: example {position} has the keys {', '.join(shot) or 'none'}. "
-                "Give it question and answer."
-            )
+        yield Example(0, question, _written(exact, 12), {"value": exact})
 
 
 def _key(row: Example) -> str:
     # upper and lower case stay: 1 M is a megabyte, 1 m a metre
     return " ".join(row.question.split()).rstrip("?.! ")
-
-
-def _distinct(rows: Iterator[Example]) -> list[Example]:
-    found: dict[str, Example] = {}
-    for row in rows:
-        found.setdefault(_key(row), row)
-    return list(found.values())

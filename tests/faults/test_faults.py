@@ -227,9 +227,7 @@ class Elsewhere(Letters):
 
 
 def test_names_do_not_lead_out_of_the_output_folder(in_cache, tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"^task=\.\./\.\./x leads out of the folder of the choices\."
-    ):
+    with pytest.raises(ConfigError, match=r"^task=\.\./\.\./x leads out of the choices\."):
         command_line.compose(["task=../../x"])
     run = command_line.compose([*SMALL, "algo.steps=1"])
     result = command_line.train(run, tmp_path / "deep" / "run", Elsewhere("smooth"))

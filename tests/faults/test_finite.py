@@ -378,11 +378,11 @@ def test_a_guard_stops_the_run_after_logging_the_step(name, tmp_path):
     [
         (
             ["not_finite.max_skips=3"],
-            "not_finite.max_skips=3 has no effect with not_finite.policy=stop. Add",
+            "not_finite.policy=stop does not go with not_finite.max_skips=3. Give both",
         ),
         (
             ["not_finite.policy=skip"],
-            "not_finite.policy=skip needs a number of steps that may be left out: not_fin",
+            "not_finite.policy=skip does not go with not_finite.max_skips=null. Give both",
         ),
         (
             ["not_finite.policy=skp"],

@@ -67,10 +67,8 @@ def test_a_nul_character_is_named(data, name, old, new, key, where):
     good = (data / name).read_bytes()
     assert old in good
     (data / name).write_bytes(good.replace(old, new))
-    assert (
-        wording(f"task.path={name}", *FIELDS)
-        == f"{key} holds a NUL character in '{name}' {where}. Remove it; a file in UTF-16 holds"
-        " many: convert it, with iconv -f UTF-16LE -t UTF-8."
+    assert wording(f"task.path={name}", *FIELDS).startswith(
+        f"{key} holds a NUL character in '{name}' {where}. Remove it; a file in UTF-16 holds many:"
     )
 
 
@@ -279,8 +277,8 @@ def test_math_asks_math_verify_where_numbers_do_not_tell(data, monkeypatch):
         ),
         (
             ["task.path=data.jsonl", "task.prompt_field=question", "task.answer_field=blank"],
-            "task.answer_field='blank' is empty in 'data.jsonl' line 1. Remove the row, or fill"
-            f" it in. {THERE}",
+            "task.answer_field='blank' is empty in 'data.jsonl' line 1. Mend or remove"
+            f" the row. {THERE}",
         ),
         (
             ["task.path=data.jsonl", "task.answer_field=answer", 'task.template="{qestion}"'],
@@ -340,11 +338,11 @@ def test_math_asks_math_verify_where_numbers_do_not_tell(data, monkeypatch):
         ),
         (
             ["task.path=data.jsonl", *FIELDS, "task.test_path=data.jsonl"],
-            "leaves no train row: the prompts of all 20 ",
+            "leaves 0 train and 20 test rows; 20 train rows also stand in the test rows.",
         ),
         (
             ["task.path=data.jsonl", *FIELDS, "task.test_share=0"],
-            "has 20 rows, of which 0 would be held out",
+            "leaves 20 train and 0 test rows",
         ),
         (
             ["task.path=data.txt", *FIELDS],
@@ -353,7 +351,7 @@ def test_math_asks_math_verify_where_numbers_do_not_tell(data, monkeypatch):
         (["task.path=nothing.csv", *FIELDS], "task.path='nothing.csv' does not exist; tried "),
         (
             ["task.path=bad.parquet", *FIELDS],
-            "task.path='bad.parquet' is no Parquet file that can be read: ",
+            "task.path='bad.parquet' cannot be read as Parquet: ",
         ),
     ],
 )

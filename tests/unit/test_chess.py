@@ -67,10 +67,9 @@ HOSTILE = [
 
 
 def make(**changed: Any) -> Chess:
-    node = SETTINGS | {"positions": 300, "test_positions": 50} | changed
-    return Chess(
-        **{key: value for key, value in node.items() if key not in ("_target_", "pretrain_steps")}
-    )
+    task = build(SETTINGS | {"positions": 300, "test_positions": 50} | changed)
+    assert isinstance(task, Chess)
+    return task
 
 
 def error(call: Any, *args: Any, **kwargs: Any) -> str:
@@ -481,7 +480,7 @@ def test_csv_with_a_test_file_leaks_nothing(tmp_path):
         (f"2,{START},0000", f"line 3: illegal move 0000 in '{START}'."),
         (f"2,{START},hello", "line 3: invalid uci: 'hello'."),
         (f"2,{START},", "line 3: no moves."),
-        (f"2,{START}", "line 3 has too few cells."),
+        (f"2,{START}", "line 3 has 2 cells, but line 1 names 3 columns: Id, FEN, Moves."),
         ("2,,e2e4", "line 3: empty fen."),
         (
             "2,rnbqkbnr w - - 0 1,e2e4",
@@ -497,7 +496,7 @@ def test_csv_with_a_test_file_leaks_nothing(tmp_path):
         ),
         (f'2,"{START},e2e4', "line 3: unexpected end of data."),
         (f'2,"{START}"x,e2e4', "line 3: ',' expected after '\"'."),
-        (f'2,"{START}\n",e2e5', f"line 4: illegal move e2e5 in '{START}'."),
+        (f'2,"{START}\n",e2e5', f"line 3: illegal move e2e5 in '{START}'."),
     ],
 )
 def test_a_broken_csv_row_is_named_by_file_and_line(tmp_path, row, text):
@@ -598,10 +597,10 @@ def test_a_broken_game_is_named_by_file_and_line(tmp_path, old, new, text):
             "task.path='a.txt' is of no known kind. Give a file that ends in .csv or .pgn",
         ),
         ({"path": "no.csv"}, "task.path='no.csv' does not exist; tried "),
-        ({"share_right": -1}, "task.share_right=-1 is out of range. Give a share from 0 to 1."),
+        ({"share_right": -1}, "task.share_right=-1.0 is out of range. Give a share from 0 to 1."),
         (
             {"template": "{fen}"},
-            "task.template='{fen}' does not hold {move}. Add it, as in '{fen} {move} =>'.",
+            "task.template='{fen}' does not hold {move}. Add it.",
         ),
         (
             {"weights": {"exakt": 1}},
@@ -609,11 +608,11 @@ def test_a_broken_game_is_named_by_file_and_line(tmp_path, old, new, text):
         ),
         (
             {"weights": {"exact": 0}},
-            "task.weights are all 0. Give at least one component a weight above 0.",
+            "task.weights are all 0. Give one component a weight above 0.",
         ),
         (
             {"weights": {"exact": -1}},
-            "task.weights.exact=-1 is too small. Give a value of at least 0.",
+            "task.weights.exact=-1.0 is too small. Give a value of at least 0.",
         ),
         (
             {"plies": 1},
@@ -638,5 +637,6 @@ def test_a_file_without_columns_or_rows(tmp_path):
     few = table(tmp_path, f"1,{START},e2e4")
     assert (
         error(make, path=few)
-        == f"task.path={few!r} leaves 1 train and 0 test rows. Give more rows."
+        == f"task.path={few!r} leaves 1 train and 0 test rows; 0 train rows also stand"
+        " in the test rows. Give more rows."
     )

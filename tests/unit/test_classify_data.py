@@ -211,7 +211,7 @@ BAD = {
     "empty text": (
         b'{"text": "", "label": "a"}\n',
         (
-            "task.text_field='text' is empty in {train!r} line 3. Remove the row, or fill it in."
+            "task.text_field='text' is empty in {train!r} line 3. Mend or remove the row."
             " Fields there: text, label."
         ),
     ),

@@ -214,8 +214,8 @@ MISTAKES = {
     ),
     "algo.optimizer.kwargs={lr: 5}": "algo.optimizer.kwargs.lr=5 has no effect. Use algo.lr.",
     "algo.lr_schedule.kind=linear": (
-        "schedule.kind=linear has no effect with schedule.end=1. Set end, for example 0.1, or "
-        "kind=constant."
+        "schedule.kind=linear has no effect with schedule.end=1: it goes from 1 to another end."
+        " Set both, or leave both out."
     ),
     "+tracker.mode=offline": (
         "tracker.mode='offline' has no effect with tracker=jsonl. Use tracker=wandb."
@@ -270,5 +270,5 @@ def test_schedules():
     assert factors("linear", 0.0) == [1, 0.75, 0.5, 0.25, 0]
     assert factors("cosine", 0.0) == [1, 0.8536, 0.5, 0.1464, 0]
     assert factors("exponential", 0.0625) == [1, 0.5, 0.25, 0.125, 0.0625]
-    with pytest.raises(ConfigError, match=r"no effect with schedule\.kind=constant"):
+    with pytest.raises(ConfigError, match=r"schedule\.kind=constant has no effect"):
         ScheduleConfig(kind="constant", end=0.5)

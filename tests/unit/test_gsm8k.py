@@ -65,7 +65,9 @@ def folder(
 
 
 def make(**changed: Any) -> Gsm8k:
-    return Gsm8k(**{key: value for key, value in (SETTINGS | changed).items() if key != "_target_"})
+    task = build(SETTINGS | changed)
+    assert isinstance(task, Gsm8k)
+    return task
 
 
 def error(call: Any, *args: Any, **kwargs: Any) -> str:
@@ -293,7 +295,7 @@ def test_setting_errors(tmp_path):
     )
     few = folder(tmp_path, train=ROWS[:1])
     assert error(make, path=few).startswith(
-        f"task.path={few!r} leaves 1 train rows whose question is not in the test"
+        f"task.path={few!r} leaves 1 train and 1 test rows; 0 train rows also stand"
     )
 
 

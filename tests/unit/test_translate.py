@@ -100,7 +100,7 @@ def test_embedded_split_is_disjoint_complete_and_the_same_every_time(task):
         ("four hundred and thirty-nine", "cuatrocientos treinta y nueve"),
         ("six hundred and twenty-one", "seiscientos veintiuno"),
     ]
-    assert task.dropped_rows == 0
+    assert task.dropped == 0
 
 
 def test_embedded_answers_are_spanish(task):
@@ -293,9 +293,7 @@ def test_parallel_files_and_their_test_files(tmp_path):
         4:
     ]  # in the file's order
     assert [e.id for e in task.examples("train")] == list(range(19))
-    assert (
-        task.dropped_rows == 1
-    )  # "row 3" is asked in the test, though with other words for an answer
+    assert task.dropped == 1  # "row 3" is asked in the test, though with other words for an answer
 
 
 def test_rows_are_held_out_where_no_test_is_given(tmp_path):
@@ -303,8 +301,8 @@ def test_rows_are_held_out_where_no_test_is_given(tmp_path):
     task = make(source=source, target=target, holdout=6)
     train, test = task.examples("train"), task.examples("test")
     assert len(test) == 6
-    assert len(train) + len(test) + task.dropped_rows == 25
-    assert task.dropped_rows > 0  # a row that stands twice must not be on both sides
+    assert len(train) + len(test) + task.dropped == 25
+    assert task.dropped > 0  # a row that stands twice must not be on both sides
     assert not {e.question for e in train} & {e.question for e in test}
     assert make(source=source, target=target, holdout=6).examples("test") == test
     assert len(make(source=source, target=target).examples("test")) == 5
@@ -332,7 +330,7 @@ def test_all_formats_give_the_same_rows(tmp_path):
     tested = write(tmp_path / "test.jsonl", objects[3] + "\n")
     with_test = make(path=tsv, test_path=tested, **named)
     assert [e.question for e in with_test.examples("test")] == ["row 3"]
-    assert with_test.dropped_rows == 1
+    assert with_test.dropped == 1
 
 
 def test_pretraining_of_own_rows_shows_the_right_target_or_another_rows(tmp_path):
@@ -367,14 +365,14 @@ def test_a_dataset_id(tmp_path, monkeypatch):
         (("some/id", "de-en"), {"split": "validation"}),
     ]
     assert [(e.question, e.answer) for e in task.examples("test")] == TESTS
-    assert task.dropped_rows == 1
+    assert task.dropped == 1
     turned = make(
         dataset="some/id", dataset_split="validation", dataset_test_split="train", **named
     )
     assert len(turned.examples("test")) == 20
     assert (
         error(make, dataset="some/id", **named | {"source_field": "en"})
-        == "task.source_field='en' is not a field of 'some/id' split train row 0. "
+        == "task.source_field='en' is not a field of 'some/id' split train row 1. "
         "Fields there: translation.en, translation.de."
     )
 
@@ -396,10 +394,7 @@ def test_dataset_errors(monkeypatch):
         "datasets",
         types.SimpleNamespace(load_dataset=load_dataset, exceptions=DATASETS),
     )
-    next_step = (
-        "Check the id, the configuration and the split, and that the hub can be reached; or give"
-        " local files."
-    )
+    next_step = "Check the id, the configuration, the split and the network; or give local files."
     assert (
         error(read_dataset, "nope", None, "train", "task.dataset")
         == "task.dataset='nope' cannot be loaded (split=train): Dataset 'nope' doesn't exist on"
@@ -426,7 +421,7 @@ def test_multi30k():
 
     task = make(**files("train"), **files("test_2016_flickr", "test_"))
     train, test = task.examples("train"), task.examples("test")
-    assert (len(train), len(test), task.dropped_rows) == (29_000, 1_000, 0)
+    assert (len(train), len(test), task.dropped) == (29_000, 1_000, 0)
     assert train[0].question == "Two young, White males are outside near many bushes."
     assert train[0].answer == "Zwei junge weiße Männer sind im Freien in der Nähe vieler Büsche."
     references = [[e.answer for e in test]]
@@ -437,12 +432,12 @@ def test_multi30k():
     assert len(held_out.examples("test")) == 1_000
     questions = {e.question for e in held_out.examples("test")}
     assert not questions & {e.question for e in held_out.examples("train")}
-    assert len(held_out.examples("train")) == 28_000 - held_out.dropped_rows
+    assert len(held_out.examples("train")) == 28_000 - held_out.dropped
 
     assert (
         error(make, **files("val"), **files("val", "test_"))
-        == f"task.source={str(MULTI30K / 'val.en.gz')!r} leaves 0 train rows: of 1014, 1014 also"
-        " stand in the test rows. Give at least 2 others."
+        == f"task.source={str(MULTI30K / 'val.en.gz')!r} leaves 0 train and 1014 test rows; 1014"
+        " train rows also stand in the test rows. Give more rows."
     )
 
 
@@ -461,10 +456,7 @@ def test_multi30k():
         ),
         (
             {"template": "translate this"},
-            (
-                "task.template='translate this' does not hold {source}, the place of the text to"
-                " translate. Add it, as in '{source} =>'."
-            ),
+            ("task.template='translate this' does not hold {source}. Add it."),
         ),
         ({"share_right": 1.5}, "task.share_right=1.5 is out of range. Give a share from 0 to 1."),
         (
@@ -474,75 +466,67 @@ def test_multi30k():
         ({"holdout": 0}, "task.holdout=0 is too small. Give a value of at least 1."),
         (
             {"holdout": 999},
-            "task.holdout=999 leaves too few of 1000 rows to train on. Hold out at most 998.",
+            "task.holdout=999 leaves 1 train and 999 test rows; 0 train rows also stand in the test"
+            " rows. Give more rows.",
         ),
         (
             {"source": "a", "target": "b", "path": "c.tsv"},
-            (
-                "task.source='a' and task.path='c.tsv' are given, but the rows come from one of"
-                " them. Leave out the others."
-            ),
+            ("task.source='a' and task.path='c.tsv' both give the rows. Leave out the others."),
         ),
         (
             {"target": "b"},
-            (
-                "task.target='b' has no effect without task.source. Give task.source too, or leave"
-                " it out."
-            ),
+            ("task.target='b' has no effect without task.source. Give it too, or leave this out."),
         ),
         (
             {"test_source": "b", "path": "a.tsv", "source_field": "a", "target_field": "b"},
             (
-                "task.test_source='b' has no effect without task.source. Give task.source too, or"
-                " leave it out."
+                "task.test_source='b' has no effect without task.source. Give it too, or"
+                " leave this out."
             ),
         ),
         (
             {"test_path": "b.tsv"},
             (
-                "task.test_path='b.tsv' has no effect without task.path. Give task.path too, or"
-                " leave it out."
+                "task.test_path='b.tsv' has no effect without task.path. Give it too, or"
+                " leave this out."
             ),
         ),
         (
             {"dataset_split": "train"},
             (
-                "task.dataset_split='train' has no effect without task.dataset. Give task.dataset"
-                " too, or leave it out."
+                "task.dataset_split='train' has no effect without task.dataset. Give it too, or"
+                " leave this out."
             ),
         ),
         (
             {"source": "a", "target": "b", "source_field": "en"},
             (
                 "task.source_field='en' has no effect without task.path or task.dataset. "
-                "Give task.path or task.dataset too, or leave it out."
+                "Give it too, or leave this out."
             ),
         ),
         (
             {"source": "a"},
-            (
-                "task.target is not set, but task.source='a' needs it. Give it on the command line:"
-                " task.target=VALUE."
-            ),
+            ("task.target is not set, but task.source='a' needs it. Give it: task.target=VALUE."),
         ),
         (
             {"source": "a", "target": "b", "test_source": "c"},
             (
                 "task.test_target is not set, but task.test_source='c' needs it. "
-                "Give it on the command line: task.test_target=VALUE."
+                "Give it: task.test_target=VALUE."
             ),
         ),
         (
             {"path": "a.tsv", "source_field": "en"},
             (
                 "task.target_field is not set, but task.path='a.tsv' needs it. "
-                "Give it on the command line: task.target_field=VALUE."
+                "Give it: task.target_field=VALUE."
             ),
         ),
         (
             {"source": "a", "target": "b", "test_source": "c", "test_target": "d", "holdout": 5},
             (
-                "task.holdout=5 has no effect with task.test_source='c', which gives the test rows."
+                "task.holdout=5 has no effect with task.test_source, which gives the test rows."
                 " Leave out one of the two."
             ),
         ),
@@ -550,21 +534,21 @@ def test_multi30k():
             {"path": "a.csv.gz", "source_field": "en", "target_field": "de"},
             (
                 "task.path='a.csv.gz' is of no known kind. Give a file that ends in .tsv, .jsonl"
-                " (or the same with .gz), or use task.source and task.target for plain lines."
+                " (or the same with .gz), or use task.source and task.target."
             ),
         ),
         (
             {"path": "a.tsv", "test_path": "b", "source_field": "en", "target_field": "de"},
             (
                 "task.test_path='b' is of no known kind. Give a file that ends in .tsv, .jsonl (or"
-                " the same with .gz), or use task.source and task.target for plain lines."
+                " the same with .gz), or use task.source and task.target."
             ),
         ),
         (
             {"dataset": "some/id", "target_field": "de"},
             (
                 "task.source_field is not set, but task.dataset='some/id' needs it. "
-                "Give it on the command line: task.source_field=VALUE."
+                "Give it: task.source_field=VALUE."
             ),
         ),
         (
@@ -589,14 +573,14 @@ def test_too_few_rows(tmp_path):
     source, target = lines(tmp_path, "train", ROWS[:2])
     assert (
         error(make, source=source, target=target)
-        == f"task.source={source!r} has 2 rows, too few to hold some out for the test. Give at"
-        " least 3."
+        == f"task.source={source!r} leaves 1 train and 1 test rows; 0 train rows also stand in"
+        " the test rows. Give more rows."
     )
     same, same_target = lines(tmp_path, "same", ROWS[:1] * 4)
     assert (
         error(make, source=same, target=same_target)
-        == f"task.source={same!r} leaves 0 train rows: of 3, 3 also stand in the test rows. Give at"
-        " least 2 others."
+        == f"task.source={same!r} leaves 0 train and 1 test rows; 3 train rows also stand in the"
+        " test rows. Give more rows."
     )
 
 
@@ -612,7 +596,7 @@ def test_a_missing_file_names_where_it_was_looked_for(tmp_path, monkeypatch):
     )
     assert (
         error(read_lines, ".", "task.source")
-        == f"task.source='.' cannot be read: Is a directory; tried {tmp_path}. Give a file."
+        == f"task.source='.' cannot be read: Is a directory; tried {tmp_path}. Give another file."
     )
     write(tmp_path / "a.en", "one\n")
     assert read_lines("a.en", "task.source") == ["one"]
@@ -658,10 +642,7 @@ def test_damaged_gzip(tmp_path):
         path = write(tmp_path / "a.gz", content)
         text = error(read_lines, path, "task.source")
         assert text.startswith(f"task.source={path!r} is not a whole gzip file: {reason}")
-        assert text.endswith(
-            f"; tried {path}. Fetch or compress it again, or rename it without .gz if it is plain"
-            " text."
-        )
+        assert text.endswith(f"; tried {path}. Give another file.")
 
 
 def test_lines_end_at_newlines_only(tmp_path):
@@ -707,7 +688,7 @@ def test_tsv_errors(tmp_path):
     assert (
         error(read_tsv, path, "task.path")
         == f"task.path={path!r}: line 4 has 1 cells, but line 1 names 2 columns: en, de. "
-        "Separate the cells by one tab each."
+        "Mend or remove it."
     )
     write(tmp_path / "a.tsv", "en\ten\none\teins\n")
     assert (
@@ -724,7 +705,7 @@ def test_tsv_errors(tmp_path):
     assert rows[0].fields == {"en": '"one', "de": "eins"}  # a quote is text
     assert (
         error(rows[1].text, "de", "task.target_field")
-        == f"task.target_field='de' is empty in {path!r} line 4. Remove the row, or fill it in."
+        == f"task.target_field='de' is empty in {path!r} line 4. Mend or remove the row."
         " Fields there: en, de."
     )
 
@@ -755,7 +736,7 @@ def test_jsonl_field_errors(tmp_path):
     path = write(tmp_path / "a.jsonl", "\n".join([*rows, '{"en": "\\ud83d half"}']))
     first, second, third = read_jsonl(path, "task.path")
     assert second.text("x.y", "task.target_field") == "deep"
-    there = "Fields there: en, de, n."
+    there, mend = "Fields there: en, de, n.", "Mend or remove the row."
     assert (
         error(first.text, "dee", "task.target_field")
         == f"task.target_field='dee' is not a field of {path!r} line 1. Did you mean 'de'? {there}"
@@ -766,22 +747,22 @@ def test_jsonl_field_errors(tmp_path):
     )
     assert (
         error(first.text, "n", "task.target_field")
-        == f"task.target_field='n' is no text in {path!r} line 1, but int: 1. {there}"
+        == f"task.target_field='n' is no text in {path!r} line 1, but int: 1. {mend} {there}"
     )
     there = "Fields there: en, de, n, x.y, x.z."
     assert (
         error(second.text, "x.z", "task.target_field")
-        == f"task.target_field='x.z' is no text in {path!r} line 2, but NoneType: None. {there}"
+        == f"task.target_field='x.z' is no text in {path!r} line 2, but NoneType: None."
+        f" {mend} {there}"
     )
     assert (
         error(second.text, "de", "task.target_field")
-        == f"task.target_field='de' is empty in {path!r} line 2. Remove the row, or fill it in."
-        f" {there}"
+        == f"task.target_field='de' is empty in {path!r} line 2. {mend} {there}"
     )
     assert (
         error(third.text, "en", "task.source_field")
-        == f"task.source_field='en' holds a lone surrogate in {path!r} line 3. Remove the row, or"
-        " repair it."
+        == f"task.source_field='en' holds a lone surrogate in {path!r} line 3. {mend}"
+        " Fields there: en."
     )
     blank = write(tmp_path / "b.jsonl", "\n\n")
     assert (

@@ -1,0 +1,139 @@
+"""The parts that tasks share: rows that are split once, and rewards that are weighted means."""
+
+import logging
+import random
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
+
+from common.config import ConfigError
+from common.tasks import Example, Messages
+
+log = logging.getLogger("clutch")
+
+SPLIT_SEED = 0  # apart from the run's seed, so that runs of a sweep measure on the same test rows
+
+# (examples, completions) -> a score in [0, 1] for each.
+Component = Callable[[Sequence[Example], Sequence[str]], list[float]]
+Key = Callable[[Example], Hashable]
+
+
+class Rows:
+    """A task that keeps its rows."""
+
+    name: str
+    least = 2  # train rows
+    dropped = 0  # train rows, because a test row has the same key
+
+    def split(
+        self,
+        where: str,
+        train: Sequence[Example],
+        test: Sequence[Example],
+        held_out: int,
+        key: Key = lambda example: example.question,
+    ) -> None:
+        """Keep the rows, numbered. Without test rows `held_out` train rows are drawn to be these.
+        Train rows with the `key` of a test row are dropped.
+
+        Raises: ConfigError, naming `where` the rows are from, if too few are left.
+        """
+        if not test:
+            train = list(train)
+            random.Random(SPLIT_SEED).shuffle(train)
+            test, train = train[:held_out], train[held_out:]
+        tested = {key(example) for example in test}
+        kept = [example for example in train if key(example) not in tested]
+        self.dropped = len(train) - len(kept)
+        if self.dropped:
+            log.info(
+                "%s: %d train rows are dropped: they also stand in the test rows",
+                self.name,
+                self.dropped,
+            )
+        if len(kept) < self.least or not test:
+            raise ConfigError(
+                f"{where} leaves {len(kept)} train and {len(test)} test rows;"
+                f" {self.dropped} train rows also stand in the test rows. Give more rows."
+            )
+        self._splits = {
+            split: [replace(example, id=position) for position, example in enumerate(found)]
+            for split, found in (("train", kept), ("test", test))
+        }
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """Return the rows of `split`, "train" or "test"; no test row is a train row."""
+        return self._splits[split]
+
+    def reward(self, example: Example, completion: str) -> float:
+        """Return the score of one completion, in [0, 1]."""
+        return self.rewards([example], [completion])[0]
+
+    def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
+        """Return the `reward` of each completion."""
+        return [self.reward(*pair) for pair in zip(examples, completions, strict=True)]
+
+
+class Weighted(Rows):
+    """A task whose reward is the weighted mean of its components."""
+
+    weights: dict[str, float]
+
+    def weigh(self, **known: Component) -> None:
+        """Keep the components that carry weight. Raises: ConfigError."""
+        for name in self.weights:
+            if name not in known:
+                raise ConfigError(
+                    f"task.weights.{name} is not a component. Components: {', '.join(known)}."
+                )
+        self.components = {name: known[name] for name, weight in self.weights.items() if weight}
+        if not self.components:
+            raise ConfigError("task.weights are all 0. Give one component a weight above 0.")
+
+    def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
+        """Return the `reward` of each completion."""
+        found = {name: one(examples, completions) for name, one in self.components.items()}
+        return weighted(found, self.weights)
+
+
+def weighted(found: dict[str, list[float]], weights: dict[str, float]) -> list[float]:
+    """Return the weighted mean by row of the scores `found` by component."""
+    total = sum(weights[name] for name in found)
+    rows = len(next(iter(found.values())))
+    return [sum(weights[name] * found[name][row] for name in found) / total for row in range(rows)]
+
+
+def distinct(rows: Iterable[Example], key: Key) -> list[Example]:
+    """Return the first row of each key."""
+    found: dict[Hashable, Example] = {}
+    for row in rows:
+        found.setdefault(key(row), row)
+    return list(found.values())
+
+
+def percent(values: Iterable[float]) -> float:
+    """Return the mean of scores in [0, 1] as a percentage; 0 of none."""
+    listed = list(values)
+    return 100 * sum(listed) / max(1, len(listed))
+
+
+def converse(system: str, shots: Iterable[dict[str, str]], question: str) -> Messages:
+    """Return a conversation: the system text, if there is one, examples, and the question."""
+    texts = [("system", system)] if system else []
+    for shot in shots:
+        texts += [("user", shot["question"]), ("assistant", shot["answer"])]
+    return [{"role": role, "content": text} for role, text in (*texts, ("user", question))]
+
+
+def tell(example: Example) -> Example:
+    """Return an example whose question tells the answer, for a model that is to find the way."""
+    told = f"{example.question} (The answer is {example.answer}.)"
+    return replace(example, question=told)
+
+
+def check_needs_path(path: str | None, **settings: str | None) -> None:
+    """Raise ConfigError where one of `settings` is given without task.path."""
+    for key, value in settings.items():
+        if path is None and value is not None:
+            raise ConfigError(
+                f"task.{key}={value!r} has no effect without task.path. Give task.path too."
+            )
