@@ -165,6 +165,8 @@ class Classifier:
         scaler = ", GradScaler" if self.precision.scaler else ""
         compiled = ", compiled" if self.run.opt.compile.enabled else ""
         workers, device, preset = self.loader.workers, self.context.device, self.run.hardware.name
+        peak = self.run.hardware.peak_tflops
+        advice = precision.advise(self.precision, self.run.opt, peak, device.device)
         facts = {
             "algorithm": f"classify, {cfg.epochs} epochs of {len(self.batches)} steps, lr"
             f" {cfg.lr:g}",
@@ -173,7 +175,7 @@ class Classifier:
             f" the test; tokens {lengths.mean():.0f} on average, {lengths.max()} at most",
             "model": f"{self.name}, {size / 1e6:.2f}M parameters",
             "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={preset}",
-            "numbers": f"{self.precision.name}{scaler}, masters float32{compiled}",
+            "numbers": f"{self.precision.name}{scaler}, masters float32{compiled}{advice}",
             "ranks": f"{ranks}{sent}{hook}",
             "batch": f"{cfg.batch_size} rows: {share} per rank, forwards: {forwards}",
             "loader": f"{workers} worker processes per rank" if workers else "in this process",

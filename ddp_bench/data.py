@@ -5,6 +5,7 @@ batches, the loader.
 import hashlib
 import json
 import logging
+import os
 import random
 import signal
 from collections.abc import Iterator, Sequence
@@ -302,6 +303,8 @@ class Loader:
                 " this process makes the batches. Set algo.loader.workers, for example 2, or leave"
                 " it out."
             )
+        if self.workers:  # else the tokenizers library warns in each of them
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.loader = DataLoader(
             rows,  # type: ignore[arg-type]
             batch_sampler=batches,  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ from common import optim
 from common.config import ConfigError, Run
 from common.distributed import fsdp
 from common.distributed.context import Context
+from common.model.half import WITHOUT_GRAPHS
 from common.precision import Precision
 from common.rows import RowLimit
 from ddp_bench.config import ClassifyConfig, WrapperConfig
@@ -86,7 +87,8 @@ class Stepper:
         self.limit = RowLimit("algo.train_rows", rows, fixed=fixed, shorter=shorter)
         model.encoder.recompute = run.opt.checkpointing.enabled
         if run.opt.compile.enabled:
-            model.compile(mode=run.opt.compile.mode, dynamic=True)
+            # Lengths differ from batch to batch: CUDA graphs would be recorded for each.
+            model.compile(mode=WITHOUT_GRAPHS[run.opt.compile.mode], dynamic=True)
         self.forward: Any = model
         self.wrapper: DistributedDataParallel | None = None
         self.looked = not self.settings.ddp.static_graph
@@ -166,7 +168,7 @@ class Stepper:
                     )
                     total += loss.detach() / rows
                 start = clock.mark()
-                self.updater.scaler.scale(loss * scale).backward()
+                self.updater.backward(loss * scale)
                 end = clock.mark()
             # what was sent while gradients were computed does not count
             if self.wrapper is not None and last:

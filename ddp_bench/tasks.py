@@ -17,7 +17,6 @@ import numpy as np
 from common.config import ConfigError, at_least, choice
 from common.instance import instantiate
 from common.tasks.data import read_csv, read_dataset, read_jsonl
-from common.tasks.splits import split_rows
 
 log = logging.getLogger("clutch")
 
@@ -258,14 +257,18 @@ class TextFiles:
         known = {str(i + first_label): i for i in range(len(self.classes))}
         known |= {name: i for i, name in enumerate(self.classes)}
         rows = {split: self._number_labels(split, found, known) for split, found in read.items()}
-        kept, tested, dropped = split_rows(
-            path, rows["train"], rows["test"], 0, key=lambda row: row.value
-        )
-        if dropped:
+        tested = {row.value for row in rows["test"]}
+        kept = [row for row in rows["train"] if row.value not in tested]
+        if dropped := len(rows["train"]) - len(kept):
             log.warning(
                 "%d training rows are left out: their texts stand in the test rows", dropped
             )
-        self._splits = {"train": kept, "test": tested}
+        if len(kept) < 2 or not tested:
+            raise ConfigError(
+                f"task={name} leaves {len(kept)} train and {len(rows['test'])} test rows. Give more"
+                " rows."
+            )
+        self._splits = {"train": kept, "test": rows["test"]}
 
     def rows(self, split: str) -> Sequence[Labelled]:
         """Return the rows of a split."""

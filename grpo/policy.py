@@ -168,7 +168,7 @@ class Policy:
             value, sums = loss(
                 logp, old, mine[index], mask, counts, self.cfg, ref=ref, entropy=entropy
             )
-            self.updater.scaler.scale(value).backward()
+            self.updater.backward(value)
             totals["loss"] += value.detach()
             totals["tokens"] += mask.sum()
             gap = (logp.detach() - rollouts.logprobs[index, :width]).abs() * mask

@@ -28,7 +28,7 @@ GRACE = 8.0  # seconds that a rank has to end by itself, as it does where a coll
 
 
 class Alarm:
-    """What this rank and the others say of errors. Args: store: of the process group."""
+    """Tells the other ranks of an error, and listens for theirs. Args: store: of the group."""
 
     def __init__(self, store: Any, rank: int) -> None:
         self.store, self.rank, self.ended = store.clone(), rank, threading.Event()

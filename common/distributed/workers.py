@@ -77,6 +77,7 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
             f"opt.{switch}.backend=nccl needs CUDA devices. Use opt.{switch}.backend=auto or gloo."
         )
     hardware.check_visible(run.hardware)
+    hardware.set_environment(run.opt)
     job = _Job(entry, run, out_dir, task)
     if slurm.ranked():
         _check_started(run)

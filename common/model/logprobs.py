@@ -24,6 +24,7 @@ from common.config import ConfigError
 from common.distributed import fsdp
 from common.model.masks import additive
 from common.model.transfer import to_device
+from common.precision import exact_float32
 
 ATTENTION = "clutch_shared_prompt"
 # Logits held at a time: tokens x vocabulary floats, 64 MB.
@@ -351,7 +352,7 @@ def check_model(model: PreTrainedModel) -> None:
     )
     training = model.training
     model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), exact_float32():
         found, _ = token_logprobs(model, group(prompts, completions, device), 1.0)
         for row in range(4):
             prompt, completion = prompts[row // 2], completions[row // 2][row % 2]

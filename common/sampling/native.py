@@ -599,7 +599,9 @@ def draw(
     policy = probability = torch.softmax(logits, dim=-1, dtype=torch.float32)
     if sampling.top_k or sampling.top_p < 1:
         probability = _cut(probability, sampling.top_k, sampling.top_p)
-    cdf = probability.cumsum(-1)
+    if probability.is_cuda and len(logits) == 1:  # a single row is summed up in any order there
+        probability = probability.expand(2, -1)
+    cdf = probability.cumsum(-1)[: len(logits)]
     # The first token whose cumulative probability exceeds u; one of probability zero never is.
     token = torch.searchsorted(cdf, (uniform[:, None] * cdf[:, -1:]), right=True)[:, 0]
     token.clamp_(max=logits.shape[-1] - 1)

@@ -271,11 +271,11 @@ MISTAKES = {
         "task=trajectories, which has no texts. Leave it out."
     ),
     "algo=classify algo.validation_share=0": (
-        "algo.patience=2 has no effect with algo.validation_share=0: there is nothing to tell by"
-        " when to stop. Set a share, for example 0.1, or algo.patience=null."
+        "algo.patience=2 has no effect with algo.validation_share=0."
+        " Set a share, for example 0.1, or algo.patience=null."
     ),
     "algo=classify algo.label_smoothing=1": (
-        "algo.label_smoothing=1.0 is a share. Give a value below 1."
+        "algo.label_smoothing=1.0 is out of range. Give a value below 1."
     ),
     "algo=classify algo.ddp.hook=fp8": (
         "algo.ddp.hook='fp8' is not a choice. Choices: none, fp16, bf16, powersgd."
