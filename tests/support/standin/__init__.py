@@ -21,6 +21,7 @@ from typing import Any
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 LIBRARY = "CLUTCH_STANDIN"  # the variable that names the built library
+DEVICE: Any = None  # the `Device` of this process, once it is started
 
 
 def build() -> Path:
@@ -163,10 +164,12 @@ def _patch(torch: Any, device: Device, capability: tuple[int, int]) -> None:
         "get_device_name": lambda *_: properties.name,
         "get_device_properties": lambda *_: properties,
         "get_device_capability": lambda *_: capability,
-        "get_arch_list": lambda: ["sm_80", "sm_90", "compute_90"],
+        "get_arch_list": lambda: ["sm_70", "sm_80", "sm_90a", "compute_90"],
         "is_bf16_supported": lambda *_, **__: capability >= (8, 0),
         "synchronize": nothing,
         "empty_cache": nothing,
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "set_rng_state": nothing,
         "manual_seed": nothing,
         "manual_seed_all": nothing,
         "mem_get_info": lambda *_: (device.memory - device.live, device.memory),
@@ -203,7 +206,7 @@ def _patch(torch: Any, device: Device, capability: tuple[int, int]) -> None:
 def watch() -> Any:
     """Return a context that counts what makes the host wait, and copies, by line of the project.
 
-    Attributes: waits: Counter of lines; to_device: Counter of bytes by line.
+    Attributes: waits: Counter of lines; to_device: Counter by line of bytes that are not pinned.
     """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -238,7 +241,7 @@ def watch() -> Any:
         def copied(self, source: Any, into: Any) -> None:
             if source.is_cuda and not into.is_cuda:
                 self.waits[place()] += 1
-            elif into.is_cuda and not source.is_cuda and source.dim() > 0:
+            elif into.is_cuda and not source.is_cuda and source.dim() and not source.is_pinned():
                 self.to_device[place()] += source.nbytes
 
     return Watch()

@@ -12,6 +12,8 @@
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/_log_softmax.h>
+#include <ATen/ops/_softmax.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
@@ -306,6 +308,13 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage", set_source);
   m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
   m.impl("record_stream", record_stream);
+  // CUDA's widen float16 on the way, which the CPU's do not.
+  m.impl("_softmax", [](const at::Tensor& self, int64_t dim, bool widen) {
+    return on_device(at::_softmax(widen ? on_host(self).to(at::kFloat) : on_host(self), dim, false));
+  });
+  m.impl("_log_softmax", [](const at::Tensor& self, int64_t dim, bool widen) {
+    return on_device(at::_log_softmax(widen ? on_host(self).to(at::kFloat) : on_host(self), dim, false));
+  });
   m.impl("_scaled_dot_product_efficient_attention", efficient);
   m.impl("_scaled_dot_product_efficient_attention_backward", efficient_backward);
 }
