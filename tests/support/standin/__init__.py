@@ -55,7 +55,7 @@ class Device:
         for name in ("live", "peak", "total"):
             getattr(self.library, f"standin_{name}").restype = ctypes.c_size_t
         for name, kinds in (
-            ("capacity", [ctypes.c_size_t]),
+            ("capacity", [ctypes.c_size_t]), ("hollow", [ctypes.c_size_t]),
             ("fail", [ctypes.c_size_t, ctypes.c_int]),
         ):
             getattr(self.library, f"standin_{name}").argtypes = kinds
@@ -83,6 +83,12 @@ class Device:
         """Set how much memory there is."""
         self.memory = memory
         self.library.standin_capacity(memory)
+
+    def compute_below(self, size: int) -> None:
+        """Compute only with tensors of up to `size` bytes; larger ones have a shape and zeros that
+        nothing touches, so that models of any size run for their memory alone. 0 = with all.
+        """
+        self.library.standin_hollow(size)
 
     def fail(self, after: int, how: str = "memory") -> None:
         """Raise once, when `after` more bytes have been allocated; 0 = never. how: memory

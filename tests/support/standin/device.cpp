@@ -5,7 +5,6 @@
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/SDPBackend.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/Resize.h>
@@ -15,7 +14,8 @@
 #include <ATen/ops/_log_softmax.h>
 #include <ATen/ops/_softmax.h>
 #include <ATen/ops/as_strided_native.h>
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
@@ -23,6 +23,8 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
+
+#include <malloc.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -39,6 +41,9 @@ std::unordered_set<void*> pinned;              // on the host
 size_t live = 0, peak = 0, total = 0;          // bytes
 size_t capacity = size_t(80) << 30;            // of the device
 size_t fail_at = 0;                            // raise when `total` passes it; 0 = never
+// Bytes of a tensor from which on nothing is computed with it, so that models of any size run for
+// their memory alone: what is too large to compute with is all zeros, and never touched. 0 = off.
+size_t hollow = 0;
 int failure = 0;                               // 0 OutOfMemoryError, 1 AcceleratorError's text, 2 cuBLAS's
 
 void release(void* pointer) {
@@ -161,26 +166,51 @@ at::Tensor on_device(const at::Tensor& tensor) {
   return out;
 }
 
+// A tensor of the same shape, of zeros that are not touched unless it is small.
+at::Tensor hollow_like(const at::Tensor& tensor) {
+  auto out = at::detail::empty_strided_generic(
+      tensor.sizes(), tensor.strides(), &memory, c10::DispatchKeySet(c10::DispatchKey::CUDA), tensor.scalar_type());
+  const size_t bytes = out.storage().nbytes();
+  if (bytes && bytes <= hollow) std::memset(out.mutable_data_ptr(), 0, bytes);
+  return out;
+}
+
+bool is_large(const at::Tensor& tensor) {
+  return hollow && tensor.defined() && tensor.is_cuda() && tensor.numel() * tensor.itemsize() > hollow;
+}
+
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size(), begin = stack->size() - count;
+  bool shapes = false;  // of the result alone
+  for (size_t i = begin; i < stack->size() && hollow; ++i) {
+    const c10::IValue& value = (*stack)[i];
+    if (value.isTensor()) shapes |= is_large(value.toTensor());
+    if (value.isTensorList())
+      for (const at::Tensor& tensor : value.toTensorVector()) shapes |= is_large(tensor);
+  }
+  const c10::Device target = shapes ? c10::kMeta : c10::kCPU;
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs;  // on the host, on the device
   bool to_device = false, to_host = false;
   auto convert = [&](const at::Tensor& tensor) -> at::Tensor {
     if (!tensor.defined()) return tensor;
     if (!tensor.is_cuda()) {
+      if (shapes && tensor.dim() == 0) return tensor;
       TORCH_CHECK(tensor.dim() == 0, "Expected all tensors to be on the same device, but ", schema.name(),
                   " got one on the CPU of shape ", tensor.sizes(), " beside cuda:0");
       return tensor;
     }
     to_device = true;
     // What an operator fills may be empty still, and gets its size there.
-    const bool unsized = tensor.numel() == 0 && tensor.is_contiguous();
-    pairs.emplace_back(unsized ? at::empty_like(tensor, tensor.options().device(c10::kCPU)) : on_host(tensor), tensor);
+    const bool unsized = shapes || (tensor.numel() == 0 && tensor.is_contiguous());
+    pairs.emplace_back(unsized ? at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(target))
+                               : on_host(tensor), tensor);
     return pairs.back().first;
   };
+  std::vector<at::Tensor> filled;  // by an operator that computes nothing
   for (size_t i = begin; i < stack->size(); ++i) {
     c10::IValue& value = (*stack)[i];
+    if (shapes && schema.arguments()[i - begin].is_out() && value.isTensor()) filled.push_back(value.toTensor());
     if (value.isTensor()) {
       value = convert(value.toTensor());
     } else if (value.isTensorList()) {
@@ -194,19 +224,22 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       value = list;
     } else if (value.isDevice()) {
       (value.toDevice().is_cuda() ? to_device : to_host) = true;
-      value = c10::Device(c10::kCPU);
+      value = target;
     }
   }
   op.callBoxed(stack);
   for (const auto& [host, device] : pairs)
     if (host.sizes() != device.sizes()) {
       device.resize_(host.sizes());
-      device.copy_(on_device(host));
+      if (!shapes) device.copy_(on_device(host));
     }
+  for (const at::Tensor& tensor : filled)
+    if (tensor.nbytes() <= hollow) std::memset(tensor.mutable_data_ptr(), 0, tensor.nbytes());
   auto back = [&](const at::Tensor& tensor) -> at::Tensor {
     if (!tensor.defined()) return tensor;
     for (const auto& [host, device] : pairs)
       if (host.is_same(tensor)) return device;
+    if (shapes) return hollow_like(tensor);
     return to_device && !to_host ? on_device(tensor) : tensor;
   };
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
@@ -234,6 +267,7 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::op
 }
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool) {
+  if (is_large(self) || is_large(source)) return self;
   auto host = self.is_cuda() ? on_host(self) : self;
   host.copy_(source.is_cuda() ? on_host(source) : source);
   return self;
@@ -270,11 +304,17 @@ int64_t choose(const at::Tensor&, const at::Tensor&, const at::Tensor&, const st
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask, bool,
     double dropout, bool causal, std::optional<double> scale) {
+  const at::Tensor none = at::detail::empty_generic({}, &memory, c10::DispatchKeySet(c10::DispatchKey::CUDA), at::kLong, {});
+  if (is_large(q) || is_large(k) || (mask && is_large(*mask))) {
+    // As CUDA lays it out: [batch, tokens, heads, size] in memory.
+    auto out = at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options().device(c10::kMeta)).transpose(1, 2);
+    auto sums = at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat).device(c10::kMeta));
+    return {hollow_like(out), hollow_like(sums), none, none};
+  }
   std::optional<at::Tensor> bias;
   if (mask && mask->defined()) bias = on_host(*mask);
   auto [out, sums] = at::_scaled_dot_product_flash_attention_for_cpu(
       on_host(q), on_host(k), on_host(v), dropout, causal, bias, scale);
-  const at::Tensor none = at::detail::empty_generic({}, &memory, c10::DispatchKeySet(c10::DispatchKey::CUDA), at::kLong, {});
   return {on_device(out), on_device(sums), none, none};
 }
 
@@ -282,6 +322,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient_backward(
     const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& mask,
     const at::Tensor& out, const at::Tensor& sums, const at::Tensor&, const at::Tensor&, double dropout,
     std::array<bool, 4>, bool causal, std::optional<double> scale) {
+  if (is_large(q) || is_large(k) || is_large(mask)) return {hollow_like(q), hollow_like(k), hollow_like(v), at::Tensor()};
   std::optional<at::Tensor> bias;
   if (mask.defined()) bias = on_host(mask);
   auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
@@ -310,9 +351,11 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("record_stream", record_stream);
   // CUDA's widen float16 on the way, which the CPU's do not.
   m.impl("_softmax", [](const at::Tensor& self, int64_t dim, bool widen) {
+    if (is_large(self)) return hollow_like(widen ? at::empty_strided(self.sizes(), self.strides(), self.options().device(c10::kMeta).dtype(at::kFloat)) : self);
     return on_device(at::_softmax(widen ? on_host(self).to(at::kFloat) : on_host(self), dim, false));
   });
   m.impl("_log_softmax", [](const at::Tensor& self, int64_t dim, bool widen) {
+    if (is_large(self)) return hollow_like(widen ? at::empty_strided(self.sizes(), self.strides(), self.options().device(c10::kMeta).dtype(at::kFloat)) : self);
     return on_device(at::_log_softmax(widen ? on_host(self).to(at::kFloat) : on_host(self), dim, false));
   });
   m.impl("_scaled_dot_product_efficient_attention", efficient);
@@ -329,5 +372,9 @@ size_t standin_total() { return total; }
 void standin_reset_peak() { peak = live; }
 void standin_capacity(size_t bytes) { capacity = bytes; }
 void standin_fail(size_t after, int how) { fail_at = after ? total + after : 0, failure = how; }
+void standin_hollow(size_t bytes) {
+  hollow = bytes;
+  if (bytes) mallopt(M_MMAP_THRESHOLD, 1 << 20);  // large memory is fresh, so it is zeros
+}
 void standin_start() { c10::SetAllocator(c10::kCUDA, &memory, 100); }
 }
