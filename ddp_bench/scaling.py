@@ -191,7 +191,8 @@ def measure(run: Run, context: Context, task: ClassTask | None = None) -> dict[s
     bench = Bench(run, context, task, precision.resolve(run.opt, context.device.device))
     # Ranks draw dropout by themselves, so it is off where their loss must be that of one rank.
     alike = bench.stepper(context, dropout=0.0)
-    losses = measure_losses(alike, Feed(bench, cfg.batch_size, context.world_size))
+    feed, clock = Feed(bench, cfg.batch_size, context.world_size), Clock(alike.device)
+    losses = [alike.step(*feed.take(), i, CHECKED, clock)["loss"] for i in range(CHECKED)]
     times: dict[str, Any] = {}
     for mode in cfg.modes if context.world_size > 1 else cfg.modes[:1]:
         batch_rows = cfg.batch_size * (context.world_size if mode == "weak" else 1)
@@ -203,15 +204,6 @@ def measure(run: Run, context: Context, task: ClassTask | None = None) -> dict[s
         exposed = measure_exposed(stepper, feed)
         times[mode] = {"batch_rows": batch_rows, "spans": spans, "exposed": exposed}
     return bench.facts(alike) | {"losses": losses, "times": times}
-
-
-def measure_losses(stepper: Stepper, feed: Feed) -> list[float]:
-    """Return the loss of the first steps."""
-    clock, found = Clock(stepper.device), []
-    for step in range(CHECKED):
-        batch, rows = feed.take()
-        found.append(stepper.step(batch, rows, step, CHECKED, clock)["loss"])
-    return found
 
 
 def time_steps(stepper: Stepper, feed: Feed, cfg: ScalingConfig) -> list[dict[str, float]]:
