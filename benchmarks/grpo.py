@@ -27,6 +27,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -39,6 +40,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks import measure
 from benchmarks.models import build
 from common.config import Run
+from common.config.checks import shipped
 from common.distributed.context import Context
 from common.distributed.workers import launch
 from common.lm import LM
@@ -46,6 +48,7 @@ from common.model.prompts import encode_prompts
 from common.model.tiny import byte_tokenizer
 from common.precision import native_bf16
 from common.tasks import Example
+from common.tasks.chess import Chess
 from common.timer import Timer
 from ddp_bench.step import Clock
 from grpo.loss import advantages, policy_loss
@@ -61,43 +64,21 @@ PHASES = ("rollout", "reward", "reference", "train", "update")
 PLAIN, OURS, PEER = "one prompt at a time", "float32", "TRL 1.16"
 
 
-class Positions:
-    """The task of the comparison: the chess rows, scored by edit distance, as the peer's script
-    scores them.
+class Positions(Chess):
+    """The chess rows, scored as the peer's script scores them: random bytes earn something too, so
+    groups are alive.
     """
 
-    name = "positions"
-
     def __init__(self) -> None:
-        from common.tasks.chess import Chess
+        settings: dict[str, Any] = dict(shipped("task/chess.yaml"))
+        for name in ("_target_", "pretrain_steps", "positions", "test_positions", "weights"):
+            settings.pop(name)
+        super().__init__(positions=256, test_positions=8, weights={"levenshtein": 1.0}, **settings)
+        self.components = {"levenshtein": self.rewards}
 
-        chess = Chess(
-            template="{fen} {move} =>",
-            weights={"levenshtein": 1.0},
-            share_right=1.0,
-            path=None,
-            test_path=None,
-            positions=256,
-            test_positions=8,
-            plies=20,
-        )
-        self.rows = list(chess.examples("train"))
-
-    def examples(self, split: str) -> list[Example]:
-        """Return the same rows for both splits: nothing is evaluated."""
-        return self.rows
-
-    def prompt(self, example: Example) -> str:
-        """Return FEN and move."""
-        return example.question
-
-    def reward(self, example: Example, completion: str) -> float:
-        """Return the similarity to the answer; random bytes earn something, so groups are alive."""
-        return ratio(completion, example.answer)
-
-    def metrics(self, examples: Any, completions: Any) -> dict[str, float]:
-        """Return what nobody looks at."""
-        return {"none": 0.0}
+    def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
+        """Return the similarity of each completion to the answer."""
+        return [ratio(text, e.answer) for e, text in zip(examples, completions, strict=True)]
 
 
 def write_model(name: str, folder: str) -> dict[str, Any]:
@@ -243,9 +224,10 @@ def baseline(work: dict[str, Any]) -> dict[str, Any]:
     reference.model.requires_grad_(False)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work["model"])
     task, device, seconds, phases = Positions(), plain.device, [], []
+    examples = task.examples("train")
     for step in range(work["steps"] + 1):
         started, clock = time.perf_counter(), Clock(device)
-        for example in task.rows[step * PROMPTS : (step + 1) * PROMPTS]:
+        for example in examples[step * PROMPTS : (step + 1) * PROMPTS]:
             with clock("rollout"), torch.no_grad():
                 encoded = encode_prompts(tokenizer, [task.prompt(example)])
                 prompt = torch.tensor(encoded, device=device).expand(SAMPLES, -1)
@@ -260,7 +242,7 @@ def baseline(work: dict[str, Any]) -> dict[str, Any]:
                 )
             with clock("reward"):
                 texts = tokenizer.batch_decode(rows[:, prompt.shape[1] :], skip_special_tokens=True)
-                rewards = [task.reward(example, text) for text in texts]
+                rewards = task.rewards([example] * SAMPLES, texts)
             with clock("reference"), torch.no_grad():
                 ref = reference.logps(rows) if work["beta"] else None
             with clock("train"):
@@ -304,9 +286,10 @@ def peer(work: dict[str, Any]) -> dict[str, Any]:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    task, tokenizer = Positions(), PreTrainedTokenizerFast.from_pretrained(work["model"])
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(work["model"])
     tokenizer.eos_token = "<eos>"  # it wants one; the model's configuration has none
-    data = Dataset.from_list([{"prompt": row.question, "answer": row.answer} for row in task.rows])
+    rows = Positions().examples("train")
+    data = Dataset.from_list([{"prompt": row.question, "answer": row.answer} for row in rows])
     arguments = GRPOConfig(
         output_dir=tempfile.mkdtemp(dir=work["folder"]),
         per_device_train_batch_size=PROMPTS * SAMPLES,
