@@ -1,11 +1,10 @@
-"""A step's sampling from the first state of the EGGROLL document to this project's.
+"""Compare a step's sampling from the first state of the EGGROLL document to this project's.
 
     python -m benchmarks eggroll
 
 Each row does the same work: members x prompts greedy completions of one length, on a Llama with
-random weights, under the same noise. Rows that would take minutes do a stated part of it and are
-scaled; their completions are compared with the population's. Then the parts of a step that are not
-sampling.
+random weights, under the same noise. Slow rows do a stated part of it and are scaled; their
+completions are compared with the population's. Then the parts of a step that are not sampling.
 """
 
 import argparse
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from benchmarks import measure
 from benchmarks.measure import Case, Report, name_of, paired
-from benchmarks.models import build, differs
+from benchmarks.models import build, differs, generate
 from common.precision import native_bf16
 from common.sampling.engine import Requests
 from common.sampling.native import Sampler
@@ -157,32 +156,23 @@ class Work:
             for name, weight in kept.items():
                 self.parameters[name].copy_(weight)
 
-    def generate(self, prompts: Tensor) -> Tensor:
-        """Generate as transformers does, greedily."""
-        prompts, new = prompts.to(self.device), self.sizes.new_tokens
-        there = torch.ones_like(prompts)
-        made = self.model.generate(
-            prompts, attention_mask=there, max_new_tokens=new, do_sample=False
-        )
-        return made[:, prompts.shape[1] :]
-
     @torch.inference_mode()
     def one_at_a_time(self) -> Tensor:
         """Go prompt by prompt, and for each member by member."""
-        made = []
+        made, new = [], self.sizes.new_tokens
         for index in range(self.sizes.samples_measured):
             prompt, member = divmod(index, self.sizes.members)
             with self.materialised(member):
-                made.append(self.generate(self.prompts[prompt : prompt + 1]))
+                made.append(generate(self.model, self.prompts[prompt][None], max_new_tokens=new))
         return torch.cat(made)
 
     @torch.inference_mode()
     def member_by_member(self) -> Tensor:
         """Sample each member's prompts in one batch."""
-        made = []
+        made, new = [], self.sizes.new_tokens
         for member in range(self.sizes.members_measured):
             with self.materialised(member):
-                made.append(self.generate(self.prompts))
+                made.append(generate(self.model, self.prompts, max_new_tokens=new))
         return torch.cat(made)
 
     # --- as this project does it

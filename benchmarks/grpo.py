@@ -1,21 +1,15 @@
-"""A GRPO step beside TRL's and beside one prompt at a time, on the same work: the project's second
-document, measured.
+"""Compare a GRPO step with TRL's and with one prompt at a time: the project's second document.
 
-    python -m benchmarks grpo
     python -m benchmarks grpo --beta 0 --brief
     python -m benchmarks grpo --model gpt2 --json grpo.json --repeats 9
 
-The work: 8 chess prompts of about 75 byte tokens x 8 samples x exactly 64 new tokens, temperature
-1, a reward by edit distance, KL to a reference model (--beta 0: none), one AdamW step. Llama of
-d=256, 6 layers, 8 heads, byte vocabulary, random weights. --model gpt2: GPT-2 with 124M parameters
-and 50,257 tokens, 144 new tokens.
+The work: 8 chess prompts x 8 samples of one length, temperature 1, a reward by edit distance, KL to
+a reference model (--beta 0: none), one AdamW step, on a byte Llama or GPT-2 of random weights.
 
 The first rows are the document's table, cumulative: one prompt at a time (generate for each prompt,
-then its rows through the model); this project in float32; then one switch more a row: amp, rewards
-scored in processes, compile, two ranks. TRL 1.16 stands beside them (pip install -e .[peers]; its
-trainer as it is). The others have each switch alone, against float32. A switch that this device
-cannot use is skipped with the reason. Each row runs in a process of its own, one after the other,
-so that its peak memory is its own.
+then its rows through the model); this project in float32; then one switch more a row. TRL 1.16
+stands beside them (pip install -e .[peers]; its trainer as it is). The others have each switch
+alone, against float32. Each row runs in a process of its own, so that its peak memory is its own.
 
 Deviation: all rows take the same rollout (made in float32) and make four optimizer passes over it;
 it is mean |loss - loss of float32| over mean |loss of float32| from the second pass on (in the
@@ -38,7 +32,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks import measure
-from benchmarks.models import build
+from benchmarks.models import build, generate
 from common.config import Run
 from common.config.checks import shipped
 from common.distributed.context import Context
@@ -231,17 +225,11 @@ def baseline(work: dict[str, Any]) -> dict[str, Any]:
             with clock("rollout"), torch.no_grad():
                 encoded = encode_prompts(tokenizer, [task.prompt(example)])
                 prompt = torch.tensor(encoded, device=device).expand(SAMPLES, -1)
-                rows = plain.model.generate(
-                    prompt,
-                    attention_mask=torch.ones_like(prompt),
-                    max_new_tokens=work["new"],
-                    min_new_tokens=work["new"],
-                    do_sample=True,
-                    top_k=0,
-                    pad_token_id=256,
-                )
+                lengths = {"max_new_tokens": work["new"], "min_new_tokens": work["new"]}
+                new = generate(plain.model, prompt, do_sample=True, top_k=0, **lengths)
+                rows = torch.cat((prompt, new), dim=1)
             with clock("reward"):
-                texts = tokenizer.batch_decode(rows[:, prompt.shape[1] :], skip_special_tokens=True)
+                texts = tokenizer.batch_decode(new, skip_special_tokens=True)
                 rewards = task.rewards([example] * SAMPLES, texts)
             with clock("reference"), torch.no_grad():
                 ref = reference.logps(rows) if work["beta"] else None

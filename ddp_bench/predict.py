@@ -1,17 +1,13 @@
-"""algo=predict: step time, speed-up and efficiency of ranks that nobody has booked yet.
-
-    python launch.py algo=predict 'algo.ranks=[2,4,8]' hardware=a100_40g
-    python launch.py algo=predict 'algo.ranks=[4]' 'algo.times={1: 5.2, 4: 11.3}' hardware=a100_40g
+"""Predict step time, speed-up and efficiency of ranks that nobody has booked yet: algo=predict.
 
 step(n) = data + forward + backward + exposed communication + exchange + optimizer. Computing is
-that of one device on its share of the rows, so a step that is launched rather than computed does
-not shrink. Gradients leave in buckets of algo.ddp.bucket_cap_mb as the backward pass makes them;
-what is not there when it ends is exposed, the last bucket always.
+that of one device on its share of the rows. Gradients leave in buckets of algo.ddp.bucket_cap_mb as
+the backward pass makes them; what is not there when it ends is exposed, the last bucket always.
 
 The device is measured with the real step. Where several ranks share a machine, as many processes as
-it holds compute at once and send nothing: one device while its neighbours work too, since they
-share caches, memory and clocks. The wait for the slowest is the mean of the slowest of each step,
-less the mean. A GPU that is not there is simulated: that is a guess; a measured device is not.
+it holds compute at once and send nothing, since they share caches, memory and clocks. The wait for
+the slowest is the mean of the slowest of each step, less the mean. A GPU that is not there is
+simulated: that is a guess.
 """
 
 import json

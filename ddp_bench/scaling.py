@@ -1,12 +1,10 @@
-"""algo=scaling: the same training steps with one rank and with several, and where their time goes.
-
-    python launch.py algo=scaling 'algo.ranks=[1,2]' algo.mode=both
+"""Measure the same training steps with one rank and with several, and where their time goes:
+algo=scaling.
 
 Each number of ranks is started on this node, and all of them again for each repeat, so that a
 device that slows down slows all. Strong scaling: algo.batch_size is of all ranks. Weak: it is of
 each rank. Exposed communication is what the exchange of gradients adds to the backward pass: that
-pass on a batch with it, less the pass on the same batch under no_sync. Before the timing the loss
-of a few steps without dropout is compared at an equal batch of all ranks.
+pass on a batch with it, less the pass on the same batch under no_sync.
 """
 
 import json
