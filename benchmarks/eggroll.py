@@ -290,9 +290,10 @@ def add_rows(
     """Add the seconds, speeds, utilisation and memory of each row."""
     taken = report.conditions["timing"]
     series = {way.name: taken[way.name]["seconds"] for way in measured}
-    for name in (NOISE, UPDATE):
-        report.add(name, statistics.median(series.pop(name)), "s/step")
+    others = {name: series.pop(name) for name in (NOISE, UPDATE)}
     report.compare(series, "s/step", measured[0].name, less=True)
+    for name, seconds in others.items():
+        report.add(name, statistics.median(seconds), "s/step")
     flops, algo = sizes.flops(model), settings(sizes)
     for way in measured[:-2]:  # without noise and update
         speed = 1 / statistics.median(series[way.name])
