@@ -81,9 +81,7 @@ QUICK = Sizes("quick", 8, prompt_tokens=8, new_tokens=8, samples_measured=2, mem
 
 @dataclass(frozen=True)
 class Way:
-    """A row of the table: a method of Work, and how the model runs. part: what is done of the work,
-    and of how much.
-    """
+    """A row of the table. part: what is done of the work, of how much, and of what."""
 
     row: str
     method: str
@@ -111,9 +109,7 @@ def settings(sizes: Sizes) -> EggrollConfig:
 
 
 class Work:
-    """The model, the noise and the prompts of a step, and the ways to do it; completions are [n,
-    new tokens].
-    """
+    """A step's model, noise and prompts, and ways to do it; completions are [n, new tokens]."""
 
     def __init__(
         self,
@@ -223,11 +219,11 @@ class Work:
         return equal
 
 
-def ways(sizes: Sizes, half: torch.dtype, compiler: bool) -> list[Way]:
-    """Return the rows of the table that this device can measure, in its order."""
+def ways(sizes: Sizes, half: torch.dtype) -> list[Way]:
+    """Return the rows of the table, in its order."""
     one = (sizes.samples_measured, sizes.samples, "samples")
     member = (sizes.members_measured, sizes.members, "members")
-    found = [
+    return [
         Way(ONE, "one_at_a_time", part=one),
         Way(MEMBER, "member_by_member", part=member),
         Way(POPULATION, "population"),
@@ -237,8 +233,6 @@ def ways(sizes: Sizes, half: torch.dtype, compiler: bool) -> list[Way]:
         Way(NOISE, "draw_noise"),
         Way(UPDATE, "update"),
     ]
-    out = {AMP} if half == torch.float32 else set()
-    return [way for way in found if way.row not in out and (compiler or not way.compiled)]
 
 
 def prepare(sizes: Sizes, algo: EggrollConfig, device: torch.device, way: Way) -> Callable[[], Any]:
@@ -255,9 +249,11 @@ def run(options: argparse.Namespace) -> Report:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         sizes = QUICK if options.quick else Sizes()
         report = Report("eggroll", options, 7, sizes=asdict(sizes))
-        device, no_compiler = report.device, measure.why_no_compiler(report.device)
+        device = report.device
         half = torch.bfloat16 if native_bf16(device) else torch.float32
-        measured = ways(sizes, half, no_compiler is None)
+        reasons = {AMP: "no native bfloat16" if half == torch.float32 else None}
+        reasons[COMPILE] = measure.why_no_compiler(device)
+        measured = [way for way in ways(sizes, half) if reasons.get(way.row) is None]
         kinds = dict.fromkeys((way.dtype, way.compiled) for way in measured)
         works = {key: Work(sizes, device, *key) for key in kinds}
         peaks = {dtype: measure.peak_flops(device, dtype) for dtype, _ in kinds}
@@ -272,11 +268,10 @@ def run(options: argparse.Namespace) -> Report:
             works[torch.float32, False], {row: timing.first for row, timing in by_row.items()}
         )
         add_rows(report, sizes, measured, peaks, works[torch.float32, False].model)
-        if half == torch.float32:
-            report.skip(AMP, "s/step", "this device has no native bfloat16")
-        if no_compiler is not None:
-            report.skip(COMPILE, "s/step", no_compiler)
-        else:
+        for row, reason in reasons.items():
+            if reason is not None:
+                report.skip(row, "s/step", reason)
+        if COMPILE in by_row:
             once = by_row[COMPILE].warm_up - 2 * by_row[COMPILE].p50
             report.conditions["compile_seconds"] = once
             report.notes.append(f"Compiling took {once:.0f} s more, once.")
@@ -316,9 +311,7 @@ def add_rows(
 
 
 def check(work: Work, made: dict[str, Any]) -> dict[str, str]:
-    """Return how many completions the rows have in common. Raises: RuntimeError where they did not
-    do the same work.
-    """
+    """Return how many completions the rows share. Raises: RuntimeError for different work."""
     sizes, population = work.sizes, made[POPULATION]
     assert population.shape == (sizes.samples, sizes.new_tokens), "every row has its full length"
     if torch.equal(population, made[PLAIN]):

@@ -76,9 +76,7 @@ class Positions(Chess):
 
 
 def write_model(name: str, folder: str) -> dict[str, Any]:
-    """Write a model of random weights with a byte tokenizer, none of whose tokens stops a row.
-    Return its sizes.
-    """
+    """Write a model and a byte tokenizer, none of whose tokens stops a row. Return its sizes."""
     disable_progress_bar()
     changes = {} if name == "gpt2" else {"vocab_size": 258, "tie_word_embeddings": True}
     model = build(name, pad_token_id=256, **changes)
@@ -210,9 +208,7 @@ class Plain:
 
 
 def baseline(work: dict[str, Any]) -> dict[str, Any]:
-    """Measure the document's start: model.generate a prompt, score, its rows through both models,
-    gradients accumulated.
-    """
+    """Measure the document's start: generate, score and train prompt by prompt."""
     memory = measure.Peak()
     plain, reference = Plain(work), Plain(work)
     reference.model.requires_grad_(False)
@@ -380,9 +376,7 @@ def why_not(device: torch.device, quick: bool) -> dict[str, str]:
 
 
 def run(options: argparse.Namespace) -> measure.Report:
-    """Measure every row; those of the document in two rounds, so that a slow minute does not fall
-    on one row alone.
-    """
+    """Measure every row; those of the document in two rounds, to share slow minutes."""
     name = "quick" if options.quick else options.model
     report = measure.Report("grpo", options, 5, dtype="float32", beta=options.beta)
     device = report.device
@@ -445,9 +439,7 @@ def add_rows(report: measure.Report, found: dict[str, dict[str, Any]]) -> None:
 
 
 def deviation(losses: list[float] | None, base: list[float]) -> float | None:
-    """Return how far a loss curve is from float32's, from the second pass on; None where there is
-    no curve.
-    """
+    """Return how far a loss curve is from float32's, from the second pass on; None for none."""
     if losses is None:
         return None
     pairs = list(zip(losses, base, strict=True))[1:]

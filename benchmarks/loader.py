@@ -37,9 +37,7 @@ FIGURE = 15  # what both changes together must give
 
 
 def concatenated(rows: Sequence[Labelled]) -> Batch:
-    """Collate as the document does: zeros concatenated to every row, a list of arrays, a stack, a
-    tensor. The result is that of `Rows`.
-    """
+    """Collate as the document does: zeros concatenated to every row, a list, a stack."""
     inputs: dict[str, Tensor] = {}
     for name in ("context", "states"):
         values = [getattr(row.value, name) for row in rows]
@@ -57,9 +55,7 @@ def concatenated(rows: Sequence[Labelled]) -> Batch:
 
 
 def looped(model: models.TrajectoryClassifier, inputs: dict[str, Tensor]) -> Tensor:
-    """Return the model's logits as the document does: a loop over rows and steps, a tensor of the
-    type at each.
-    """
+    """Return logits as the document does: a loop over rows and steps, a type tensor at each."""
     device = inputs["goal"].device
     regions = [(name, model.features(inputs[name])) for name in ("context", "states")]
     at_goal = model.features(inputs["goal"])

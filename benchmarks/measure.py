@@ -44,9 +44,7 @@ class Case:
 
 @dataclass
 class Timing:
-    """The seconds of the whole work and the result of each repeat; `first` is the first call's
-    result.
-    """
+    """Seconds of the whole work and result by repeat; `first`: what the first call gave."""
 
     warm_up: float
     first: Any
@@ -87,9 +85,7 @@ class Report:
         return timings
 
     def add(self, row: str, value: float | None, unit: str, *against: Any) -> None:
-        """Add a row. value: None = not measured; against: nothing, or another row and the ratio to
-        it.
-        """
+        """Add a row. value: None = not measured; against: another row, and the ratio to it."""
         base, ratio = against or (None, None)
         found = {"benchmark": self.name, "row": row, "value": value, "unit": unit}
         self.rows.append(found | {"against": base, "ratio": ratio})

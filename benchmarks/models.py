@@ -58,9 +58,7 @@ def generate(model: Any, prompts: Tensor, **settings: Any) -> Tensor:
 
 @torch.no_grad()
 def differs(model: Any, prompt: Tensor, row: Tensor, other: Tensor, tie: float) -> str | None:
-    """Return where two greedy completions of a prompt differ, unless their logits there are as
-    close as `tie`.
-    """
+    """Return where two greedy completions differ, unless logits there are as close as `tie`."""
     if torch.equal(row, other):
         return None
     first = int((row != other).nonzero()[0])

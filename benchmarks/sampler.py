@@ -93,9 +93,7 @@ class Work:
         return self.ours(self.prompts[: self.sizes.rows], 1, True, graphs).tokens
 
     def count_differing(self, ours: Tensor, theirs: Tensor) -> int:
-        """Count the rows that differ. Raises: RuntimeError if two differ by more than a tie that
-        rounding decides.
-        """
+        """Count the rows that differ. Raises: RuntimeError where not by a tie alone."""
         rows = (ours != theirs).any(1).nonzero()[:, 0].tolist()
         for row in rows:
             given = self.prompts[row], ours[row], theirs[row]
@@ -121,9 +119,7 @@ class Work:
         return lengths
 
     def spread_paged(self) -> list[int]:
-        """Call transformers' continuous batching, with a cache for as many rows as there are
-        slots.
-        """
+        """Call transformers' continuous batching, with a cache for as many rows as slots."""
         page, sizes = 32, self.sizes
         pages = -(-(sizes.prompt_tokens + sizes.longest) // page)
         settings: Any = ContinuousBatchingConfig(
@@ -151,9 +147,7 @@ class Work:
     # --- roofline
 
     def decode_bytes(self) -> float:
-        """Return the bytes that all decode steps of the equal lengths must read: the weights, and
-        the cache as it grows.
-        """
+        """Return the bytes that the decode steps must read: weights, and the cache so far."""
         config, sizes = self.model.config, self.sizes
         weights = sum(p.numel() for p in self.model.parameters())
         if not config.tie_word_embeddings:

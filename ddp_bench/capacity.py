@@ -172,9 +172,7 @@ class Device:
     launch: float  # seconds that the host takes for an operation
 
     def seconds(self, size: float, devices: int) -> float:
-        """Return the seconds of an all-reduce of `size` bytes: a ring or a tree, whichever is
-        faster, as NCCL chooses.
-        """
+        """Return the seconds of an all-reduce: a ring or a tree, whichever is faster."""
         if devices == 1:
             return 0.0
         link = self.inside if devices <= self.node else self.network
@@ -227,9 +225,7 @@ class Step:
 
 
 def estimate_step(algorithm: str, model: Model, work: Work, here: Device, devices: int) -> Step:
-    """Return the time of a step, and what is sent. Weights are replicated, the largest
-    communication there is.
-    """
+    """Return the time of a step and what is sent, with weights replicated."""
     rows = work.rows * (devices if work.scaling == "weak" else 1)
     own = max(1, math.ceil(rows / devices))  # of the rank with the most
     if algorithm == "eggroll":
@@ -417,9 +413,7 @@ def format_bytes(number: float) -> str:
 
 
 def draw(found: dict[str, Any], work: Work, folder: Path) -> None:
-    """Draw exchange_NAME.png: bytes that a rank gives to all-reduces; and speedup_NAME.png: rows
-    per second against one device.
-    """
+    """Draw exchange_NAME.png, what a rank sends, and speedup_NAME.png."""
     styles = zip(("-", "-", "-", "--"), plots.COLOURS, strict=False)
     lines = list(zip(found["algorithms"].items(), styles, strict=False))
     with plots.saved(folder / f"exchange_{found['hardware']}.png") as axis:

@@ -179,9 +179,7 @@ def watching_gradients(stepper: Stepper, clock: Clock) -> Iterator[list[tuple[in
 
 
 def order_gradients(stepper: Stepper, seen: list[tuple[int, Any]]) -> list[tuple[float, float]]:
-    """Return Share.ready from the last backward pass of what was seen: from its first gradient (0)
-    to its last (1).
-    """
+    """Return Share.ready from the last backward pass of what was seen."""
     seen, clock = seen[-len(list(stepper.model.parameters())) :], Clock(stepper.device)
     for i, (_, mark) in enumerate(seen):
         clock.add(str(i), seen[0][1], mark)
@@ -201,9 +199,7 @@ def count_workers(bench: Bench, cuda: bool) -> int:
 
 
 def measure(run: Run, out_dir: Path, task: ClassTask | None) -> tuple[dict[str, Any], Link]:
-    """Return facts, shares and the link, from as many processes at once as there are ranks, devices
-    or cores.
-    """
+    """Return facts, shares and the link, from as many processes as ranks, devices or cores."""
     cfg: PredictConfig = run.algo
     devices, cores = hardware.local_devices(run.hardware), os.cpu_count() or 1
     threads = None if devices else scaling.threads_per_rank(run)
@@ -236,9 +232,7 @@ def measure(run: Run, out_dir: Path, task: ClassTask | None) -> tuple[dict[str, 
 
 
 def measure_neighbours(run: Run, context: Context, task: ClassTask | None = None) -> dict[str, Any]:
-    """Take the steps of a rank, sending nothing, beside other processes that do; then measure the
-    link.
-    """
+    """Take steps beside other processes that do, sending nothing; then measure the link."""
     cfg: PredictConfig = run.algo
     device = context.device.device
     if device.type == "cpu":
@@ -448,9 +442,7 @@ def describe(cfg: PredictConfig, saved: dict[str, Any], link: Link, sent_mb: flo
 
 
 def advise_buckets(runs: list[dict[str, Any]], shares: dict[Cell, Share], link: Link) -> list[str]:
-    """Return a line for each number of ranks where smaller buckets, which leave earlier, would
-    pay.
-    """
+    """Return a line for each number of ranks where smaller buckets would pay."""
     lines = []
     for line in runs:
         mode, ranks, step = line["scaling"], line["ranks"], line["step_seconds"]["p50"]
@@ -468,9 +460,7 @@ def advise_buckets(runs: list[dict[str, Any]], shares: dict[Cell, Share], link: 
 
 
 def describe_time(found: dict[str, Any], sent_mb: float) -> list[str]:
-    """Return what the measured step of one number of ranks says, for people. sent_mb: of gradients,
-    per step.
-    """
+    """Return what algo.times says of one number of ranks. sent_mb: gradients per step."""
     causes, rest = found["causes"], found["unexplained_seconds"]
     milliseconds = 1000 * found["measured_seconds"]
     head = f"measured elsewhere: {found['ranks']} ranks, {milliseconds:.1f} ms a step,"

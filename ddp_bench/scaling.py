@@ -102,9 +102,7 @@ def with_ranks(run: Run, ranks: int) -> Run:
 
 
 def threads_per_rank(run: Run) -> int:
-    """Return the cores that a rank on a CPU has among the most ranks: like a device, it does not
-    shrink with their number.
-    """
+    """Return the cores that a rank on a CPU has among the most ranks."""
     return max(1, (os.cpu_count() or 1) // max(run.algo.ranks))
 
 
@@ -136,9 +134,7 @@ class Bench:
         self.rows, _ = held_out(self.data, cfg.validation_share, run.seed)
 
     def stepper(self, context: Context, **sizes: float) -> Stepper:
-        """Return a new model with its optimizer, connected as `context` says. sizes: of the model,
-        where they are not those of the run.
-        """
+        """Return a new model with its optimizer. sizes: where they are not those of the run."""
         config = replace(self.run.algo.model, **sizes)
         model = models.build(
             config, len(self.task.classes), self.tokenizer, self.data, self.run.seed
@@ -285,9 +281,7 @@ def summarise(
 
 
 def describe_run(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return what was run, for scaling.json and prediction.json: equal settings are compared.
-    facts: of the bench.
-    """
+    """Return what was run; equal settings are compared. facts: of the bench."""
     cfg: ScalingConfig = run.algo
     opt = {name: value for name, value in asdict(run.opt).items() if name not in ("ddp", "profile")}
     settings = {name: asdict(getattr(cfg, name)) for name in ("model", "ddp", "loader")}
@@ -349,9 +343,7 @@ def print_findings(saved: dict[str, Any], out_dir: Path) -> None:
 
 
 def make_table(runs: list[dict[str, Any]], phases: bool = True) -> str:
-    """Return a line for each of the runs of scaling.json or prediction.json; with p90 and phases it
-    is 130 wide, without 70.
-    """
+    """Return a line for each run of scaling.json or prediction.json."""
     names = PHASES if phases else ()
     head = ["scaling", "ranks", "rows", "p50", *(["p90"] * phases), *names, "rows/s", "speed-up"]
     rows = [[*head, "efficiency"]]

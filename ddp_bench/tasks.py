@@ -27,9 +27,7 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz")
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A path: what came before (context [C, S]), what happened (states [T, S]), and where it should
-    have gone (goal [S]).
-    """
+    """A path: before it (context [C, S]), itself (states [T, S]), and its goal ([S])."""
 
     context: np.ndarray
     states: np.ndarray
@@ -45,9 +43,7 @@ class Labelled:
 
 
 class ClassTask(Protocol):
-    """The methods of a class task. A user's own class needs no base class, only these; `name` is
-    optional.
-    """
+    """The methods of a class task, which needs no base class; `name` is optional."""
 
     classes: list[str]  # names, by label
 
@@ -59,9 +55,7 @@ class ClassTask(Protocol):
 
 
 def made(node: dict[str, Any]) -> ClassTask:
-    """Return the class task that a configuration names. Raises: ConfigError as
-    `common.tasks.instance`.
-    """
+    """Return the class task that a configuration names. Raises: ConfigError."""
     return instantiate("task", node, ("rows",), "ddp_bench/tasks.py")
 
 
@@ -302,9 +296,7 @@ class TextFiles(Splits):
 
 
 def _find_file(path: str, split: str) -> str | None:
-    """Return the file of a split in a folder; None where `path` is no folder but may be an id.
-    Raises: ConfigError.
-    """
+    """Return a split's file in a folder; None where `path` may be an id."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         if folder.exists() or path.startswith((".", "~", "/")) or path.count("/") > 1:

@@ -14,10 +14,7 @@ MARKERS = "os^Dv<>P"
 
 
 def draw_figures(group: Group, out: Path, warmup: int) -> None:
-    """Draw what a group has numbers for, each figure into a file of `out`.
-
-    Args: warmup: epochs of a run that do not count.
-    """
+    """Draw what a group has numbers for. warmup: epochs of a run that do not count."""
     draw_times(group, out / f"{group.name}_epoch_time_detailed.png", warmup)
     draw_speedup(group, out / f"{group.name}_speedup_efficiency.png")
     draw_throughput(group, out / f"{group.name}_throughput.png")
@@ -145,9 +142,7 @@ def _name_bars(axis: Any, points: list[Point]) -> None:
 
 
 def _list_lines(group: Group) -> dict[str, list[Point]]:
-    """Return the points that compare with the one rank, by the name of their line; it comes first
-    in each.
-    """
+    """Return the points that compare with the one rank, which comes first, by line."""
     lines: dict[str, list[Point]] = {}
     for point in group.points:
         if point.base is not None:
