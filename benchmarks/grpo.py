@@ -338,7 +338,7 @@ ALONE: dict[str, list[str]] = {
 }
 
 
-def list_rows(impossible: dict[str, str], brief: bool, quick: bool) -> dict[str, Any]:
+def list_rows(impossible: dict[str, str], brief: bool) -> dict[str, Any]:
     """Return the settings of each row, or why there is none. The document's rows come first."""
     rows: dict[str, Any] = {PLAIN: [], PEER: [], OURS: []}
     opts, others = [], []
@@ -350,10 +350,7 @@ def list_rows(impossible: dict[str, str], brief: bool, quick: bool) -> dict[str,
         ranks = ["opt.ddp.ranks=2"] if switch == "ddp" else []
         rows[row] = [f"opt=[{','.join(opts)}]", *others, *ranks]
     for row, switches in ALONE.items():
-        name = row.removesuffix(" alone")
-        left_out = "not with --brief" if brief else impossible.get(name)
-        if quick and f"+ {name}" in CUMULATIVE:
-            left_out = left_out or "not with --quick"
+        left_out = "not with --brief" if brief else impossible.get(row.removesuffix(" alone"))
         rows[row] = left_out or switches
     return rows
 
@@ -380,7 +377,7 @@ def run(options: argparse.Namespace) -> measure.Report:
     name = "quick" if options.quick else options.model
     report = measure.Report("grpo", options, 5, dtype="float32", beta=options.beta)
     device = report.device
-    rows = list_rows(why_not(device, options.quick), options.brief, options.quick)
+    rows = list_rows(why_not(device, options.quick), options.brief)
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         work = {"model": f"{folder}/model", "folder": folder, "new": NEW[name]}

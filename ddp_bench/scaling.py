@@ -266,9 +266,6 @@ def summarise(
     return describe_run(run, first) | {
         "device": device.name,
         "threads_per_rank": threads_per_rank(run) if device.device.type == "cpu" else None,
-        "steps": cfg.steps,
-        "warmup_steps": cfg.warmup_steps,
-        "repeats": cfg.repeats,
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_"))},
         "loss_check": {
             "steps": CHECKED,
@@ -288,9 +285,7 @@ def describe_run(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
     return {
         **{name: facts[name] for name in ("task", "parameters", "training_rows", "dtype")},
         "model": f"encoder {cfg.model.layers}x{cfg.model.size}",
-        "gradient_mb": 4 * facts["parameters"] / 2**20,
         "settings": settings | {"opt": opt, "task": run.task, "train_rows": cfg.train_rows},
-        "versions": {"torch": str(torch.__version__), "cuda": torch.version.cuda},
     }
 
 
