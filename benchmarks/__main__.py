@@ -1,10 +1,4 @@
-"""python -m benchmarks NAME: measure this project beside other ways to do the same work, on this
-device.
-
-    python -m benchmarks eggroll
-    python -m benchmarks eggroll --json results.json --repeats 15
-    python -m benchmarks all --out results
-    python -m benchmarks compare benchmarks/results/cpu-2core results
+"""Measure this project beside other ways to do the same work: python -m benchmarks NAME.
 
 A benchmark is a module of this package with `run(options) -> measure.Report`. It is imported when
 it is asked for, so that --help needs no torch.

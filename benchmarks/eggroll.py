@@ -1,11 +1,10 @@
-"""A step's sampling from the first state of the EGGROLL document to this project's.
+"""Compare a step's sampling from the first state of the EGGROLL document to this project's.
 
     python -m benchmarks eggroll
 
 Each row does the same work: members x prompts greedy completions of one length, on a Llama with
-random weights, under the same noise. Rows that would take minutes do a stated part of it and are
-scaled; their completions are compared with the population's. Then the parts of a step that are not
-sampling.
+random weights, under the same noise. Slow rows do a stated part of it and are scaled; their
+completions are compared with the population's. Then the parts of a step that are not sampling.
 """
 
 import argparse
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from benchmarks import measure
 from benchmarks.measure import Case, Report, name_of, paired
-from benchmarks.models import build, differs
+from benchmarks.models import build, differs, generate
 from common.precision import native_bf16
 from common.sampling.engine import Requests
 from common.sampling.native import Sampler
@@ -82,9 +81,7 @@ QUICK = Sizes("quick", 8, prompt_tokens=8, new_tokens=8, samples_measured=2, mem
 
 @dataclass(frozen=True)
 class Way:
-    """A row of the table: a method of Work, and how the model runs. part: what is done of the work,
-    and of how much.
-    """
+    """A row of the table. part: what is done of the work, of how much, and of what."""
 
     row: str
     method: str
@@ -112,9 +109,7 @@ def settings(sizes: Sizes) -> EggrollConfig:
 
 
 class Work:
-    """The model, the noise and the prompts of a step, and the ways to do it; completions are [n,
-    new tokens].
-    """
+    """A step's model, noise and prompts, and ways to do it; completions are [n, new tokens]."""
 
     def __init__(
         self,
@@ -157,32 +152,23 @@ class Work:
             for name, weight in kept.items():
                 self.parameters[name].copy_(weight)
 
-    def generate(self, prompts: Tensor) -> Tensor:
-        """Generate as transformers does, greedily."""
-        prompts, new = prompts.to(self.device), self.sizes.new_tokens
-        there = torch.ones_like(prompts)
-        made = self.model.generate(
-            prompts, attention_mask=there, max_new_tokens=new, do_sample=False
-        )
-        return made[:, prompts.shape[1] :]
-
     @torch.inference_mode()
     def one_at_a_time(self) -> Tensor:
         """Go prompt by prompt, and for each member by member."""
-        made = []
+        made, new = [], self.sizes.new_tokens
         for index in range(self.sizes.samples_measured):
             prompt, member = divmod(index, self.sizes.members)
             with self.materialised(member):
-                made.append(self.generate(self.prompts[prompt : prompt + 1]))
+                made.append(generate(self.model, self.prompts[prompt][None], max_new_tokens=new))
         return torch.cat(made)
 
     @torch.inference_mode()
     def member_by_member(self) -> Tensor:
         """Sample each member's prompts in one batch."""
-        made = []
+        made, new = [], self.sizes.new_tokens
         for member in range(self.sizes.members_measured):
             with self.materialised(member):
-                made.append(self.generate(self.prompts))
+                made.append(generate(self.model, self.prompts, max_new_tokens=new))
         return torch.cat(made)
 
     # --- as this project does it
@@ -233,11 +219,11 @@ class Work:
         return equal
 
 
-def ways(sizes: Sizes, half: torch.dtype, compiler: bool) -> list[Way]:
-    """Return the rows of the table that this device can measure, in its order."""
+def ways(sizes: Sizes, half: torch.dtype) -> list[Way]:
+    """Return the rows of the table, in its order."""
     one = (sizes.samples_measured, sizes.samples, "samples")
     member = (sizes.members_measured, sizes.members, "members")
-    found = [
+    return [
         Way(ONE, "one_at_a_time", part=one),
         Way(MEMBER, "member_by_member", part=member),
         Way(POPULATION, "population"),
@@ -247,8 +233,6 @@ def ways(sizes: Sizes, half: torch.dtype, compiler: bool) -> list[Way]:
         Way(NOISE, "draw_noise"),
         Way(UPDATE, "update"),
     ]
-    out = {AMP} if half == torch.float32 else set()
-    return [way for way in found if way.row not in out and (compiler or not way.compiled)]
 
 
 def prepare(sizes: Sizes, algo: EggrollConfig, device: torch.device, way: Way) -> Callable[[], Any]:
@@ -265,9 +249,11 @@ def run(options: argparse.Namespace) -> Report:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         sizes = QUICK if options.quick else Sizes()
         report = Report("eggroll", options, 7, sizes=asdict(sizes))
-        device, no_compiler = report.device, measure.why_no_compiler(report.device)
+        device = report.device
         half = torch.bfloat16 if native_bf16(device) else torch.float32
-        measured = ways(sizes, half, no_compiler is None)
+        reasons = {AMP: "no native bfloat16" if half == torch.float32 else None}
+        reasons[COMPILE] = measure.why_no_compiler(device)
+        measured = [way for way in ways(sizes, half) if reasons.get(way.row) is None]
         kinds = dict.fromkeys((way.dtype, way.compiled) for way in measured)
         works = {key: Work(sizes, device, *key) for key in kinds}
         peaks = {dtype: measure.peak_flops(device, dtype) for dtype, _ in kinds}
@@ -282,11 +268,10 @@ def run(options: argparse.Namespace) -> Report:
             works[torch.float32, False], {row: timing.first for row, timing in by_row.items()}
         )
         add_rows(report, sizes, measured, peaks, works[torch.float32, False].model)
-        if half == torch.float32:
-            report.skip(AMP, "s/step", "this device has no native bfloat16")
-        if no_compiler is not None:
-            report.skip(COMPILE, "s/step", no_compiler)
-        else:
+        for row, reason in reasons.items():
+            if reason is not None:
+                report.skip(row, "s/step", reason)
+        if COMPILE in by_row:
             once = by_row[COMPILE].warm_up - 2 * by_row[COMPILE].p50
             report.conditions["compile_seconds"] = once
             report.notes.append(f"Compiling took {once:.0f} s more, once.")
@@ -300,9 +285,10 @@ def add_rows(
     """Add the seconds, speeds, utilisation and memory of each row."""
     taken = report.conditions["timing"]
     series = {way.name: taken[way.name]["seconds"] for way in measured}
-    for name in (NOISE, UPDATE):
-        report.add(name, statistics.median(series.pop(name)), "s/step")
+    others = {name: series.pop(name) for name in (NOISE, UPDATE)}
     report.compare(series, "s/step", measured[0].name, less=True)
+    for name, seconds in others.items():
+        report.add(name, statistics.median(seconds), "s/step")
     flops, algo = sizes.flops(model), settings(sizes)
     for way in measured[:-2]:  # without noise and update
         speed = 1 / statistics.median(series[way.name])
@@ -325,9 +311,7 @@ def add_rows(
 
 
 def check(work: Work, made: dict[str, Any]) -> dict[str, str]:
-    """Return how many completions the rows have in common. Raises: RuntimeError where they did not
-    do the same work.
-    """
+    """Return how many completions the rows share. Raises: RuntimeError for different work."""
     sizes, population = work.sizes, made[POPULATION]
     assert population.shape == (sizes.samples, sizes.new_tokens), "every row has its full length"
     if torch.equal(population, made[PLAIN]):

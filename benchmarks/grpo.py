@@ -1,21 +1,15 @@
-"""A GRPO step beside TRL's and beside one prompt at a time, on the same work: the project's second
-document, measured.
+"""Compare a GRPO step with TRL's and with one prompt at a time: the project's second document.
 
-    python -m benchmarks grpo
     python -m benchmarks grpo --beta 0 --brief
     python -m benchmarks grpo --model gpt2 --json grpo.json --repeats 9
 
-The work: 8 chess prompts of about 75 byte tokens x 8 samples x exactly 64 new tokens, temperature
-1, a reward by edit distance, KL to a reference model (--beta 0: none), one AdamW step. Llama of
-d=256, 6 layers, 8 heads, byte vocabulary, random weights. --model gpt2: GPT-2 with 124M parameters
-and 50,257 tokens, 144 new tokens.
+The work: 8 chess prompts x 8 samples of one length, temperature 1, a reward by edit distance, KL to
+a reference model (--beta 0: none), one AdamW step, on a byte Llama or GPT-2 of random weights.
 
 The first rows are the document's table, cumulative: one prompt at a time (generate for each prompt,
-then its rows through the model); this project in float32; then one switch more a row: amp, rewards
-scored in processes, compile, two ranks. TRL 1.16 stands beside them (pip install -e .[peers]; its
-trainer as it is). The others have each switch alone, against float32. A switch that this device
-cannot use is skipped with the reason. Each row runs in a process of its own, one after the other,
-so that its peak memory is its own.
+then its rows through the model); this project in float32; then one switch more a row. TRL 1.16
+stands beside them (pip install -e .[peers]; its trainer as it is). The others have each switch
+alone, against float32. Each row runs in a process of its own, so that its peak memory is its own.
 
 Deviation: all rows take the same rollout (made in float32) and make four optimizer passes over it;
 it is mean |loss - loss of float32| over mean |loss of float32| from the second pass on (in the
@@ -27,6 +21,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -37,8 +32,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks import measure
-from benchmarks.models import build
+from benchmarks.models import build, generate
 from common.config import Run
+from common.config.checks import shipped
 from common.distributed.context import Context
 from common.distributed.workers import launch
 from common.lm import LM
@@ -46,6 +42,7 @@ from common.model.prompts import encode_prompts
 from common.model.tiny import byte_tokenizer
 from common.precision import native_bf16
 from common.tasks import Example
+from common.tasks.chess import Chess
 from common.timer import Timer
 from ddp_bench.step import Clock
 from grpo.loss import advantages, policy_loss
@@ -61,49 +58,25 @@ PHASES = ("rollout", "reward", "reference", "train", "update")
 PLAIN, OURS, PEER = "one prompt at a time", "float32", "TRL 1.16"
 
 
-class Positions:
-    """The task of the comparison: the chess rows, scored by edit distance, as the peer's script
-    scores them.
+class Positions(Chess):
+    """The chess rows, scored as the peer's script scores them: random bytes earn something too, so
+    groups are alive.
     """
 
-    name = "positions"
-
     def __init__(self) -> None:
-        from common.tasks.chess import Chess
+        settings: dict[str, Any] = dict(shipped("task/chess.yaml"))
+        for name in ("_target_", "pretrain_steps", "positions", "test_positions", "weights"):
+            settings.pop(name)
+        super().__init__(positions=256, test_positions=8, weights={"levenshtein": 1.0}, **settings)
+        self.components = {"levenshtein": self.rewards}
 
-        chess = Chess(
-            template="{fen} {move} =>",
-            weights={"levenshtein": 1.0},
-            share_right=1.0,
-            path=None,
-            test_path=None,
-            positions=256,
-            test_positions=8,
-            plies=20,
-        )
-        self.rows = list(chess.examples("train"))
-
-    def examples(self, split: str) -> list[Example]:
-        """Return the same rows for both splits: nothing is evaluated."""
-        return self.rows
-
-    def prompt(self, example: Example) -> str:
-        """Return FEN and move."""
-        return example.question
-
-    def reward(self, example: Example, completion: str) -> float:
-        """Return the similarity to the answer; random bytes earn something, so groups are alive."""
-        return ratio(completion, example.answer)
-
-    def metrics(self, examples: Any, completions: Any) -> dict[str, float]:
-        """Return what nobody looks at."""
-        return {"none": 0.0}
+    def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
+        """Return the similarity of each completion to the answer."""
+        return [ratio(text, e.answer) for e, text in zip(examples, completions, strict=True)]
 
 
 def write_model(name: str, folder: str) -> dict[str, Any]:
-    """Write a model of random weights with a byte tokenizer, none of whose tokens stops a row.
-    Return its sizes.
-    """
+    """Write a model and a byte tokenizer, none of whose tokens stops a row. Return its sizes."""
     disable_progress_bar()
     changes = {} if name == "gpt2" else {"vocab_size": 258, "tie_word_embeddings": True}
     model = build(name, pad_token_id=256, **changes)
@@ -235,32 +208,25 @@ class Plain:
 
 
 def baseline(work: dict[str, Any]) -> dict[str, Any]:
-    """Measure the document's start: model.generate a prompt, score, its rows through both models,
-    gradients accumulated.
-    """
+    """Measure the document's start: generate, score and train prompt by prompt."""
     memory = measure.Peak()
     plain, reference = Plain(work), Plain(work)
     reference.model.requires_grad_(False)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work["model"])
     task, device, seconds, phases = Positions(), plain.device, [], []
+    examples = task.examples("train")
     for step in range(work["steps"] + 1):
         started, clock = time.perf_counter(), Clock(device)
-        for example in task.rows[step * PROMPTS : (step + 1) * PROMPTS]:
+        for example in examples[step * PROMPTS : (step + 1) * PROMPTS]:
             with clock("rollout"), torch.no_grad():
                 encoded = encode_prompts(tokenizer, [task.prompt(example)])
                 prompt = torch.tensor(encoded, device=device).expand(SAMPLES, -1)
-                rows = plain.model.generate(
-                    prompt,
-                    attention_mask=torch.ones_like(prompt),
-                    max_new_tokens=work["new"],
-                    min_new_tokens=work["new"],
-                    do_sample=True,
-                    top_k=0,
-                    pad_token_id=256,
-                )
+                lengths = {"max_new_tokens": work["new"], "min_new_tokens": work["new"]}
+                new = generate(plain.model, prompt, do_sample=True, top_k=0, **lengths)
+                rows = torch.cat((prompt, new), dim=1)
             with clock("reward"):
-                texts = tokenizer.batch_decode(rows[:, prompt.shape[1] :], skip_special_tokens=True)
-                rewards = [task.reward(example, text) for text in texts]
+                texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+                rewards = task.rewards([example] * SAMPLES, texts)
             with clock("reference"), torch.no_grad():
                 ref = reference.logps(rows) if work["beta"] else None
             with clock("train"):
@@ -304,9 +270,10 @@ def peer(work: dict[str, Any]) -> dict[str, Any]:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    task, tokenizer = Positions(), PreTrainedTokenizerFast.from_pretrained(work["model"])
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(work["model"])
     tokenizer.eos_token = "<eos>"  # it wants one; the model's configuration has none
-    data = Dataset.from_list([{"prompt": row.question, "answer": row.answer} for row in task.rows])
+    rows = Positions().examples("train")
+    data = Dataset.from_list([{"prompt": row.question, "answer": row.answer} for row in rows])
     arguments = GRPOConfig(
         output_dir=tempfile.mkdtemp(dir=work["folder"]),
         per_device_train_batch_size=PROMPTS * SAMPLES,
@@ -371,7 +338,7 @@ ALONE: dict[str, list[str]] = {
 }
 
 
-def list_rows(impossible: dict[str, str], brief: bool, quick: bool) -> dict[str, Any]:
+def list_rows(impossible: dict[str, str], brief: bool) -> dict[str, Any]:
     """Return the settings of each row, or why there is none. The document's rows come first."""
     rows: dict[str, Any] = {PLAIN: [], PEER: [], OURS: []}
     opts, others = [], []
@@ -383,10 +350,7 @@ def list_rows(impossible: dict[str, str], brief: bool, quick: bool) -> dict[str,
         ranks = ["opt.ddp.ranks=2"] if switch == "ddp" else []
         rows[row] = [f"opt=[{','.join(opts)}]", *others, *ranks]
     for row, switches in ALONE.items():
-        name = row.removesuffix(" alone")
-        left_out = "not with --brief" if brief else impossible.get(name)
-        if quick and f"+ {name}" in CUMULATIVE:
-            left_out = left_out or "not with --quick"
+        left_out = "not with --brief" if brief else impossible.get(row.removesuffix(" alone"))
         rows[row] = left_out or switches
     return rows
 
@@ -409,13 +373,11 @@ def why_not(device: torch.device, quick: bool) -> dict[str, str]:
 
 
 def run(options: argparse.Namespace) -> measure.Report:
-    """Measure every row; those of the document in two rounds, so that a slow minute does not fall
-    on one row alone.
-    """
+    """Measure every row; those of the document in two rounds, to share slow minutes."""
     name = "quick" if options.quick else options.model
     report = measure.Report("grpo", options, 5, dtype="float32", beta=options.beta)
     device = report.device
-    rows = list_rows(why_not(device, options.quick), options.brief, options.quick)
+    rows = list_rows(why_not(device, options.quick), options.brief)
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         work = {"model": f"{folder}/model", "folder": folder, "new": NEW[name]}
@@ -474,9 +436,7 @@ def add_rows(report: measure.Report, found: dict[str, dict[str, Any]]) -> None:
 
 
 def deviation(losses: list[float] | None, base: list[float]) -> float | None:
-    """Return how far a loss curve is from float32's, from the second pass on; None where there is
-    no curve.
-    """
+    """Return how far a loss curve is from float32's, from the second pass on; None for none."""
     if losses is None:
         return None
     pairs = list(zip(losses, base, strict=True))[1:]

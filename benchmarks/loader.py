@@ -1,17 +1,13 @@
-"""A training iteration on sequences of varying length, before and after: the project's fourth
+"""Compare a training iteration on sequences of varying length before and after the project's fourth
 document, one change at a time.
 
-    python -m benchmarks loader
     python -m benchmarks loader --json loader.json --repeats 7
 
 The work: task=trajectories, batches of 512 rows (then 1,024), collate, forward, backward and
-optimizer step of a small encoder in float32. Before: each row is padded by concatenating and the
-batch is made of a list; the forward pass goes over rows and steps in a Python loop and makes a
-tensor of the token type at each of them. After: one allocation a field, one sum over the batch
-(ddp_bench). Both give the same numbers (tests/runs/test_classify.py).
-
-The loop is timed on 128 rows, the document's share of a GPU, and scaled up to 512, which flatters
-it: its backward pass writes a tensor of the size of the batch for every token.
+optimizer step of a small encoder in float32. Before: rows are padded by concatenating and stacked;
+the forward pass loops over rows and steps. After: one allocation a field, one sum over the batch
+(ddp_bench). Both give the same numbers (tests/unit/test_classify_models.py). The loop is timed on
+128 rows and scaled up, which flatters it: its backward pass grows faster than the batch does.
 """
 
 import argparse
@@ -41,9 +37,7 @@ FIGURE = 15  # what both changes together must give
 
 
 def concatenated(rows: Sequence[Labelled]) -> Batch:
-    """Collate as the document does: zeros concatenated to every row, a list of arrays, a stack, a
-    tensor. The result is that of `Rows`.
-    """
+    """Collate as the document does: zeros concatenated to every row, a list, a stack."""
     inputs: dict[str, Tensor] = {}
     for name in ("context", "states"):
         values = [getattr(row.value, name) for row in rows]
@@ -61,9 +55,7 @@ def concatenated(rows: Sequence[Labelled]) -> Batch:
 
 
 def looped(model: models.TrajectoryClassifier, inputs: dict[str, Tensor]) -> Tensor:
-    """Return the model's logits as the document does: a loop over rows and steps, a tensor of the
-    type at each.
-    """
+    """Return logits as the document does: a loop over rows and steps, a type tensor at each."""
     device = inputs["goal"].device
     regions = [(name, model.features(inputs[name])) for name in ("context", "states")]
     at_goal = model.features(inputs["goal"])

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 import transformers
 
 from common import hardware
+from common.files import write_text
 from common.precision import native_bf16
 from ddp_bench.report.tables import align
 
@@ -43,9 +44,7 @@ class Case:
 
 @dataclass
 class Timing:
-    """The seconds of the whole work and the result of each repeat; `first` is the first call's
-    result.
-    """
+    """Seconds of the whole work and result by repeat; `first`: what the first call gave."""
 
     warm_up: float
     first: Any
@@ -62,20 +61,6 @@ class Timing:
         return [work(r) / s for r, s in zip(self.results, self.seconds, strict=True)]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One value of the JSON. value: None = not measured; ratio: how much faster (or larger) than
-    `against`.
-    """
-
-    benchmark: str
-    row: str
-    value: float | None
-    unit: str
-    against: str | None = None
-    ratio: float | None = None
-
-
 class Report:
     """The result of a benchmark: rows and conditions for files, and the same as text.
 
@@ -88,7 +73,7 @@ class Report:
         self.repeats = options.repeats or (1 if options.quick else repeats)
         self.conditions: dict[str, Any] = conditions(self.device) | facts
         self.conditions |= {"repeats": self.repeats, "quick": self.quick, "skipped": {}}
-        self.rows: list[Row] = []
+        self.rows: list[dict[str, Any]] = []
         self.figures: list[tuple[str, str, str]] = []
         self.notes: list[str] = []
 
@@ -100,8 +85,10 @@ class Report:
         return timings
 
     def add(self, row: str, value: float | None, unit: str, *against: Any) -> None:
-        """Add a row. against: nothing, or the name of another row and the ratio to it."""
-        self.rows.append(Row(self.name, row, value, unit, *against))
+        """Add a row. value: None = not measured; against: another row, and the ratio to it."""
+        base, ratio = against or (None, None)
+        found = {"benchmark": self.name, "row": row, "value": value, "unit": unit}
+        self.rows.append(found | {"against": base, "ratio": ratio})
 
     def compare(self, values: dict[str, list[float]], unit: str, base: str, less: bool) -> None:
         """Add a row for each series of repeats, with its ratio to `base`. less: less is better."""
@@ -120,13 +107,13 @@ class Report:
     @property
     def text(self) -> str:
         """The table, the figures and the notes."""
-        units = [*dict.fromkeys(row.unit for row in self.rows), "ratio"]
+        units = [*dict.fromkeys(row["unit"] for row in self.rows), "ratio"]
         lines: dict[str, dict[str, str]] = {}
         for row in self.rows:
-            cells = lines.setdefault(row.row, {})
-            cells[row.unit] = number(row.value, row.unit)
-            if row.ratio is not None:  # the last one counts
-                cells["ratio"] = f"{row.ratio:.2f}x"
+            cells = lines.setdefault(row["row"], {})
+            cells[row["unit"]] = number(row["value"], row["unit"])
+            if row["ratio"] is not None:  # the last one counts
+                cells["ratio"] = f"{row['ratio']:.2f}x"
         table = [[name, *(cells.get(u, "") for u in units)] for name, cells in lines.items()]
         parts = [align([["", *units], *table], left=1)]
         if self.figures:
@@ -135,10 +122,9 @@ class Report:
 
     def save(self, path: Path) -> None:
         """Write the JSON."""
-        rows = [asdict(row) for row in self.rows]
         figures = {what: {"wanted": w, "measured": m} for what, w, m in self.figures}
-        content = {"conditions": self.conditions | {"figures": figures}, "rows": rows}
-        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        content = {"conditions": self.conditions | {"figures": figures}, "rows": self.rows}
+        write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def paired(above: Sequence[float], below: Sequence[float]) -> float:

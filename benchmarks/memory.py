@@ -2,10 +2,9 @@
 
     python -m benchmarks memory
 
-Each case runs alone in a process of its own, since a peak never falls: build the model, then a few
-steps of sampling, or of noise, sampling and update, as eggroll/train.py makes them. On a CPU the
-peak is resident memory less that after the imports, on CUDA what torch allocated. The ratio is of
-whole peaks: weights, cache, activations, noise, update.
+Each case runs in a process of its own, since a peak never falls: build the model, then a few steps
+of sampling, or of noise, sampling and update, as eggroll/train.py makes them. On a CPU the peak is
+resident memory less that after the imports, on CUDA what torch allocated.
 """
 
 import argparse

@@ -48,11 +48,17 @@ def build(name: str, **changes: Any) -> Any:
         return AutoModelForCausalLM.from_config(config).requires_grad_(False).eval()
 
 
+@torch.inference_mode()
+def generate(model: Any, prompts: Tensor, **settings: Any) -> Tensor:
+    """Return the new tokens of transformers' own generation, greedy unless `settings` say more."""
+    prompts = prompts.to(model.device)
+    settings = {"attention_mask": torch.ones_like(prompts), "do_sample": False} | settings
+    return model.generate(prompts, pad_token_id=0, **settings)[:, prompts.shape[1] :]
+
+
 @torch.no_grad()
 def differs(model: Any, prompt: Tensor, row: Tensor, other: Tensor, tie: float) -> str | None:
-    """Return where two greedy completions of a prompt differ, unless their logits there are as
-    close as `tie`.
-    """
+    """Return where two greedy completions differ, unless logits there are as close as `tie`."""
     if torch.equal(row, other):
         return None
     first = int((row != other).nonzero()[0])

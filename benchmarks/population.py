@@ -1,15 +1,9 @@
-"""The population's forward beside the same sampler without noise, by rows.
+"""Compare the population's forward with the same sampler without noise, by rows.
 
-    python -m benchmarks population
     python -m benchmarks population --model 0.5b --json population.json
 
 Every row of a forward is a member of its own (mirrored pairs, rank 1, the default's noise policy)
-and answers one prompt of 32 tokens with 32 new ones, greedy, on random weights. For each number of
-rows it times sampling without noise, with noise made and applied, and noise and update as a share
-of a step.
-
---model: small (Llama d=256, 6 layers; the default on a CPU, float32), gpt2 (124M) and 0.5b (Qwen2's
-0.5B shape; the default on CUDA), both in bfloat16 where the device has it.
+and answers one prompt of 32 tokens with 32 new ones, greedy, on random weights.
 """
 
 import argparse

@@ -1,17 +1,12 @@
-"""RFT's sampling beside `generate`, on the same prompts and with the same number of samples: the
-project's third document, measured.
+"""Compare RFT's sampling with `generate` on the same prompts: the project's third document.
 
-    python -m benchmarks rft
     python -m benchmarks rft --json rft.json --repeats 7
 
-The work: 32 chess prompts of 79 to 82 byte tokens (the longest of 16,000) x 10 samples, temperature
-1, up to 80 new tokens, lengths as the model makes them; all completions are verified by the task.
-The model is the tiny one that comes with the project, trained on such positions.
-
-Rows: one question at a time, `generate` with num_return_sequences, the cache of free memory cleared
-after each (the document's "before"); `generate` for all prompts of a batch together, padded on the
-left; this project's sampling stage, its file of samples written; then one switch more a row. Ratios
-are of seconds for the whole work; utilisation counts the weights' products of the new tokens alone.
+The work: the longest of 16,000 chess prompts, temperature 1, lengths as the tiny model that comes
+with the project makes them; all completions are verified by the task. Rows: one question at a time,
+the cache of free memory cleared after each (the document's "before"); `generate` for all prompts
+together, padded on the left; this project's sampling stage, its file of samples written; then one
+switch more a row. Utilisation counts the weights' products of the new tokens alone.
 """
 
 import argparse
@@ -26,6 +21,7 @@ import torch
 
 from benchmarks import measure
 from benchmarks.measure import Case, name_of, paired
+from benchmarks.models import generate
 from common.distributed.context import Context
 from common.hardware import Device
 from common.lm import LM
@@ -82,17 +78,16 @@ class Work:
         for start in range(0, len(self.prompts), batch):
             part = {"input_ids": [list(p) for p in self.prompts[start : start + batch]]}
             padded = self.tokenizer.pad(part, padding_side="left", return_tensors="pt")
-            made = self.model.generate(
-                **padded.to(self.device),
+            heat = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+            made = generate(
+                self.model,
+                padded["input_ids"],
+                attention_mask=padded["attention_mask"].to(self.device),
                 max_new_tokens=self.new,
-                do_sample=True,
-                temperature=1.0,
-                top_p=1.0,
-                top_k=0,
                 num_return_sequences=self.samples,
-                pad_token_id=self.tokenizer.pad_token_id,
                 eos_token_id=sorted(stops),
-            )[:, padded["input_ids"].shape[1] :]
+                **heat,
+            )
             for row, tokens in enumerate(made.tolist()):
                 end = next((i + 1 for i, token in enumerate(tokens) if token in stops), None)
                 rows.append((start + row // self.samples, tokens[:end], end is not None))

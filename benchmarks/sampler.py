@@ -1,22 +1,16 @@
-"""The sampler beside `generate` and transformers' continuous batching, on the same model, prompts
-and stop tokens.
+"""Compare the sampler with `generate` and transformers' continuous batching, on the same model of
+random weights, prompts and stop tokens.
 
-    python -m benchmarks sampler
     python -m benchmarks sampler --model gpt2 --json sampler.json
 
-Two works, on random weights. Equal lengths: one greedy completion of 64 tokens for each of 64
-prompts of 96 tokens; the completions are compared. Spread lengths: groups of 8 samples at
-temperature 1, 96-token prompts, up to 128 new tokens; every token is about as likely as any other,
-so a few stop tokens make lengths that spread like a geometric distribution. There are more rows
-than slots: `generate` takes batches of as many rows as the sampler has slots, and each waits for
-its longest row. Speed is new tokens per second, up to and with the stop token.
+Equal lengths: one greedy completion for each prompt; the completions are compared. Spread lengths:
+groups of samples at temperature 1; a few stop tokens, each as likely as any other, make lengths
+that spread like a geometric distribution. There are more rows than slots, and `generate` takes
+batches of as many rows as the sampler has slots. Speed is new tokens per second, up to and with the
+stop token.
 
 Decode roofline: the seconds that reading the weights and the valid part of the cache once per step
-would take at the device's measured copy bandwidth, over those that the equal lengths took (prefill
-included).
-
---model: small (Llama d=256, 6 layers, bytes; the default on a CPU, float32), gpt2 (124M) and 0.5b
-(Qwen2's 0.5B shape; the default on CUDA), both in bfloat16 where the device has it.
+would take at the device's measured copy bandwidth, over those that the equal lengths took.
 """
 
 import argparse
@@ -32,7 +26,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from benchmarks import measure
 from benchmarks.measure import Case
-from benchmarks.models import build, differs
+from benchmarks.models import build, differs, generate
 from common.config import SamplingConfig
 from common.model.memory import head_size
 from common.sampling.engine import Requests
@@ -74,23 +68,9 @@ class Work:
         self.prompts = torch.randint(1, vocabulary, shape, generator=draw)
         self.stops = list(range(1, 1 + max(1, vocabulary // MEAN_LENGTH)))
         # Temperature 1 and nothing cut.
-        self.sampled = GenerationConfig(
-            max_new_tokens=sizes.longest,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            eos_token_id=self.stops,
-            pad_token_id=0,
-            num_return_sequences=sizes.samples,
-        )
-
-    @torch.inference_mode()
-    def generate(self, prompts: Tensor, **settings: Any) -> Tensor:
-        """Return the new tokens of `generate`, one batch."""
-        prompts = prompts.to(self.device)
-        there = torch.ones_like(prompts)
-        return self.model.generate(prompts, attention_mask=there, **settings)[:, prompts.shape[1] :]
+        heat = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        length = {"max_new_tokens": sizes.longest, "eos_token_id": self.stops}
+        self.sampled: dict[str, Any] = {"num_return_sequences": sizes.samples, **heat, **length}
 
     def ours(self, prompts: Tensor, samples: int, greedy: bool, graphs: bool) -> Any:
         """Return the completions of this project's sampler."""
@@ -105,18 +85,15 @@ class Work:
 
     def equal_generate(self) -> Tensor:
         """Call `generate` for all rows."""
-        new = self.sizes.new_tokens
-        prompts = self.prompts[: self.sizes.rows]
-        return self.generate(prompts, max_new_tokens=new, do_sample=False, pad_token_id=0)
+        prompts, new = self.prompts[: self.sizes.rows], self.sizes.new_tokens
+        return generate(self.model, prompts, max_new_tokens=new)
 
     def equal_ours(self, graphs: bool = True) -> Tensor:
         """Call the sampler for all rows."""
         return self.ours(self.prompts[: self.sizes.rows], 1, True, graphs).tokens
 
     def count_differing(self, ours: Tensor, theirs: Tensor) -> int:
-        """Count the rows that differ. Raises: RuntimeError if two differ by more than a tie that
-        rounding decides.
-        """
+        """Count the rows that differ. Raises: RuntimeError where not by a tie alone."""
         rows = (ours != theirs).any(1).nonzero()[:, 0].tolist()
         for row in rows:
             given = self.prompts[row], ours[row], theirs[row]
@@ -136,17 +113,13 @@ class Work:
     def spread_generate(self) -> list[int]:
         """Call `generate` in batches of as many rows as the sampler has slots."""
         lengths: list[int] = []
-        for prompts in self.prompts[: self.sizes.prompts].split(
-            max(1, self.sizes.rows // self.sizes.samples)
-        ):
-            made = self.generate(prompts, generation_config=self.sampled)
-            lengths += self.until_stop(made.tolist())
+        batch = max(1, self.sizes.rows // self.sizes.samples)
+        for prompts in self.prompts[: self.sizes.prompts].split(batch):
+            lengths += self.until_stop(generate(self.model, prompts, **self.sampled).tolist())
         return lengths
 
     def spread_paged(self) -> list[int]:
-        """Call transformers' continuous batching, with a cache for as many rows as there are
-        slots.
-        """
+        """Call transformers' continuous batching, with a cache for as many rows as slots."""
         page, sizes = 32, self.sizes
         pages = -(-(sizes.prompt_tokens + sizes.longest) // page)
         settings: Any = ContinuousBatchingConfig(
@@ -157,7 +130,7 @@ class Work:
         )
         made = self.model.generate_batch(
             self.prompts[: sizes.prompts].tolist(),
-            generation_config=self.sampled,
+            generation_config=GenerationConfig(pad_token_id=0, **self.sampled),
             continuous_batching_config=settings,
             warmup=False,
         )
@@ -174,9 +147,7 @@ class Work:
     # --- roofline
 
     def decode_bytes(self) -> float:
-        """Return the bytes that all decode steps of the equal lengths must read: the weights, and
-        the cache as it grows.
-        """
+        """Return the bytes that the decode steps must read: weights, and the cache so far."""
         config, sizes = self.model.config, self.sizes
         weights = sum(p.numel() for p in self.model.parameters())
         if not config.tie_word_embeddings:

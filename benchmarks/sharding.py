@@ -1,13 +1,10 @@
-"""The cost and the gain of opt=fsdp beside opt=ddp: a rollout, a training step and the memory of a
-rank, with two ranks on this device.
+"""Compare opt=fsdp with opt=ddp on two ranks: a rollout, a training step and memory.
 
-    python -m benchmarks sharding
     python -m benchmarks sharding --json sharding.json --repeats 7
 
-The work: a Llama of 5.2M parameters with random weights in float32; each rank samples 32
-completions of 32 tokens and makes one optimizer step on them. The ways take turns in the same two
-processes, so a ratio holds whatever else the machine does. On a CPU two gloo ranks share the
-memory, and gathering costs what copying does: read the order, not the size.
+Each rank samples 32 completions of a small Llama and makes one optimizer step on them. The ways
+take turns in the same two processes. On a CPU two gloo ranks share the memory, and gathering costs
+what copying does: read the order, not the size.
 """
 
 import argparse

@@ -1,13 +1,11 @@
-"""Every benchmark in one go, and two sets of results side by side.
+"""Run every benchmark in one go, and show two sets of results side by side.
 
     python -m benchmarks all --out results
     python -m benchmarks compare benchmarks/results/cpu-2core results
-    python -m benchmarks compare a/grpo.json b/grpo.json
 
-`all` runs what fits the device within its time, each in a process of its own and one after the
-other; what does not finish is listed, not left out. `compare` joins rows by benchmark, row and
-unit, and says which conditions differ: a ratio between two machines, or two days of one machine, is
-no statement about the code.
+`all` runs what fits the device within its time; what does not finish is listed. `compare` joins
+rows by benchmark, row and unit, and says which conditions differ: a ratio between two machines, or
+two days of one machine, is no statement about the code.
 """
 
 import argparse

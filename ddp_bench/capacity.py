@@ -1,22 +1,16 @@
-"""Before a cluster is booked: the four algorithms on 1 to 1024 devices of each preset, from facts
-alone.
+"""Estimate, before a cluster is booked, the four algorithms on 1 to 1024 devices of each preset.
 
     python -m ddp_bench.capacity --model qwen2.5_7b --hardware a100_80g h100 --rows 2048
     python -m ddp_bench.capacity --model outputs/mine/model --scaling weak --out capacity
 
-Tells, for each algorithm, what ranks send each other per step, how long a step takes and where it
-stops scaling, the memory of a device, and the largest model that fits. Nothing is run: sizes are
-those of the model's own config, built without storage; computing and link cost what
-ddp_bench/link.py says of a device that is not there. A guess, to tell algorithms and sizes of
-cluster apart. algo=predict measures what is here.
-
-A step of all four has the same `rows`: completions that are sampled and learnt from, or for
-classify texts. What a rank does:
+Tells what ranks send each other per step, how long a step takes and where it stops scaling, the
+memory of a device, and the largest model that fits. Nothing is run: sizes are those of the model's
+config, built without storage; computing and links cost what ddp_bench/link.py says of a device that
+is not there. A step of all four has the same `rows`. What a rank does:
 
     eggroll   samples its members' rows; gets the rewards of all; makes the update of all members
     grpo      samples its rows, trains on them; all-reduce of the gradients, once
-    rft       samples its rows, trains on the accepted ones; all-reduce of the gradients, once per
-              optimizer step
+    rft       samples its rows, trains on the accepted ones; all-reduce per optimizer step
     classify  trains on its rows; all-reduce of the gradients, once
 """
 
@@ -73,6 +67,16 @@ MODELS: dict[str, Any] = {"gpt2": GPT2Config()} | {
     name: kind.from_dict({"max_position_embeddings": 32768} | dict(zip(NAMES, sizes, strict=True)))
     for name, (kind, sizes) in SIZES.items()
 }
+
+
+ASSUMPTIONS = (
+    f"From facts alone, nothing is measured: products reach {ARITHMETIC:.0%} of the peak, memory"
+    f" {MEMORY:.0%} of its bandwidth, an operation costs {{work.launch_us:g}} us to launch.\n"
+    "{work.prompt_tokens} + {work.new_tokens} tokens. Between nodes of {work.node}:"
+    " {work.network_gbs:g} GB/s, {work.network_us:g} us a hop. Weights are replicated in the times;"
+    " sent: by a rank, at 2 devices.\n"
+    "GB, MB and kB are of 2**30, 2**20 and 2**10 bytes, and a GB/s is 10**9 bytes a second."
+)
 
 
 def _option(default: Any, text: str) -> Any:
@@ -145,23 +149,6 @@ class Model:
             self.model(token, attention_mask=mask, use_cache=False)
         return count.operations
 
-    def cache_bytes(self, tokens: float) -> float:
-        """Return the bytes of keys and values of one row of `tokens`."""
-        config = self.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        return 2 * 2 * config.num_hidden_layers * heads * head_size(config) * tokens
-
-    def sampling_bytes(self, work: Work, rows: int) -> float:
-        """Return the bytes of rows that are sampled."""
-        sampler = Sampler(self.model, pad_id=0, stop_ids=[], rows=1)
-        return rows * sampler.row_bytes(work.prompt_tokens, work.new_tokens)
-
-    def training_bytes(self, work: Work, rows: int) -> float:
-        """Return the bytes of a training forward's activations, checkpointed, and of its logits."""
-        sizes = rows / work.samples, work.prompt_tokens, rows, work.new_tokens
-        kept = activation_bytes(self.model, *sizes, torch.bfloat16, True)
-        return kept + 16 * min(rows * work.new_tokens * self.config.vocab_size, logprobs.LOGITS)
-
 
 class _Count(TorchDispatchMode):
     operations = 0
@@ -185,9 +172,7 @@ class Device:
     launch: float  # seconds that the host takes for an operation
 
     def seconds(self, size: float, devices: int) -> float:
-        """Return the seconds of an all-reduce of `size` bytes: a ring or a tree, whichever is
-        faster, as NCCL chooses.
-        """
+        """Return the seconds of an all-reduce: a ring or a tree, whichever is faster."""
         if devices == 1:
             return 0.0
         link = self.inside if devices <= self.node else self.network
@@ -240,9 +225,7 @@ class Step:
 
 
 def estimate_step(algorithm: str, model: Model, work: Work, here: Device, devices: int) -> Step:
-    """Return the time of a step, and what is sent. Weights are replicated, the largest
-    communication there is.
-    """
+    """Return the time of a step and what is sent, with weights replicated."""
     rows = work.rows * (devices if work.scaling == "weak" else 1)
     own = max(1, math.ceil(rows / devices))  # of the rank with the most
     if algorithm == "eggroll":
@@ -280,8 +263,10 @@ def estimate_step(algorithm: str, model: Model, work: Work, here: Device, device
 
 
 def _estimate_sampling(model: Model, work: Work, here: Device, rows: int, prefilled: int) -> float:
-    weights = 2 * model.parameters
-    cache = rows * model.cache_bytes(work.prompt_tokens + work.new_tokens / 2)
+    weights, config = 2 * model.parameters, model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    token_bytes = 2 * 2 * config.num_hidden_layers * heads * head_size(config)  # keys and values
+    cache = rows * token_bytes * (work.prompt_tokens + work.new_tokens / 2)
     token = max(
         here.launch * model.launches,
         (weights + cache) / here.bandwidth,
@@ -319,22 +304,24 @@ def find_limit(steps: list[Step]) -> tuple[int, str]:
 
 def fixed_bytes(algorithm: str, parameters: int, shards: int, block: float) -> float:
     """Return the bytes of weights, gradients and optimizer state of a rank, with bf16 forwards;
-    opt=fsdp shares them out over `shards`.
-
-    eggroll: bf16 weights, float32 masters and initial weights. Others: float32 weights, gradients
-    and Adam's two moments, and the bf16 copy that a forward uses, of all weights or, sharded, of
-    two blocks.
+    opt=fsdp shares them out over `shards`, and copies two blocks instead of all weights.
     """
     state = StateMemory.of_training(parameters, parameters, half_copies=1)
-    if algorithm == "eggroll":
+    if algorithm == "eggroll":  # bf16 weights, float32 masters and initial weights
         state = StateMemory(10 * parameters)
     return state.whole / shards + (state.copies if shards == 1 else 4 * block)
 
 
 def total_bytes(algorithm: str, model: Model, work: Work, shards: int, rows: int) -> float:
-    """Return the bytes of a rank that has `rows` rows in a forward."""
-    sampling = 0.0 if algorithm == "classify" else model.sampling_bytes(work, rows)
-    training = 0.0 if algorithm == "eggroll" else model.training_bytes(work, rows)
+    """Return the bytes of a rank that has `rows` rows in a forward; training is checkpointed."""
+    sampling = training = 0.0
+    if algorithm != "classify":
+        sampler = Sampler(model.model, pad_id=0, stop_ids=[], rows=1)
+        sampling = rows * sampler.row_bytes(work.prompt_tokens, work.new_tokens)
+    if algorithm != "eggroll":
+        sizes = rows / work.samples, work.prompt_tokens, rows, work.new_tokens
+        logits = min(rows * work.new_tokens * model.config.vocab_size, logprobs.LOGITS)
+        training = activation_bytes(model.model, *sizes, torch.bfloat16, True) + 16 * logits
     fixed = fixed_bytes(algorithm, model.parameters, shards, model.block)
     return fixed + max(sampling, training)
 
@@ -342,10 +329,8 @@ def total_bytes(algorithm: str, model: Model, work: Work, shards: int, rows: int
 def find_largest(
     algorithm: str, models: list[Model], work: Work, here: Device, shards: int
 ) -> float:
-    """Return the parameters of the largest model that a device holds with one row (of eggroll two:
-    a pair) per forward.
-
-    models: by size; between them what a row takes is interpolated on a logarithmic scale.
+    """Return the parameters of the largest model that a device holds with one row (of eggroll a
+    pair) per forward, interpolated between `models`, which are ordered by size.
     """
     rows = 2 if algorithm == "eggroll" else 1
     sizes = [math.log(model.parameters) for model in models]
@@ -428,9 +413,7 @@ def format_bytes(number: float) -> str:
 
 
 def draw(found: dict[str, Any], work: Work, folder: Path) -> None:
-    """Draw exchange_NAME.png: bytes that a rank gives to all-reduces; and speedup_NAME.png: rows
-    per second against one device.
-    """
+    """Draw exchange_NAME.png, what a rank sends, and speedup_NAME.png."""
     styles = zip(("-", "-", "-", "--"), plots.COLOURS, strict=False)
     lines = list(zip(found["algorithms"].items(), styles, strict=False))
     with plots.saved(folder / f"exchange_{found['hardware']}.png") as axis:
@@ -493,21 +476,10 @@ def main() -> None:
         chosen = Model(given.model)
         models = sorted((Model(name) for name in MODELS), key=lambda model: model.parameters)
         found = [estimate(models, chosen, work, here) for here in devices]
-        text = "\n".join(describe(one, work) for one in found) + "\n" + _assumptions(work)
+        text = "\n".join([*(describe(one, work) for one in found), ASSUMPTIONS.format(work=work)])
         print(text)
         if given.out is not None:
             write(found, work, text, given.out)
-
-
-def _assumptions(work: Work) -> str:
-    return (
-        f"From facts alone, nothing is measured: products reach {ARITHMETIC:.0%} of the peak,"
-        f" memory {MEMORY:.0%} of its bandwidth, an operation costs {work.launch_us:g} us to"
-        f" launch.\n{work.prompt_tokens} + {work.new_tokens} tokens. Between nodes of"
-        f" {work.node}: {work.network_gbs:g} GB/s, {work.network_us:g} us a hop. Weights"
-        " are replicated in the times; sent: by a rank, at 2 devices.\nGB, MB and kB are of 2**30,"
-        " 2**20 and 2**10 bytes, and a GB/s is 10**9 bytes a second."
-    )
 
 
 if __name__ == "__main__":

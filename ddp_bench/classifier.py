@@ -33,11 +33,7 @@ SHOWN = 12  # classes up to which the table of confusions is printed
 
 
 class Classifier:
-    """A text classifier on a class task; a Subject and the Checkpointed of a session.
-
-    Attributes: best: the weights of the best epoch so far, empty before it; state: the session's,
-    once it is known.
-    """
+    """A classifier on a class task: the Subject and the Checkpointed of a session."""
 
     def __init__(self, run: Run, context: Context, task: ClassTask | None) -> None:
         cfg: ClassifyConfig = run.algo
@@ -68,9 +64,7 @@ class Classifier:
     # --- measures
 
     def probabilities(self, rows: Any, chosen: Sequence[int]) -> Tensor:
-        """Return class probabilities of `chosen` among `rows`, float64 [len(chosen), classes], from
-        all ranks together.
-        """
+        """Return class probabilities of `chosen`, float64 [len(chosen), classes], on all ranks."""
         context, model = self.context, self.model
         mine = range(context.rank, len(chosen), context.world_size)
         found = torch.zeros(len(chosen), len(self.task.classes), dtype=torch.float64)
@@ -105,9 +99,7 @@ class Classifier:
         return Evaluation({"accuracy": found.pop("accuracy"), **found}, [], 0)
 
     def offending(self, chosen: Sequence[int]) -> list[dict[str, Any]]:
-        """Describe the training rows among `chosen` whose probabilities are not finite; all of them
-        where only their gradient is not.
-        """
+        """Describe the rows of `chosen` whose probabilities are not finite, or else all."""
         with fsdp.forwards(self.model, idle=lambda: self._forward(self.train_rows, [0])):
             found = self._forward(self.train_rows, chosen) if chosen else []
         pairs = zip(chosen, found, strict=True)

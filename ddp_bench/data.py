@@ -38,9 +38,7 @@ Batch = tuple[dict[str, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Ragged:
-    """Rows of varying length, one after the other: values [sum of lengths, ...], offsets int64
-    [rows + 1].
-    """
+    """Rows of varying length: values [sum of lengths, ...], offsets int64 [rows + 1]."""
 
     values: np.ndarray
     offsets: np.ndarray
@@ -137,9 +135,7 @@ def prepare(
 
 
 def trajectories(rows: Sequence[Labelled], max_tokens: int) -> Rows:
-    """Return trajectories in arrays. Raises: ConfigError where one is longer than `max_tokens`,
-    context and goal with it.
-    """
+    """Return trajectories in arrays. Raises: ConfigError for more than `max_tokens`."""
     found = Rows(
         {
             "context": Ragged.of([row.value.context for row in rows], np.float32),
@@ -219,9 +215,7 @@ def train_tokenizer(config: TokenizerConfig, texts: Sequence[str]) -> Tokenizer:
 
 
 def held_out(rows: Rows, share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Return row numbers to train on and to validate with, drawn by `seed`. Raises: ConfigError
-    where none would be left.
-    """
+    """Return row numbers to train on and to validate with. Raises: ConfigError for none."""
     order = list(range(len(rows)))
     random.Random(f"validation {seed}").shuffle(order)
     count = round(share * len(rows))
@@ -287,9 +281,7 @@ class Batches:
 
 
 class Loader:
-    """Batches of a rank from a step on, without end, made by worker processes that stay (by default
-    on CUDA) or by this process.
-    """
+    """Batches of a rank from a step on, made by worker processes that stay, or by this one."""
 
     def __init__(
         self, rows: Rows, batches: Batches, config: LoaderConfig, device: torch.device

@@ -27,9 +27,7 @@ PCIE = 12e9
 
 @dataclass(frozen=True)
 class Link:
-    """The cost of an all-reduce. alpha: seconds of each of its 2 (ranks - 1) steps; beta: bytes per
-    second.
-    """
+    """An all-reduce's cost. alpha: seconds of each of 2 (ranks - 1) steps; beta: bytes/s."""
 
     alpha: float
     beta: float

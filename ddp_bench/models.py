@@ -208,9 +208,7 @@ class Classifier:
 
 
 def load(folder: str | Path, device: str = "cpu") -> Classifier:
-    """Return the classifier that a run left in RUN/model, in eval mode. Raises: ConfigError where
-    there is none.
-    """
+    """Return the classifier in RUN/model, in eval mode. Raises: ConfigError for none."""
     folder = Path(folder)
     try:
         facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -1,17 +1,13 @@
-"""algo=predict: step time, speed-up and efficiency of ranks that nobody has booked yet.
-
-    python launch.py algo=predict 'algo.ranks=[2,4,8]' hardware=a100_40g
-    python launch.py algo=predict 'algo.ranks=[4]' 'algo.times={1: 5.2, 4: 11.3}' hardware=a100_40g
+"""Predict step time, speed-up and efficiency of ranks that nobody has booked yet: algo=predict.
 
 step(n) = data + forward + backward + exposed communication + exchange + optimizer. Computing is
-that of one device on its share of the rows, so a step that is launched rather than computed does
-not shrink. Gradients leave in buckets of algo.ddp.bucket_cap_mb as the backward pass makes them;
-what is not there when it ends is exposed, the last bucket always.
+that of one device on its share of the rows. Gradients leave in buckets of algo.ddp.bucket_cap_mb as
+the backward pass makes them; what is not there when it ends is exposed, the last bucket always.
 
 The device is measured with the real step. Where several ranks share a machine, as many processes as
-it holds compute at once and send nothing: one device while its neighbours work too, since they
-share caches, memory and clocks. The wait for the slowest is the mean of the slowest of each step,
-less the mean. A GPU that is not there is simulated: that is a guess; a measured device is not.
+it holds compute at once and send nothing, since they share caches, memory and clocks. The wait for
+the slowest is the mean of the slowest of each step, less the mean. A GPU that is not there is
+simulated: that is a guess.
 """
 
 import json
@@ -35,35 +31,15 @@ from common.distributed.workers import launch
 from common.files import write_text
 from common.precision import Precision
 from common.report import summary
+from ddp_bench import link as links
+from ddp_bench import scaling
 from ddp_bench.config import PredictConfig
 from ddp_bench.data import WORKERS_PER_GPU, split
-from ddp_bench.link import (
-    ARITHMETIC,
-    MEMORY,
-    PCIE,
-    SIZES,
-    Link,
-    find_exposed,
-    find_link,
-    fit_link,
-    time_messages,
-)
+from ddp_bench.link import Link, find_exposed, find_link, fit_link, time_messages
 from ddp_bench.report.diagnosis import ENOUGH, group_records
 from ddp_bench.report.records import PHASES, read_table
 from ddp_bench.report.tables import describe_groups
-from ddp_bench.scaling import (
-    Bench,
-    Feed,
-    check_alone,
-    compare,
-    describe_run,
-    keeping_threads,
-    make_table,
-    pool,
-    threads_per_rank,
-    time_steps,
-    with_ranks,
-)
+from ddp_bench.scaling import Bench, Feed
 from ddp_bench.simulate import Fused, SimulatedClock, Simulator, find_peak
 from ddp_bench.step import Clock, Stepper
 from ddp_bench.tasks import ClassTask
@@ -90,7 +66,7 @@ def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str,
     if simulating:
         link, device = find_link(run.hardware), f"{run.hardware.name} of conf/hardware"
         # One process on the CPU takes the steps, whatever other devices are here.
-        on_cpu = replace(with_ranks(run, 1), hardware=replace(run.hardware, device="cpu"))
+        on_cpu = replace(scaling.with_ranks(run, 1), hardware=replace(run.hardware, device="cpu"))
         found = launch("ddp_bench.predict:simulate", on_cpu, out_dir, task)
     else:
         found, link = measure(run, out_dir, task)
@@ -107,7 +83,7 @@ def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str,
         for line in runs
         if line["scaling"] == "strong" and line["ranks"] in cfg.times
     ]
-    saved = describe_run(run, found) | {
+    saved = scaling.describe_run(run, found) | {
         "device": device,
         "threads_per_rank": found.get("threads"),
         "simulated": simulating,
@@ -134,7 +110,7 @@ def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str,
 def check(run: Run, out_dir: Path, simulating: bool) -> None:
     """Raise ConfigError for what algo=predict cannot go with here."""
     cfg: PredictConfig = run.algo
-    check_alone(run, out_dir)
+    scaling.check_alone(run, out_dir)
     if cfg.ddp.hook == "powersgd":
         raise ConfigError(
             "algo=predict does not know what algo.ddp.hook=powersgd costs. Use none or fp16."
@@ -154,14 +130,12 @@ def check(run: Run, out_dir: Path, simulating: bool) -> None:
 
 
 def list_cells(cfg: PredictConfig) -> dict[Cell, int]:
-    """Return what is predicted, the one rank first: cells, and the rows that all of its ranks have
-    in a step.
-    """
-    found: dict[Cell, int] = {("one rank", 1): cfg.batch_size}
-    for mode in cfg.modes:
-        for ranks in cfg.ranks:
-            found[mode, ranks] = cfg.batch_size * (ranks if mode == "weak" else 1)
-    return found
+    """Return what is predicted, the one rank first, with the rows of all ranks in a step."""
+    rows = cfg.batch_size
+    cells = [(mode, ranks) for mode in cfg.modes for ranks in cfg.ranks]
+    return {("one rank", 1): rows} | {
+        (mode, ranks): rows * (ranks if mode == "weak" else 1) for mode, ranks in cells
+    }
 
 
 @dataclass(frozen=True)
@@ -205,9 +179,7 @@ def watching_gradients(stepper: Stepper, clock: Clock) -> Iterator[list[tuple[in
 
 
 def order_gradients(stepper: Stepper, seen: list[tuple[int, Any]]) -> list[tuple[float, float]]:
-    """Return Share.ready from the last backward pass of what was seen: from its first gradient (0)
-    to its last (1).
-    """
+    """Return Share.ready from the last backward pass of what was seen."""
     seen, clock = seen[-len(list(stepper.model.parameters())) :], Clock(stepper.device)
     for i, (_, mark) in enumerate(seen):
         clock.add(str(i), seen[0][1], mark)
@@ -227,25 +199,25 @@ def count_workers(bench: Bench, cuda: bool) -> int:
 
 
 def measure(run: Run, out_dir: Path, task: ClassTask | None) -> tuple[dict[str, Any], Link]:
-    """Return the facts and the shares, from as many processes at once as there are ranks, devices
-    or cores, and the link.
-    """
+    """Return facts, shares and the link, from as many processes as ranks, devices or cores."""
     cfg: PredictConfig = run.algo
     devices, cores = hardware.local_devices(run.hardware), os.cpu_count() or 1
-    threads = None if devices else threads_per_rank(run)
+    threads = None if devices else scaling.threads_per_rank(run)
     parts: list[dict[str, Any]] = []
-    with keeping_threads():
+    with scaling.keeping_threads():
         for _ in range(cfg.repeats):
             for processes in sorted({min(n, devices or cores) for n in (1, *cfg.ranks)}):
                 entry = "ddp_bench.predict:measure_neighbours"
-                part = launch(entry, with_ranks(run, processes), out_dir, task)
+                part = launch(entry, scaling.with_ranks(run, processes), out_dir, task)
                 parts.append(part | {"processes": processes})
     most = max(part["processes"] for part in parts)
     if most == 1:
         link = find_link(run.hardware)
     else:
         times = [part["messages"] for part in parts if part["processes"] == most]
-        points = list(zip(SIZES, map(statistics.median, zip(*times, strict=True)), strict=True))
+        points = list(
+            zip(links.SIZES, map(statistics.median, zip(*times, strict=True)), strict=True)
+        )
         source = f"measured between {most} {'GPUs' if devices else 'processes'}"
         link = fit_link(points, most, source)
     shares = {}
@@ -260,13 +232,11 @@ def measure(run: Run, out_dir: Path, task: ClassTask | None) -> tuple[dict[str, 
 
 
 def measure_neighbours(run: Run, context: Context, task: ClassTask | None = None) -> dict[str, Any]:
-    """Take, in each process, the steps of a rank, sending nothing, while those beside it take
-    theirs; then measure the link.
-    """
+    """Take steps beside other processes that do, sending nothing; then measure the link."""
     cfg: PredictConfig = run.algo
     device = context.device.device
     if device.type == "cpu":
-        torch.set_num_threads(threads_per_rank(run))
+        torch.set_num_threads(scaling.threads_per_rank(run))
     places = hardware.local_devices(run.hardware) or os.cpu_count() or 1
     bench = Bench(run, context, task, precision.resolve(run.opt, device))
     stepper = bench.stepper(replace(context, rank=0, world_size=1))
@@ -278,7 +248,7 @@ def measure_neighbours(run: Run, context: Context, task: ClassTask | None = None
             log.info("measuring one of %d ranks, %d rows a step in all", ranks, batch_rows)
         feed = Feed(bench, batch_rows, ranks)
         context.barrier()  # else some would have no neighbours at first
-        spans = time_steps(stepper, feed, cfg)
+        spans = scaling.time_steps(stepper, feed, cfg)
         batch, of_all = feed.take()
         clock = Clock(device)
         with watching_gradients(stepper, clock) as seen:
@@ -305,12 +275,12 @@ def time_making(bench: Bench, feed: Feed) -> float:
 
 
 def sum_share(repeats: list[dict[str, Any]], overlap: bool, cores: float | None) -> Share:
-    """Return the share of a rank from the repeats of `measure_neighbours`. cores: of each rank,
-    where more ranks share them than did.
+    """Return the share of a rank from `measure_neighbours`. cores: of each rank, where more ranks
+    share them than did.
     """
     first = repeats[0]
     spans = [span for repeat in repeats for every in repeat["spans"] for span in every]
-    phases = pool([{"spans": spans, "exposed": 0.0, "batch_rows": 0}])["phase_seconds"]
+    phases = scaling.pool([{"spans": spans, "exposed": 0.0, "batch_rows": 0}])["phase_seconds"]
     steps = [
         [span["seconds"] for span in step]
         for repeat in repeats
@@ -337,9 +307,7 @@ def sum_share(repeats: list[dict[str, Any]], overlap: bool, cores: float | None)
 
 
 def simulate(run: Run, context: Context, task: ClassTask | None = None) -> dict[str, Any]:
-    """Return the facts, and the shares of ranks on the preset's device: the mean of SIMULATED real
-    steps on this CPU.
-    """
+    """Return facts and shares on the preset's device: the mean of SIMULATED steps on this CPU."""
     dtype, flops = find_peak(run)
     bandwidth = run.hardware.bandwidth_gbs
     assert bandwidth is not None
@@ -354,7 +322,7 @@ def simulate(run: Run, context: Context, task: ClassTask | None = None) -> dict[
             continue
         log.info("simulating one of %d ranks, %d rows a step in all", ranks, batch_rows)
         feed = Feed(bench, batch_rows, ranks, workers=False)
-        device = Simulator(ARITHMETIC * flops, MEMORY * bandwidth * 1e9)
+        device = Simulator(links.ARITHMETIC * flops, links.MEMORY * bandwidth * 1e9)
         shares[mode, ranks] = simulate_share(bench, stepper, feed, device)
     return bench.facts(stepper) | {"shares": shares, "dtype": dtype}
 
@@ -412,7 +380,7 @@ def assemble_runs(
                 "rows_per_second": batch_rows / step["p50"],
             }
         )
-    compare(runs)
+    scaling.compare(runs)
     return runs
 
 
@@ -435,7 +403,7 @@ def explain_time(
         causes.append("launch-bound")
     if waited > 0.05 * measured:
         causes.append("communication-bound")
-    if rest > 0.2 * measured and needed < PCIE / 2:
+    if rest > 0.2 * measured and needed < links.PCIE / 2:
         causes.append("loader-or-socket-bound")
     return {
         "ranks": ranks,
@@ -452,7 +420,7 @@ def explain_time(
 
 
 def describe(cfg: PredictConfig, saved: dict[str, Any], link: Link, sent_mb: float) -> list[str]:
-    """Return how the prediction came about, the table, and the advice on ranks."""
+    """Return how the prediction came about, and the table."""
     how = "simulated from hardware facts, which is a guess" if saved["simulated"] else "measured"
     if cfg.times:
         how = "simulated, and scaled to the time of one rank that was given"
@@ -460,8 +428,12 @@ def describe(cfg: PredictConfig, saved: dict[str, Any], link: Link, sent_mb: flo
         f"one device   {how}: {saved['device']}",
         f"link         {1e6 * link.alpha:.1f} us a hop, {link.beta / 1e9:.2f} GB/s: {link.source}",
         f"gradients    {sent_mb:.1f} MB a step, in buckets of {cfg.ddp.bucket_cap_mb:g} MB",
-        *("", "predicted milliseconds of a step", make_table(saved["runs"], phases=False), ""),
-        *(advise_ranks(saved["runs"], mode) for mode in cfg.modes),
+        *(
+            "",
+            "predicted milliseconds of a step",
+            scaling.make_table(saved["runs"], phases=False),
+            "",
+        ),
     ]
     cores, ranks = os.cpu_count() or 1, max(cfg.ranks)
     if saved["threads_per_rank"] is not None and ranks > cores:
@@ -469,24 +441,8 @@ def describe(cfg: PredictConfig, saved: dict[str, Any], link: Link, sent_mb: flo
     return [*lines, ""]
 
 
-def advise_ranks(runs: list[dict[str, Any]], mode: str) -> str:
-    """Return one line of advice: how many ranks, for one way to scale."""
-    runs = [run for run in runs if run["scaling"] == mode]
-    best = max(runs, key=lambda run: run["speedup"])
-    ranks, speedup = best["ranks"], best["speedup"]
-    if speedup < ENOUGH:
-        return f"{mode}: use one. {ranks} give {speedup:.2f}x at most, and 1.2x is worth a second"
-    enough = [run["ranks"] for run in runs if run["efficiency_percent"] >= 80]
-    text = f"{mode}: {ranks} are the fastest, {speedup:.2f}x"
-    if ranks not in enough:
-        text += f"; beyond {max(enough, default=1)} less than 80 % of what is booked is used"
-    return text
-
-
 def advise_buckets(runs: list[dict[str, Any]], shares: dict[Cell, Share], link: Link) -> list[str]:
-    """Return a line for each number of ranks where smaller buckets, which leave earlier, would
-    pay.
-    """
+    """Return a line for each number of ranks where smaller buckets would pay."""
     lines = []
     for line in runs:
         mode, ranks, step = line["scaling"], line["ranks"], line["step_seconds"]["p50"]
@@ -504,9 +460,7 @@ def advise_buckets(runs: list[dict[str, Any]], shares: dict[Cell, Share], link: 
 
 
 def describe_time(found: dict[str, Any], sent_mb: float) -> list[str]:
-    """Return what the measured step of one number of ranks says, for people. sent_mb: of gradients,
-    per step.
-    """
+    """Return what algo.times says of one number of ranks. sent_mb: gradients per step."""
     causes, rest = found["causes"], found["unexplained_seconds"]
     milliseconds = 1000 * found["measured_seconds"]
     head = f"measured elsewhere: {found['ranks']} ranks, {milliseconds:.1f} ms a step,"
@@ -525,7 +479,7 @@ def describe_time(found: dict[str, Any], sent_mb: float) -> list[str]:
             f"  {1000 * rest:.1f} ms are neither computing nor the link. It is not the bandwidth of"
             " the link: that",
             f"  would be {sent_mb:.0f} MB at {found['needed_gbs']:.2f} GB/s, and this link gives"
-            f" {found['link_gbs']:.0f}, PCIe 3 gives {PCIE / 1e9:.0f}. Look at",
+            f" {found['link_gbs']:.0f}, PCIe 3 gives {links.PCIE / 1e9:.0f}. Look at",
             "    phase_seconds.data: waiting for the loader",
             "    NCCL_DEBUG=INFO: it must not say NET/Socket",
             "    processes: srun --ntasks=4 with torchrun --nproc_per_node=4 makes 16 on 4 GPUs",

@@ -1,12 +1,10 @@
-"""algo=scaling: the same training steps with one rank and with several, and where their time goes.
-
-    python launch.py algo=scaling 'algo.ranks=[1,2]' algo.mode=both
+"""Measure the same training steps with one rank and with several, and where their time goes:
+algo=scaling.
 
 Each number of ranks is started on this node, and all of them again for each repeat, so that a
 device that slows down slows all. Strong scaling: algo.batch_size is of all ranks. Weak: it is of
 each rank. Exposed communication is what the exchange of gradients adds to the backward pass: that
-pass on a batch with it, less the pass on the same batch under no_sync. Before the timing the loss
-of a few steps without dropout is compared at an equal batch of all ranks.
+pass on a batch with it, less the pass on the same batch under no_sync.
 """
 
 import json
@@ -104,9 +102,7 @@ def with_ranks(run: Run, ranks: int) -> Run:
 
 
 def threads_per_rank(run: Run) -> int:
-    """Return the cores that a rank on a CPU has among the most ranks: like a device, it does not
-    shrink with their number.
-    """
+    """Return the cores that a rank on a CPU has among the most ranks."""
     return max(1, (os.cpu_count() or 1) // max(run.algo.ranks))
 
 
@@ -138,9 +134,7 @@ class Bench:
         self.rows, _ = held_out(self.data, cfg.validation_share, run.seed)
 
     def stepper(self, context: Context, **sizes: float) -> Stepper:
-        """Return a new model with its optimizer, connected as `context` says. sizes: of the model,
-        where they are not those of the run.
-        """
+        """Return a new model with its optimizer. sizes: where they are not those of the run."""
         config = replace(self.run.algo.model, **sizes)
         model = models.build(
             config, len(self.task.classes), self.tokenizer, self.data, self.run.seed
@@ -191,7 +185,8 @@ def measure(run: Run, context: Context, task: ClassTask | None = None) -> dict[s
     bench = Bench(run, context, task, precision.resolve(run.opt, context.device.device))
     # Ranks draw dropout by themselves, so it is off where their loss must be that of one rank.
     alike = bench.stepper(context, dropout=0.0)
-    losses = measure_losses(alike, Feed(bench, cfg.batch_size, context.world_size))
+    feed, clock = Feed(bench, cfg.batch_size, context.world_size), Clock(alike.device)
+    losses = [alike.step(*feed.take(), i, CHECKED, clock)["loss"] for i in range(CHECKED)]
     times: dict[str, Any] = {}
     for mode in cfg.modes if context.world_size > 1 else cfg.modes[:1]:
         batch_rows = cfg.batch_size * (context.world_size if mode == "weak" else 1)
@@ -203,15 +198,6 @@ def measure(run: Run, context: Context, task: ClassTask | None = None) -> dict[s
         exposed = measure_exposed(stepper, feed)
         times[mode] = {"batch_rows": batch_rows, "spans": spans, "exposed": exposed}
     return bench.facts(alike) | {"losses": losses, "times": times}
-
-
-def measure_losses(stepper: Stepper, feed: Feed) -> list[float]:
-    """Return the loss of the first steps."""
-    clock, found = Clock(stepper.device), []
-    for step in range(CHECKED):
-        batch, rows = feed.take()
-        found.append(stepper.step(batch, rows, step, CHECKED, clock)["loss"])
-    return found
 
 
 def time_steps(stepper: Stepper, feed: Feed, cfg: ScalingConfig) -> list[dict[str, float]]:
@@ -280,9 +266,6 @@ def summarise(
     return describe_run(run, first) | {
         "device": device.name,
         "threads_per_rank": threads_per_rank(run) if device.device.type == "cpu" else None,
-        "steps": cfg.steps,
-        "warmup_steps": cfg.warmup_steps,
-        "repeats": cfg.repeats,
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_"))},
         "loss_check": {
             "steps": CHECKED,
@@ -295,18 +278,14 @@ def summarise(
 
 
 def describe_run(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return what was run, for scaling.json and prediction.json: equal settings are compared.
-    facts: of the bench.
-    """
+    """Return what was run; equal settings are compared. facts: of the bench."""
     cfg: ScalingConfig = run.algo
     opt = {name: value for name, value in asdict(run.opt).items() if name not in ("ddp", "profile")}
     settings = {name: asdict(getattr(cfg, name)) for name in ("model", "ddp", "loader")}
     return {
         **{name: facts[name] for name in ("task", "parameters", "training_rows", "dtype")},
         "model": f"encoder {cfg.model.layers}x{cfg.model.size}",
-        "gradient_mb": 4 * facts["parameters"] / 2**20,
         "settings": settings | {"opt": opt, "task": run.task, "train_rows": cfg.train_rows},
-        "versions": {"torch": str(torch.__version__), "cuda": torch.version.cuda},
     }
 
 
@@ -359,9 +338,7 @@ def print_findings(saved: dict[str, Any], out_dir: Path) -> None:
 
 
 def make_table(runs: list[dict[str, Any]], phases: bool = True) -> str:
-    """Return a line for each of the runs of scaling.json or prediction.json; with p90 and phases it
-    is 130 wide, without 70.
-    """
+    """Return a line for each run of scaling.json or prediction.json."""
     names = PHASES if phases else ()
     head = ["scaling", "ranks", "rows", "p50", *(["p90"] * phases), *names, "rows/s", "speed-up"]
     rows = [[*head, "efficiency"]]

@@ -72,9 +72,7 @@ class Clock:
 
 
 class Stepper:
-    """Model, optimizer and what connects the ranks. model: plain, on the device, float32; trained
-    in place.
-    """
+    """Model, optimizer and what connects the ranks. model: float32, trained in place."""
 
     def __init__(self, model: Any, run: Run, context: Context, numbers: Precision) -> None:
         self.model, self.run, self.context, self.numbers = model, run, context, numbers

@@ -26,9 +26,7 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz")
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A path: what came before (context [C, S]), what happened (states [T, S]), and where it should
-    have gone (goal [S]).
-    """
+    """A path: before it (context [C, S]), itself (states [T, S]), and its goal ([S])."""
 
     context: np.ndarray
     states: np.ndarray
@@ -44,9 +42,7 @@ class Labelled:
 
 
 class ClassTask(Protocol):
-    """The methods of a class task. A user's own class needs no base class, only these; `name` is
-    optional.
-    """
+    """The methods of a class task, which needs no base class; `name` is optional."""
 
     classes: list[str]  # names, by label
 
@@ -58,31 +54,21 @@ class ClassTask(Protocol):
 
 
 def made(node: dict[str, Any]) -> ClassTask:
-    """Return the class task that a configuration names. Raises: ConfigError as
-    `common.tasks.instance`.
-    """
+    """Return the class task that a configuration names. Raises: ConfigError."""
     return instantiate("task", node, ("rows",), "ddp_bench/tasks.py")
 
 
 # --- generated
 
 # Words of a topic; one that stands in two of them decides nothing by itself.
-TOPICS = {
-    "sport": (
-        "match goal team coach season league score court referee stadium striker final training"
-        " record"
-    ),
-    "food": "recipe oven salt butter kitchen dish season roast stock flour taste spice boil course",
-    "money": (
-        "bank stock market interest price shares bond court record profit tax loan fund broker"
-    ),
-    "travel": (
-        "flight hotel beach ticket map bank course season luggage train island border museum match"
-    ),
-    "weather": (
-        "rain storm cloud wind forecast front record degrees snow humid sunny map boil thunder"
-    ),
-}
+WORDS = """
+sport: match goal team coach season league score court referee stadium striker final training record
+food: recipe oven salt butter kitchen dish season roast stock flour taste spice boil course
+money: bank stock market interest price shares bond court record profit tax loan fund broker
+travel: flight hotel beach ticket map bank course season luggage train island border museum match
+weather: rain storm cloud wind forecast front record degrees snow humid sunny map boil thunder
+"""
+TOPICS = {name: words for name, words in (line.split(": ") for line in WORDS.strip().splitlines())}
 TEMPLATES = (
     "we talked about the {} and the {} for a while",
     "nobody expected the {} after such a {}",
@@ -93,7 +79,17 @@ TEMPLATES = (
 )
 
 
-class Topics:
+class Splits:
+    """Rows that were made or read at once."""
+
+    _splits: dict[str, list[Labelled]]
+
+    def rows(self, split: str) -> Sequence[Labelled]:
+        """Return the rows of a split."""
+        return self._splits[split]
+
+
+class Topics(Splits):
     """Short texts made of templates, several words of the topic and some of another one.
 
     In about one text of twenty both topics weigh the same, so that nobody gets all of them right.
@@ -118,9 +114,8 @@ class Topics:
     def _draw_text(self, draw: random.Random, label: int) -> str:
         own = TOPICS[self.classes[label]].split()
         other = TOPICS[draw.choice([c for c in self.classes if c != self.classes[label]])].split()
-        words = draw.sample(own, draw.choice((2, 3, 3, 4))) + draw.sample(
-            other, draw.choice((0, 1, 1, 2))
-        )
+        words = draw.sample(own, draw.choice((2, 3, 3, 4)))
+        words += draw.sample(other, draw.choice((0, 1, 1, 2)))
         draw.shuffle(words)
         parts = []
         while words:  # a template takes two words; the last one may be alone
@@ -128,12 +123,8 @@ class Topics:
             parts.append(draw.choice(TEMPLATES).format(*pair))
         return " . ".join(parts)
 
-    def rows(self, split: str) -> Sequence[Labelled]:
-        """Return the rows of a split."""
-        return self._splits[split]
 
-
-class Trajectories:
+class Trajectories(Splits):
     """Paths of a point in the plane; the class is how it moves on after its context: to the left,
     to the right, to a goal, straight.
 
@@ -145,12 +136,9 @@ class Trajectories:
     name = "trajectories"
 
     def __init__(self, *, rows: int, test_rows: int, longest: int, noise: float) -> None:
-        for key, value, least in (
-            ("rows", rows, 10),
-            ("test_rows", test_rows, 10),
-            ("longest", longest, 4),
-        ):
-            at_least(f"task.{key}", value, least)
+        at_least("task.rows", rows, 10)
+        at_least("task.test_rows", test_rows, 10)
+        at_least("task.longest", longest, 4)
         at_least("task.noise", noise, 0)
         self.classes = ["left", "right", "to the goal", "straight"]
         made = self._draw_paths(np.random.default_rng(0), rows + test_rows, longest, noise)
@@ -165,45 +153,32 @@ class Trajectories:
         angle = draw.uniform(0, 2 * np.pi, rows)
         velocity = 0.05 * np.stack([np.cos(angle), np.sin(angle)], 1)
         turn = 0.05 * np.select([labels == 0, labels == 1], [1.0, -1.0], 0.0)
-        rotation = np.stack([np.cos(turn), -np.sin(turn), np.sin(turn), np.cos(turn)], 1).reshape(
-            rows, 2, 2
-        )
+        rotation = np.stack([np.cos(turn), -np.sin(turn), np.sin(turn), np.cos(turn)], 1)
+        rotation = rotation.reshape(rows, 2, 2)
         seen = np.empty((rows, 2 * longest, 4), np.float32)
-        for step in range(
-            2 * longest
-        ):  # a context of `longest` steps, of which the last ones are kept, and the path
+        # a context of `longest` steps, of which the last ones are kept, and the path
+        for step in range(2 * longest):
             if step >= longest:
                 velocity = np.einsum("nij,nj->ni", rotation, velocity)
                 towards = goal - place
                 towards *= 0.05 / np.maximum(np.linalg.norm(towards, axis=1, keepdims=True), 1e-6)
-                velocity = np.where(
-                    (labels == 2)[:, None], 0.9 * velocity + 0.1 * towards, velocity
-                )
+                drawn = 0.9 * velocity + 0.1 * towards
+                velocity = np.where((labels == 2)[:, None], drawn, velocity)
             place = place + velocity
             seen[:, step] = np.concatenate([place, 10 * velocity], 1)
         seen += noise * draw.normal(0, 1, seen.shape).astype(np.float32)
         goals = np.concatenate([goal, np.zeros_like(goal)], 1).astype(np.float32)
-        return [
-            Labelled(
-                Trajectory(
-                    seen[i, longest - before : longest],
-                    seen[i, longest : longest + after],
-                    goals[i],
-                ),
-                int(labels[i]),
-            )
-            for i, (before, after) in enumerate(lengths.T.tolist())
-        ]
-
-    def rows(self, split: str) -> Sequence[Labelled]:
-        """Return the rows of a split."""
-        return self._splits[split]
+        made = []
+        for i, (before, after) in enumerate(lengths.T.tolist()):
+            context, path = np.split(seen[i, longest - before : longest + after], [before])
+            made.append(Labelled(Trajectory(context, path, goals[i]), int(labels[i])))
+        return made
 
 
 # --- from files
 
 
-class TextFiles:
+class TextFiles(Splits):
     """Texts with labels from files, or from a dataset of the hub. Train texts that stand in the
     test rows are dropped.
 
@@ -270,10 +245,6 @@ class TextFiles:
             )
         self._splits = {"train": kept, "test": rows["test"]}
 
-    def rows(self, split: str) -> Sequence[Labelled]:
-        """Return the rows of a split."""
-        return self._splits[split]
-
     def _read(self, split: str, file: str | None) -> list[tuple[str, str, str]]:
         """Return (place, text, label) of each good row. file: None = task.path is a dataset."""
         key = f"task.{split}" if self.path is None else "task.path"
@@ -328,9 +299,7 @@ class TextFiles:
 
 
 def _find_file(path: str, split: str) -> str | None:
-    """Return the file of a split in a folder; None where `path` is no folder but may be an id.
-    Raises: ConfigError.
-    """
+    """Return a split's file in a folder; None where `path` may be an id."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         if folder.exists() or path.startswith((".", "~", "/")) or path.count("/") > 1:

@@ -1,13 +1,11 @@
 """Report on the scaling of finished classify runs: tables, figures, a diagnosis and advice.
 
-    python -m ddp_bench.report --root outputs
     python -m ddp_bench.report --root outputs --out report --warmup 1 --datasets ag_news imdb
 
-Reads run folders (run.yaml, result.json, metrics.jsonl), scaling runs (scaling.json) and
-predictions (prediction.json) anywhere below --root, and puts those of one task with the same
-settings together. Speed-up is rows per second against one rank. Strong: the batch of all ranks is
-that of the one rank; weak: the batch of each rank is. Training time alone counts, without
-validation.
+Reads run folders, scaling runs (scaling.json) and predictions (prediction.json) anywhere below
+--root, and puts those of one task with the same settings together. Speed-up is rows per second
+against one rank. Strong: the batch of all ranks is that of the one rank; weak: the batch of each
+rank is. Training time alone counts.
 """
 
 import argparse

@@ -159,9 +159,7 @@ def compare_point(point: Point, points: list[Point]) -> None:
 
 
 def measure_losses(point: Point, base: Point) -> dict[str, float]:
-    """Return the seconds of a step above the ideal one, by cause: what the base takes, for each
-    rank's share of the rows.
-    """
+    """Return the seconds of a step above the base's for each rank's share, by cause."""
     share = 1 / point.ranks if point.mode == "strong" else 1.0
 
     def more(*names: str) -> float:

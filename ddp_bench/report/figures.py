@@ -14,10 +14,7 @@ MARKERS = "os^Dv<>P"
 
 
 def draw_figures(group: Group, out: Path, warmup: int) -> None:
-    """Draw what a group has numbers for, each figure into a file of `out`.
-
-    Args: warmup: epochs of a run that do not count.
-    """
+    """Draw what a group has numbers for. warmup: epochs of a run that do not count."""
     draw_times(group, out / f"{group.name}_epoch_time_detailed.png", warmup)
     draw_speedup(group, out / f"{group.name}_speedup_efficiency.png")
     draw_throughput(group, out / f"{group.name}_throughput.png")
@@ -46,10 +43,11 @@ def draw_times(group: Group, path: Path, warmup: int) -> None:
         if curves:
             axis = axes[0]
             _draw_epochs(axis, group, "epochs", "training time of an epoch (s)")
+            axis.set_title(f"{group.name}: time of an epoch")
+            axis.set_ylim(0, 1.2 * axis.dataLim.ymax)
             if warmup:
                 axis.axvspan(0.5, warmup + 0.5, color="0.88", label="not counted", zorder=0)
-            axis.set_title(f"{group.name}: time of an epoch")
-            axis.set_ylim(bottom=0)
+            axis.legend(fontsize=11)
         if points:
             axis, places = axes[-1], range(len(points))
             bottoms = [0.0] * len(points)
@@ -86,9 +84,9 @@ def draw_speedup(group: Group, path: Path) -> None:
                     where = {"xytext": (0, offset), "textcoords": "offset points", "ha": "center"}
                     axis.annotate(text.format(value), (place, value), fontsize=12, **where)
             axis.set(xlabel=f"{group.points[0].unit}s", title=f"{group.name}: {title}")
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, 1.15 * axis.dataLim.ymax)
             axis.set_xticks(ranks)
-            axis.margins(x=0.12, y=0.15)
+            axis.margins(x=0.12)
             axis.legend(fontsize=12)
 
 
@@ -112,6 +110,7 @@ def draw_accuracy(group: Group, path: Path) -> None:
         with _saved(path, 1, 8.5) as [axis]:
             _draw_epochs(axis, group, "accuracy", "validation accuracy (%)")
             axis.set_title(f"{group.name}: accuracy")
+            axis.legend(fontsize=11)
 
 
 def _style(i: int) -> dict[str, Any]:
@@ -131,7 +130,6 @@ def _draw_epochs(axis: Any, group: Group, name: str, unit: str) -> None:
                 label = None
     axis.set(xlabel="epoch", ylabel=unit)
     axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.legend(fontsize=11)
 
 
 def _name_bars(axis: Any, points: list[Point]) -> None:
@@ -144,9 +142,7 @@ def _name_bars(axis: Any, points: list[Point]) -> None:
 
 
 def _list_lines(group: Group) -> dict[str, list[Point]]:
-    """Return the points that compare with the one rank, by the name of their line; it comes first
-    in each.
-    """
+    """Return the points that compare with the one rank, which comes first, by line."""
     lines: dict[str, list[Point]] = {}
     for point in group.points:
         if point.base is not None:

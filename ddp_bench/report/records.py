@@ -26,9 +26,7 @@ NOT_A_GROUP += ("validation_share",)
 
 @dataclass
 class Record:
-    """One run, or one measurement of a scaling run. Seconds are of training steps; warm-up is left
-    out of them.
-    """
+    """One run, or one measurement of a scaling run. Seconds are of steps after the warm-up."""
 
     folder: str
     task: str
@@ -170,9 +168,7 @@ def read_table(path: Path) -> list[Record]:
 
 
 def select_tasks(records: list[Record], datasets: Sequence[str] | None) -> list[Record]:
-    """Return the records of these tasks, whose names need not have the same case or dashes. Raises:
-    ConfigError.
-    """
+    """Return the records of these tasks; case and dashes do not count. Raises: ConfigError."""
 
     def plain(name: str) -> str:
         return re.sub(r"[^a-z0-9]", "", name.lower())
