@@ -330,14 +330,9 @@ class SwitchConfig:
 
 
 NOT_WITH_FSDP = {
-    "ddp": "with ddp every rank has all weights, with fsdp a share of them. Use one of them",
-    "compile": (
-        "gathering weights between blocks breaks the graph. Leave compile out, or use opt=ddp"
-    ),
-    "offload": (
-        "what it would move is shared out already. Leave it out; opt.fsdp.cpu_offload=true moves"
-        " all weights"
-    ),
+    "ddp": "every rank has all weights with ddp, a share of them with fsdp. Use one of them",
+    "compile": "gathering weights breaks the graph. Leave compile out, or use opt=ddp",
+    "offload": "the weights are shared out already. Leave it out, or use opt.fsdp.cpu_offload=true",
 }
 
 
@@ -358,16 +353,14 @@ class OptConfig:
         for switch in fields(self):
             value = getattr(self, switch.name)
             for option in () if value.enabled else fields(value):
-                given = getattr(value, option.name)
+                given, name = getattr(value, option.name), f"{switch.name}.{option.name}"
                 if given != option.default:
                     raise ConfigError(
-                        f"opt.{switch.name}.{option.name}={given} has no effect: {switch.name} is"
-                        f" off. Add it: 'opt=[{switch.name},...]'."
+                        f"opt.{name}={given} has no effect: {switch.name} is off. Add it:"
+                        f" 'opt=[{switch.name},...]'."
                     )
-        if not self.fsdp.enabled:
-            return
         for name, why in NOT_WITH_FSDP.items():
-            if getattr(self, name).enabled:
+            if self.fsdp.enabled and getattr(self, name).enabled:
                 raise ConfigError(f"opt=fsdp and opt={name} do not go together: {why}.")
 
     @property

@@ -270,11 +270,11 @@ MISTAKES = {
         "task=trajectories, which has no texts. Leave it out."
     ),
     "algo=classify algo.validation_share=0": (
-        "algo.patience=2 has no effect with algo.validation_share=0: there is nothing to tell by"
-        " when to stop. Set a share, for example 0.1, or algo.patience=null."
+        "algo.patience=2 has no effect with algo.validation_share=0. Set a"
+        " share, for example 0.1, or algo.patience=null."
     ),
     "algo=classify algo.label_smoothing=1": (
-        "algo.label_smoothing=1.0 is a share. Give a value below 1."
+        "algo.label_smoothing=1.0 is out of range. Give a value below 1."
     ),
     "algo=classify algo.ddp.hook=fp8": (
         "algo.ddp.hook='fp8' is not a choice. Choices: none, fp16, bf16, powersgd."
@@ -291,8 +291,7 @@ def test_mistakes_are_worded(arguments):
 
 RUN_MISTAKES = {
     "algo.ddp.hook=fp16": (
-        "algo.ddp.hook=fp16 has no effect with one rank: nothing is sent. Add 'opt=[ddp]', or leave"
-        " it out."
+        "algo.ddp.hook=fp16 has no effect with one rank: nothing is sent. Leave it out."
     ),
     "opt=[ddp] algo.ddp.hook=bf16": (
         "algo.ddp.hook=bf16 needs NCCL, and the ranks talk through gloo. Use algo.ddp.hook=fp16."
