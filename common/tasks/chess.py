@@ -43,10 +43,7 @@ _LONGEST = 120  # no FEN is longer; hostile completions may be
 
 @dataclass(kw_only=True, eq=False)
 class Chess(Weighted):
-    """The task, with the settings of conf/task/chess.yaml.
-
-    Raises: ConfigError for settings that cannot work and for data that is missing or broken.
-    """
+    """The task, with the settings of conf/task/chess.yaml."""
 
     name = "chess"
 

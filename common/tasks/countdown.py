@@ -34,7 +34,6 @@ class Countdown(Weighted):
 
     No two rows have the same numbers and target. `answer` is one right expression of the many, or
     "" where the data gives none.
-    Raises: ConfigError for settings that cannot work and for data that is missing or broken.
     """
 
     name = "countdown"

@@ -115,11 +115,7 @@ class CustomConfig:
 
 
 class Custom(Rows):
-    """The task, with the settings of conf/task/custom.yaml. An example's `question` is the prompt.
-
-    Raises: ConfigError for settings that are contradictory or without effect, for data that is
-    missing or broken, and if task.reward needs a package that is not installed.
-    """
+    """The task, with the settings of conf/task/custom.yaml; `question` is the whole prompt."""
 
     # what help() and common.tasks.build see, instead of **settings
     __signature__ = inspect.signature(CustomConfig)

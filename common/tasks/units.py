@@ -145,10 +145,7 @@ _Step = tuple[str, Fraction]
 
 @dataclass(kw_only=True, eq=False)
 class Units(Weighted):
-    """The task, with the settings of conf/task/units.yaml.
-
-    Raises: ConfigError for settings that cannot work and for data that is missing or broken.
-    """
+    """The task, with the settings of conf/task/units.yaml."""
 
     name = "units"
 
