@@ -16,6 +16,7 @@ import os
 import string
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,7 @@ from common.tasks import Messages, plain
 
 
 def model_of(given: str) -> tuple[str, str | Messages | None]:
-    """The model's folder or hub id, and a prompt as the run had them; None where `given` is no run
-    folder.
+    """Return the model's folder or hub id, and a prompt as the run had them, if `given` is a run.
 
     Raises: ConfigError for a run that has no language model (yet).
     """
@@ -48,57 +48,49 @@ def model_of(given: str) -> tuple[str, str | Messages | None]:
         )
     config = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))
     if "model_type" not in config:  # which every language model's has
-        raise ConfigError(
-            f"{given} holds a classifier, which completes nothing. Its algorithm's page in docs/"
-            " says how to ask it."
-        )
+        raise ConfigError(f"{given} holds a classifier: its algorithm's page in docs/ says more.")
     rows = folder / "completions" / "after.jsonl"
     first = rows.read_text(encoding="utf-8").split("\n", 1)[0] if rows.is_file() else ""
     return str(folder / "model"), json.loads(first)["prompt"] if first else None
 
 
 def template_of(given: str) -> tuple[str, str] | None:
-    """Return the text before and after the only field of the run's task.template; None without one,
-    or with several fields.
-    """
+    """Return the text before and after the only field of the run's task.template, if it has one."""
     path = Path(given).expanduser() / "run.yaml"
     saved = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
     template = (saved["config"].get("task") or {}).get("template") if saved else None
-    if not template:
-        return None
-    parts = list(string.Formatter().parse(template))
-    fields = [number for number, (_, name, _, _) in enumerate(parts) if name]
+    parts = list(string.Formatter().parse(template or ""))
+    fields = [number for number, (_, name, _, _) in enumerate(parts, start=1) if name]
     if len(fields) != 1:
         return None
     texts = [text for text, _, _, _ in parts]
-    return "".join(texts[: fields[0] + 1]), "".join(texts[fields[0] + 1 :])
+    return "".join(texts[: fields[0]]), "".join(texts[fields[0] :])
 
 
 def prompt_like(
     text: str, shown: str | Messages | None, system: str | None, chat: bool
 ) -> str | Messages:
-    """`text` as a prompt. shown: one of the run's; system: text instead of the run's; chat: of a
-    conversation.
-    """
+    """Return `text` as a prompt. shown: one of the run's; system: instead of the run's."""
     if not chat:
         return text
-    before = (
-        [m for m in shown[:-1] if system is None or m["role"] != "system"]
-        if isinstance(shown, list)
-        else []
-    )
-    first = [{"role": "system", "content": system}] if system else []
-    return [*first, *before, {"role": "user", "content": text}]
+    messages = shown[:-1] if isinstance(shown, list) else []
+    if system is not None:
+        first = [{"role": "system", "content": system}] if system else []
+        messages = first + [m for m in messages if m["role"] != "system"]
+    return [*messages, {"role": "user", "content": text}]
 
 
 def prompts(given: str | None) -> Iterator[str]:
-    """The prompt that was given, else those on standard input, a line each; blank ones are none.
-    Raises: ConfigError.
-    """
+    """Yield the prompt that was given, else the lines of standard input that are not blank."""
     if given is not None:
         yield given
-        return
-    if not sys.stdin.isatty():
+    elif sys.stdin.isatty():
+        with suppress(EOFError):
+            while True:
+                if (line := input("> ")).strip():
+                    yield line
+        print()
+    else:
         for number, raw in enumerate(sys.stdin.buffer, start=1):
             try:
                 line = raw.decode().removesuffix("\n").removesuffix("\r")
@@ -109,15 +101,6 @@ def prompts(given: str | None) -> Iterator[str]:
                 ) from None
             if line.strip():
                 yield line
-        return
-    while True:
-        try:
-            line = input("> ")
-        except EOFError:
-            break
-        if line.strip():
-            yield line
-    print()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -125,31 +108,19 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         "python -m common.chat", description="Try a model that a run trained, or any other."
     )
-    found.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a run folder, a model folder, or an id of the Hugging Face hub",
-    )
-    found.add_argument(
-        "--prompt",
-        help="complete this one and end; without it, lines of standard input, blank ones skipped",
-    )
-    found.add_argument("--system", help="system text; for a run's model, instead of the run's")
-    found.add_argument(
-        "--plain", action="store_true", help="no chat template: the model goes on with the text"
-    )
-    found.add_argument(
-        "--temperature", type=float, default=0.7, help="0 = the most likely token each time (0.7)"
-    )
-    found.add_argument(
-        "--max-new-tokens",
-        type=int,
-        default=256,
-        help="longest answer (256; less where the context is short)",
-    )
-    found.add_argument("--seed", type=int, default=0, help="of the draws (0)")
-    found.add_argument("--lora", help="folder of a LoRA adapter on top")
-    found.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    options: dict[str, dict[str, Any]] = {
+        "model": {"metavar": "MODEL", "help": "a run or model folder, or an id of the HF hub"},
+        "--prompt": {"help": "instead of lines of standard input, blank ones skipped"},
+        "--system": {"help": "system text; for a run's model, instead of the run's"},
+        "--plain": {"action": "store_true", "help": "no chat template: go on with the text"},
+        "--temperature": {"type": float, "default": 0.7, "help": "0 = greedy (0.7)"},
+        "--max-new-tokens": {"type": int, "default": 256, "help": "longest answer (256)"},
+        "--seed": {"type": int, "default": 0, "help": "of the draws (0)"},
+        "--lora": {"help": "folder of a LoRA adapter on top"},
+        "--device": {"choices": ("auto", "cpu", "cuda"), "default": "auto"},
+    }
+    for name, option in options.items():
+        found.add_argument(name, **option)
     return found
 
 
@@ -169,22 +140,16 @@ def answer_all(given: argparse.Namespace) -> None:
     model, tokenizer = load_model(config, None, dtype, device, progress=False)
     stop = stop_ids(model, tokenizer)
     sampler = Sampler(model, pad_id=tokenizer.pad_token_id, stop_ids=stop, rows=1)  # type: ignore[arg-type]
-    trained_plain = isinstance(shown, str)
-    chat = (
-        not given.plain
-        and not trained_plain
-        and (shown is not None or tokenizer.chat_template is not None)
-    )
+    formed = shown is not None or tokenizer.chat_template is not None
+    chat = formed and not given.plain and not isinstance(shown, str)
     chat = chat or given.system is not None
     if given.prompt is None and sys.stdin.isatty():
         form = "through its chat template" if chat and tokenizer.chat_template else "as plain text"
         print(f"{given.model}: prompts go in {form}, each alone. Ctrl-D ends.")
         if shown is not None:
-            print(
-                "One of the"
-                f" run's{', task.template filled in' if template_of(given.model) else ''}:"
-                f" {(plain(shown[-1:]) if isinstance(shown, list) else shown).strip()}"
-            )
+            filled = ", task.template filled in" if template_of(given.model) else ""
+            one = plain(shown[-1:]) if isinstance(shown, list) else shown
+            print(f"One of the run's{filled}: {one.strip()}")
     before, after = template_of(given.model) or ("", "")
     for number, typed in enumerate(prompts(given.prompt)):
         text = typed if given.plain else f"{before}{typed}{after}"
@@ -201,7 +166,7 @@ def answer_all(given: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """The command line. Exit codes: 0 done, 2 a mistake, 130 Ctrl-C."""
+    """Run the command line. Exit codes: 0 done, 2 a mistake, 130 Ctrl-C."""
     # of its retries; what comes of them is said below
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
@@ -212,9 +177,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return EXIT_INTERRUPTED
-    except (
-        BrokenPipeError
-    ):  # who reads has enough; Python would complain once more when it closes the pipe
+    except BrokenPipeError:  # Python would complain once more when it closes the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

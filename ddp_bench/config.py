@@ -16,6 +16,7 @@ from common.config import (
     below,
     choice,
     no_effect,
+    unused,
 )
 
 Part = Annotated[Nonnegative, (below, 1)]  # a share, but not all
@@ -140,11 +141,8 @@ class ClassifyConfig:
 
     def check_run(self, run: Run) -> None:
         """Raise ConfigError for a switch that has no effect with these settings."""
-        if run.opt.offload.enabled:
-            raise ConfigError(
-                f"opt=offload has no effect with algo={run.algo.name}: there is no reference model."
-                " Leave it out."
-            )
+        why = f"with algo={run.algo.name}: there is no reference model"
+        unused((run.opt.offload.enabled, "opt=offload", why))
 
 
 @dataclass(kw_only=True)
@@ -172,8 +170,8 @@ class ScalingConfig(ClassifyConfig):
         """Raise ConfigError unless the numbers of ranks begin with 1 and grow."""
         if len(self.ranks) < 2 or self.ranks[0] != 1 or sorted(set(self.ranks)) != self.ranks:
             raise ConfigError(
-                f"algo.ranks={self.ranks} must be numbers of ranks that begin with 1, what speed-up"
-                " is told against, and grow. Use for example algo.ranks=[1,2,4]."
+                f"algo.ranks={self.ranks} must be numbers of ranks that begin with 1 and grow. Use"
+                " for example algo.ranks=[1,2,4]."
             )
 
     @property
@@ -196,19 +194,17 @@ class PredictConfig(ScalingConfig):
         """
         if not self.ranks or self.ranks[0] < 2 or sorted(set(self.ranks)) != self.ranks:
             raise ConfigError(
-                f"algo.ranks={self.ranks} must be numbers of ranks from 2 on, and grow; one rank is"
-                " always told. Use for example algo.ranks=[2,4,8]."
+                f"algo.ranks={self.ranks} must be numbers of ranks from 2 on, and grow. Use for"
+                " example algo.ranks=[2,4,8]."
             )
         for ranks in self.times:
             if ranks not in (1, *self.ranks):
                 raise ConfigError(
-                    f"algo.times names {ranks} ranks, and algo.ranks={self.ranks} does not. Add it"
-                    " there."
+                    f"algo.times names {ranks} ranks, algo.ranks={self.ranks} does not. Add it."
                 )
         if self.times and 1 not in self.times:
             raise ConfigError(
-                "algo.times has no time of one rank, which the others are told against. Use for"
-                " example 'algo.times={1: 5.2, 4: 11.3}'."
+                "algo.times has no time of one rank. Use for example 'algo.times={1: 5.2, 4: 2}'."
             )
         if self.times and self.mode == "weak":
             raise ConfigError("algo.times are of strong scaling. Use algo.mode=strong or both.")
@@ -216,13 +212,16 @@ class PredictConfig(ScalingConfig):
 
 def check_switches(run: Run, settings: ClassifyConfig, ranks: int) -> None:
     """Raise ConfigError for settings without effect beside these, or with this number of ranks."""
-    if settings.ddp.hook != "none" and run.opt.fsdp.enabled:
-        raise ConfigError(
-            f"algo.ddp.hook={settings.ddp.hook} is of DistributedDataParallel, which opt=fsdp"
-            " replaces. Use opt=[ddp] for it, or leave it out."
-        )
-    if settings.ddp.hook != "none" and ranks == 1:
-        raise ConfigError(
-            f"algo.ddp.hook={settings.ddp.hook} has no effect with one rank: nothing is sent. Add"
-            " 'opt=[ddp]', or leave it out."
-        )
+    hook = settings.ddp.hook
+    unused(
+        (
+            hook != "none" and run.opt.fsdp.enabled,
+            f"algo.ddp.hook={hook}",
+            "with opt=fsdp, which replaces DistributedDataParallel",
+        ),
+        (
+            hook != "none" and ranks == 1,
+            f"algo.ddp.hook={hook}",
+            "with one rank: nothing is sent",
+        ),
+    )

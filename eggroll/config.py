@@ -14,6 +14,7 @@ from common.config import (
     ScheduleConfig,
     at_least,
     choice,
+    unused,
 )
 
 Policy = Annotated[str, (choice, ("lowrank", "full", "frozen"))]
@@ -103,22 +104,23 @@ class EggrollConfig:
         if self.samples_per_prompt > 1 and self.sampling.temperature == 0:
             raise ConfigError(
                 f"algo.samples_per_prompt={self.samples_per_prompt} has no effect at"
-                " algo.sampling.temperature=0: greedy completions of one prompt are equal. Set a"
-                " temperature above 0."
+                " algo.sampling.temperature=0: they would be equal. Set a temperature above 0."
             )
 
     def check_run(self, run: Run) -> None:
         """Raise ConfigError for a switch that has no effect with these settings."""
-        if run.opt.checkpointing.enabled:
-            raise ConfigError(
-                "opt=checkpointing has no effect with algo=eggroll: there is no backward pass to"
-                " recompute for. Leave it out."
-            )
-        if run.opt.offload.enabled and not run.opt.amp.enabled:
-            raise ConfigError(
-                "opt=offload has no effect with algo=eggroll in float32: the forward uses the"
-                " masters themselves. Leave it out, or add opt=amp."
-            )
+        unused(
+            (
+                run.opt.checkpointing.enabled,
+                "opt=checkpointing",
+                "with algo=eggroll: there is no backward pass to recompute for",
+            ),
+            (
+                run.opt.offload.enabled and not run.opt.amp.enabled,
+                "opt=offload",
+                "with algo=eggroll in float32, whose forward uses the masters (add opt=amp)",
+            ),
+        )
 
     @property
     def pair(self) -> int:

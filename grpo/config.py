@@ -1,6 +1,6 @@
 """Names, types and checks of conf/algo/grpo.yaml."""
 
-import functools
+import operator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -19,6 +19,7 @@ from common.config import (
     below,
     choice,
     no_effect,
+    unused,
 )
 
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo")
@@ -124,33 +125,24 @@ class GrpoConfig:
             above("algo.delta", self.delta, 1 + self.epsilon_high)
         if self.loss == "cispo" and (self.dual_clip is not None or self.delta is not None):
             raise ConfigError(
-                "algo.dual_clip and algo.delta have no effect with algo.loss=cispo. Set them to"
-                " null."
+                "algo.dual_clip and algo.delta have no effect with algo.loss=cispo. Use null."
             )
         if self.stop_at.kl is not None and not (self.kl.beta and self.kl.where == "loss"):
             raise ConfigError(
                 f"algo.stop_at.kl={self.stop_at.kl:g} has no effect without algo.kl.beta above 0"
-                " and algo.kl.where=loss: there the KL to the reference model is measured. Set"
-                " algo.kl.beta, for example 0.001, or leave it out."
+                " and algo.kl.where=loss. Set algo.kl.beta, for example 0.001, or leave it out."
             )
         if self.num_iterations == 1:
-            off_policy = {
-                "dual_clip": self.dual_clip,
-                "delta": self.delta,
-                "stop_at.ratio_kl": self.stop_at.ratio_kl,
-            }
-            for key, value in off_policy.items():
-                if value is not None:
+            for key in ("dual_clip", "delta", "stop_at.ratio_kl"):
+                if (value := operator.attrgetter(key)(self)) is not None:
                     raise ConfigError(
                         f"algo.{key}={value:g} has no effect with algo.num_iterations=1: the ratio"
-                        f" to the policy that sampled is exactly 1. Set algo.{key}=null, or raise"
-                        " algo.num_iterations."
+                        " to the policy that sampled is 1. Set it to null, or raise num_iterations."
                     )
         self._check_unused()
         if self.sampling.temperature == 0:
             raise ConfigError(
-                "algo.sampling.temperature=0 makes all samples of a prompt equal, so nothing is"
-                " learnt. Use 1.0."
+                "algo.sampling.temperature=0 makes all samples of a prompt equal. Use 1.0."
             )
         if self.overlong_buffer >= self.sampling.max_new_tokens:
             raise ConfigError(
@@ -159,47 +151,39 @@ class GrpoConfig:
             )
 
     def _check_unused(self) -> None:
-        """Raise ConfigError for settings of another loss, of a pull that is off, or of ratios that
-        are all 1.
-        """
+        """Raise ConfigError for settings of another loss, of no pull, or of ratios of 1."""
         leave = "Leave it out."
-        unused: dict[str, str] = {}
+        idle: dict[str, str] = {}
         if self.num_iterations == 1:  # first, so that what is more to the point stands in its place
-            exact = (
-                "with algo.num_iterations=1: the ratio to the policy that sampled is exactly 1."
-                " Leave it out, or raise algo.num_iterations."
-            )
-            unused = dict.fromkeys(("epsilon_low", "epsilon_high"), exact)
+            exact = "with algo.num_iterations=1: ratios are 1. Raise it, or leave this out."
+            idle = dict.fromkeys(("epsilon_low", "epsilon_high"), exact)
             if self.cispo_max >= 1:
-                unused["cispo_max"] = exact
+                idle["cispo_max"] = exact
             if not self.kl.beta or self.kl.estimator != "k3":
-                unused["kl.clamp"] = (
-                    f"without algo.kl.beta above 0 and algo.kl.estimator=k3. {leave}"
-                )
+                idle["kl.clamp"] = f"without algo.kl.beta and algo.kl.estimator=k3. {leave}"
         if self.loss == "cispo":
             other = f"with algo.loss=cispo, whose bound is algo.cispo_max. {leave}"
-            unused |= dict.fromkeys(("epsilon_low", "epsilon_high"), other)
+            idle |= dict.fromkeys(("epsilon_low", "epsilon_high"), other)
         else:
-            unused["cispo_max"] = f"with algo.loss={self.loss}. {leave}"
+            idle["cispo_max"] = f"with algo.loss={self.loss}. {leave}"
         if not self.kl.beta:
-            off = (
-                "with algo.kl.beta=0: nothing is pulled. Set algo.kl.beta, for example 0.001, or"
-                " leave it out."
-            )
-            unused |= {"kl.estimator": off, "kl.where": off}
-        for key, why in unused.items():
-            value = functools.reduce(getattr, key.split("."), self)
-            no_effect("algo/grpo.yaml", key, value, why)
+            off = "with algo.kl.beta=0. Set algo.kl.beta, for example 0.001, or leave it out."
+            idle |= {"kl.estimator": off, "kl.where": off}
+        for key, why in idle.items():
+            no_effect("algo/grpo.yaml", key, operator.attrgetter(key)(self), why)
 
     def check_run(self, run: Run) -> None:
-        """Raise ConfigError for self outside `algo` that have no effect with these."""
-        if run.model.attention != "sdpa":
-            raise ConfigError(
-                f"model.attention={run.model.attention} has no effect with algo=grpo, which uses"
-                " sdpa. Leave it out."
-            )
-        if run.opt.offload.enabled and not self.kl.beta:
-            raise ConfigError(
-                "opt=offload has no effect with algo=grpo and algo.kl.beta=0: there is no reference"
-                " model. Leave it out, or set beta."
-            )
+        """Raise ConfigError for settings outside `algo` that have no effect with these."""
+        attention = run.model.attention
+        unused(
+            (
+                attention != "sdpa",
+                f"model.attention={attention}",
+                "with algo=grpo, which uses sdpa",
+            ),
+            (
+                run.opt.offload.enabled and not self.kl.beta,
+                "opt=offload",
+                "with algo=grpo and algo.kl.beta=0: there is no reference model",
+            ),
+        )

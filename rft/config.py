@@ -21,6 +21,7 @@ from common.config import (
     choice,
     no_effect,
     share,
+    unused,
 )
 
 STAGES = ("generate", "select", "finetune", "evaluate")
@@ -95,24 +96,20 @@ class RftConfig:
     def __post_init__(self) -> None:
         if self.sampling.temperature == 0:
             raise ConfigError(
-                "algo.sampling.temperature=0 makes all samples of a prompt equal, so there is"
-                " nothing to choose from. Use for example 0.7."
+                "algo.sampling.temperature=0 makes all samples of a prompt equal. Use 0.7."
             )
         if not self.packing:
             off = "with algo.packing=false. Add algo.packing=true, or leave it out."
             no_effect("algo/rft.yaml", "pack_tokens", self.pack_tokens, off)
         if not self.lora.rank:
-            off = (
-                "with algo.lora.rank=0: all weights are trained. Set algo.lora.rank, for example"
-                " 16, or leave it out."
-            )
+            off = "with algo.lora.rank=0. Set algo.lora.rank, for example 16, or leave it out."
             no_effect("algo/rft.yaml", "lora.alpha", self.lora.alpha, off)
             no_effect("algo/rft.yaml", "lora.targets", self.lora.targets, off)
         self.part()
         if self.shard is not None and self.stage != "generate":
             raise ConfigError(
-                f"algo.shard={self.shard} has no effect with algo.stage={self.stage}: only samples"
-                " are made in shards. Use algo.stage=generate."
+                f"algo.shard={self.shard} has no effect with algo.stage={self.stage}. Use"
+                " algo.stage=generate."
             )
 
     def part(self) -> tuple[int, int]:
@@ -125,33 +122,23 @@ class RftConfig:
         match = re.fullmatch(r"(\d+)/(\d+)", self.shard)
         if not match or not 1 <= int(match[1]) <= int(match[2]):
             raise ConfigError(
-                f"algo.shard={self.shard!r} is no shard. Give one of I/N with I from 1 to N, such"
-                " as 2/8."
+                f"algo.shard={self.shard!r} is no shard I/N with I from 1 to N, such as 2/8."
             )
         return int(match[1]), int(match[2])
 
     def check_run(self, run: Run) -> None:
         """Raise ConfigError for self outside `algo` that have no effect with these."""
-        if run.model.attention != "sdpa":
-            raise ConfigError(
-                f"model.attention={run.model.attention} has no effect with algo=rft, which uses"
-                " sdpa. Leave it out."
-            )
-        if run.opt.offload.enabled:
-            raise ConfigError(
-                "opt=offload has no effect with algo=rft: there is no reference model. Leave it"
-                " out."
-            )
-        if run.evaluate.every:
-            raise ConfigError(
-                f"evaluate.every={run.evaluate.every} has no effect with algo=rft, which evaluates"
-                " after each iteration. Leave it out."
-            )
-        if run.budget.given and self.stage != "all":
-            raise ConfigError(
-                f"a budget has no effect with algo.stage={self.stage}: it is one of a whole run."
-                " Leave it out."
-            )
+        attention, every = run.model.attention, run.evaluate.every
+        unused(
+            (attention != "sdpa", f"model.attention={attention}", "with algo=rft, which uses sdpa"),
+            (run.opt.offload.enabled, "opt=offload", "with algo=rft: there is no reference model"),
+            (every, f"evaluate.every={every}", "with algo=rft, which evaluates each iteration"),
+            (
+                run.budget.given and self.stage != "all",
+                "a budget",
+                f"with algo.stage={self.stage}: it is one of a whole run",
+            ),
+        )
         if run.resume not in ("no", "auto"):
             raise ConfigError(
                 f"resume={run.resume} has no effect with algo=rft, which goes on in its own folder:"

@@ -14,9 +14,8 @@ from rft.folder import RunFolder, read_json, write_json
 
 
 class Journal:
-    """Events by stage, in steps of its own; every method is called on all ranks.
-
-    Attributes: used: tokens and rewards so far, as events have them; seconds: by iteration.
+    """Events by stage, in steps of its own; every method is called on all ranks. used: tokens and
+    rewards so far; seconds: by iteration.
     """
 
     def __init__(self, session: Session, folder: RunFolder) -> None:

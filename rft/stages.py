@@ -222,16 +222,9 @@ def _write_selection(work: Work, selection: Selection, iteration: int) -> None:
             f"{cut} of the samples were cut off, and those are never accepted. Raise"
             " algo.sampling.max_new_tokens."
         )
-    log.info(format_histogram(stats["prompts_by_share_right"]))
-
-
-def format_histogram(prompts: dict[str, int]) -> str:
-    """Format prompts by the share of their samples that is right, as a row of counts."""
-    widths = [max(len(name), len(str(count))) for name, count in prompts.items()]
-    head = "  ".join(name.rjust(width) for name, width in zip(prompts, widths, strict=True))
-    counts = zip(prompts.values(), widths, strict=True)
-    body = "  ".join(str(count).rjust(width) for count, width in counts)
-    return f"samples right  {head}\nprompts        {body}"
+    histogram = stats["prompts_by_share_right"]
+    log.info("samples right  " + "  ".join(f"{name:>9}" for name in histogram))
+    log.info("prompts        " + "  ".join(f"{count:>9}" for count in histogram.values()))
 
 
 # --- fine-tune

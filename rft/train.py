@@ -108,7 +108,7 @@ def prepare(session: Session, lm: LM) -> Work:
 
 
 def leave(work: Work) -> None:
-    """After one stage: say where things are, and what comes next."""
+    """Say, after one stage, where things are and what comes next."""
     folder, stage = work.folder, work.cfg.stage
     if work.journal.tracker:
         work.journal.tracker.close()

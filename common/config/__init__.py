@@ -18,6 +18,7 @@ from common.config.checks import (
     holds,
     no_effect,
     share,
+    unused,
 )
 from common.config.convert import build, no_secrets, typed
 from common.config.explain import find_renamed, unknown_key, wrong_type

@@ -100,6 +100,13 @@ def flat(values: dict[str, Any], prefix: str = "", separator: str = ".") -> dict
     return out
 
 
+def unused(*cases: tuple[Any, str, str]) -> None:
+    """Raise ConfigError for the first (given, setting, why) that is given: it has no effect."""
+    for given, setting, why in cases:
+        if given:
+            raise ConfigError(f"{setting} has no effect {why}. Leave it out.")
+
+
 @functools.cache
 def shipped(file: str) -> dict[str, Any]:
     """Return the values of a file in conf/ as plain dicts."""

@@ -8,6 +8,7 @@ A settings class of an algorithm may declare, each as a ClassVar:
     TASKS = ("class", "my_package.tasks.")  # the kind of its tasks, and this project's package
 """
 
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ from common.config.checks import CONF, ConfigError
 from common.config.convert import no_secrets
 from common.config.schema import Run
 
+_PATHS = ("--config-path", "-cp")
 REWARD_TASKS = ("reward", "common.tasks.")  # the TASKS of an algorithm that declares none
 
 
@@ -47,15 +49,14 @@ def check_script(arguments: Sequence[str]) -> None:
 
 def resolve_config_path(arguments: Sequence[str]) -> list[str]:
     """Return the arguments, with a --config-path that is relative to this folder made absolute."""
-    found = list(arguments)
-    for position, argument in enumerate(arguments):
+    found: list[str] = []
+    for before, argument in itertools.pairwise(["", *arguments]):
         flag, equals, value = argument.partition("=")
-        if flag not in ("--config-path", "-cp"):
-            continue
-        if equals and Path(value).is_dir():
-            found[position] = f"{flag}={Path(value).resolve()}"
-        elif not equals and Path(*arguments[position + 1 : position + 2]).is_dir():
-            found[position + 1] = str(Path(arguments[position + 1]).resolve())
+        if before in _PATHS and Path(argument).is_dir():
+            argument = str(Path(argument).resolve())
+        elif flag in _PATHS and equals and Path(value).is_dir():
+            argument = f"{flag}={Path(value).resolve()}"
+        found.append(argument)
     return found
 
 
@@ -88,10 +89,10 @@ def check_run(run: Run, algorithms: Mapping[str, type], overrides: Sequence[str]
         )
     target = run.task["_target_"]
     wanted, _ = getattr(type(run.algo), "TASKS", REWARD_TASKS)
-    kinds = {package: kind for kind, package in (_tasks(a) for a in algorithms.values())}
+    kinds = {getattr(one, "TASKS", REWARD_TASKS) for one in algorithms.values()}
 
     def kind_of(target: str) -> str | None:
-        return next((kind for package, kind in kinds.items() if target.startswith(package)), None)
+        return next((kind for kind, package in kinds if target.startswith(package)), None)
 
     if kind_of(target) not in (None, wanted):
         paths = sorted((CONF / "task").glob("*.yaml"))
@@ -103,10 +104,6 @@ def check_run(run: Run, algorithms: Mapping[str, type], overrides: Sequence[str]
     with_task = getattr(type(run.algo), "NO_EFFECT_WITH_TASK", {}).get(target, {})
     for key, reason in _find_given(with_task, overrides):
         raise ConfigError(f"{key} has no effect with {reason}. Leave it out.")
-
-
-def _tasks(algorithm: type) -> tuple[str, str]:
-    return getattr(algorithm, "TASKS", REWARD_TASKS)
 
 
 def _find_given(reasons: Mapping[str, str], overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -127,11 +124,10 @@ def check_folder(arguments: Sequence[str]) -> None:
         key, _, value = argument.partition("=")
         if key not in ("hydra.run.dir", "hydra.sweep.dir"):
             continue
-        if (key == "hydra.sweep.dir") != multirun:
-            other = "hydra.sweep.dir" if multirun else "hydra.run.dir"
-            raise ConfigError(
-                f"{key}={value} has no effect {'with' if multirun else 'without'} -m. Use {other}."
-            )
+        used = "hydra.sweep.dir" if multirun else "hydra.run.dir"
+        if key != used:
+            when = "with" if multirun else "without"
+            raise ConfigError(f"{key}={value} has no effect {when} -m. Use {used}.")
         if value and "${" not in value and os.environ.get("RANK", "0") == "0":
             with removing_empty_folders([argument]):
                 try:

@@ -5,10 +5,12 @@ the next step.
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
@@ -113,15 +115,13 @@ def explain(
         below = next((a for a in arguments if a.startswith("model.tiny.")), None)
         if below is None or "Unexpected type for root" not in text:
             raise error
-        return (
-            f"{below} has no effect with model={find_choice(arguments, 'model')}. Leave it out, or"
-            " use model=tiny."
-        )
+        model = find_choice(arguments, "model", config_dir)
+        return f"{below} has no effect with model={model}. Leave it out, or use model=tiny."
 
     def path_to(key: str) -> tuple[Any, list[str], str]:
         first, *names = key.lstrip("+").split(".")
         if first == "algo":
-            return algorithms.get(find_choice(arguments, "algo")), names, "algo."
+            return algorithms.get(find_choice(arguments, "algo", config_dir)), names, "algo."
         return Run, [first, *names], ""
 
     if match := re.search(r"Could not override '(@?[\w.@/]+)'", text):
@@ -208,32 +208,16 @@ def list_options(group: str, config_dir: str | None = None) -> tuple[str, ...]:
     return tuple(sorted({path.stem for folder in folders for path in folder.glob("*.yaml")}))
 
 
-def find_choice(arguments: Sequence[str], group: str) -> str:
-    """Return what arguments, experiment, algorithm or defaults list, in this order, choose."""
-    given = [a.partition("=")[2] for a in arguments if a.startswith(f"{group}=")]
-    if given:
-        return given[-1]
-    files = [f"experiment/{a.partition('=')[2]}" for a in arguments if a.startswith("experiment=")]
-    if group != "algo":
-        files.append(f"algo/{find_choice(arguments, 'algo')}")
-    found = (_read_choice(CONF / f"{file}.yaml", f"override /{group}") for file in files)
-    return next(filter(None, found), None) or _read_choice(CONF / "config.yaml", group) or ""
-
-
-def _read_choice(path: Path, key: str) -> str | None:
-    """Return the value of a key in a file's defaults list, or in that of a file below it."""
-    if not path.is_file():
-        return None
-    loaded: Any = OmegaConf.load(path)
-    for item in loaded.get("defaults", []):
-        if isinstance(item, str):
-            found = _read_choice(path.parent / f"{item}.yaml", key)
-        else:
-            chosen = {group.partition("@")[0]: name for group, name in item.items()}
-            found = chosen.get(key)
-        if found:
-            return found
-    return None
+def find_choice(arguments: Sequence[str], group: str, config_dir: str | None = None) -> str:
+    """Return what the arguments, or else the files, choose for a group; "" where that fails."""
+    groups = [a for a in arguments if "=" in a and (CONF / a.split("=")[0].lstrip("+")).is_dir()]
+    plain = [a for a in groups if "experiment" not in a.partition("=")[0]]
+    search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
+    for given in (groups, plain):  # the mistake may stand in the experiment
+        with suppress(*HYDRA_ERRORS), initialize_config_dir(str(CONF), version_base="1.3"):
+            found = compose("config", overrides=[*search, *given], return_hydra_config=True)
+            return str(found.hydra.runtime.choices[group])
+    return ""
 
 
 def list_settings(
@@ -244,13 +228,13 @@ def list_settings(
 ) -> list[str]:
     """Return the names that may stand under a dotted path: the schema's, or a task file's."""
     if path == ["task"]:
-        file = f"task/{find_choice(arguments, 'task')}.yaml"
+        file = f"task/{find_choice(arguments, 'task', config_dir)}.yaml"
         found = [f / file for f in (Path(config_dir or CONF), CONF) if (f / file).is_file()]
         keys = OmegaConf.load(found[0]) if found else {}
         return [str(key) for key in keys if key not in ("_target_", "defaults")]
     schema: Any = Run
     if path[:1] == ["algo"]:
-        schema, path = algorithms.get(find_choice(arguments, "algo")), path[1:]
+        schema, path = algorithms.get(find_choice(arguments, "algo", config_dir)), path[1:]
     for name in path:
         schema = nested_schema(schema, name)
     return [item.name for item in fields(schema)] if schema else []

@@ -1,8 +1,6 @@
 """Names, types and checks of every setting; the values live in conf/*.yaml, each exactly once.
 
-A field without a default must be set by a YAML file. `typed` is the one strict conversion from what
-Hydra composed to the dataclasses; after it nothing sees OmegaConf. No torch in here, so that
-`--help` stays fast.
+A field without a default must be set by a YAML file. No torch in here, so that `--help` stays fast.
 """
 
 import math
@@ -24,7 +22,6 @@ from common.config.checks import (
 )
 
 T = TypeVar("T")
-Backend = Annotated[str, (choice, ("auto", "gloo", "nccl"))]
 
 
 # --- shared by every algorithm
@@ -69,9 +66,7 @@ class ScheduleConfig:
         return self.kind != "constant"
 
     def factor(self, step: int, steps: int | None) -> float:
-        """The factor at 0-based `step` of `steps`; None = a number that is not known, for a
-        constant.
-        """
+        """Return the factor at 0-based `step` of `steps`; None = not known, for a constant."""
         if steps is None:
             assert not self.changes, "Run checks it"
             return 1.0
@@ -80,9 +75,7 @@ class ScheduleConfig:
             return 1 + (self.end - 1) * progress
         if self.kind == "cosine":
             return self.end + (1 - self.end) * 0.5 * (1 + math.cos(math.pi * progress))
-        if self.kind == "exponential":
-            return self.end**progress
-        return 1.0
+        return self.end**progress if self.kind == "exponential" else 1.0
 
 
 @dataclass(kw_only=True)
@@ -108,36 +101,26 @@ class EvaluateConfig:
 
 @dataclass(kw_only=True)
 class BudgetConfig:
-    """Limits of training: of sampling, rewards and updates, without evaluation and pre-training.
-    null = no limit.
-    """
+    """Limits of training, without evaluation and pre-training; null = no limit."""
 
     tokens: Annotated[int, (above, 0)] | None  # generated, by all ranks
     seconds: Positive | None  # as result.json counts them
 
     @property
     def given(self) -> bool:
-        """Whether there is one."""
+        """Return whether there is one."""
         return self.tokens is not None or self.seconds is not None
 
     def limits(self) -> dict[str, str]:
         """Return the limits that are given, as text by key: {"tokens": "budget.tokens=200000"}."""
-        given = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {
-            name: f"budget.{name}={limit:.12g}"
-            for name, limit in given.items()
-            if limit is not None
-        }
+        given = {name: limit for name, limit in vars(self).items() if limit is not None}
+        return {name: f"budget.{name}={limit:.12g}" for name, limit in given.items()}
 
     def nearest(self, tokens: int, seconds: float) -> tuple[float, str]:
-        """The share that is used of the limit that is nearest to its end, and that limit; 0 where
-        there is no budget.
-        """
+        """Return the share that is used of the limit nearest to its end, and that limit."""
         used = {"tokens": tokens, "seconds": seconds}
-        return max(
-            ((used[name] / getattr(self, name), text) for name, text in self.limits().items()),
-            default=(0.0, ""),
-        )
+        shares = ((used[name] / getattr(self, name), text) for name, text in self.limits().items())
+        return max(shares, default=(0.0, ""))
 
 
 @dataclass(kw_only=True)
@@ -266,21 +249,17 @@ class DdpConfig:
 
     enabled: bool = False
     ranks: Count | None = None  # null = one for each device
-    backend: Backend = "auto"
+    backend: Annotated[str, (choice, ("auto", "gloo", "nccl"))] = "auto"
     arrival_seconds: Positive = 300  # ranks wait this long for each other at the start
 
 
 @dataclass(kw_only=True)
-class FsdpConfig:
+class FsdpConfig(DdpConfig):
     """Workers on this node that share out weights, gradients and optimizer state."""
 
-    enabled: bool = False
-    ranks: Count | None = None  # null = one for each device
-    backend: Backend = "auto"
     ranks_per_group: Count | None = None  # that share one copy of the weights; null = all
     rollout: Annotated[str, (choice, ("gathered", "layerwise"))] = "gathered"
     cpu_offload: bool = False
-    arrival_seconds: Positive = 300  # ranks wait this long for each other at the start
 
 
 @dataclass(kw_only=True)
@@ -330,14 +309,9 @@ class SwitchConfig:
 
 
 NOT_WITH_FSDP = {
-    "ddp": "with ddp every rank has all weights, with fsdp a share of them. Use one of them",
-    "compile": (
-        "gathering weights between blocks breaks the graph. Leave compile out, or use opt=ddp"
-    ),
-    "offload": (
-        "what it would move is shared out already. Leave it out; opt.fsdp.cpu_offload=true moves"
-        " all weights"
-    ),
+    "ddp": "every rank has all weights with ddp, a share of them with fsdp. Use one of them",
+    "compile": "gathering weights breaks the graph. Leave compile out, or use opt=ddp",
+    "offload": "the weights are shared out already. Leave it out, or use opt.fsdp.cpu_offload=true",
 }
 
 
@@ -359,25 +333,23 @@ class OptConfig:
         for switch in fields(self):
             value = getattr(self, switch.name)
             for option in () if value.enabled else fields(value):
-                given = getattr(value, option.name)
+                given, name = getattr(value, option.name), f"{switch.name}.{option.name}"
                 if given != option.default:
                     raise ConfigError(
-                        f"opt.{switch.name}.{option.name}={given} has no effect: {switch.name} is"
-                        f" off. Add it: 'opt=[{switch.name},...]'."
+                        f"opt.{name}={given} has no effect: {switch.name} is off. Add it:"
+                        f" 'opt=[{switch.name},...]'."
                     )
-        if not self.fsdp.enabled:
-            return
         for name, why in NOT_WITH_FSDP.items():
-            if getattr(self, name).enabled:
+            if self.fsdp.enabled and getattr(self, name).enabled:
                 raise ConfigError(f"opt=fsdp and opt={name} do not go together: {why}.")
 
     @property
     def workers(self) -> tuple[str, DdpConfig | FsdpConfig]:
-        """The switch that says how many ranks there are: its name, and its settings."""
+        """Return the switch that says how many ranks there are: its name, and its settings."""
         return ("fsdp", self.fsdp) if self.fsdp.enabled else ("ddp", self.ddp)
 
     def enabled(self) -> list[str]:
-        """Names of the switches that are on."""
+        """Return the names of the switches that are on."""
         return [switch.name for switch in fields(self) if getattr(self, switch.name).enabled]
 
 
@@ -437,9 +409,7 @@ class PromptsConfig:
 
 @dataclass(kw_only=True)
 class Run:
-    """Everything that a run is made of. `algo` is the algorithm's own dataclass, `task` stays a
-    plain dict.
-    """
+    """Everything that a run is made of; `algo` is the algorithm's dataclass."""
 
     seed: Annotated[Natural, (below, 2**63)]
     resume: str  # no | auto | a run folder
@@ -480,9 +450,5 @@ class Run:
 
     @property
     def scheduled(self) -> list[str]:
-        """Names of the algorithm's schedules that change something over its steps."""
-        return [
-            f.name
-            for f in fields(self.algo)
-            if getattr(getattr(self.algo, f.name), "changes", False)
-        ]
+        """Return the names of the algorithm's schedules that change something over its steps."""
+        return [k for k, value in vars(self.algo).items() if getattr(value, "changes", False)]

@@ -119,17 +119,6 @@ def completion_rows(
     ]
 
 
-def headline(result: Result) -> dict[str, Any]:
-    """Return the summary of a run for a tracker."""
-    kept = ("before", "after", "steps", "seconds", "generated_tokens", "reward_evaluations")
-    return {
-        **{name: getattr(result, name) for name in kept},
-        "gain": result.after - result.before,
-        "metric_name": result.metric,
-        **{f"after/{name}": value for name, value in result.metrics["after"].items()},
-    }
-
-
 def side_by_side(rows: list[dict[str, str]]) -> str:
     """Return a table of texts, columns as wide as the terminal allows, cells folded."""
     if not rows:
@@ -203,18 +192,21 @@ def finish_run(
     weights: dict[str, Any] | None,
     model: str | None = None,
 ) -> None:
-    """Export the model, close the tracker, write result.json and print the end of the run; on rank
-    0.
+    """Export the model, close the tracker, write result.json and print the end; on rank 0.
 
     Args: texts: held-out completions before and after; weights: gathered ones, where the model is
-    sharded; model: as in `print_summary`.
+    sharded; model: where it is and how to load it, None = a language model.
     """
     folder = Path(result.folder)
     before, after = texts
     rows = completion_rows(subject.task, subject.held_out, after) if after else []
     if rows:
         tracker.completions("after", tracker.step, rows)
-    tracker.summary(headline(result))
+    kept = ("before", "after", "steps", "seconds", "generated_tokens", "reward_evaluations")
+    measures = {f"after/{name}": value for name, value in result.metrics["after"].items()}
+    numbers = {name: getattr(result, name) for name in kept} | measures
+    gain = result.after - result.before
+    tracker.summary(numbers | {"gain": gain, "metric_name": result.metric})
     subject.export(folder / "model", weights)
     tracker.artifact("model", folder / "model", f"step-{result.steps}")
     tracker.close()
@@ -223,22 +215,18 @@ def finish_run(
         {"prompt": plain(row["prompt"]), "before": old, "after": new, "answer": row["answer"]}
         for row, old, new in list(zip(rows, before, after, strict=True))[:3]
     ]
-    print_summary(result, samples, model)
+    _print_summary(result, samples, model)
 
 
-def print_summary(result: Result, samples: list[dict[str, str]], model: str | None = None) -> None:
-    """Write the report and print the end of a run.
-
-    Args: model: where the model is and how to load it; None = a language model.
-    """
-    reported = page.write_or_warn(Path(result.folder))
+def _print_summary(result: Result, samples: list[dict[str, str]], model: str | None) -> None:
+    folder, after = result.folder, result.metrics["after"]
+    reported = page.write_or_warn(Path(folder))
     log.info("")
     if samples:
         log.info(side_by_side(samples))
         log.info("")
     change = f"{result.before:.2f} -> {result.after:.2f} ({result.after - result.before:+.2f})"
     rows = {f"held-out {result.metric}": change}
-    after = result.metrics["after"]
     for name, value in result.metrics["before"].items():
         if name != result.metric and name in after:
             rows[f"held-out {name}"] = f"{value:.2f} -> {after[name]:.2f}"
@@ -248,9 +236,8 @@ def print_summary(result: Result, samples: list[dict[str, str]], model: str | No
     if result.skipped_steps:
         rows["steps"] += f", {result.skipped_steps} left out: see not_finite.jsonl"
     if result.generated_tokens:
-        counts = f"{result.generated_tokens:,} tokens, {result.reward_evaluations:,} rewards"
-        rows["generated"] = counts
-    folder = result.folder
+        rewards = f"{result.reward_evaluations:,} rewards"
+        rows["generated"] = f"{result.generated_tokens:,} tokens, {rewards}"
     rows["written to"] = folder
     if reported:
         rows["  report"] = f"{folder}/report.md (curves in plots/)"

@@ -27,9 +27,7 @@ class Example:
 
 
 def plain(prompt: str | Messages) -> str:
-    """A prompt as text: a conversation is its contents, a blank line after each answer, the next
-    one to follow.
-    """
+    """Return a prompt as text: a conversation is its contents, a blank line after each answer."""
     if isinstance(prompt, str):
         return prompt
     return "".join(m["content"] + ("\n\n" if m["role"] == "assistant" else "\n") for m in prompt)
@@ -40,24 +38,19 @@ class Task(Protocol):
 
     Optional beside them: `rewards(examples, completions) -> list[float]`: the same as `reward`,
     batched; `pretraining(example, draw) -> tuple[str, str]`: prompt and completion to teach the
-    `tiny` model. Its completions hold the right behaviour among others, so that the base model
-    knows how and has yet to learn when; `answer(completion) -> str | None`: the answer that was
-    read from a completion, None where there is none; `path_key(completion) -> str`: the same for
-    completions that reason alike, "" where that cannot be told; `hint(example)`: the prompt with
-    the answer told.
+    `tiny` model, the right behaviour among others; `answer(completion) -> str | None`: the answer
+    that was read from a completion; `path_key(completion) -> str`: the same for completions that
+    reason alike, "" where that cannot be told; `hint(example)`: the prompt with the answer told.
     """
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The rows of `split`: "train", or "test" (held out). The same rows in the same order at
-        every call.
-        """
+        """Return the rows of `split`, "train" or "test" (held out), the same at every call."""
         ...
 
     def prompt(self, example: Example) -> str | Messages:
-        """The text that the model completes, or the conversation that it answers.
+        """Return the text that the model completes, or the conversation that it answers.
 
-        Messages go through the chat template of the model's tokenizer; without one they are plain
-        lines.
+        Messages go through the tokenizer's chat template; without one they are plain lines.
         """
         ...
 
@@ -66,9 +59,7 @@ class Task(Protocol):
         ...
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
-        """Held-out measures of a whole set, in [0, 100], that are not the reward; the first is the
-        headline.
-        """
+        """Return held-out measures of a whole set, in [0, 100]; the first is the headline."""
         ...
 
 
@@ -80,7 +71,7 @@ class Teaches(Protocol):
         ...
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
-        """Prompt and completion, chosen by `draw` among right and wrong behaviours."""
+        """Return prompt and completion, chosen by `draw` among right and wrong behaviours."""
         ...
 
 

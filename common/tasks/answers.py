@@ -26,24 +26,22 @@ _SIGNS = {"x": "*", "×": "*", "·": "*", "⋅": "*", "∗": "*", "÷": "/", "�
 
 
 def tagged(completion: str) -> str | None:
-    """The text of the last complete pair of <answer> and </answer>; None if there is none."""
+    """Return the text of the last complete pair of <answer> and </answer>."""
     start = completion.rfind(_OPEN, 0, max(0, completion.rfind(_CLOSE)))
     return None if start < 0 else completion[start + len(_OPEN) : completion.index(_CLOSE, start)]
 
 
 def decimal(text: str) -> Fraction | None:
-    """The value of a match of DECIMAL or SCIENTIFIC; None if it has too many digits."""
+    """Return the value of a match of DECIMAL or SCIENTIFIC; None if it has too many digits."""
     plain = text.replace(",", "")
     return Fraction(plain if plain[0] != "." else f"0{plain}") if len(plain) <= DIGITS else None
 
 
 def path_key(completion: str) -> str:
-    """Return what a completion calculates, as a key: texts that calculate the same have the same.
-    It is "" without any number.
+    """Return what a completion calculates, as a key: the equations with an operator in order
+    ("7*1000=7000"), else all numbers in order ("1 1000 7000").
 
-    The key is the equations with an operator in order ("7*1000=7000"), else all numbers in order
-    ("1 1000 7000"). White space, thousands separators, trailing zeros, the sign for times, and
-    words such as units do not count.
+    White space, thousands separators, trailing zeros, the sign for times, and words do not count.
     """
     text = completion[:LONGEST].replace(_OPEN, " ").replace(_CLOSE, " ")
     equations: list[str] = []

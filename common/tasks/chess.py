@@ -23,7 +23,7 @@ from rapidfuzz.process import cpdist
 from common.config import ConfigError, Count, Nonnegative, Share, at_least, holds
 from common.tasks import Example
 from common.tasks.data import named, read_csv, read_lines
-from common.tasks.rows import SPLIT_SEED, Weighted, check_needs_path, distinct
+from common.tasks.rows import SPLIT_SEED, Weighted
 
 FIELDS = ("board", "turn", "castling", "en_passant", "halfmove", "fullmove")
 _REST = re.compile(
@@ -43,10 +43,7 @@ _LONGEST = 120  # no FEN is longer; hostile completions may be
 
 @dataclass(kw_only=True, eq=False)
 class Chess(Weighted):
-    """The task, with the settings of conf/task/chess.yaml.
-
-    Raises: ConfigError for settings that cannot work and for data that is missing or broken.
-    """
+    """The task, with the settings of conf/task/chess.yaml."""
 
     name = "chess"
 
@@ -60,35 +57,24 @@ class Chess(Weighted):
     share_right: Share
 
     def __post_init__(self) -> None:
-        check_needs_path(self.path, test_path=self.test_path)
         self.weigh(
             exact=self._exact,
             fields=self._fields,
             valid=self._valid,
             levenshtein=self._levenshtein,
         )
-        if self.path is None:
-            rows = self._make(_generated(self.positions + self.test_positions, self.plies))
-            train, test = rows[self.test_positions :], rows[: self.test_positions]
-            self.split("task=chess", train, test, 0, _key)
-        else:
-            train = self._make(_read(self.path, "task.path"))
-            test = self._make(_read(self.test_path, "task.test_path")) if self.test_path else []
-            held_out = min(self.test_positions, len(train) // 5)
-            self.split(f"task.path={self.path!r}", train, test, held_out, _key)
-
-    def _make(self, rows: Iterable[tuple[str, str, str]]) -> list[Example]:
-        """Return distinct rows: in data openings come again and again."""
-        made = (
-            Example(
-                0,
-                self.template.replace("{fen}", fen).replace("{move}", move),
-                after,
-                {"fen": fen, "move": move},
-            )
-            for fen, move, after in rows
+        self.fill(
+            lambda count: list(self._make(_generated(count, self.plies))),
+            lambda path, key: self._make(_read(path, key)),
+            self.positions,
+            self.test_positions,
+            lambda row: (row.extra["fen"], row.extra["move"]),
         )
-        return distinct(made, _key)
+
+    def _make(self, rows: Iterable[tuple[str, str, str]]) -> Iterator[Example]:
+        for fen, move, after in rows:
+            text = self.template.replace("{fen}", fen).replace("{move}", move)
+            yield Example(0, text, after, {"fen": fen, "move": move})
 
     def prompt(self, example: Example) -> str:
         """Return FEN and move in the template."""
@@ -307,10 +293,6 @@ class _Strict(chess.pgn.GameBuilder[chess.pgn.Game]):
 
     def handle_error(self, error: Exception) -> None:
         raise error
-
-
-def _key(row: Example) -> tuple[str, str]:
-    return row.extra["fen"], row.extra["move"]
 
 
 def _mean(values: Sequence[float]) -> float:

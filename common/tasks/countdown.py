@@ -20,7 +20,7 @@ from common.config import ConfigError, Count, Nonnegative, Share, at_least, at_m
 from common.tasks import Example
 from common.tasks.answers import tagged
 from common.tasks.data import read_jsonl
-from common.tasks.rows import SPLIT_SEED, Weighted, check_needs_path, distinct, percent
+from common.tasks.rows import SPLIT_SEED, Weighted, percent
 from common.tasks.safe_arithmetic import DIGITS, LONGEST, Arithmetic, evaluate
 
 MOST_NUMBERS = 10  # of a problem; their expression must stay shorter than what the evaluator takes
@@ -34,7 +34,6 @@ class Countdown(Weighted):
 
     No two rows have the same numbers and target. `answer` is one right expression of the many, or
     "" where the data gives none.
-    Raises: ConfigError for settings that cannot work and for data that is missing or broken.
     """
 
     name = "countdown"
@@ -55,18 +54,13 @@ class Countdown(Weighted):
     share_right: Share
 
     def __post_init__(self) -> None:
-        path = self.path
-        check_needs_path(path, test_path=self.test_path, solution_field=self.solution_field)
+        if self.path is None and self.solution_field is not None:
+            raise ConfigError(
+                f"task.solution_field={self.solution_field!r} has no effect without task.path. Give"
+                " it too."
+            )
         self.weigh(right=self._right, numbers=self._numbers, valid=self._valid, close=self._close)
-        if path is None:
-            rows = self._generate(self.problems + self.test_problems)
-            train, test = rows[self.test_problems :], rows[: self.test_problems]
-            self.split("task=countdown", train, test, 0, _key)
-        else:
-            train = distinct(self._read(path, "task.path"), _key)
-            held = self._read(self.test_path, "task.test_path") if self.test_path else ()
-            count = min(self.test_problems, len(train) // 5)
-            self.split(f"task.path={path!r}", train, distinct(held, _key), count, _key)
+        self.fill(self._generate, self._read, self.problems, self.test_problems, _key)
 
     def prompt(self, example: Example) -> str:
         """Return numbers and target in the template."""

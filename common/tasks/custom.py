@@ -17,7 +17,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
-from common.config import ConfigError, Nonnegative, Share, build, choice
+from common.config import ConfigError, Nonnegative, Share, build, choice, unused
 from common.tasks import Example, Messages, answers, gsm8k, plain
 from common.tasks.data import Row, read_csv, read_dataset, read_jsonl, read_parquet, read_tsv
 from common.tasks.rows import Rows, converse, percent, tell
@@ -59,67 +59,53 @@ class CustomConfig:
     share_right: Share
 
     def __post_init__(self) -> None:
-        if self.path is None:
-            raise ConfigError(
-                f"task.path is not set. Give a file ({', '.join(READERS)}, or one of these with"
-                " .gz), or an id or a folder for the datasets library: task.path=data.jsonl."
-            )
-        if self.answer_field is None:
-            raise ConfigError(
-                "task.answer_field is not set. Name the field of the right answer:"
-                " task.answer_field=answer."
-            )
-        if self.prompt_field is None and self.template is None:
-            raise ConfigError(
-                "task.prompt_field is not set. Name the field of the prompt:"
-                " task.prompt_field=question."
-            )
+        needed = {
+            "path=data.jsonl": self.path,
+            "answer_field=answer": self.answer_field,
+            "prompt_field=question": self.prompt_field or self.template,
+        }
+        for example, given in needed.items():
+            if given is None:
+                key = example.partition("=")[0]
+                raise ConfigError(f"task.{key} is not set. Give it, for example task.{example}.")
         names = template_fields(self.template) if self.template is not None else []
         if self.template is not None and not names:
             raise ConfigError(
-                f"task.template={self.template!r} holds no field, so all prompts would be the same."
-                f" Put one in braces, as in '{{{self.prompt_field or 'question'}}}'."
-            )
-        if self.prompt_field is not None and names and self.prompt_field not in names:
-            raise ConfigError(
-                f"task.prompt_field={self.prompt_field!r} has no effect:"
-                f" task.template={self.template!r} does not hold {{{self.prompt_field}}}. Add it"
-                " there, or leave task.prompt_field out."
+                f"task.template={self.template!r} holds no field. Put one in braces, as in"
+                f" '{{{self.prompt_field or 'question'}}}'."
             )
         if self.answer_field in (names or [self.prompt_field]):
             raise ConfigError(
-                f"task.answer_field={self.answer_field!r} also stands in the prompt, so there is"
-                " nothing to find. Name another field, or leave it out of the prompt."
+                f"task.answer_field={self.answer_field!r} also stands in the prompt. Name another"
+                " field, or leave it out of the prompt."
             )
-        if self.system and not self.chat:
-            raise ConfigError(
-                "task.system has no effect with task.chat=false. Put its text into task.template."
-            )
-        if self.tolerance and self.reward not in NUMERIC:
-            raise ConfigError(
-                f"task.tolerance={self.tolerance} has no effect with task.reward={self.reward}. Use"
-                " task.reward=numeric."
-            )
-        for key in ("dataset_config", "dataset_split", "dataset_test_split"):
-            if getattr(self, key) is not None and _reader(self.path) is not None:
-                raise ConfigError(
-                    f"task.{key} has no effect: task.path={self.path!r} is a file. Leave it out."
-                )
+        asked, hub = self.prompt_field, ("dataset_config", "dataset_split", "dataset_test_split")
+        assert self.path is not None
+        file = _reader(self.path) is not None
+        unused(
+            (
+                asked and names and asked not in names,
+                f"task.prompt_field={asked!r}",
+                f"with task.template={self.template!r}, which does not hold {{{asked}}}",
+            ),
+            (self.system and not self.chat, "task.system", "with task.chat=false"),
+            (
+                self.tolerance and self.reward not in NUMERIC,
+                f"task.tolerance={self.tolerance}",
+                f"with task.reward={self.reward}",
+            ),
+            *((file and getattr(self, key), f"task.{key}", "with a file") for key in hub),
+        )
         tests = ("test_path", "dataset_test_split", "test_share")
         given = [key for key in tests if getattr(self, key) is not None]
         if len(given) > 1:
             raise ConfigError(
-                f"task.{given[0]} and task.{given[1]} both say which rows are held out. Leave one"
-                " out."
+                f"task.{given[0]} and task.{given[1]} both give the test rows. Leave one out."
             )
 
 
 class Custom(Rows):
-    """The task, with the settings of conf/task/custom.yaml. An example's `question` is the prompt.
-
-    Raises: ConfigError for settings that are contradictory or without effect, for data that is
-    missing or broken, and if task.reward needs a package that is not installed.
-    """
+    """The task, with the settings of conf/task/custom.yaml; `question` is the whole prompt."""
 
     # what help() and common.tasks.build see, instead of **settings
     __signature__ = inspect.signature(CustomConfig)

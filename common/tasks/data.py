@@ -16,6 +16,7 @@ import gzip
 import io
 import json
 import math
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from typing import Any
 from common.config import ConfigError, flat
 
 LONGEST_LINE = 2**26  # bytes
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: no tokenizer can encode it
 _NUL = "Remove it; a file in UTF-16 holds many: convert it, with iconv -f UTF-16LE -t UTF-8."
 
 
@@ -63,13 +65,12 @@ class Row:
             problem = f"is empty in {self.where}."
         elif "\0" in value:
             problem = f"holds a NUL character in {self.where}. {_NUL}"
-        # half a character: no tokenizer can encode it
-        elif any("\ud800" <= letter <= "\udfff" for letter in value):
+        elif _SURROGATE.search(value):
             problem = f"holds a lone surrogate in {self.where}."
         else:
             return value
-        there = f"Fields there: {named(self.fields)}."
-        raise ConfigError(f"{key}={name!r} {problem} Mend or remove the row. {there}")
+        there = f" Fields there: {named(self.fields)}." if len(self.fields) > 1 else ""
+        raise ConfigError(f"{key}={name!r} {problem} Mend or remove the row.{there}")
 
 
 def named(names: Iterable[str]) -> str:
@@ -82,8 +83,7 @@ def named(names: Iterable[str]) -> str:
 def read_lines(path: str, key: str, lenient: bool = False) -> list[str]:
     """Return the lines of a text file, without their ends.
 
-    lenient: bytes that are not UTF-8 become lone surrogates, which `Row.text` refuses, so that only
-    their row is lost.
+    lenient: bytes that are not UTF-8 become lone surrogates, which `Row.text` refuses.
     """
     raw = _read_bytes(path, key, LONGEST_LINE)
     content = raw.removeprefix(codecs.BOM_UTF8)
@@ -107,35 +107,22 @@ def read_parallel(paths: tuple[str, str], keys: tuple[str, str]) -> list[tuple[s
     if len(first) != len(second):
         raise ConfigError(
             f"{keys[0]}={paths[0]!r} has {len(first)} lines and {keys[1]}={paths[1]!r} has"
-            f" {len(second)}. Line i of one must belong to line i of the other: give two files of"
-            " the same length."
+            f" {len(second)}. Give two files of the same length, whose lines belong together."
         )
-    for number, pair in enumerate(zip(first, second, strict=True), start=1):
-        for side, line in enumerate(pair):
-            if not line.strip():
-                raise ConfigError(
-                    f"{keys[side]}={paths[side]!r}: line {number} is empty. "
-                    "Remove this line from both files, or fill it in."
-                )
-            if "\0" in line:
-                raise ConfigError(
-                    f"{keys[side]}={paths[side]!r}: line {number} holds a NUL character. {_NUL}"
-                )
+    for path, key, lines in zip(paths, keys, (first, second), strict=True):
+        for number, line in enumerate(lines, start=1):
+            Row(f"line {number}", {path: line}).text(path, key)
     return list(zip(first, second, strict=True))
 
 
 def read_tsv(path: str, key: str) -> list[Row]:
-    """Return the rows of a tab-separated file whose first line names the columns. A quote is part
-    of its text.
-    """
+    """Return the rows of a tab-separated file with named columns. A quote is part of its text."""
     lines = enumerate(read_lines(path, key), start=1)
     return _table(((n, line.split("\t") if line.strip() else []) for n, line in lines), path, key)
 
 
 def read_csv(path: str, key: str, skipped: list[str] | None = None) -> list[Row]:
-    """Return the rows of a comma-separated file whose first line names the columns. Cells may be
-    quoted, and hold line ends then.
-    """
+    """Return the rows of a comma-separated file with named columns; cells may be quoted."""
     lines = read_lines(path, key, lenient=skipped is not None)
     table = csv.reader((f"{line}\n" for line in lines), strict=True)
     begin = 1
@@ -184,9 +171,7 @@ def _refuse(problem: str, skipped: list[str] | None) -> None:
 
 
 def read_jsonl(path: str, key: str, skipped: list[str] | None = None) -> list[Row]:
-    """Return the rows of a JSON Lines file: one object per line. The fields of an object in it are
-    named with a dot, as "a.b".
-    """
+    """Return the rows of a JSON Lines file; fields of an object in it are named as "a.b"."""
     rows = []
     for number, line in enumerate(read_lines(path, key, lenient=skipped is not None), start=1):
         if not line.strip():
@@ -288,9 +273,7 @@ def _nested(rows: Iterable[Any], where: str, what: str) -> list[Row]:
 
 
 def _read_bytes(path: str, key: str, longest_line: int | None = None) -> bytes:
-    """Return the content of a file, unzipped where it ends in .gz. A line that is too long is
-    refused before it is read whole.
-    """
+    """Return the content of a file, unzipped; too long a line is refused early."""
     absolute = Path(path).expanduser().absolute()
     zipped = absolute.suffix == ".gz"
     lines: list[bytes] = []

@@ -32,11 +32,7 @@ _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([0-9.,]{1,40})\}\{([0-9.,]{1,40})\}
 
 @dataclass(kw_only=True, eq=False)
 class Gsm8k(Rows):
-    """The task, with the settings of conf/task/gsm8k.yaml; `answer` is the final number as text.
-
-    Raises: ConfigError for settings that cannot work, for data that is missing or broken, and if
-    task.check needs a package that is not installed.
-    """
+    """The task, with the settings of conf/task/gsm8k.yaml; `answer` is the final number as text."""
 
     name = "gsm8k"
 
@@ -87,10 +83,9 @@ class Gsm8k(Rows):
 
 
 def answer(completion: str) -> str | None:
-    r"""The final answer as written: what follows the last `####`, else the last \boxed{...}, else
-    the last number.
+    r"""Return what follows the last `####`, else the last \boxed{...}, else the last number.
 
-    A mark decides even if no answer follows it: then, as where there is no number at all, None.
+    A mark decides even if no answer follows it.
     """
     if MARK in completion:
         rest = completion[completion.rfind(MARK) + len(MARK) :].lstrip()
@@ -109,14 +104,12 @@ def answer(completion: str) -> str | None:
 
 
 def number(text: str) -> Fraction | None:
-    r"""The first number in `text`, exactly; commas between thousands, $ and % do not count. None if
-    there is none.
+    r"""Return the first number in `text`, exactly; commas between thousands, $ and % do not count.
 
     "1,234.50" is 1234.5; "-3/4", "\frac{3}{4}", "$ 5" and "50%" (which is 50) are numbers too.
     """
-    cleaned = (
-        text[:LONGEST].replace("\\$", "$").replace("$ ", "$").replace("\\!", "").replace("{,}", ",")
-    )
+    cleaned = text[:LONGEST].replace("\\$", "$").replace("$ ", "$")
+    cleaned = cleaned.replace("\\!", "").replace("{,}", ",")
     found = _NUMBER.search(_LATEX_FRACTION.sub(r"\1/\2", cleaned))
     if found is None:
         return None
@@ -157,9 +150,7 @@ def _read(path: str, split: str) -> list[Example]:
 def math_verify(
     key: str = "task.check='math_verify'", other: str = "task.check=numeric"
 ) -> tuple[Any, Any]:
-    """math-verify's parse and verify. Raises: ConfigError, worded for the setting `key`, if it is
-    not installed.
-    """
+    """Return math-verify's parse and verify. Raises: ConfigError for `key` where there is none."""
     try:
         from math_verify import parse, verify  # pyright: ignore[reportMissingImports] (optional)
     except ImportError:
@@ -171,22 +162,18 @@ def math_verify(
 
 
 def same(wanted: str, given: str) -> bool:
-    """Whether math-verify finds them equal. Powers and factorials are refused: sympy would compute
-    them.
+    """Return whether math-verify finds them equal; powers and factorials, which it would compute,
+    are not.
     """
-    if (
-        any(sign in given for sign in ("^", "**", "!", "e+", "E+"))
-        or sum(map(str.isdigit, given)) > DIGITS
-    ):
+    costly = any(sign in given for sign in ("^", "**", "!", "e+", "E+"))
+    if costly or sum(map(str.isdigit, given)) > DIGITS:
         return False
     parse, verify = math_verify()
-    # its time limit is a signal, which only the main thread gets; in a thread
-    # scoring.timeout_seconds holds
+    # its time limit is a signal, which only the main thread gets
     limit = SECONDS if threading.current_thread() is threading.main_thread() else None
     try:
-        parsed = [
-            parse(f"${text.replace('$', '')}$", parsing_timeout=limit) for text in (wanted, given)
-        ]
+        texts = (f"${text.replace('$', '')}$" for text in (wanted, given))
+        parsed = [parse(text, parsing_timeout=limit) for text in texts]
         return bool(all(parsed) and verify(*parsed, timeout_seconds=limit))
     except Exception:  # a reward never raises, whatever sympy makes of the text
         return False

@@ -74,9 +74,32 @@ class Rows:
 
 
 class Weighted(Rows):
-    """A task whose reward is the weighted mean of its components."""
+    """A task of generated rows, or a file's, whose reward is the weighted mean of components."""
 
+    path: str | None
+    test_path: str | None
     weights: dict[str, float]
+
+    def fill(
+        self,
+        generate: Callable[[int], list[Example]],
+        read: Callable[[str, str], Iterable[Example]],
+        count: int,
+        held_out: int,
+        key: Key,
+    ) -> None:
+        """Keep generated rows, or those of task.path and task.test_path, each only once."""
+        if self.path is None and self.test_path is not None:
+            raise ConfigError(
+                f"task.test_path={self.test_path!r} has no effect without task.path. Give it too."
+            )
+        if self.path is None:
+            rows = generate(count + held_out)
+            self.split(f"task={self.name}", rows[held_out:], rows[:held_out], 0, key)
+            return
+        train = distinct(read(self.path, "task.path"), key)
+        test = distinct(read(self.test_path, "task.test_path"), key) if self.test_path else []
+        self.split(f"task.path={self.path!r}", train, test, min(held_out, len(train) // 5), key)
 
     def weigh(self, **known: Component) -> None:
         """Keep the components that carry weight. Raises: ConfigError."""
@@ -128,12 +151,3 @@ def tell(example: Example) -> Example:
     """Return an example whose question tells the answer, for a model that is to find the way."""
     told = f"{example.question} (The answer is {example.answer}.)"
     return replace(example, question=told)
-
-
-def check_needs_path(path: str | None, **settings: str | None) -> None:
-    """Raise ConfigError where one of `settings` is given without task.path."""
-    for key, value in settings.items():
-        if path is None and value is not None:
-            raise ConfigError(
-                f"task.{key}={value!r} has no effect without task.path. Give task.path too."
-            )

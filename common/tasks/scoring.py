@@ -12,62 +12,56 @@ from typing import Any
 
 from common.config import ConfigError, ScoringConfig
 from common.tasks import Example, Task
-from common.tasks.rows import weighted
+from common.tasks.rows import Component, weighted
 
 LOOK_SECONDS = 0.1  # between looks at whether the workers of a pool are alive
 
 
 def score(task: Task, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-    """The task's reward of each completion. NaN and infinity pass through: the caller names the
-    step.
+    """Return the task's reward of each completion. NaN and infinity pass through.
 
-    Raises: ConfigError naming the example where a reward raises, is no number, or a batch has
-    another length.
+    Raises: ConfigError naming the example where a reward raises, is no number, or is missing.
     """
+    name = type(task).__name__
     batched = getattr(task, "rewards", None)
     if batched is not None:
-        try:
-            rewards = list(batched(examples, completions))
-        except Exception as error:
-            raise ConfigError(
-                f"{type(task).__name__}.rewards raised {type(error).__name__}: {error}, on"
-                f" {len(completions)} completions (the first: example {examples[0].id},"
-                f" {completions[0][:80]!r}). A reward must score any text; give 0 where it cannot."
-            ) from error
-        if len(rewards) != len(completions):
-            raise ConfigError(
-                f"{type(task).__name__}.rewards returned {len(rewards)} rewards for"
-                f" {len(completions)} completions. Return one for each, in order."
-            )
-    else:
-        rewards = [
-            _one(task, example, text) for example, text in zip(examples, completions, strict=True)
-        ]
-    for example, reward in zip(examples, rewards, strict=True):
-        if not isinstance(reward, Real):  # numpy's scalars are real numbers too
-            raise ConfigError(
-                f"the reward of {type(task).__name__} for example {example.id} is"
-                f" {repr(reward)[:80]}, not a number in [0, 1]."
-            )
-    return [float(reward) for reward in rewards]
+        return _call(f"{name}.rewards", batched, examples, completions)
+
+    def one(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
+        return [task.reward(examples[0], completions[0])]
+
+    pairs = zip(examples, completions, strict=True)
+    return [_call(f"{name}.reward", one, [example], [text])[0] for example, text in pairs]
 
 
-def _one(task: Task, example: Example, text: str) -> float:
+def _call(
+    name: str, function: Component, examples: Sequence[Example], completions: Sequence[str]
+) -> list[float]:
+    """Return what a function of the task's scores; its mistakes are worded."""
     try:
-        return task.reward(example, text)
+        found = list(function(examples, completions))
     except Exception as error:
         raise ConfigError(
-            f"{type(task).__name__}.reward raised {type(error).__name__}: {error}, on example"
-            f" {example.id} with the completion {text[:80]!r}. A reward must score any text; give 0"
-            " where it cannot."
+            f"{name} raised {type(error).__name__}: {error}, on {len(completions)} completions (the"
+            f" first: example {examples[0].id}, {completions[0][:80]!r}). A reward must score any"
+            " text; give 0 where it cannot."
         ) from error
+    if len(found) != len(completions):
+        raise ConfigError(
+            f"{name} returned {len(found)} scores for {len(completions)} completions. Return one"
+            " for each, in order."
+        )
+    for example, value in zip(examples, found, strict=True):
+        if not isinstance(value, Real):  # numpy's scalars are real numbers too
+            raise ConfigError(
+                f"{name} of example {example.id} is {repr(value)[:80]}, not a number in [0, 1]."
+            )
+    return [float(value) for value in found]
 
 
 @dataclass
 class Scored:
-    """Rewards in order; each component's scores and the seconds spent on it, where the task has
-    components.
-    """
+    """Rewards in order; each component's scores and the seconds spent on it, if there are any."""
 
     rewards: list[float]
     components: dict[str, list[float]]
@@ -87,19 +81,13 @@ class Pending:
         self.parts, self.timeout, self.examples, self.workers = parts, timeout, examples, workers
 
     def result(self) -> Scored:
-        """All scores, in order.
-
-        Raises: ConfigError where a reward fails or ends its process, or the batch takes longer than
-        allowed.
-        """
+        """Return all scores, in order. Raises: ConfigError for a reward that fails or hangs."""
         scored = Scored([], {}, {})
         deadline = time.monotonic() + self.timeout
         for part in self.parts:
-            one = (
-                self._wait(part, deadline, self.examples[len(scored.rewards)])
-                if isinstance(part, AsyncResult)
-                else part
-            )
+            one = part
+            if isinstance(part, AsyncResult):
+                one = self._wait(part, deadline, self.examples[len(scored.rewards)])
             scored.rewards += one.rewards
             for name, values in one.components.items():
                 scored.components.setdefault(name, []).extend(values)
@@ -112,29 +100,24 @@ class Pending:
             part.wait(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
             if part.ready():
                 return part.get()
-            # A pool replaces a dead worker without a word, and what that one was scoring never
-            # comes.
+            # A pool replaces a dead worker, and what that one was scoring never comes.
             codes = [worker.exitcode for worker in self.workers if worker.exitcode is not None]
             if codes:
                 raise ConfigError(
                     f"a process that scores rewards ended with exit code {codes[0]}, at or after"
-                    f" example {first.id}. A reward must not end its process; a crash in a library"
-                    " or too little memory does it too. scoring.kind=serial shows where."
+                    f" example {first.id}. scoring.kind=serial shows where."
                 )
             if time.monotonic() >= deadline:
                 raise ConfigError(
                     f"scoring took longer than scoring.timeout_seconds={self.timeout:g}, at or"
-                    f" after example {first.id}. Bound the time of the reward, or raise the"
-                    " setting."
+                    f" after example {first.id}. Bound the reward's time, or raise the setting."
                 )
 
 
 class Scorer:
     """Scores batches with the task's reward: in this process, in threads, or in processes.
 
-    A task may offer `components`: a dict of name -> function(examples, completions) -> list of
-    scores, with `weights` by name; its reward is then their weighted mean, and each one's scores
-    and time are kept apart.
+    Of a task with `components` and `weights` each one's scores and time are kept apart.
     """
 
     def __init__(self, task: Task, config: ScoringConfig) -> None:
@@ -153,7 +136,7 @@ class Scorer:
 
     @staticmethod
     def nothing() -> Scored:
-        """The scores of no completions."""
+        """Return the scores of no completions."""
         return Scored([], {}, {})
 
     def submit(self, examples: Sequence[Example], completions: Sequence[str]) -> Pending:
@@ -185,19 +168,8 @@ def score_parts(task: Task, examples: Sequence[Example], completions: Sequence[s
     found, seconds = {}, {}
     for name, component in components.items():
         started = time.perf_counter()
-        try:
-            found[name] = [float(value) for value in component(examples, completions)]
-        except Exception as error:
-            raise ConfigError(
-                f"component {name} of {type(task).__name__} raised {type(error).__name__}: {error},"
-                f" on {len(completions)} completions (the first: example {examples[0].id},"
-                f" {completions[0][:80]!r}). A reward must score any text; give 0 where it cannot."
-            ) from error
-        if len(found[name]) != len(completions):
-            raise ConfigError(
-                f"component {name} of {type(task).__name__} returned {len(found[name])} scores for"
-                f" {len(completions)} completions. Return one for each, in order."
-            )
+        what = f"component {name} of {type(task).__name__}"
+        found[name] = _call(what, component, examples, completions)
         seconds[name] = time.perf_counter() - started
     return Scored(weighted(found, task.weights), found, seconds)  # type: ignore[attr-defined]
 

@@ -111,11 +111,8 @@ class TranslateConfig:
 
 
 class Translate(Rows):
-    """The task, with the settings of conf/task/translate.yaml. `question` is the source
-    text, `answer` the target.
-
-    Raises: ConfigError for settings that are contradictory or without effect, and for data that is
-    missing or broken.
+    """The task, with the settings of conf/task/translate.yaml. `question` is the source text,
+    `answer` the target.
     """
 
     name = "translate"

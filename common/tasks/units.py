@@ -7,13 +7,14 @@ own to learn from. Factors are exact fractions; questions are made here, or read
 """
 
 import math
+import operator
 import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from itertools import product
+from itertools import chain, product
 from typing import Annotated, Any
 
 from common.config import (
@@ -29,15 +30,7 @@ from common.config import (
 from common.tasks import Example, Messages
 from common.tasks.answers import SCIENTIFIC, decimal, path_key, tagged
 from common.tasks.data import read_jsonl, read_pairs
-from common.tasks.rows import (
-    SPLIT_SEED,
-    Weighted,
-    check_needs_path,
-    converse,
-    distinct,
-    percent,
-    tell,
-)
+from common.tasks.rows import SPLIT_SEED, Weighted, converse, percent, tell
 
 LONGEST = 200  # characters between the tags
 # A number, and behind it the name of a unit, which begins with a letter: no further number, but the
@@ -152,10 +145,7 @@ _Step = tuple[str, Fraction]
 
 @dataclass(kw_only=True, eq=False)
 class Units(Weighted):
-    """The task, with the settings of conf/task/units.yaml.
-
-    Raises: ConfigError for settings that cannot work and for data that is missing or broken.
-    """
+    """The task, with the settings of conf/task/units.yaml."""
 
     name = "units"
 
@@ -179,7 +169,6 @@ class Units(Weighted):
     share_right: Share
 
     def __post_init__(self) -> None:
-        check_needs_path(self.path, test_path=self.test_path)
         for position, shot in enumerate(self.few_shot, start=1):
             if set(shot) != {"question", "answer"}:
                 raise ConfigError(
@@ -189,16 +178,7 @@ class Units(Weighted):
         self._near = Fraction(str(self.absolute_tolerance))
         self._relative = Fraction(str(self.tolerance))
         self.weigh(right=self._right, answered=self._answered)
-        if self.path is None:
-            rows = self._generate(self.problems + self.test_problems)
-            self.split(
-                "task=units", rows[self.test_problems :], rows[: self.test_problems], 0, _key
-            )
-        else:
-            train = distinct(_read(self.path, "task.path"), _key)
-            test = distinct(_read(self.test_path, "task.test_path"), _key) if self.test_path else []
-            held_out = min(self.test_problems, len(train) // 5)
-            self.split(f"task.path={self.path!r}", train, test, held_out, _key)
+        self.fill(self._generate, _read, self.problems, self.test_problems, _key)
 
     def prompt(self, example: Example) -> str | Messages:
         """Return the question in the template; with task.chat a conversation."""
@@ -275,10 +255,9 @@ class Units(Weighted):
     # --- components: (examples, completions) -> scores in [0, 1]
 
     def _right(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        pairs = ((e.extra["value"], number(t)) for e, t in zip(examples, completions, strict=True))
-        return [
-            float(found is not None and self._matches(found, wanted)) for wanted, found in pairs
-        ]
+        wanted = [example.extra["value"] for example in examples]
+        pairs = zip(map(number, completions), wanted, strict=True)
+        return [float(found is not None and self._matches(found, value)) for found, value in pairs]
 
     @staticmethod
     def _answered(_: Sequence[Example], completions: Sequence[str]) -> list[float]:
@@ -287,9 +266,8 @@ class Units(Weighted):
     def _generate(self, count: int) -> list[Example]:
         """Return distinct questions in random order."""
         rows = []
-        for source, target in (
-            pair for kind in dict.fromkeys(self.kinds) for pair in product(_BY_KIND[kind], repeat=2)
-        ):
+        pairs = chain(*(product(_BY_KIND[kind], repeat=2) for kind in dict.fromkeys(self.kinds)))
+        for source, target in pairs:
             if source == target or not self._simple(source, target):
                 continue
             for value in range(1, self.largest_value + 1):
@@ -314,9 +292,8 @@ class Units(Weighted):
         if source.kind == "temperature":
             return True
         factor = max(source.size, target.size) / min(source.size, target.size)
-        if factor == 1 or factor > self.largest_factor:
-            return False
-        return _digits(factor) <= self.factor_digits or str(factor).strip("0") == "1"
+        short = _digits(factor) <= self.factor_digits or str(factor).strip("0") == "1"
+        return short and 1 < factor <= self.largest_factor
 
 
 def number(completion: str) -> Fraction | None:
@@ -390,17 +367,15 @@ THROUGH_ANOTHER = 0.2  # of the right ones that can, that go through a third uni
 WRONG_DIGITS = 3  # of a wrong answer, where another wrong way is shorter
 LARGEST_WRONG = 1000  # factor of a neighbour; zeros take time to write
 _INVERSE = {"*": "/", "/": "*", "+": "-", "-": "+"}
-
-
-def _scaled(factor: Fraction) -> list[_Step]:
-    """Times the factor, or divided by its inverse, whichever is the larger number."""
-    return [("*", factor)] if factor >= 1 else [("/", 1 / factor)]
+_COMPUTE = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
 def _steps(source: Unit, target: Unit) -> list[_Step]:
+    """Return the steps of a conversion, by the factor or its inverse, whichever is larger."""
     steps: list[_Step] = [("-", source.zero)] if source.zero else []
-    if source.size != target.size:
-        steps += _scaled(source.size / target.size)
+    factor = source.size / target.size
+    if factor != 1:
+        steps.append(("*", factor) if factor > 1 else ("/", 1 / factor))
     return steps + ([("+", target.zero)] if target.zero else [])
 
 
@@ -414,9 +389,7 @@ def _ten_off(source: Unit, target: Unit) -> list[_Step]:
 
 
 def _neighbour(source: Unit, target: Unit) -> list[_Step]:
-    """Return the steps of the next unit of the kind whose factor is as short as the right one; none
-    if there is no such unit.
-    """
+    """Return the steps of the next unit of the kind whose factor is short, if there is one."""
     units = _BY_KIND[source.kind]
     start = units.index(target) + 1
     for other in units[start:] + units[: start - 1]:
@@ -430,16 +403,14 @@ _WRONG = {"turned": _turned, "ten_off": _ten_off, "neighbour": _neighbour}
 
 
 def _right_way(amount: Fraction, source: Unit, target: Unit, draw: random.Random) -> str:
-    """The factor at once, or through a third unit between the two where both factors are round."""
+    """Write the factor at once, or go through a third unit between where factors are round."""
+    low, high = sorted((source.size, target.size))
     between = [
         unit
         for unit in _BY_KIND[source.kind]
-        if min(source.size, target.size) < unit.size < max(source.size, target.size)
+        if low < unit.size < high
         and not unit.zero
-        and all(
-            _digits(max(a.size, b.size) / min(a.size, b.size)) <= 2
-            for a, b in ((source, unit), (unit, target))
-        )
+        and max(_digits(unit.size / low), _digits(high / unit.size)) <= 2
     ]
     if between and draw.random() < THROUGH_ANOTHER:
         middle = draw.choice(between)
@@ -448,10 +419,10 @@ def _right_way(amount: Fraction, source: Unit, target: Unit, draw: random.Random
 
 
 def _calculation(amount: Fraction, steps: Sequence[_Step], draw: random.Random) -> str:
-    """ "7*100 = 700, 700*10 = <answer>7000</answer>"; a product may have its factor first."""
+    """Write "7*100 = 700, 700*10 = <answer>7000</answer>"; a product may have its factor first."""
     parts = []
     for sign, operand in steps:
-        before, amount = amount, _apply(amount, sign, operand)
+        before, amount = amount, _COMPUTE[sign](amount, operand)
         left, right = _written(before), _written(operand)
         if sign == "*" and draw.random() < FACTOR_FIRST:
             left, right = right, left
@@ -461,23 +432,14 @@ def _calculation(amount: Fraction, steps: Sequence[_Step], draw: random.Random) 
 
 def _value(amount: Fraction, steps: Sequence[_Step]) -> Fraction:
     for sign, operand in steps:
-        amount = _apply(amount, sign, operand)
+        amount = _COMPUTE[sign](amount, operand)
     return amount
 
 
-def _apply(value: Fraction, sign: str, operand: Fraction) -> Fraction:
-    if sign in "*/":
-        return value * operand if sign == "*" else value / operand
-    return value + operand if sign == "+" else value - operand
-
-
 def _written(value: Fraction, digits: int = 5) -> str:
-    """A whole number in full, any other rounded to some digits."""
-    return (
-        str(value)
-        if value.denominator == 1 and abs(value) < 10**15
-        else f"{float(value):.{digits}g}"
-    )
+    """Write a whole number in full, any other rounded to some digits."""
+    whole = value.denominator == 1 and abs(value) < 10**15
+    return str(value) if whole else f"{float(value):.{digits}g}"
 
 
 def _digits(factor: Fraction) -> float:
@@ -491,11 +453,8 @@ def _read(path: str, key: str) -> Iterator[Example]:
     lines = path.removesuffix(".gz").endswith(".jsonl")
     for row in (read_jsonl if lines else read_pairs)(path, key):
         value: Any = row.fields.get("answer")
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
+        # a bool is an int
+        if type(value) not in (int, float) or not math.isfinite(value):
             raise ConfigError(
                 f"{key}: the answer in {row.where} is {value!r:.60}. Give a finite number."
             )

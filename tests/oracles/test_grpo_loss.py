@@ -226,22 +226,16 @@ def test_overlong_penalty():
         ("algo.delta=4", "algo.delta=4 has no effect with algo.num_iterations=1"),
         (
             "algo.stop_at.ratio_kl=0.1",
-            "Set algo.stop_at.ratio_kl=null, or raise algo.num_iterations.",
+            "algo.stop_at.ratio_kl=0.1 has no effect with algo.num_iterations=1: the ratio",
         ),
         (
             "algo.kl.estimator=k2",
-            (
-                "algo.kl.estimator=k2 has no effect with algo.kl.beta=0: nothing is pulled. Set"
-                " algo.kl.b"
-            ),
+            "algo.kl.estimator=k2 has no effect with algo.kl.beta=0. Set algo.kl.beta",
         ),
         ("algo.kl.where=reward", "algo.kl.where=reward has no effect with algo.kl.beta=0"),
         (
             "algo.kl.clamp=5",
-            (
-                "algo.kl.clamp=5.0 has no effect without algo.kl.beta above 0 and"
-                " algo.kl.estimator=k3."
-            ),
+            "algo.kl.clamp=5.0 has no effect without algo.kl.beta and algo.kl.estimator=k3.",
         ),
         (
             "algo.kl.clamp=5 algo.kl.beta=1 algo.kl.estimator=k2",
@@ -254,8 +248,7 @@ def test_overlong_penalty():
         ),
         (
             "algo.epsilon_low=0.1",
-            "algo.epsilon_low=0.1 has no effect with algo.num_iterations=1: the ratio to the"
-            " policy that",
+            "algo.epsilon_low=0.1 has no effect with algo.num_iterations=1: ratios are 1.",
         ),
         (
             "algo.epsilon_high=0.28 algo.loss=cispo algo.num_iterations=2",

@@ -184,8 +184,7 @@ def test_compressed_gradients_learn_nearly_the_same(one_rank, warm, tmp_path, ho
     """exact: steps before it begins to compress; with fp16 the loss of the first step is the same
     all the same.
     """
-    more = ["opt=[ddp]", "opt.ddp.ranks=2", f"algo.ddp.hook={hook}"]
-    more += ["algo.ddp.powersgd_start=2"] if hook == "powersgd" else []
+    more = ["opt=[ddp]", "opt.ddp.ranks=2", f"algo.ddp.hook={hook}", "algo.ddp.powersgd_start=2"]
     warm.call(train, compose([*SMALL_CLASSIFY, *LAST_WEIGHTS, *more]), tmp_path)
     apart = [
         abs(a["loss"] - b["loss"]) for a, b in zip(events(tmp_path), events(one_rank), strict=True)
@@ -271,8 +270,8 @@ MISTAKES = {
         "task=trajectories, which has no texts. Leave it out."
     ),
     "algo=classify algo.validation_share=0": (
-        "algo.patience=2 has no effect with algo.validation_share=0."
-        " Set a share, for example 0.1, or algo.patience=null."
+        "algo.patience=2 has no effect with algo.validation_share=0. Set a"
+        " share, for example 0.1, or algo.patience=null."
     ),
     "algo=classify algo.label_smoothing=1": (
         "algo.label_smoothing=1.0 is out of range. Give a value below 1."
@@ -292,8 +291,7 @@ def test_mistakes_are_worded(arguments):
 
 RUN_MISTAKES = {
     "algo.ddp.hook=fp16": (
-        "algo.ddp.hook=fp16 has no effect with one rank: nothing is sent. Add 'opt=[ddp]', or leave"
-        " it out."
+        "algo.ddp.hook=fp16 has no effect with one rank: nothing is sent. Leave it out."
     ),
     "opt=[ddp] algo.ddp.hook=bf16": (
         "algo.ddp.hook=bf16 needs NCCL, and the ranks talk through gloo. Use algo.ddp.hook=fp16."

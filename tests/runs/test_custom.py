@@ -259,16 +259,15 @@ def test_math_asks_math_verify_where_numbers_do_not_tell(data, monkeypatch):
     [
         (
             [],
-            "task.path is not set. Give a file (.jsonl, .csv, .tsv, .parquet, or one of these"
-            " with .gz), or an id",
+            "task.path is not set. Give it, for example task.path=data.jsonl.",
         ),
         (
             ["task.path=data.jsonl"],
-            "task.answer_field is not set. Name the field of the right answer",
+            "task.answer_field is not set. Give it, for example task.answer_field=answer.",
         ),
         (
             ["task.path=data.jsonl", "task.answer_field=answer"],
-            "task.prompt_field is not set. Name the field of the",
+            "task.prompt_field is not set. Give it, for example task.prompt_field=question.",
         ),
         (
             ["task.path=data.jsonl", "task.prompt_field=qestion", "task.answer_field=answer"],
@@ -306,11 +305,11 @@ def test_math_asks_math_verify_where_numbers_do_not_tell(data, monkeypatch):
         ),
         (
             ["task.path=data.jsonl", *FIELDS, "task.template=hello"],
-            "task.template='hello' holds no field, so all prompts",
+            "task.template='hello' holds no field. Put one",
         ),
         (
             ["task.path=data.jsonl", *FIELDS, 'task.template="{blank}"'],
-            "task.prompt_field='question' has no effect: ",
+            "task.prompt_field='question' has no effect with task.template=",
         ),
         (
             ["task.path=data.jsonl", *FIELDS, 'task.template="{question"'],
@@ -330,11 +329,11 @@ def test_math_asks_math_verify_where_numbers_do_not_tell(data, monkeypatch):
         ),
         (
             ["task.path=data.jsonl", *FIELDS, "task.dataset_split=x"],
-            "task.dataset_split has no effect: task.path=",
+            "task.dataset_split has no effect with a file.",
         ),
         (
             ["task.path=data.jsonl", *FIELDS, "task.test_path=data.jsonl", "task.test_share=0.1"],
-            "both say which rows",
+            "both give the test rows",
         ),
         (
             ["task.path=data.jsonl", *FIELDS, "task.test_path=data.jsonl"],

@@ -351,8 +351,8 @@ def fails(tmp_path: Path, task: object, *overrides: str, run=run_here) -> str:
 def test_a_reward_that_raises(tmp_path):
     said = fails(tmp_path, Letters(fault="raises", fault_id=FAULTY))
     assert said.startswith(
-        f"Letters.reward raised KeyError: 'no such letter', on example {FAULTY} with the"
-        " completion "
+        "Letters.reward raised KeyError: 'no such letter', on 1 completions (the first: example"
+        f" {FAULTY}, "
     )
     assert said.endswith("A reward must score any text; give 0 where it cannot.")
 
@@ -361,7 +361,7 @@ def test_a_reward_that_raises(tmp_path):
 def test_a_reward_that_is_text(tmp_path):
     assert (
         fails(tmp_path, Letters(fault="text", fault_id=FAULTY))
-        == f"the reward of Letters for example {FAULTY} is 'good', not a number in [0, 1]."
+        == f"Letters.reward of example {FAULTY} is 'good', not a number in [0, 1]."
     )
 
 
@@ -385,7 +385,7 @@ def test_a_batch_of_rewards(tmp_path):
     assert same_bits(tmp_path / "one", tmp_path / "many")
     assert (
         fails(tmp_path, Batched(fault="short"))
-        == "Batched.rewards returned 7 rewards for 8 completions. Return one for each, in order."
+        == "Batched.rewards returned 7 scores for 8 completions. Return one for each, in order."
     )
     said = fails(tmp_path, Batched(fault="batch raises"))
     assert said.startswith(
@@ -400,7 +400,8 @@ def test_a_mistake_on_one_rank_ends_all(run_in_ranks, tmp_path, capfd):
     """
     said = fails(tmp_path, Letters(fault="raises", fault_id=FAULTY), run=run_in_ranks)
     assert said.startswith(
-        f"Letters.reward raised KeyError: 'no such letter', on example {FAULTY} with"
+        "Letters.reward raised KeyError: 'no such letter', on 1 completions (the first: example"
+        f" {FAULTY}, "
     )
     assert capfd.readouterr().err == ""
 

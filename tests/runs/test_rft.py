@@ -241,7 +241,7 @@ def test_lora_trains_adapters_that_peft_loads(letters, tmp_path):
     [
         (
             "algo.lora.alpha=16",
-            "algo.lora.alpha=16 has no effect with algo.lora.rank=0: all weights are trained. Set",
+            "algo.lora.alpha=16 has no effect with algo.lora.rank=0. Set",
         ),
         (
             "algo.lora.targets=q_proj",
@@ -377,7 +377,7 @@ def test_hints_are_marked_and_the_prompt_without_them_is_trained_on(in_cache, tm
         (["algo.stage=train"], "algo.stage='train' is not a choice."),
         (
             ["algo.stage=generate", "algo.shard=9/8"],
-            "algo.shard='9/8' is no shard. Give one of I/N with I from 1 to N",
+            "algo.shard='9/8' is no shard I/N with I from 1 to N",
         ),
         (["algo.shard=1/2"], "algo.shard=1/2 has no effect with algo.stage=all"),
         (

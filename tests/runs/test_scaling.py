@@ -452,8 +452,8 @@ def test_a_scaling_run(launch: Launch, tmp_path, monkeypatch):
 
 MISTAKES = {
     "algo=scaling algo.ranks=[2,4]": (
-        "algo.ranks=[2, 4] must be numbers of ranks that begin with 1, what speed-up is told"
-        " against, and grow. Use for example algo.ranks=[1,2,4]."
+        "algo.ranks=[2, 4] must be numbers of ranks that begin with 1 and grow. Use for"
+        " example algo.ranks=[1,2,4]."
     ),
     "algo=scaling algo.mode=stong": (
         "algo.mode='stong' is not a choice. Did you mean 'strong'? Choices: strong, weak, both."

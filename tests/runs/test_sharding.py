@@ -369,7 +369,7 @@ def test_the_export_is_a_plain_folder(runs):
         (["opt=[fsdp]", "opt.fsdp.backend=nccl"], "opt.fsdp.backend=nccl needs CUDA devices"),
         (
             ["algo=classify", "opt=[fsdp]", "opt.fsdp.ranks=1", "algo.ddp.hook=powersgd"],
-            "which opt=fsdp replaces",
+            "has no effect with opt=fsdp",
         ),
         (
             ["algo=scaling", "opt=[fsdp]"],

@@ -590,7 +590,7 @@ def test_a_broken_game_is_named_by_file_and_line(tmp_path, old, new, text):
     [
         (
             {"test_path": "a.csv"},
-            "task.test_path='a.csv' has no effect without task.path. Give task.path too.",
+            "task.test_path='a.csv' has no effect without task.path. Give it too.",
         ),
         (
             {"path": "a.txt"},

@@ -194,8 +194,8 @@ MISTAKES = {
     ),
     "algo.sigma=-1": "algo.sigma=-1.0 is out of range. Give a value above 0.",
     "algo.samples_per_prompt=2": (
-        "algo.samples_per_prompt=2 has no effect at algo.sampling.temperature=0: greedy "
-        "completions of one prompt are equal. Set a temperature above 0."
+        "algo.samples_per_prompt=2 has no effect at algo.sampling.temperature=0: they would be"
+        " equal. Set a temperature above 0."
     ),
     "model=hf": (
         "model.path is not set. Give a hub id or a local folder, for example model=hf "

@@ -425,11 +425,11 @@ def test_a_broken_row_is_named_by_file_and_line(tmp_path, row, text):
     [
         (
             {"test_path": "a"},
-            "task.test_path='a' has no effect without task.path. Give task.path too.",
+            "task.test_path='a' has no effect without task.path. Give it too.",
         ),
         (
             {"solution_field": "a"},
-            "task.solution_field='a' has no effect without task.path. Give task.path too.",
+            "task.solution_field='a' has no effect without task.path. Give it too.",
         ),
         ({"share_right": 2}, "task.share_right=2.0 is out of range. Give a share from 0 to 1."),
         (

@@ -330,8 +330,8 @@ def test_a_gpu_that_is_not_here_is_simulated(tmp_path):
 
 MISTAKES = {
     "algo.ranks=[1,2]": (
-        "algo.ranks=[1, 2] must be numbers of ranks from 2 on, and grow; one rank is always told."
-        " Use for example algo.ranks=[2,4,8]."
+        "algo.ranks=[1, 2] must be numbers of ranks from 2 on, and grow. Use for"
+        " example algo.ranks=[2,4,8]."
     ),
     "algo.predict=[2]": "algo.predict is now algo=predict 'algo.ranks=[2,4,8]'.",
     "algo.epochs=3": (
@@ -342,11 +342,10 @@ MISTAKES = {
         "algo.predict_times is now 'algo.times={1: 5.2, 4: 11.3}', with algo=predict."
     ),
     "algo.ranks=[4] algo.times={1:5,2:4}": (
-        "algo.times names 2 ranks, and algo.ranks=[4] does not. Add it there."
+        "algo.times names 2 ranks, algo.ranks=[4] does not. Add it."
     ),
     "algo.ranks=[4] algo.times={4:5}": (
-        "algo.times has no time of one rank, which the others are told against. Use for example"
-        " 'algo.times={1: 5.2, 4: 11.3}'."
+        "algo.times has no time of one rank. Use for example 'algo.times={1: 5.2, 4: 2}'."
     ),
     "algo.ranks=[4] algo.times={1:0,4:5}": (
         "algo.times.1=0.0 is out of range. Give a value above 0."

@@ -640,7 +640,7 @@ def test_a_question_must_be_text(tmp_path):
     [
         (
             {"test_path": "a"},
-            "task.test_path='a' has no effect without task.path. Give task.path too.",
+            "task.test_path='a' has no effect without task.path. Give it too.",
         ),
         ({"share_right": 2}, "task.share_right=2.0 is out of range. Give a share from 0 to 1."),
         ({"tolerance": -1}, "task.tolerance=-1.0 is out of range. Give a share from 0 to 1."),

@@ -55,7 +55,8 @@ class Device:
         for name in ("live", "peak", "total"):
             getattr(self.library, f"standin_{name}").restype = ctypes.c_size_t
         for name, kinds in (
-            ("capacity", [ctypes.c_size_t]), ("hollow", [ctypes.c_size_t]),
+            ("capacity", [ctypes.c_size_t]),
+            ("hollow", [ctypes.c_size_t]),
             ("fail", [ctypes.c_size_t, ctypes.c_int]),
         ):
             getattr(self.library, f"standin_{name}").argtypes = kinds

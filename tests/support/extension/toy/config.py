@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.config import Run, SamplingConfig, above, at_least
+from common.config import Count, Positive, Run, SamplingConfig
 
 
 @dataclass(kw_only=True)
@@ -14,15 +14,11 @@ class ToyConfig:
     RESUME_MAY_CHANGE: ClassVar = ("steps", "rollout_rows")
 
     name: str
-    steps: int | None
-    prompts_per_step: int
-    rollout_rows: int | None
-    sigma: float
+    steps: Count | None
+    prompts_per_step: Count
+    rollout_rows: Count | None
+    sigma: Positive
     sampling: SamplingConfig
-
-    def __post_init__(self) -> None:
-        at_least("algo.prompts_per_step", self.prompts_per_step, 1)
-        above("algo.sigma", self.sigma, 0)
 
     def check_run(self, run: Run) -> None:
         """Accept every run."""
