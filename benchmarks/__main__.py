@@ -1,10 +1,4 @@
-"""python -m benchmarks NAME: measure this project beside other ways to do the same work, on this
-device.
-
-    python -m benchmarks eggroll
-    python -m benchmarks eggroll --json results.json --repeats 15
-    python -m benchmarks all --out results
-    python -m benchmarks compare benchmarks/results/cpu-2core results
+"""Measure this project beside other ways to do the same work: python -m benchmarks NAME.
 
 A benchmark is a module of this package with `run(options) -> measure.Report`. It is imported when
 it is asked for, so that --help needs no torch.
@@ -14,28 +8,33 @@ import argparse
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 BENCHMARKS = {
-    "sampler": (
-        "completions: `generate`, continuous batching, this project; equal lengths and spread ones"
-    ),
+    "sampler": "completions: `generate`, continuous batching, this project",
     "eggroll": "a step's sampling: one at a time, member by member, the population in one forward",
     "population": "a population's forward beside the plain sampler, by rows",
     "memory": "peak memory of EGGROLL's training beside sampling the same rows",
-    "grpo": (
-        "a GRPO step: one prompt at a time, TRL, this project and its switches, together and alone"
-    ),
-    "rft": (
-        "sampling for RFT: one question at a time, batched `generate`, this project and its"
-        " switches"
-    ),
+    "grpo": "a GRPO step: one prompt at a time, TRL, this project and its switches",
+    "rft": "sampling for RFT: one question at a time, batched `generate`, this project",
     "sharding": "opt=fsdp beside opt=ddp: a rollout, a training step and memory, two ranks",
     "loader": "a training iteration on sequences of varying length: lists and loops, then without",
+}
+SAMPLED = {"choices": ("small", "gpt2", "0.5b"), "help": "default: small on a CPU, 0.5b on CUDA"}
+# Options that not all benchmarks have.
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "sampler": {"--model": SAMPLED},
+    "population": {"--model": SAMPLED},
+    "grpo": {
+        "--model": {"choices": ("small", "gpt2"), "default": "small", "help": "gpt2: for a GPU"},
+        "--brief": {"action": "store_true", "help": "the first three rows, without the switches"},
+        "--beta": {"type": float, "default": 0.02, "help": "weight of the KL; 0 = no reference"},
+    },
 }
 
 
 def positive(text: str) -> int:
-    """A number from 1 on, for argparse."""
+    """Return a number from 1 on, for argparse."""
     number = int(text)
     if number < 1:
         raise ValueError(text)
@@ -43,59 +42,25 @@ def positive(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    options = argparse.ArgumentParser(add_help=False)
-    options.add_argument(
-        "--json", type=Path, metavar="FILE", help="write conditions and rows there"
-    )
+    """Return the command line."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--device", metavar="NAME", help="default: CUDA where there is any")
+    common.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works")
+    options = argparse.ArgumentParser(add_help=False, parents=[common])
+    options.add_argument("--json", type=Path, metavar="FILE", help="where to write the numbers")
     options.add_argument("--repeats", type=positive, metavar="N", help="timed repeats of each row")
-    options.add_argument(
-        "--device", metavar="NAME", help="cpu, cuda, cuda:1; default: CUDA where there is any"
-    )
-    options.add_argument(
-        "--quick", action="store_true", help="tiny sizes, to see that it works; proves no figure"
-    )
     main = argparse.ArgumentParser(
         "python -m benchmarks", description="Speed, side by side, in one process."
     )
     names = main.add_subparsers(dest="name", metavar="NAME", required=True)
     for name, line in BENCHMARKS.items():
         one = names.add_parser(name, help=line, description=line, parents=[options])
-        if name in ("sampler", "population"):
-            one.add_argument(
-                "--model",
-                choices=("small", "gpt2", "0.5b"),
-                help="default: small on a CPU, 0.5b on CUDA",
-            )
-        if name == "grpo":
-            one.add_argument(
-                "--model", choices=("small", "gpt2"), default="small", help="gpt2: 124M, for a GPU"
-            )
-            one.add_argument(
-                "--brief", action="store_true", help="without the switches: the first three rows"
-            )
-            one.add_argument(
-                "--beta", type=float, default=0.02, help="weight of the KL; 0 = no reference model"
-            )
-    every = names.add_parser(
-        "all", help="every benchmark that fits this device, one table, JSON in a folder"
-    )
-    every.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder of the results"
-    )
-    every.add_argument(
-        "--device", metavar="NAME", help="cpu or cuda; default: CUDA where there is any"
-    )
-    every.add_argument(
-        "--seconds",
-        type=positive,
-        default=480,
-        metavar="N",
-        help="for everything; default: %(default)s",
-    )
-    every.add_argument(
-        "--quick", action="store_true", help="tiny sizes, to see that it works; proves no figure"
-    )
+        for option, settings in OPTIONS.get(name, {}).items():
+            one.add_argument(option, **settings)
+    every = names.add_parser("all", help="every benchmark that fits this device", parents=[common])
+    every.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the results")
+    limit = "seconds for everything; default: %(default)s"
+    every.add_argument("--seconds", type=positive, default=480, metavar="N", help=limit)
     two = names.add_parser("compare", help="two results, or two folders of them, side by side")
     two.add_argument("left", type=Path, metavar="A", help="file or folder")
     two.add_argument("right", type=Path, metavar="B", help="file or folder")
@@ -112,8 +77,7 @@ def main() -> None:
         except ValueError as error:
             sys.exit(f"error: {error}")
         return
-    if options.json is not None:
-        # fail now, not after the measurement
+    if options.json is not None:  # fail now, not after the measurement
         options.json.parent.mkdir(parents=True, exist_ok=True)
     report = importlib.import_module(f"benchmarks.{options.name}").run(options)
     print(report.text)

@@ -1,22 +1,22 @@
 """The parts of every benchmark: interleaved timing, peaks of the device, conditions, a table, JSON.
 
-How time is taken: each case runs once (or as often as its warm-up says) beforehand, reported apart;
-then A B C A B C ..., so that a slow minute of the machine falls on all of them; a ratio is the
-median of the ratios within each repeat.
+Each case runs once (or as often as its warm-up says) beforehand, reported apart; then A B C A B C
+..., so that a slow minute of the machine falls on all of them. A ratio is the median of the ratios
+within each repeat.
 """
 
-import itertools
+import argparse
 import json
 import multiprocessing
 import os
 import re
+import statistics
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,17 +25,16 @@ import torch
 import transformers
 
 from common import hardware
+from common.files import write_text
+from common.precision import native_bf16
+from ddp_bench.report.tables import align
 
-WIDTH = 80
 MATRIX = {"cpu": 2048, "cuda": 8192}  # size of the product that counts as the device's peak
 
 
 @dataclass
 class Case:
-    """One thing to time.
-
-    scale: where `run` does a part of the work, whole / part; seconds are multiplied by it.
-    """
+    """One thing to time. scale: whole / part, where `run` does a part of the work."""
 
     name: str
     run: Callable[[], Any]
@@ -45,71 +44,102 @@ class Case:
 
 @dataclass
 class Timing:
-    """The result of one case. seconds: of the whole work, one per repeat. result: what its first
-    call returned.
-    """
+    """Seconds of the whole work and result by repeat; `first`: what the first call gave."""
 
     warm_up: float
-    result: Any
+    first: Any
     seconds: list[float] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
 
     @property
     def p50(self) -> float:
-        """The median."""
-        return quantile(self.seconds, 0.5)
+        """The median of the seconds."""
+        return statistics.median(self.seconds)
 
-    @property
-    def p90(self) -> float:
-        """Nine tenths of the repeats were at least as fast."""
-        return quantile(self.seconds, 0.9)
+    def speeds(self, work: Callable[[Any], float]) -> list[float]:
+        """Return the work per second of each repeat. work: of a result."""
+        return [work(r) / s for r, s in zip(self.results, self.seconds, strict=True)]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One value of the JSON. ratio: how `row` compares with `against`; the conditions say which way
-    round.
+class Report:
+    """The result of a benchmark: rows and conditions for files, and the same as text.
+
+    Attributes: figures: what is wanted and what was measured; notes: sentences below the table.
     """
 
-    benchmark: str
-    row: str
-    value: float | None  # None = not measured
-    unit: str
-    against: str | None = None
-    ratio: float | None = None
+    def __init__(self, name: str, options: argparse.Namespace, repeats: int, **facts: Any) -> None:
+        self.name, self.quick = name, options.quick
+        self.device = find_device(options.device)
+        self.repeats = options.repeats or (1 if options.quick else repeats)
+        self.conditions: dict[str, Any] = conditions(self.device) | facts
+        self.conditions |= {"repeats": self.repeats, "quick": self.quick, "skipped": {}}
+        self.rows: list[dict[str, Any]] = []
+        self.figures: list[tuple[str, str, str]] = []
+        self.notes: list[str] = []
 
+    def time(self, cases: Sequence[Case]) -> dict[str, Timing]:
+        """Time the cases in turn; the raw seconds go to the conditions."""
+        timings = interleaved(cases, self.repeats, self.device)
+        taken = {name: {"warm_up": t.warm_up, "seconds": t.seconds} for name, t in timings.items()}
+        self.conditions["timing"] = self.conditions.get("timing", {}) | taken
+        return timings
 
-@dataclass
-class Report:
-    """The result of a benchmark: text for people, the rest for files."""
+    def add(self, row: str, value: float | None, unit: str, *against: Any) -> None:
+        """Add a row. value: None = not measured; against: another row, and the ratio to it."""
+        base, ratio = against or (None, None)
+        found = {"benchmark": self.name, "row": row, "value": value, "unit": unit}
+        self.rows.append(found | {"against": base, "ratio": ratio})
 
-    text: str
-    conditions: dict[str, Any]
-    rows: list[Row]
+    def compare(self, values: dict[str, list[float]], unit: str, base: str, less: bool) -> None:
+        """Add a row for each series of repeats, with its ratio to `base`. less: less is better."""
+        for name, series in values.items():
+            ratio = paired(values[base], series) if less else paired(series, values[base])
+            self.add(
+                name, statistics.median(series), unit, *(() if name == base else (base, ratio))
+            )
+
+    def skip(self, row: str, unit: str, reason: str) -> None:
+        """Add a row that this device cannot measure."""
+        self.conditions["skipped"][row] = reason
+        self.add(row, None, unit)
+        self.notes.append(f"{row}: skipped, {reason.rstrip('.')}.")
+
+    @property
+    def text(self) -> str:
+        """The table, the figures and the notes."""
+        units = [*dict.fromkeys(row["unit"] for row in self.rows), "ratio"]
+        lines: dict[str, dict[str, str]] = {}
+        for row in self.rows:
+            cells = lines.setdefault(row["row"], {})
+            cells[row["unit"]] = number(row["value"], row["unit"])
+            if row["ratio"] is not None:  # the last one counts
+                cells["ratio"] = f"{row['ratio']:.2f}x"
+        table = [[name, *(cells.get(u, "") for u in units)] for name, cells in lines.items()]
+        parts = [align([["", *units], *table], left=1)]
+        if self.figures:
+            parts.append(align([("", "wanted", "measured"), *self.figures], left=1))
+        return "\n\n".join("\n".join(part) for part in (*parts, self.notes) if part)
 
     def save(self, path: Path) -> None:
         """Write the JSON."""
-        content = {"conditions": self.conditions, "rows": [asdict(row) for row in self.rows]}
-        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        figures = {what: {"wanted": w, "measured": m} for what, w, m in self.figures}
+        content = {"conditions": self.conditions | {"figures": figures}, "rows": self.rows}
+        write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """The quantile, interpolated between neighbours."""
-    return torch.tensor(values, dtype=torch.float64).quantile(share).item()
-
-
-def paired(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """The ratio of each repeat."""
-    return [a / b for a, b in zip(above, below, strict=True)]
+def paired(above: Sequence[float], below: Sequence[float]) -> float:
+    """Return the median of the ratios of each repeat."""
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 def progress(text: str) -> None:
     """Show what is going on, on a terminal only; an empty text clears the line."""
     if sys.stderr.isatty():
-        print(f"\r\x1b[K{text[: WIDTH - 1]}", end="", file=sys.stderr, flush=True)
+        print(f"\r\x1b[K{text[:79]}", end="", file=sys.stderr, flush=True)
 
 
 def seconds(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    """Wall-clock seconds of one call, the device's work included, and what it returned."""
+    """Return the seconds of one call, the device's work included, and what it returned."""
     synchronize(device)
     started = time.perf_counter()
     result = run()
@@ -128,26 +158,22 @@ def interleaved(cases: Sequence[Case], repeats: int, device: torch.device) -> di
     timings = {}
     for case in cases:
         progress(f"warm-up: {case.name}")
-        first, result = seconds(case.run, device)
-        timings[case.name] = Timing(first, result)
+        timing = timings[case.name] = Timing(*seconds(case.run, device))
         for _ in range(case.warm_ups - 1):
-            timings[case.name].warm_up += seconds(case.run, device)[0]
+            timing.warm_up += seconds(case.run, device)[0]
     for repeat in range(repeats):
         for case in cases:
             progress(f"repeat {repeat + 1} of {repeats}: {case.name}")
-            timings[case.name].seconds.append(case.scale * seconds(case.run, device)[0])
+            took, result = seconds(case.run, device)
+            timings[case.name].seconds.append(case.scale * took)
+            timings[case.name].results.append(result)
     progress("")
     return timings
 
 
-def taken(timings: dict[str, Timing]) -> dict[str, dict[str, Any]]:
-    """Return the seconds of each case, for the JSON."""
-    return {name: {"warm_up": t.warm_up, "seconds": t.seconds} for name, t in timings.items()}
-
-
 @torch.inference_mode()
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a big square matrix product, the best of ten: what utilisation is a share of."""
+    """Return the FLOP/s of a big square matrix product, the best of ten."""
     size = MATRIX[device.type]
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     left @ right
@@ -155,20 +181,14 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def peak_memory_gb(prepare: Callable[..., Callable[[], Any]], *arguments: Any) -> float | None:
-    """Peak memory in GB of 2**30 bytes of `prepare(*arguments)()` and of all that `prepare` builds,
-    in a new process.
-
-    On CUDA, what torch allocated. On a CPU, the largest resident size less that after the imports;
-    None where the system does not tell. In this process the peak would be that of whichever case
-    was largest so far.
+    """Return the peak memory of `prepare(*arguments)()` and of all that it builds, in GB of 2**30
+    bytes, measured in a new process: in this one the largest case so far would hide the others.
     """
     return in_new_process(prepare.__module__, _peak_memory_gb, prepare, arguments)
 
 
 def in_new_process(module: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return or raise what `function` does, called in a process of its own that has `module`
-    imported.
-    """
+    """Return or raise what `function` does in a new process that has `module` imported."""
     # a clean server imports once, its children only fork
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module])
@@ -176,9 +196,7 @@ def in_new_process(module: str, function: Callable[..., Any], *arguments: Any) -
         return pool.submit(function, *arguments).result()
 
 
-def _peak_memory_gb(
-    prepare: Callable[..., Callable[[], Any]], arguments: tuple[Any, ...]
-) -> float | None:
+def _peak_memory_gb(prepare: Callable[..., Any], arguments: tuple[Any, ...]) -> float | None:
     memory = Peak()
     prepare(*arguments)()
     return memory.gb()
@@ -192,17 +210,15 @@ class Peak:
 
     @staticmethod
     def forget() -> None:
-        """Begin the peak anew at what is held now, so that what was built before does not hide what
-        comes.
-        """
+        """Begin the peak anew at what is held now."""
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
         else:
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM = VmRSS
 
     def gb(self) -> float | None:
-        """On CUDA, what torch allocated; on a CPU, resident memory less what was there at the
-        start; None if unknown.
+        """Return on CUDA what torch allocated, on a CPU the resident memory less that at the start;
+        None if unknown.
         """
         if torch.cuda.is_initialized():
             return torch.cuda.max_memory_allocated() / 2**30
@@ -212,45 +228,48 @@ class Peak:
 
 
 def _resident(which: str) -> int | None:
-    """VmRSS (now) or VmHWM (peak) of this process in bytes; None outside Linux."""
+    """Return VmRSS (now) or VmHWM (peak) of this process in bytes; None outside Linux."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        found = re.search(rf"{which}:\s+(\d+)", Path("/proc/self/status").read_text())
     except OSError:
         return None
-    found = [line.split()[1] for line in lines if line.startswith(f"{which}:")]
-    return 1024 * int(found[0]) if found else None
+    return 1024 * int(found[1]) if found else None
 
 
 def why_no_compiler(device: torch.device) -> str | None:
-    """None where torch.compile works on `device`, else the reason in one line."""
+    """Return why torch.compile does not work on `device`, in one line; None where it does."""
     try:
         torch.compile(lambda x: (x + 1).sin())(torch.ones(8, device=device))
-    except (
-        Exception
-    ) as error:  # whatever stands in the way of a compiler is a reason to skip, not to fail
-        lines = str(error).strip().splitlines() or [""]
-        return f"{type(error).__name__}: {lines[0]}"[:160]
+    except Exception as error:  # whatever it is, it is a reason to skip, not to fail
+        return describe(error)
     return None
 
 
+def describe(error: Exception) -> str:
+    """Return kind and first line of an error."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:160]
+
+
 def find_device(name: str | None) -> torch.device:
-    """The device to measure on."""
+    """Return the device to measure on."""
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if device == torch.device("cuda")
-        else device
-    )
+    if device == torch.device("cuda"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
-def conditions(device: torch.device, **more: Any) -> dict[str, Any]:
-    """Return what a number depends on. load_average: of the machine when this was called, so before
-    the measurement.
-    """
+def choose_model(name: str | None, device: torch.device) -> tuple[str, torch.dtype]:
+    """Return the model of --model or the device's default, and the dtype that it runs in."""
+    name = name or ("0.5b" if device.type == "cuda" else "small")
+    half = name != "small" and native_bf16(device)
+    return name, torch.bfloat16 if half else torch.float32
+
+
+def conditions(device: torch.device) -> dict[str, Any]:
+    """Return what a number depends on; load_average: of the machine before the measurement."""
+    cuda = device.type == "cuda"
     return {
-        "device": (
-            torch.cuda.get_device_name(device) if device.type == "cuda" else hardware.cpu_name()
-        ),
+        "device": torch.cuda.get_device_name(device) if cuda else hardware.cpu_name(),
         "device_type": device.type,
         "threads": torch.get_num_threads(),
         "load_average": round(os.getloadavg()[0], 2),
@@ -260,51 +279,31 @@ def conditions(device: torch.device, **more: Any) -> dict[str, Any]:
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": "python -m benchmarks " + re.sub(r" --json[ =]\S+", "", " ".join(sys.argv[1:])),
-        **more,
     }
 
 
 def commit() -> str | None:
-    """The checkout's commit, with -dirty where files differ from it; None outside a checkout."""
+    """Return the checkout's commit, -dirty where files differ from it; None outside a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    folder = Path(__file__).resolve().parent
     try:
-        folder = Path(__file__).resolve().parent
-        return subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
+    return done.stdout.strip()
 
 
-def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Columns: the first to the left, the others to the right. A line of two cells is a name and a
-    remark. Names and remarks that have no room within `WIDTH` are wrapped.
-    """
-    full = [header, *(line for line in lines if len(line) > 2)]
-    widths = [max(len(line[column]) for line in full) for column in range(len(header))]
-    room = max(20, WIDTH - sum(2 + width for width in widths[1:]))
-    widths[0] = min(room, max(len(line[0]) for line in (header, *lines)))
-
-    def aligned(line: Sequence[str]) -> list[str]:
-        name = textwrap.wrap(line[0], widths[0], subsequent_indent="  ")
-        if len(line) == 2:
-            rest = textwrap.wrap(line[1], max(20, WIDTH - widths[0] - 2))
-        else:
-            cells = zip(line[1:], widths[1:], strict=True)
-            rest = ["  ".join(f"{cell:>{width}}" for cell, width in cells)]
-        return [
-            f"{left:<{widths[0]}}  {right}".rstrip()
-            for left, right in itertools.zip_longest(name, rest, fillvalue="")
-        ]
-
-    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-    return "\n".join([*aligned(header), rule, *(text for line in lines for text in aligned(line))])
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """A few significant digits, no exponent; a dash for None."""
+def number(value: float | None, unit: str = "") -> str:
+    """Return three digits without exponent, a percentage for a share, a dash for None."""
     if value is None:
         return "-"
-    if value >= 10 ** (digits - 1):
+    if unit.startswith("share"):
+        return f"{value:.1%}"
+    if value >= 100:
         return f"{value:,.0f}"
-    return f"{value:#.{digits}g}" if value >= 1e-3 else f"{value:.5f}"
+    return f"{value:#.3g}" if value >= 1e-3 else f"{value:.5f}"
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return float32, bfloat16 or float16."""
+    return str(dtype).removeprefix("torch.")

@@ -1,34 +1,33 @@
-"""python -m benchmarks memory: what EGGROLL's training takes beside sampling the same rows from the
-same model.
+"""Measure what EGGROLL's training takes beside sampling the same rows from the same model.
 
-Each case runs alone in a process of its own, since a peak never falls: build the model, then a few
-steps of sampling, or of noise, sampling and update, as eggroll/train.py makes them. On a CPU the
-peak is resident memory less that after the imports, on CUDA what torch allocated. The ratio is of
-whole peaks: weights, cache, activations, noise, update.
+    python -m benchmarks memory
+
+Each case runs in a process of its own, since a peak never falls: build the model, then a few steps
+of sampling, or of noise, sampling and update, as eggroll/train.py makes them. On a CPU the peak is
+resident memory less that after the imports, on CUDA what torch allocated.
 """
 
 import argparse
-import textwrap
+import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks import measure
-from benchmarks.eggroll import VOCABULARY, Sizes, build, name_of, settings
-from benchmarks.measure import Report, Row
+from benchmarks.eggroll import Sizes, settings
+from benchmarks.measure import Report, name_of, paired
+from benchmarks.models import build
 from common.precision import native_bf16
 from common.sampling.engine import Requests
 from common.sampling.native import Sampler
+from eggroll.config import EggrollConfig
 from eggroll.fitness import fitness
 from eggroll.noise import Noise
 from eggroll.weights import Weights
 
-NAME = "memory"
 INFERENCE, TRAINING = "inference", "training"
 FIGURE = 1.15
 STEPS = 2
@@ -36,12 +35,9 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Setting:
-    """A line of the table. model: llama (of `sizes`) or gpt2 (124M parameters, or two layers of
-    it).
-    """
+    """A line of the table."""
 
     name: str
-    model: str
     sizes: Sizes
     dtype: torch.dtype = torch.float32
     offload: bool = False
@@ -49,54 +45,37 @@ class Setting:
 
 # The tiny default: conf/model/tiny.yaml and conf/algo/eggroll.yaml, 256 rows a forward as
 # hardware=cpu has them.
-TINY = Sizes(128, 4, 4, 384, members=32, prompts=8, prompt_tokens=64, new_tokens=24)
-FEW = Sizes(768, 12, 12, 3072, members=4, prompts=2, prompt_tokens=16, new_tokens=8)
-MANY = Sizes(768, 12, 12, 3072, members=64, prompts=1, prompt_tokens=16, new_tokens=8)
-QUICK = Sizes(64, 2, 2, 128, members=4, prompts=2, prompt_tokens=8, new_tokens=8)
+TINY = Sizes("tiny", members=32, prompts=8, prompt_tokens=64, new_tokens=24)
+FEW = Sizes("gpt2", members=4, prompts=2, prompt_tokens=16, new_tokens=8)
+MANY = Sizes("gpt2", members=64, prompts=1, prompt_tokens=16, new_tokens=8)
 
 
 def cases(quick: bool, device: torch.device) -> list[Setting]:
-    """The lines that this device can measure."""
+    """Return the lines that this device can measure."""
     if quick:
-        return [Setting("tiny", "llama", QUICK), Setting("GPT-2 shape, 2 layers", "gpt2", QUICK)]
-    bf16 = native_bf16(device)
+        models = {"tiny": "quick", "GPT-2 shape, 2 layers": "gpt2-quick"}
+        return [Setting(k, Sizes(v, 4, prompt_tokens=8, new_tokens=8)) for k, v in models.items()]
     found = [
-        Setting("tiny default, 256 rows", "llama", TINY),
-        Setting("GPT-2 124M, 8 rows", "gpt2", FEW),
-        Setting("GPT-2 124M, 64 rows", "gpt2", MANY),
-        Setting("GPT-2 124M, 8 rows, amp", "gpt2", FEW, torch.bfloat16) if bf16 else None,
-        (
-            Setting("GPT-2 124M, 8 rows, amp, offload", "gpt2", FEW, torch.bfloat16, offload=True)
-            if bf16 and device.type == "cuda"
-            else None
-        ),
+        Setting("tiny default, 256 rows", TINY),
+        Setting("GPT-2 124M, 8 rows", FEW),
+        Setting("GPT-2 124M, 64 rows", MANY),
     ]
-    return [setting for setting in found if setting is not None]
+    if native_bf16(device):
+        found.append(Setting("GPT-2 124M, 8 rows, amp", FEW, torch.bfloat16))
+        if device.type == "cuda":
+            found.append(Setting("GPT-2 124M, 8 rows, amp, offload", FEW, torch.bfloat16, True))
+    return found
 
 
-def model_of(setting: Setting) -> Any:
-    """The model with random weights, in the default dtype and on the default device."""
+def prepare(
+    setting: Setting, algo: EggrollConfig, device: torch.device, what: str
+) -> Callable[[], None]:
+    """Return some steps of `what`, for a process of its own."""
     sizes = setting.sizes
-    if setting.model == "llama":
-        return build(sizes)
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_embd=sizes.hidden_size,
-        n_layer=sizes.layers,
-        n_head=sizes.heads,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return GPT2LMHeadModel(config).requires_grad_(False).eval()
-
-
-def prepare(setting: Setting, device: torch.device, what: str) -> Callable[[], None]:
-    """Some steps of `what`, for a process of its own."""
-    sizes, algo = setting.sizes, settings(setting.sizes)
     if what == INFERENCE:
         torch.set_default_dtype(setting.dtype)  # a model is loaded in the dtype it is used in
     with device:
-        model = model_of(setting)
+        model = build(sizes.model)
     torch.set_default_dtype(torch.float32)
     measure.Peak.forget()  # making random weights takes more than either
     if what == TRAINING:
@@ -106,9 +85,7 @@ def prepare(setting: Setting, device: torch.device, what: str) -> Callable[[], N
         )
     sampler = Sampler(model, pad_id=0, stop_ids=(), rows=sizes.samples, graphs=True)
     draw = torch.Generator().manual_seed(1)
-    prompts = torch.randint(
-        0, VOCABULARY, (sizes.prompts, sizes.prompt_tokens), generator=draw
-    ).tolist()
+    prompts = torch.randint(0, 260, (sizes.prompts, sizes.prompt_tokens), generator=draw).tolist()
     rewards = torch.rand(sizes.members, sizes.prompts, generator=draw)
 
     def sample() -> None:
@@ -131,61 +108,25 @@ def prepare(setting: Setting, device: torch.device, what: str) -> Callable[[], N
 
 def run(options: argparse.Namespace) -> Report:
     """Measure each case in its own process."""
-    device = measure.find_device(options.device)
-    found = cases(options.quick, device)
-    repeats = options.repeats or 1
-    conditions = measure.conditions(
-        device,
-        sizes={s.name: asdict(s.sizes) | {"model": s.model} for s in found},
-        dtype={s.name: name_of(s.dtype) for s in found},
-        quick=options.quick,
-        repeats=repeats,
-        steps=STEPS,
-        memory="peak of a process, model included, "
-        + (
-            "allocated by torch"
-            if device.type == "cuda"
-            else "resident, less that after the imports"
-        ),
-        ratio="peak of training / peak of inference; the median over repeats",
-    )
-    rows, lines, figures = [], [], []
+    report = Report("memory", options, 1, steps=STEPS)
+    found = cases(report.quick, report.device)
+    report.conditions["sizes"] = {s.name: asdict(s.sizes) for s in found}
+    report.conditions["dtype"] = {s.name: name_of(s.dtype) for s in found}
     for setting in found:
         peaks: dict[str, list[float]] = {INFERENCE: [], TRAINING: []}
-        for _ in range(repeats):
-            for what in peaks:
+        algo = settings(setting.sizes)
+        for _ in range(report.repeats):
+            for what, values in peaks.items():
                 measure.progress(f"{setting.name}: {what}")
-                peak = measure.peak_memory_gb(prepare, setting, device, what)
+                peak = measure.peak_memory_gb(prepare, setting, algo, report.device, what)
                 if peak is None:
-                    raise RuntimeError(
-                        "this system does not tell how much memory a process has had."
-                    )
-                peaks[what].append(peak)
+                    raise RuntimeError("this system does not tell a process's peak memory.")
+                values.append(peak)
         measure.progress("")
-        ratio = measure.quantile(measure.paired(peaks[TRAINING], peaks[INFERENCE]), 0.5)
-        middle = {what: measure.quantile(values, 0.5) for what, values in peaks.items()}
-        names = {what: f"{setting.name}: {what}" for what in peaks}
-        rows.append(Row(NAME, names[INFERENCE], middle[INFERENCE], "GB"))
-        rows.append(Row(NAME, names[TRAINING], middle[TRAINING], "GB", names[INFERENCE], ratio))
-        reached = None if options.quick else ratio <= FIGURE
-        figures.append({"what": setting.name, "figure": FIGURE, "value": ratio, "reached": reached})
-        verdict = {True: "yes", False: "NO", None: "-"}[reached]
-        lines.append(
-            (
-                setting.name,
-                f"{middle[INFERENCE]:.3f}",
-                f"{middle[TRAINING]:.3f}",
-                f"{ratio:.2f}",
-                verdict,
-            )
+        base, ratio = f"{setting.name}: {INFERENCE}", paired(peaks[TRAINING], peaks[INFERENCE])
+        report.add(base, statistics.median(peaks[INFERENCE]), "GB")
+        report.add(
+            *(f"{setting.name}: {TRAINING}", statistics.median(peaks[TRAINING]), "GB", base, ratio)
         )
-    conditions["figures"] = figures
-    about = (
-        f"{conditions['device']}, {conditions['threads']} threads, torch {conditions['torch']},"
-        f" commit {conditions['commit']}. {STEPS} steps each, each case in a process of its own;"
-        f" {conditions['memory']}."
-    )
-    header = ("", "inference, GB", "training, GB", "ratio", f"<= {FIGURE}")
-    return Report(
-        f"{textwrap.fill(about, measure.WIDTH)}\n\n{measure.table(header, lines)}", conditions, rows
-    )
+        report.figures.append((setting.name, f"<= {FIGURE}x", f"{ratio:.2f}x"))
+    return report

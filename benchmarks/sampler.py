@@ -1,53 +1,44 @@
-"""The sampler beside `generate` and transformers' continuous batching, on the same model, prompts
-and stop tokens.
+"""Compare the sampler with `generate` and transformers' continuous batching, on the same model of
+random weights, prompts and stop tokens.
 
-    python -m benchmarks sampler
     python -m benchmarks sampler --model gpt2 --json sampler.json
 
-Two works, on random weights. Equal lengths: one greedy completion of 64 tokens for each of 64
-prompts of 96 tokens; the completions are compared. Spread lengths: groups of 8 samples at
-temperature 1, 96-token prompts, up to 128 new tokens; every token is about as likely as any other,
-so a few stop tokens make lengths that spread like a geometric distribution. There are more rows
-than slots: `generate` takes batches of as many rows as the sampler has slots, and each waits for
-its longest row. Speed is new tokens per second, up to and with the stop token.
+Equal lengths: one greedy completion for each prompt; the completions are compared. Spread lengths:
+groups of samples at temperature 1; a few stop tokens, each as likely as any other, make lengths
+that spread like a geometric distribution. There are more rows than slots, and `generate` takes
+batches of as many rows as the sampler has slots. Speed is new tokens per second, up to and with the
+stop token.
 
 Decode roofline: the seconds that reading the weights and the valid part of the cache once per step
-would take at the device's measured copy bandwidth, over those that the equal lengths took (prefill
-included).
-
---model: small (Llama d=256, 6 layers, bytes; the default on a CPU, float32), gpt2 (124M) and 0.5b
-(Qwen2's 0.5B shape; the default on CUDA), both in bfloat16 where the device has it.
+would take at the device's measured copy bandwidth, over those that the equal lengths took.
 """
 
 import argparse
+import statistics
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GPT2Config, LlamaConfig, Qwen2Config
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from benchmarks import measure
-from benchmarks.measure import Case, Row, Timing
+from benchmarks.measure import Case
+from benchmarks.models import build, differs, generate
 from common.config import SamplingConfig
-from common.precision import native_bf16
+from common.model.memory import head_size
 from common.sampling.engine import Requests
 from common.sampling.native import Sampler
 
 GENERATE, PAGED, OURS = "generate", "continuous batching", "this project"
 LAUNCHED = "this project, no CUDA graphs"  # on CUDA alone
+EQUAL, SPREAD = "equal lengths: ", "spread lengths: "
+ROOFLINE = "decode, share of the bandwidth roofline"
 MEAN_LENGTH = 48  # of the spread lengths before they are cut, in tokens
-TIE = {
-    torch.float32: 1e-3,
-    torch.bfloat16: 0.1,
-}  # logits closer than this may change places by rounding
-# What is to be reached: on two CPU cores, on one data-centre GPU.
-WANTED = {
-    "equal lengths, against generate": (1.05, 5.0),
-    "spread lengths, against generate": (2.0, 6.0),
-    "spread lengths, against continuous batching": (1.5, 1.0),
-}
+# logits closer than this may change places by rounding
+TIE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 @dataclass(frozen=True)
@@ -65,306 +56,163 @@ class Sizes:
 QUICK = Sizes(rows=8, prompts=4, samples=4, prompt_tokens=12, new_tokens=8, longest=24)
 
 
-def build(name: str, longest: int) -> Any:
-    """A model of random weights that no token of its own stops."""
-    none: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    if name == "gpt2":
-        config: Any = GPT2Config(**none)
-    elif name == "0.5b":
-        config = Qwen2Config(
-            vocab_size=151936,
-            hidden_size=896,
-            intermediate_size=4864,
-            num_hidden_layers=24,
-            num_attention_heads=14,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-            **none,
-        )
-    else:
-        config = LlamaConfig(
-            vocab_size=260,
-            hidden_size=256,
-            intermediate_size=768,
-            num_hidden_layers=6,
-            num_attention_heads=8,
-            max_position_embeddings=max(256, longest),
-            **none,
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config).requires_grad_(False).eval()
-
-
 class Work:
     """The model, the prompts, and each way to sample."""
 
     def __init__(self, name: str, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
         self.sizes, self.device, self.dtype = sizes, device, dtype
-        self.model = build(name, sizes.prompt_tokens + max(sizes.longest, sizes.new_tokens)).to(
-            device, dtype
-        )
-        self.vocabulary = self.model.config.vocab_size
+        self.model = build(name).to(device, dtype)
+        vocabulary = self.model.config.vocab_size
         draw = torch.Generator().manual_seed(1)
         shape = (max(sizes.rows, sizes.prompts), sizes.prompt_tokens)
-        self.prompts = torch.randint(1, self.vocabulary, shape, generator=draw)
-        self.stops = list(range(1, 1 + max(1, self.vocabulary // MEAN_LENGTH)))
+        self.prompts = torch.randint(1, vocabulary, shape, generator=draw)
+        self.stops = list(range(1, 1 + max(1, vocabulary // MEAN_LENGTH)))
+        # Temperature 1 and nothing cut.
+        heat = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        length = {"max_new_tokens": sizes.longest, "eos_token_id": self.stops}
+        self.sampled: dict[str, Any] = {"num_return_sequences": sizes.samples, **heat, **length}
 
-    # --- equal lengths
+    def ours(self, prompts: Tensor, samples: int, greedy: bool, graphs: bool) -> Any:
+        """Return the completions of this project's sampler."""
+        stops = () if greedy else self.stops
+        sampler = Sampler(self.model, pad_id=0, stop_ids=stops, rows=self.sizes.rows, graphs=graphs)
+        new = self.sizes.new_tokens if greedy else self.sizes.longest
+        heat = 0.0 if greedy else 1.0
+        sampling = SamplingConfig(max_new_tokens=new, temperature=heat, top_k=0, top_p=1.0)
+        return sampler.generate(Requests(prompts=prompts.tolist(), samples=samples), sampling)
 
-    @torch.inference_mode()
+    # --- equal lengths; each returns the tokens
+
     def equal_generate(self) -> Tensor:
-        """`generate`, one batch."""
-        prompts = self.prompts[: self.sizes.rows].to(self.device)
-        new = self.sizes.new_tokens
-        return self.model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=new,
-            do_sample=False,
-            pad_token_id=0,
-        )[:, prompts.shape[1] :]
+        """Call `generate` for all rows."""
+        prompts, new = self.prompts[: self.sizes.rows], self.sizes.new_tokens
+        return generate(self.model, prompts, max_new_tokens=new)
 
     def equal_ours(self, graphs: bool = True) -> Tensor:
-        """The sampler, one batch."""
-        sampler = Sampler(self.model, pad_id=0, stop_ids=(), rows=self.sizes.rows, graphs=graphs)
-        greedy = SamplingConfig(
-            max_new_tokens=self.sizes.new_tokens, temperature=0.0, top_k=0, top_p=1.0
-        )
-        return sampler.generate(
-            Requests(prompts=self.prompts[: self.sizes.rows].tolist()), greedy
-        ).tokens
+        """Call the sampler for all rows."""
+        return self.ours(self.prompts[: self.sizes.rows], 1, True, graphs).tokens
 
-    def differ(self, ours: Tensor, theirs: Tensor) -> int:
-        """Count the rows that differ. Raises: RuntimeError if two differ by more than a tie that
-        rounding decides.
-        """
+    def count_differing(self, ours: Tensor, theirs: Tensor) -> int:
+        """Count the rows that differ. Raises: RuntimeError where not by a tie alone."""
         rows = (ours != theirs).any(1).nonzero()[:, 0].tolist()
         for row in rows:
-            first = int((ours[row] != theirs[row]).nonzero()[0])
-            text = torch.cat((self.prompts[row].to(self.device), ours[row, :first]))[None]
-            with torch.no_grad():
-                logits = self.model(input_ids=text).logits[0, -1].float()
-            if (logits[ours[row, first]] - logits[theirs[row, first]]).abs() > TIE[self.dtype]:
-                raise RuntimeError(f"not the same work: row {row} differs at token {first}.")
+            given = self.prompts[row], ours[row], theirs[row]
+            if (found := differs(self.model, *given, TIE[self.dtype])) is not None:
+                raise RuntimeError(f"not the same work: row {row} {found}.")
         return len(rows)
 
     # --- spread lengths; each returns the lengths of all rows
 
     def until_stop(self, rows: list[list[int]]) -> list[int]:
-        """Lengths of rows up to and with their stop token."""
+        """Return the lengths of rows up to and with their stop token."""
         stops = set(self.stops)
         return [
             next((i + 1 for i, token in enumerate(row) if token in stops), len(row)) for row in rows
         ]
 
-    @property
-    def sampled(self) -> GenerationConfig:
-        """Temperature 1 and nothing cut."""
-        return GenerationConfig(
-            max_new_tokens=self.sizes.longest,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            eos_token_id=self.stops,
-            pad_token_id=0,
-            num_return_sequences=self.sizes.samples,
-        )
-
-    @torch.inference_mode()
     def spread_generate(self) -> list[int]:
-        """`generate` in batches of as many rows as the sampler has slots."""
-        lengths, each = [], max(1, self.sizes.rows // self.sizes.samples)
-        for start in range(0, self.sizes.prompts, each):
-            prompts = self.prompts[start : min(start + each, self.sizes.prompts)].to(self.device)
-            made = self.model.generate(
-                prompts, attention_mask=torch.ones_like(prompts), generation_config=self.sampled
-            )
-            lengths += self.until_stop(made[:, prompts.shape[1] :].tolist())
+        """Call `generate` in batches of as many rows as the sampler has slots."""
+        lengths: list[int] = []
+        batch = max(1, self.sizes.rows // self.sizes.samples)
+        for prompts in self.prompts[: self.sizes.prompts].split(batch):
+            lengths += self.until_stop(generate(self.model, prompts, **self.sampled).tolist())
         return lengths
 
     def spread_paged(self) -> list[int]:
-        """transformers' continuous batching; a paged cache for as many rows as the sampler has
-        slots.
-        """
-        from transformers import ContinuousBatchingConfig
-
-        page = 32
-        pages = -(-(self.sizes.prompt_tokens + self.sizes.longest) // page)
+        """Call transformers' continuous batching, with a cache for as many rows as slots."""
+        page, sizes = 32, self.sizes
+        pages = -(-(sizes.prompt_tokens + sizes.longest) // page)
         settings: Any = ContinuousBatchingConfig(
             page_size=page,
-            num_blocks=pages * self.sizes.rows,
-            max_batch_tokens=max(1024, self.sizes.rows),
-            max_requests_per_batch=self.sizes.rows,
+            num_blocks=pages * sizes.rows,
+            max_batch_tokens=max(1024, sizes.rows),
+            max_requests_per_batch=sizes.rows,
         )
         made = self.model.generate_batch(
-            self.prompts[: self.sizes.prompts].tolist(),
-            generation_config=self.sampled,
+            self.prompts[: sizes.prompts].tolist(),
+            generation_config=GenerationConfig(pad_token_id=0, **self.sampled),
             continuous_batching_config=settings,
             warmup=False,
         )
         rows = [one.generated_tokens for one in made.values()]
-        if len(rows) != self.sizes.prompts * self.sizes.samples:
-            raise RuntimeError(
-                f"continuous batching returned {len(rows)} rows of"
-                f" {self.sizes.prompts * self.sizes.samples}"
-            )
+        if len(rows) != sizes.prompts * sizes.samples:
+            raise RuntimeError(f"continuous batching returned {len(rows)} rows")
         return self.until_stop(rows)
 
     def spread_ours(self, graphs: bool = True) -> list[int]:
-        """The sampler."""
-        sampler = Sampler(
-            self.model, pad_id=0, stop_ids=self.stops, rows=self.sizes.rows, graphs=graphs
-        )
-        sampling = SamplingConfig(
-            max_new_tokens=self.sizes.longest, temperature=1.0, top_k=0, top_p=1.0
-        )
-        prompts = self.prompts[: self.sizes.prompts].tolist()
-        return sampler.generate(
-            Requests(prompts=prompts, samples=self.sizes.samples), sampling
-        ).lengths.tolist()
+        """Call the sampler for all rows."""
+        prompts = self.prompts[: self.sizes.prompts]
+        return self.ours(prompts, self.sizes.samples, False, graphs).lengths.tolist()
 
     # --- roofline
 
     def decode_bytes(self) -> float:
-        """Return the bytes that all decode steps of the equal lengths must read: the weights, and
-        the cache as it grows.
-        """
-        config, size = self.model.config, self.dtype.itemsize
+        """Return the bytes that the decode steps must read: weights, and the cache so far."""
+        config, sizes = self.model.config, self.sizes
         weights = sum(p.numel() for p in self.model.parameters())
         if not config.tie_word_embeddings:
             # of which a step reads a few rows
             weights -= self.model.get_input_embeddings().weight.numel()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        token = (
-            2
-            * config.num_hidden_layers
-            * heads
-            * (config.hidden_size // config.num_attention_heads)
-        )
-        new = self.sizes.new_tokens
-        cached = self.sizes.rows * token * (new * self.sizes.prompt_tokens + new * (new + 1) / 2)
-        return size * (new * weights + cached)
+        token = 2 * config.num_hidden_layers * heads * head_size(config)
+        new = sizes.new_tokens
+        cached = sizes.rows * token * (new * sizes.prompt_tokens + new * (new + 1) / 2)
+        return self.dtype.itemsize * (new * weights + cached)
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written a second by a large copy, the best of ten."""
-    source = torch.empty(
-        (1 << 28) if device.type == "cpu" else (1 << 31), dtype=torch.uint8, device=device
-    ).fill_(1)
+    """Return the bytes read and written per second by a large copy, the best of ten."""
+    size = 1 << (28 if device.type == "cpu" else 31)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return (
-        2
-        * source.numel()
-        / min(measure.seconds(lambda: target.copy_(source), device)[0] for _ in range(10))
+        2 * size / min(measure.seconds(lambda: target.copy_(source), device)[0] for _ in range(10))
     )
 
 
 def run(options: argparse.Namespace) -> measure.Report:
     """Time every row in turn."""
-    device = measure.find_device(options.device)
-    name = options.model or ("0.5b" if device.type == "cuda" else "small")
-    dtype = torch.bfloat16 if name != "small" and native_bf16(device) else torch.float32
+    name, dtype = measure.choose_model(options.model, measure.find_device(options.device))
     sizes = QUICK if options.quick else Sizes()
-    repeats = options.repeats or (1 if options.quick else 5)
-    work = Work(name, sizes, device, dtype)
-    conditions = measure.conditions(
-        device,
-        sizes=asdict(sizes)
-        | {
-            "model": name,
-            "parameters": sum(p.numel() for p in work.model.parameters()),
-        },
-        repeats=repeats,
-        dtype=str(dtype).removeprefix("torch."),
-        quick=options.quick,
-    )
-    ways = [Case(GENERATE, work.equal_generate), Case(OURS, work.equal_ours)]
-    if device.type == "cuda":
-        ways.append(Case(LAUNCHED, lambda: work.equal_ours(graphs=False)))
-    equal = measure.interleaved(ways, repeats, device)
-    conditions["rows_that_rounding_changed"] = work.differ(
-        equal[OURS].result, equal[GENERATE].result
-    )
-    lengths: dict[str, list[list[int]]] = {GENERATE: [], PAGED: [], OURS: [], LAUNCHED: []}
-
-    def kept(row: str, sample: Any) -> Case:
-        return Case(row, lambda: lengths[row].append(sample()))
-
-    ways = [
-        kept(GENERATE, work.spread_generate),
-        kept(PAGED, work.spread_paged),
-        kept(OURS, work.spread_ours),
+    report = measure.Report("sampler", options, 5, dtype=measure.name_of(dtype))
+    cuda = report.device.type == "cuda"
+    work = Work(name, sizes, report.device, dtype)
+    parameters = sum(p.numel() for p in work.model.parameters())
+    report.conditions["sizes"] = asdict(sizes) | {"model": name, "parameters": parameters}
+    equal = [
+        Case(EQUAL + GENERATE, work.equal_generate),
+        Case(EQUAL + OURS, work.equal_ours),
+        Case(EQUAL + LAUNCHED, partial(work.equal_ours, graphs=False)),
     ]
-    if device.type == "cuda":
-        ways.append(kept(LAUNCHED, lambda: work.spread_ours(graphs=False)))
-    spread = measure.interleaved(ways, repeats, device)
-    bandwidth = copy_bandwidth(device)
-    return report(
-        work, conditions, equal, spread, {k: v[1:] for k, v in lengths.items() if v}, bandwidth
-    )
-
-
-def report(
-    work: Work,
-    conditions: dict[str, Any],
-    equal: dict[str, Timing],
-    spread: dict[str, Timing],
-    lengths: dict[str, list[list[int]]],
-    bandwidth: float,
-) -> measure.Report:
-    """The table and the JSON. lengths: of all rows, of each repeat."""
-    tokens = work.sizes.rows * work.sizes.new_tokens
-    speeds = {
-        ("equal lengths", row): [tokens / s for s in timing.seconds]
-        for row, timing in equal.items()
-    }
-    for row, timing in spread.items():
-        pairs = zip(lengths[row], timing.seconds, strict=True)
-        speeds["spread lengths", row] = [sum(made) / s for made, s in pairs]
-    lines, rows = [], []
-    for (kind, row), values in speeds.items():
-        ratio = measure.quantile(measure.paired(values, speeds[kind, GENERATE]), 0.5)
-        middle = measure.quantile(values, 0.5)
-        lines.append([f"{kind}: {row}", measure.number(middle), f"{ratio:.2f}x"])
-        compared = (None, None) if row == GENERATE else (GENERATE, ratio)
-        rows.append(Row("sampler", f"{kind}: {row}", middle, "tokens/s", *compared))
-    ours = speeds["spread lengths", OURS]
-    paged = measure.quantile(measure.paired(ours, speeds["spread lengths", PAGED]), 0.5)
-    middle = measure.quantile(ours, 0.5)
-    rows.append(Row("sampler", f"spread lengths: {OURS}, too", middle, "tokens/s", PAGED, paged))
-    found = {}
-    for kind in ("equal lengths", "spread lengths"):
-        pairs = measure.paired(speeds[kind, OURS], speeds[kind, GENERATE])
-        found[f"{kind}, against generate"] = measure.quantile(pairs, 0.5)
-    found["spread lengths, against continuous batching"] = paged
-    share = work.decode_bytes() / bandwidth / equal[OURS].p50
-    rows.append(Row("sampler", "decode, share of the bandwidth roofline", share, "share"))
-
-    device = conditions["device_type"]
-    figures = [
-        (what, f"{WANTED[what][device == 'cuda']:.2f}x", f"{value:.2f}x")
-        for what, value in found.items()
+    spread = [
+        Case(SPREAD + GENERATE, work.spread_generate),
+        Case(SPREAD + PAGED, work.spread_paged),
+        Case(SPREAD + OURS, work.spread_ours),
+        Case(SPREAD + LAUNCHED, partial(work.spread_ours, graphs=False)),
     ]
-    wanted = "60 %" if device == "cuda" else "-"
-    figures.append(("decode, share of the bandwidth roofline", wanted, f"{share:.0%}"))
-    drawn = [length for made in lengths[OURS] for length in made]
-    spread_of = [round(measure.quantile([float(n) for n in drawn], q)) for q in (0.1, 0.5, 0.9)]
-    mean = {
-        row: round(sum(map(sum, made)) / sum(map(len, made)), 1) for row, made in lengths.items()
-    }
-    text = measure.table(["", "tokens/s", "ratio"], lines)
-    text += "\n\n" + measure.table(["", "wanted", "measured"], figures)
-    text += "\n\nSpread lengths: p10 {}, p50 {}, p90 {} tokens.".format(*spread_of)
-    text += f"\nCopy bandwidth {bandwidth / 1e9:.0f} GB/s. Equal lengths: the same completions"
-    changed = conditions["rows_that_rounding_changed"]
-    text += f", but {changed} of {work.sizes.rows} that rounding changed." if changed else "."
-    conditions |= {
-        "copy_bandwidth": bandwidth,
-        "mean_length": mean,
-        "lengths_p10_p50_p90": spread_of,
-        "timing": {"equal": measure.taken(equal), "spread": measure.taken(spread)},
-        "ratio": "tokens per second of row / those of against, the median over repeats",
-    }
-    return measure.Report(text, conditions, rows)
+    for kind, cases, count in ((EQUAL, equal, torch.numel), (SPREAD, spread, sum)):
+        timings = report.time(cases if cuda else cases[:-1])
+        speeds = {row: timing.speeds(count) for row, timing in timings.items()}
+        report.compare(speeds, "tokens/s", kind + GENERATE, less=False)
+        ratio = measure.paired(speeds[kind + OURS], speeds[kind + GENERATE])
+        wanted = {EQUAL: (1.05, 5.0), SPREAD: (2.0, 6.0)}[kind][cuda]
+        report.figures.append((f"{kind}against generate", f">= {wanted}x", f"{ratio:.2f}x"))
+        if kind == EQUAL:
+            made = timings[EQUAL + OURS].first, timings[EQUAL + GENERATE].first
+            report.conditions["rows_that_rounding_changed"] = work.count_differing(*made)
+            bandwidth = report.conditions["copy_bandwidth"] = copy_bandwidth(report.device)
+            share = work.decode_bytes() / bandwidth / timings[EQUAL + OURS].p50
+            report.add(ROOFLINE, share, "share")
+            report.figures.append((ROOFLINE, "60% on CUDA", f"{share:.1%}"))
+            continue
+        ratio = measure.paired(speeds[SPREAD + OURS], speeds[SPREAD + PAGED])
+        middle = statistics.median(speeds[SPREAD + OURS])
+        report.add(f"{SPREAD}{OURS}, too", middle, "tokens/s", SPREAD + PAGED, ratio)
+        wanted = 1.0 if cuda else 1.5
+        report.figures.append((f"{kind}against {PAGED}", f">= {wanted}x", f"{ratio:.2f}x"))
+        lengths = {row: [*chain(*timing.results)] for row, timing in timings.items()}
+        means = {row: round(statistics.fmean(found), 1) for row, found in lengths.items()}
+        tenths = statistics.quantiles(lengths[SPREAD + OURS], n=10)
+        spread_of = [round(tenths[i]) for i in (0, 4, 8)]
+        report.conditions |= {"mean_length": means, "lengths_p10_p50_p90": spread_of}
+    return report

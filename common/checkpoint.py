@@ -144,7 +144,7 @@ def load(path: Path) -> Checkpoint:
         tensors = {} if sharded else _stored(path)
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
         extra = (
-            torch.load(path / EXTRA, map_location="cpu", weights_only=True)
+            torch.load(path / EXTRA, map_location="cpu", weights_only=True, mmap=True)
             if EXTRA in files
             else None
         )

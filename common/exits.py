@@ -55,6 +55,18 @@ def ending_command(arguments: Sequence[str], algorithms: Mapping[str, type]) -> 
 
 
 @contextmanager
+def ending_tool() -> Iterator[None]:
+    """Turn a user's mistake in a command that starts no run into a text and exit code 2."""
+    try:
+        yield
+    except ConfigError as error:
+        sys.exit(_print_end(error))
+    except OSError as error:
+        text = f"{error.filename} cannot be written: {error.strerror}. Give another --out."
+        sys.exit(_print_end(ConfigError(text)))
+
+
+@contextmanager
 def ending_job() -> Iterator[Path]:
     """Give the folder of Hydra's job to the block. Exit where the block fails in a single run; note
     the failure in the folder where it does so in a sweep.

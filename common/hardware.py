@@ -4,6 +4,7 @@ when memory runs out.
 
 import logging
 import os
+import re
 from dataclasses import dataclass
 
 import torch
@@ -85,17 +86,18 @@ def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
         )
     if found.device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(found.device)
-        built = torch.cuda.get_arch_list()
-        if (
-            built
-            and f"sm_{major}{minor}" not in built
-            and all(int(a[3:].rstrip("a")) > major * 10 + minor for a in built)
-        ):
+        built = torch.cuda.get_arch_list()  # "sm_90a", "sm_100f"; "compute_90" is compiled later
+        numbers = [int(arch[1]) for name in built if (arch := re.match(r"sm_(\d+)", name))]
+        if numbers and min(numbers) > major * 10 + minor:
             raise ConfigError(
                 f"this torch ({torch.__version__}) has no kernels for {found.name}"
                 f" (sm_{major}{minor}; it has {', '.join(built)}). Install the build for CUDA 12.6,"
                 " which keeps older devices."
             )
+    if opt.deterministic.enabled and found.device.type == "cpu":
+        raise ConfigError(
+            "opt=deterministic has no effect on a CPU, which repeats anyway. Leave it out."
+        )
     if opt.offload.enabled and found.device.type == "cpu":
         raise ConfigError(
             "opt=offload has no effect on a CPU: there is no other memory. Leave it out."
@@ -112,6 +114,23 @@ def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
         )
     if not config.p2p:
         os.environ.setdefault("NCCL_P2P_DISABLE", "1")
+
+
+def available_gb(device: Device) -> float:
+    """Return the memory that this process can have: what is free, and what it holds already."""
+    if device.device.type != "cuda":
+        return device.memory_gb
+    free, _ = torch.cuda.mem_get_info(device.device)
+    return (free + torch.cuda.memory_reserved(device.device)) / 2**30
+
+
+def set_environment(opt: OptConfig) -> None:
+    """Set what CUDA and cuBLAS read when they start, unless the user has."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # A cache that is given back leaves pieces of any size, which others can grow into.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if opt.deterministic.enabled:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def attention_kernel(device: torch.device, dtype: torch.dtype, head_size: int, masked: bool) -> str:

@@ -15,7 +15,7 @@ import torch
 from common import hardware, optim, precision
 from common.config import ConfigError, Run, SamplingConfig
 from common.distributed import fsdp
-from common.distributed.context import Context
+from common.distributed.context import Context, fingerprint
 from common.evaluation import Evaluation, check_logits
 from common.model import logprobs
 from common.model.export import export_model
@@ -236,7 +236,8 @@ class LM:
                 pairs = zip(mine, made.broken.tolist(), strict=True)
                 broken = [example.id for example, bad in pairs if bad]
         parts = context.gather_objects((texts, generated, broken))
-        check_logits([example for _, _, found in parts for example in found], len(examples))
+        broken = [example for _, _, found in parts for example in found]
+        check_logits(broken, len(examples), self.precision.compute)
         completions = [""] * len(examples)
         for rank, (part, _, _) in enumerate(parts):
             completions[rank :: context.world_size] = part
@@ -279,7 +280,8 @@ class LM:
             "engine": describe_engine(run, self.engine),
             "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={run.hardware.name}",
             "numbers": f"{self.precision.name}{', GradScaler' if self.precision.scaler else ''}"
-            f"{compiled}, masters float32; attention {run.model.attention} ({kernel}){recomputed}",
+            f"{compiled}, masters float32; attention {run.model.attention} ({kernel}){recomputed}"
+            + precision.advise(self.precision, run.opt, run.hardware.peak_tflops, self.device),
             "ranks": str(self.context.world_size),
         }
 
@@ -353,19 +355,13 @@ def load_on_all_ranks(run: Run, task: Task, context: Context) -> tuple[Any, Any]
         rows = [(e.id, e.question, e.answer) for examples in splits for e in examples]
         digest = hashlib.sha256(repr(rows).encode("utf-8", "replace")).hexdigest()
         same_on_all_ranks(context, "rows of the task", digest)
-        # One number per parameter; other weights have other sums, but for a rare chance.
-        sums = [
-            int(p.detach().view(torch.int32).sum(dtype=torch.int64)) for p in model.parameters()
-        ]
-        same_on_all_ranks(context, "weights of the model", sums)
+        same_on_all_ranks(context, "weights of the model", fingerprint(model.parameters()))
     return model, tokenizer
 
 
 def same_on_all_ranks(context: Context, what: str, found: Any) -> None:
     """Raise ConfigError where `found`, a digest of `what`, is not that of rank 0."""
-    every = context.gather_objects(found)
-    other = next((rank for rank, theirs in enumerate(every) if theirs != every[0]), None)
-    if other is not None:
+    if (other := context.find_other(found)) is not None:
         raise ConfigError(
             f"the {what} on rank {other} are not those of rank 0, so the ranks would train apart."
             " Give all ranks the same files, and a task whose rows do not depend on the machine,"

@@ -105,10 +105,24 @@ class Updater:
     ) -> None:
         self.parameters, self.grad_clip, self.numbers = parameters, settings.grad_clip, numbers
         self.optimizer = optimizer(settings.optimizer, parameters, settings.lr)
+        if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            # Now, before the first rollout: made later, the state would lie scattered in what the
+            # sampler's cache has left.
+            step_nowhere(self.optimizer)
+            for state in self.optimizer.state.values():
+                state["step"].zero_()
         self.scaler = torch.amp.GradScaler(device.type, enabled=numbers.scaler)  # type: ignore[attr-defined]
         self.memory_gb: float | None = (
             None  # of weights, gradients and optimizer state on this rank
         )
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`, scaled where fp16 needs it."""
+        torch.use_deterministic_algorithms(self.numbers.repeatable)
+        try:
+            self.scaler.scale(loss).backward()
+        finally:  # sampling has a cumulative sum, which CUDA has no such algorithm for
+            torch.use_deterministic_algorithms(False)
 
     def clear(self) -> None:
         """Forget gradients."""

@@ -1,20 +1,23 @@
 """The dtype of a forward pass: what `opt=amp` asks for, and what this device really has."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from common.config import ConfigError, OptConfig
+from common.config import ConfigError, OptConfig, PeakConfig
 
 
 @dataclass(frozen=True)
 class Precision:
     """compute: dtype of forward passes; masters stay float32. scaler: fp16 gradients need a
-    GradScaler.
+    GradScaler. repeatable: backward passes use algorithms that repeat to the bit.
     """
 
     compute: torch.dtype
     scaler: bool
+    repeatable: bool = False
 
     @property
     def name(self) -> str:
@@ -39,6 +42,7 @@ def resolve(opt: OptConfig, device: torch.device) -> Precision:
     Raises: ConfigError where a dtype is insisted on that the device does not have.
     """
     torch.set_float32_matmul_precision("high" if opt.tf32.enabled else "highest")
+    repeatable = opt.deterministic.enabled
     if opt.tf32.enabled and (
         device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)
     ):
@@ -47,7 +51,7 @@ def resolve(opt: OptConfig, device: torch.device) -> Precision:
             " it out."
         )
     if not opt.amp.enabled:
-        return Precision(torch.float32, scaler=False)
+        return Precision(torch.float32, scaler=False, repeatable=repeatable)
     bf16, wanted = native_bf16(device), opt.amp.dtype
     if wanted == "bfloat16" and not bf16:
         raise ConfigError(
@@ -57,5 +61,30 @@ def resolve(opt: OptConfig, device: torch.device) -> Precision:
     if wanted == "float16" and device.type == "cpu":
         raise ConfigError("opt.amp.dtype=float16 is not for a CPU. Use opt.amp.dtype=auto.")
     if wanted == "float16" or (device.type == "cuda" and not bf16):
-        return Precision(torch.float16, scaler=True)
-    return Precision(torch.bfloat16 if bf16 else torch.float32, scaler=False)
+        return Precision(torch.float16, scaler=True, repeatable=repeatable)
+    return Precision(torch.bfloat16 if bf16 else torch.float32, scaler=False, repeatable=repeatable)
+
+
+@contextmanager
+def exact_float32() -> Iterator[None]:
+    """Compute float32 products in the block without TF32, whatever the run uses."""
+    chosen = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(chosen)
+
+
+def advise(precision: Precision, opt: OptConfig, peak: PeakConfig, device: torch.device) -> str:
+    """Say for the plan what opt=amp would bring on a GPU that computes in float32; else nothing.
+
+    Args: peak: the rates of this device; those of the preset where it is another one.
+    """
+    if device.type != "cuda" or precision.compute != torch.float32:
+        return ""
+    half = "bfloat16" if native_bf16(device) else "float16"
+    rate = peak.bf16 if half == "bfloat16" else peak.fp16
+    plain = peak.tf32 if opt.tf32.enabled else peak.fp32
+    times = f" up to {rate / plain:.0f} times as fast" if rate and plain else " much faster"
+    return f"; 'opt=[amp]' computes in {half},{times} on this device"

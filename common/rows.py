@@ -2,6 +2,7 @@
 the same.
 """
 
+import gc
 import logging
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,6 +13,15 @@ from common.config import ConfigError
 
 T = TypeVar("T")
 log = logging.getLogger("clutch")
+
+# The texts of PyTorch's CPU allocator, CUDA (also in a recording), cuBLAS and NCCL. Only CUDA's
+# allocator has a class for it.
+OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Failed to CUDA calloc",
+)
 
 
 class RowLimit:
@@ -83,6 +93,7 @@ class RowLimit:
             ) from error
 
     def _halve(self) -> None:
+        gc.collect()  # a traceback in a cycle would keep a cache alive
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.rows = max(self.floor, self.rows // 2)
@@ -90,6 +101,6 @@ class RowLimit:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out. PyTorch's CPU allocator has no class for it, only a text."""
+    """Return whether memory ran out."""
     known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return known or "can't allocate memory" in str(error)
+    return known or any(text in str(error) for text in OUT_OF_MEMORY)

@@ -1,22 +1,16 @@
-"""Before a cluster is booked: the four algorithms on 1 to 1024 devices of each preset, from facts
-alone.
+"""Estimate, before a cluster is booked, the four algorithms on 1 to 1024 devices of each preset.
 
     python -m ddp_bench.capacity --model qwen2.5_7b --hardware a100_80g h100 --rows 2048
     python -m ddp_bench.capacity --model outputs/mine/model --scaling weak --out capacity
 
-Tells, for each algorithm, what ranks send each other per step, how long a step takes and where it
-stops scaling, the memory of a device, and the largest model that fits. Nothing is run: sizes are
-those of the model's own config, built without storage; computing and link cost what
-ddp_bench/link.py says of a device that is not there. A guess, to tell algorithms and sizes of
-cluster apart. algo=predict measures what is here.
-
-A step of all four has the same `rows`: completions that are sampled and learnt from, or for
-classify texts. What a rank does:
+Tells what ranks send each other per step, how long a step takes and where it stops scaling, the
+memory of a device, and the largest model that fits. Nothing is run: sizes are those of the model's
+config, built without storage; computing and links cost what ddp_bench/link.py says of a device that
+is not there. A step of all four has the same `rows`. What a rank does:
 
     eggroll   samples its members' rows; gets the rewards of all; makes the update of all members
     grpo      samples its rows, trains on them; all-reduce of the gradients, once
-    rft       samples its rows, trains on the accepted ones; all-reduce of the gradients, once per
-              optimizer step
+    rft       samples its rows, trains on the accepted ones; all-reduce per optimizer step
     classify  trains on its rows; all-reduce of the gradients, once
 """
 
@@ -24,27 +18,20 @@ import argparse
 import itertools
 import json
 import math
-import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    PretrainedConfig,
-    Qwen2Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
-from common.config import ConfigError, HardwareConfig, above, at_least, build, choice
-from common.config.checks import shipped
+from common.config import HardwareConfig, above, at_least, build, choice
+from common.config.checks import share, shipped
+from common.exits import ending_tool
 from common.files import write_text
 from common.model import logprobs
 from common.model.memory import StateMemory, activation_bytes, head_size
@@ -62,7 +49,7 @@ WORTH = 1.2  # twice the devices must be this much faster
 
 # Sizes that the models' own configs publish: hidden, feed-forward, layers, heads, heads of keys and
 # values, vocabulary, and whether the head is the embedding.
-SIZES: dict[str, tuple[type[PretrainedConfig], tuple[int, int, int, int, int, int, bool]]] = {
+SIZES: dict[str, tuple[type[Any], tuple[int, int, int, int, int, int, bool]]] = {
     "smollm2_135m": (LlamaConfig, (576, 1536, 30, 9, 3, 49152, True)),
     "qwen2.5_0.5b": (Qwen2Config, (896, 4864, 24, 14, 2, 151936, True)),
     "qwen2.5_1.5b": (Qwen2Config, (1536, 8960, 28, 12, 2, 151936, True)),
@@ -73,18 +60,23 @@ SIZES: dict[str, tuple[type[PretrainedConfig], tuple[int, int, int, int, int, in
     "llama3_70b": (LlamaConfig, (8192, 28672, 80, 64, 8, 128256, False)),
 }
 NAMES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "tie_word_embeddings",
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "vocab_size", "tie_word_embeddings"),
 )
-MODELS: dict[str, PretrainedConfig] = {"gpt2": GPT2Config()} | {
+MODELS: dict[str, Any] = {"gpt2": GPT2Config()} | {
     name: kind.from_dict({"max_position_embeddings": 32768} | dict(zip(NAMES, sizes, strict=True)))
     for name, (kind, sizes) in SIZES.items()
 }
+
+
+ASSUMPTIONS = (
+    f"From facts alone, nothing is measured: products reach {ARITHMETIC:.0%} of the peak, memory"
+    f" {MEMORY:.0%} of its bandwidth, an operation costs {{work.launch_us:g}} us to launch.\n"
+    "{work.prompt_tokens} + {work.new_tokens} tokens. Between nodes of {work.node}:"
+    " {work.network_gbs:g} GB/s, {work.network_us:g} us a hop. Weights are replicated in the times;"
+    " sent: by a rank, at 2 devices.\n"
+    "GB, MB and kB are of 2**30, 2**20 and 2**10 bytes, and a GB/s is 10**9 bytes a second."
+)
 
 
 def _option(default: Any, text: str) -> Any:
@@ -93,10 +85,10 @@ def _option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of a step, the same for all algorithms."""
+    """The work of a step, the same for all algorithms, and how devices are connected."""
 
     rows: int = _option(1024, "completions a step (of each device with --scaling weak)")
-    scaling: str = "strong"  # or weak
+    scaling: str = _option("strong", "strong or weak")
     prompt_tokens: int = 256
     new_tokens: int = 512
     samples: int = _option(8, "completions of a prompt (grpo, rft)")
@@ -104,21 +96,6 @@ class Work:
     accepted: float = _option(0.25, "share of completions that rft learns from")
     optimizer_rows: int = _option(64, "completions of an optimizer step (rft)")
     micro_rows: int = _option(16, "completions of a training forward at most")
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            if item.type is int:
-                at_least(f"--{item.name.replace('_', '-')}", getattr(self, item.name), 1)
-        if not 0 < self.accepted <= 1:
-            raise ConfigError(
-                f"--accepted {self.accepted} is out of range. Give a share above 0, up to 1."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """The connections between devices, and the time that a host takes for an operation."""
-
     shards: int = _option(8, "devices that opt=fsdp shares weights out over")
     node: int = _option(8, "devices of a node; beyond it the network carries")
     network_gbs: float = _option(25.0, "GB/s of an all-reduce between nodes")
@@ -129,23 +106,24 @@ class Cluster:
     )
 
     def __post_init__(self) -> None:
-        at_least("--shards", self.shards, 1)
-        at_least("--node", self.node, 1)
-        for name in ("network_gbs", "network_us", "launch_us"):
-            above(f"--{name.replace('_', '-')}", getattr(self, name), 0)
+        for item in fields(self):
+            key, value = f"--{item.name.replace('_', '-')}", getattr(self, item.name)
+            if isinstance(value, int):
+                at_least(key, value, 1)
+            elif isinstance(value, float):
+                above(key, value, 0)
+        share("--accepted", self.accepted)
+        choice("--scaling", self.scaling, ("strong", "weak"))
 
 
 class Model:
     """A model's sizes; its weights have no storage."""
 
     def __init__(self, name: str) -> None:
-        if name in MODELS:
-            config = MODELS[name]
-        elif (Path(name) / "config.json").exists():
-            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        else:
+        local = (Path(name) / "config.json").exists()
+        if not local:
             choice("--model", name, (*MODELS, "a folder with config.json"))
-            raise AssertionError
+        config = AutoConfig.from_pretrained(name) if local else MODELS[name]
         with torch.device("meta"):
             self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         self.name, self.config = name, config
@@ -171,25 +149,6 @@ class Model:
             self.model(token, attention_mask=mask, use_cache=False)
         return count.operations
 
-    def row_bytes(self, work: Work) -> float:
-        """Return the bytes of one row while it is sampled."""
-        sampler = Sampler(self.model, pad_id=0, stop_ids=[], rows=1)
-        return sampler.row_bytes(work.prompt_tokens, work.new_tokens)
-
-    def cache_bytes(self, tokens: float) -> float:
-        """Return the bytes of keys and values of one row of `tokens`."""
-        config = self.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        return 2 * 2 * config.num_hidden_layers * heads * head_size(config) * tokens
-
-    def training_bytes(self, work: Work, rows: int) -> float:
-        """Return the bytes of a training forward's activations, checkpointed, and of its logits."""
-        kept = activation_bytes(
-            *(self.model, rows / work.samples, work.prompt_tokens, rows, work.new_tokens),
-            *(torch.bfloat16, True),
-        )
-        return kept + 16 * min(rows * work.new_tokens * self.config.vocab_size, logprobs.LOGITS)
-
 
 class _Count(TorchDispatchMode):
     operations = 0
@@ -213,9 +172,7 @@ class Device:
     launch: float  # seconds that the host takes for an operation
 
     def seconds(self, size: float, devices: int) -> float:
-        """Return the seconds of an all-reduce of `size` bytes: a ring or a tree, whichever is
-        faster, as NCCL chooses.
-        """
+        """Return the seconds of an all-reduce: a ring or a tree, whichever is faster."""
         if devices == 1:
             return 0.0
         link = self.inside if devices <= self.node else self.network
@@ -223,23 +180,20 @@ class Device:
         return min(link.seconds(size, devices), tree)
 
 
-def find_device(name: str, cluster: Cluster) -> Device:
-    """Return the preset conf/hardware/NAME.yaml in a cluster. Raises: ConfigError."""
+def find_device(name: str, work: Work) -> Device:
+    """Return the preset conf/hardware/NAME.yaml, connected as `work` says. Raises: ConfigError."""
     choice("--hardware", name, PRESETS)
-    facts = build(HardwareConfig, shipped(f"hardware/{name}.yaml"), "hardware")
+    facts: Any = build(HardwareConfig, shipped(f"hardware/{name}.yaml"), "hardware")
     peak = facts.peak_tflops.bf16 or facts.peak_tflops.fp16
-    assert peak is not None, name
-    assert facts.bandwidth_gbs is not None, name
-    assert facts.memory_gb is not None, name
     return Device(
         name=name,
         flops=ARITHMETIC * peak * 1e12,
         bandwidth=MEMORY * facts.bandwidth_gbs * 1e9,
         memory=facts.memory_gb * 2**30,
         inside=find_link(facts),
-        network=Link(cluster.network_us * 1e-6, cluster.network_gbs * 1e9, "given", []),
-        node=cluster.node,
-        launch=cluster.launch_us * 1e-6,
+        network=Link(work.network_us * 1e-6, work.network_gbs * 1e9, "given", []),
+        node=work.node,
+        launch=work.launch_us * 1e-6,
     )
 
 
@@ -271,52 +225,20 @@ class Step:
 
 
 def estimate_step(algorithm: str, model: Model, work: Work, here: Device, devices: int) -> Step:
-    """Return the time of a step, and what is sent. Weights are replicated, the largest
-    communication there is.
-    """
+    """Return the time of a step and what is sent, with weights replicated."""
     rows = work.rows * (devices if work.scaling == "weak" else 1)
     own = max(1, math.ceil(rows / devices))  # of the rank with the most
-    estimate = _estimate_evolution if algorithm == "eggroll" else _estimate_gradients
-    return Step(algorithm, devices, rows, **estimate(algorithm, model, work, here, (own, devices)))
-
-
-def _estimate_sampling(model: Model, work: Work, here: Device, rows: int, prefilled: int) -> float:
-    weights = 2 * model.parameters
-    cache = rows * model.cache_bytes(work.prompt_tokens + work.new_tokens / 2)
-    token = max(
-        here.launch * model.launches,
-        (weights + cache) / here.bandwidth,
-        2 * model.used * rows / here.flops,
-    )
-    computed = 2 * model.used * prefilled * work.prompt_tokens / here.flops
-    return max(weights / here.bandwidth, computed) + work.new_tokens * token
-
-
-def _estimate_evolution(
-    algorithm: str, model: Model, work: Work, here: Device, share: tuple[int, int]
-) -> dict[str, float]:
-    own, devices = share
-    rows = work.rows * (devices if work.scaling == "weak" else 1)
-    members = math.ceil(rows / work.member_prompts)
-    directions = math.ceil(members / 2)  # mirrored pairs share one
-    product = 2 * model.matrices * directions / here.flops
-    drawn = 4 * model.sides * directions / here.bandwidth
-    # Masters, initial and used weights.
-    update = product + drawn + 18 * model.matrices / here.bandwidth
-    sent = 8.0 * rows if devices > 1 else 0.0
-    return {
-        "sample": _estimate_sampling(model, work, here, own, own),  # a member prefills each row
-        "train": 0.0,
-        "update": update,
-        "communication": here.seconds(sent, devices),
-        "sent": sent,
-    }
-
-
-def _estimate_gradients(
-    algorithm: str, model: Model, work: Work, here: Device, share: tuple[int, int]
-) -> dict[str, float]:
-    own, devices = share
+    if algorithm == "eggroll":
+        members = math.ceil(rows / work.member_prompts)
+        directions = math.ceil(members / 2)  # mirrored pairs share one
+        product = 2 * model.matrices * directions / here.flops
+        drawn = 4 * model.sides * directions / here.bandwidth
+        # Masters, initial and used weights.
+        update = product + drawn + 18 * model.matrices / here.bandwidth
+        sent = 8.0 * rows if devices > 1 else 0.0
+        sample = _estimate_sampling(model, work, here, own, own)  # a member prefills each row
+        waited = here.seconds(sent, devices)
+        return Step(algorithm, devices, rows, sample, 0.0, update, waited, sent)
     learnt, steps, sample = own, 1, 0.0
     if algorithm == "rft":
         learnt = max(1, math.ceil(own * work.accepted))
@@ -333,38 +255,41 @@ def _estimate_gradients(
     update = steps * 28 * model.parameters / here.bandwidth
     # Gradients leave while the rest of the backward pass (two thirds of training) goes on, of the
     # last forward of a step alone.
-    hidden = train / max(passes, 1) * steps * 2 / 3
-    communication = max(
-        steps * here.seconds(4.0 * model.block, devices),
-        steps * here.seconds(4.0 * model.parameters, devices) - hidden,
+    hidden = train / passes * steps * 2 / 3
+    whole, block = (here.seconds(4.0 * n, devices) for n in (model.parameters, model.block))
+    waited = max(steps * block, steps * whole - hidden, 0.0)
+    sent = 4.0 * model.parameters * steps if devices > 1 else 0.0
+    return Step(algorithm, devices, rows, sample, train, update, waited, sent)
+
+
+def _estimate_sampling(model: Model, work: Work, here: Device, rows: int, prefilled: int) -> float:
+    weights, config = 2 * model.parameters, model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    token_bytes = 2 * 2 * config.num_hidden_layers * heads * head_size(config)  # keys and values
+    cache = rows * token_bytes * (work.prompt_tokens + work.new_tokens / 2)
+    token = max(
+        here.launch * model.launches,
+        (weights + cache) / here.bandwidth,
+        2 * model.used * rows / here.flops,
     )
-    together = devices > 1
-    return {
-        "sample": sample,
-        "train": train,
-        "update": update,
-        "communication": communication if together else 0.0,
-        "sent": 4.0 * model.parameters * steps if together else 0.0,
-    }
+    computed = 2 * model.used * prefilled * work.prompt_tokens / here.flops
+    return max(weights / here.bandwidth, computed) + work.new_tokens * token
 
 
 def find_limit(steps: list[Step]) -> tuple[int, str]:
-    """Return the most devices that pay, and what stops more of them: "" where nothing does. steps:
-    of one algorithm, devices doubling.
+    """Return the most devices that pay, and what stops more of them: "" where nothing does. Twice
+    the devices pay where rows per second grow by WORTH.
 
-    Twice the devices pay where rows per second grow by WORTH.
+    Args: steps: of one algorithm, devices doubling.
     """
+    evolution = steps[0].algorithm == "eggroll"
     parts = {
-        "sample": (
-            "decoding does not shrink: weights are read, or kernels launched, for few rows as for"
-            " many"
-        ),
+        "sample": "decoding does not shrink: weights are read, or kernels launched, for few rows as"
+        " for many",
         "train": "training is launch-bound",
         "communication": "gradients are waited for",
-        "update": "the optimizer",
+        "update": "every rank makes the whole update" if evolution else "the optimizer",
     }
-    if steps[0].algorithm == "eggroll":
-        parts["update"] = "every rank makes the whole update"
     for few, many in itertools.pairwise(steps):
         if many.speed / few.speed < WORTH:
             # What a part should have shrunk to.
@@ -379,25 +304,24 @@ def find_limit(steps: list[Step]) -> tuple[int, str]:
 
 def fixed_bytes(algorithm: str, parameters: int, shards: int, block: float) -> float:
     """Return the bytes of weights, gradients and optimizer state of a rank, with bf16 forwards;
-    opt=fsdp shares them out over `shards`.
-
-    eggroll: bf16 weights, float32 masters and initial weights. Others: float32 weights, gradients
-    and Adam's two moments, and the bf16 copy that a forward uses, of all weights or, sharded, of
-    two blocks.
+    opt=fsdp shares them out over `shards`, and copies two blocks instead of all weights.
     """
     state = StateMemory.of_training(parameters, parameters, half_copies=1)
-    if algorithm == "eggroll":
+    if algorithm == "eggroll":  # bf16 weights, float32 masters and initial weights
         state = StateMemory(10 * parameters)
     return state.whole / shards + (state.copies if shards == 1 else 4 * block)
 
 
 def total_bytes(algorithm: str, model: Model, work: Work, shards: int, rows: int) -> float:
-    """Return the bytes of a rank that has `rows` rows in a forward."""
+    """Return the bytes of a rank that has `rows` rows in a forward; training is checkpointed."""
     sampling = training = 0.0
     if algorithm != "classify":
-        sampling = rows * model.row_bytes(work)
+        sampler = Sampler(model.model, pad_id=0, stop_ids=[], rows=1)
+        sampling = rows * sampler.row_bytes(work.prompt_tokens, work.new_tokens)
     if algorithm != "eggroll":
-        training = model.training_bytes(work, rows)
+        sizes = rows / work.samples, work.prompt_tokens, rows, work.new_tokens
+        logits = min(rows * work.new_tokens * model.config.vocab_size, logprobs.LOGITS)
+        training = activation_bytes(model.model, *sizes, torch.bfloat16, True) + 16 * logits
     fixed = fixed_bytes(algorithm, model.parameters, shards, model.block)
     return fixed + max(sampling, training)
 
@@ -405,10 +329,8 @@ def total_bytes(algorithm: str, model: Model, work: Work, shards: int, rows: int
 def find_largest(
     algorithm: str, models: list[Model], work: Work, here: Device, shards: int
 ) -> float:
-    """Return the parameters of the largest model that a device holds with one row (of eggroll two:
-    a pair) per forward.
-
-    models: by size; between them what a row takes is interpolated on a logarithmic scale.
+    """Return the parameters of the largest model that a device holds with one row (of eggroll a
+    pair) per forward, interpolated between `models`, which are ordered by size.
     """
     rows = 2 if algorithm == "eggroll" else 1
     sizes = [math.log(model.parameters) for model in models]
@@ -416,26 +338,24 @@ def find_largest(
     room = math.log(HEADROOM * here.memory)
     if room <= needs[0]:
         return 0.0
-    for (need, size), (more, larger) in itertools.pairwise(zip(needs, sizes, strict=True)):
-        if room <= more:
-            return math.exp(size + (room - need) / (more - need) * (larger - size))
-    return math.exp(sizes[-1] + room - needs[-1])  # beyond the largest of them: in proportion
+    if room > needs[-1]:  # beyond the largest of them: in proportion
+        return math.exp(sizes[-1] + room - needs[-1])
+    return math.exp(np.interp(room, needs, sizes))
 
 
 # --- the command
 
 
-def estimate(
-    models: list[Model], chosen: Model, work: Work, here: Device, shards: int
-) -> dict[str, Any]:
+def estimate(models: list[Model], chosen: Model, work: Work, here: Device) -> dict[str, Any]:
     """Return all that is told of one preset."""
-    found: dict[str, Any] = {"hardware": here.name, "model": chosen.name, "work": asdict(work)}
-    found |= {"shards": shards, "algorithms": {}}
+    found: dict[str, Any] = {}
     for name in ALGORITHMS:
         steps = [estimate_step(name, chosen, work, here, devices) for devices in DEVICES]
         most, why = find_limit(steps)
-        fixed = [fixed_bytes(name, chosen.parameters, n, chosen.block) / 2**30 for n in (1, shards)]
-        found["algorithms"][name] = {
+        fixed = [
+            fixed_bytes(name, chosen.parameters, n, chosen.block) / 2**30 for n in (1, work.shards)
+        ]
+        found[name] = {
             "steps": [
                 asdict(s) | {"seconds": s.seconds, "rows_per_second": s.speed} for s in steps
             ],
@@ -444,22 +364,20 @@ def estimate(
             "fixed_gb": fixed[0],
             "fixed_sharded_gb": fixed[1],
             "largest": find_largest(name, models, work, here, 1),
-            "largest_sharded": find_largest(name, models, work, here, shards),
+            "largest_sharded": find_largest(name, models, work, here, work.shards),
         }
-    return found | {"memory_gb": here.memory / 2**30}
+    facts = {"hardware": here.name, "model": chosen.name, "memory_gb": here.memory / 2**30}
+    return facts | {"work": asdict(work), "algorithms": found}
 
 
 def describe(found: dict[str, Any], work: Work) -> str:
     """Return one preset's numbers for people."""
-    by_name: dict[str, Any] = found["algorithms"]
-    memory, shards = found["memory_gb"], found["shards"]
-    shown = [i for i, devices in enumerate(DEVICES) if devices in SHOWN]
-    total = f"{work.rows:,} rows a step" + (" and device" if work.scaling == "weak" else " in all")
-    times = [["", *(f"{DEVICES[i]:,}" for i in shown), "sent", "pays up to"]]
+    shards, memory = work.shards, found["memory_gb"]
+    times = [["", *(f"{devices:,}" for devices in SHOWN), "sent", "pays up to"]]
     sizes = [["", "replicated", f"over {shards}", "largest, replicated", f"largest, over {shards}"]]
     limits, tight = [], []
-    for name, one in by_name.items():
-        cells = [f"{1000 * one['steps'][i]['seconds']:,.0f}" for i in shown]
+    for name, one in found["algorithms"].items():
+        cells = [f"{1000 * s['seconds']:,.0f}" for s in one["steps"] if s["devices"] in SHOWN]
         sent = format_bytes(one["steps"][1]["sent"])
         times.append([name, *cells, sent, f"{one['pays_up_to']:,}"])
         fixed = [f"{one[key]:,.1f} GB" for key in ("fixed_gb", "fixed_sharded_gb")]
@@ -469,20 +387,19 @@ def describe(found: dict[str, Any], work: Work) -> str:
             limits.append(f"{name} beyond {one['pays_up_to']:,}: {one['then']}")
         if one["fixed_gb"] > HEADROOM * memory:
             tight.append(name)
-    lines = [
-        f"{found['model']} on {found['hardware']}: milliseconds of a step, {total} ({work.scaling}"
-        " scaling)",
-        *align(times, left=1),
-        "",
-        *limits,
-    ]
     if tight:
-        lines.append(
+        limits.append(
             "does not fit a device with weights replicated, as these times have them:"
             f" {', '.join(tight)}"
         )
-    title = "a device: weights, gradients, optimizer; the largest model that fits its"
-    lines += ["", f"{title} {memory:.0f} GB", *align(sizes, left=1)]
+    total = f"{work.rows:,} rows a step" + (" and device" if work.scaling == "weak" else " in all")
+    lines = [
+        f"{found['model']} on {found['hardware']}: milliseconds of a step, {total} ({work.scaling}"
+        " scaling)",
+        *(*align(times, left=1), "", *limits, ""),
+        f"a device: weights, gradients, optimizer; the largest model that fits its {memory:.0f} GB",
+        *align(sizes, left=1),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -496,47 +413,35 @@ def format_bytes(number: float) -> str:
 
 
 def draw(found: dict[str, Any], work: Work, folder: Path) -> None:
-    """Draw exchange_NAME.png: bytes that a rank gives to all-reduces; and speedup_NAME.png: rows
-    per second against one device.
-    """
-    by_name: Mapping[str, Any] = found["algorithms"]
+    """Draw exchange_NAME.png, what a rank sends, and speedup_NAME.png."""
+    styles = zip(("-", "-", "-", "--"), plots.COLOURS, strict=False)
+    lines = list(zip(found["algorithms"].items(), styles, strict=False))
     with plots.saved(folder / f"exchange_{found['hardware']}.png") as axis:
-        for number, (name, one) in enumerate(by_name.items()):
+        for (name, one), (dashes, colour) in lines:
             sent = [step["sent"] for step in one["steps"][1:]]
-            style = {"linestyle": ("-", "-", "-", "--")[number], "color": plots.COLOURS[number]}
-            axis.plot(DEVICES[1:], sent, label=name, **style)
-        _scale(axis)
+            axis.plot(DEVICES[1:], sent, dashes, label=name, color=colour)
+        axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2**5, subs=[])  # ticks at 1 and 32 of a unit
         title = f"What a rank sends: {found['model']}, {work.rows:,} rows"
         plots.finished(axis, title, "devices", "bytes a step", zero=False)
         axis.yaxis.set_major_formatter(lambda value, _: format_bytes(value))
     with plots.saved(folder / f"speedup_{found['hardware']}.png") as axis:
         axis.plot(DEVICES, DEVICES, color="#999999", linestyle=":", label="ideal")
-        for number, (name, one) in enumerate(by_name.items()):
-            speeds = [step["rows_per_second"] for step in one["steps"]]
-            speedup = [speed / speeds[0] for speed in speeds]
-            axis.plot(DEVICES, speedup, label=name, color=plots.COLOURS[number])
-        _scale(axis)
+        for (name, one), (dashes, colour) in lines:
+            speeds = [
+                step["rows_per_second"] / one["steps"][0]["rows_per_second"]
+                for step in one["steps"]
+            ]
+            axis.plot(DEVICES, speeds, dashes, label=name, color=colour)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
         title = f"Speed-up, {work.scaling} scaling: {found['model']} on {found['hardware']}"
         plots.finished(axis, title, "devices", "times one device", zero=False)
 
 
-def _scale(axis: Any) -> None:
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-
-
 def write(found: list[dict[str, Any]], work: Work, text: str, folder: Path) -> None:
-    """Write capacity.txt, .json, .csv and the plots. Raises: ConfigError where the folder cannot be
-    made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--out {folder} cannot be made: {error.strerror}. Choose another folder."
-        ) from None
+    """Write capacity.txt, .json, .csv and the plots."""
+    folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "capacity.txt", text)
     write_text(folder / "capacity.json", json.dumps(found, indent=2) + "\n")
     rows = [
@@ -551,7 +456,7 @@ def write(found: list[dict[str, Any]], work: Work, text: str, folder: Path) -> N
     print(f"written to {folder}")
 
 
-def main() -> int:
+def main() -> None:
     """Run the command. Exit codes: 0 done, 2 a mistake."""
     parser = argparse.ArgumentParser(
         "python -m ddp_bench.capacity",
@@ -560,43 +465,22 @@ def main() -> int:
     add = parser.add_argument
     add("--model", default="qwen2.5_7b", help=f"{', '.join(MODELS)}, or a folder with config.json")
     add("--hardware", nargs="+", default=["a100_80g"], help=f"{', '.join(PRESETS)}")
-    for item in (*fields(Work), *fields(Cluster)):
-        add(
-            f"--{item.name.replace('_', '-')}",
-            type=item.type,  # pyright: ignore[reportArgumentType] (a class, not its name)
-            default=item.default,
-            choices=("strong", "weak") if item.name == "scaling" else None,
-            help=item.metadata.get("help"),
-        )
     add("--out", type=Path, help="folder for capacity.json, capacity.csv and the plots")
+    for item in fields(Work):
+        option, text = f"--{item.name.replace('_', '-')}", item.metadata.get("help")
+        add(option, type=type(item.default), default=item.default, help=text)
     given = parser.parse_args()
-    try:
+    with ending_tool():
         work = Work(**{item.name: getattr(given, item.name) for item in fields(Work)})
-        cluster = Cluster(**{item.name: getattr(given, item.name) for item in fields(Cluster)})
-        devices = [find_device(name, cluster) for name in given.hardware]
+        devices = [find_device(name, work) for name in given.hardware]
         chosen = Model(given.model)
         models = sorted((Model(name) for name in MODELS), key=lambda model: model.parameters)
-        found = [estimate(models, chosen, work, here, cluster.shards) for here in devices]
-        text = "\n".join(describe(one, work) for one in found) + "\n" + _assumptions(work, cluster)
+        found = [estimate(models, chosen, work, here) for here in devices]
+        text = "\n".join([*(describe(one, work) for one in found), ASSUMPTIONS.format(work=work)])
         print(text)
         if given.out is not None:
             write(found, work, text, given.out)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _assumptions(work: Work, cluster: Cluster) -> str:
-    return (
-        f"From facts alone, nothing is measured: products reach {ARITHMETIC:.0%} of the peak,"
-        f" memory {MEMORY:.0%} of its bandwidth, an operation costs {cluster.launch_us:g} us to"
-        f" launch.\n{work.prompt_tokens} + {work.new_tokens} tokens. Between nodes of"
-        f" {cluster.node}: {cluster.network_gbs:g} GB/s, {cluster.network_us:g} us a hop. Weights"
-        " are replicated in the times; sent: by a rank, at 2 devices.\nGB, MB and kB are of 2**30,"
-        " 2**20 and 2**10 bytes, and a GB/s is 10**9 bytes a second."
-    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

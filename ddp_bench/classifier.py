@@ -15,13 +15,14 @@ from common.config import ConfigError, Run
 from common.distributed import fsdp
 from common.distributed.context import Context
 from common.evaluation import Evaluation
+from common.files import write_text
 from common.lm import same_on_all_ranks
-from common.report.summary import side_by_side
 from common.tasks import task_name
 from ddp_bench import models
 from ddp_bench.config import ClassifyConfig
 from ddp_bench.data import Batches, Loader, held_out, prepare
 from ddp_bench.metrics import confusion, measures
+from ddp_bench.report.tables import align
 from ddp_bench.step import Stepper
 from ddp_bench.tasks import ClassTask, made, majority
 
@@ -32,11 +33,7 @@ SHOWN = 12  # classes up to which the table of confusions is printed
 
 
 class Classifier:
-    """A text classifier on a class task; a Subject and the Checkpointed of a session.
-
-    Attributes: best: the weights of the best epoch so far, empty before it; state: the session's,
-    once it is known.
-    """
+    """A classifier on a class task: the Subject and the Checkpointed of a session."""
 
     def __init__(self, run: Run, context: Context, task: ClassTask | None) -> None:
         cfg: ClassifyConfig = run.algo
@@ -67,13 +64,10 @@ class Classifier:
     # --- measures
 
     def probabilities(self, rows: Any, chosen: Sequence[int]) -> Tensor:
-        """Return class probabilities of `chosen` among `rows`, float64 [len(chosen), classes], from
-        all ranks together.
-        """
+        """Return class probabilities of `chosen`, float64 [len(chosen), classes], on all ranks."""
         context, model = self.context, self.model
         mine = range(context.rank, len(chosen), context.world_size)
-        shape = len(chosen), model.encoder.head.out_features
-        found = torch.zeros(shape, dtype=torch.float64)
+        found = torch.zeros(len(chosen), len(self.task.classes), dtype=torch.float64)
         with fsdp.forwards(model, idle=lambda: self._forward(rows, [0])):
             if mine:
                 found[list(mine)] = self._forward(rows, [chosen[i] for i in mine])
@@ -105,9 +99,7 @@ class Classifier:
         return Evaluation({"accuracy": found.pop("accuracy"), **found}, [], 0)
 
     def offending(self, chosen: Sequence[int]) -> list[dict[str, Any]]:
-        """Describe the training rows among `chosen` whose probabilities are not finite; all of them
-        where only their gradient is not.
-        """
+        """Describe the rows of `chosen` whose probabilities are not finite, or else all."""
         with fsdp.forwards(self.model, idle=lambda: self._forward(self.train_rows, [0])):
             found = self._forward(self.train_rows, chosen) if chosen else []
         pairs = zip(chosen, found, strict=True)
@@ -119,9 +111,8 @@ class Classifier:
         ]
 
     def _forward(self, rows: Any, chosen: Sequence[int]) -> Any:
-        stepper = self.stepper
-        compute = self.precision.compute
-        return models.probabilities_of(self.model, rows, chosen, stepper.limit.rows, compute)
+        limit, compute = self.stepper.limit, self.precision.compute
+        return models.probabilities_of(self.model, rows, chosen, limit.rows, compute)
 
     # --- checkpoints
 
@@ -157,29 +148,28 @@ class Classifier:
 
     def plan(self) -> dict[str, str]:
         """Say what a run will do, with sizes."""
-        run, context, cfg, task = self.run, self.context, self.cfg, self.task
-        lengths, ranks = self.train_rows.lengths, context.world_size
+        cfg, ranks, task = self.cfg, self.context.world_size, self.task
+        lengths, size = self.train_rows.lengths, fsdp.parameters(self.model)
         share = -(-cfg.batch_size // ranks)
         forwards = -(-share // self.stepper.limit.rows)
-        size = fsdp.parameters(self.model)
         sent = f", {4 * size / 2**20:.1f} MB of gradients per step" if ranks > 1 else ""
-        hook = f", hook {cfg.ddp.hook}" if ranks > 1 and context.mesh is None else ""
+        hook = f", hook {cfg.ddp.hook}" if ranks > 1 and self.context.mesh is None else ""
         scaler = ", GradScaler" if self.precision.scaler else ""
-        compiled = ", compiled" if run.opt.compile.enabled else ""
-        workers, device = self.loader.workers, context.device
+        compiled = ", compiled" if self.run.opt.compile.enabled else ""
+        workers, device, preset = self.loader.workers, self.context.device, self.run.hardware.name
+        peak = self.run.hardware.peak_tflops
+        advice = precision.advise(self.precision, self.run.opt, peak, device.device)
         facts = {
             "algorithm": f"classify, {cfg.epochs} epochs of {len(self.batches)} steps, lr"
             f" {cfg.lr:g}",
             "task": f"{task_name(task)}: {len(task.classes)} classes, {len(self.batches.rows):,}"
             f" training rows, {len(self.validation):,} for validation, {len(self.test_rows):,} for"
             f" the test; tokens {lengths.mean():.0f} on average, {lengths.max()} at most",
-            "model": f"encoder, {cfg.model.layers} layers of {cfg.model.size}, {size / 1e6:.2f}M"
-            " parameters",
-            "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={run.hardware.name}",
-            "numbers": f"{self.precision.name}{scaler}, masters float32{compiled}",
+            "model": f"{self.name}, {size / 1e6:.2f}M parameters",
+            "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={preset}",
+            "numbers": f"{self.precision.name}{scaler}, masters float32{compiled}{advice}",
             "ranks": f"{ranks}{sent}{hook}",
-            "batch": f"{cfg.batch_size} rows: {share} per rank, in {forwards}"
-            f" forward{'s' * (forwards > 1)}",
+            "batch": f"{cfg.batch_size} rows: {share} per rank, forwards: {forwards}",
             "loader": f"{workers} worker processes per rank" if workers else "in this process",
         }
         if fsdp.of(self.model):
@@ -190,23 +180,21 @@ class Classifier:
         """Write the model, and the predictions and confusions of its test beside it."""
         classes, tested = self.task.classes, self.tested
         models.export(self.model, self.cfg.model, classes, self.tokenizer, folder, weights)
-        labels, predictions = torch.from_numpy(self.test_rows.labels), tested.argmax(1)
-        table = confusion(labels, predictions, len(classes)).tolist()
+        labels, best = torch.from_numpy(self.test_rows.labels), tested.max(1)
+        table = confusion(labels, best.indices, len(classes)).tolist()
         content = {"classes": classes, "rows_are": "true class", "table": table}
-        text = json.dumps(content) + "\n"
-        (folder.parent / "confusion.json").write_text(text, encoding="utf-8")
-        pairs = zip(labels.tolist(), predictions.tolist(), strict=True)
-        with (folder.parent / "predictions.jsonl").open("w", encoding="utf-8") as file:
-            for i, (label, predicted) in enumerate(pairs):
-                probability = round(tested[i, predicted].item(), 4)
-                line = {"row": i, "class": classes[label], "predicted": classes[predicted]}
-                file.write(json.dumps(line | {"probability": probability}) + "\n")
+        write_text(folder.parent / "confusion.json", json.dumps(content) + "\n")
+        found = zip(labels.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
+        lines = [
+            {"row": i, "class": classes[label], "predicted": classes[j], "probability": round(p, 4)}
+            for i, (label, j, p) in enumerate(found)
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        write_text(folder.parent / "predictions.jsonl", text)
         if len(classes) <= SHOWN:
-            named = [
-                {"true \\ predicted": name, **dict(zip(classes, map(str, line), strict=True))}
-                for name, line in zip(classes, table, strict=True)
-            ]
-            log.info("\n%s", side_by_side(named))
+            rows = [[name, *map(str, line)] for name, line in zip(classes, table, strict=True)]
+            text = "\n".join(align([["true \\ predicted", *classes], *rows], left=1))
+            log.info("\n%s", text)
 
     def close(self) -> None:
         """Do nothing: the loader's workers end with their iterator."""

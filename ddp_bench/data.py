@@ -5,6 +5,7 @@ batches, the loader.
 import hashlib
 import json
 import logging
+import os
 import random
 import signal
 from collections.abc import Iterator, Sequence
@@ -37,9 +38,7 @@ Batch = tuple[dict[str, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Ragged:
-    """Rows of varying length, one after the other: values [sum of lengths, ...], offsets int64
-    [rows + 1].
-    """
+    """Rows of varying length: values [sum of lengths, ...], offsets int64 [rows + 1]."""
 
     values: np.ndarray
     offsets: np.ndarray
@@ -47,11 +46,8 @@ class Ragged:
     @classmethod
     def of(cls, rows: Sequence[Any], dtype: Any) -> "Ragged":
         """Make it from a sequence of arrays or lists."""
-        lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
-        return cls(
-            np.concatenate([np.asarray(row, dtype) for row in rows]),
-            np.concatenate([[0], lengths.cumsum()]),
-        )
+        offsets = np.cumsum([0, *map(len, rows)])
+        return cls(np.concatenate([np.asarray(row, dtype) for row in rows]), offsets)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -72,10 +68,8 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows as the model takes them. fields: by argument name; a ragged one brings `NAME_lengths`
-    along. labels: int64 [rows].
-
-    It is what a DataLoader calls a dataset: a list of row numbers gives a batch.
+    """Rows as the model takes them; for a DataLoader a dataset. fields: by argument name; a ragged
+    one brings `NAME_lengths` along. labels: int64 [rows].
     """
 
     fields: dict[str, Ragged | np.ndarray]
@@ -84,19 +78,14 @@ class Rows:
     @property
     def lengths(self) -> np.ndarray:
         """Length of each row over all of its ragged fields, int64 [rows]."""
-        found = np.zeros(len(self), np.int64)
-        for field in self.fields.values():
-            if isinstance(field, Ragged):
-                found += field.lengths
-        return found
+        ragged = [field for field in self.fields.values() if isinstance(field, Ragged)]
+        return np.sum([field.lengths for field in ragged], 0)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitems__(self, rows: list[int]) -> Batch:
-        """Return the batch of these rows. Without rows it carries no loss, so that its rank takes
-        part all the same.
-        """
+        """Return the batch of these rows; without rows one that carries no loss."""
         inputs: dict[str, Tensor] = {}
         chosen = rows or [0]
         for name, field in self.fields.items():
@@ -107,9 +96,7 @@ class Rows:
         return inputs, torch.from_numpy(self.labels[rows]) if rows else torch.tensor([IGNORED])
 
     def digest(self) -> str:
-        """Return a hash of all rows, to tell whether a run goes on with the data that it began
-        with.
-        """
+        """Return a hash of all rows, to tell whether a run goes on with the same data."""
         found = hashlib.sha256(np.ascontiguousarray(self.labels).data)
         for field in self.fields.values():
             for array in (field.values, field.offsets) if isinstance(field, Ragged) else (field,):
@@ -121,23 +108,20 @@ def prepare(
     task: ClassTask, tokenizer: TokenizerConfig, max_tokens: int, say: Any
 ) -> tuple[dict[str, Rows], Tokenizer | None]:
     """Return the splits "train" and "test" of a task, and the tokenizer of its texts (None for
-    trajectories).
+    trajectories). Longer texts than `max_tokens` are cut, longer trajectories refused.
 
-    Args: max_tokens: longer texts are cut, longer trajectories refused; say: told where another
-    process is waited for.
-    Raises: ConfigError for rows that are neither texts nor trajectories, or too long.
+    say: told where another process is waited for.
     """
-    splits = {split: list(task.rows(split)) for split in ("train", "test")}
+    splits, classes = {s: list(task.rows(s)) for s in ("train", "test")}, len(task.classes)
     for split, rows in splits.items():
         if not rows:
             raise ConfigError(
-                f'the task has no {split} rows. Its rows("{split}") must return some.'
+                f"the task has no {split} rows. Its rows({split!r}) must return some."
             )
-        wrong = next((row for row in rows if not 0 <= row.label < len(task.classes)), None)
-        if wrong is not None:
+        wrong = [row.label for row in rows if not 0 <= row.label < classes]
+        if wrong:
             raise ConfigError(
-                f"a {split} row has the label {wrong.label}, but the task has {len(task.classes)}"
-                " classes."
+                f"a {split} row has the label {wrong[0]}, but the task has {classes} classes."
             )
     kinds = {type(row.value) for rows in splits.values() for row in rows}
     if kinds == {str}:
@@ -151,9 +135,7 @@ def prepare(
 
 
 def trajectories(rows: Sequence[Labelled], max_tokens: int) -> Rows:
-    """Return trajectories in arrays. Raises: ConfigError where one is longer than `max_tokens`,
-    context and goal with it.
-    """
+    """Return trajectories in arrays. Raises: ConfigError for more than `max_tokens`."""
     found = Rows(
         {
             "context": Ragged.of([row.value.context for row in rows], np.float32),
@@ -174,20 +156,21 @@ def trajectories(rows: Sequence[Labelled], max_tokens: int) -> Rows:
 def _encode_texts(
     splits: dict[str, list[Labelled]], config: TokenizerConfig, max_tokens: int, say: Any
 ) -> tuple[dict[str, Rows], Tokenizer]:
+    texts = {split: [row.value for row in rows] for split, rows in splits.items()}
     digest = hashlib.sha256(
         json.dumps([FORMAT, asdict(config), max_tokens], sort_keys=True).encode()
     )
-    for split, rows in splits.items():
-        for row in rows:
-            text = row.value.encode()
+    for split, values in texts.items():
+        for value in values:
+            text = value.encode()
             digest.update(f"{split} {len(text)} ".encode() + text)
 
     def build(folder: Path) -> dict[str, Any]:
-        tokenizer = train_tokenizer(config, [row.value for row in splits["train"]])
+        tokenizer = train_tokenizer(config, texts["train"])
         tokenizer.enable_truncation(max_tokens)
         arrays = {}
-        for split, rows in splits.items():
-            encoded = tokenizer.encode_batch([row.value for row in rows])
+        for split, values in texts.items():
+            encoded = tokenizer.encode_batch(values)
             # A text of which the tokenizer leaves nothing, such as a control character, is one
             # unknown token.
             ids = Ragged.of([row.ids or [1] for row in encoded], np.int32)
@@ -199,13 +182,10 @@ def _encode_texts(
 
     folder = cached(f"text-{digest.hexdigest()[:16]}", "the tokenised text", build, say)
     arrays = load_file(folder / "rows.safetensors")
-    found = {
-        split: Rows(
-            {"ids": Ragged(arrays[f"{split}.values"], arrays[f"{split}.offsets"])},
-            np.array([row.label for row in rows], np.int64),
-        )
-        for split, rows in splits.items()
-    }
+    found = {}
+    for split, rows in splits.items():
+        ids = Ragged(arrays[f"{split}.values"], arrays[f"{split}.offsets"])
+        found[split] = Rows({"ids": ids}, np.array([row.label for row in rows], np.int64))
     return found, Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
@@ -235,9 +215,7 @@ def train_tokenizer(config: TokenizerConfig, texts: Sequence[str]) -> Tokenizer:
 
 
 def held_out(rows: Rows, share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Return row numbers to train on and to validate with, drawn by `seed`. Raises: ConfigError
-    where none would be left.
-    """
+    """Return row numbers to train on and to validate with. Raises: ConfigError for none."""
     order = list(range(len(rows)))
     random.Random(f"validation {seed}").shuffle(order)
     count = round(share * len(rows))
@@ -252,12 +230,9 @@ def held_out(rows: Rows, share: float, seed: int) -> tuple[list[int], list[int]]
 class Batches:
     """The rows of each batch: a function of (seed, epoch, position) alone, the same on every rank.
 
-    Every row comes exactly once per epoch; nothing is padded and nothing dropped, so the last batch
-    may be smaller. Rows of like length go together. A rank takes every world-th row of a batch, and
-    none where there are fewer than ranks.
-
-    Args: rows: row numbers; lengths: of each of them; batch_rows: of all ranks together;
-    bucket_batches: batches sorted by length together, 1 = not sorted.
+    Every row comes once per epoch, so the last batch may be smaller. A rank takes every world-th
+    row of a batch. Args: rows: row numbers; lengths: of each of them; batch_rows: of all ranks
+    together; bucket_batches: batches sorted by length together, 1 = not sorted.
     """
 
     def __init__(
@@ -274,6 +249,7 @@ class Batches:
         self.batch_rows, self.pool, self.seed = batch_rows, batch_rows * bucket_batches, seed
         self.rank, self.world = rank, world
         self.step = 0  # where the next iteration begins; it goes to the end of that epoch
+        self.last: tuple[int, list[list[int]]] = (-1, [])  # the epoch that `at` was asked for
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -291,6 +267,13 @@ class Batches:
         draw.shuffle(batches)
         return batches
 
+    def at(self, step: int) -> list[int]:
+        """Return the rows of all ranks in the batch of a step."""
+        epoch, position = divmod(step, len(self))
+        if self.last[0] != epoch:
+            self.last = epoch, self.epoch(epoch)
+        return self.last[1][position]
+
     def __iter__(self) -> Iterator[list[int]]:
         epoch, position = divmod(self.step, len(self))
         for batch in self.epoch(epoch)[position:]:
@@ -298,12 +281,7 @@ class Batches:
 
 
 class Loader:
-    """Batches of a rank from a step on, without end: made by worker processes that stay, pinned for
-    a GPU, kept ready.
-
-    Args: workers: None = WORKERS_PER_GPU on CUDA, and this process on a CPU, which computes there
-    itself.
-    """
+    """Batches of a rank from a step on, made by worker processes that stay, or by this one."""
 
     def __init__(
         self, rows: Rows, batches: Batches, config: LoaderConfig, device: torch.device
@@ -317,20 +295,19 @@ class Loader:
                 " this process makes the batches. Set algo.loader.workers, for example 2, or leave"
                 " it out."
             )
-        options: dict[str, Any] = (
-            {"prefetch_factor": config.prefetch} if self.workers else {}
-        )  # None = 2
+        if self.workers:  # else the tokenizers library warns in each of them
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.loader = DataLoader(
             rows,  # type: ignore[arg-type]
             batch_sampler=batches,  # type: ignore[arg-type]
             collate_fn=_keep,  # pyright: ignore[reportArgumentType] (the rows make the batch)
             num_workers=self.workers,
+            prefetch_factor=config.prefetch,  # None = 2
             persistent_workers=self.workers > 0,
             pin_memory=cuda,
             worker_init_fn=_ignore_signals,
             # else every epoch would draw from torch's own, which dropout uses
             generator=torch.Generator(),
-            **options,
         )
 
     def from_step(self, step: int) -> Iterator[Batch]:
@@ -344,19 +321,18 @@ class Loader:
 def to(batch: Batch, device: torch.device) -> Batch:
     """Move the batch to a device, from pinned memory without waiting."""
     inputs, labels = batch
-    return {name: t.to(device, non_blocking=True) for name, t in inputs.items()}, labels.to(
-        device, non_blocking=True
-    )
+    moved = {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
+    return moved, labels.to(device, non_blocking=True)
 
 
 def split(batch: Batch, rows: int) -> list[Batch]:
     """Return the batch in parts of at most `rows` rows."""
     inputs, labels = batch
-    parts = [
-        dict(zip(inputs, part, strict=True))
-        for part in zip(*(t.split(rows) for t in inputs.values()), strict=True)
+    columns = [tensor.split(rows) for tensor in (*inputs.values(), labels)]
+    return [
+        (dict(zip(inputs, part, strict=True)), of_labels)
+        for *part, of_labels in zip(*columns, strict=True)
     ]
-    return list(zip(parts, labels.split(rows), strict=True))
 
 
 def _keep(batch: Batch) -> Batch:
@@ -364,8 +340,6 @@ def _keep(batch: Batch) -> Batch:
 
 
 def _ignore_signals(worker: int) -> None:
-    """Leave signals, in a worker, to the process that it works for, which finishes its step and
-    saves.
-    """
+    """Leave signals to the process that a worker works for, which finishes its step and saves."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

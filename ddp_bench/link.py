@@ -27,9 +27,7 @@ PCIE = 12e9
 
 @dataclass(frozen=True)
 class Link:
-    """The cost of an all-reduce. alpha: seconds of each of its 2 (ranks - 1) steps; beta: bytes per
-    second.
-    """
+    """An all-reduce's cost. alpha: seconds of each of 2 (ranks - 1) steps; beta: bytes/s."""
 
     alpha: float
     beta: float
@@ -42,9 +40,7 @@ class Link:
 
 
 def fit_link(points: list[tuple[int, float]], ranks: int, source: str) -> Link:
-    """Return the link through measured (bytes, seconds): least squares of the relative error, so
-    that small messages count too.
-    """
+    """Return the link through measured (bytes, seconds): least squares of the relative error."""
     sizes, seconds = (np.array(column, float) for column in zip(*points, strict=True))
     columns = np.stack([np.full_like(sizes, 2 * (ranks - 1)), 2 * (ranks - 1) / ranks * sizes], 1)
     solved = np.linalg.lstsq(columns / seconds[:, None], np.ones_like(seconds), rcond=None)
@@ -57,8 +53,7 @@ def find_link(config: HardwareConfig) -> Link:
     if config.allreduce_gbs is None or config.hop_us is None:
         raise ConfigError(
             f"hardware={config.name} does not say how fast its link is, and there are no two"
-            " devices here to measure it with. Name the device: hardware=a100_40g, a100_80g, h100,"
-            " h200, rtx4090 or v100; or hardware=cpu."
+            " devices here to measure it. Name the device, for example hardware=a100_40g or cpu."
         )
     source = f"conf/hardware/{config.name}.yaml"
     return Link(config.hop_us * 1e-6, config.allreduce_gbs * 1e9, source, [])
@@ -88,12 +83,10 @@ def find_exposed(
     ranks: int,
     overlap: bool,
 ) -> float:
-    """Return the seconds for which ranks wait for gradients after a backward pass of `backward`
-    seconds.
+    """Return the seconds that ranks wait for gradients after a backward pass of `backward` seconds.
 
-    Args: ready: of each gradient in order of arrival, its bytes as sent and when it is there, in
-    shares of the pass; cap: bytes of a bucket; overlap: whether sending goes on beside computing,
-    which on a CPU without free cores it does not.
+    Args: ready: of each gradient by arrival, its bytes as sent and when it is there, in shares of
+    the pass; cap: bytes of a bucket; overlap: whether sending goes on beside computing.
     """
     buckets: list[tuple[float, float]] = []
     size = 0.0

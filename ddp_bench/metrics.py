@@ -5,12 +5,9 @@ from torch import Tensor
 
 
 def confusion(labels: Tensor, predictions: Tensor, classes: int) -> Tensor:
-    """Return how many rows of class i (row) were taken for class j (column): int64 [classes,
-    classes].
-    """
-    return torch.bincount(labels * classes + predictions, minlength=classes**2).view(
-        classes, classes
-    )
+    """Return the rows of class i (row) taken for class j (column), int64 [classes, classes]."""
+    counts = torch.bincount(labels * classes + predictions, minlength=classes**2)
+    return counts.view(classes, classes)
 
 
 def accuracy(table: Tensor) -> float:
@@ -19,17 +16,13 @@ def accuracy(table: Tensor) -> float:
 
 
 def macro_f1(table: Tensor) -> float:
-    """Return the mean F1 of the classes, in percent. A class that has no rows and was never
-    predicted does not count.
-    """
+    """Return the mean F1 in percent of the classes that occur or were predicted."""
     right, there = table.diagonal().double(), (table.sum(0) + table.sum(1)).double()
     return 100 * (2 * right / there)[there > 0].mean().item()
 
 
 def measures(labels: Tensor, probabilities: Tensor) -> dict[str, float]:
-    """Return accuracy and macro_f1 in percent, and the mean loss, of probabilities float64 [rows,
-    classes].
-    """
+    """Return accuracy, macro_f1 (percent) and mean loss of probabilities [rows, classes]."""
     table = confusion(labels, probabilities.argmax(1), probabilities.shape[1])
     chosen = probabilities.gather(1, labels[:, None]).clamp_min(1e-300)
     return {

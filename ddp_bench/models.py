@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -33,31 +34,19 @@ class Layer(nn.Module):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.heads, self.dropout = config.heads, config.dropout
-        self.norm_attention, self.norm_feedforward = (
-            nn.LayerNorm(config.size),
-            nn.LayerNorm(config.size),
-        )
-        self.qkv, self.out = (
-            nn.Linear(config.size, 3 * config.size),
-            nn.Linear(config.size, config.size),
-        )
-        self.up = nn.Linear(config.size, config.feedforward)
-        self.down = nn.Linear(config.feedforward, config.size)
+        size, wide = config.size, config.feedforward
+        self.norm_attention, self.norm_feedforward = nn.LayerNorm(size), nn.LayerNorm(size)
+        self.qkv, self.out = nn.Linear(size, 3 * size), nn.Linear(size, size)
+        self.up, self.down = nn.Linear(size, wide), nn.Linear(wide, size)
 
     def forward(self, states: Tensor, mask: Tensor) -> Tensor:
-        """Return the new states. states: [B, T, size]; mask: bool [B, T], true where there is a
-        token.
-        """
-        batch, length, size = states.shape
-        qkv = self.qkv(self.norm_attention(states)).view(
-            batch, length, 3, self.heads, size // self.heads
-        )
+        """Return the new states. states: [B, T, size]; mask: bool [B, T], where a token is."""
+        qkv = self.qkv(self.norm_attention(states)).unflatten(2, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # [B, heads, T, size / heads] each
         p = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask[:, None, None, :], dropout_p=p
-        )
-        states = states + F.dropout(self.out(mixed.transpose(1, 2).reshape(batch, length, size)), p)
+        there = mask[:, None, None, :]
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=there, dropout_p=p)
+        states = states + F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), p)
         inner = F.dropout(F.gelu(self.up(self.norm_feedforward(states))), p)
         return states + F.dropout(self.down(inner), p)
 
@@ -81,10 +70,8 @@ class Encoder(nn.Module):
             else:
                 states = layer(states, mask)
         there = mask[:, :, None]
-        pooled = (self.norm(states) * there).sum(1) / there.sum(
-            1
-        )  # [B, size]; every row has a token
-        return self.head(pooled)
+        # [B, size]; every row has a token
+        return self.head((self.norm(states) * there).sum(1) / there.sum(1))
 
 
 class TextClassifier(nn.Module):
@@ -105,10 +92,7 @@ class TextClassifier(nn.Module):
 
 class TrajectoryClassifier(nn.Module):
     """Context, states and goal -> logits; a token each, of three types, with positions counted
-    through.
-
-    The padding between the regions stays where it is and is masked: attention does not ask in which
-    column a token stands.
+    through. Padding between the regions stays where it is and is masked.
     """
 
     def __init__(self, config: EncoderConfig, classes: int, state_size: int) -> None:
@@ -117,9 +101,8 @@ class TrajectoryClassifier(nn.Module):
         self.positions = nn.Embedding(config.max_tokens, config.size)
         self.encoder = Encoder(config, classes)
         initialise(self)
-        self.features = nn.Linear(
-            state_size, config.size
-        )  # as torch draws it: 0.02 is too little for so few inputs
+        # as torch draws it: 0.02 is too little for so few inputs
+        self.features = nn.Linear(state_size, config.size)
 
     def forward(
         self,
@@ -132,40 +115,23 @@ class TrajectoryClassifier(nn.Module):
         """Return logits [B, classes]. context: [B, C, S]; states: [B, T, S]; goal: [B, S]; lengths:
         int64 [B].
         """
-        return self.encoder(*self.embed(context, context_lengths, states, states_lengths, goal))
-
-    def embed(
-        self,
-        context: Tensor,
-        context_lengths: Tensor,
-        states: Tensor,
-        states_lengths: Tensor,
-        goal: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the tokens [B, C + T + 1, size] and where there are any, bool [B, C + T + 1]. No
-        loop over rows or steps.
-        """
         device, before, after = goal.device, context.shape[1], states.shape[1]
         tokens = self.features(torch.cat([context, states, goal[:, None]], 1))
         types = torch.arange(3, device=device).repeat_interleave(
             torch.tensor([before, after, 1], device=device), output_size=before + after + 1
         )
-        in_context, in_states = (
-            torch.arange(before, device=device),
-            torch.arange(after, device=device),
-        )
+        in_context = torch.arange(before, device=device)
+        in_states = torch.arange(after, device=device)
         starts, ends = context_lengths[:, None], (context_lengths + states_lengths)[:, None]
         # Padding has a position too, which is masked; it must only be one that exists.
         places = torch.cat([in_context.expand(len(goal), -1), starts + in_states, ends], 1)
         places = places.clamp(max=self.positions.num_embeddings - 1)
         there = torch.cat([in_context < starts, in_states < states_lengths[:, None], ends >= 0], 1)
-        return tokens + self.types(types) + self.positions(places), there
+        return self.encoder(tokens + self.types(types) + self.positions(places), there)
 
 
 def initialise(model: nn.Module) -> None:
-    """Draw weights: normal with deviation 0.02, zero biases: small enough for the sum of token and
-    position embeddings.
-    """
+    """Draw weights: normal with deviation 0.02, zero biases."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
@@ -202,13 +168,9 @@ def export(
     Args: weights: of a sharded model, gathered.
     """
     with replacing(folder) as temporary:
-        save_file(
-            {
-                name: t.detach().cpu().contiguous()
-                for name, t in (weights or model.state_dict()).items()
-            },
-            temporary / "model.safetensors",
-        )
+        named = (weights or model.state_dict()).items()
+        on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in named}
+        save_file(on_cpu, temporary / "model.safetensors")
         kind = type(model).__name__.removeprefix("FSDP")  # which fully_shard puts in front
         facts: dict[str, Any] = {"kind": kind, "classes": list(classes), "model": asdict(config)}
         if tokenizer is not None:
@@ -237,40 +199,28 @@ class Classifier:
         if self.tokenizer is None:
             rows = trajectories(labelled, self.config.max_tokens)
         else:
-            ids = [
-                row.ids[: self.config.max_tokens] or [1]
-                for row in self.tokenizer.encode_batch(list(values))
-            ]
-            rows = Rows(
-                {"ids": Ragged.of(ids, "int32")}, torch.zeros(len(ids), dtype=torch.long).numpy()
-            )
-        probabilities = probabilities_of(self.model, rows, range(len(rows)), batch_rows)
-        best = probabilities.max(1)
-        return [
-            (self.classes[i], p)
-            for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        ]
+            encoded = self.tokenizer.encode_batch(list(values))
+            ids = Ragged.of([row.ids[: self.config.max_tokens] or [1] for row in encoded], "int32")
+            rows = Rows({"ids": ids}, np.zeros(len(values), np.int64))
+        found = probabilities_of(self.model, rows, range(len(rows)), batch_rows).max(1)
+        pairs = zip(found.indices.tolist(), found.values.tolist(), strict=True)
+        return [(self.classes[i], p) for i, p in pairs]
 
 
 def load(folder: str | Path, device: str = "cpu") -> Classifier:
-    """Return the classifier that a run left in RUN/model, in eval mode. Raises: ConfigError where
-    there is none.
-    """
+    """Return the classifier in RUN/model, in eval mode. Raises: ConfigError for none."""
     folder = Path(folder)
     try:
         facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         weights = load_file(folder / "model.safetensors")
-        kind, classes, config = facts["kind"], facts["classes"], EncoderConfig(**facts["model"])
-        tokenizer = (
-            Tokenizer.from_file(str(folder / "tokenizer.json"))
-            if kind == "TextClassifier"
-            else None
-        )
+        classes, config = facts["classes"], EncoderConfig(**facts["model"])
+        texts = facts["kind"] == "TextClassifier"
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json")) if texts else None
     except Exception as error:  # tokenizers raises the bare class
         raise ConfigError(
             f"{folder} holds no classifier: {type(error).__name__}: {error}. Give RUN/model."
         ) from None
-    if kind == "TextClassifier":
+    if texts:
         model: nn.Module = TextClassifier(config, len(classes), weights["tokens.weight"].shape[0])
     else:
         model = TrajectoryClassifier(config, len(classes), weights["features.weight"].shape[1])
@@ -286,14 +236,10 @@ def probabilities_of(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return class probabilities of the rows `chosen`, in their order, float64 [len(chosen),
-    classes], on the CPU.
-
-    Rows of like length go together. Args: batch_rows: of a forward; dtype: of autocast.
+    classes], on the CPU. Args: batch_rows: of a forward; dtype: of autocast.
     """
-    device = fsdp.device(model)
-    training = model.training
+    device, training, lengths = fsdp.device(model), model.training, rows.lengths
     model.eval()
-    lengths = rows.lengths
     order = sorted(range(len(chosen)), key=lambda i: lengths[chosen[i]])
     found: list[Tensor] = []
     with fsdp.inference(model):

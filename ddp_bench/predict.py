@@ -1,17 +1,13 @@
-"""algo=predict: step time, speed-up and efficiency of ranks that nobody has booked yet.
-
-    python launch.py algo=predict 'algo.ranks=[2,4,8]' hardware=a100_40g
-    python launch.py algo=predict 'algo.ranks=[4]' 'algo.times={1: 5.2, 4: 11.3}' hardware=a100_40g
+"""Predict step time, speed-up and efficiency of ranks that nobody has booked yet: algo=predict.
 
 step(n) = data + forward + backward + exposed communication + exchange + optimizer. Computing is
-that of one device on its share of the rows, so a step that is launched rather than computed does
-not shrink. Gradients leave in buckets of algo.ddp.bucket_cap_mb as the backward pass makes them;
-what is not there when it ends is exposed, the last bucket always.
+that of one device on its share of the rows. Gradients leave in buckets of algo.ddp.bucket_cap_mb as
+the backward pass makes them; what is not there when it ends is exposed, the last bucket always.
 
 The device is measured with the real step. Where several ranks share a machine, as many processes as
-it holds compute at once and send nothing: one device while its neighbours work too, since they
-share caches, memory and clocks. The wait for the slowest is the mean of the slowest of each step,
-less the mean. A GPU that is not there is simulated: that is a guess; a measured device is not.
+it holds compute at once and send nothing, since they share caches, memory and clocks. The wait for
+the slowest is the mean of the slowest of each step, less the mean. A GPU that is not there is
+simulated: that is a guess.
 """
 
 import json
@@ -25,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from common import hardware, precision
@@ -34,35 +31,15 @@ from common.distributed.workers import launch
 from common.files import write_text
 from common.precision import Precision
 from common.report import summary
+from ddp_bench import link as links
+from ddp_bench import scaling
 from ddp_bench.config import PredictConfig
 from ddp_bench.data import WORKERS_PER_GPU, split
-from ddp_bench.link import (
-    ARITHMETIC,
-    MEMORY,
-    PCIE,
-    SIZES,
-    Link,
-    find_exposed,
-    find_link,
-    fit_link,
-    time_messages,
-)
+from ddp_bench.link import Link, find_exposed, find_link, fit_link, time_messages
 from ddp_bench.report.diagnosis import ENOUGH, group_records
-from ddp_bench.report.records import PHASES, quantile, read_table
+from ddp_bench.report.records import PHASES, read_table
 from ddp_bench.report.tables import describe_groups
-from ddp_bench.scaling import (
-    Bench,
-    Feed,
-    check_alone,
-    compare,
-    describe_run,
-    keeping_threads,
-    make_table,
-    pool,
-    threads_per_rank,
-    time_steps,
-    with_ranks,
-)
+from ddp_bench.scaling import Bench, Feed
 from ddp_bench.simulate import Fused, SimulatedClock, Simulator, find_peak
 from ddp_bench.step import Clock, Stepper
 from ddp_bench.tasks import ClassTask
@@ -89,7 +66,7 @@ def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str,
     if simulating:
         link, device = find_link(run.hardware), f"{run.hardware.name} of conf/hardware"
         # One process on the CPU takes the steps, whatever other devices are here.
-        on_cpu = replace(with_ranks(run, 1), hardware=replace(run.hardware, device="cpu"))
+        on_cpu = replace(scaling.with_ranks(run, 1), hardware=replace(run.hardware, device="cpu"))
         found = launch("ddp_bench.predict:simulate", on_cpu, out_dir, task)
     else:
         found, link = measure(run, out_dir, task)
@@ -99,23 +76,33 @@ def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str,
         alone = assemble_runs(cfg, shares, link)[0]["step_seconds"]["p50"]
         factor = cfg.times[1] / 1000 / alone
         shares = {cell: share.scaled(factor) for cell, share in shares.items()}
-    saved = describe_run(run, found) | {
+    runs = assemble_runs(cfg, shares, link)
+    gradient_bytes = 4 * found["parameters"] / (2 if cfg.ddp.hook in HALF else 1)  # as sent
+    explained = [
+        explain_time(cfg, line, runs[0], gradient_bytes, link)
+        for line in runs
+        if line["scaling"] == "strong" and line["ranks"] in cfg.times
+    ]
+    saved = scaling.describe_run(run, found) | {
         "device": device,
         "threads_per_rank": found.get("threads"),
         "simulated": simulating,
         "match": run.hardware.match if simulating else None,
         "link": asdict(link),
+        "runs": runs,
+        "explained": explained,
     }
-    saved["runs"] = runs = assemble_runs(cfg, shares, link)
-    saved["explained"] = [
-        explain_time(cfg, line, runs[0], 4 * found["parameters"], link)
-        for line in runs
-        if line["scaling"] == "strong" and line["ranks"] in cfg.times
-    ]
     summary.write_run(run, out_dir, device)
     write_text(out_dir / "prediction.json", json.dumps(saved, indent=2) + "\n")
-    text = describe(cfg, saved, shares, link, out_dir)
-    write_text(out_dir / "prediction.txt", text)
+    text = "\n".join(
+        [
+            *describe(cfg, saved, link, gradient_bytes / 2**20),
+            describe_groups(group_records(read_table(out_dir / "prediction.json"))),
+            *advise_buckets(runs, shares, link),
+            *(line for one in explained for line in describe_time(one, gradient_bytes / 2**20)),
+        ]
+    )
+    write_text(out_dir / "prediction.txt", text.rstrip("\n") + "\n")
     log.info("\n%s\nwritten to %s/prediction.json and prediction.txt", text, out_dir)
     return saved
 
@@ -123,7 +110,7 @@ def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str,
 def check(run: Run, out_dir: Path, simulating: bool) -> None:
     """Raise ConfigError for what algo=predict cannot go with here."""
     cfg: PredictConfig = run.algo
-    check_alone(run, out_dir)
+    scaling.check_alone(run, out_dir)
     if cfg.ddp.hook == "powersgd":
         raise ConfigError(
             "algo=predict does not know what algo.ddp.hook=powersgd costs. Use none or fp16."
@@ -135,8 +122,7 @@ def check(run: Run, out_dir: Path, simulating: bool) -> None:
         )
     if simulating and run.opt.compile.enabled:
         raise ConfigError(
-            f"opt=compile can be measured on a {run.hardware.name}, not simulated. Leave it out:"
-            " with fewer launches a step is shorter than what is then predicted."
+            f"opt=compile can be measured on a {run.hardware.name}, not simulated. Leave it out."
         )
     for key in ("steps", "warmup_steps", "repeats") if simulating else ():
         why = "here: the GPU is not on this node, so its steps are simulated and not timed. Leave"
@@ -144,14 +130,12 @@ def check(run: Run, out_dir: Path, simulating: bool) -> None:
 
 
 def list_cells(cfg: PredictConfig) -> dict[Cell, int]:
-    """Return what is predicted, the one rank first: cells, and the rows that all of its ranks have
-    in a step.
-    """
-    found: dict[Cell, int] = {("one rank", 1): cfg.batch_size}
-    for mode in cfg.modes:
-        for ranks in cfg.ranks:
-            found[mode, ranks] = cfg.batch_size * (ranks if mode == "weak" else 1)
-    return found
+    """Return what is predicted, the one rank first, with the rows of all ranks in a step."""
+    rows = cfg.batch_size
+    cells = [(mode, ranks) for mode in cfg.modes for ranks in cfg.ranks]
+    return {("one rank", 1): rows} | {
+        (mode, ranks): rows * (ranks if mode == "weak" else 1) for mode, ranks in cells
+    }
 
 
 @dataclass(frozen=True)
@@ -195,41 +179,45 @@ def watching_gradients(stepper: Stepper, clock: Clock) -> Iterator[list[tuple[in
 
 
 def order_gradients(stepper: Stepper, seen: list[tuple[int, Any]]) -> list[tuple[float, float]]:
-    """Return Share.ready from the last backward pass of what was seen: from its first gradient (0)
-    to its last (1).
-    """
+    """Return Share.ready from the last backward pass of what was seen."""
     seen, clock = seen[-len(list(stepper.model.parameters())) :], Clock(stepper.device)
     for i, (_, mark) in enumerate(seen):
         clock.add(str(i), seen[0][1], mark)
-    found = clock.read()
-    last = max(found[str(len(seen) - 1)], 1e-12)
+    times = list(clock.read().values())
     size = 2 if stepper.settings.ddp.hook in HALF else 4  # bytes of a number
-    return [(size * count, min(1.0, found[str(i)] / last)) for i, (count, _) in enumerate(seen)]
+    pairs = zip(seen, times, strict=True)
+    return [(size * count, min(1.0, t / max(times[-1], 1e-12))) for (count, _), t in pairs]
+
+
+def count_workers(bench: Bench, cuda: bool) -> int:
+    """Return the worker processes that make the batches of a rank."""
+    given = bench.run.algo.loader.workers
+    return WORKERS_PER_GPU * cuda if given is None else given
 
 
 # --- measured
 
 
 def measure(run: Run, out_dir: Path, task: ClassTask | None) -> tuple[dict[str, Any], Link]:
-    """Return the facts and the shares, from as many processes at once as there are ranks, devices
-    or cores, and the link.
-    """
+    """Return facts, shares and the link, from as many processes as ranks, devices or cores."""
     cfg: PredictConfig = run.algo
     devices, cores = hardware.local_devices(run.hardware), os.cpu_count() or 1
-    threads = None if devices else threads_per_rank(run)
+    threads = None if devices else scaling.threads_per_rank(run)
     parts: list[dict[str, Any]] = []
-    with keeping_threads():
+    with scaling.keeping_threads():
         for _ in range(cfg.repeats):
             for processes in sorted({min(n, devices or cores) for n in (1, *cfg.ranks)}):
                 entry = "ddp_bench.predict:measure_neighbours"
-                part = launch(entry, with_ranks(run, processes), out_dir, task)
+                part = launch(entry, scaling.with_ranks(run, processes), out_dir, task)
                 parts.append(part | {"processes": processes})
     most = max(part["processes"] for part in parts)
     if most == 1:
         link = find_link(run.hardware)
     else:
         times = [part["messages"] for part in parts if part["processes"] == most]
-        points = list(zip(SIZES, map(statistics.median, zip(*times, strict=True)), strict=True))
+        points = list(
+            zip(links.SIZES, map(statistics.median, zip(*times, strict=True)), strict=True)
+        )
         source = f"measured between {most} {'GPUs' if devices else 'processes'}"
         link = fit_link(points, most, source)
     shares = {}
@@ -244,13 +232,11 @@ def measure(run: Run, out_dir: Path, task: ClassTask | None) -> tuple[dict[str, 
 
 
 def measure_neighbours(run: Run, context: Context, task: ClassTask | None = None) -> dict[str, Any]:
-    """Take, in each process, the steps of a rank, sending nothing, while those beside it take
-    theirs; then measure the link.
-    """
+    """Take steps beside other processes that do, sending nothing; then measure the link."""
     cfg: PredictConfig = run.algo
     device = context.device.device
     if device.type == "cpu":
-        torch.set_num_threads(threads_per_rank(run))
+        torch.set_num_threads(scaling.threads_per_rank(run))
     places = hardware.local_devices(run.hardware) or os.cpu_count() or 1
     bench = Bench(run, context, task, precision.resolve(run.opt, device))
     stepper = bench.stepper(replace(context, rank=0, world_size=1))
@@ -262,18 +248,17 @@ def measure_neighbours(run: Run, context: Context, task: ClassTask | None = None
             log.info("measuring one of %d ranks, %d rows a step in all", ranks, batch_rows)
         feed = Feed(bench, batch_rows, ranks)
         context.barrier()  # else some would have no neighbours at first
-        spans = time_steps(stepper, feed, cfg)
+        spans = scaling.time_steps(stepper, feed, cfg)
         batch, of_all = feed.take()
         clock = Clock(device)
         with watching_gradients(stepper, clock) as seen:
             stepper.step(batch, of_all, 0, 1, clock)
-        workers = WORKERS_PER_GPU * (device.type == "cuda")
         times[mode, ranks] = {
             "batch_rows": batch_rows,
             "spans": context.gather_objects(spans),
             "passes": -(-len(batch[1]) // stepper.limit.rows),
             "ready": order_gradients(stepper, seen),
-            "workers": workers if cfg.loader.workers is None else cfg.loader.workers,
+            "workers": count_workers(bench, device.type == "cuda"),
             "making": time_making(bench, feed),
         }
     return bench.facts(stepper) | {"times": times, "messages": time_messages(context)}
@@ -290,12 +275,12 @@ def time_making(bench: Bench, feed: Feed) -> float:
 
 
 def sum_share(repeats: list[dict[str, Any]], overlap: bool, cores: float | None) -> Share:
-    """Return the share of a rank from the repeats of `measure_neighbours`. cores: of each rank,
-    where more ranks share them than did.
+    """Return the share of a rank from `measure_neighbours`. cores: of each rank, where more ranks
+    share them than did.
     """
     first = repeats[0]
     spans = [span for repeat in repeats for every in repeat["spans"] for span in every]
-    phases = pool([{"spans": spans, "exposed": 0.0, "batch_rows": 0}])["phase_seconds"]
+    phases = scaling.pool([{"spans": spans, "exposed": 0.0, "batch_rows": 0}])["phase_seconds"]
     steps = [
         [span["seconds"] for span in step]
         for repeat in repeats
@@ -309,9 +294,9 @@ def sum_share(repeats: list[dict[str, Any]], overlap: bool, cores: float | None)
         stall = max(0.0, made_in - busy - phases["data"]["p50"])
     return Share(
         phases={name: span["p50"] + stall * (name == "data") for name, span in phases.items()},
-        p50=quantile(slowest, 50) + stall,
-        p90=quantile(slowest, 90) + stall,
-        wait=max(0.0, quantile(slowest, 50) - quantile(means, 50)),
+        p50=float(np.percentile(slowest, 50)) + stall,
+        p90=float(np.percentile(slowest, 90)) + stall,
+        wait=max(0.0, float(np.percentile(slowest, 50)) - float(np.percentile(means, 50))),
         passes=first["passes"],
         ready=first["ready"],
         overlap=overlap,
@@ -322,9 +307,7 @@ def sum_share(repeats: list[dict[str, Any]], overlap: bool, cores: float | None)
 
 
 def simulate(run: Run, context: Context, task: ClassTask | None = None) -> dict[str, Any]:
-    """Return the facts, and the shares of ranks on the preset's device: the mean of SIMULATED real
-    steps on this CPU.
-    """
+    """Return facts and shares on the preset's device: the mean of SIMULATED steps on this CPU."""
     dtype, flops = find_peak(run)
     bandwidth = run.hardware.bandwidth_gbs
     assert bandwidth is not None
@@ -339,7 +322,7 @@ def simulate(run: Run, context: Context, task: ClassTask | None = None) -> dict[
             continue
         log.info("simulating one of %d ranks, %d rows a step in all", ranks, batch_rows)
         feed = Feed(bench, batch_rows, ranks, workers=False)
-        device = Simulator(ARITHMETIC * flops, MEMORY * bandwidth * 1e9)
+        device = Simulator(links.ARITHMETIC * flops, links.MEMORY * bandwidth * 1e9)
         shares[mode, ranks] = simulate_share(bench, stepper, feed, device)
     return bench.facts(stepper) | {"shares": shares, "dtype": dtype}
 
@@ -363,8 +346,7 @@ def simulate_share(bench: Bench, stepper: Stepper, feed: Feed, device: Simulator
     names = (*PHASES, "seconds")
     phases = {name: statistics.fmean(span.get(name, 0.0) for span in spans) for name in names}
     seconds, made_in = phases.pop("seconds"), time_making(bench, feed)
-    workers = bench.run.algo.loader.workers
-    workers = WORKERS_PER_GPU if workers is None else workers
+    workers = count_workers(bench, True)
     phases["data"] = max(0.0, made_in / workers - seconds) if workers else made_in
     passes, ready = -(-len(batch[1]) // stepper.limit.rows), order_gradients(stepper, seen)
     total = seconds + phases["data"]
@@ -398,15 +380,15 @@ def assemble_runs(
                 "rows_per_second": batch_rows / step["p50"],
             }
         )
-    compare(runs)
+    scaling.compare(runs)
     return runs
 
 
 def explain_time(
-    cfg: PredictConfig, line: dict[str, Any], alone: dict[str, Any], gradient_bytes: int, link: Link
+    cfg: PredictConfig, line: dict[str, Any], alone: dict[str, Any], sent: float, link: Link
 ) -> dict[str, Any]:
     """Return why a step of algo.times took what it did, by what is left when computing and link are
-    taken off.
+    taken off. sent: bytes of gradients.
     """
     ranks, measured = line["ranks"], cfg.times[line["ranks"]] / 1000
     one, predicted = alone["step_seconds"]["p50"], line["step_seconds"]["p50"]
@@ -414,14 +396,14 @@ def explain_time(
     waited = phases["communication"]["p50"] + phases["exchange"]["p50"]
     free = predicted - waited
     rest = measured - predicted
-    sent = 2 * (ranks - 1) / ranks * gradient_bytes / (2 if cfg.ddp.hook in HALF else 1)
-    needed = sent / max(measured - free, 1e-12)  # bytes a second, if the link were all of it
+    # bytes a second, if the link were all of it
+    needed = 2 * (ranks - 1) / ranks * sent / max(measured - free, 1e-12)
     causes = []
     if one / free < ENOUGH:
         causes.append("launch-bound")
     if waited > 0.05 * measured:
         causes.append("communication-bound")
-    if rest > 0.2 * measured and needed < PCIE / 2:
+    if rest > 0.2 * measured and needed < links.PCIE / 2:
         causes.append("loader-or-socket-bound")
     return {
         "ranks": ranks,
@@ -437,103 +419,72 @@ def explain_time(
     }
 
 
-def describe(
-    cfg: PredictConfig,
-    saved: dict[str, Any],
-    shares: dict[Cell, Share],
-    link: Link,
-    out_dir: Path,
-) -> str:
-    """Return prediction.txt: how it came about, the table, the diagnosis, and what measured times
-    say.
-    """
-    cap, runs = cfg.ddp.bucket_cap_mb, saved["runs"]
-    size = saved["gradient_mb"] / (2 if cfg.ddp.hook in HALF else 1)
+def describe(cfg: PredictConfig, saved: dict[str, Any], link: Link, sent_mb: float) -> list[str]:
+    """Return how the prediction came about, and the table."""
     how = "simulated from hardware facts, which is a guess" if saved["simulated"] else "measured"
     if cfg.times:
         how = "simulated, and scaled to the time of one rank that was given"
     lines = [
         f"one device   {how}: {saved['device']}",
         f"link         {1e6 * link.alpha:.1f} us a hop, {link.beta / 1e9:.2f} GB/s: {link.source}",
-        f"gradients    {size:.1f} MB a step, in buckets of {cap:g} MB",
+        f"gradients    {sent_mb:.1f} MB a step, in buckets of {cfg.ddp.bucket_cap_mb:g} MB",
+        *(
+            "",
+            "predicted milliseconds of a step",
+            scaling.make_table(saved["runs"], phases=False),
+            "",
+        ),
     ]
-    if size <= cap:
-        lines.append("             one bucket: nothing is sent before the backward pass ends")
-    lines += ["", "predicted milliseconds of a step", make_table(runs, phases=False), ""]
-    lines += [advise_ranks(runs, mode) for mode in cfg.modes]
     cores, ranks = os.cpu_count() or 1, max(cfg.ranks)
     if saved["threads_per_rank"] is not None and ranks > cores:
-        text = f"oversubscribed cores: {ranks} ranks and {cores} cores, so ranks take turns; more"
-        lines.append(f"{text} than {cores} cannot pay")
-    lines += ["", describe_groups(group_records(read_table(out_dir / "prediction.json")))]
-    lines += advise_buckets(runs, shares, link)
-    for found in saved["explained"]:
-        lines += describe_time(found, size)
-    return "\n".join(lines).rstrip("\n") + "\n"
-
-
-def advise_ranks(runs: list[dict[str, Any]], mode: str) -> str:
-    """Return one line of advice: how many ranks, for one way to scale."""
-    runs = [run for run in runs if run["scaling"] == mode]
-    best = max(runs, key=lambda run: run["speedup"])
-    if best["speedup"] < ENOUGH:
-        return (
-            f"{mode}: use one. {best['ranks']} give {best['speedup']:.2f}x at most, and 1.2x is"
-            " worth a second one"
-        )
-    enough = [run for run in runs if run["efficiency_percent"] >= 80]
-    text = f"{mode}: {best['ranks']} are the fastest, {best['speedup']:.2f}x"
-    if best not in enough:
-        most = enough[-1]["ranks"] if enough else 1
-        text += f"; more than {most} use{'s' * (most == 1)} less than 80 % of what is booked"
-    return text
+        lines.append(f"oversubscribed cores: {ranks} ranks take turns on {cores} cores")
+    return [*lines, ""]
 
 
 def advise_buckets(runs: list[dict[str, Any]], shares: dict[Cell, Share], link: Link) -> list[str]:
-    """Return a line for each number of ranks where smaller buckets, which leave earlier, would
-    pay.
-    """
+    """Return a line for each number of ranks where smaller buckets would pay."""
     lines = []
     for line in runs:
-        ranks, step = line["ranks"], line["step_seconds"]["p50"]
-        share = shares[line["scaling"], ranks]
+        mode, ranks, step = line["scaling"], line["ranks"], line["step_seconds"]["p50"]
+        share = shares[mode, ranks]
         if ranks == 1 or not share.overlap:
             continue
         now = line["phase_seconds"]["communication"]["p50"]
-        best = min(CAPS_MB, key=lambda cap: share.exposed(cap, link, ranks))
-        gain = step / (step - now + share.exposed(best, link, ranks))
+        waits = {cap: share.exposed(cap, link, ranks) for cap in CAPS_MB}
+        best = min(CAPS_MB, key=waits.__getitem__)
+        gain = step / (step - now + waits[best])
         if gain >= 1.05:
-            text = f"{ranks} ranks, {line['scaling']}: algo.ddp.bucket_cap_mb={best}: gain"
-            lines.append(f"{text} {gain:.2f}x (predicted)")
+            text = f"{ranks} ranks, {mode}: algo.ddp.bucket_cap_mb={best}"
+            lines.append(f"{text}: gain {gain:.2f}x (predicted)")
     return [*lines, ""] if lines else []
 
 
 def describe_time(found: dict[str, Any], sent_mb: float) -> list[str]:
-    """Return what the measured step of one number of ranks says, for people. sent_mb: of gradients,
-    per step.
-    """
-    causes, needed = found["causes"], found["needed_gbs"]
-    head = (
-        f"measured elsewhere: {found['ranks']} ranks, {1000 * found['measured_seconds']:.1f} ms a"
-        f" step, {found['speedup']:.2f}x"
-    )
-    predicted = 1000 * found["predicted_seconds"]
-    lines = [head, "=" * len(head), ""]
-    lines.append(f"  cause: {', then '.join(causes) or 'none, it is as predicted'}")
-    lines.append(f"  predicted {predicted:.1f} ms, {found['predicted_speedup']:.2f}x")
-    lines.append(f"  if communication took no time: {found['free_speedup']:.2f}x")
+    """Return what algo.times says of one number of ranks. sent_mb: gradients per step."""
+    causes, rest = found["causes"], found["unexplained_seconds"]
+    milliseconds = 1000 * found["measured_seconds"]
+    head = f"measured elsewhere: {found['ranks']} ranks, {milliseconds:.1f} ms a step,"
+    head += f" {found['speedup']:.2f}x"
+    lines = [
+        *(head, "=" * len(head), ""),
+        f"  cause: {', then '.join(causes) or 'none, it is as predicted'}",
+        f"  predicted {1000 * found['predicted_seconds']:.1f} ms,"
+        f" {found['predicted_speedup']:.2f}x",
+        f"  if communication took no time: {found['free_speedup']:.2f}x",
+    ]
     if "launch-bound" in causes:
         lines.append("  fewer rows take as long: give each rank more of them, or use one GPU")
     if "loader-or-socket-bound" in causes:
-        text = f"  {1000 * found['unexplained_seconds']:.1f} ms are neither computing nor the link."
         lines += [
-            f"{text} It is not the bandwidth of the link: to be all of that,",
-            f"  {sent_mb:.0f} MB would have to go at {needed:.2f} GB/s. This link"
-            f" gives {found['link_gbs']:.0f}, PCIe 3 gives {PCIE / 1e9:.0f}. Look at",
+            f"  {1000 * rest:.1f} ms are neither computing nor the link. It is not the bandwidth of"
+            " the link: that",
+            f"  would be {sent_mb:.0f} MB at {found['needed_gbs']:.2f} GB/s, and this link gives"
+            f" {found['link_gbs']:.0f}, PCIe 3 gives {links.PCIE / 1e9:.0f}. Look at",
             "    phase_seconds.data: waiting for the loader",
             "    NCCL_DEBUG=INFO: it must not say NET/Socket",
             "    processes: srun --ntasks=4 with torchrun --nproc_per_node=4 makes 16 on 4 GPUs",
         ]
-    elif found["unexplained_seconds"] > 0.2 * found["measured_seconds"]:
-        lines.append(f"  a link of {needed:.1f} GB/s would explain it: look at nvidia-smi topo -m")
+    elif rest > 0.2 * found["measured_seconds"]:
+        gbs = found["needed_gbs"]
+        lines.append(f"  a link of {gbs:.1f} GB/s would explain it: look at nvidia-smi topo -m")
     return [*lines, ""]

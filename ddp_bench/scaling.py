@@ -1,12 +1,10 @@
-"""algo=scaling: the same training steps with one rank and with several, and where their time goes.
-
-    python launch.py algo=scaling 'algo.ranks=[1,2]' algo.mode=both
+"""Measure the same training steps with one rank and with several, and where their time goes:
+algo=scaling.
 
 Each number of ranks is started on this node, and all of them again for each repeat, so that a
 device that slows down slows all. Strong scaling: algo.batch_size is of all ranks. Weak: it is of
 each rank. Exposed communication is what the exchange of gradients adds to the backward pass: that
-pass on a batch with it, less the pass on the same batch under no_sync. Before the timing the loss
-of a few steps without dropout is compared at an equal batch of all ranks.
+pass on a batch with it, less the pass on the same batch under no_sync.
 """
 
 import json
@@ -20,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from common import hardware, precision
@@ -34,7 +33,7 @@ from ddp_bench import models
 from ddp_bench.config import ScalingConfig, check_switches
 from ddp_bench.data import Batches, Loader, held_out, prepare, to
 from ddp_bench.report.diagnosis import group_records
-from ddp_bench.report.records import PHASES, quantile, read_table
+from ddp_bench.report.records import PHASES, read_table
 from ddp_bench.report.tables import align, describe_groups
 from ddp_bench.step import Clock, Stepper
 from ddp_bench.tasks import ClassTask, made
@@ -87,12 +86,9 @@ def check_alone(run: Run, out_dir: Path) -> None:
             f"opt.ddp.ranks={run.opt.ddp.ranks} has no effect with algo.ranks={ranks}. Leave it"
             " out."
         )
-    for switch, why in (
-        ("fsdp", ", which is of DistributedDataParallel"),
-        ("profile", ": it would slow what is measured"),
-    ):
+    for switch in ("fsdp", "profile"):
         if getattr(run.opt, switch).enabled:
-            raise ConfigError(f"opt={switch} has no effect with algo={name}{why}. Leave it out.")
+            raise ConfigError(f"opt={switch} has no effect with algo={name}. Leave it out.")
     check_switches(run, run.algo, max(ranks))
     names = ("result.json", "scaling.json", "prediction.json", "checkpoints")
     if any((out_dir / name).exists() for name in names):
@@ -106,9 +102,7 @@ def with_ranks(run: Run, ranks: int) -> Run:
 
 
 def threads_per_rank(run: Run) -> int:
-    """Return the cores that a rank on a CPU has: like a device, which does not shrink, every rank
-    has those that it has among the most ranks.
-    """
+    """Return the cores that a rank on a CPU has among the most ranks."""
     return max(1, (os.cpu_count() or 1) // max(run.algo.ranks))
 
 
@@ -140,9 +134,7 @@ class Bench:
         self.rows, _ = held_out(self.data, cfg.validation_share, run.seed)
 
     def stepper(self, context: Context, **sizes: float) -> Stepper:
-        """Return a new model with its optimizer, connected as `context` says. sizes: of the model,
-        where they are not those of the run.
-        """
+        """Return a new model with its optimizer. sizes: where they are not those of the run."""
         config = replace(self.run.algo.model, **sizes)
         model = models.build(
             config, len(self.task.classes), self.tokenizer, self.data, self.run.seed
@@ -170,23 +162,19 @@ class Feed:
                 f" {ranks} ranks, and there are {len(bench.rows)} training rows. Lower it, or give"
                 " more rows."
             )
-        self.batch_rows = batch_rows
-        self.batches = Batches(
-            *(bench.rows, bench.data.lengths, batch_rows, loader.bucket_batches, run.seed),
-            *(bench.context.rank, ranks),
-        )
+        self.batch_rows, self.step = batch_rows, 0
+        sizes = batch_rows, loader.bucket_batches, run.seed, bench.context.rank, ranks
+        self.batches = Batches(bench.rows, bench.data.lengths, *sizes)
         if not workers:
             loader = replace(loader, workers=0, prefetch=None)
-        made_by = Loader(bench.data, self.batches, loader, bench.context.device.device)
-        self.loader = made_by.from_step(0)
-        self.step, self.order = 0, []
+        device = bench.context.device.device
+        self.loader = Loader(bench.data, self.batches, loader, device).from_step(0)
 
     def take(self) -> tuple[Any, int]:
         """Return the next batch, and its rows."""
-        epoch, position = divmod(self.step, len(self.batches))
-        self.order = self.order if self.order and position else self.batches.epoch(epoch)
+        rows = self.batches.at(self.step)
         self.step += 1
-        return next(self.loader), len(self.order[position])
+        return next(self.loader), len(rows)
 
 
 def measure(run: Run, context: Context, task: ClassTask | None = None) -> dict[str, Any]:
@@ -197,29 +185,19 @@ def measure(run: Run, context: Context, task: ClassTask | None = None) -> dict[s
     bench = Bench(run, context, task, precision.resolve(run.opt, context.device.device))
     # Ranks draw dropout by themselves, so it is off where their loss must be that of one rank.
     alike = bench.stepper(context, dropout=0.0)
-    losses = measure_losses(alike, Feed(bench, cfg.batch_size, context.world_size))
+    feed, clock = Feed(bench, cfg.batch_size, context.world_size), Clock(alike.device)
+    losses = [alike.step(*feed.take(), i, CHECKED, clock)["loss"] for i in range(CHECKED)]
     times: dict[str, Any] = {}
-    for mode in cfg.modes:
+    for mode in cfg.modes if context.world_size > 1 else cfg.modes[:1]:
         batch_rows = cfg.batch_size * (context.world_size if mode == "weak" else 1)
-        if not (times and context.world_size == 1):
-            if context.main:
-                ranks = f"{context.world_size} rank{'s' * (context.world_size > 1)}"
-                log.info("measuring %s, %d rows a step", ranks, batch_rows)
-            feed = Feed(bench, batch_rows, context.world_size)
-            stepper = bench.stepper(context)
-            spans = time_steps(stepper, feed, cfg)
-            exposed = measure_exposed(stepper, feed)
-            times[mode] = {"batch_rows": batch_rows, "spans": spans, "exposed": exposed}
+        if context.main:
+            log.info("measuring %d ranks, %d rows a step", context.world_size, batch_rows)
+        feed = Feed(bench, batch_rows, context.world_size)
+        stepper = bench.stepper(context)
+        spans = time_steps(stepper, feed, cfg)
+        exposed = measure_exposed(stepper, feed)
+        times[mode] = {"batch_rows": batch_rows, "spans": spans, "exposed": exposed}
     return bench.facts(alike) | {"losses": losses, "times": times}
-
-
-def measure_losses(stepper: Stepper, feed: Feed) -> list[float]:
-    """Return the loss of the first steps."""
-    clock, found = Clock(stepper.device), []
-    for step in range(CHECKED):
-        batch, rows = feed.take()
-        found.append(stepper.step(batch, rows, step, CHECKED, clock)["loss"])
-    return found
 
 
 def time_steps(stepper: Stepper, feed: Feed, cfg: ScalingConfig) -> list[dict[str, float]]:
@@ -241,9 +219,7 @@ def time_steps(stepper: Stepper, feed: Feed, cfg: ScalingConfig) -> list[dict[st
 
 
 def measure_exposed(stepper: Stepper, feed: Feed) -> float:
-    """Return the seconds that the exchange of gradients adds to a backward pass: the median over
-    batches of the difference.
-    """
+    """Return the median of the seconds that the exchange of gradients adds to a backward pass."""
     if stepper.wrapper is None:
         return 0.0
     found = []
@@ -290,9 +266,6 @@ def summarise(
     return describe_run(run, first) | {
         "device": device.name,
         "threads_per_rank": threads_per_rank(run) if device.device.type == "cpu" else None,
-        "steps": cfg.steps,
-        "warmup_steps": cfg.warmup_steps,
-        "repeats": cfg.repeats,
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_"))},
         "loss_check": {
             "steps": CHECKED,
@@ -305,21 +278,14 @@ def summarise(
 
 
 def describe_run(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return what was run, for scaling.json and prediction.json: equal settings are compared.
-    facts: of the bench.
-    """
+    """Return what was run; equal settings are compared. facts: of the bench."""
     cfg: ScalingConfig = run.algo
     opt = {name: value for name, value in asdict(run.opt).items() if name not in ("ddp", "profile")}
     settings = {name: asdict(getattr(cfg, name)) for name in ("model", "ddp", "loader")}
     return {
-        "task": facts["task"],
+        **{name: facts[name] for name in ("task", "parameters", "training_rows", "dtype")},
         "model": f"encoder {cfg.model.layers}x{cfg.model.size}",
-        "parameters": facts["parameters"],
-        "gradient_mb": 4 * facts["parameters"] / 2**20,
-        "training_rows": facts["training_rows"],
-        "dtype": facts["dtype"],
         "settings": settings | {"opt": opt, "task": run.task, "train_rows": cfg.train_rows},
-        "versions": {"torch": str(torch.__version__), "cuda": torch.version.cuda},
     }
 
 
@@ -343,7 +309,7 @@ def pool(repeats: list[dict[str, Any]]) -> dict[str, Any]:
 
     def both(name: str) -> dict[str, float]:
         values = [step[name] for step in steps]
-        return {"p50": quantile(values, 50), "p90": quantile(values, 90)}
+        return {"p50": float(np.percentile(values, 50)), "p90": float(np.percentile(values, 90))}
 
     medians = [statistics.median(span["seconds"] for span in repeat["spans"]) for repeat in repeats]
     step_seconds: dict[str, Any] = {**both("seconds"), "p50_of_repeats": medians}
@@ -357,36 +323,28 @@ def pool(repeats: list[dict[str, Any]]) -> dict[str, Any]:
 
 def print_findings(saved: dict[str, Any], out_dir: Path) -> None:
     """Print the table, the check of the losses, the causes and what to do."""
-    table = make_table(saved["runs"])
-    log.info("\nmilliseconds of a step; phases are p50\n%s\n", table)
+    log.info("\nmilliseconds of a step; phases are p50\n%s\n", make_table(saved["runs"]))
     losses = saved["loss_check"]
-    text = (
-        f"loss of {losses['steps']} steps at an equal batch: {losses['largest_difference']:.1e}"
-        " apart at most"
-    )
+    steps, apart = losses["steps"], losses["largest_difference"]
+    text = f"loss of {steps} steps at an equal batch: {apart:.1e} apart at most"
     if losses["same"] is False:
-        log.warning(
-            "%s, and float32 rounding is %.0e. The ranks do not compute what one does.",
-            *(text, losses["limit"]),
-        )
+        rounding = f"{text}, and float32 rounding is {losses['limit']:.0e}"
+        log.warning("%s. The ranks do not compute what one does.", rounding)
     else:
         log.info("%s%s", text, "" if losses["same"] is None else ", float32 rounding")
     log.info("\n%s", describe_groups(group_records(read_table(out_dir / "scaling.json"))))
-    log.info(
-        "written to %s/scaling.json; figures: python -m ddp_bench.report --root %s",
-        *(out_dir, out_dir),
-    )
+    figures = f"figures: python -m ddp_bench.report --root {out_dir}"
+    log.info("written to %s/scaling.json; %s", out_dir, figures)
 
 
 def make_table(runs: list[dict[str, Any]], phases: bool = True) -> str:
-    """Return a line for each of the runs of scaling.json or prediction.json; with p90 and phases it
-    is 130 wide, without 70.
-    """
+    """Return a line for each run of scaling.json or prediction.json."""
     names = PHASES if phases else ()
-    rows = [["scaling", "ranks", "rows", "p50", *(["p90"] * phases), *names, "rows/s"]]
-    rows[0] += ["speed-up", "efficiency"]
+    head = ["scaling", "ranks", "rows", "p50", *(["p90"] * phases), *names, "rows/s", "speed-up"]
+    rows = [[*head, "efficiency"]]
     for run in runs:
-        times = [run["step_seconds"]["p50"], *([run["step_seconds"]["p90"]] if phases else [])]
+        steps = run["step_seconds"]
+        times = [steps["p50"], *([steps["p90"]] * phases)]
         times += [run["phase_seconds"][name]["p50"] for name in names]
         rows.append(
             [

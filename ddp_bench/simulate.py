@@ -67,9 +67,7 @@ class Fused(TorchFunctionMode):
 
 
 def find_peak(run: Run) -> tuple[str, float]:
-    """Return the dtype that the preset's device would use, and its peak in FLOP/s. Raises:
-    ConfigError where facts are missing.
-    """
+    """Return the dtype that the preset's device would use, and its FLOP/s."""
     facts, amp, tf32 = run.hardware.peak_tflops, run.opt.amp, run.opt.tf32.enabled
     name = "float32"
     if amp.enabled:

@@ -23,9 +23,10 @@ from common import optim
 from common.config import ConfigError, Run
 from common.distributed import fsdp
 from common.distributed.context import Context
+from common.model.half import WITHOUT_GRAPHS
 from common.precision import Precision
 from common.rows import RowLimit
-from ddp_bench.config import ClassifyConfig
+from ddp_bench.config import ClassifyConfig, WrapperConfig
 from ddp_bench.data import IGNORED, Batch, split, to
 
 # Rows of a forward where algo.train_rows is null; halved when memory runs out on a single device.
@@ -33,9 +34,7 @@ TRAIN_ROWS = {"cpu": 256, "cuda": 1024}
 
 
 class Clock:
-    """Marks on the timeline of a device: wall clock on a CPU, events on CUDA, where only reading
-    waits.
-    """
+    """Marks on the timeline of a device: wall clock on a CPU, events on CUDA."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -43,7 +42,7 @@ class Clock:
         self._spans: list[tuple[str, Any, Any]] = []
 
     def mark(self) -> Any:
-        """Now."""
+        """Return the present time."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -51,7 +50,7 @@ class Clock:
         return event
 
     def add(self, name: str, start: Any, end: Any) -> None:
-        """The time between two marks goes to `name`."""
+        """Add the time between two marks to `name`."""
         self._spans.append((name, start, end))
 
     @contextmanager
@@ -62,7 +61,7 @@ class Clock:
         self.add(name, start, self.mark())
 
     def read(self) -> dict[str, float]:
-        """Seconds by name; waits for the device."""
+        """Return the seconds by name; waits for the device."""
         if self.cuda:
             torch.cuda.synchronize()
         for name, start, end in self._spans:
@@ -73,9 +72,7 @@ class Clock:
 
 
 class Stepper:
-    """Model, optimizer and what connects the ranks. model: plain, on the device, float32; trained
-    in place.
-    """
+    """Model, optimizer and what connects the ranks. model: float32, trained in place."""
 
     def __init__(self, model: Any, run: Run, context: Context, numbers: Precision) -> None:
         self.model, self.run, self.context, self.numbers = model, run, context, numbers
@@ -88,7 +85,8 @@ class Stepper:
         self.limit = RowLimit("algo.train_rows", rows, fixed=fixed, shorter=shorter)
         model.encoder.recompute = run.opt.checkpointing.enabled
         if run.opt.compile.enabled:
-            model.compile(mode=run.opt.compile.mode, dynamic=True)
+            # Lengths differ from batch to batch: CUDA graphs would be recorded for each.
+            model.compile(mode=WITHOUT_GRAPHS[run.opt.compile.mode], dynamic=True)
         self.forward: Any = model
         self.wrapper: DistributedDataParallel | None = None
         self.looked = not self.settings.ddp.static_graph
@@ -96,25 +94,22 @@ class Stepper:
         if context.mesh is not None:
             fsdp.shard([model], run, context, numbers)
         elif context.world_size > 1:
-            self.forward = self.wrapper = wrapped(model, self.settings, self.device)
-            for parameter in model.encoder.layers[
-                0
-            ].parameters():  # nearly the last ones to have a gradient
-                parameter.register_post_accumulate_grad_hook(self._computed)
-            for module in model.children():
-                if module is not model.encoder:  # the embeddings, the very last
-                    module.weight.register_post_accumulate_grad_hook(self._computed)
+            self.forward = self.wrapper = wrapped(model, self.settings.ddp, self.device)
+            # The first layer's gradients are nearly the last ones, the embeddings' the very last.
+            last = [model.encoder.layers[0], *model.children()]
+            for module in (m for m in last if m is not model.encoder):
+                for parameter in module.parameters():
+                    parameter.register_post_accumulate_grad_hook(self._computed)
         self.updater = optim.Updater(list(model.parameters()), self.settings, numbers, self.device)
 
     def step(
         self, batch: Batch, rows: int, step: int, steps: int, clock: Clock
     ) -> dict[str, float]:
-        """One optimizer step. Returns what goes into the log, the same on every rank.
+        """Make one optimizer step, unless loss or gradient are NaN or infinite. Returns what goes
+        into the log, the same on every rank.
 
         Args: batch: this rank's share, on the CPU; rows: of all ranks together; step: 0-based, of
-        `steps`. Where loss or gradient are NaN or infinite, they are returned and no rank makes the
-        step.
-        Raises: ConfigError where memory does not even hold one row.
+        `steps`. Raises: ConfigError where memory does not even hold one row.
         """
         self.model.train()
         batch = to(batch, self.device)
@@ -127,9 +122,8 @@ class Stepper:
             self.backward((inputs, torch.full_like(labels, IGNORED)), rows, 1, Clock(self.device))
         # Dropout is a function of (seed, step, rank), so a resumed run draws what an unbroken one
         # would.
-        torch.manual_seed(
-            ((self.run.seed * 1_000_003 + step) * 1_000_003 + self.context.rank) % 2**63
-        )
+        place = (self.run.seed * 1_000_003 + step) * 1_000_003 + self.context.rank
+        torch.manual_seed(place % 2**63)
 
         def attempt(micro: int) -> Tensor:
             self.updater.clear()
@@ -145,7 +139,7 @@ class Stepper:
         return seen
 
     def backward(self, batch: Batch, rows: int, micro: int, clock: Clock) -> Tensor:
-        """Accumulate gradients, exchanged once with the last part. Returns this rank's share of the
+        """Accumulate gradients, exchanged once with the last part. Returns this rank's part of the
         mean loss.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -172,11 +166,10 @@ class Stepper:
                     )
                     total += loss.detach() / rows
                 start = clock.mark()
-                self.updater.scaler.scale(loss * scale).backward()
+                self.updater.backward(loss * scale)
                 end = clock.mark()
-            if (
-                self.wrapper is not None and last
-            ):  # what was sent while gradients were computed does not count
+            # what was sent while gradients were computed does not count
+            if self.wrapper is not None and last:
                 clock.add("backward", start, self.last_gradient)
                 clock.add("communication", self.last_gradient, end)
             else:
@@ -184,38 +177,30 @@ class Stepper:
         return total
 
     def _computed(self, _: Any) -> None:
-        if self.device.type == "cuda":
-            self.last_gradient = torch.cuda.Event(enable_timing=True)
-            self.last_gradient.record()
-        else:
-            self.last_gradient = time.perf_counter()
+        self.last_gradient = Clock(self.device).mark()
 
 
 def wrapped(
-    model: nn.Module, settings: ClassifyConfig, device: torch.device
+    model: nn.Module, settings: WrapperConfig, device: torch.device
 ) -> DistributedDataParallel:
-    """The model as every rank has it, gradients averaged over ranks as algo.ddp says."""
+    """Return the model as every rank has it, gradients averaged over ranks as algo.ddp says."""
     found = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
-        static_graph=settings.ddp.static_graph,
-        gradient_as_bucket_view=settings.ddp.gradient_as_bucket_view,
-        bucket_cap_mb=settings.ddp.bucket_cap_mb,
+        static_graph=settings.static_graph,
+        gradient_as_bucket_view=settings.gradient_as_bucket_view,
+        bucket_cap_mb=settings.bucket_cap_mb,
     )
-    if settings.ddp.hook == "powersgd":
-        state = powerSGD_hook.PowerSGDState(
-            None,
-            matrix_approximation_rank=settings.ddp.powersgd_rank,
-            start_powerSGD_iter=settings.ddp.powersgd_start
-            + settings.ddp.static_graph,  # the look counts as a step
-        )
+    if settings.hook == "powersgd":
+        start = settings.powersgd_start + settings.static_graph  # the look counts as a step
+        state = powerSGD_hook.PowerSGDState(None, settings.powersgd_rank, start)
         found.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif settings.ddp.hook != "none":
-        if settings.ddp.hook == "bf16" and dist.get_backend() != "nccl":
+    elif settings.hook != "none":
+        if settings.hook == "bf16" and dist.get_backend() != "nccl":
             raise ConfigError(
                 "algo.ddp.hook=bf16 needs NCCL, and the ranks talk through gloo. Use"
                 " algo.ddp.hook=fp16."
             )
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-        found.register_comm_hook(None, hooks[settings.ddp.hook])
+        found.register_comm_hook(None, hooks[settings.hook])
     return found

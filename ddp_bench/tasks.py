@@ -16,7 +16,7 @@ import numpy as np
 
 from common.config import ConfigError, at_least, choice
 from common.instance import instantiate
-from common.tasks.data import Row, read_csv, read_dataset, read_jsonl
+from common.tasks.data import read_csv, read_dataset, read_jsonl
 
 log = logging.getLogger("clutch")
 
@@ -26,9 +26,7 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz")
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A path: what came before (context [C, S]), what happened (states [T, S]), and where it should
-    have gone (goal [S]).
-    """
+    """A path: before it (context [C, S]), itself (states [T, S]), and its goal ([S])."""
 
     context: np.ndarray
     states: np.ndarray
@@ -44,9 +42,7 @@ class Labelled:
 
 
 class ClassTask(Protocol):
-    """The methods of a class task. A user's own class needs no base class, only these; `name` is
-    optional.
-    """
+    """The methods of a class task, which needs no base class; `name` is optional."""
 
     classes: list[str]  # names, by label
 
@@ -58,31 +54,21 @@ class ClassTask(Protocol):
 
 
 def made(node: dict[str, Any]) -> ClassTask:
-    """Return the class task that a configuration names. Raises: ConfigError as
-    `common.tasks.instance`.
-    """
+    """Return the class task that a configuration names. Raises: ConfigError."""
     return instantiate("task", node, ("rows",), "ddp_bench/tasks.py")
 
 
 # --- generated
 
 # Words of a topic; one that stands in two of them decides nothing by itself.
-TOPICS = {
-    "sport": (
-        "match goal team coach season league score court referee stadium striker final training"
-        " record"
-    ),
-    "food": "recipe oven salt butter kitchen dish season roast stock flour taste spice boil course",
-    "money": (
-        "bank stock market interest price shares bond court record profit tax loan fund broker"
-    ),
-    "travel": (
-        "flight hotel beach ticket map bank course season luggage train island border museum match"
-    ),
-    "weather": (
-        "rain storm cloud wind forecast front record degrees snow humid sunny map boil thunder"
-    ),
-}
+WORDS = """
+sport: match goal team coach season league score court referee stadium striker final training record
+food: recipe oven salt butter kitchen dish season roast stock flour taste spice boil course
+money: bank stock market interest price shares bond court record profit tax loan fund broker
+travel: flight hotel beach ticket map bank course season luggage train island border museum match
+weather: rain storm cloud wind forecast front record degrees snow humid sunny map boil thunder
+"""
+TOPICS = {name: words for name, words in (line.split(": ") for line in WORDS.strip().splitlines())}
 TEMPLATES = (
     "we talked about the {} and the {} for a while",
     "nobody expected the {} after such a {}",
@@ -93,7 +79,17 @@ TEMPLATES = (
 )
 
 
-class Topics:
+class Splits:
+    """Rows that were made or read at once."""
+
+    _splits: dict[str, list[Labelled]]
+
+    def rows(self, split: str) -> Sequence[Labelled]:
+        """Return the rows of a split."""
+        return self._splits[split]
+
+
+class Topics(Splits):
     """Short texts made of templates, several words of the topic and some of another one.
 
     In about one text of twenty both topics weigh the same, so that nobody gets all of them right.
@@ -118,9 +114,8 @@ class Topics:
     def _draw_text(self, draw: random.Random, label: int) -> str:
         own = TOPICS[self.classes[label]].split()
         other = TOPICS[draw.choice([c for c in self.classes if c != self.classes[label]])].split()
-        words = draw.sample(own, draw.choice((2, 3, 3, 4))) + draw.sample(
-            other, draw.choice((0, 1, 1, 2))
-        )
+        words = draw.sample(own, draw.choice((2, 3, 3, 4)))
+        words += draw.sample(other, draw.choice((0, 1, 1, 2)))
         draw.shuffle(words)
         parts = []
         while words:  # a template takes two words; the last one may be alone
@@ -128,12 +123,8 @@ class Topics:
             parts.append(draw.choice(TEMPLATES).format(*pair))
         return " . ".join(parts)
 
-    def rows(self, split: str) -> Sequence[Labelled]:
-        """Return the rows of a split."""
-        return self._splits[split]
 
-
-class Trajectories:
+class Trajectories(Splits):
     """Paths of a point in the plane; the class is how it moves on after its context: to the left,
     to the right, to a goal, straight.
 
@@ -145,12 +136,9 @@ class Trajectories:
     name = "trajectories"
 
     def __init__(self, *, rows: int, test_rows: int, longest: int, noise: float) -> None:
-        for key, value, least in (
-            ("rows", rows, 10),
-            ("test_rows", test_rows, 10),
-            ("longest", longest, 4),
-        ):
-            at_least(f"task.{key}", value, least)
+        at_least("task.rows", rows, 10)
+        at_least("task.test_rows", test_rows, 10)
+        at_least("task.longest", longest, 4)
         at_least("task.noise", noise, 0)
         self.classes = ["left", "right", "to the goal", "straight"]
         made = self._draw_paths(np.random.default_rng(0), rows + test_rows, longest, noise)
@@ -165,45 +153,32 @@ class Trajectories:
         angle = draw.uniform(0, 2 * np.pi, rows)
         velocity = 0.05 * np.stack([np.cos(angle), np.sin(angle)], 1)
         turn = 0.05 * np.select([labels == 0, labels == 1], [1.0, -1.0], 0.0)
-        rotation = np.stack([np.cos(turn), -np.sin(turn), np.sin(turn), np.cos(turn)], 1).reshape(
-            rows, 2, 2
-        )
+        rotation = np.stack([np.cos(turn), -np.sin(turn), np.sin(turn), np.cos(turn)], 1)
+        rotation = rotation.reshape(rows, 2, 2)
         seen = np.empty((rows, 2 * longest, 4), np.float32)
-        for step in range(
-            2 * longest
-        ):  # a context of `longest` steps, of which the last ones are kept, and the path
+        # a context of `longest` steps, of which the last ones are kept, and the path
+        for step in range(2 * longest):
             if step >= longest:
                 velocity = np.einsum("nij,nj->ni", rotation, velocity)
                 towards = goal - place
                 towards *= 0.05 / np.maximum(np.linalg.norm(towards, axis=1, keepdims=True), 1e-6)
-                velocity = np.where(
-                    (labels == 2)[:, None], 0.9 * velocity + 0.1 * towards, velocity
-                )
+                drawn = 0.9 * velocity + 0.1 * towards
+                velocity = np.where((labels == 2)[:, None], drawn, velocity)
             place = place + velocity
             seen[:, step] = np.concatenate([place, 10 * velocity], 1)
         seen += noise * draw.normal(0, 1, seen.shape).astype(np.float32)
         goals = np.concatenate([goal, np.zeros_like(goal)], 1).astype(np.float32)
-        return [
-            Labelled(
-                Trajectory(
-                    seen[i, longest - before : longest],
-                    seen[i, longest : longest + after],
-                    goals[i],
-                ),
-                int(labels[i]),
-            )
-            for i, (before, after) in enumerate(lengths.T.tolist())
-        ]
-
-    def rows(self, split: str) -> Sequence[Labelled]:
-        """Return the rows of a split."""
-        return self._splits[split]
+        made = []
+        for i, (before, after) in enumerate(lengths.T.tolist()):
+            context, path = np.split(seen[i, longest - before : longest + after], [before])
+            made.append(Labelled(Trajectory(context, path, goals[i]), int(labels[i])))
+        return made
 
 
 # --- from files
 
 
-class TextFiles:
+class TextFiles(Splits):
     """Texts with labels from files, or from a dataset of the hub. Train texts that stand in the
     test rows are dropped.
 
@@ -230,170 +205,124 @@ class TextFiles:
         test: str | None,
     ) -> None:
         choice("task.on_bad_row", on_bad_row, ("error", "skip"))
-        self.name, self.skip = name, on_bad_row == "skip"
-        self.text_fields, self.label_field = (
-            [field.strip() for field in text_field.split(",")],
-            label_field,
-        )
-        self.first_label = first_label
-        sources = {"train": ("task.train", train), "test": ("task.test", test)}
-        given = [f"{key}={file}" for key, file in sources.values() if file is not None]
+        self.name, self.path, self.skip = name, path, on_bad_row == "skip"
+        self.text_fields = [field.strip() for field in text_field.split(",")]
+        self.label_field = label_field
+        files = {"train": train, "test": test}
+        given = [f"task.{split}={file}" for split, file in files.items() if file is not None]
         if path is not None:
             if given:
                 raise ConfigError(
                     f"{given[0]} has no effect with task.path={path}. Give one or the other."
                 )
-            sources = {split: ("task.path", _find_file(path, split)) for split in SPLITS}
-        elif len(given) < len(sources):
+            files = {split: _find_file(path, split) for split in SPLITS}
+        elif len(given) < len(files):
             raise ConfigError(
                 f"task={name} has no data of its own. Give a folder with train.jsonl and test.jsonl"
                 " (or .csv, or either with .gz) or an id for the datasets library,"
                 " task.path=FOLDER; or two files, task.train=FILE task.test=FILE."
             )
-        found = {
-            split: self._read(file, path, split, key) for split, (key, file) in sources.items()
-        }
-        self.classes = (
-            list(classes) if classes else _sorted({label for _, _, label in found["train"]})
-        )
+        read = {split: self._read(split, file) for split, file in files.items()}
+        self.classes = list(classes or _sorted({label for _, _, label in read["train"]}))
         if len(self.classes) < 2:
             raise ConfigError(
                 f"the training rows of task={name} have {len(self.classes)} class. Give at least 2."
             )
-        splits = {split: self._number_labels(rows, split) for split, rows in found.items()}
-        tested = {row.value for row in splits["test"]}
-        kept = [row for row in splits["train"] if row.value not in tested]
-        if dropped := len(splits["train"]) - len(kept):
+        # Numbers count where the classes have names of their own.
+        known = {str(i + first_label): i for i in range(len(self.classes))}
+        known |= {name: i for i, name in enumerate(self.classes)}
+        rows = {split: self._number_labels(split, found, known) for split, found in read.items()}
+        tested = {row.value for row in rows["test"]}
+        kept = [row for row in rows["train"] if row.value not in tested]
+        if dropped := len(rows["train"]) - len(kept):
             log.warning(
                 "%d training rows are left out: their texts stand in the test rows", dropped
             )
-        if len(kept) < 2:
+        if len(kept) < 2 or not tested:
             raise ConfigError(
-                f"task={name} has {len(kept)} training rows whose text is not in the test rows."
-                " Give more."
+                f"task={name} leaves {len(kept)} train and {len(rows['test'])} test rows. Give more"
+                " rows."
             )
-        self._splits = {"train": kept, "test": splits["test"]}
+        self._splits = {"train": kept, "test": rows["test"]}
 
-    def rows(self, split: str) -> Sequence[Labelled]:
-        """Return the rows of a split."""
-        return self._splits[split]
-
-    def _read(
-        self, file: str | None, path: str | None, split: str, key: str
-    ) -> list[tuple[str, str, str]]:
-        """Return (place, text, label) of each good row."""
-        bad: list[str] | None = [] if self.skip else None
+    def _read(self, split: str, file: str | None) -> list[tuple[str, str, str]]:
+        """Return (place, text, label) of each good row. file: None = task.path is a dataset."""
+        key = f"task.{split}" if self.path is None else "task.path"
+        bad: list[str] = []
         if file is None:
-            assert path is not None
-            rows = read_dataset(path, None, split, key)
+            rows = read_dataset(str(self.path), None, split, key)
         else:
-            rows = (read_csv if file.removesuffix(".gz").endswith(".csv") else read_jsonl)(
-                file, key, bad
-            )
+            reader = read_csv if file.removesuffix(".gz").endswith(".csv") else read_jsonl
+            rows = reader(file, key, bad if self.skip else None)
         found = []
         for row in rows:
             try:
                 texts = [row.text(name, "task.text_field").strip() for name in self.text_fields]
-                found.append((row.where, " ".join(texts), self._label(row)))
+                label = row.text(self.label_field, "task.label_field", numbers=True).strip()
+                found.append((row.where, " ".join(texts), label))
             except ConfigError as error:
-                if bad is None:
-                    raise
-                bad.append(str(error))
-        self._warn_of(split, bad)
-        if not found:
-            raise ConfigError(
-                f"{key}={file or path!r} has no row that is good. The first error:"
-                f" {(bad or ['none'])[0]}"
-            )
+                self._reject(str(error), bad)
+        self._warn_of(split, bad, len(found))
         return found
 
-    def _label(self, row: Row) -> str:
-        key, value = f"task.label_field={self.label_field!r}", row.fields.get(self.label_field)
-        if value is None or (isinstance(value, str) and not value.strip()):
-            there = ", ".join(row.fields)
-            raise ConfigError(
-                f"{key} is missing in {row.where}. Fill it in, or name another field. Fields there:"
-                f" {there}."
-            )
-        if not isinstance(value, (str, int)) or isinstance(value, bool):
-            raise ConfigError(
-                f"{key} is no label in {row.where}: {value!r:.60}. Give a name or a whole number."
-            )
-        return str(value).strip()
-
-    def _number_labels(self, rows: list[tuple[str, str, str]], split: str) -> list[Labelled]:
-        """Return the rows whose label is known. Numbers count from first_label where the classes
-        have names of their own.
-        """
-        known = {name: i for i, name in enumerate(self.classes)}
-        for i in range(len(self.classes)):
-            known.setdefault(str(i + self.first_label), i)
+    def _number_labels(
+        self, split: str, rows: list[tuple[str, str, str]], known: dict[str, int]
+    ) -> list[Labelled]:
+        """Return the rows whose label is known."""
         bad: list[str] = []
-        found = []
-        for where, text, label in rows:
-            if label in known:
-                found.append(Labelled(text, known[label]))
-                continue
-            error = (
-                f"{where} has the label {label!r}, which is not a class. Classes:"
-                f" {', '.join(self.classes)}."
-            )
-            if not self.skip:
-                raise ConfigError(
-                    f"{error} Correct the row, set task.classes, or leave it out with"
-                    " task.on_bad_row=skip."
+        for where, _, label in rows:
+            if label not in known:
+                self._reject(
+                    f"{where} has the label {label!r}, which is not a class. Classes:"
+                    f" {', '.join(self.classes)}. Correct the row, set task.classes, or leave it"
+                    " out with task.on_bad_row=skip.",
+                    bad,
                 )
-            bad.append(error)
-        self._warn_of(split, bad)
-        if not found:
-            raise ConfigError(f"no row of the {split} split has a known label. {bad[0]}")
+        found = [Labelled(text, known[label]) for _, text, label in rows if label in known]
+        self._warn_of(split, bad, len(found))
         return found
 
-    def _warn_of(self, split: str, bad: list[str] | None) -> None:
-        if bad:
-            log.warning(
-                "%d bad rows of the %s split are skipped. The first: %s", len(bad), split, bad[0]
+    def _reject(self, error: str, bad: list[str]) -> None:
+        if not self.skip:
+            raise ConfigError(error)
+        bad.append(error)
+
+    def _warn_of(self, split: str, bad: list[str], good: int) -> None:
+        first = (bad or ["none"])[0]
+        if not good:
+            raise ConfigError(
+                f"the {split} split has no row that is good. The first error: {first}"
             )
+        if bad:
+            text = "%d bad rows of the %s split are skipped. The first: %s"
+            log.warning(text, len(bad), split, first)
 
 
 def _find_file(path: str, split: str) -> str | None:
-    """Return the file of a split in a folder; None where `path` is no folder but may be an id.
-    Raises: ConfigError.
-    """
+    """Return a split's file in a folder; None where `path` may be an id."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        if (
-            folder.is_absolute()
-            or folder.exists()
-            or path.startswith((".", "~"))
-            or path.count("/") > 1
-        ):
+        if folder.exists() or path.startswith((".", "~", "/")) or path.count("/") > 1:
             raise ConfigError(
                 f"task.path={path!r} is no folder; tried {folder.absolute()}. Give one with"
                 " train.jsonl and test.jsonl, or an id for the datasets library."
             )
         return None
-    found = [
-        folder / f"{split}{suffix}"
-        for suffix in SUFFIXES
-        if (folder / f"{split}{suffix}").is_file()
-    ]
+    names = [f"{split}{suffix}" for suffix in SUFFIXES]
+    found = [name for name in names if (folder / name).is_file()]
     if len(found) != 1:
-        there = ", ".join(file.name for file in found) or "none of " + ", ".join(
-            f"{split}{s}" for s in SUFFIXES
-        )
+        there = ", ".join(found) or f"none of {', '.join(names)}"
         raise ConfigError(
             f"task.path={path!r} must hold exactly one file with the {split} rows; there is"
             f" {there}."
         )
-    return str(found[0])
+    return str(folder / found[0])
 
 
 def _sorted(labels: set[str]) -> list[str]:
     """Return labels in order: numbers by value, then names by letter."""
-    return sorted(
-        labels, key=lambda label: (not label.isdigit(), int(label) if label.isdigit() else 0, label)
-    )
+    numbers = sorted((label for label in labels if label.isdigit()), key=int)
+    return numbers + sorted(label for label in labels if not label.isdigit())
 
 
 def majority(rows: Sequence[Labelled]) -> int:

@@ -1,5 +1,4 @@
-"""classify, the loop: batch, forward, backward, step; validate after each epoch; test the best
-weights.
+"""Train a classifier: step by step, validate after each epoch, test the best weights.
 
     python launch.py algo=classify
     python launch.py algo=classify task=ag_news task.path=data/ag_news 'opt=[amp,compile,ddp]'
@@ -8,9 +7,6 @@ A transformer encoder trained from scratch, data-parallel with DistributedDataPa
 (arXiv:2006.15704). Departures: ranks may have different numbers of rows, and two ranks do what one
 does at an equal batch; the order of rows and dropout are functions of seed and step, so a run that
 is killed goes on with the next batch.
-
-RUN/model is the best model, and checkpoints/ holds the newest weights and the best ones.
-predictions.jsonl and confusion.json are of the test rows, by which nothing is chosen.
 """
 
 from common.config import Run
@@ -42,11 +38,10 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
         session.start(subject, subject.plan())
         if state["waited"] == cfg.patience:
             session.end(f"algo.patience={cfg.patience}")
-        feed, order = subject.loader.from_step(state["step"]), []
+        feed = subject.loader.from_step(state["step"])
         for step in session.steps():
             epoch, position = divmod(step.index, len(batches))
-            order = order if order and position else batches.epoch(epoch)
-            rows, clock = order[position], Clock(subject.device)
+            rows, clock = batches.at(step.index), Clock(subject.device)
             with step.phase("data"):
                 batch = next(feed)
             numbers = stepper.step(batch, len(rows), step.index, total, clock)

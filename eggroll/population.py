@@ -39,6 +39,8 @@ class Population:
         directions = len(self._chunks()[0]) // cfg.pair
         drawn = 4.0 * sum(4 * a.blocks for a in noise.addresses) * directions
         lm.fit_rollout(self.state, drawn)
+        # Members are shared out by the rows, so ranks with unlike memory must agree on them.
+        lm.engine.limit.rows = min(lm.context.gather_objects(lm.engine.limit.rows))
         self.perturbed = perturbed
         if ranks > len(self._chunks()) and lm.context.main:
             log.warning(

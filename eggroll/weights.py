@@ -79,10 +79,9 @@ class Weights:
         # What this rank holds of them.
         self.initial = DiskTensors({n: fsdp.local(parameters[n]) for n in names}, folder)
         # |W0|^2 and, while a step is made, |W - W0|^2.
-        self.moved = 0.0
-        self.started = sum(
-            fsdp.local(parameters[n]).detach().square().sum().double().item() for n in names
-        )
+        self.moved: Tensor | float = 0.0
+        parts = [fsdp.local(parameters[n]).detach().square().sum().double() for n in names]
+        self.started = float(sum(parts))  # read once
         if compute == torch.float32 or fsdp.of(model):
             self.masters = {n: parameters[n] for n in names}
         else:
@@ -90,7 +89,8 @@ class Weights:
                 n: parameters[n].detach().to("cpu" if offload else parameters[n].device, copy=True)
                 for n in names
             }
-            model.to(compute)
+            for parameter in model.parameters():  # buffers stay: rotary frequencies need float32
+                parameter.data = parameter.data.to(compute)
         self.used = {n: dict(model.named_parameters())[n] for n in names}
         kind = optim.optimizer_class(cfg.optimizer)
         try:
@@ -116,14 +116,14 @@ class Weights:
         master.grad = None
         if self.used[name] is not master:
             self.used[name].copy_(master)
-        self.moved += initial.sub_(fsdp.local(master)).square_().sum().double().item()
+        self.moved += initial.sub_(fsdp.local(master)).square_().sum().double()
 
     def drift(self) -> float:
         """Return |W - W0| / |W0| over all perturbed weights, once all of them have been stepped."""
         if self.memory_gb is None:
             parts = [list(self.model.parameters()), self.masters, self.extra()]
             self.memory_gb = fsdp.measured(parts)
-        both = torch.tensor((self.moved, self.started), dtype=torch.float64)
+        both = torch.tensor((float(self.moved), self.started), dtype=torch.float64)
         both = fsdp.total(self.model, both.to(fsdp.device(self.model)))
         self.moved = 0.0
         return float((both[0] / both[1].clamp(min=1e-30)).sqrt())

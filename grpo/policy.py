@@ -12,6 +12,7 @@ from common.distributed import fsdp
 from common.lm import LM, fit
 from common.model import logprobs
 from common.model.memory import StateMemory, activation_bytes
+from common.model.transfer import to_device
 from common.rows import RowLimit
 from common.step import Step
 from grpo.config import GrpoConfig
@@ -47,7 +48,7 @@ class Policy:
         self.limit = RowLimit("algo.train_rows", rows, fixed=fsdp.of(self.model) is not None)
         # Of each micro-batch of the last step: its rows, and whether their log-probabilities are
         # not finite, on the device.
-        self.watched: list[tuple[list[int], Tensor]] = []
+        self.watched: list[tuple[Tensor, Tensor]] = []
         self.recomputed = lm.run.opt.checkpointing.enabled
         if self.recomputed:
             optim.checkpoint_activations(self.model)
@@ -137,9 +138,13 @@ class Policy:
             for name in ("loss", "tokens", *PER_TOKEN)
         }
         lengths = rollouts.lengths.tolist()
-        mine = advantage[rollouts.places].flatten()
-        for batch in batches:
-            index = [group * size + row for group, part in batch for row in range(size)[part]]
+        rows_of = [
+            [g * size + row for g, part in batch for row in range(size)[part]] for batch in batches
+        ]
+        indices = to_device([torch.tensor(found) for found in rows_of], device) if batches else []
+        [mine] = to_device([advantage[rollouts.places].float().flatten()], device)
+        [carries] = to_device([rollouts.carries], device)
+        for batch, index in zip(batches, indices, strict=True):
             completions = [
                 [rollouts.tokens[i * size + j, : lengths[i * size + j]] for j in range(size)[part]]
                 for i, part in batch
@@ -147,7 +152,7 @@ class Policy:
             prompts = [rollouts.prompts[group] for group, _ in batch]
             laid = logprobs.group(prompts, completions, device)
             width = laid.mask.shape[1]
-            mask = laid.mask & rollouts.carries[index].to(device)[:, None]
+            mask = laid.mask & carries[index][:, None]
             with torch.autocast(device.type, lm.precision.compute, enabled=lm.half):
                 logp, entropy = logprobs.token_logprobs(
                     self.model, laid, self.cfg.sampling.temperature
@@ -160,9 +165,10 @@ class Policy:
             if self.cfg.kl.beta and self.cfg.kl.where == "loss":
                 assert rollouts.reference is not None
                 ref = rollouts.reference[index, :width]
-            weights = mine[index].to(device, torch.float32)
-            value, sums = loss(logp, old, weights, mask, counts, self.cfg, ref=ref, entropy=entropy)
-            self.updater.scaler.scale(value).backward()
+            value, sums = loss(
+                logp, old, mine[index], mask, counts, self.cfg, ref=ref, entropy=entropy
+            )
+            self.updater.backward(value)
             totals["loss"] += value.detach()
             totals["tokens"] += mask.sum()
             gap = (logp.detach() - rollouts.logprobs[index, :width]).abs() * mask
@@ -172,14 +178,16 @@ class Policy:
         if fsdp.of(self.model):
             missing = max(counted) - len(batches)
             logprobs.match_backward_passes(self.model, missing, device)
-        return {name: value.item() for name, value in totals.items()}
+        return dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
 
     def _offending(self, rollouts: Rollouts) -> list[dict[str, Any]]:
         """Describe the rows of this rank whose log-probabilities are not finite; all of them where
         only their gradient is not.
         """
         watched = [
-            pair for rows, bad in self.watched for pair in zip(rows, bad.tolist(), strict=True)
+            pair
+            for rows, bad in self.watched
+            for pair in zip(rows.tolist(), bad.tolist(), strict=True)
         ]
         broken = [row for row, is_bad in watched if is_bad]
         found = []

@@ -16,6 +16,7 @@ from torch import Tensor
 from common.distributed import fsdp
 from common.lm import LM
 from common.model import logprobs
+from common.model.transfer import to_device
 from common.rows import RowLimit
 from common.sampling.engine import Completions, Requests
 from common.step import Step
@@ -256,7 +257,8 @@ class Collector:
             laid = logprobs.group([prompts[i] for i in part], completions, lm.device)
             with torch.autocast(lm.device.type, lm.precision.compute, enabled=lm.half):
                 logp, _ = logprobs.token_logprobs(lm.reference, laid, self.cfg.sampling.temperature)
-            found[[row for rows in chosen for row in rows], : logp.shape[1]] = logp
+            [index] = to_device([torch.tensor(chosen).flatten()], lm.device)
+            found[index, : logp.shape[1]] = logp
         return found
 
     def _judge(self, sampled: Sampled) -> list[Group]:

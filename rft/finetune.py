@@ -238,7 +238,7 @@ class Finetuner:
                 laid = lay(batch, device)
                 losses = token_losses(self.forward, self.model, laid, self.lm.precision.compute)
                 loss = losses.sum() / tokens
-                self.updater.scaler.scale(loss).backward()
+                self.updater.backward(loss)
                 total += loss.detach()
             if fsdp.of(self.model):
                 missing = max(map(len, every)) - len(every[context.rank])

@@ -26,6 +26,7 @@ import torch
 
 from tests.support import ROOT, SHARED
 from tests.support.commands import Begin, Launch, Started, Warm
+from tests.support.standin import LIBRARY, build
 
 
 def pytest_collection_finish() -> None:
@@ -59,6 +60,18 @@ def shared_data() -> Path:
 def warm() -> Iterator[Warm]:
     """Commands without their imports."""
     process = Warm()
+    yield process
+    process.stop()
+
+
+@pytest.fixture(scope="session")
+def standin() -> Iterator[Warm]:
+    """A process with the stand-in for a CUDA device; its `call` runs functions there."""
+    try:
+        library = build()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    process = Warm(**{LIBRARY: str(library)})
     yield process
     process.stop()
 

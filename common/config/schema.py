@@ -326,6 +326,7 @@ class OptConfig:
     tf32: SwitchConfig = field(default_factory=SwitchConfig)
     checkpointing: SwitchConfig = field(default_factory=SwitchConfig)
     offload: SwitchConfig = field(default_factory=SwitchConfig)
+    deterministic: SwitchConfig = field(default_factory=SwitchConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:

@@ -1,5 +1,6 @@
 """Who a worker is, and what ranks say to each other."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from common import hardware
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> list[int]:
+    """Return one number per tensor: the sum of its bits, which other contents share by a rare
+    chance only.
+    """
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    parts = [t.detach().view(kinds[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
+    return torch.stack([part.to(parts[0].device) for part in parts]).tolist() if parts else []
 
 
 @dataclass(frozen=True)
@@ -29,9 +39,11 @@ class Context:
 
     @property
     def memory_gb(self) -> float:
-        """The memory of this rank in GB of 2**30 bytes; the ranks of a CPU share its memory."""
+        """The memory that this rank can have in GB of 2**30 bytes; the ranks of a CPU share its
+        memory.
+        """
         shared = self.world_size if self.device.device.type == "cpu" else 1
-        return self.device.memory_gb / shared
+        return hardware.available_gb(self.device) / shared
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over ranks; where all but one rank hold zero, that rank's value exactly."""
@@ -46,6 +58,11 @@ class Context:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
+
+    def find_other(self, value: Any) -> int | None:
+        """Return the first rank whose value is not that of rank 0; None where all are equal."""
+        every = self.gather_objects(value)
+        return next((rank for rank, theirs in enumerate(every) if theirs != every[0]), None)
 
     def any(self, flag: bool) -> bool:
         """True on all ranks if it is true on one."""

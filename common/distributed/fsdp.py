@@ -41,10 +41,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common import checkpoint
 from common.config import ConfigError, Run
-from common.distributed.context import Context
+from common.distributed.context import Context, fingerprint
 from common.files import CheckpointError
 from common.hardware import peak_memory_gb
 from common.precision import Precision
+from common.signals import EXIT_NUMBERS, RunStopped
 
 T = TypeVar("T")
 log = logging.getLogger("clutch")
@@ -338,6 +339,8 @@ def save(
     Where they are, the tensors of `extra` lie beside them, a safetensors file a rank.
     """
     if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        if context.world_size > 1:
+            _check_equal(context, tensors, step)
         if context.main:
             return checkpoint.save(root, step, tensors, state, extra, keep)
         return checkpoint.folder_of(root, step)
@@ -360,6 +363,20 @@ def save(
         folder = checkpoint.folder_of(root, step)
     context.barrier()
     return folder
+
+
+def _check_equal(context: Context, tensors: dict[str, Tensor], step: int) -> None:
+    """Raise RunStopped where ranks no longer have the same weights, as when unlike devices round
+    differently.
+    """
+    other = context.find_other(fingerprint(tensors.values()))
+    if other is not None:
+        raise RunStopped(
+            f"step {step}: the weights of rank {other} are no longer those of rank 0, so the ranks"
+            " train apart. Use devices of one kind, or opt=fsdp."
+            f" {checkpoint.describe_latest(context.out_dir / 'checkpoints')}",
+            EXIT_NUMBERS,
+        )
 
 
 EXTRA = "extra"

@@ -29,15 +29,26 @@ from tqdm import tqdm
 from common import hardware
 from common.config import ConfigError, Run, flat
 from common.distributed import slurm
+from common.distributed.alarm import Alarm
 from common.distributed.context import Context
 from common.files import CheckpointError
-from common.signals import EXIT_CONFIG, EXIT_CRASH, EXIT_WRITE, RunStopped, StopSignal, taken
+from common.signals import (
+    EXIT_CONFIG,
+    EXIT_CRASH,
+    EXIT_NUMBERS,
+    EXIT_SIGNAL,
+    EXIT_WRITE,
+    RunStopped,
+    StopSignal,
+    taken,
+)
 
 log = logging.getLogger("clutch")
 
 # A rank may wait this long for another: rank 0 pre-trains the tiny model while the others stand at
 # a barrier.
 TIMEOUT = timedelta(minutes=20)
+PATIENCE = 20.0  # seconds that spawned ranks have to end by themselves after one has failed
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the quota, the largest file allowed
 
 
@@ -66,6 +77,7 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
             f"opt.{switch}.backend=nccl needs CUDA devices. Use opt.{switch}.backend=auto or gloo."
         )
     hardware.check_visible(run.hardware)
+    hardware.set_environment(run.opt)
     job = _Job(entry, run, out_dir, task)
     if slurm.ranked():
         _check_started(run)
@@ -165,7 +177,7 @@ def _spawn(job: _Job, ranks: int) -> Any:
 
         previous = {n: signal.signal(n, forward) for n in taken()}
         try:
-            while not workers.join():
+            while not workers.join(grace_period=PATIENCE):
                 pass
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             if (
@@ -201,10 +213,9 @@ def _spawned(local_rank: int, job: _Job, ranks: int, meeting: str, reports: Any)
         result = _grouped(job, local_rank, ranks, local_rank, meeting)
     except RunStopped as stopped:
         reports.put(stopped)
-        # in this rank alone: leaving with a code ends the others, which wait for it
-        if stopped.code == EXIT_WRITE:
-            sys.exit(EXIT_WRITE)
-        return  # else in all ranks alike
+        if not _is_common(stopped):
+            sys.exit(stopped.code)
+        return
     # perhaps in this rank alone: leaving with a code ends the others, which wait for it
     except ConfigError as error:
         reports.put(error)
@@ -218,9 +229,9 @@ def _grouped(job: _Job, rank: int, world: int, local_rank: int, meeting: str) ->
     found = hardware.find(run.hardware, local_rank)
     if found.device.type == "cuda":
         torch.cuda.set_device(found.device)
-    elif world > 1:
+    if world > 1:
         # Ranks on one machine share its cores, or have those that Slurm gave them; threads beyond
-        # that slow all of them.
+        # that slow all of them, and torchrun's one slows what stays on the host.
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         given = int(os.environ.get("SLURM_CPUS_PER_TASK", os.cpu_count() or 1))
         torch.set_num_threads(max(1, min((os.cpu_count() or 1) // local_world, given)))
@@ -230,19 +241,42 @@ def _grouped(job: _Job, rank: int, world: int, local_rank: int, meeting: str) ->
         backend = "nccl" if found.device.type == "cuda" else "gloo"
     if backend == "nccl" and run.opt.fsdp.cpu_offload:
         backend = "cpu:gloo,cuda:nccl"  # what is on the CPU has norms of all ranks too
-    _meet(switch, workers.arrival_seconds, backend, meeting, rank, world)
+    store = _meet(switch, workers.arrival_seconds, meeting, rank, world)
+    alarm = Alarm(store, rank)
     try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=TIMEOUT,
+            device_id=found.device if "nccl" in backend else None,  # also that of a barrier
+        )
         mesh = _mesh(run, world, found.device.type)
-        return _work(job, Context(rank, world, found, job.out_dir, mesh))
-    finally:
+        result = _work(job, Context(rank, world, found, job.out_dir, mesh))
+    except BaseException as error:
+        if world > 1 and not _is_common(error):
+            raise alarm.sound(error) from error
+        alarm.stop()
         dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+    alarm.stop()
+    return result
 
 
-def _meet(switch: str, seconds: float, backend: str, meeting: str, rank: int, world: int) -> None:
-    """Start the process group. Raises: ConfigError where ranks do not find each other in time."""
+def _is_common(error: BaseException) -> bool:
+    """Return whether all ranks raise the same: a stop after a signal, or by a guard."""
+    return isinstance(error, RunStopped) and error.code in (EXIT_SIGNAL, EXIT_NUMBERS)
+
+
+def _meet(switch: str, seconds: float, meeting: str, rank: int, world: int) -> Any:
+    """Return the store where the ranks have met. Raises: ConfigError where they do not find each
+    other in time.
+    """
     wait = timedelta(seconds=seconds)
     try:
-        store, rank, world = next(dist.rendezvous(meeting, rank, world, timeout=wait))
+        return next(dist.rendezvous(meeting, rank, world, timeout=wait))[0]
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         if "EADDRINUSE" in str(error):
@@ -255,7 +289,6 @@ def _meet(switch: str, seconds: float, backend: str, meeting: str, rank: int, wo
             f" (opt.{switch}.arrival_seconds): {str(error).splitlines()[0]} Look whether every node"
             " has started its ranks and can reach that address."
         ) from None
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
 
 
 def _mesh(run: Run, world: int, device: str) -> DeviceMesh | None:

@@ -23,6 +23,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from common.config import ConfigError
 from common.distributed import fsdp
 from common.model.masks import additive
+from common.model.transfer import to_device
+from common.precision import exact_float32
 
 ATTENTION = "clutch_shared_prompt"
 # Logits held at a time: tokens x vocabulary floats, 64 MB.
@@ -34,17 +36,21 @@ class Groups:
     """n prompts with G completions each, of P and C tokens at most, T tokens in all, N of them in
     completions.
 
-    ids, positions: int64 [1, T], row by row. places: int64 [T], the place of each among n * (P + G
-    * C); None where all are taken. mask: bool [n * G, C], True on real completion tokens. targets:
-    int64 [N], those tokens; predictors: int64 [N], which of the T predicts each. prompt_mask:
-    additive [n, 1, P, P], None where no prompt is padded; completion_mask: additive [n * G, 1, C, P
-    + C]. sizes: n, P, G, C.
+    Attributes:
+        ids, positions: int64 [1, T], row by row.
+        places: int64 [T], the place of each among n * (P + G * C); None where all are taken.
+        mask: bool [n * G, C], True on real completion tokens. slots: int64 [N], where these are.
+        targets: int64 [N], those tokens. predictors: int64 [N], which of the T predicts each.
+        prompt_mask: [n, 1, P, P], None where no prompt is padded. completion_mask: [n * G, 1, C,
+            P + C]. Both are bool, True = attend; additive where attention computes.
+        sizes: n, P, G, C.
     """
 
     ids: Tensor
     positions: Tensor
     places: Tensor | None
     mask: Tensor
+    slots: Tensor
     targets: Tensor
     predictors: Tensor
     prompt_mask: Tensor | None
@@ -52,11 +58,10 @@ class Groups:
     sizes: tuple[int, int, int, int]
 
     def cast(self, dtype: torch.dtype) -> "Groups":
-        """With masks of the dtype that attention computes in."""
-        prompt_mask = None if self.prompt_mask is None else self.prompt_mask.to(dtype)
-        return replace(
-            self, prompt_mask=prompt_mask, completion_mask=self.completion_mask.to(dtype)
-        )
+        """Return the groups with additive masks of the dtype that attention computes in."""
+        prompt_mask = None if self.prompt_mask is None else additive(self.prompt_mask, dtype)
+        completion_mask = additive(self.completion_mask, dtype)
+        return replace(self, prompt_mask=prompt_mask, completion_mask=completion_mask)
 
     def lay_out(self, x: Tensor) -> Tensor:
         """Tokens [1, heads, T, d] in their places, [n, heads, P + G * C, d]; zeros elsewhere."""
@@ -87,47 +92,46 @@ def group(
     length = max(len(c) for group in completions for c in group)
     ids = torch.zeros(n, width + size * length, dtype=torch.long)
     real = torch.zeros(ids.shape, dtype=torch.bool)
-    first = torch.tensor([width - len(p) for p in prompts])
+    tokens = torch.tensor([len(p) for p in prompts])  # of each prompt
     for row, (prompt, group) in enumerate(zip(prompts, completions, strict=True)):
-        for start, tokens in [
+        for start, part in [
             (width - len(prompt), prompt),
             *((width + i * length, c) for i, c in enumerate(group)),
         ]:
-            ids[row, start : start + len(tokens)] = torch.as_tensor(tokens)
-            real[row, start : start + len(tokens)] = True
-    column = torch.arange(width)
-    positions = torch.cat(
-        (
-            column[None, :] - first[:, None],
-            (width - first[:, None, None] + torch.arange(length))
-            .expand(n, size, length)
-            .flatten(1),
-        ),
-        dim=1,
-    )
+            ids[row, start : start + len(part)] = torch.as_tensor(part)
+            real[row, start : start + len(part)] = True
+    first, column = width - tokens, torch.arange(width)
+    own_positions = (tokens[:, None, None] + torch.arange(length)).expand(n, size, length)
+    positions = torch.cat((column - first[:, None], own_positions.flatten(1)), dim=1)
     mask = real[:, width:].reshape(n, size, length)
     number = (real.flatten().cumsum(0) - 1).view(real.shape)  # of the token at each place
     own = number[:, width:].view(n, size, length)
     before = torch.cat((number[:, width - 1, None, None].expand(n, size, 1), own[:, :, :-1]), dim=2)
-    # An empty place attends to itself alone: a softmax over nothing would be NaN.
-    causal = torch.ones(width, width, dtype=torch.bool).tril()
-    among_prompt = (causal & real[:, None, :width]) | torch.eye(width, dtype=torch.bool)
-    among_own = torch.ones(length, length, dtype=torch.bool).tril().expand(n, length, length)
-    to_prompt = real[:, None, :width].expand(n, length, width)
-    among_completion = torch.cat((to_prompt, among_own), dim=2).repeat_interleave(size, dim=0)
+    # What is on the host goes to the device at once; masks, which are larger, are made there.
+    places, slots = real.flatten().nonzero()[:, 0], mask.flatten().nonzero()[:, 0]
+    laid = [ids[real][None], positions[real][None], places, slots, ids[:, width:][mask.flatten(1)]]
+    moved = to_device([*laid, before[mask], first], device)
+    ids, positions, places, slots, targets, predictors, first = moved
+    column, row = torch.arange(width, device=device), torch.arange(length, device=device)
+    seen = column >= first[:, None, None]  # [n, 1, P], of a prompt's places
+    prompt_mask = None
+    if int(tokens.min()) < width:
+        # An empty place attends to itself alone: a softmax over nothing would be NaN.
+        causal, itself = column <= column[:, None], column == column[:, None]
+        prompt_mask = ((causal & seen) | itself)[:, None]
+    among_own = (row <= row[:, None]).expand(n, length, length)
+    among_completion = torch.cat((seen.expand(n, length, width), among_own), dim=2)
+    filled = torch.zeros(n * size * length, dtype=torch.bool, device=device)
     return Groups(
-        ids=ids[real][None].to(device),
-        positions=positions[real][None].to(device),
-        places=None if bool(real.all()) else real.flatten().nonzero()[:, 0].to(device),
-        mask=mask.flatten(0, 1).to(device),
-        targets=ids[:, width:].reshape(mask.shape)[mask].to(device),
-        predictors=before[mask].to(device),
-        prompt_mask=(
-            None
-            if bool(real[:, :width].all())
-            else additive(among_prompt, torch.float32)[:, None].to(device)
-        ),
-        completion_mask=additive(among_completion, torch.float32)[:, None].to(device),
+        ids=ids,
+        positions=positions,
+        places=None if len(places) == real.numel() else places,
+        mask=filled.index_fill_(0, slots, True).view(n * size, length),
+        slots=slots,
+        targets=targets,
+        predictors=predictors,
+        prompt_mask=prompt_mask,
+        completion_mask=among_completion.repeat_interleave(size, dim=0)[:, None],
         sizes=(n, width, size, length),
     )
 
@@ -155,7 +159,8 @@ def _attention(  # noqa: PLR0913
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others
         )
     n, prompt, size, length = groups.sizes
-    query, key, value = (groups.lay_out(x) for x in (query, key, value))
+    # A rotation with float32 angles has widened queries and keys.
+    query, key, value = (groups.lay_out(x.to(value.dtype)) for x in (query, key, value))
     if key.shape[1] != query.shape[1]:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
@@ -235,9 +240,8 @@ def _token_logprobs(
     states = hidden_states(model, groups)
     out = []
     for values in head_logprobs(model, states, groups.targets, temperature):
-        padded = values.new_zeros(groups.mask.shape)
-        padded[groups.mask] = values
-        out.append(padded)
+        place = groups.slots // groups.mask.shape[1], groups.slots % groups.mask.shape[1]
+        out.append(values.new_zeros(groups.mask.shape).index_put(place, values))
     return out[0], out[1]
 
 
@@ -348,7 +352,7 @@ def check_model(model: PreTrainedModel) -> None:
     )
     training = model.training
     model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), exact_float32():
         found, _ = token_logprobs(model, group(prompts, completions, device), 1.0)
         for row in range(4):
             prompt, completion = prompts[row // 2], completions[row // 2][row % 2]

@@ -73,5 +73,5 @@ def activation_bytes(
     # One block more for what its backward pass makes; a block that is recomputed keeps its input
     # alone.
     blocks = layers * tokens * hidden * 4 + 2 * block if recomputed else (layers + 1) * block
-    masks = rows * new_tokens * (prompt_tokens + new_tokens) * (4 + narrow)
+    masks = rows * new_tokens * (prompt_tokens + new_tokens) * (1 + narrow)
     return blocks + 4 * tokens * hidden * 4 + masks

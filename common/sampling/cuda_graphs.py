@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from common.config import ConfigError
+from common.rows import is_out_of_memory
 
 
 class CudaGraphs:
@@ -24,8 +25,8 @@ class CudaGraphs:
         """
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads, NCCL's for one, may go on using the device.
-            # and back to it, whatever happens
+            # Back on this stream whatever happens; other threads, NCCL's for one, may go on using
+            # the device.
             with (
                 torch.cuda.device(self.device),
                 torch.cuda.stream(torch.cuda.current_stream(self.device)),
@@ -35,11 +36,13 @@ class CudaGraphs:
         except RuntimeError as error:
             # Where a step fails, the end of the recording fails too, and hides why.
             first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
-            if isinstance(first, torch.OutOfMemoryError):
-                raise first from None
+            text, full = str(first), is_out_of_memory(first) or is_out_of_memory(error)
+            del first  # its traceback holds this frame: a cycle that would keep the cache alive
+            if full:
+                raise torch.OutOfMemoryError(text) from None
             raise ConfigError(
                 "a decode step of this model cannot be recorded as a CUDA graph"
-                f" ({str(first).splitlines()[0]}). Set hardware.cuda_graphs=false: sampling is"
-                " slower, and the same."
-            ) from first
+                f" ({text.splitlines()[0]}). Set engine.cuda_graphs=false: sampling is slower, and"
+                " the same."
+            ) from error
         return graph.replay

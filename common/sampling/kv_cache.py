@@ -48,6 +48,7 @@ class SlotCache:
         """Store one step of `layer`, [rows, heads, 1, size]; return all valid columns, or the
         window.
         """
+        keys = keys.to(values.dtype)  # a rotation with float32 angles has widened them
         self.allocate(layer, keys, values)
         if self.at is not None:
             self.keys[layer].index_copy_(2, self.at, keys)
@@ -94,8 +95,9 @@ class SlotCache:
 
     def keep(self, rows: Tensor) -> None:
         """Drop all slots but `rows`."""
-        self.keys = [stored[rows] for stored in self.keys]
-        self.values = [stored[rows] for stored in self.values]
+        for stored in (self.keys, self.values):
+            for layer, tensor in enumerate(stored):  # not all at once: each frees the old one
+                stored[layer] = tensor[rows]
         self.slots = len(rows)
 
     def shift(self, by: int) -> None:
@@ -116,6 +118,7 @@ class PromptCache:
         self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Store a whole prompt of `layer`, [rows, heads, T, size]."""
+        keys = keys.to(values.dtype)
         self.keys.append(keys)
         self.values.append(values)
         return keys, values

@@ -33,6 +33,7 @@ from common.model.half import Narrow, compiled
 from common.model.masks import additive
 from common.model.memory import head_size
 from common.model.prompts import context_length
+from common.model.transfer import to_device
 from common.rows import RowLimit
 from common.sampling.cuda_graphs import CudaGraphs
 from common.sampling.engine import Completions, Requests, Setup, Watch
@@ -517,20 +518,22 @@ class _Grid:
         """
         device = self.sampler.device
         rows, requests, origins, places = [], [], [], []
+        each: list[list[int]] = [[] for _ in range(self.groups)]
+        for group, slot in free.nonzero().tolist():
+            each[group].append(slot)
         for group, (qs, froms) in enumerate(zip(wanted, source, strict=True)):
-            slots = free[group].nonzero()[:, 0].tolist()
-            for q, origin, slot in zip(qs, froms, slots, strict=False):
+            for q, origin, slot in zip(qs, froms, each[group], strict=False):
                 rows.append(group * self.slots + slot)
                 requests.append(q)
                 origins.append(origin)
                 places.append(group * self.requests + q)
             self.queued[group] += len(qs)
-        at, origin = torch.tensor(rows, device=device), torch.tensor(origins, device=device)
-        lengths = torch.tensor(
-            [len(self.prompts[q // self.samples]) for q in requests], device=device
+        lengths = [len(self.prompts[q // self.samples]) for q in requests]
+        at, origin, lengths, requests, places = to_device(
+            [torch.tensor(found) for found in (rows, origins, lengths, requests, places)], device
         )
-        self.request[at] = torch.tensor(requests, device=device)
-        self.place[at] = torch.tensor(places, device=device)
+        self.request[at] = requests
+        self.place[at] = places
         self.count[at] = 0
         if isinstance(prompt, PromptCache):
             self.cache.place(at, prompt, origin)
@@ -596,7 +599,9 @@ def draw(
     policy = probability = torch.softmax(logits, dim=-1, dtype=torch.float32)
     if sampling.top_k or sampling.top_p < 1:
         probability = _cut(probability, sampling.top_k, sampling.top_p)
-    cdf = probability.cumsum(-1)
+    if probability.is_cuda and len(logits) == 1:  # a single row is summed up in any order there
+        probability = probability.expand(2, -1)
+    cdf = probability.cumsum(-1)[: len(logits)]
     # The first token whose cumulative probability exceeds u; one of probability zero never is.
     token = torch.searchsorted(cdf, (uniform[:, None] * cdf[:, -1:]), right=True)[:, 0]
     token.clamp_(max=logits.shape[-1] - 1)

@@ -1,21 +1,19 @@
 """Report on the scaling of finished classify runs: tables, figures, a diagnosis and advice.
 
-    python -m ddp_bench.report --root outputs
     python -m ddp_bench.report --root outputs --out report --warmup 1 --datasets ag_news imdb
 
-Reads run folders (run.yaml, result.json, metrics.jsonl), scaling runs (scaling.json) and
-predictions (prediction.json) anywhere below --root, and puts those of one task with the same
-settings together. Speed-up is rows per second against one rank. Strong: the batch of all ranks is
-that of the one rank; weak: the batch of each rank is. Training time alone counts, without
-validation.
+Reads run folders, scaling runs (scaling.json) and predictions (prediction.json) anywhere below
+--root, and puts those of one task with the same settings together. Speed-up is rows per second
+against one rank. Strong: the batch of all ranks is that of the one rank; weak: the batch of each
+rank is. Training time alone counts.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.config import ConfigError
+from common.config import ConfigError, at_least
+from common.exits import ending_tool
 from ddp_bench.report import figures, tables
 from ddp_bench.report.diagnosis import group_records
 from ddp_bench.report.records import read_records, select_tasks
@@ -26,6 +24,7 @@ def write(root: Path, out: Path, warmup: int = 1, datasets: Sequence[str] | None
 
     Raises: ConfigError where nothing below `root` can be counted.
     """
+    at_least("--warmup", warmup, 0)
     records, incomplete = read_records(root, warmup)
     records = select_tasks(records, datasets)
     if not records:
@@ -45,7 +44,7 @@ def write(root: Path, out: Path, warmup: int = 1, datasets: Sequence[str] | None
     return text
 
 
-def main() -> int:
+def main() -> None:
     """Run the command line. Exit codes: 0 done, 2 a mistake."""
     parser = argparse.ArgumentParser(
         "python -m ddp_bench.report", description=(__doc__ or "").splitlines()[0]
@@ -57,18 +56,6 @@ def main() -> int:
     add("--datasets", nargs="+", metavar="NAME", help="these tasks only; default: all")
     options = parser.parse_args()
     out = options.out or options.root / "report"
-    try:
-        if options.warmup < 0:
-            raise ConfigError(f"--warmup {options.warmup} is too small. Give 0 or more.")
+    with ending_tool():
         print(write(options.root, out, options.warmup, options.datasets))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(
-            f"error: {error.filename} cannot be written: {error.strerror}. Give another --out.",
-            file=sys.stderr,
-        )
-        return 2
-    print(f"written to {out}")
-    return 0
+        print(f"written to {out}")

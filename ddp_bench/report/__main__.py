@@ -1,8 +1,6 @@
 """Run the command python -m ddp_bench.report."""
 
-import sys
-
 from ddp_bench.report import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

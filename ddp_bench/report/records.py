@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
+from yaml import YAMLError
 
 from common.config import ConfigError
 from common.report.events import events
@@ -24,9 +26,7 @@ NOT_A_GROUP += ("validation_share",)
 
 @dataclass
 class Record:
-    """One run, or one measurement of a scaling run. Seconds are of training steps; warm-up is left
-    out of them.
-    """
+    """One run, or one measurement of a scaling run. Seconds are of steps after the warm-up."""
 
     folder: str
     task: str
@@ -58,9 +58,7 @@ def read_records(root: Path, warmup: int) -> tuple[list[Record], list[tuple[str,
     """Return the records below `root`, and the folders that are incomplete with the reason. Other
     algorithms' are passed over.
 
-    Args: warmup: epochs of a run that do not count; of scaling.json nothing, which leaves its own
-    warm-up out.
-    Raises: ConfigError where there is no such folder.
+    Args: warmup: epochs of a run that do not count. Raises: ConfigError where there is no folder.
     """
     if not root.is_dir():
         raise ConfigError(
@@ -76,10 +74,9 @@ def read_records(root: Path, warmup: int) -> tuple[list[Record], list[tuple[str,
             records += read_table(table) if table else read_run(folder, warmup)
         except Incomplete as error:
             incomplete.append((str(folder), str(error)))
-        except (KeyError, TypeError, ValueError, AttributeError, OSError, yaml.YAMLError) as error:
-            reason = str(error).splitlines()[0] if str(error) else ""
-            text = f"damaged or of another version ({type(error).__name__}: {reason})"
-            incomplete.append((str(folder), text))
+        except (LookupError, TypeError, ValueError, AttributeError, OSError, YAMLError) as error:
+            text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            incomplete.append((str(folder), f"damaged or of another version ({text})"))
     return records, incomplete
 
 
@@ -131,8 +128,8 @@ def _summarise_run(
         batch_rows=batch,
         device=result["device"],
         dtype=result["dtype"],
-        step_p50=quantile(whole, 50),
-        step_p90=quantile(whole, 90),
+        step_p50=float(np.percentile(whole, 50)),
+        step_p90=float(np.percentile(whole, 90)),
         rows_per_second=sum(e["rows"] for e in kept) / sum(e["seconds"] for e in kept),
         phases={
             name: statistics.fmean(event["phase_seconds"].get(name, 0.0) for event in kept)
@@ -150,19 +147,15 @@ def _summarise_run(
 def read_table(path: Path) -> list[Record]:
     """Return the records of a scaling.json or a prediction.json."""
     saved = json.loads(path.read_text(encoding="utf-8"))
+    group = json.dumps(["scaling", saved["settings"], saved["dtype"]], sort_keys=True)
     return [
         Record(
+            **{key: saved[key] for key in ("task", "model", "device", "dtype")},
+            **{key: run[key] for key in ("ranks", "batch_rows", "rows_per_second")},
             folder=str(path.parent),
-            task=saved["task"],
-            model=saved["model"],
-            group=json.dumps(["scaling", saved["settings"], saved["dtype"]], sort_keys=True),
-            ranks=run["ranks"],
-            batch_rows=run["batch_rows"],
-            device=saved["device"],
-            dtype=saved["dtype"],
+            group=group,
             step_p50=run["step_seconds"]["p50"],
             step_p90=run["step_seconds"]["p90"],
-            rows_per_second=run["rows_per_second"],
             phases={name: span["p50"] for name, span in run["phase_seconds"].items()},
             epoch_seconds=saved["training_rows"] / run["rows_per_second"],
             threads=saved["threads_per_rank"],
@@ -174,29 +167,17 @@ def read_table(path: Path) -> list[Record]:
     ]
 
 
-def quantile(values: Sequence[float], percent: int) -> float:
-    """Return a percentile, interpolated between neighbours."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
 def select_tasks(records: list[Record], datasets: Sequence[str] | None) -> list[Record]:
-    """Return the records of these tasks, whose names need not have the same case or dashes. Raises:
-    ConfigError.
-    """
-    if datasets is None:
-        return records
+    """Return the records of these tasks; case and dashes do not count. Raises: ConfigError."""
 
     def plain(name: str) -> str:
         return re.sub(r"[^a-z0-9]", "", name.lower())
 
     there = sorted({record.task for record in records})
-    for name in datasets:
+    for name in datasets or ():
         if plain(name) not in map(plain, there):
             raise ConfigError(
                 f"--datasets {name}: no run of that task. Choices: {', '.join(there) or 'none'}."
             )
-    return [record for record in records if plain(record.task) in map(plain, datasets)]
+    wanted = set(map(plain, there if datasets is None else datasets))
+    return [record for record in records if plain(record.task) in wanted]

@@ -28,11 +28,9 @@ def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def align(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
     """Return the rows as lines of columns, to the right but for the first `left` of them."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    signs = ["<" if number < left else ">" for number in range(len(widths))]
     return [
-        "  ".join(
-            text.ljust(width) if number < left else text.rjust(width)
-            for number, (text, width) in enumerate(zip(row, widths, strict=True))
-        )
+        "  ".join(f"{t:{s}{w}}" for t, s, w in zip(row, signs, widths, strict=True)).rstrip()
         for row in rows
     ]
 
@@ -43,42 +41,35 @@ def write_csv(groups: Iterable[Group], path: Path) -> None:
 
 
 def _make_cells(group: Group, point: Point) -> dict[str, Any]:
-    def rounded(value: float | None) -> str:
-        return "" if value is None else f"{value:.5g}"
-
+    first = point.records[0]
     accuracy = [max(record.accuracy) for record in point.records if record.accuracy]
-    numbers = {
-        "epoch_seconds": point.median("epoch_seconds"),
-        "step_seconds_p50": point.number("step_p50"),
-        "step_seconds_p90": point.number("step_p90"),
-        "rows_per_second": point.number("rows_per_second"),
-        "speedup": point.speedup,
-        "efficiency_percent": point.efficiency,
-    }
-    more = {
-        "predicted_step_seconds": point.foreseen,
-        "prediction_error_percent": point.error,
-        **{f"{name}_seconds": point.phases.get(name) for name in PHASES},
-        "best_validation_accuracy_percent": statistics.median(accuracy) if accuracy else None,
-        "test_accuracy_percent": point.median("test"),
-    }
-    return {
+    cells = {
         "task": group.task,
         "model": group.model,
         "group": group.name,
         "scaling": point.mode,
         "ranks": point.ranks,
         "batch_rows": point.batch_rows,
-        "hook": point.records[0].wrapper.get("hook", "none"),
+        "hook": first.wrapper.get("hook", "none"),
         "runs": len(point.records),
-        **{name: rounded(value) for name, value in numbers.items()},
+        "epoch_seconds": point.number("epoch_seconds"),
+        "step_seconds_p50": point.number("step_p50"),
+        "step_seconds_p90": point.number("step_p90"),
+        "rows_per_second": point.number("rows_per_second"),
+        "speedup": point.speedup,
+        "efficiency_percent": point.efficiency,
         "how": point.how,
-        **{name: rounded(value) for name, value in more.items()},
+        "predicted_step_seconds": point.foreseen,
+        "prediction_error_percent": point.error,
+        **{f"{name}_seconds": point.phases.get(name) for name in PHASES},
+        "best_validation_accuracy_percent": statistics.median(accuracy) if accuracy else None,
+        "test_accuracy_percent": point.number("test"),
         "causes": "; ".join(point.causes),
-        "device": point.records[0].device,
-        "dtype": point.records[0].dtype,
+        "device": first.device,
+        "dtype": first.dtype,
         "folders": "; ".join(dict.fromkeys(record.folder for record in point.records)),
     }
+    return {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in cells.items()}
 
 
 def escape(text: str) -> str:
@@ -108,13 +99,13 @@ def write_tex(groups: Iterable[Group], path: Path) -> None:
         for point in group.points:
             texts = [
                 *(group.task, group.model, point.mode, str(point.ranks), str(point.batch_rows)),
-                shown(point.median("epoch_seconds"), "{:.2f}"),
-                f"{point.number('rows_per_second'):.0f}",
+                shown(point.number("epoch_seconds"), "{:.2f}"),
+                shown(point.number("rows_per_second"), "{:.0f}"),
                 shown(point.speedup, "{:.2f}x"),
                 shown(point.efficiency, "{:.1f} %"),
-                shown(point.median("test"), "{:.1f} %"),
+                shown(point.number("test"), "{:.1f} %"),
             ]
-            lines.append(" & ".join(escape(text) for text in texts) + r" \\")
+            lines.append(" & ".join(map(escape, texts)) + r" \\")
         lines.append(r"\hline")
     lines += [r"\end{tabular}", r"\end{document}", ""]
     path.write_text("\n".join(lines), encoding="utf-8")
@@ -129,7 +120,7 @@ def describe_groups(groups: Iterable[Group], incomplete: Sequence[tuple[str, str
         title += " (predicted, not measured)" * first.predicted
         lines += [title, "=" * len(title), ""]
         for point in group.points:
-            lines += _describe_point(point)
+            lines += [*_describe_point(point), ""]
         if not any(point.ranks == 1 for point in group.points):
             lines += ["No run of one rank: there is no speed-up to tell. Run one with opt=[].", ""]
         elif len(group.points) == 1:
@@ -141,9 +132,9 @@ def describe_groups(groups: Iterable[Group], incomplete: Sequence[tuple[str, str
 
 
 def _describe_point(point: Point) -> list[str]:
-    head = f"{point.ranks} {point.unit}{'s' * (point.ranks > 1)}, {point.batch_rows} rows a step"
+    head = f"{point.named}, {point.batch_rows} rows a step"
     head += (f", {point.mode} scaling" if point.mode in ("strong", "weak") else "") + point.hook
-    epoch, p50 = point.median("epoch_seconds"), 1000 * point.number("step_p50")
+    epoch, p50 = point.number("epoch_seconds"), 1000 * point.number("step_p50")
     step = f"  step {p50:.2f} ms p50, {1000 * point.number('step_p90'):.2f} ms p90;"
     step += f" {point.number('rows_per_second'):.0f} rows/s"
     lines = [head, step + (f"; epoch {epoch:.2f} s" if epoch is not None else "")]
@@ -158,17 +149,15 @@ def _describe_point(point: Point) -> list[str]:
         lines.append("  phases " + ", ".join(phases))
     if point.mode == "unpaired":
         lines.append(
-            "  no run of one rank with this batch or with that of a rank: nothing to compare with"
+            "  no run of one rank with this batch, or with that of a rank, to compare with"
         )
-    elif point.ranks > 1:
+    if point.base is not None:
         lines += _describe_speedup(point)
-    return [*lines, ""]
+    return lines
 
 
 def _describe_speedup(point: Point) -> list[str]:
-    speedup, efficiency = point.speedup, point.efficiency
-    assert speedup is not None
-    assert efficiency is not None
+    speedup, efficiency = point.speedup or 0.0, point.efficiency or 0.0
     if speedup < 1:
         verdict = "NEGATIVE SCALING, slower than one"
     elif speedup < ENOUGH:

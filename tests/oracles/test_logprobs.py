@@ -80,7 +80,7 @@ def test_prompts_of_one_length_need_no_mask(name):
     prepare(model)
     laid = group(*data(((6, (3, 7)), (6, (4, 4)))), CPU)
     assert laid.prompt_mask is None
-    among = torch.ones(6, 6).tril().log().expand(2, 1, 6, 6)
+    among = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 1, 6, 6)
     fast, slow = (
         token_logprobs(model, groups, 1.0)[0]
         for groups in (laid, dataclasses.replace(laid, prompt_mask=among))

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import eggroll, grpo, measure
 from benchmarks.measure import Case
-from common.model.tiny import byte_tokenizer
+from benchmarks.together import RUNS
 from tests.support import ROOT
 from tests.support.commands import Launch
 
@@ -33,22 +33,11 @@ def benchmark(launch: Launch):
     return partial(launch, module="benchmarks")
 
 
-def check(content, printed):
+def check(content):
     """The form that is set, and nothing claimed that was not measured."""
     assert set(content) == {"conditions", "rows"}
     conditions, rows = content["conditions"], content["rows"]
-    for key in (
-        "device",
-        "threads",
-        "torch",
-        "transformers",
-        "commit",
-        "date",
-        "sizes",
-        "repeats",
-        "dtype",
-        "timing",
-    ):
+    for key in ("device", "threads", "torch", "transformers", "commit", "date", "sizes", "dtype"):
         assert key in conditions, key
     for row in rows:
         assert list(row) == ["benchmark", "row", "value", "unit", "against", "ratio"]
@@ -61,23 +50,16 @@ def check(content, printed):
         assert not any(row["against"] == name for row in rows)
         assert name not in conditions["timing"]
     timed = {row["row"] for row in rows if row["unit"] == "s/step" and row["value"] is not None}
-    assert len(timed) == len(conditions["timing"])
+    assert timed == set(conditions["timing"])
     assert all(
         len(timing["seconds"]) == conditions["repeats"] for timing in conditions["timing"].values()
     )
     assert set(conditions["same_completions"]) == {eggroll.ONE, eggroll.MEMBER}
-    assert [figure["figure"] for figure in conditions["figures"]] == [0.95, 5, 20, 0.1]
-    assert all(
-        figure["reached"] is None for figure in conditions["figures"]
-    )  # of sizes that nobody asked for
-    against = [
-        row["against"]
-        for row in rows
-        if row["row"] == "population in one forward" and row["against"]
+    assert len(conditions["figures"]) == 4
+    (against,) = [
+        row["against"] for row in rows if row["row"] == eggroll.POPULATION and row["against"]
     ]
-    assert against == ["plain sampler, no noise", ROWS[1], ROWS[0]]
-    for line in printed.splitlines():
-        assert len(line) <= 80 or line.startswith("written to"), line
+    assert against == ROWS[0]
 
 
 def test_eggroll_without_a_compiler(benchmark, tmp_path):
@@ -93,14 +75,14 @@ def test_eggroll_without_a_compiler(benchmark, tmp_path):
         fresh=True,
     )
     content = json.loads(path.read_text())
-    check(content, done.stdout)
+    check(content)
     assert "InvalidCxxCompiler" in content["conditions"]["skipped"]["+ compile"]
     assert done.stderr == ""  # no progress line where there is no terminal
 
 
 @pytest.mark.slow
 def test_eggroll_with_a_compiler(benchmark, tmp_path):
-    done = benchmark(
+    benchmark(
         "eggroll",
         "--quick",
         "--device",
@@ -112,17 +94,17 @@ def test_eggroll_with_a_compiler(benchmark, tmp_path):
         fresh=True,
     )
     content = json.loads((tmp_path / "out.json").read_text())
-    check(content, done.stdout)
+    check(content)
     assert content["conditions"]["compile_seconds"] > 0
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_eggroll_on_cuda(benchmark, tmp_path):
-    done = benchmark(
+    benchmark(
         "eggroll", "--quick", "--device", "cuda", "--json", str(tmp_path / "out.json"), fresh=True
     )
-    check(json.loads((tmp_path / "out.json").read_text()), done.stdout)
+    check(json.loads((tmp_path / "out.json").read_text()))
 
 
 def test_loader_shows_one_change_at_a_time(benchmark, tmp_path):
@@ -137,7 +119,6 @@ def test_loader_shows_one_change_at_a_time(benchmark, tmp_path):
     ]
     assert all(row["value"] > 0 for row in rows.values())
     assert rows["+ both"]["ratio"] > 2  # tiny sizes; far more in earnest
-    assert [figure["reached"] for figure in content["conditions"]["figures"]] == [None]
     assert "both changes together" in done.stdout
 
 
@@ -160,7 +141,7 @@ def test_grpo_in_brief(benchmark, tmp_path):
         "grpo", "--quick", "--brief", "--device", "cpu", "--json", str(tmp_path / "out.json")
     )
     content = json.loads((tmp_path / "out.json").read_text())
-    values = {row["row"]: row["value"] for row in content["rows"] if row["benchmark"] == "grpo"}
+    values = {row["row"]: row["value"] for row in content["rows"] if row["unit"] == "s/step"}
     assert values[grpo.PLAIN] > 0
     assert values[grpo.OURS] > 0
     assert content["conditions"]["loss_deviation"][grpo.PLAIN] < 1e-4
@@ -178,28 +159,21 @@ def test_grpo(benchmark, tmp_path):
     )
     content = json.loads((tmp_path / "out.json").read_text())
     conditions, rows = content["conditions"], content["rows"]
-    assert {row["row"] for row in rows if row["benchmark"] == "grpo"} >= {
-        grpo.PLAIN,
-        grpo.PEER,
-        grpo.OURS,
-        *grpo.CUMULATIVE,
-    }
-    assert {row["row"] for row in rows if row["benchmark"] == "grpo switch"} == set(grpo.SWITCHES)
+    seconds = {row["row"]: row["value"] for row in rows if row["unit"] == "s/step"}
+    document = {grpo.PLAIN, grpo.PEER, grpo.OURS, *grpo.CUMULATIVE}
+    assert set(seconds) - {"float32 against TRL"} == document | set(grpo.ALONE)
     skipped = conditions["skipped"]
-    may = {
-        grpo.PEER,
-        "+ amp",
-        "+ compile",
-        *(f"{name} alone" for name in ("amp", "tf32", "offload", "compile", "parallel rewards")),
+    may = {grpo.PEER, "+ amp", "+ compile"} | set(grpo.ALONE) - {
+        "checkpointing alone",
+        "AdamW not fused alone",
     }
     assert set(skipped) <= may, skipped
-    for row in rows:
-        name = f"{row['row']} alone" if row["benchmark"] == "grpo switch" else row["row"]
-        assert (row["value"] is None) == (name in skipped)
+    assert all((value is None) == (row in skipped) for row, value in seconds.items())
     gaps = conditions["loss_deviation"]
     assert gaps.pop(grpo.PEER, None) is None
     for name, gap in gaps.items():
-        assert gap < (0.05 if name in ("+ amp", "+ parallel rewards", "+ 2 ranks") else 1e-4), name
+        half = name in ("+ amp", "+ parallel rewards", "+ 2 ranks", "amp alone")
+        assert gap < (0.05 if half else 1e-4), name
     for name in gaps:
         assert set(conditions["phases"][name]) == {
             "rollout",
@@ -212,12 +186,7 @@ def test_grpo(benchmark, tmp_path):
         losses = conditions["losses"][name]
         assert len(losses) == 4
         assert all(abs(loss) > 1e-6 for loss in losses[1:])
-    for line in (
-        "one prompt at a time",
-        "each alone",
-        "tf32                  skipped: wants a CUDA device",
-    ):
-        assert line in done.stdout
+    assert "tf32 alone: skipped, wants a CUDA device" in done.stdout
     assert done.stderr == ""
 
 
@@ -235,9 +204,8 @@ def test_sampler(benchmark, tmp_path):
     }
     assert all(ratio > 0 for ratio in ratios.values())
     drawn = content["conditions"]["mean_length"]
-    assert all(
-        4 < drawn[row] < 24 for row in ("generate", "continuous batching", "this project")
-    )  # longest is 24
+    assert len(drawn) >= 3
+    assert all(4 < length < 24 for length in drawn.values())  # longest is 24
     assert "decode, share of the bandwidth roofline" in done.stdout
 
 
@@ -247,8 +215,7 @@ def test_memory_of_training_and_of_sampling(benchmark, tmp_path):
     content = json.loads((tmp_path / "out.json").read_text())
     assert [row["unit"] for row in content["rows"]] == ["GB"] * 4
     assert all(row["value"] > 0 for row in content["rows"])
-    assert [figure["reached"] for figure in content["conditions"]["figures"]] == [None, None]
-    assert max(map(len, done.stdout.splitlines()[:-1])) <= 80
+    assert done.stdout.count("<= 1.15x") == 2
 
 
 def test_results_side_by_side(benchmark, tmp_path):
@@ -284,23 +251,8 @@ def test_all_in_one_go(benchmark, tmp_path):
     done = benchmark(
         "all", "--quick", "--device", "cpu", "--out", str(tmp_path / "out"), fresh=True
     )
-    assert {path.stem for path in (tmp_path / "out").glob("*.json")} == {
-        "sampler",
-        "grpo",
-        "eggroll",
-        "loader",
-        "rft",
-    }
-    assert "sampler: spread lengths: this project / generate" in done.stdout
-
-
-def test_gpt2s_vocabulary_decodes():
-    tokenizer = grpo.widened(byte_tokenizer(), 50257)
-    assert len(tokenizer) == 50257
-    assert tokenizer("abc é")["input_ids"] == byte_tokenizer()("abc é")["input_ids"]
-    texts = tokenizer.batch_decode([[300], [50256]])
-    assert all(texts)
-    assert len(set(texts)) == 2
+    assert {path.stem for path in (tmp_path / "out").glob("*.json")} == set(RUNS["cpu"])
+    assert "sampler: spread lengths: this project / spread lengths: generate" in done.stdout
 
 
 def test_an_unknown_name_is_answered_with_the_names(benchmark):
@@ -320,7 +272,7 @@ def test_help_names_each_benchmark_and_imports_no_torch():
 
 
 def test_different_completions_are_not_equal_work():
-    work = eggroll.Work(eggroll.QUICK, torch.device("cpu"), torch.float32, False)
+    work = eggroll.Work(eggroll.QUICK, torch.device("cpu"))
     made = work.population()
     which = [(i % work.sizes.prompts, i // work.sizes.prompts) for i in range(work.sizes.samples)]
     assert work.same(made, made, which) == len(which)
@@ -333,7 +285,7 @@ def test_different_completions_are_not_equal_work():
 
 
 def test_the_weights_come_back():
-    work = eggroll.Work(eggroll.QUICK, torch.device("cpu"), torch.float32, False)
+    work = eggroll.Work(eggroll.QUICK, torch.device("cpu"))
     before = {name: weight.clone() for name, weight in work.parameters.items()}
     with work.materialised(3):
         assert any(
@@ -354,7 +306,7 @@ def test_cases_take_turns_and_the_warm_up_is_not_counted():
     timings = measure.interleaved(cases, 3, torch.device("cpu"))
     assert "".join(calls) == "aab" + "ababab"
     assert [len(timing.seconds) for timing in timings.values()] == [3, 3]
-    assert timings["a"].result == 1
+    assert timings["a"].first == 1
 
 
 def test_memory_is_that_of_the_case_alone():

@@ -60,9 +60,13 @@ class Started:
 
 
 class Warm:
-    """tests/support/warm.py, started at the first request, which serves one at a time."""
+    """tests/support/warm.py, started at the first request, which serves one at a time.
 
-    def __init__(self) -> None:
+    environment: more variables for it.
+    """
+
+    def __init__(self, **environment: str) -> None:
+        self.environment = environment
         self.process: subprocess.Popen[bytes] | None = None
         self.last: Started | None = None
 
@@ -81,7 +85,11 @@ class Warm:
         if self.process is None:
             command = [sys.executable, str(ROOT / "tests/support/warm.py")]
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+                command,
+                env=os.environ | self.environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
             )
         assert self.last is None or self.last.poll() is not None, "one at a time"
         assert self.process.stdin is not None

@@ -26,6 +26,10 @@ def serve() -> None:
     {arguments, module} or {call}.
     """
     sys.path.insert(0, str(ROOT))
+    if "CLUTCH_STANDIN" in os.environ:  # before torch: see tests/support/standin
+        from tests.support import standin
+
+        standin.DEVICE = standin.start()
     import matplotlib.figure  # noqa: F401
     import sacrebleu  # noqa: F401
     import torch.multiprocessing

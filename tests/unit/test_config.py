@@ -170,7 +170,7 @@ MISTAKES = {
     ),
     "opt=[amp,cmpile]": (
         "opt='cmpile' is not a choice. Did you mean 'compile'? Choices: amp, checkpointing,"
-        " compile, ddp, fsdp, offload, profile, tf32."
+        " compile, ddp, deterministic, fsdp, offload, profile, tf32."
     ),
     "opt=null": "opt=null is not a list. Use opt=[] for none, or for example 'opt=[amp,compile]'.",
     "opt.amp.dtype=float16": (
@@ -209,8 +209,8 @@ MISTAKES = {
         " auto, cpu, h100, h200, rtx4090, v100."
     ),
     "opt=[3]": (
-        "opt='3' is not a choice. Choices: amp, checkpointing, compile, ddp, fsdp, offload,"
-        " profile, tf32."
+        "opt='3' is not a choice. Choices: amp, checkpointing, compile, ddp,"
+        " deterministic, fsdp, offload, profile, tf32."
     ),
     "algo.optimizer.kwargs={lr: 5}": "algo.optimizer.kwargs.lr=5 has no effect. Use algo.lr.",
     "algo.lr_schedule.kind=linear": (

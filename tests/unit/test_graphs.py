@@ -290,7 +290,7 @@ def test_cuda_graphs_give_their_memory_back():
 def test_a_step_that_cuda_cannot_record_is_told():
     model = small_model("llama").cuda()
     model.model.layers[0].register_forward_hook(lambda _, args, out: out * bool(out.sum()))
-    with pytest.raises(ConfigError, match=r"Set hardware\.cuda_graphs=false"):
+    with pytest.raises(ConfigError, match=r"Set engine\.cuda_graphs=false"):
         Sampler(model, pad_id=96, stop_ids=(), rows=4, graphs=True).generate(
             Requests(prompts=prompts()), sampling(1.0)
         )

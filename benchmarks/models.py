@@ -1,0 +1,69 @@
+"""Models of random weights, the same at every call, that no token stops; and whether two ways to
+sample them did the same work.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GPT2Config, LlamaConfig, Qwen2Config
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+
+def _llama(hidden: int, layers: int, heads: int, wide: int) -> Any:
+    return LlamaConfig(
+        vocab_size=260,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=wide,
+        max_position_embeddings=512,
+    )
+
+
+CONFIGS: dict[str, Any] = {
+    "quick": _llama(32, 2, 2, 64),
+    "tiny": _llama(128, 4, 4, 384),  # conf/model/tiny.yaml
+    "small": _llama(256, 6, 8, 768),
+    "gpt2": GPT2Config(),
+    "gpt2-quick": GPT2Config(n_embd=64, n_layer=2, n_head=2),
+    "0.5b": Qwen2Config(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+def build(name: str, **changes: Any) -> Any:
+    """Return the model of CONFIGS in the default dtype and on the default device, frozen."""
+    settings = CONFIGS[name].to_dict() | {"bos_token_id": None, "eos_token_id": None} | changes
+    config = type(CONFIGS[name]).from_dict({"pad_token_id": 0} | settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config).requires_grad_(False).eval()
+
+
+@torch.inference_mode()
+def generate(model: Any, prompts: Tensor, **settings: Any) -> Tensor:
+    """Return the new tokens of transformers' own generation, greedy unless `settings` say more."""
+    prompts = prompts.to(model.device)
+    settings = {"attention_mask": torch.ones_like(prompts), "do_sample": False} | settings
+    return model.generate(prompts, pad_token_id=0, **settings)[:, prompts.shape[1] :]
+
+
+@torch.no_grad()
+def differs(model: Any, prompt: Tensor, row: Tensor, other: Tensor, tie: float) -> str | None:
+    """Return where two greedy completions differ, unless logits there are as close as `tie`."""
+    if torch.equal(row, other):
+        return None
+    first = int((row != other).nonzero()[0])
+    text = torch.cat((prompt.to(row), row[:first]))[None]
+    logits = model(input_ids=text).logits[0, -1].float()
+    if (logits[row[first]] - logits[other[first]]).abs() <= tie:
+        return None
+    return f"differ at token {first}: {row[first].item()} and {other[first].item()}"

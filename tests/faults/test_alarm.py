@@ -1,0 +1,115 @@
+"""An error on one rank of two, where the others notice nothing and taking the group down blocks, as
+with NCCL: the run ends at once with that error, and every rank's log names it.
+"""
+
+import errno
+import importlib
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import ProcessRaisedException
+
+from common import checkpoint
+from common.config import ConfigError
+from common.distributed import alarm
+from common.distributed.workers import launch
+from common.sampling.native import Sampler
+from common.signals import EXIT_WRITE, RunStopped
+from launch import compose
+from tests.support import SMALL, SMALL_GRPO, SMALL_RFT
+from tests.support.letters import Letters
+
+pytestmark = pytest.mark.faults
+
+RANKS = ["opt=[ddp]", "opt.ddp.ranks=2", "checkpoint.every=1"]
+RUNS = {
+    "eggroll": ["algo=eggroll", *SMALL],
+    "grpo": SMALL_GRPO,
+    "rft": [*SMALL_RFT, "task=countdown", "model.tiny.pretrain_steps=0", "algo.select.accept=0.01"],
+}
+
+
+class Bad(Letters):
+    """Raises on one rank: reading its rows, or scoring."""
+
+    def __init__(self, fault, rank):
+        super().__init__("smooth")
+        self.what, self.rank = fault, rank
+
+    def examples(self, split):
+        if self.what == "data" and self.rank == 1:
+            raise ConfigError("rows.csv, line 7: the answer is empty.")
+        return super().examples(split)
+
+    def reward(self, example, completion):
+        if self.what == "reward" and self.rank == 1:
+            raise KeyError("no such letter")
+        return super().reward(example, completion)
+
+
+def fail(run, context, fault):
+    """Train in each of two ranks, one of which fails."""
+    alarm.LOOK, alarm.GRACE = 0.2, 0.5
+    behave_like_nccl()
+    if fault == "memory" and context.rank == 1:
+        full = torch.OutOfMemoryError("CUDA out of memory")
+        Sampler._generate = raising(full)
+    if fault == "checkpoint":
+        checkpoint.save = raising(OSError(errno.ENOSPC, "No space left on device"))
+    if fault == "crash" and context.rank == 1:
+        Sampler._generate = raising(ZeroDivisionError("division by zero"))
+    train = importlib.import_module(f"{run.algo.name}.train").train
+    return train(run, context, Bad(fault, context.rank))
+
+
+def raising(error):
+    def raise_it(*_, **__):
+        raise error
+
+    return raise_it
+
+
+def behave_like_nccl():
+    """A collective whose peer has gone does not end, nor does taking the group down."""
+
+    def for_ever(*_, **__):
+        while True:
+            time.sleep(60)
+
+    for name in ("all_reduce", "all_gather_object", "barrier"):
+        collective = getattr(dist, name)
+
+        def patient(*arguments, collective=collective, **options):
+            try:
+                return collective(*arguments, **options)
+            except RuntimeError:
+                for_ever()
+
+        setattr(dist, name, patient)
+    dist.destroy_process_group = for_ever
+
+
+FAULTS = {
+    "reward": (ConfigError, "no such letter", 1),
+    "memory": (ConfigError, "out of memory", 1),
+    "checkpoint": (RunStopped, "Make room, then go on with", 0),
+    "data": (ConfigError, "rows.csv, line 7: the answer is empty.", 1),
+    "crash": (ProcessRaisedException, "ZeroDivisionError: division by zero", 1),
+}
+
+
+@pytest.mark.parametrize("algo", RUNS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_run_ends_with_the_error_of_the_rank_that_failed(algo, fault, warm, cache, tmp_path):
+    kind, text, rank = FAULTS[fault]
+    given = compose([*RUNS[algo], *RANKS])
+    began = time.monotonic()
+    with pytest.raises(kind, match=text) as raised:
+        warm.call(launch, f"{__name__}:fail", given, tmp_path, fault, CLUTCH_CACHE=str(cache))
+    assert time.monotonic() - began < 60, "what docs/reliability.md promises"
+    if kind is RunStopped:
+        assert raised.value.code == EXIT_WRITE
+    logs = [(tmp_path / name).read_text() for name in ("run.log", "rank-1.log")]
+    assert text in logs[1 - rank], "the rank that only waited names it too"

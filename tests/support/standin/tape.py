@@ -1,0 +1,127 @@
+"""A tape in place of a CUDA graph: it records torch's operations, which stand for kernels.
+
+As in a graph, numbers and shapes that Python had while recording are fixed, memory is addressed as
+it was then, and what a recording allocated holds nothing that one may read later: it is poisoned.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map, tree_map_only
+
+aten = torch.ops.aten
+# What asks the device for a number, or brings one from the host: CUDA refuses to record it, or
+# would repeat it blindly.
+WAITS = {
+    aten._local_scalar_dense,
+    aten.nonzero,
+    aten.masked_select,
+    aten.equal,
+    aten.lift_fresh,
+    aten._unique2,
+}
+
+
+class Recording(TorchDispatchMode):
+    """Runs operations, notes them down, and puts back what they wrote: recording runs nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.made: dict[int, torch.Tensor] = {}  # of this recording, by storage
+        self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket not in WAITS, f"{func} waits for the device"
+        kwargs = kwargs or {}
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if (
+                argument.alias_info is not None
+                and argument.alias_info.is_write
+                and isinstance(value, torch.Tensor)
+            ):
+                address = value.untyped_storage().data_ptr()
+                if address not in self.made and address not in self.before:
+                    content = whole(value)
+                    self.before[address] = (content, content.clone())
+        known = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs))}
+        out = func(*args, **kwargs)
+        self.calls.append((func, args, kwargs, out))
+        for tensor in tensors(out):
+            address = tensor.untyped_storage().data_ptr()
+            if address not in known:
+                self.made.setdefault(address, tensor)
+        return out
+
+    def finish(self) -> None:
+        """Put back what was written, and poison what was allocated."""
+        for memory, content in self.before.values():
+            memory.copy_(content)
+        for tensor in self.made.values():
+            poison(tensor)
+
+    def replay(self) -> None:
+        """Run the operations again on the memory of then."""
+        now: dict[int, torch.Tensor] = {}
+
+        def current(tree: Any) -> Any:
+            return tree_map(lambda x: now.get(id(x), x) if isinstance(x, torch.Tensor) else x, tree)
+
+        for func, args, kwargs, out in self.calls:
+            again = func(*current(args), **current(kwargs))
+            if func.overloadpacket in (aten.empty, aten.empty_like, aten.empty_strided):
+                poison(again)
+            for old, new in zip(tensors(out), tensors(again), strict=True):
+                if old is not new:
+                    now[id(old)] = new
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all memory that the tensor lies in, as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fill the memory with what nobody may read: all bits set, which is NaN or -1."""
+    whole(tensor).fill_(255)
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """List the tensors in nested arguments."""
+    found: list[torch.Tensor] = []
+    tree_map_only(torch.Tensor, found.append, tree)
+    return found
+
+
+class Graph:
+    """In place of torch.cuda.CUDAGraph."""
+
+    recorded = replayed = 0
+
+    def __init__(self, *_: Any) -> None:
+        Graph.recorded += 1
+        self.recording = Recording()
+
+    def replay(self) -> None:
+        """Run what was recorded."""
+        Graph.replayed += 1
+        self.recording.replay()
+
+
+class Capture:
+    """In place of torch.cuda.graph."""
+
+    under_way = False
+
+    def __init__(self, graph: Graph, **_: Any) -> None:
+        self.recording = graph.recording
+
+    def __enter__(self) -> None:
+        Capture.under_way = True
+        self.recording.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        Capture.under_way = False
+        self.recording.__exit__(*error)
+        self.recording.finish()
