@@ -5,9 +5,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported: what a shell or a launcher has set is not what is tested.
 FOREIGN = (
@@ -24,7 +25,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-from tests.support import ROOT, SHARED
+from launch import compose, train
+from tests.support import CONF, ROOT, SHARED, SMALL_RFT
 from tests.support.commands import Begin, Launch, Started, Warm
 from tests.support.standin import LIBRARY, build
 
@@ -114,6 +116,16 @@ def launch(cache: Path, tmp_path: Path, begin: Begin) -> Launch:
             f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         )
         return done
+
+    return run
+
+
+@pytest.fixture
+def letters(in_cache: None, tmp_path: Path) -> Callable[..., Any]:
+    """Run RFT on the letters task in this process; returns the result."""
+
+    def run(*overrides: str, folder: str = "run", task: Any = None) -> Any:
+        return train(compose([*SMALL_RFT, *overrides], CONF), tmp_path / folder, task)
 
     return run
 

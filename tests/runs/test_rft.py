@@ -10,40 +10,9 @@ import torch
 from common.config import ConfigError
 from common.tasks import Example
 from launch import compose, train
-from tests.support import CONF, SMALL_RFT, events, samples
+from tests.support import RFT_COMMAND, events, samples
+from tests.support.letters import Letters
 from tests.support.models import same_weights, weights
-
-
-def composed(*overrides):
-    return compose([*SMALL_RFT, *overrides], CONF)
-
-
-# --- the loop, through launch.py's own functions
-
-
-@pytest.fixture
-def letters(in_cache, tmp_path):
-    """Run RFT on the letters task in this process; returns the result."""
-
-    def run(*overrides, folder="run"):
-        return train(composed(*overrides), tmp_path / folder)
-
-    return run
-
-
-@pytest.fixture
-def command(launch):
-    """The same with launch.py in a process of its own."""
-
-    def run(*overrides):
-        return launch(
-            "--config-dir",
-            CONF,
-            *SMALL_RFT,
-            *overrides,
-        )
-
-    return run
 
 
 def test_two_iterations_teach_the_letters(letters, tmp_path):
@@ -209,10 +178,12 @@ def test_micro_batches_packing_and_recomputation_change_rounding_alone(letters, 
             assert torch.allclose(found[key], wanted[key], atol=2e-3), (name, key)
 
 
-def test_two_ranks_make_the_samples_and_the_weights_of_one(command, tmp_path):
+def test_two_ranks_make_the_samples_and_the_weights_of_one(launch, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
-    command("algo.iterations=1", f"hydra.run.dir={one}")
-    command("algo.iterations=1", "opt=[ddp]", "opt.ddp.ranks=2", f"hydra.run.dir={two}")
+    launch(*RFT_COMMAND, "algo.iterations=1", f"hydra.run.dir={one}")
+    launch(
+        *RFT_COMMAND, "algo.iterations=1", "opt=[ddp]", "opt.ddp.ranks=2", f"hydra.run.dir={two}"
+    )
     assert samples(one) == samples(two)
     a, b = weights(one), weights(two)
     assert all(torch.allclose(a[k], b[k], atol=2e-3) for k in a)
@@ -306,9 +277,7 @@ def test_complete_shards_are_used_and_incomplete_ones_are_not_sampled_again(lett
         letters("algo.iterations=1", "resume=auto", folder="half")
 
 
-def test_odd_line_ends_in_a_question_lose_nothing(in_cache, tmp_path):
-    from tests.support.letters import Letters
-
+def test_odd_line_ends_in_a_question_lose_nothing(letters, tmp_path):
     class Odd(Letters):
         def examples(self, split):
             return [
@@ -318,14 +287,12 @@ def test_odd_line_ends_in_a_question_lose_nothing(in_cache, tmp_path):
         def prompt(self, example):
             return f"{example.question[:2]} =>"
 
-    result = train(composed("algo.iterations=1"), tmp_path / "run", Odd())
+    result = letters("algo.iterations=1", task=Odd())
     assert result is not None
     assert result.reward_evaluations > 240
 
 
-def test_evaluation_prompts_are_reported_and_never_trained_on(in_cache, tmp_path):
-    from tests.support.letters import Letters
-
+def test_evaluation_prompts_are_reported_and_never_trained_on(letters, tmp_path):
     class Leaky(Letters):
         def prompt(self, example):
             spaces = "  " if example.id > 600 else " "
@@ -342,8 +309,10 @@ def test_evaluation_prompts_are_reported_and_never_trained_on(in_cache, tmp_path
             return rows
 
     few = ["algo.samples_per_prompt=1", "algo.second_round_samples=0", "algo.epochs=1"]
-    train(composed("algo.iterations=1", "algo.prompts=null", *few), tmp_path / "run", Leaky())
+    letters("algo.iterations=1", "algo.prompts=null", *few, task=Leaky())
     log = (tmp_path / "run/run.log").read_text()
+    assert "rft, 1 iteration, from the base weights" in log
+    assert re.search(r"engine +native\n", log)
     assert log.index("40 training prompts are evaluation prompts too: left out") < log.index(
         "base: held-out"
     )
@@ -353,9 +322,7 @@ def test_evaluation_prompts_are_reported_and_never_trained_on(in_cache, tmp_path
     assert not drawn & held_out
 
 
-def test_hints_are_marked_and_the_prompt_without_them_is_trained_on(in_cache, tmp_path):
-    from tests.support.letters import Letters
-
+def test_hints_are_marked_and_the_prompt_without_them_is_trained_on(letters, tmp_path):
     class Hinting(Letters):
         def hint(self, example):
             return f"{example.question} =>"
@@ -364,11 +331,11 @@ def test_hints_are_marked_and_the_prompt_without_them_is_trained_on(in_cache, tm
             return 0.0 if example.id % 2 else super().reward(example, completion)
 
     changes = ["algo.hint_samples=2", "algo.iterations=1"]
-    train(composed(*changes), tmp_path / "run", Hinting())
+    letters(*changes, task=Hinting())
     rounds = {r["round"] for r in map(json.loads, samples(tmp_path / "run"))}
     assert rounds == {"first", "second", "hint"}
     with pytest.raises(ConfigError, match=r"Letters has no method `hint"):
-        train(composed(*changes), tmp_path / "none", Letters())
+        letters(*changes, folder="none", task=Letters())
 
 
 @pytest.mark.parametrize(

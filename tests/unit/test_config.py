@@ -244,7 +244,8 @@ def test_mistakes_are_worded(override):
         ("hardware.group.rows=3", "hardware.group.rows is now algo.rollout_rows."),
         ("experiment=mine", "algo.old is now algo.lr=..."),
         ("experiment=group", "hardware.group.rows is now algo.rollout_rows."),
-        ("algo.odl=3", "algo.odl is not a setting."),
+        ("algo.odl=3", "algo.odl is not a setting. algo.old is now algo.lr=..."),
+        ("hardware.wats=3", "hardware.wats is not a setting. hardware.watts is gone"),
     ],
 )
 def test_a_renamed_key_is_an_error_that_says_what_to_write_now(
@@ -260,6 +261,18 @@ def test_a_renamed_key_is_an_error_that_says_what_to_write_now(
         file.write_text(f"# @package _global_\n{line}\n")
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
         compose([override], str(tmp_path))
+
+
+def test_a_mistyped_renamed_key_is_told_what_it_is_now():
+    wanted = "algo.pases is not a setting. algo.passes is now algo.num_iterations. Settings here:"
+    with pytest.raises(ConfigError, match=f"^{wanted}"):
+        compose(["algo=grpo", "algo.pases=2"])
+
+
+def test_a_wrong_environment_variable_is_named_alone(monkeypatch):
+    monkeypatch.setenv("MICRO_BATCH_SIZE", "x")
+    with pytest.raises(ConfigError, match=r"^the environment variable MICRO_BATCH_SIZE='x' is no"):
+        compose(["algo=rft"])
 
 
 def test_schedules():
