@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -128,6 +129,22 @@ def letters(in_cache: None, tmp_path: Path) -> Callable[..., Any]:
         return train(compose([*SMALL_RFT, *overrides], CONF), tmp_path / folder, task)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def first_iteration(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of one iteration of RFT on the letters task, for tests that go on from there."""
+    folder = tmp_path_factory.mktemp("rft")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("CLUTCH_CACHE", str(cache))
+        train(compose([*SMALL_RFT, "algo.iterations=1"], CONF), folder)
+    return folder
+
+
+@pytest.fixture
+def iterated(first_iteration: Path, tmp_path: Path) -> Path:
+    """A copy of it, where `letters` goes on."""
+    return shutil.copytree(first_iteration, tmp_path / "run")
 
 
 @pytest.fixture

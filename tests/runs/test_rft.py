@@ -62,14 +62,13 @@ def test_samples_do_not_depend_on_the_chunks(letters, tmp_path):
     assert drawn("one") == drawn("other")
 
 
-def test_stages_one_by_one_end_where_all_of_them_do(letters, tmp_path):
-    letters("algo.iterations=1", folder="whole")
+def test_stages_one_by_one_end_where_all_of_them_do(letters, first_iteration, tmp_path):
     for stage in ("generate", "select", "finetune", "evaluate"):
         assert letters("algo.iterations=1", f"algo.stage={stage}", folder="parts") is None
-    assert samples(tmp_path / "whole") == samples(tmp_path / "parts")
-    assert same_weights(tmp_path / "whole/iteration-1", tmp_path / "parts/iteration-1")
+    assert samples(first_iteration) == samples(tmp_path / "parts")
+    assert same_weights(first_iteration / "iteration-1", tmp_path / "parts/iteration-1")
     name = "iteration-1/evaluation.json"
-    assert (tmp_path / "whole" / name).read_text() == (tmp_path / "parts" / name).read_text()
+    assert (first_iteration / name).read_text() == (tmp_path / "parts" / name).read_text()
 
 
 def test_shards_are_merged_only_when_all_are_there_and_whole(letters, tmp_path):
@@ -123,8 +122,8 @@ def test_a_stage_without_what_it_needs_says_which_is_next(letters):
         letters("algo.stage=finetune", "algo.select.keep_per_prompt=1")
 
 
+@pytest.mark.usefixtures("iterated")
 def test_other_settings_do_not_go_on_with_a_run(letters):
-    letters("algo.iterations=1")
     with pytest.raises(ConfigError, match="already holds a run"):
         letters("algo.iterations=1")
     with pytest.raises(
@@ -240,8 +239,8 @@ def test_lora_targets_that_are_not_there_are_named(letters):
         letters("algo.optimizer.name=Foo", folder="other")
 
 
+@pytest.mark.usefixtures("iterated")
 def test_an_evaluation_of_other_settings_is_made_again(letters, tmp_path):
-    letters("algo.iterations=1")
     before = json.loads((tmp_path / "run/iteration-0/evaluation.json").read_text())
     result = letters(
         "algo.iterations=1", "resume=auto", "evaluate.examples=8", "algo.pass_samples=3"
@@ -251,8 +250,8 @@ def test_an_evaluation_of_other_settings_is_made_again(letters, tmp_path):
     assert set(result.metrics["after"]) == {"exact", "characters", "pass@1", "pass@3"}
 
 
+@pytest.mark.usefixtures("iterated")
 def test_a_folder_of_another_algorithm_is_left_alone(letters, tmp_path):
-    letters("algo.iterations=1")
     other = [
         "algo=grpo",
         "hardware=cpu",
