@@ -47,6 +47,7 @@ ALGORITHMS: dict[str, type] = {
     "predict": load("ddp_bench.config:PredictConfig"),
 }
 _store = cache(ConfigStore.instance().store)  # which copies each schema
+ConfigStore.__deepcopy__ = lambda self, _: self  # type: ignore  # or --help copies it 100 times
 
 
 def register() -> None:

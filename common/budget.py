@@ -76,8 +76,8 @@ def warn_if_overshot(share: float, limit: str) -> None:
 
 
 def describe_length(run: Run, count: int | None, what: str) -> str:
-    """Say how long a run is: "60 steps", "60 steps or budget.tokens=9", "steps until ..."."""
+    """Say how long a run is: "60 steps", "1 step or budget.tokens=9", "steps until ..."."""
     limits = list(run.budget.limits().values())
     if count is None:
         return f"{what} until {' or '.join(limits)}"
-    return " or ".join([f"{count} {what}", *limits])
+    return " or ".join([f"{count} {what.removesuffix('s') if count == 1 else what}", *limits])

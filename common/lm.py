@@ -14,6 +14,7 @@ import torch
 
 from common import hardware, optim, precision
 from common.config import ConfigError, Run, SamplingConfig
+from common.config.checks import CONF
 from common.distributed import fsdp
 from common.distributed.context import Context, fingerprint
 from common.evaluation import Evaluation, check_logits
@@ -325,7 +326,9 @@ class LM:
 
 def describe_engine(run: Run, engine: Engine) -> str:
     """Say which engine samples, and whether a sample can be drawn again."""
-    name = run.engine["_target_"]
+    target = run.engine["_target_"]
+    shipped = (path for path in CONF.glob("engine/*.yaml") if target in path.read_text())
+    name = next((path.stem for path in shipped), target)
     return name if engine.reproducible else f"{name}; its samples cannot be drawn again"
 
 

@@ -152,9 +152,6 @@ def build(
         return TrajectoryClassifier(config, classes, states.values.shape[1])
 
 
-# --- export and load
-
-
 def export(
     model: nn.Module,
     config: EncoderConfig,

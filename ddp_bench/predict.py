@@ -428,12 +428,7 @@ def describe(cfg: PredictConfig, saved: dict[str, Any], link: Link, sent_mb: flo
         f"one device   {how}: {saved['device']}",
         f"link         {1e6 * link.alpha:.1f} us a hop, {link.beta / 1e9:.2f} GB/s: {link.source}",
         f"gradients    {sent_mb:.1f} MB a step, in buckets of {cfg.ddp.bucket_cap_mb:g} MB",
-        *(
-            "",
-            "predicted milliseconds of a step",
-            scaling.make_table(saved["runs"], phases=False),
-            "",
-        ),
+        *("", "predicted milliseconds of a step", scaling.make_table(saved["runs"]), ""),
     ]
     cores, ranks = os.cpu_count() or 1, max(cfg.ranks)
     if saved["threads_per_rank"] is not None and ranks > cores:

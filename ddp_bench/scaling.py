@@ -322,8 +322,9 @@ def pool(repeats: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def print_findings(saved: dict[str, Any], out_dir: Path) -> None:
-    """Print the table, the check of the losses, the causes and what to do."""
-    log.info("\nmilliseconds of a step; phases are p50\n%s\n", make_table(saved["runs"]))
+    """Print the tables, the check of the losses, the causes and what to do."""
+    log.info("\nmilliseconds of a step\n%s\n", make_table(saved["runs"]))
+    log.info("of its phases, p50\n%s\n", make_phase_table(saved["runs"]))
     losses = saved["loss_check"]
     steps, apart = losses["steps"], losses["largest_difference"]
     text = f"loss of {steps} steps at an equal batch: {apart:.1e} apart at most"
@@ -337,22 +338,26 @@ def print_findings(saved: dict[str, Any], out_dir: Path) -> None:
     log.info("written to %s/scaling.json; %s", out_dir, figures)
 
 
-def make_table(runs: list[dict[str, Any]], phases: bool = True) -> str:
+def make_table(runs: list[dict[str, Any]]) -> str:
     """Return a line for each run of scaling.json or prediction.json."""
-    names = PHASES if phases else ()
-    head = ["scaling", "ranks", "rows", "p50", *(["p90"] * phases), *names, "rows/s", "speed-up"]
-    rows = [[*head, "efficiency"]]
+    rows = [["scaling", "ranks", "rows", "p50", "p90", "rows/s", "speed-up", "efficiency"]]
     for run in runs:
-        steps = run["step_seconds"]
-        times = [steps["p50"], *([steps["p90"]] * phases)]
-        times += [run["phase_seconds"][name]["p50"] for name in names]
         rows.append(
             [
                 *(run["scaling"], str(run["ranks"]), str(run["batch_rows"])),
-                *(f"{1000 * seconds:.2f}" for seconds in times),
+                *(f"{1000 * run['step_seconds'][end]:.2f}" for end in ("p50", "p90")),
                 f"{run['rows_per_second']:.0f}",
                 f"{run['speedup']:.2f}x",
                 f"{run['efficiency_percent']:.0f} %",
             ]
         )
+    return "\n".join(align(rows))
+
+
+def make_phase_table(runs: list[dict[str, Any]]) -> str:
+    """Return a line of phases for each run of scaling.json."""
+    rows = [["scaling", "ranks", *PHASES]]
+    for run in runs:
+        times = (f"{1000 * run['phase_seconds'][name]['p50']:.2f}" for name in PHASES)
+        rows.append([run["scaling"], str(run["ranks"]), *times])
     return "\n".join(align(rows))

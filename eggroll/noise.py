@@ -309,9 +309,6 @@ def _weighted_sum(address: Address, noise: Tensor, weights: Tensor) -> Tensor:
     return a.T @ b.reshape(-1, b.shape[-1])  # [m, n]
 
 
-# --- the perturbed forward
-
-
 class _Perturbed:
     """Forwards for all perturbed modules and `count` directions, over buffers that each chunk of
     members refills.

@@ -2,12 +2,14 @@
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported: what a shell or a launcher has set is not what is tested.
 FOREIGN = (
@@ -24,7 +26,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-from tests.support import ROOT, SHARED
+from launch import compose, train
+from tests.support import CONF, ROOT, SHARED, SMALL_RFT
 from tests.support.commands import Begin, Launch, Started, Warm
 from tests.support.standin import LIBRARY, build
 
@@ -116,6 +119,32 @@ def launch(cache: Path, tmp_path: Path, begin: Begin) -> Launch:
         return done
 
     return run
+
+
+@pytest.fixture
+def letters(in_cache: None, tmp_path: Path) -> Callable[..., Any]:
+    """Run RFT on the letters task in this process; returns the result."""
+
+    def run(*overrides: str, folder: str = "run", task: Any = None) -> Any:
+        return train(compose([*SMALL_RFT, *overrides], CONF), tmp_path / folder, task)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def first_iteration(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of one iteration of RFT on the letters task, for tests that go on from there."""
+    folder = tmp_path_factory.mktemp("rft")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("CLUTCH_CACHE", str(cache))
+        train(compose([*SMALL_RFT, "algo.iterations=1"], CONF), folder)
+    return folder
+
+
+@pytest.fixture
+def iterated(first_iteration: Path, tmp_path: Path) -> Path:
+    """A copy of it, where `letters` goes on."""
+    return shutil.copytree(first_iteration, tmp_path / "run")
 
 
 @pytest.fixture

@@ -113,7 +113,7 @@ def _check_known(schema: type, key: str, prefix: str) -> None:
     names = [item.name for item in fields(schema)]
     if key not in names:
         renamed = find_renamed(schema, [str(key)], f"{prefix}." if prefix else "")
-        raise ConfigError(renamed or unknown_key(_join(prefix, key), str(key), names))
+        raise ConfigError(renamed or unknown_key(_join(prefix, key), names, schema))
 
 
 def _join(prefix: str, key: str) -> str:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -85,16 +86,24 @@ def nested_schema(schema: Any, name: str) -> type | None:
     return next((k for k in getattr(kind, "__args__", (kind,)) if is_dataclass(k)), None)  # type: ignore[return-value]
 
 
-def unknown_key(full_key: str, key: str, names: list[str]) -> str:
-    """Return the text for a key that does not exist, with the nearest one that does."""
-    near = difflib.get_close_matches(key, names, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+def unknown_key(full_key: str, names: list[str], schema: Any = None) -> str:
+    """Return the text for a key that does not exist, with the nearest one that does or once did.
+
+    schema: the dataclass that has the names, and those that are renamed.
+    """
+    key = full_key.rpartition(".")[2]
+    renamed: dict[str, str | None] = getattr(schema, "RENAMED", {})
+    near = next(iter(difflib.get_close_matches(key, [*names, *renamed], n=1)), None)
+    hint = f" Did you mean {near!r}?" if near else ""
+    if near in renamed:
+        hint = f" {find_renamed(schema, [near], full_key.removesuffix(key))}"
     return f"{full_key} is not a setting.{hint} Settings here: {', '.join(names)}."
 
 
 def first_line(error: Exception) -> str:
     """Return the first sentence of an error of OmegaConf on one line."""
-    return re.sub(r"\s+", " ", str(error).split("\n    ")[0]).strip()
+    text = re.sub(r"\s+", " ", str(error).split("\n    ")[0]).strip()
+    return text.removeprefix("ConfigError raised while resolving interpolation: ")
 
 
 # --- what Hydra raises
@@ -126,14 +135,15 @@ def explain(
 
     if match := re.search(r"Could not override '(@?[\w.@/]+)'", text):
         path = match.group(1)
-        if renamed := find_renamed(*path_to(path)):
+        schema, inner, prefix = path_to(path)
+        if renamed := find_renamed(schema, inner, prefix):
             return renamed
         names = list_settings(path.split(".")[:-1], arguments, algorithms, config_dir)
         if names:
-            return unknown_key(path, path.split(".")[-1], names)
+            return unknown_key(path, names, reduce(nested_schema, inner[:-1], schema))
         if "No match in the defaults list" in text:
             groups = sorted(p.name for p in CONF.iterdir() if p.is_dir() and p.name[0] != "_")
-            return unknown_key(path, path, groups)
+            return unknown_key(path, groups)
     if match := re.search(r"Could not find '(\w+)/([^']+)'", text):
         group, name = match.groups()
         try:

@@ -150,13 +150,14 @@ def describe_event(
 ) -> str:
     """Say what the progress line tells of a step; what may be cut comes last.
 
-    Args: held: the last held-out measures; shown: by name of a number how it is written, "metric"
-    for the headline of `held`.
+    Args: held: the last held-out measures, "bleu 21.5 @40" where they are those of an earlier step;
+    shown: by name of a number how it is written, "metric" for the headline of `held`.
     """
     parts = []
+    since = f" @{held['step']}" if held and held["step"] != event["step"] else ""
     for name, text in shown.items():
         if name == "metric":
-            parts += [f"{held['metric_name']} {held['metric']:.1f}"] if held else []
+            parts += [f"{held['metric_name']} {held['metric']:.1f}{since}"] if held else []
         elif name in event:
             parts.append(text.format(event[name]))
     return ", ".join(parts)

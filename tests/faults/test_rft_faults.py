@@ -13,41 +13,11 @@ from common import hardware
 from common.hardware import Device
 from common.sampling.native import Sampler
 from common.signals import EXIT_SIGNAL
-from launch import compose, train
 from rft import finetune
-from tests.support import CONF, SMALL_RFT, events, samples
+from tests.support import RFT_COMMAND, events, samples
 from tests.support.models import same_weights, weights
 
 pytestmark = pytest.mark.faults
-
-
-def composed(*overrides):
-    return compose([*SMALL_RFT, *overrides], CONF)
-
-
-@pytest.fixture
-def letters(in_cache, tmp_path):
-    """Run RFT on the letters task in this process; returns the result."""
-
-    def run(*overrides, folder="run"):
-        return train(composed(*overrides), tmp_path / folder)
-
-    return run
-
-
-@pytest.fixture
-def command(launch):
-    """The same with launch.py in a process of its own."""
-
-    def run(*overrides):
-        return launch(
-            "--config-dir",
-            CONF,
-            *SMALL_RFT,
-            *overrides,
-        )
-
-    return run
 
 
 def test_rows_are_those_that_fit_the_memory(letters, tmp_path, monkeypatch):
@@ -70,8 +40,9 @@ def test_rows_are_those_that_fit_the_memory(letters, tmp_path, monkeypatch):
     assert not (tmp_path / "small/sizes.json").exists(), "memory has not run out"
 
 
-def test_memory_that_runs_out_halves_the_rows_for_good(letters, tmp_path, monkeypatch):
-    letters("algo.iterations=1", folder="whole")
+def test_memory_that_runs_out_halves_the_rows_for_good(
+    letters, first_iteration, tmp_path, monkeypatch
+):
     real = finetune.lay
 
     def scarce(rows, device):
@@ -82,26 +53,8 @@ def test_memory_that_runs_out_halves_the_rows_for_good(letters, tmp_path, monkey
     monkeypatch.setattr(finetune, "lay", scarce)
     letters("algo.iterations=1", folder="scarce")
     assert json.loads((tmp_path / "scarce/sizes.json").read_text())["train_rows"] == 8
-    wanted, found = weights(tmp_path / "whole"), weights(tmp_path / "scarce")
+    wanted, found = weights(first_iteration), weights(tmp_path / "scarce")
     assert all(torch.allclose(found[k], wanted[k], atol=2e-3) for k in wanted)
-
-
-# --- killed and resumed, as processes
-
-
-@pytest.fixture
-def start(begin):
-    """`command` that does not wait."""
-
-    def run(*overrides):
-        return begin(
-            "--config-dir",
-            CONF,
-            *SMALL_RFT,
-            *overrides,
-        )
-
-    return run
 
 
 def wait_for(what, process, seconds=120):
@@ -116,9 +69,9 @@ def lines_of(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def test_killed_at_several_points_and_resumed_it_ends_the_same(start, command, tmp_path):
+def test_killed_at_several_points_and_resumed_it_ends_the_same(begin, launch, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    command(f"hydra.run.dir={whole}")
+    launch(*RFT_COMMAND, f"hydra.run.dir={whole}")
     path = killed / "iteration-1/samples-1-of-1.jsonl"
     points = [
         lambda: lines_of(path) > 40,
@@ -126,14 +79,16 @@ def test_killed_at_several_points_and_resumed_it_ends_the_same(start, command, t
         lambda: lines_of(killed / "iteration-2/samples-1-of-1.jsonl") > 40,
     ]
     for number, point in enumerate(points):
-        process = start(f"hydra.run.dir={killed}", *(["resume=auto"] if number else []))
+        process = begin(
+            *RFT_COMMAND, f"hydra.run.dir={killed}", *(["resume=auto"] if number else [])
+        )
         wait_for(point, process)
         process.send_signal(signal.SIGKILL)
         process.communicate()
         if number == 0:  # and at a byte in the middle of a line
             with path.open("r+b") as file:
                 file.truncate(path.stat().st_size - 7)
-    command(f"hydra.run.dir={killed}", "resume=auto")
+    launch(*RFT_COMMAND, f"hydra.run.dir={killed}", "resume=auto")
     for iteration in (1, 2):
         assert samples(killed, iteration) == samples(whole, iteration)
     assert same_weights(killed, whole)
@@ -146,13 +101,19 @@ def test_killed_at_several_points_and_resumed_it_ends_the_same(start, command, t
     ]
 
 
-def test_sigterm_saves_and_says_how_to_go_on(start, command, tmp_path):
+def test_sigterm_saves_and_says_how_to_go_on(begin, launch, tmp_path):
     folder = tmp_path / "run"
-    process = start("algo.iterations=1", "algo.epochs=12", f"hydra.run.dir={folder}")
+    process = begin(*RFT_COMMAND, "algo.iterations=1", "algo.epochs=12", f"hydra.run.dir={folder}")
     wait_for(lambda: any((folder / "iteration-1/checkpoints").glob("step-*")), process)
     process.send_signal(signal.SIGTERM)
     output = process.communicate()[0]
     assert process.returncode == EXIT_SIGNAL, output
     assert "resume=auto" in output
-    command("algo.iterations=1", "algo.epochs=12", f"hydra.run.dir={folder}", "resume=auto")
+    launch(
+        *RFT_COMMAND,
+        "algo.iterations=1",
+        "algo.epochs=12",
+        f"hydra.run.dir={folder}",
+        "resume=auto",
+    )
     assert (folder / "result.json").is_file()

@@ -252,9 +252,6 @@ def test_bfloat16_stays_close_to_float32():
     assert (outputs[0] - outputs[1]).abs().max() < 0.05 * outputs[0].abs().max()
 
 
-# --- fitness
-
-
 def test_zscore():
     rewards = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.5, 0.5]])
     f = fitness(rewards, "zscore")

@@ -10,40 +10,9 @@ import torch
 from common.config import ConfigError
 from common.tasks import Example
 from launch import compose, train
-from tests.support import CONF, SMALL_RFT, events, samples
+from tests.support import RFT_COMMAND, events, samples
+from tests.support.letters import Letters
 from tests.support.models import same_weights, weights
-
-
-def composed(*overrides):
-    return compose([*SMALL_RFT, *overrides], CONF)
-
-
-# --- the loop, through launch.py's own functions
-
-
-@pytest.fixture
-def letters(in_cache, tmp_path):
-    """Run RFT on the letters task in this process; returns the result."""
-
-    def run(*overrides, folder="run"):
-        return train(composed(*overrides), tmp_path / folder)
-
-    return run
-
-
-@pytest.fixture
-def command(launch):
-    """The same with launch.py in a process of its own."""
-
-    def run(*overrides):
-        return launch(
-            "--config-dir",
-            CONF,
-            *SMALL_RFT,
-            *overrides,
-        )
-
-    return run
 
 
 def test_two_iterations_teach_the_letters(letters, tmp_path):
@@ -93,14 +62,13 @@ def test_samples_do_not_depend_on_the_chunks(letters, tmp_path):
     assert drawn("one") == drawn("other")
 
 
-def test_stages_one_by_one_end_where_all_of_them_do(letters, tmp_path):
-    letters("algo.iterations=1", folder="whole")
+def test_stages_one_by_one_end_where_all_of_them_do(letters, first_iteration, tmp_path):
     for stage in ("generate", "select", "finetune", "evaluate"):
         assert letters("algo.iterations=1", f"algo.stage={stage}", folder="parts") is None
-    assert samples(tmp_path / "whole") == samples(tmp_path / "parts")
-    assert same_weights(tmp_path / "whole/iteration-1", tmp_path / "parts/iteration-1")
+    assert samples(first_iteration) == samples(tmp_path / "parts")
+    assert same_weights(first_iteration / "iteration-1", tmp_path / "parts/iteration-1")
     name = "iteration-1/evaluation.json"
-    assert (tmp_path / "whole" / name).read_text() == (tmp_path / "parts" / name).read_text()
+    assert (first_iteration / name).read_text() == (tmp_path / "parts" / name).read_text()
 
 
 def test_shards_are_merged_only_when_all_are_there_and_whole(letters, tmp_path):
@@ -154,8 +122,8 @@ def test_a_stage_without_what_it_needs_says_which_is_next(letters):
         letters("algo.stage=finetune", "algo.select.keep_per_prompt=1")
 
 
+@pytest.mark.usefixtures("iterated")
 def test_other_settings_do_not_go_on_with_a_run(letters):
-    letters("algo.iterations=1")
     with pytest.raises(ConfigError, match="already holds a run"):
         letters("algo.iterations=1")
     with pytest.raises(
@@ -209,10 +177,12 @@ def test_micro_batches_packing_and_recomputation_change_rounding_alone(letters, 
             assert torch.allclose(found[key], wanted[key], atol=2e-3), (name, key)
 
 
-def test_two_ranks_make_the_samples_and_the_weights_of_one(command, tmp_path):
+def test_two_ranks_make_the_samples_and_the_weights_of_one(launch, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
-    command("algo.iterations=1", f"hydra.run.dir={one}")
-    command("algo.iterations=1", "opt=[ddp]", "opt.ddp.ranks=2", f"hydra.run.dir={two}")
+    launch(*RFT_COMMAND, "algo.iterations=1", f"hydra.run.dir={one}")
+    launch(
+        *RFT_COMMAND, "algo.iterations=1", "opt=[ddp]", "opt.ddp.ranks=2", f"hydra.run.dir={two}"
+    )
     assert samples(one) == samples(two)
     a, b = weights(one), weights(two)
     assert all(torch.allclose(a[k], b[k], atol=2e-3) for k in a)
@@ -269,8 +239,8 @@ def test_lora_targets_that_are_not_there_are_named(letters):
         letters("algo.optimizer.name=Foo", folder="other")
 
 
+@pytest.mark.usefixtures("iterated")
 def test_an_evaluation_of_other_settings_is_made_again(letters, tmp_path):
-    letters("algo.iterations=1")
     before = json.loads((tmp_path / "run/iteration-0/evaluation.json").read_text())
     result = letters(
         "algo.iterations=1", "resume=auto", "evaluate.examples=8", "algo.pass_samples=3"
@@ -280,8 +250,8 @@ def test_an_evaluation_of_other_settings_is_made_again(letters, tmp_path):
     assert set(result.metrics["after"]) == {"exact", "characters", "pass@1", "pass@3"}
 
 
+@pytest.mark.usefixtures("iterated")
 def test_a_folder_of_another_algorithm_is_left_alone(letters, tmp_path):
-    letters("algo.iterations=1")
     other = [
         "algo=grpo",
         "hardware=cpu",
@@ -306,9 +276,7 @@ def test_complete_shards_are_used_and_incomplete_ones_are_not_sampled_again(lett
         letters("algo.iterations=1", "resume=auto", folder="half")
 
 
-def test_odd_line_ends_in_a_question_lose_nothing(in_cache, tmp_path):
-    from tests.support.letters import Letters
-
+def test_odd_line_ends_in_a_question_lose_nothing(letters, tmp_path):
     class Odd(Letters):
         def examples(self, split):
             return [
@@ -318,14 +286,12 @@ def test_odd_line_ends_in_a_question_lose_nothing(in_cache, tmp_path):
         def prompt(self, example):
             return f"{example.question[:2]} =>"
 
-    result = train(composed("algo.iterations=1"), tmp_path / "run", Odd())
+    result = letters("algo.iterations=1", task=Odd())
     assert result is not None
     assert result.reward_evaluations > 240
 
 
-def test_evaluation_prompts_are_reported_and_never_trained_on(in_cache, tmp_path):
-    from tests.support.letters import Letters
-
+def test_evaluation_prompts_are_reported_and_never_trained_on(letters, tmp_path):
     class Leaky(Letters):
         def prompt(self, example):
             spaces = "  " if example.id > 600 else " "
@@ -342,8 +308,10 @@ def test_evaluation_prompts_are_reported_and_never_trained_on(in_cache, tmp_path
             return rows
 
     few = ["algo.samples_per_prompt=1", "algo.second_round_samples=0", "algo.epochs=1"]
-    train(composed("algo.iterations=1", "algo.prompts=null", *few), tmp_path / "run", Leaky())
+    letters("algo.iterations=1", "algo.prompts=null", *few, task=Leaky())
     log = (tmp_path / "run/run.log").read_text()
+    assert "rft, 1 iteration, from the base weights" in log
+    assert re.search(r"engine +native\n", log)
     assert log.index("40 training prompts are evaluation prompts too: left out") < log.index(
         "base: held-out"
     )
@@ -353,9 +321,7 @@ def test_evaluation_prompts_are_reported_and_never_trained_on(in_cache, tmp_path
     assert not drawn & held_out
 
 
-def test_hints_are_marked_and_the_prompt_without_them_is_trained_on(in_cache, tmp_path):
-    from tests.support.letters import Letters
-
+def test_hints_are_marked_and_the_prompt_without_them_is_trained_on(letters, tmp_path):
     class Hinting(Letters):
         def hint(self, example):
             return f"{example.question} =>"
@@ -364,11 +330,11 @@ def test_hints_are_marked_and_the_prompt_without_them_is_trained_on(in_cache, tm
             return 0.0 if example.id % 2 else super().reward(example, completion)
 
     changes = ["algo.hint_samples=2", "algo.iterations=1"]
-    train(composed(*changes), tmp_path / "run", Hinting())
+    letters(*changes, task=Hinting())
     rounds = {r["round"] for r in map(json.loads, samples(tmp_path / "run"))}
     assert rounds == {"first", "second", "hint"}
     with pytest.raises(ConfigError, match=r"Letters has no method `hint"):
-        train(composed(*changes), tmp_path / "none", Letters())
+        letters(*changes, folder="none", task=Letters())
 
 
 @pytest.mark.parametrize(

@@ -441,6 +441,9 @@ def test_a_scaling_run(launch: Launch, tmp_path, monkeypatch):
     )
     assert "float32 rounding" in done.stdout
     assert "strong" in done.stdout
+    table = done.stdout.partition("milliseconds of a step")[2].partition("\nloss of")[0]
+    assert all(name in table for name in (*PHASES, "speed-up", "efficiency"))
+    assert max(map(len, table.splitlines())) <= 80
     assert not (out / "checkpoints").exists()
 
     without_figures(monkeypatch)

@@ -417,7 +417,7 @@ def test_one_progress_line_on_a_terminal(in_cache, warm, tmp_path, columns):
     assert steps[0].startswith("step 0/4 |")
     assert all(len(state) < columns for state in steps), max(map(len, steps))
     last = steps[-1]
-    for text in ("step 4/4 |", "left, reward ", ", bleu 0.0, ", " tokens/s"):
+    for text in ("step 4/4 |", "left, reward ", ", bleu 0.0 @2, ", " tokens/s"):
         assert text in last
     assert ("drift" in last) == (columns == 160), "what has no room is left out whole"
     assert any(state.startswith("evaluating: completion ") for line in states for state in line)

@@ -71,6 +71,9 @@ SMALL_RFT = [
     "checkpoint.every=2",
 ]
 
+# The same for launch.py in a process of its own.
+RFT_COMMAND = ["--config-dir", CONF, *SMALL_RFT]
+
 # 298 rows are nine batches of 33 and one of a single row, of which a second rank has nothing.
 SMALL_CLASSIFY = [
     *(

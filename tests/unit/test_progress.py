@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import measure
 from common.report.progress import Progress
+from common.report.tracker import describe_event
 
 
 @pytest.fixture
@@ -43,6 +44,14 @@ def test_a_line_says_what_it_was_given_and_its_end(clock, caplog):
     clock(1)
     line.to(4, "reward 0.2")
     assert caplog.messages == ["step 0/4: reward 0.1", "step 4/4: 00:00 left, reward 0.2"]
+
+
+def test_a_held_out_value_that_is_old_has_its_step():
+    held = {"step": 2, "metric_name": "bleu", "metric": 21.46}
+    texts = {"reward": "reward {:.2f}", "metric": ""}
+    said = [describe_event({"step": step, "reward": 0.5}, held, texts) for step in (2, 3)]
+    assert said == ["reward 0.50, bleu 21.5", "reward 0.50, bleu 21.5 @2"]
+    assert describe_event({"step": 1, "reward": 0.5}, None, texts) == "reward 0.50"
 
 
 def test_labels_of_a_table_are_whole():
