@@ -12,7 +12,6 @@ import csv
 import json
 import os
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 import yaml
 
 from common.config import ConfigError, flat
+from common.exits import ending_tool
 from common.files import write_text
 from common.report.events import events, markdown_table
 from common.report.failures import FAILED
@@ -336,7 +336,7 @@ def figure(runs: Sequence[Run], path: Path) -> None:
         drawn.savefig(path)
 
 
-def main() -> int:
+def main() -> None:
     """Run the command. Exit codes: 0 done, 2 a mistake."""
     parser = argparse.ArgumentParser(
         "python -m common.compare", description="Compare runs: comparison.md, .csv and .png."
@@ -346,19 +346,7 @@ def main() -> int:
     out = "where to write; without it the only FOLDER, or else here"
     parser.add_argument("--out", type=Path, help=out)
     given = parser.parse_args()
-    try:
+    with ending_tool():
         runs, failures = read_runs(given.folders)
         only = given.folders[0] if len(given.folders) == 1 else Path()
         report_runs(runs, failures, given.out or only)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        reason = f"{error.filename} cannot be written: {error.strerror}"
-        print(f"error: {reason}. Give another --out.", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
