@@ -39,12 +39,8 @@ ROLLOUT_ROWS = {"cpu": 256, "cuda": 1024}
 class LM:
     """The language model of a run.
 
-    Args:
-        task: the task; None = the one that the run names.
-        population: its weights are perturbed and never see a backward pass; rows may come in
-            mirrored pairs.
-        reference: keep a frozen copy of the initial model.
-
+    Args: task: None = the one that the run names; population: its weights are perturbed and never
+    see a backward pass; rows may come in mirrored pairs; reference: keep a frozen copy.
     Raises: ConfigError for a model, a task or settings that cannot work.
     """
 
@@ -104,12 +100,7 @@ class LM:
         run, self.model = self.run, None
         gc.collect()
         if folder is not None:
-            options: dict[str, Any] = {
-                "revision": None,
-                "gguf_file": None,
-                "lora": None,
-                "tiny": None,
-            }
+            options: Any = dict.fromkeys(("revision", "gguf_file", "lora", "tiny"))
             model = replace(run.model, name="hf", path=str(folder), **options)
             run = replace(run, model=model)
         self.model, _ = load_on_all_ranks(run, self.task, self.context)
@@ -120,10 +111,6 @@ class LM:
         if not fsdp.of(self.model):
             self._prepare()
             fsdp.shard([self.model], self.run, self.context, self.precision)
-
-    def close_engine(self) -> None:
-        """Drop the engine, and with it its copy of the weights."""
-        self.engine = None
 
     def open_copy(self) -> None:
         """Sample from a half-precision copy of the model as it is now; in float32 from itself."""
@@ -183,10 +170,8 @@ class LM:
             split, first, length = misfits[0]
             room = context - longest
             advice = f"Lower it to {room}, shorten" if room > 0 else "Shorten"
-            skip = self.run.prompts.too_long == "skip"
-            other = (
-                " so that some fit" if skip else ", or leave them out with prompts.too_long=skip"
-            )
+            other = ", or leave them out with prompts.too_long=skip"
+            other = " so that some fit" if self.run.prompts.too_long == "skip" else other
             raise ConfigError(
                 f"{len(misfits)} of {count} prompts do not fit the model's context of {context}"
                 f" tokens with algo.sampling.max_new_tokens={tokens}: the first is {split} example"
@@ -197,9 +182,7 @@ class LM:
             log.warning(
                 "%d of %d prompts do not fit the model's context of %d tokens and are left out"
                 " (prompts.too_long=skip)",
-                len(misfits),
-                count,
-                context,
+                *(len(misfits), count, context),
             )
         return kept, fitting
 
@@ -266,12 +249,10 @@ class LM:
         """Say for the plan what the task, the model, the device and the numbers are."""
         run, device = self.run, self.context.device
         skipped = f"; {self.skipped_prompts} too long and left out" if self.skipped_prompts else ""
-        kernel = hardware.attention_kernel(
-            self.device, self.precision.compute, head_size(self.model.config), masked=True
-        )
-        compiled = (
-            f", decoding compiled ({run.opt.compile.mode})" if run.opt.compile.enabled else ""
-        )
+        head = head_size(self.model.config)
+        kernel = hardware.attention_kernel(self.device, self.precision.compute, head, masked=True)
+        mode = run.opt.compile.mode
+        compiled = f", decoding compiled ({mode})" if run.opt.compile.enabled else ""
         recomputed = ", activations recomputed" if run.opt.checkpointing.enabled else ""
         return {
             "task": f"{task_name(self.task)}: {len(self.order.examples):,} training examples,"

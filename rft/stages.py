@@ -50,7 +50,7 @@ class Work:
 
     def load(self, iteration: int, sampling: bool = True) -> None:
         """Load the model of an iteration, unless `lm` has it, and its engine if `sampling`."""
-        self.lm.close_engine()
+        self.lm.engine = None  # and with it its copy of the weights
         if self.loaded != iteration:
             folder = self.folder.of(iteration) / "model" if iteration else None
             self.lm.reload(folder)

@@ -89,14 +89,14 @@ def write_run(run: Run, out_dir: Path, device: str) -> None:
             "torch": str(torch.__version__),
             "transformers": transformers.__version__,
         },
-        "commit": _commit(),
+        "commit": find_commit(),
         "model_commit": model_commit(run.model),
         "device": device,
     }
     (out_dir / "run.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(record)), encoding="utf-8")
 
 
-def _commit() -> str | None:
+def find_commit() -> str | None:
     """Return the commit of this code, with a + where files differ; None outside a checkout."""
 
     def git(*command: str) -> str:
