@@ -157,18 +157,22 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@dataclass(frozen=True)
 class Device:
-    """A preset, and how its devices are connected. network: between nodes of `node` devices."""
+    """The preset conf/hardware/NAME.yaml, its devices connected as `work` says. Raises: ConfigError
+    for another name.
+    """
 
-    name: str
-    flops: float  # per second, of 16-bit products
-    bandwidth: float  # bytes per second
-    memory: float  # bytes
-    inside: Link
-    network: Link
-    node: int
-    launch: float  # seconds that the host takes for an operation
+    def __init__(self, name: str, work: Work) -> None:
+        choice("--hardware", name, PRESETS)
+        facts: Any = build(HardwareConfig, shipped(f"hardware/{name}.yaml"), "hardware")
+        self.name, self.node = name, work.node
+        # 16-bit products and bytes per second.
+        self.flops = ARITHMETIC * (facts.peak_tflops.bf16 or facts.peak_tflops.fp16) * 1e12
+        self.bandwidth = MEMORY * facts.bandwidth_gbs * 1e9
+        self.memory = facts.memory_gb * 2**30  # bytes
+        self.inside = find_link(facts)
+        self.network = Link(work.network_us * 1e-6, work.network_gbs * 1e9, "given", [])
+        self.launch = work.launch_us * 1e-6  # seconds that the host takes for an operation
 
     def seconds(self, size: float, devices: int) -> float:
         """Return the seconds of an all-reduce: a ring or a tree, whichever is faster."""
@@ -177,23 +181,6 @@ class Device:
         link = self.inside if devices <= self.node else self.network
         tree = 2 * math.ceil(math.log2(devices)) * link.alpha + 2 * size / link.beta
         return min(link.seconds(size, devices), tree)
-
-
-def find_device(name: str, work: Work) -> Device:
-    """Return the preset conf/hardware/NAME.yaml, connected as `work` says. Raises: ConfigError."""
-    choice("--hardware", name, PRESETS)
-    facts: Any = build(HardwareConfig, shipped(f"hardware/{name}.yaml"), "hardware")
-    peak = facts.peak_tflops.bf16 or facts.peak_tflops.fp16
-    return Device(
-        name=name,
-        flops=ARITHMETIC * peak * 1e12,
-        bandwidth=MEMORY * facts.bandwidth_gbs * 1e9,
-        memory=facts.memory_gb * 2**30,
-        inside=find_link(facts),
-        network=Link(work.network_us * 1e-6, work.network_gbs * 1e9, "given", []),
-        node=work.node,
-        launch=work.launch_us * 1e-6,
-    )
 
 
 # --- time
@@ -214,7 +201,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole step."""
+        """The whole step."""
         return self.sample + self.train + self.update + self.communication
 
     @property
@@ -450,7 +437,7 @@ def main() -> None:
     given = parser.parse_args()
     with ending_tool():
         work = Work(**{item.name: getattr(given, item.name) for item in fields(Work)})
-        devices = [find_device(name, work) for name in given.hardware]
+        devices = [Device(name, work) for name in given.hardware]
         chosen = Model(given.model)
         models = [Model(name) for name in MODELS]
         found = [estimate(models, chosen, work, here) for here in devices]

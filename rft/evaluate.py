@@ -1,5 +1,6 @@
 """pass@1 and pass@k of a model, from samples drawn as in training."""
 
+import math
 from collections.abc import Sequence
 
 from common.distributed import fsdp
@@ -48,7 +49,4 @@ def pass_at(right: int, of: int, k: int) -> float:
     """
     if of - right < k:
         return 1.0
-    chance = 1.0
-    for i in range(of - right + 1, of + 1):
-        chance *= 1 - k / i
-    return 1 - chance
+    return 1 - math.prod(1 - k / i for i in range(of - right + 1, of + 1))

@@ -11,6 +11,7 @@ from common.report.tracker import Tracker
 from common.session import Session
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
 from rft.folder import RunFolder, read_json, write_json
+from rft.generate import shard_counts
 
 
 class Journal:
@@ -104,4 +105,5 @@ class Journal:
 
     def spent_before(self, iteration: int) -> str | None:
         """Return the limit that leaves nothing for an iteration not yet begun; None = go on."""
-        return None if self.folder.begun(iteration) else self.budget().ended_by
+        begun = shard_counts(self.folder.of(iteration))
+        return None if begun else self.budget().ended_by

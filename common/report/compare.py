@@ -130,11 +130,7 @@ def _differing(given: Sequence[dict[str, Any]]) -> set[str]:
 
 
 def _name(runs: Sequence[Run]) -> None:
-    """Name runs by the overrides that differ: runs of one configuration alike, others apart.
-
-    Overrides alone say neither: a run that was repeated with -cp has none, and one that was told a
-    default has one too many.
-    """
+    """Name runs by the overrides that differ: runs of one configuration alike, others apart."""
     same: dict[str, list[Run]] = {}
     for run in runs:
         same.setdefault(json.dumps(run.config, sort_keys=True, default=str), []).append(run)
@@ -173,10 +169,8 @@ def points(log: Sequence[dict[str, Any]], result: dict[str, Any]) -> list[dict[s
 
 
 def curve(runs: Sequence[Run], cost: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return cost, mean and standard deviation over seeds of a setting's metric, each [points].
-
-    The k-th measurements of all runs make a point. Where some run has fewer, its curve is read at
-    the shares of its cost at which the longest run was measured.
+    """Return cost, mean and standard deviation over seeds of a setting's metric, each [points]: of
+    the k-th measurements of all runs, or at the longest run's shares of the cost.
     """
     costs = [np.array([point[cost] for point in run.points]) for run in runs]
     values = [np.array([point["value"] for point in run.points]) for run in runs]
@@ -192,7 +186,7 @@ def curve(runs: Sequence[Run], cost: str) -> tuple[np.ndarray, np.ndarray, np.nd
 
 
 def spread(values: Sequence[float], text: Callable[[float], str]) -> str:
-    """Return mean ± standard deviation (n - 1) as `text` writes them; of one value itself."""
+    """Return mean ± standard deviation (n - 1) as `text` writes them."""
     mean = text(statistics.fmean(values))
     return f"{mean} ± {text(statistics.stdev(values))}" if len(values) > 1 else mean
 

@@ -13,10 +13,10 @@ from ddp_bench import capacity
 from ddp_bench.capacity import (
     DEVICES,
     MODELS,
+    Device,
     Model,
     Work,
     estimate_step,
-    find_device,
     find_largest,
     find_limit,
     fixed_bytes,
@@ -58,7 +58,7 @@ def test_ranks_send_what_is_predicted(launch, tmp_path, algorithm):
     assert sent[largest_message] == 3, "one a step, of the three steps that are traced"
     model = Model(str(out / "model"))
     rows = Work(**(vars(WORK) | {"rows": 8 * 2}))
-    predicted = estimate_step(algorithm, model, rows, find_device("h100", WORK), 2).sent
+    predicted = estimate_step(algorithm, model, rows, Device("h100", WORK), 2).sent
     extra = (
         3 * 8 if algorithm == "eggroll" else 0
     )  # tokens, and the rows that each of two ranks has room for
@@ -83,7 +83,7 @@ def test_memory_is_that_of_adam_and_autocast():
 
 
 def test_eggroll_sends_rewards_and_grpo_gradients():
-    model, here = Model("qwen2.5_0.5b"), find_device("a100_80g", WORK)
+    model, here = Model("qwen2.5_0.5b"), Device("a100_80g", WORK)
     assert {estimate_step("eggroll", model, WORK, here, n).sent for n in DEVICES[1:]} == {8 * 1024}
     assert {estimate_step("grpo", model, WORK, here, n).sent for n in DEVICES[1:]} == {
         4 * model.parameters
@@ -95,7 +95,7 @@ def test_eggroll_sends_rewards_and_grpo_gradients():
 
 
 def test_where_it_stops_and_why():
-    model, here = Model("qwen2.5_0.5b"), find_device("a100_80g", Work(network_gbs=0.1))
+    model, here = Model("qwen2.5_0.5b"), Device("a100_80g", Work(network_gbs=0.1))
     few = Work(**(vars(WORK) | {"rows": 64}))
     steps = [estimate_step("eggroll", model, few, here, n) for n in DEVICES]
     most, why = find_limit(steps)
@@ -124,7 +124,7 @@ def test_where_it_stops_and_why():
 
 
 def test_the_largest_model_fits_and_a_larger_one_does_not():
-    models, here = {name: Model(name) for name in MODELS}, find_device("a100_40g", WORK)
+    models, here = {name: Model(name) for name in MODELS}, Device("a100_40g", WORK)
     for algorithm, rows in (("eggroll", 2), ("grpo", 1)):
         most, shared = (
             models[find_largest(algorithm, list(models.values()), WORK, here, shards)].parameters

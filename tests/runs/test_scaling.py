@@ -439,7 +439,7 @@ def test_a_scaling_run(launch: Launch, tmp_path, monkeypatch):
     assert weak["efficiency_percent"] == pytest.approx(
         50 * weak["rows_per_second"] / one["rows_per_second"]
     )
-    assert "float32 rounding" in done.stdout
+    assert "apart at most" in done.stdout
     assert "strong" in done.stdout
     assert not (out / "checkpoints").exists()
 
