@@ -94,9 +94,8 @@ class Report:
         """Add a row for each series of repeats, with its ratio to `base`. less: less is better."""
         for name, series in values.items():
             ratio = paired(values[base], series) if less else paired(series, values[base])
-            self.add(
-                name, statistics.median(series), unit, *(() if name == base else (base, ratio))
-            )
+            against = () if name == base else (base, ratio)
+            self.add(name, statistics.median(series), unit, *against)
 
     def skip(self, row: str, unit: str, reason: str) -> None:
         """Add a row that this device cannot measure."""
@@ -176,8 +175,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def peak_memory_gb(prepare: Callable[..., Callable[[], Any]], *arguments: Any) -> float | None:
-    """Return the peak memory of `prepare(*arguments)()` and of all that it builds, in GB of 2**30
-    bytes, measured in a new process: in this one the largest case so far would hide the others.
+    """Return the peak memory of `prepare(*arguments)()` and all that it builds, in GB of 2**30
+    bytes, in a new process.
     """
     return in_new_process(prepare.__module__, _peak_memory_gb, prepare, arguments)
 

@@ -126,19 +126,15 @@ class LM:
     # --- prompts
 
     def read_examples(self) -> None:
-        """Read training and held-out examples into `order` and `held_out`.
-
-        Raises: ConfigError where a prompt does not fit the context, unless prompts.too_long=skip.
-        """
+        """Read training and held-out examples into `order` and `held_out`. Raises: ConfigError."""
         splits = {"train": list(self.task.examples("train")), "test": self.candidates()}
         splits, self.longest_prompt = self.fit_prompts(self.task.prompt, splits)
         self.order = ExampleOrder(splits["train"], self.run.seed)
         self.held_out = splits["test"][: self.run.evaluate.examples]
 
     def candidates(self) -> list[Example]:
-        """Return the test examples that evaluate.examples are taken of.
-
-        With prompts.too_long=skip these are all: others take the place of those that do not fit.
+        """Return the test examples that evaluate.examples are taken of: with prompts.too_long=skip
+        all, since others take the place of those that do not fit.
         """
         skip = self.run.prompts.too_long == "skip"
         return hold_out(self.task, None if skip else self.run.evaluate.examples)
@@ -146,10 +142,9 @@ class LM:
     def fit_prompts(
         self, ask: Callable[[Example], Any], splits: dict[str, list[Example]]
     ) -> tuple[dict[str, list[Example]], int]:
-        """Return the examples whose prompts fit the context, and the tokens of the longest of
-        these.
+        """Return the examples whose prompts fit the context, and the tokens of the longest. ask:
+        makes the prompt of an example.
 
-        Args: ask: makes the prompt of an example.
         Raises: ConfigError where one does not fit with prompts.too_long=error, or none does.
         """
         tokens, context = self.run.algo.sampling.max_new_tokens, context_length(self.model)
@@ -198,11 +193,8 @@ class LM:
         return self.engine.generate(requests, sampling or self.run.algo.sampling)
 
     def evaluate(self, examples: Sequence[Example] | None = None) -> Evaluation:
-        """Complete examples greedily, shared out over the ranks, and measure. Every rank returns
-        the same.
-
-        Args: examples: None = the held-out ones.
-        Raises: RunStopped where the model's logits are NaN or infinite.
+        """Complete examples (None = the held-out ones) greedily, shared out over the ranks, and
+        measure. Raises: RunStopped where the model's logits are NaN or infinite.
         """
         examples, context = self.held_out if examples is None else examples, self.context
         mine = examples[context.rank :: context.world_size]
@@ -235,9 +227,8 @@ class LM:
         return fsdp.parameters(self.model)
 
     def fit_rollout(self, state: StateMemory, extra_bytes: float = 0.0) -> float:
-        """Fit the engine's rows to the memory. Returns the bytes of a row.
-
-        Args: state: weights and training state; extra_bytes: what else is there, whatever the rows.
+        """Fit the engine's rows to the memory; return the bytes of a row. extra_bytes: what else is
+        there, whatever the rows.
         """
         tokens = self.run.algo.sampling.max_new_tokens
         self.rollout_fixed = state.on_rank(self.model, rollout=True) + extra_bytes
@@ -254,11 +245,12 @@ class LM:
         mode = run.opt.compile.mode
         compiled = f", decoding compiled ({mode})" if run.opt.compile.enabled else ""
         recomputed = ", activations recomputed" if run.opt.checkpointing.enabled else ""
+        again = "" if self.engine.reproducible else "; its samples cannot be drawn again"
         return {
             "task": f"{task_name(self.task)}: {len(self.order.examples):,} training examples,"
             f" {len(self.held_out)} held out{skipped}",
             "model": f"{self.name}, {self.parameters / 1e6:.2f}M parameters",
-            "engine": describe_engine(run, self.engine),
+            "engine": run.engine["_target_"] + again,
             "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={run.hardware.name}",
             "numbers": f"{self.precision.name}{', GradScaler' if self.precision.scaler else ''}"
             f"{compiled}, masters float32; attention {run.model.attention} ({kernel}){recomputed}"
@@ -304,12 +296,6 @@ class LM:
                 self.reference.to("cpu")
 
 
-def describe_engine(run: Run, engine: Engine) -> str:
-    """Say which engine samples, and whether a sample can be drawn again."""
-    name = run.engine["_target_"]
-    return name if engine.reproducible else f"{name}; its samples cannot be drawn again"
-
-
 def fit(limit: RowLimit, row_bytes: float, fixed_bytes: float, context: Context) -> None:
     """Fit a limit to the memory of this rank, and say so where the setting asked for more."""
     asked = limit.rows
@@ -320,10 +306,8 @@ def fit(limit: RowLimit, row_bytes: float, fixed_bytes: float, context: Context)
 
 
 def load_on_all_ranks(run: Run, task: Task, context: Context) -> tuple[Any, Any]:
-    """Load model in float32 and tokenizer; rank 0 first, so that it alone builds or downloads.
-
-    With opt=fsdp on the CPU: the device need not hold all of it, and `fsdp.shard` takes it there
-    block by block.
+    """Load model in float32 and tokenizer; rank 0 first, so that it alone builds or downloads. With
+    opt=fsdp on the CPU, from where `fsdp.shard` takes it block by block.
     """
     if not context.main:
         context.barrier()

@@ -43,10 +43,8 @@ BUFFER = 1 << 22
 
 @dataclass(frozen=True)
 class Address:
-    """The place of the noise of one parameter, and its form.
-
-    A low-rank parameter of shape [m, n] owns (m + n) * rank numbers: A^T [rank, m], then B^T [rank,
-    n]. A full one owns one number per element.
+    """The place of the noise of one parameter: (m + n) * rank numbers of a low-rank [m, n], A^T
+    [rank, m], then B^T [rank, n]; of a full one a number per element.
     """
 
     name: str
@@ -91,11 +89,8 @@ def kind_of(model: nn.Module) -> dict[str, str]:
 
 
 def addresses(model: nn.Module, noise: NoiseConfig, rank: int) -> list[Address]:
-    """List what is perturbed in `model` under the policy of the configuration, in the model's
-    order.
-
-    Raises: ConfigError where a pattern matches nothing, asks for low rank on a vector, or where
-    nothing is perturbed.
+    """List what is perturbed in `model`, in its order. Raises: ConfigError where a pattern matches
+    nothing or asks for low rank on a vector, or where nothing is perturbed.
     """
     found, unused = [], set(noise.patterns)
     kinds = kind_of(model)
@@ -129,17 +124,11 @@ def addresses(model: nn.Module, noise: NoiseConfig, rank: int) -> list[Address]:
 
 @dataclass(frozen=True)
 class _Share:
-    """The rows of a parameter that this rank holds, all of them unless it is sharded: what an
-    update here is made of.
+    """The rows of a parameter that this rank holds, all of them unless it is sharded."""
 
-    address: of the rows as if they were the parameter. block: int64 [K], the blocks that hold their
-    numbers; where these are not all numbers of the parameter, column: int64 [address.numbers],
-    where each is in what is drawn of the blocks.
-    """
-
-    address: Address
-    block: Tensor
-    column: Tensor | None
+    address: Address  # of the rows as if they were the parameter
+    block: Tensor  # int64 [K], the blocks that hold their numbers
+    column: Tensor | None  # int64 [address.numbers], where each is in these; None = in order
 
     @classmethod
     def of(cls, address: Address, parameter: Tensor, device: torch.device) -> "_Share":
@@ -163,11 +152,7 @@ class _Share:
 
 
 class Noise:
-    """The noise of one run on one model.
-
-    `with noise.members(...)` perturbs the model's forward; `noise.gradients(...)` yields the ES
-    gradient by parameter.
-    """
+    """The noise of one run on one model."""
 
     def __init__(
         self, model: nn.Module, config: NoiseConfig, *, rank: int, mirrored: bool, seed: int
@@ -231,13 +216,10 @@ class Noise:
                 module.__dict__.pop("forward", None)
 
     def gradients(self, draw: int, fitness: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The ES gradient (to be descended) of each perturbed parameter: -1/N sum_i f_i s_i E_i,
-        float32.
+        """Yield the ES gradient (to be descended) of each perturbed parameter: -1/N sum_i f_i s_i
+        E_i, float32; of a sharded one for this rank's rows. fitness: [N], on every rank the same.
 
-        Of a sharded parameter that of the rows that this rank holds; only the noise that they need
-        is made. Streamed: noise is made again for as many parameters or directions as fit `BUFFER`.
-
-        Args: fitness: [N] of all members, on every rank the same.
+        Noise is made again, for as many parameters or directions as fit `BUFFER`.
         """
         fitness = fitness.to(device=self.device, dtype=torch.float32)
         # Mirrored members share E: f_+ E - f_- E. Equal fitness gives exactly zero.
@@ -290,10 +272,7 @@ def _weighted_sum(address: Address, noise: Tensor, weights: Tensor) -> Tensor:
 
 class _Perturbed:
     """Forwards for all perturbed modules and `count` directions, over buffers that each chunk of
-    members refills.
-
-    They outlive a step, so that a compiled model or a captured graph sees the same tensors at every
-    step.
+    members refills: a compiled model or a captured graph sees the same tensors at every step.
     """
 
     def __init__(self, noise: "Noise", count: int, dtype: torch.dtype) -> None:
@@ -355,9 +334,7 @@ class _Population:
 
 
 class _LowRankLinear:
-    """y = x W^T + b, plus (x B) (s sigma / sqrt(r) A)^T; W is any of nn.Linear and Conv1D. The sign
-    is kept in A.
-    """
+    """y = x W^T + b, plus (x B) (s sigma / sqrt(r) A)^T; the sign is kept in A."""
 
     def __init__(
         self, module: nn.Linear | Conv1D, population: _Population, names: dict[str, Address]
@@ -444,9 +421,7 @@ class _SharedInput:
 
 
 class _Bias:
-    """The forward of a linear layer without noise on its weight, with noise on its bias if the
-    policy says so.
-    """
+    """A linear layer without noise on its weight, perhaps with noise on its bias."""
 
     def __init__(
         self, module: nn.Linear | Conv1D, population: _Population, names: dict[str, Address]
@@ -591,9 +566,7 @@ class _Site:
 
 
 def _sites(model: nn.Module, wanted: list[Address]) -> list[_Site]:
-    """The modules that use the perturbed parameters (a tied one has two). Raises ConfigError for an
-    unknown kind.
-    """
+    """The modules that use the perturbed parameters. Raises: ConfigError for an unknown kind."""
     by_parameter = {id(p): n for n, p in model.named_parameters()}
     address_of = {address.name: address for address in wanted}
     sites, seen = [], set()

@@ -12,9 +12,7 @@ from rft.config import RftConfig
 
 
 def pass_rates(lm: LM, examples: Sequence[Example]) -> dict[str, float]:
-    """Return pass@1 and pass@k in percent, with k = algo.pass_samples; empty where that is 0. Every
-    rank returns the same.
-    """
+    """Return pass@1 and pass@k in percent, with k = algo.pass_samples; empty where that is 0."""
     cfg: RftConfig = lm.run.algo
     context, count = lm.context, cfg.pass_samples
     mine = examples[context.rank :: context.world_size]
@@ -23,12 +21,8 @@ def pass_rates(lm: LM, examples: Sequence[Example]) -> dict[str, float]:
     right: list[int] = []
     with fsdp.forwards(lm.model):
         if mine:
-            requests = Requests(
-                prompts=lm.encode(mine),
-                ids=[example.id for example in mine],
-                samples=count,
-                seed=lm.run.seed,
-            )
+            ids, encoded = [example.id for example in mine], lm.encode(mine)
+            requests = Requests(prompts=encoded, ids=ids, samples=count, seed=lm.run.seed)
             with watch_completions(f"pass@{count}", len(mine) * count, context.main) as watch:
                 made = lm.engine.generate(requests, cfg.sampling, watch)
             repeated = [example for example in mine for _ in range(count)]

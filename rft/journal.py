@@ -91,9 +91,8 @@ class Journal:
 
     def budget(self, limits: BudgetConfig | None = None) -> Budget:
         """Return what is used of the run's budget, or of other limits."""
-        tokens, seconds = self.used["generated_tokens"], self.seconds.total()
-        given = self.session.run.budget if limits is None else limits
-        return Budget(given, self.context, tokens, seconds, quiet=True)
+        given, used = limits or self.session.run.budget, self.used["generated_tokens"]
+        return Budget(given, self.context, used, self.seconds.total(), quiet=True)
 
     def sampling_limits(self, iteration: int) -> BudgetConfig:
         """Return the limits for the samples of an iteration: half of the seconds that were left."""

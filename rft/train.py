@@ -92,7 +92,7 @@ def prepare(session: Session, lm: LM) -> Work:
             " `hint(example)`, a prompt that tells the answer. Set it to 0."
         )
     prompts = split_prompts(lm)
-    lm.held_out = prompts.held_out
+    lm.held_out, lm.order = prompts.held_out, prompts.order
     folder = RunFolder(run, lm.context)
     train_limit, peak = fit_rows(lm, prompts)
     if lm.context.main:

@@ -62,10 +62,8 @@ def workspace(entity: str, project: str, algos: Sequence[str]) -> Any:
         blocks.BarPlot(title="Held-out metric after training", metrics=[after]),
         blocks.ScalarChart(title="Gain", metric=gain, groupby_aggfunc="mean"),
     ]
-    tables = [
-        blocks.WeavePanelSummaryTable(table_name=f"completions/{name}")
-        for name in ("before", "after")
-    ]
+    names = ("completions/before", "completions/after")
+    tables = [blocks.WeavePanelSummaryTable(table_name=name) for name in names]
     system = [blocks.LinePlot(title=t, metric_regex=pattern) for t, pattern in SYSTEM.items()]
     known, alone = panels.find_panels(), len(algos) == 1
     shown: list[tuple[str, list[Any], bool]] = [

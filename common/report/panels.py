@@ -39,12 +39,8 @@ class Panel:
 
 
 # Panels that several algorithms show.
-REWARD = Panel(
-    "reward",
-    "Reward of training samples",
-    "reward",
-    {"reward": "mean", "reward_best": "best member"},
-)
+REWARDS = {"reward": "mean", "reward_best": "best member"}
+REWARD = Panel("reward", "Reward of training samples", "reward", REWARDS)
 METRIC = Panel("metric", "Held-out measures", "percent, or points of 100", {"metrics/*": ""})
 THROUGHPUT = Panel(
     "throughput", "Throughput", "tokens/s", {"tokens_per_second": "tokens"}, zero=True

@@ -17,7 +17,7 @@ EXPLAINED = {
 }
 
 
-TEX_HEAD = r"""\documentclass{article}
+TEX_HEAD: str = r"""\documentclass{article}
 \usepackage[margin=1cm]{geometry}
 \begin{document}
 \noindent\footnotesize
@@ -91,7 +91,7 @@ def write_tex(groups: Iterable[Group], path: Path) -> None:
     def shown(value: float | None, text: str) -> str:
         return "--" if value is None else text.format(value)
 
-    lines: list[str] = TEX_HEAD.splitlines()
+    lines = TEX_HEAD.splitlines()
     for group in groups:
         for point in group.points:
             texts = [

@@ -299,7 +299,7 @@ RUN_MISTAKES = {
         "algo.ddp.hook=fp16 has no effect with one rank: nothing is sent. Leave it out."
     ),
     "opt=[ddp] algo.ddp.hook=bf16": (
-        "algo.ddp.hook=bf16 needs NCCL, and the ranks talk through gloo. Use algo.ddp.hook=fp16."
+        "algo.ddp.hook=bf16 needs NCCL, not gloo. Use algo.ddp.hook=fp16."
     ),
     "algo.loader.prefetch=4": (
         "algo.loader.prefetch=4 has no effect without algo.loader.workers. Set"
