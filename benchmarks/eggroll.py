@@ -152,23 +152,22 @@ class Work:
             for name, weight in kept.items():
                 self.parameters[name].copy_(weight)
 
-    @torch.inference_mode()
     def one_at_a_time(self) -> Tensor:
         """Go prompt by prompt, and for each member by member."""
-        made, new = [], self.sizes.new_tokens
-        for index in range(self.sizes.samples_measured):
-            prompt, member = divmod(index, self.sizes.members)
-            with self.materialised(member):
-                made.append(generate(self.model, self.prompts[prompt][None], max_new_tokens=new))
-        return torch.cat(made)
+        pairs = [divmod(i, self.sizes.members) for i in range(self.sizes.samples_measured)]
+        return self._generate([(self.prompts[prompt][None], member) for prompt, member in pairs])
 
-    @torch.inference_mode()
     def member_by_member(self) -> Tensor:
         """Sample each member's prompts in one batch."""
-        made, new = [], self.sizes.new_tokens
-        for member in range(self.sizes.members_measured):
+        members = range(self.sizes.members_measured)
+        return self._generate([(self.prompts, member) for member in members])
+
+    @torch.inference_mode()
+    def _generate(self, batches: list[tuple[Tensor, int]]) -> Tensor:
+        made = []
+        for prompts, member in batches:
             with self.materialised(member):
-                made.append(generate(self.model, self.prompts, max_new_tokens=new))
+                made.append(generate(self.model, prompts, max_new_tokens=self.sizes.new_tokens))
         return torch.cat(made)
 
     # --- as this project does it
@@ -201,8 +200,6 @@ class Work:
             self.weights.descend(name, gradient, self.settings.lr)
             del gradient
         self.weights.drift()
-
-    # --- the same work?
 
     def same(self, rows: Tensor, others: Tensor, which: list[tuple[int, int]]) -> int:
         """Count the completions that are equal. which: prompt and member of each.

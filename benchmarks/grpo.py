@@ -330,9 +330,9 @@ CUMULATIVE = {
     "+ compile": "compile",
     "+ 2 ranks": "ddp",
 }
+SWITCHES = ("amp", "tf32", "checkpointing", "offload", "compile")
 ALONE: dict[str, list[str]] = {
-    **{f"{name} alone": [f"opt=[{name}]"] for name in ("amp", "tf32", "checkpointing")},
-    **{f"{name} alone": [f"opt=[{name}]"] for name in ("offload", "compile")},
+    **{f"{name} alone": [f"opt=[{name}]"] for name in SWITCHES},
     "AdamW not fused alone": ["algo.optimizer.kwargs={fused: false}"],
     "parallel rewards alone": [SCORING],
 }
@@ -412,7 +412,8 @@ def add_rows(report: measure.Report, found: dict[str, dict[str, Any]]) -> None:
     middle = {row: median(one["seconds"]) for row, one in found.items()}
     tokens = PROMPTS * SAMPLES * report.conditions["sizes"]["new_tokens"]
     losses = found[OURS]["losses"]
-    deviations = {row: deviation(one["losses"], losses) for row, one in found.items()}
+    curves = {row: one["losses"] for row, one in found.items()}
+    deviations = {row: curve and deviation(curve, losses) for row, curve in curves.items()}
     for row, one in found.items():
         base = OURS if row in ALONE or PLAIN not in found else PLAIN
         against = () if row == base else (base, middle[base] / middle[row])
@@ -435,9 +436,7 @@ def add_rows(report: measure.Report, found: dict[str, dict[str, Any]]) -> None:
         report.conditions[key] = {row: one[key] for row, one in found.items()}
 
 
-def deviation(losses: list[float] | None, base: list[float]) -> float | None:
-    """Return how far a loss curve is from float32's, from the second pass on; None for none."""
-    if losses is None:
-        return None
+def deviation(losses: list[float], base: list[float]) -> float:
+    """Return how far a loss curve is from float32's, from the second pass on."""
     pairs = list(zip(losses, base, strict=True))[1:]
     return fmean(abs(a - b) for a, b in pairs) / fmean(abs(b) for _, b in pairs)

@@ -82,9 +82,8 @@ class Work:
     def __init__(self, device: torch.device, rows: int, longest: int) -> None:
         task = Trajectories(rows=4 * rows, test_rows=10, longest=longest, noise=0.05)
         self.listed, self.device, tokens = task.rows("train"), device, 2 * longest + 1
-        config = EncoderConfig(
-            size=32, heads=2, layers=1, feedforward=64, dropout=0.0, max_tokens=tokens
-        )
+        sizes: Any = {"size": 32, "heads": 2, "layers": 1, "feedforward": 64}
+        config = EncoderConfig(**sizes, dropout=0.0, max_tokens=tokens)
         self.rows: Rows = trajectories(self.listed, tokens)
         self.model = models.TrajectoryClassifier(config, len(task.classes), 4).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -108,11 +107,8 @@ class Work:
     def before(self, rows: int) -> Any:
         """Yield batches by the document's collate, without end."""
         while True:
-            yield from DataLoader(
-                self.listed,  # type: ignore[arg-type]
-                batch_sampler=self.order(rows),
-                collate_fn=concatenated,
-            )
+            listed: Any = self.listed
+            yield from DataLoader(listed, batch_sampler=self.order(rows), collate_fn=concatenated)
 
     def after(self, rows: int, workers: int = 0) -> Any:
         """Return batches by the project's loader, without end."""

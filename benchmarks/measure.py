@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,8 +24,9 @@ import torch
 import transformers
 
 from common import hardware
-from common.files import write_text
+from common.files import first_line, write_text
 from common.precision import native_bf16
+from common.report.summary import find_commit
 from ddp_bench.report.tables import align
 
 MATRIX = {"cpu": 2048, "cuda": 8192}  # size of the product that counts as the device's peak
@@ -94,9 +94,8 @@ class Report:
         """Add a row for each series of repeats, with its ratio to `base`. less: less is better."""
         for name, series in values.items():
             ratio = paired(values[base], series) if less else paired(series, values[base])
-            self.add(
-                name, statistics.median(series), unit, *(() if name == base else (base, ratio))
-            )
+            against = () if name == base else (base, ratio)
+            self.add(name, statistics.median(series), unit, *against)
 
     def skip(self, row: str, unit: str, reason: str) -> None:
         """Add a row that this device cannot measure."""
@@ -140,17 +139,12 @@ def progress(text: str) -> None:
 
 def seconds(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
     """Return the seconds of one call, the device's work included, and what it returned."""
-    synchronize(device)
+    wait = torch.cuda.synchronize if device.type == "cuda" else torch.cpu.synchronize
+    wait(device)
     started = time.perf_counter()
     result = run()
-    synchronize(device)
+    wait(device)
     return time.perf_counter() - started, result
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def interleaved(cases: Sequence[Case], repeats: int, device: torch.device) -> dict[str, Timing]:
@@ -181,8 +175,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def peak_memory_gb(prepare: Callable[..., Callable[[], Any]], *arguments: Any) -> float | None:
-    """Return the peak memory of `prepare(*arguments)()` and of all that it builds, in GB of 2**30
-    bytes, measured in a new process: in this one the largest case so far would hide the others.
+    """Return the peak memory of `prepare(*arguments)()` and all that it builds, in GB of 2**30
+    bytes, in a new process.
     """
     return in_new_process(prepare.__module__, _peak_memory_gb, prepare, arguments)
 
@@ -247,7 +241,7 @@ def why_no_compiler(device: torch.device) -> str | None:
 
 def describe(error: Exception) -> str:
     """Return kind and first line of an error."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:160]
+    return f"{type(error).__name__}: {first_line(error)}"[:160]
 
 
 def find_device(name: str | None) -> torch.device:
@@ -276,21 +270,10 @@ def conditions(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": sys.version.split()[0],
-        "commit": commit(),
+        "commit": find_commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": "python -m benchmarks " + re.sub(r" --json[ =]\S+", "", " ".join(sys.argv[1:])),
     }
-
-
-def commit() -> str | None:
-    """Return the checkout's commit, -dirty where files differ from it; None outside a checkout."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    folder = Path(__file__).resolve().parent
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 def number(value: float | None, unit: str = "") -> str:

@@ -8,7 +8,6 @@ resident memory less that after the imports, on CUDA what torch allocated.
 """
 
 import argparse
-import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -123,10 +122,8 @@ def run(options: argparse.Namespace) -> Report:
                     raise RuntimeError("this system does not tell a process's peak memory.")
                 values.append(peak)
         measure.progress("")
-        base, ratio = f"{setting.name}: {INFERENCE}", paired(peaks[TRAINING], peaks[INFERENCE])
-        report.add(base, statistics.median(peaks[INFERENCE]), "GB")
-        report.add(
-            *(f"{setting.name}: {TRAINING}", statistics.median(peaks[TRAINING]), "GB", base, ratio)
-        )
+        named = {f"{setting.name}: {what}": values for what, values in peaks.items()}
+        report.compare(named, "GB", next(iter(named)), less=False)
+        ratio = paired(peaks[TRAINING], peaks[INFERENCE])
         report.figures.append((setting.name, f"<= {FIGURE}x", f"{ratio:.2f}x"))
     return report

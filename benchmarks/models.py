@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GPT2Config, LlamaConfig, Qwen2Config
+from transformers import GPT2Config, LlamaConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from ddp_bench.capacity import MODELS
 
 
 def _llama(hidden: int, layers: int, heads: int, wide: int) -> Any:
@@ -25,17 +27,9 @@ CONFIGS: dict[str, Any] = {
     "quick": _llama(32, 2, 2, 64),
     "tiny": _llama(128, 4, 4, 384),  # conf/model/tiny.yaml
     "small": _llama(256, 6, 8, 768),
-    "gpt2": GPT2Config(),
+    "gpt2": MODELS["gpt2"],
     "gpt2-quick": GPT2Config(n_embd=64, n_layer=2, n_head=2),
-    "0.5b": Qwen2Config(
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    ),
+    "0.5b": MODELS["qwen2.5_0.5b"],
 }
 
 

@@ -33,17 +33,10 @@ def run(options: argparse.Namespace) -> Report:
     for members in counts:
         size = Sizes(name, members, prompts=1, prompt_tokens=tokens, new_tokens=tokens)
         work = Work(size, report.device, dtype, model=model)
-        plain, population, noise, update = (
-            f"{members} rows: {row}" for row in (PLAIN, POPULATION, NOISE, UPDATE)
-        )
-        timed = report.time(
-            [
-                Case(plain, work.plain),
-                Case(population, work.population),
-                Case(noise, work.draw_noise),
-                Case(update, work.update),
-            ]
-        )
+        acts = (work.plain, work.population, work.draw_noise, work.update)
+        names = [f"{members} rows: {row}" for row in (PLAIN, POPULATION, NOISE, UPDATE)]
+        plain, population, noise, update = names
+        timed = report.time([Case(*pair) for pair in zip(names, acts, strict=True)])
         if torch.equal(timed[plain].first, timed[population].first):
             raise RuntimeError("not the same work: the noise changes no completion.")
         speeds = {row: timed[row].speeds(torch.numel) for row in (plain, population)}

@@ -165,9 +165,8 @@ def copy_bandwidth(device: torch.device) -> float:
     size = 1 << (28 if device.type == "cpu" else 31)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return (
-        2 * size / min(measure.seconds(lambda: target.copy_(source), device)[0] for _ in range(10))
-    )
+    spans = [measure.seconds(lambda: target.copy_(source), device)[0] for _ in range(10)]
+    return 2 * size / min(spans)
 
 
 def run(options: argparse.Namespace) -> measure.Report:

@@ -65,11 +65,10 @@ def run_all(options: argparse.Namespace) -> None:
         print(f"{name} ({left:.0f} s left)", file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "benchmarks", *arguments.split(), "--device", kind]
         command += ["--json", str(target), *(["--quick"] if options.quick else [])]
+        settings: Any = {"stderr": subprocess.STDOUT, "timeout": left, "check": True}
         try:
             with log.open("w") as out:
-                subprocess.run(
-                    command, stdout=out, stderr=subprocess.STDOUT, timeout=left, check=True
-                )
+                subprocess.run(command, stdout=out, **settings)
         except subprocess.SubprocessError as error:
             remarks.append(f"{name}: {error}; see {log}")
             continue

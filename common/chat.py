@@ -34,10 +34,7 @@ from common.tasks import Messages, plain
 
 
 def model_of(given: str) -> tuple[str, str | Messages | None]:
-    """Return the model's folder or hub id, and a prompt as the run had them, if `given` is a run.
-
-    Raises: ConfigError for a run that has no language model (yet).
-    """
+    """Return the model's folder or hub id, and one of the run's prompts, if `given` is a run."""
     folder = Path(given).expanduser()
     if not (folder / "run.yaml").is_file():
         return given, None
@@ -94,20 +91,18 @@ def prompts(given: str | None) -> Iterator[str]:
         for number, raw in enumerate(sys.stdin.buffer, start=1):
             try:
                 line = raw.decode().removesuffix("\n").removesuffix("\r")
-            except UnicodeDecodeError as error:
-                raise ConfigError(
-                    f"line {number} of standard input is not UTF-8: byte 0x{raw[error.start]:02x}."
-                    " Convert it, for example with iconv -f LATIN1 -t UTF-8."
-                ) from None
+            except UnicodeDecodeError:
+                advice = "Convert it, for example with iconv -f LATIN1 -t UTF-8."
+                text = f"line {number} of standard input is not UTF-8. {advice}"
+                raise ConfigError(text) from None
             if line.strip():
                 yield line
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    found = argparse.ArgumentParser(
-        "python -m common.chat", description="Try a model that a run trained, or any other."
-    )
+    about = "Try a model that a run trained, or any other."
+    found = argparse.ArgumentParser("python -m common.chat", description=about)
     options: dict[str, dict[str, Any]] = {
         "model": {"metavar": "MODEL", "help": "a run or model folder, or an id of the HF hub"},
         "--prompt": {"help": "instead of lines of standard input, blank ones skipped"},
@@ -156,10 +151,8 @@ def answer_all(given: argparse.Namespace) -> None:
         ids = encode_prompts(tokenizer, [prompt_like(text, shown, given.system, chat)])[0]
         room = sampler.context_length - len(ids)
         if room < 1:
-            raise ConfigError(
-                f"a prompt of {len(ids)} tokens fills the model's context of"
-                f" {sampler.context_length}. Shorten it."
-            )
+            context = f"the model's context of {sampler.context_length}"
+            raise ConfigError(f"a prompt of {len(ids)} tokens fills {context}. Shorten it.")
         sampling.max_new_tokens = min(given.max_new_tokens, room)
         made = sampler.generate(Requests(prompts=[ids], seed=given.seed, draw=number), sampling)
         print(made.texts(tokenizer)[0].strip(), flush=True)

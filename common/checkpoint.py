@@ -16,6 +16,7 @@ import logging
 import pickle
 import re
 import shutil
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,18 +62,14 @@ def save(
     keep: int,
     write: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write checkpoint `step` below `root`, then remove all but the newest `keep` up to it. Only
-    one process writes to a root.
+    """Write checkpoint `step` below `root`, then remove all but the newest `keep` up to it; return
+    its folder. Only one process writes to a root. A checkpoint of the same step is replaced.
 
-    Args: root: made if needed; tensors: any device, dtype, layout; tied or overlapping ones are
-    fine; state: JSON (string keys, lists); extra: what `torch.load(weights_only=True)` reads:
-    optimizer state, generator states; keep: >= 1; write: puts safetensors files of its own into the
-    folder, in place of `tensors` (see common/distributed/fsdp.py).
-    Returns: the folder. A checkpoint of the same step is replaced; it stays readable until the new
-    one is in place. Checkpoints of later steps, left by a run that went back, are not touched.
-    Raises: CheckpointError with path and reason on any I/O error, with all earlier checkpoints as
-    they were; TypeError if `extra` holds something that only unpickling could read, or `state`
-    something that is not JSON.
+    Args: tensors: tied or overlapping ones are fine; state: JSON; extra: what
+    `torch.load(weights_only=True)` reads; write: puts safetensors files of its own into the folder,
+    in place of `tensors` (see common/distributed/fsdp.py).
+    Raises: CheckpointError on any I/O error, with all earlier checkpoints as they were; TypeError
+    if `extra` holds something that only unpickling could read, or `state` what is not JSON.
     """
     assert keep >= 1
     assert step >= 0
@@ -143,34 +140,23 @@ def load(path: Path) -> Checkpoint:
         sharded = manifest.get("sharded", False)
         tensors = {} if sharded else _stored(path)
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        extra = (
-            torch.load(path / EXTRA, map_location="cpu", weights_only=True, mmap=True)
-            if EXTRA in files
-            else None
-        )
+        extra = _load_extra(path / EXTRA) if EXTRA in files else None
     except CheckpointError:
         raise
-    except pickle.UnpicklingError as error:  # torch's own text advises to unpickle all the same
-        raise CheckpointError(
-            f"checkpoint {path} is not valid: {EXTRA} holds {_OBJECTS}."
-        ) from error
-    except (
-        Exception
-    ) as error:  # hashes are right, so another program wrote it: anything can be in there
+    except Exception as error:
+        # Hashes are right, so another program wrote it: anything can be in there.
         reason = f"foreign, {type(error).__name__}: {first_line(error)}"
+        if isinstance(error, (pickle.UnpicklingError, RuntimeError)):  # torch.load alone has these
+            reason = f"{EXTRA} holds {_OBJECTS}"
         raise CheckpointError(f"checkpoint {path} is not valid: {reason}.") from error
-    return Checkpoint(
-        path=path, step=step, tensors=tensors, state=state, extra=extra, sharded=sharded
-    )
+    return Checkpoint(path, step, tensors, state, extra, sharded)
 
 
 # --- inside
 
 
 def _separate(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Contiguous CPU copies that share no memory, and {name: name of the stored tensor it is tied
-    to}.
-    """
+    """Return contiguous CPU copies that share no memory, and what else is tied to them by name."""
     stored: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
@@ -204,12 +190,16 @@ def _save_extra(extra: dict[str, Any], path: Path) -> None:
         # context.
         raise OSError(f"{path.name}: {first_line(error.__context__ or error)}") from error
     try:
-        # mmap: structure only, no tensor is read
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        _load_extra(path)
     except pickle.UnpicklingError as error:
-        raise TypeError(
-            f"extra holds {_OBJECTS}. Give tensors, numbers, strings, lists and dicts."
-        ) from error
+        text = f"extra holds {_OBJECTS}. Give tensors, numbers, strings, lists and dicts."
+        raise TypeError(text) from error
+
+
+def _load_extra(path: Path) -> Any:
+    # Mapped, so that ranks share it; what is no zip file is not from here, and refused as such.
+    mapped = zipfile.is_zipfile(path)
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
 
 
 def _prune(root: Path, step: int, keep: int) -> None:
@@ -225,8 +215,4 @@ def _prune(root: Path, step: int, keep: int) -> None:
         try:
             shutil.rmtree(path)
         except OSError as error:
-            log.warning(
-                "checkpoint %s is no longer needed but could not be removed: %s.",
-                path,
-                first_line(error),
-            )
+            log.warning("checkpoint %s could not be removed: %s.", path, first_line(error))

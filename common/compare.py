@@ -1,8 +1,6 @@
 """Compare the runs of a sweep again: python -m common.compare FOLDER."""
 
-import sys
-
 from common.report.compare import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,8 +1,6 @@
 """Make the W&B dashboard: python -m common.dashboard PROJECT."""
 
-import sys
-
 from common.report.dashboard import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -86,10 +86,7 @@ def problem(folder: Path) -> str | None:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         files = manifest["files"]
         if manifest["format"] != FORMAT:
-            return (
-                f"foreign, {MANIFEST} has format {manifest['format']} and this version reads"
-                f" {FORMAT}"
-            )
+            return f"foreign, {MANIFEST} has format {manifest['format']}, this reads {FORMAT}"
         for name, digest in files.items():
             if Path(name).name != name:
                 return f"foreign, {MANIFEST} names {name!r}"
@@ -109,12 +106,11 @@ def problem(folder: Path) -> str | None:
 def cached(
     name: str, what: str, build: Callable[[Path], dict[str, Any]], say: Callable[[str], None]
 ) -> Path:
-    """The folder `name` of the cache, `$CLUTCH_CACHE` or `~/.cache/clutch`; built if it is not
-    there or damaged.
+    """Return the folder `name` of the cache, `$CLUTCH_CACHE` or `~/.cache/clutch`; built if it is
+    not there or damaged, once by parallel processes.
 
-    Parallel processes build once, the others wait. Args: what: is kept, for errors; build: fills an
-    empty folder and returns the facts of its manifest; say: told where another process is waited
-    for. Raises: ConfigError if nothing can be written.
+    Args: what: is kept, for errors; build: fills an empty folder and returns the facts of its
+    manifest; say: told where another process is waited for. Raises: ConfigError.
     """
     cache = Path(os.environ.get("CLUTCH_CACHE") or "~/.cache/clutch").expanduser()
     folder = cache / name

@@ -40,12 +40,8 @@ ROLLOUT_ROWS = {"cpu": 256, "cuda": 1024}
 class LM:
     """The language model of a run.
 
-    Args:
-        task: the task; None = the one that the run names.
-        population: its weights are perturbed and never see a backward pass; rows may come in
-            mirrored pairs.
-        reference: keep a frozen copy of the initial model.
-
+    Args: task: None = the one that the run names; population: its weights are perturbed and never
+    see a backward pass; rows may come in mirrored pairs; reference: keep a frozen copy.
     Raises: ConfigError for a model, a task or settings that cannot work.
     """
 
@@ -105,12 +101,7 @@ class LM:
         run, self.model = self.run, None
         gc.collect()
         if folder is not None:
-            options: dict[str, Any] = {
-                "revision": None,
-                "gguf_file": None,
-                "lora": None,
-                "tiny": None,
-            }
+            options: Any = dict.fromkeys(("revision", "gguf_file", "lora", "tiny"))
             model = replace(run.model, name="hf", path=str(folder), **options)
             run = replace(run, model=model)
         self.model, _ = load_on_all_ranks(run, self.task, self.context)
@@ -121,10 +112,6 @@ class LM:
         if not fsdp.of(self.model):
             self._prepare()
             fsdp.shard([self.model], self.run, self.context, self.precision)
-
-    def close_engine(self) -> None:
-        """Drop the engine, and with it its copy of the weights."""
-        self.engine = None
 
     def open_copy(self) -> None:
         """Sample from a half-precision copy of the model as it is now; in float32 from itself."""
@@ -140,19 +127,15 @@ class LM:
     # --- prompts
 
     def read_examples(self) -> None:
-        """Read training and held-out examples into `order` and `held_out`.
-
-        Raises: ConfigError where a prompt does not fit the context, unless prompts.too_long=skip.
-        """
+        """Read training and held-out examples into `order` and `held_out`. Raises: ConfigError."""
         splits = {"train": list(self.task.examples("train")), "test": self.candidates()}
         splits, self.longest_prompt = self.fit_prompts(self.task.prompt, splits)
         self.order = ExampleOrder(splits["train"], self.run.seed)
         self.held_out = splits["test"][: self.run.evaluate.examples]
 
     def candidates(self) -> list[Example]:
-        """Return the test examples that evaluate.examples are taken of.
-
-        With prompts.too_long=skip these are all: others take the place of those that do not fit.
+        """Return the test examples that evaluate.examples are taken of: with prompts.too_long=skip
+        all, since others take the place of those that do not fit.
         """
         skip = self.run.prompts.too_long == "skip"
         return hold_out(self.task, None if skip else self.run.evaluate.examples)
@@ -160,10 +143,9 @@ class LM:
     def fit_prompts(
         self, ask: Callable[[Example], Any], splits: dict[str, list[Example]]
     ) -> tuple[dict[str, list[Example]], int]:
-        """Return the examples whose prompts fit the context, and the tokens of the longest of
-        these.
+        """Return the examples whose prompts fit the context, and the tokens of the longest. ask:
+        makes the prompt of an example.
 
-        Args: ask: makes the prompt of an example.
         Raises: ConfigError where one does not fit with prompts.too_long=error, or none does.
         """
         tokens, context = self.run.algo.sampling.max_new_tokens, context_length(self.model)
@@ -184,10 +166,8 @@ class LM:
             split, first, length = misfits[0]
             room = context - longest
             advice = f"Lower it to {room}, shorten" if room > 0 else "Shorten"
-            skip = self.run.prompts.too_long == "skip"
-            other = (
-                " so that some fit" if skip else ", or leave them out with prompts.too_long=skip"
-            )
+            other = ", or leave them out with prompts.too_long=skip"
+            other = " so that some fit" if self.run.prompts.too_long == "skip" else other
             raise ConfigError(
                 f"{len(misfits)} of {count} prompts do not fit the model's context of {context}"
                 f" tokens with algo.sampling.max_new_tokens={tokens}: the first is {split} example"
@@ -198,9 +178,7 @@ class LM:
             log.warning(
                 "%d of %d prompts do not fit the model's context of %d tokens and are left out"
                 " (prompts.too_long=skip)",
-                len(misfits),
-                count,
-                context,
+                *(len(misfits), count, context),
             )
         return kept, fitting
 
@@ -216,11 +194,8 @@ class LM:
         return self.engine.generate(requests, sampling or self.run.algo.sampling)
 
     def evaluate(self, examples: Sequence[Example] | None = None) -> Evaluation:
-        """Complete examples greedily, shared out over the ranks, and measure. Every rank returns
-        the same.
-
-        Args: examples: None = the held-out ones.
-        Raises: RunStopped where the model's logits are NaN or infinite.
+        """Complete examples (None = the held-out ones) greedily, shared out over the ranks, and
+        measure. Raises: RunStopped where the model's logits are NaN or infinite.
         """
         examples, context = self.held_out if examples is None else examples, self.context
         mine = examples[context.rank :: context.world_size]
@@ -253,9 +228,8 @@ class LM:
         return fsdp.parameters(self.model)
 
     def fit_rollout(self, state: StateMemory, extra_bytes: float = 0.0) -> float:
-        """Fit the engine's rows to the memory. Returns the bytes of a row.
-
-        Args: state: weights and training state; extra_bytes: what else is there, whatever the rows.
+        """Fit the engine's rows to the memory; return the bytes of a row. extra_bytes: what else is
+        there, whatever the rows.
         """
         tokens = self.run.algo.sampling.max_new_tokens
         self.rollout_fixed = state.on_rank(self.model, rollout=True) + extra_bytes
@@ -267,12 +241,10 @@ class LM:
         """Say for the plan what the task, the model, the device and the numbers are."""
         run, device = self.run, self.context.device
         skipped = f"; {self.skipped_prompts} too long and left out" if self.skipped_prompts else ""
-        kernel = hardware.attention_kernel(
-            self.device, self.precision.compute, head_size(self.model.config), masked=True
-        )
-        compiled = (
-            f", decoding compiled ({run.opt.compile.mode})" if run.opt.compile.enabled else ""
-        )
+        head = head_size(self.model.config)
+        kernel = hardware.attention_kernel(self.device, self.precision.compute, head, masked=True)
+        mode = run.opt.compile.mode
+        compiled = f", decoding compiled ({mode})" if run.opt.compile.enabled else ""
         recomputed = ", activations recomputed" if run.opt.checkpointing.enabled else ""
         return {
             "task": f"{task_name(self.task)}: {len(self.order.examples):,} training examples,"
@@ -342,10 +314,8 @@ def fit(limit: RowLimit, row_bytes: float, fixed_bytes: float, context: Context)
 
 
 def load_on_all_ranks(run: Run, task: Task, context: Context) -> tuple[Any, Any]:
-    """Load model in float32 and tokenizer; rank 0 first, so that it alone builds or downloads.
-
-    With opt=fsdp on the CPU: the device need not hold all of it, and `fsdp.shard` takes it there
-    block by block.
+    """Load model in float32 and tokenizer; rank 0 first, so that it alone builds or downloads. With
+    opt=fsdp on the CPU, from where `fsdp.shard` takes it block by block.
     """
     if not context.main:
         context.barrier()

@@ -16,19 +16,8 @@ log = logging.getLogger("clutch")
 
 # What may differ between a run and its continuation, beside the algorithm's RESUME_MAY_CHANGE;
 # anything else would make another run of it.
-FREE = (
-    "resume",
-    "budget",
-    "evaluate",
-    "checkpoint",
-    "tracker",
-    "scoring",
-    "not_finite",
-    "opt",
-    "hardware",
-    "slurm",
-    "engine",
-)
+FREE = ("resume", "budget", "evaluate", "checkpoint", "tracker", "scoring", "not_finite")
+FREE += ("opt", "hardware", "slurm", "engine")
 
 
 def check_algorithm(run: Run, out_dir: Path) -> None:
@@ -54,12 +43,7 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
     found = _locate(run, context, own)
     if found is None:
         return None
-    differing = _differing(run, found)
-    if differing:
-        raise ConfigError(
-            f"{found.path} was made with other settings: {'; '.join(differing)}. "
-            "Give the same ones, or start anew with another hydra.run.dir."
-        )
+    refuse(found.path, _differing(run, found))
     if not found.path.is_relative_to(own):
         # Another run, which must not write into the first one's record.
         found.state["run"]["tracker"] = {}
@@ -87,9 +71,7 @@ def _locate(run: Run, context: Context, own: Path) -> checkpoint.Checkpoint | No
             )
         return None
     named = None if run.resume == "auto" else Path(run.resume)
-    nothing = (
-        f"resume={run.resume}: no valid checkpoint there. Give a run folder, or resume=auto or no."
-    )
+    nothing = f"resume={run.resume}: no valid checkpoint there. Give a run folder, auto or no."
     if named is not None and not named.exists():
         raise ConfigError(nothing)
     found = checkpoint.latest(own)
@@ -120,15 +102,21 @@ def _differing(run: Run, found: checkpoint.Checkpoint) -> list[str]:
     own_keys = [f"algo.{key}" for key in run.algo.RESUME_MAY_CHANGE]
     differing = differences(found.state["config"], given, (*FREE, *own_keys))
     # None where the run is counted in epochs, whose number must stay.
-    steps = given["algo"].get("steps")
-    if run.scheduled and steps is not None and found.state["config"]["algo"]["steps"] != steps:
-        differing.append(
-            f"algo.steps was {found.state['config']['algo']['steps']}, which"
-            f" algo.{run.scheduled[0]} depends on"
-        )
+    steps, before = given["algo"].get("steps"), found.state["config"]["algo"].get("steps")
+    if run.scheduled and steps is not None and before != steps:
+        differing.append(f"algo.steps was {before}, which algo.{run.scheduled[0]} depends on")
     if steps is not None and steps < found.step:
         differing.append(f"{found.step} steps are done already, algo.steps is {steps}")
     return differing
+
+
+def refuse(path: Path, differing: Sequence[str]) -> None:
+    """Raise ConfigError where there are settings that differ from those that made `path`."""
+    if differing:
+        raise ConfigError(
+            f"{path} was made with other settings: {'; '.join(differing)}. Give the same ones, or"
+            " start anew with another hydra.run.dir."
+        )
 
 
 def differences(saved: Any, given: Any, free: Sequence[str] = FREE, prefix: str = "") -> list[str]:

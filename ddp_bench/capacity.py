@@ -4,9 +4,9 @@
     python -m ddp_bench.capacity --model outputs/mine/model --scaling weak --out capacity
 
 Tells what ranks send each other per step, how long a step takes and where it stops scaling, the
-memory of a device, and the largest model that fits. Nothing is run: sizes are those of the model's
-config, built without storage; computing and links cost what ddp_bench/link.py says of a device that
-is not there. A step of all four has the same `rows`. What a rank does:
+memory of a device, and the largest known model that fits. Nothing is run: sizes are those of the
+model's config, built without storage; computing and links cost what ddp_bench/link.py says of a
+device that is not there. A step of all four has the same `rows`. What a rank does:
 
     eggroll   samples its members' rows; gets the rewards of all; makes the update of all members
     grpo      samples its rows, trains on them; all-reduce of the gradients, once
@@ -23,7 +23,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -158,18 +157,22 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@dataclass(frozen=True)
 class Device:
-    """A preset, and how its devices are connected. network: between nodes of `node` devices."""
+    """The preset conf/hardware/NAME.yaml, its devices connected as `work` says. Raises: ConfigError
+    for another name.
+    """
 
-    name: str
-    flops: float  # per second, of 16-bit products
-    bandwidth: float  # bytes per second
-    memory: float  # bytes
-    inside: Link
-    network: Link
-    node: int
-    launch: float  # seconds that the host takes for an operation
+    def __init__(self, name: str, work: Work) -> None:
+        choice("--hardware", name, PRESETS)
+        facts: Any = build(HardwareConfig, shipped(f"hardware/{name}.yaml"), "hardware")
+        self.name, self.node = name, work.node
+        # 16-bit products and bytes per second.
+        self.flops = ARITHMETIC * (facts.peak_tflops.bf16 or facts.peak_tflops.fp16) * 1e12
+        self.bandwidth = MEMORY * facts.bandwidth_gbs * 1e9
+        self.memory = facts.memory_gb * 2**30  # bytes
+        self.inside = find_link(facts)
+        self.network = Link(work.network_us * 1e-6, work.network_gbs * 1e9, "given", [])
+        self.launch = work.launch_us * 1e-6  # seconds that the host takes for an operation
 
     def seconds(self, size: float, devices: int) -> float:
         """Return the seconds of an all-reduce: a ring or a tree, whichever is faster."""
@@ -178,23 +181,6 @@ class Device:
         link = self.inside if devices <= self.node else self.network
         tree = 2 * math.ceil(math.log2(devices)) * link.alpha + 2 * size / link.beta
         return min(link.seconds(size, devices), tree)
-
-
-def find_device(name: str, work: Work) -> Device:
-    """Return the preset conf/hardware/NAME.yaml, connected as `work` says. Raises: ConfigError."""
-    choice("--hardware", name, PRESETS)
-    facts: Any = build(HardwareConfig, shipped(f"hardware/{name}.yaml"), "hardware")
-    peak = facts.peak_tflops.bf16 or facts.peak_tflops.fp16
-    return Device(
-        name=name,
-        flops=ARITHMETIC * peak * 1e12,
-        bandwidth=MEMORY * facts.bandwidth_gbs * 1e9,
-        memory=facts.memory_gb * 2**30,
-        inside=find_link(facts),
-        network=Link(work.network_us * 1e-6, work.network_gbs * 1e9, "given", []),
-        node=work.node,
-        launch=work.launch_us * 1e-6,
-    )
 
 
 # --- time
@@ -215,7 +201,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole step."""
+        """The whole step."""
         return self.sample + self.train + self.update + self.communication
 
     @property
@@ -326,21 +312,14 @@ def total_bytes(algorithm: str, model: Model, work: Work, shards: int, rows: int
     return fixed + max(sampling, training)
 
 
-def find_largest(
-    algorithm: str, models: list[Model], work: Work, here: Device, shards: int
-) -> float:
-    """Return the parameters of the largest model that a device holds with one row (of eggroll a
-    pair) per forward, interpolated between `models`, which are ordered by size.
+def find_largest(algorithm: str, models: list[Model], work: Work, here: Device, shards: int) -> str:
+    """Return the largest of `models` that a device holds with one row (of eggroll a pair) per
+    forward.
     """
-    rows = 2 if algorithm == "eggroll" else 1
-    sizes = [math.log(model.parameters) for model in models]
-    needs = [math.log(total_bytes(algorithm, model, work, shards, rows)) for model in models]
-    room = math.log(HEADROOM * here.memory)
-    if room <= needs[0]:
-        return 0.0
-    if room > needs[-1]:  # beyond the largest of them: in proportion
-        return math.exp(sizes[-1] + room - needs[-1])
-    return math.exp(np.interp(room, needs, sizes))
+    rows, room = 2 if algorithm == "eggroll" else 1, HEADROOM * here.memory
+    sizes = {m.name: m.parameters for m in models}
+    fit = [m.name for m in models if total_bytes(algorithm, m, work, shards, rows) <= room]
+    return max(fit, key=sizes.__getitem__, default="none")
 
 
 # --- the command
@@ -381,8 +360,7 @@ def describe(found: dict[str, Any], work: Work) -> str:
         sent = format_bytes(one["steps"][1]["sent"])
         times.append([name, *cells, sent, f"{one['pays_up_to']:,}"])
         fixed = [f"{one[key]:,.1f} GB" for key in ("fixed_gb", "fixed_sharded_gb")]
-        largest = [f"{one[key] / 1e9:,.1f}B" for key in ("largest", "largest_sharded")]
-        sizes.append([name, *fixed, *largest])
+        sizes.append([name, *fixed, one["largest"], one["largest_sharded"]])
         if one["then"]:
             limits.append(f"{name} beyond {one['pays_up_to']:,}: {one['then']}")
         if one["fixed_gb"] > HEADROOM * memory:
@@ -397,7 +375,7 @@ def describe(found: dict[str, Any], work: Work) -> str:
         f"{found['model']} on {found['hardware']}: milliseconds of a step, {total} ({work.scaling}"
         " scaling)",
         *(*align(times, left=1), "", *limits, ""),
-        f"a device: weights, gradients, optimizer; the largest model that fits its {memory:.0f} GB",
+        f"a device: weights, gradients, optimizer; the largest known model in its {memory:.0f} GB",
         *align(sizes, left=1),
     ]
     return "\n".join(lines) + "\n"
@@ -413,26 +391,13 @@ def format_bytes(number: float) -> str:
 
 
 def draw(found: dict[str, Any], work: Work, folder: Path) -> None:
-    """Draw exchange_NAME.png, what a rank sends, and speedup_NAME.png."""
-    styles = zip(("-", "-", "-", "--"), plots.COLOURS, strict=False)
-    lines = list(zip(found["algorithms"].items(), styles, strict=False))
-    with plots.saved(folder / f"exchange_{found['hardware']}.png") as axis:
-        for (name, one), (dashes, colour) in lines:
-            sent = [step["sent"] for step in one["steps"][1:]]
-            axis.plot(DEVICES[1:], sent, dashes, label=name, color=colour)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log", base=2**5, subs=[])  # ticks at 1 and 32 of a unit
-        title = f"What a rank sends: {found['model']}, {work.rows:,} rows"
-        plots.finished(axis, title, "devices", "bytes a step", zero=False)
-        axis.yaxis.set_major_formatter(lambda value, _: format_bytes(value))
+    """Draw speedup_NAME.png."""
     with plots.saved(folder / f"speedup_{found['hardware']}.png") as axis:
         axis.plot(DEVICES, DEVICES, color="#999999", linestyle=":", label="ideal")
-        for (name, one), (dashes, colour) in lines:
-            speeds = [
-                step["rows_per_second"] / one["steps"][0]["rows_per_second"]
-                for step in one["steps"]
-            ]
-            axis.plot(DEVICES, speeds, dashes, label=name, color=colour)
+        styles = zip(("-", "-", "-", "--"), plots.COLOURS, strict=False)
+        for (name, one), (dashes, colour) in zip(found["algorithms"].items(), styles, strict=True):
+            speeds = [step["rows_per_second"] for step in one["steps"]]
+            axis.plot(DEVICES, [s / speeds[0] for s in speeds], dashes, label=name, color=colour)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         title = f"Speed-up, {work.scaling} scaling: {found['model']} on {found['hardware']}"
@@ -472,9 +437,9 @@ def main() -> None:
     given = parser.parse_args()
     with ending_tool():
         work = Work(**{item.name: getattr(given, item.name) for item in fields(Work)})
-        devices = [find_device(name, work) for name in given.hardware]
+        devices = [Device(name, work) for name in given.hardware]
         chosen = Model(given.model)
-        models = sorted((Model(name) for name in MODELS), key=lambda model: model.parameters)
+        models = [Model(name) for name in MODELS]
         found = [estimate(models, chosen, work, here) for here in devices]
         text = "\n".join([*(describe(one, work) for one in found), ASSUMPTIONS.format(work=work)])
         print(text)

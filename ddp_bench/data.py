@@ -115,14 +115,10 @@ def prepare(
     splits, classes = {s: list(task.rows(s)) for s in ("train", "test")}, len(task.classes)
     for split, rows in splits.items():
         if not rows:
-            raise ConfigError(
-                f"the task has no {split} rows. Its rows({split!r}) must return some."
-            )
+            raise ConfigError(f"the task's rows({split!r}) returns none. It must return some.")
         wrong = [row.label for row in rows if not 0 <= row.label < classes]
         if wrong:
-            raise ConfigError(
-                f"a {split} row has the label {wrong[0]}, but the task has {classes} classes."
-            )
+            raise ConfigError(f"a {split} row has the label {wrong[0]} of {classes} classes.")
     kinds = {type(row.value) for rows in splits.values() for row in rows}
     if kinds == {str}:
         return _encode_texts(splits, tokenizer, max_tokens, say)
@@ -157,9 +153,8 @@ def _encode_texts(
     splits: dict[str, list[Labelled]], config: TokenizerConfig, max_tokens: int, say: Any
 ) -> tuple[dict[str, Rows], Tokenizer]:
     texts = {split: [row.value for row in rows] for split, rows in splits.items()}
-    digest = hashlib.sha256(
-        json.dumps([FORMAT, asdict(config), max_tokens], sort_keys=True).encode()
-    )
+    settings = json.dumps([FORMAT, asdict(config), max_tokens], sort_keys=True)
+    digest = hashlib.sha256(settings.encode())
     for split, values in texts.items():
         for value in values:
             text = value.encode()
@@ -201,9 +196,8 @@ def train_tokenizer(config: TokenizerConfig, texts: Sequence[str]) -> Tokenizer:
         tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
         tokenizer.decoder = decoders.ByteLevel()
-        trainer: Any = trainers.BpeTrainer(
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **options
-        )
+        options["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
+        trainer: Any = trainers.BpeTrainer(**options)
     else:
         tokenizer = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -291,9 +285,8 @@ class Loader:
         self.batches, self.device = batches, device
         if config.prefetch is not None and not self.workers:
             raise ConfigError(
-                f"algo.loader.prefetch={config.prefetch} has no effect without algo.loader.workers:"
-                " this process makes the batches. Set algo.loader.workers, for example 2, or leave"
-                " it out."
+                f"algo.loader.prefetch={config.prefetch} has no effect without algo.loader.workers."
+                " Set them, for example to 2, or leave it out."
             )
         if self.workers:  # else the tokenizers library warns in each of them
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -115,13 +115,11 @@ class TrajectoryClassifier(nn.Module):
         """Return logits [B, classes]. context: [B, C, S]; states: [B, T, S]; goal: [B, S]; lengths:
         int64 [B].
         """
-        device, before, after = goal.device, context.shape[1], states.shape[1]
+        device, sizes = goal.device, [context.shape[1], states.shape[1], 1]
         tokens = self.features(torch.cat([context, states, goal[:, None]], 1))
-        types = torch.arange(3, device=device).repeat_interleave(
-            torch.tensor([before, after, 1], device=device), output_size=before + after + 1
-        )
-        in_context = torch.arange(before, device=device)
-        in_states = torch.arange(after, device=device)
+        counts, kinds = torch.tensor(sizes, device=device), torch.arange(3, device=device)
+        types = kinds.repeat_interleave(counts, output_size=sum(sizes))
+        in_context, in_states, _ = (torch.arange(size, device=device) for size in sizes)
         starts, ends = context_lengths[:, None], (context_lengths + states_lengths)[:, None]
         # Padding has a position too, which is masked; it must only be one that exists.
         places = torch.cat([in_context.expand(len(goal), -1), starts + in_states, ends], 1)

@@ -3,26 +3,16 @@
 from common.report.panels import GRADIENT, LR, MEMORY, PHASES, THROUGHPUT, Panel
 
 ALGORITHM = "classify"
+MEASURES = {"validation/accuracy": "accuracy", "validation/macro_f1": "macro F1"}
+LOSSES = {"loss": "training", "validation/loss": "validation"}
 
 PANELS = (
-    Panel(
-        "metric",
-        "Validation",
-        "percent",
-        {"validation/accuracy": "accuracy", "validation/macro_f1": "macro F1"},
-        x="epoch",
-    ),
+    Panel("metric", "Validation", "percent", MEASURES, x="epoch"),
     THROUGHPUT,
     PHASES,
     MEMORY,
     GRADIENT,
     LR,
-    Panel(
-        "loss",
-        "Loss",
-        "loss (nats)",
-        {"loss": "training", "validation/loss": "validation"},
-        zero=True,
-    ),
+    Panel("loss", "Loss", "loss (nats)", LOSSES, zero=True),
     Panel("rows", "Rows a second", "rows/s", {"samples_per_second": "rows"}, zero=True),
 )

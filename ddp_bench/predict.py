@@ -125,8 +125,8 @@ def check(run: Run, out_dir: Path, simulating: bool) -> None:
             f"opt=compile can be measured on a {run.hardware.name}, not simulated. Leave it out."
         )
     for key in ("steps", "warmup_steps", "repeats") if simulating else ():
-        why = "here: the GPU is not on this node, so its steps are simulated and not timed. Leave"
-        no_effect("algo/scaling.yaml", f"algo.{key}", getattr(cfg, key), f"{why} it out.")
+        why = "here: the GPU is not on this node, so its steps are simulated. Leave it out."
+        no_effect("algo/scaling.yaml", f"algo.{key}", getattr(cfg, key), why)
 
 
 def list_cells(cfg: PredictConfig) -> dict[Cell, int]:
@@ -167,15 +167,14 @@ class Share:
 def watching_gradients(stepper: Stepper, clock: Clock) -> Iterator[list[tuple[int, Any]]]:
     """Note each gradient that a step makes: its numbers, and when it is there."""
     seen: list[tuple[int, Any]] = []
-    handles = [
-        parameter.register_post_accumulate_grad_hook(
-            lambda p: seen.append((p.numel(), clock.mark()))
-        )
-        for parameter in stepper.model.parameters()
-    ]
+
+    def note(parameter: torch.Tensor) -> None:
+        seen.append((parameter.numel(), clock.mark()))
+
+    hooks = [p.register_post_accumulate_grad_hook(note) for p in stepper.model.parameters()]
     yield seen
-    for handle in handles:
-        handle.remove()
+    for hook in hooks:
+        hook.remove()
 
 
 def order_gradients(stepper: Stepper, seen: list[tuple[int, Any]]) -> list[tuple[float, float]]:
@@ -187,12 +186,6 @@ def order_gradients(stepper: Stepper, seen: list[tuple[int, Any]]) -> list[tuple
     size = 2 if stepper.settings.ddp.hook in HALF else 4  # bytes of a number
     pairs = zip(seen, times, strict=True)
     return [(size * count, min(1.0, t / max(times[-1], 1e-12))) for (count, _), t in pairs]
-
-
-def count_workers(bench: Bench, cuda: bool) -> int:
-    """Return the worker processes that make the batches of a rank."""
-    given = bench.run.algo.loader.workers
-    return WORKERS_PER_GPU * cuda if given is None else given
 
 
 # --- measured
@@ -215,9 +208,8 @@ def measure(run: Run, out_dir: Path, task: ClassTask | None) -> tuple[dict[str, 
         link = find_link(run.hardware)
     else:
         times = [part["messages"] for part in parts if part["processes"] == most]
-        points = list(
-            zip(links.SIZES, map(statistics.median, zip(*times, strict=True)), strict=True)
-        )
+        medians = map(statistics.median, zip(*times, strict=True))
+        points = list(zip(links.SIZES, medians, strict=True))
         source = f"measured between {most} {'GPUs' if devices else 'processes'}"
         link = fit_link(points, most, source)
     shares = {}
@@ -258,7 +250,7 @@ def measure_neighbours(run: Run, context: Context, task: ClassTask | None = None
             "spans": context.gather_objects(spans),
             "passes": -(-len(batch[1]) // stepper.limit.rows),
             "ready": order_gradients(stepper, seen),
-            "workers": count_workers(bench, device.type == "cuda"),
+            "workers": feed.workers,
             "making": time_making(bench, feed),
         }
     return bench.facts(stepper) | {"times": times, "messages": time_messages(context)}
@@ -338,15 +330,14 @@ def simulate_share(bench: Bench, stepper: Stepper, feed: Feed, device: Simulator
         batch, of_all = feed.take()
         device.host = device.device = 0.0
         clock = SimulatedClock(device)
-        with Fused(), watching_gradients(stepper, clock) as seen, device:
-            start = clock.mark()
+        with Fused(), watching_gradients(stepper, clock) as seen, device, clock("seconds"):
             stepper.step(batch, of_all, step, 1 + SIMULATED, clock)
-            clock.add("seconds", start, clock.mark())
         spans.append(clock.read())
     names = (*PHASES, "seconds")
     phases = {name: statistics.fmean(span.get(name, 0.0) for span in spans) for name in names}
     seconds, made_in = phases.pop("seconds"), time_making(bench, feed)
-    workers = count_workers(bench, True)
+    given = bench.run.algo.loader.workers
+    workers = WORKERS_PER_GPU if given is None else given
     phases["data"] = max(0.0, made_in / workers - seconds) if workers else made_in
     passes, ready = -(-len(batch[1]) // stepper.limit.rows), order_gradients(stepper, seen)
     total = seconds + phases["data"]
@@ -363,10 +354,8 @@ def assemble_runs(
     runs = []
     for (mode, ranks), batch_rows in list_cells(cfg).items():
         share = shares[mode, ranks]
-        communication = exchange = 0.0
-        if ranks > 1:
-            communication = share.exposed(cfg.ddp.bucket_cap_mb, link, ranks)
-            exchange = link.seconds(8, ranks)  # of the loss, float64
+        communication = share.exposed(cfg.ddp.bucket_cap_mb, link, ranks) if ranks > 1 else 0.0
+        exchange = link.seconds(8, ranks) if ranks > 1 else 0.0  # of the loss, float64
         phases = share.phases | {"communication": communication, "exchange": exchange + share.wait}
         total = communication + exchange
         step = {"p50": share.p50 + total, "p90": share.p90 + total}
@@ -424,16 +413,12 @@ def describe(cfg: PredictConfig, saved: dict[str, Any], link: Link, sent_mb: flo
     how = "simulated from hardware facts, which is a guess" if saved["simulated"] else "measured"
     if cfg.times:
         how = "simulated, and scaled to the time of one rank that was given"
-    lines = [
+    return [
         f"one device   {how}: {saved['device']}",
         f"link         {1e6 * link.alpha:.1f} us a hop, {link.beta / 1e9:.2f} GB/s: {link.source}",
         f"gradients    {sent_mb:.1f} MB a step, in buckets of {cfg.ddp.bucket_cap_mb:g} MB",
         *("", "predicted milliseconds of a step", scaling.make_table(saved["runs"]), ""),
     ]
-    cores, ranks = os.cpu_count() or 1, max(cfg.ranks)
-    if saved["threads_per_rank"] is not None and ranks > cores:
-        lines.append(f"oversubscribed cores: {ranks} ranks take turns on {cores} cores")
-    return [*lines, ""]
 
 
 def advise_buckets(runs: list[dict[str, Any]], shares: dict[Cell, Share], link: Link) -> list[str]:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from common import hardware, precision
-from common.config import ConfigError, DdpConfig, Run
+from common.config import ConfigError, DdpConfig, Run, unused
 from common.distributed import slurm
 from common.distributed.context import Context
 from common.distributed.workers import launch
@@ -75,20 +75,14 @@ def scale(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str, A
 
 def check_alone(run: Run, out_dir: Path) -> None:
     """Raise ConfigError for what a run that starts its own ranks cannot go with."""
-    name, ranks = run.algo.name, run.algo.ranks
+    name, ranks, opt = run.algo.name, run.algo.ranks, run.opt
     if slurm.ranked():
-        raise ConfigError(
-            f"algo={name} starts its own ranks. Run it without torchrun or srun: python launch.py"
-            " ..."
-        )
-    if run.opt.ddp.ranks is not None:
-        raise ConfigError(
-            f"opt.ddp.ranks={run.opt.ddp.ranks} has no effect with algo.ranks={ranks}. Leave it"
-            " out."
-        )
-    for switch in ("fsdp", "profile"):
-        if getattr(run.opt, switch).enabled:
-            raise ConfigError(f"opt={switch} has no effect with algo={name}. Leave it out.")
+        raise ConfigError(f"algo={name} starts its own ranks. Run it without torchrun or srun.")
+    unused(
+        (opt.ddp.ranks is not None, f"opt.ddp.ranks={opt.ddp.ranks}", f"with algo.ranks={ranks}"),
+        (opt.fsdp.enabled, "opt=fsdp", f"with algo={name}"),
+        (opt.profile.enabled, "opt=profile", f"with algo={name}"),
+    )
     check_switches(run, run.algo, max(ranks))
     names = ("result.json", "scaling.json", "prediction.json", "checkpoints")
     if any((out_dir / name).exists() for name in names):
@@ -167,8 +161,8 @@ class Feed:
         self.batches = Batches(bench.rows, bench.data.lengths, *sizes)
         if not workers:
             loader = replace(loader, workers=0, prefetch=None)
-        device = bench.context.device.device
-        self.loader = Loader(bench.data, self.batches, loader, device).from_step(0)
+        made = Loader(bench.data, self.batches, loader, bench.context.device.device)
+        self.workers, self.loader = made.workers, made.from_step(0)
 
     def take(self) -> tuple[Any, int]:
         """Return the next batch, and its rows."""
@@ -299,13 +293,12 @@ def compare(runs: list[dict[str, Any]]) -> None:
 def pool(repeats: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the repeats of one measurement together."""
     steps = []
-    for repeat in repeats:
-        for span in repeat["spans"]:
-            # The step's own mark of when the gradients were there cannot tell waiting from
-            # computing; the probe can.
-            computed = span["backward"] + span.get("communication", 0.0) - repeat["exposed"]
-            exchanged = {"backward": max(0.0, computed), "communication": repeat["exposed"]}
-            steps.append(dict.fromkeys(PHASES, 0.0) | span | exchanged)
+    for exposed, span in ((repeat["exposed"], s) for repeat in repeats for s in repeat["spans"]):
+        # A step's own mark of when the gradients were there cannot tell waiting from computing;
+        # the probe can.
+        computed = max(0.0, span["backward"] + span.get("communication", 0.0) - exposed)
+        phases = {"backward": computed, "communication": exposed}
+        steps.append(dict.fromkeys(PHASES, 0.0) | span | phases)
 
     def both(name: str) -> dict[str, float]:
         values = [step[name] for step in steps]
@@ -326,13 +319,11 @@ def print_findings(saved: dict[str, Any], out_dir: Path) -> None:
     log.info("\nmilliseconds of a step\n%s\n", make_table(saved["runs"]))
     log.info("of its phases, p50\n%s\n", make_phase_table(saved["runs"]))
     losses = saved["loss_check"]
-    steps, apart = losses["steps"], losses["largest_difference"]
-    text = f"loss of {steps} steps at an equal batch: {apart:.1e} apart at most"
+    apart = f"{losses['largest_difference']:.1e} apart at most"
+    log.info("loss of %d steps at an equal batch: %s", losses["steps"], apart)
     if losses["same"] is False:
-        rounding = f"{text}, and float32 rounding is {losses['limit']:.0e}"
-        log.warning("%s. The ranks do not compute what one does.", rounding)
-    else:
-        log.info("%s%s", text, "" if losses["same"] is None else ", float32 rounding")
+        text = "float32 rounding is %.0e: the ranks do not compute what one does."
+        log.warning(text, losses["limit"])
     log.info("\n%s", describe_groups(group_records(read_table(out_dir / "scaling.json"))))
     figures = f"figures: python -m ddp_bench.report --root {out_dir}"
     log.info("written to %s/scaling.json; %s", out_dir, figures)

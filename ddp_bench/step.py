@@ -105,8 +105,7 @@ class Stepper:
     def step(
         self, batch: Batch, rows: int, step: int, steps: int, clock: Clock
     ) -> dict[str, float]:
-        """Make one optimizer step, unless loss or gradient are NaN or infinite. Returns what goes
-        into the log, the same on every rank.
+        """Make one optimizer step, unless loss or gradient are not finite; return what is logged.
 
         Args: batch: this rank's share, on the CPU; rows: of all ranks together; step: 0-based, of
         `steps`. Raises: ConfigError where memory does not even hold one row.
@@ -115,8 +114,7 @@ class Stepper:
         batch = to(batch, self.device)
         if self.wrapper is not None and not self.looked:
             # A static graph is looked at in the first backward pass, which no_sync must not hide
-            # (pytorch#143580), nor may it keep the count of passes at one, or gradients are never
-            # exchanged again (pytorch#187732).
+            # (pytorch#143580), and must be followed by another (pytorch#187732).
             self.looked = True
             (inputs, labels), *_ = split(batch, 1)
             self.backward((inputs, torch.full_like(labels, IGNORED)), rows, 1, Clock(self.device))
@@ -197,10 +195,7 @@ def wrapped(
         found.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif settings.hook != "none":
         if settings.hook == "bf16" and dist.get_backend() != "nccl":
-            raise ConfigError(
-                "algo.ddp.hook=bf16 needs NCCL, and the ranks talk through gloo. Use"
-                " algo.ddp.hook=fp16."
-            )
+            raise ConfigError("algo.ddp.hook=bf16 needs NCCL, not gloo. Use algo.ddp.hook=fp16.")
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
         found.register_comm_hook(None, hooks[settings.hook])
     return found

@@ -211,10 +211,8 @@ class TextFiles(Splits):
         files = {"train": train, "test": test}
         given = [f"task.{split}={file}" for split, file in files.items() if file is not None]
         if path is not None:
-            if given:
-                raise ConfigError(
-                    f"{given[0]} has no effect with task.path={path}. Give one or the other."
-                )
+            for setting in given:
+                raise ConfigError(f"{setting} has no effect with task.path={path}. Give one.")
             files = {split: _find_file(path, split) for split in SPLITS}
         elif len(given) < len(files):
             raise ConfigError(
@@ -235,9 +233,7 @@ class TextFiles(Splits):
         tested = {row.value for row in rows["test"]}
         kept = [row for row in rows["train"] if row.value not in tested]
         if dropped := len(rows["train"]) - len(kept):
-            log.warning(
-                "%d training rows are left out: their texts stand in the test rows", dropped
-            )
+            log.warning("%d training rows are left out: they are test rows too", dropped)
         if len(kept) < 2 or not tested:
             raise ConfigError(
                 f"task={name} leaves {len(kept)} train and {len(rows['test'])} test rows. Give more"
@@ -261,7 +257,7 @@ class TextFiles(Splits):
                 label = row.text(self.label_field, "task.label_field", numbers=True).strip()
                 found.append((row.where, " ".join(texts), label))
             except ConfigError as error:
-                self._reject(str(error), bad)
+                bad.append(str(error))
         self._warn_of(split, bad, len(found))
         return found
 
@@ -269,33 +265,28 @@ class TextFiles(Splits):
         self, split: str, rows: list[tuple[str, str, str]], known: dict[str, int]
     ) -> list[Labelled]:
         """Return the rows whose label is known."""
-        bad: list[str] = []
-        for where, _, label in rows:
-            if label not in known:
-                self._reject(
-                    f"{where} has the label {label!r}, which is not a class. Classes:"
-                    f" {', '.join(self.classes)}. Correct the row, set task.classes, or leave it"
-                    " out with task.on_bad_row=skip.",
-                    bad,
-                )
+        advice = "Correct the row, set task.classes, or leave it out with task.on_bad_row=skip."
+        bad = [
+            f"{where} has the label {label!r}, which is not a class. Classes:"
+            f" {', '.join(self.classes)}. {advice}"
+            for where, _, label in rows
+            if label not in known
+        ]
         found = [Labelled(text, known[label]) for _, text, label in rows if label in known]
         self._warn_of(split, bad, len(found))
         return found
 
-    def _reject(self, error: str, bad: list[str]) -> None:
-        if not self.skip:
-            raise ConfigError(error)
-        bad.append(error)
-
     def _warn_of(self, split: str, bad: list[str], good: int) -> None:
-        first = (bad or ["none"])[0]
+        if bad and not self.skip:
+            raise ConfigError(bad[0])
         if not good:
+            first = (bad or ["none"])[0]
             raise ConfigError(
                 f"the {split} split has no row that is good. The first error: {first}"
             )
         if bad:
             text = "%d bad rows of the %s split are skipped. The first: %s"
-            log.warning(text, len(bad), split, first)
+            log.warning(text, len(bad), split, bad[0])
 
 
 def _find_file(path: str, split: str) -> str | None:

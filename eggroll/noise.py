@@ -19,6 +19,7 @@ pairs share their two products, and embeddings, biases, norms and the head can b
 import fnmatch
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,10 +43,8 @@ BUFFER = 1 << 22
 
 @dataclass(frozen=True)
 class Address:
-    """The place of the noise of one parameter, and its form.
-
-    A low-rank parameter of shape [m, n] owns (m + n) * rank numbers: A^T [rank, m], then B^T [rank,
-    n]. A full one owns one number per element.
+    """The place of the noise of one parameter: (m + n) * rank numbers of a low-rank [m, n], A^T
+    [rank, m], then B^T [rank, n]; of a full one a number per element.
     """
 
     name: str
@@ -66,13 +65,8 @@ class Address:
 
     def split(self, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Noise [D, >= numbers] -> A^T [D, r, m] and B^T [D, r, n], views."""
-        m, n = self.shape
-        edge = self.rank * m
-        directions = noise.shape[0]
-        return (
-            noise[:, :edge].unflatten(1, (self.rank, m)),
-            noise[:, edge : edge + self.rank * n].view(directions, self.rank, n),
-        )
+        a, b = noise[:, : self.numbers].split([self.rank * size for size in self.shape], 1)
+        return a.unflatten(1, (self.rank, -1)), b.unflatten(1, (self.rank, -1))
 
     def dense(self, noise: Tensor) -> Tensor:
         """Noise [D, >= numbers] of a full parameter -> E [D, *shape], a view."""
@@ -95,11 +89,8 @@ def kind_of(model: nn.Module) -> dict[str, str]:
 
 
 def addresses(model: nn.Module, noise: NoiseConfig, rank: int) -> list[Address]:
-    """List what is perturbed in `model` under the policy of the configuration, in the model's
-    order.
-
-    Raises: ConfigError where a pattern matches nothing, asks for low rank on a vector, or where
-    nothing is perturbed.
+    """List what is perturbed in `model`, in its order. Raises: ConfigError where a pattern matches
+    nothing or asks for low rank on a vector, or where nothing is perturbed.
     """
     found, unused = [], set(noise.patterns)
     kinds = kind_of(model)
@@ -133,17 +124,11 @@ def addresses(model: nn.Module, noise: NoiseConfig, rank: int) -> list[Address]:
 
 @dataclass(frozen=True)
 class _Share:
-    """The rows of a parameter that this rank holds, all of them unless it is sharded: what an
-    update here is made of.
+    """The rows of a parameter that this rank holds, all of them unless it is sharded."""
 
-    address: of the rows as if they were the parameter. block: int64 [K], the blocks that hold their
-    numbers; where these are not all numbers of the parameter, column: int64 [address.numbers],
-    where each is in what is drawn of the blocks.
-    """
-
-    address: Address
-    block: Tensor
-    column: Tensor | None
+    address: Address  # of the rows as if they were the parameter
+    block: Tensor  # int64 [K], the blocks that hold their numbers
+    column: Tensor | None  # int64 [address.numbers], where each is in these; None = in order
 
     @classmethod
     def of(cls, address: Address, parameter: Tensor, device: torch.device) -> "_Share":
@@ -151,16 +136,12 @@ class _Share:
         if len(rows) == whole:
             return cls(address, torch.arange(address.blocks, device=device), None)
         if address.policy == "lowrank":
-            starts = [(k * whole + rows.start, len(rows)) for k in range(address.rank)]
-            parts = [
-                *starts,
-                (address.rank * whole, address.rank * others[0]),
-            ]  # of A^T its columns, of B^T all
+            # Of A^T its columns, of B^T all.
+            parts = [(k * whole + rows.start, len(rows)) for k in range(address.rank)]
+            parts.append((address.rank * whole, address.rank * others[0]))
         else:
             parts = [(rows.start * math.prod(others), len(rows) * math.prod(others))]
-        numbers = torch.cat(
-            [torch.arange(start, start + count, device=device) for start, count in parts]
-        )
+        numbers = torch.cat([torch.arange(n, n + count, device=device) for n, count in parts])
         block = torch.unique(numbers // 4)
         column = torch.searchsorted(block, numbers // 4) * 4 + numbers % 4
         return cls(replace(address, shape=(len(rows), *others)), block, column)
@@ -171,11 +152,7 @@ class _Share:
 
 
 class Noise:
-    """The noise of one run on one model.
-
-    `with noise.members(...)` perturbs the model's forward; `noise.gradients(...)` yields the ES
-    gradient by parameter.
-    """
+    """The noise of one run on one model."""
 
     def __init__(
         self, model: nn.Module, config: NoiseConfig, *, rank: int, mirrored: bool, seed: int
@@ -204,10 +181,11 @@ class Noise:
     ) -> list[Tensor]:
         """Normals of the given blocks of each parameter."""
         sizes = [len(block) for block in blocks]
-        numbers = torch.tensor([address.number for address in addresses], device=self.device)
-        parameter = numbers.repeat_interleave(
-            torch.tensor(sizes, device=self.device), output_size=sum(sizes)
+        numbers, counts = (
+            torch.tensor(values, device=self.device)
+            for values in ([address.number for address in addresses], sizes)
         )
+        parameter = numbers.repeat_interleave(counts, output_size=sum(sizes))
         buffer = torch.empty(len(directions), 4 * sum(sizes), device=self.device)
         if sum(sizes):
             normals(self.seed, draw, parameter, torch.cat(blocks), directions, buffer)
@@ -238,51 +216,31 @@ class Noise:
                 module.__dict__.pop("forward", None)
 
     def gradients(self, draw: int, fitness: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The ES gradient (to be descended) of each perturbed parameter: -1/N sum_i f_i s_i E_i,
-        float32.
+        """Yield the ES gradient (to be descended) of each perturbed parameter: -1/N sum_i f_i s_i
+        E_i, float32; of a sharded one for this rank's rows. fitness: [N], on every rank the same.
 
-        Of a sharded parameter that of the rows that this rank holds; only the noise that they need
-        is made. Streamed: noise is made again for as many parameters or directions as fit `BUFFER`.
-
-        Args: fitness: [N] of all members, on every rank the same.
+        Noise is made again, for as many parameters or directions as fit `BUFFER`.
         """
         fitness = fitness.to(device=self.device, dtype=torch.float32)
         # Mirrored members share E: f_+ E - f_- E. Equal fitness gives exactly zero.
         # [D]
         weights = (fitness[0::2] - fitness[1::2] if self.mirrored else fitness) / -len(fitness)
         directions = torch.arange(len(weights), device=self.device)
-        for batch in in_parts(
-            self._shares, [4 * len(share.block) * len(weights) for share in self._shares]
-        ):
+        floats = [4 * len(share.block) * len(weights) for share in self._shares]
+        for batch in in_parts(self._shares, floats):
             # More than one parameter fit the buffer with all directions; one alone may take several
             # parts of them.
             step = max(1, BUFFER // max(1, 4 * sum(len(share.block) for share in batch)))
-            first = self._normals(
-                draw, [s.address for s in batch], [s.block for s in batch], directions[:step]
-            )
+            places, blocks = [s.address for s in batch], [s.block for s in batch]
+            first = self._normals(draw, places, blocks, directions[:step])
             for share, noise in zip(batch, first, strict=True):
-                # Not a variable: none is held while the next is made.
-                yield (
-                    share.address.name,
-                    self._gradient(draw, share, noise, directions, weights, step),
-                )
-
-    def _gradient(
-        self,
-        draw: int,
-        share: _Share,
-        noise: Tensor,
-        directions: Tensor,
-        weights: Tensor,
-        step: int,
-    ) -> Tensor:
-        """Sum w_j E_j of one parameter, `step` directions at a time. noise: of the first ones."""
-        total = _weighted_sum(share.address, share.pick(noise), weights[:step])
-        for start in range(step, len(directions), step):
-            part = slice(start, start + step)
-            noise = self._normals(draw, [share.address], [share.block], directions[part])[0]
-            total.add_(_weighted_sum(share.address, share.pick(noise), weights[part]))
-        return total
+                total = _weighted_sum(share.address, share.pick(noise), weights[:step])
+                for start in range(step, len(directions), step):
+                    part = slice(start, start + step)
+                    more = self._normals(draw, [share.address], [share.block], directions[part])[0]
+                    total.add_(_weighted_sum(share.address, share.pick(more), weights[part]))
+                yield share.address.name, total
+                del total  # none is held while the next is made
 
 
 def in_parts(items: Sequence[T], floats: Sequence[int]) -> Iterator[list[T]]:
@@ -311,10 +269,7 @@ def _weighted_sum(address: Address, noise: Tensor, weights: Tensor) -> Tensor:
 
 class _Perturbed:
     """Forwards for all perturbed modules and `count` directions, over buffers that each chunk of
-    members refills.
-
-    They outlive a step, so that a compiled model or a captured graph sees the same tensors at every
-    step.
+    members refills: a compiled model or a captured graph sees the same tensors at every step.
     """
 
     def __init__(self, noise: "Noise", count: int, dtype: torch.dtype) -> None:
@@ -336,13 +291,10 @@ class _Perturbed:
 
     def fill(self, draw: int, directions: Tensor, sigma: float) -> None:
         """Draw the noise and hand it to the forwards."""
-        floats = [
-            4 * len(directions) * sum(a.blocks for a in addresses) for _, addresses in self.refills
-        ]
-        for part in in_parts(self.refills, floats):
-            noise = iter(
-                self.noise.draw(draw, [a for _, addresses in part for a in addresses], directions)
-            )
+        blocks = [sum(a.blocks for a in addresses) for _, addresses in self.refills]
+        for part in in_parts(self.refills, [4 * len(directions) * count for count in blocks]):
+            together = [address for _, addresses in part for address in addresses]
+            noise = iter(self.noise.draw(draw, together, directions))
             for refill, addresses in part:
                 refill(list(itertools.islice(noise, len(addresses))), sigma)
         for shared in self.groups:
@@ -379,36 +331,24 @@ class _Population:
 
 
 class _LowRankLinear:
-    """y = x W^T + b, plus (x B) (s sigma / sqrt(r) A)^T; W is any of nn.Linear and Conv1D. The sign
-    is kept in A.
-    """
+    """y = x W^T + b, plus (x B) (s sigma / sqrt(r) A)^T; the sign is kept in A."""
 
     def __init__(
         self, module: nn.Linear | Conv1D, population: _Population, names: dict[str, Address]
     ) -> None:
         self.address = names["weight"]
         self.transposed = isinstance(module, Conv1D)  # keeps [in, out], nn.Linear [out, in]
-        out_features, in_features = (
-            self.address.shape[::-1] if self.transposed else self.address.shape
-        )
+        shape = self.address.shape[::-1] if self.transposed else self.address.shape
+        self.out_features, self.in_features = shape
         self.base = _Bias(module, population, names)
-        self.module = (
-            module  # its weights are read in the forward: sharded ones are there then alone
-        )
-        self.population, self.directions, self.members = (
-            population,
-            population.directions,
-            population.members,
-        )
+        # Its weights are read in the forward: sharded ones are there then alone.
+        self.module = module
+        self.population, self.directions = population, population.directions
+        self.members, self.rank = population.members, self.address.rank
         self.signs = self.members // self.directions
-        self.in_features, self.out_features, self.rank = (
-            in_features,
-            out_features,
-            self.address.rank,
-        )
-        self.out_t = population.empty(self.members, self.rank, out_features)
-        self.out_by_sign = self.out_t.view(self.directions, self.signs, self.rank, out_features)
-        self.in_t = population.empty(self.directions, self.rank, in_features)
+        self.out_t = population.empty(self.members, self.rank, self.out_features)
+        self.out_by_sign = self.out_t.unflatten(0, (self.directions, self.signs))
+        self.in_t = population.empty(self.directions, self.rank, self.in_features)
 
     def refill(self, noise: list[Tensor], sigma: float) -> None:
         by_name = dict(zip(self.base.names, noise, strict=True))
@@ -432,12 +372,8 @@ class _LowRankLinear:
         if self.rank == 1:  # an outer product
             noise = u.reshape(self.directions, self.signs, -1, 1) * self.out_by_sign
         else:
-            by_member = (
-                u.unflatten(2, (self.signs, -1))
-                .permute(0, 2, 3, 1)
-                .reshape(self.members, -1, self.rank)
-            )
-            noise = torch.bmm(by_member, self.out_t)
+            by_sign = u.unflatten(2, (self.signs, -1)).permute(0, 2, 3, 1)
+            noise = torch.bmm(by_sign.reshape(self.members, -1, self.rank), self.out_t)
         if self.base.bias is not None:  # a bias with noise of its own
             return self.base(x).add_(noise.view(shape))
         # The shared product adds itself to the noise: one pass over the output less than the other
@@ -482,18 +418,16 @@ class _SharedInput:
 
 
 class _Bias:
-    """The forward of a linear layer without noise on its weight, with noise on its bias if the
-    policy says so.
-    """
+    """A linear layer without noise on its weight, perhaps with noise on its bias."""
 
     def __init__(
         self, module: nn.Linear | Conv1D, population: _Population, names: dict[str, Address]
     ) -> None:
         self.names, self.population, self.module = list(names), population, module
         self.forward: Any = type(module).forward
-        self.bias = (
-            population.empty(population.members, *names["bias"].shape) if "bias" in names else None
-        )
+        self.bias: Tensor | None = None
+        if "bias" in names:
+            self.bias = population.empty(population.members, *names["bias"].shape)
 
     def refill(self, noise: list[Tensor], sigma: float) -> None:
         if self.bias is not None:
@@ -523,10 +457,9 @@ class _FullLinear:
         self.base.refill(noise, sigma)
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = self.base(x)
-        y.view(self.population.members, -1, y.shape[-1]).baddbmm_(
-            x.reshape(self.population.members, -1, x.shape[-1]), self.right
-        )
+        y, members = self.base(x), self.population.members
+        by_member = x.reshape(members, -1, x.shape[-1])
+        y.view(members, -1, y.shape[-1]).baddbmm_(by_member, self.right)
         return y
 
 
@@ -538,11 +471,10 @@ class _Embedding:
     ) -> None:
         self.module, self.population, self.address = module, population, names["weight"]
         vocabulary, size = self.address.shape
-        self.low_rank = self.address.policy == "lowrank"
-        rank = self.address.rank if self.low_rank else vocabulary
-        self.rows_t = (
-            population.empty(population.members, rank, vocabulary) if self.low_rank else None
-        )
+        rank, self.rows_t = vocabulary, None
+        if self.address.policy == "lowrank":
+            rank = self.address.rank
+            self.rows_t = population.empty(population.members, rank, vocabulary)
         self.dims_t = population.empty(population.members, rank, size)  # of full noise: E itself
 
     def refill(self, noise: list[Tensor], sigma: float) -> None:
@@ -626,15 +558,12 @@ class _Site:
             return _Norm(module, population, self.names)
         if "weight" not in self.names:
             return _Bias(module, population, self.names)
-        return (_LowRankLinear if self.names["weight"].policy == "lowrank" else _FullLinear)(
-            module, population, self.names
-        )
+        low_rank = self.names["weight"].policy == "lowrank"
+        return (_LowRankLinear if low_rank else _FullLinear)(module, population, self.names)
 
 
 def _sites(model: nn.Module, wanted: list[Address]) -> list[_Site]:
-    """The modules that use the perturbed parameters (a tied one has two). Raises ConfigError for an
-    unknown kind.
-    """
+    """The modules that use the perturbed parameters. Raises: ConfigError for an unknown kind."""
     by_parameter = {id(p): n for n, p in model.named_parameters()}
     address_of = {address.name: address for address in wanted}
     sites, seen = [], set()
@@ -648,14 +577,10 @@ def _sites(model: nn.Module, wanted: list[Address]) -> list[_Site]:
             continue
         # A subclass with a forward of its own may scale or cap: noise would be added to something
         # else.
-        plain = any(
-            type(module).forward is kind.forward
-            for kind in (nn.Linear, Conv1D, nn.Embedding, nn.LayerNorm)
-        )
-        known = plain or (
-            "RMSNorm" in type(module).__name__ and set(module._parameters) == {"weight"}
-        )
-        if not known:
+        kinds = (nn.Linear, Conv1D, nn.Embedding, nn.LayerNorm)
+        plain = type(module).forward in [kind.forward for kind in kinds]
+        norm = "RMSNorm" in type(module).__name__ and set(module._parameters) == {"weight"}
+        if not plain and not norm:
             raise ConfigError(
                 f"noise on {next(iter(names.values())).name} is not possible:"
                 f" {type(module).__name__} is no plain Linear, Conv1D, Embedding, LayerNorm or"
@@ -669,35 +594,25 @@ def _sites(model: nn.Module, wanted: list[Address]) -> list[_Site]:
 
 @torch.no_grad()
 def _shared_inputs(model: nn.Module, layers: list[nn.Module]) -> dict[int, int]:
-    """id of a linear layer -> number of its group: layers that are handed the very same tensor,
-    found by one forward.
+    """id of a linear layer -> the group of layers that are handed the very same tensor, found by
+    one forward.
     """
     inputs: dict[int, Tensor] = {}
-    hooks = [
-        layer.register_forward_pre_hook(
-            lambda module, args: inputs.__setitem__(id(module), args[0])
-        )
-        for layer in layers
-    ]
+
+    def note(module: nn.Module, args: Any) -> None:
+        inputs[id(module)] = args[0]
+
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
     training = model.training
+    ids = torch.zeros(1, 1, dtype=torch.long, device=fsdp.device(model))
     try:
         model.eval()
         with fsdp.forwards(model):
-            model(
-                input_ids=torch.zeros(1, 1, dtype=torch.long, device=fsdp.device(model)),
-                use_cache=False,
-            )
+            model(input_ids=ids, use_cache=False)
     finally:
         model.train(training)
         for hook in hooks:
             hook.remove()
-    groups: dict[int, list[int]] = {}
-    for layer, x in inputs.items():
-        # the tensors are all alive in `inputs`, so ids are distinct
-        groups.setdefault(id(x), []).append(layer)
-    return {
-        layer: number
-        for number, group in enumerate(groups.values())
-        if len(group) > 1
-        for layer in group
-    }
+    # The tensors are all alive in `inputs`, so their ids are distinct.
+    readers = Counter(map(id, inputs.values()))
+    return {layer: id(x) for layer, x in inputs.items() if readers[id(x)] > 1}

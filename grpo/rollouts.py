@@ -32,25 +32,16 @@ WHY_DEAD = ("all_wrong", "all_right", "cut_off", "all_equal")
 
 @dataclass
 class Group:
-    """The numbers of one prompt and its G completions that all ranks know; no tokens.
+    """The numbers of one prompt and its G completions that all ranks know; no tokens."""
 
-    Attributes:
-        rank, place: where its tokens are: the rank that sampled it, and its place among those of
-            that rank in one round.
-        rewards: what the advantage is made of; NaN where the logits were not finite. scores: the
-            task's own.
-        carries: whether there is loss on each completion.
-        dead: why it has nothing to teach, one of WHY_DEAD; None if it has.
-    """
-
-    rank: int
-    place: int
-    rewards: list[float]
-    scores: list[float]
+    rank: int  # that sampled it, and has its tokens
+    place: int  # among the groups of that rank in one round
+    rewards: list[float]  # what the advantage is made of; NaN where logits were not finite
+    scores: list[float]  # the task's own
     lengths: list[int]
     finished: list[bool]
-    carries: list[bool]
-    dead: str | None
+    carries: list[bool]  # whether there is loss on a completion
+    dead: str | None  # why it has nothing to teach, one of WHY_DEAD
 
 
 def why_dead(
@@ -83,33 +74,22 @@ class Sampled:
 class Rollouts:
     """The groups to learn from. n of P prompts are on this rank, with G completions of up to T
     tokens.
-
-    Attributes:
-        examples, prompts: of this rank's groups, and their token ids.
-        tokens: int64 [n * G, T], on the CPU. lengths: int64 [n * G].
-        logprobs: float32 [n * G, T], of the sampler. reference: the same of the reference model.
-        carries: bool [n * G], whether there is loss on a completion.
-        scores: by group, the task's own rewards.
-        places: of this rank's groups among all P. groups_per_rank: how many each rank has.
-        rewards: float64 [P, G], what the advantage is made of, on every rank the same.
-        rows, loss_tokens: how many completions of all ranks carry loss, and their tokens.
-        old_logprobs: float32 [n * G, T], of the policy that sampled, as the trainer computes them
-            in the first pass; None before it.
     """
 
     examples: list[Example]
-    prompts: list[list[int]]
-    tokens: Tensor
-    lengths: Tensor
-    logprobs: Tensor
-    reference: Tensor | None
-    carries: Tensor
-    scores: list[list[float]]
-    places: list[int]
+    prompts: list[list[int]]  # token ids
+    tokens: Tensor  # int64 [n * G, T], on the CPU
+    lengths: Tensor  # int64 [n * G]
+    logprobs: Tensor  # float32 [n * G, T], of the sampler
+    reference: Tensor | None  # the same of the reference model
+    carries: Tensor  # bool [n * G], whether there is loss on a completion
+    scores: list[list[float]]  # by group, the task's own rewards
+    places: list[int]  # of this rank's groups among all P
     groups_per_rank: list[int]
-    rewards: Tensor
-    rows: int
-    loss_tokens: int
+    rewards: Tensor  # float64 [P, G], what the advantage is made of, on every rank the same
+    rows: int  # completions of all ranks that carry loss
+    loss_tokens: int  # of these
+    # float32 [n * G, T], of the policy that sampled, as the trainer's first pass computes them.
     old_logprobs: Tensor | None = None
 
     @property
@@ -164,11 +144,9 @@ class Collector:
             live += [pair for pair in fresh if not pair[1].dead or cfg.resample_rounds == 0]
             rounds.append(sampled)
         every = [group for _, group in seen]
-        names = components[0]
         self._describe(every, len(rounds))
-        self.numbers["components"] = {
-            name: _mean([v for part in components for v in part.get(name, [])]) for name in names
-        }
+        found = {n: [v for part in components for v in part.get(n, [])] for n in components[0]}
+        self.numbers["components"] = {n: sum(v) / max(1, len(v)) for n, v in found.items()}
         self.numbers["component_seconds"] = dict(seconds)
         step.used(
             tokens=sum(sum(group.lengths) for group in every),
@@ -285,16 +263,8 @@ class Collector:
             part = slice(place * size, (place + 1) * size)
             carries = [done or not cfg.mask_truncated for done in finished[part]]
             dead = why_dead(scores[part], earned[part], carries)
-            group = Group(
-                rank=lm.context.rank,
-                place=place,
-                rewards=rewards[part].tolist(),
-                scores=scores[part],
-                lengths=lengths[part],
-                finished=finished[part],
-                carries=carries,
-                dead=dead,
-            )
+            shared = rewards[part].tolist(), scores[part], lengths[part], finished[part]
+            group = Group(lm.context.rank, place, *shared, carries, dead)
             groups.append(group)
             for row, (score, reward) in enumerate(zip(group.scores, group.rewards, strict=True)):
                 if not (math.isfinite(score) and math.isfinite(reward)):
@@ -332,31 +302,20 @@ class Collector:
             cut = [v[p * size : (p + 1) * size] for v, (_, p) in zip(values, parts, strict=True)]
             return torch.cat(cut) if cut else torch.zeros(0, self.cfg.sampling.max_new_tokens)
 
-        groups = [group for _, group in live]
+        groups, keeps = [group for _, group in live], self.lm.reference is not None
+        ranks = [group.rank for group in groups]
         return Rollouts(
             examples=[sampled.examples[place] for sampled, place in parts],
             prompts=[sampled.prompts[place] for sampled, place in parts],
             tokens=rows([sampled.made.tokens for sampled, _ in parts]),
             lengths=torch.tensor([n for _, (_, g) in mine for n in g.lengths]),
             logprobs=rows([sampled.made.logprobs for sampled, _ in parts]),
-            reference=(
-                rows([sampled.reference for sampled, _ in parts])
-                if self.lm.reference is not None
-                else None
-            ),
+            reference=rows([sampled.reference for sampled, _ in parts]) if keeps else None,
             carries=torch.tensor([ok for _, (_, g) in mine for ok in g.carries], dtype=torch.bool),
             scores=[group.scores for _, (_, group) in mine],
             places=[i for i, _ in mine],
-            groups_per_rank=[
-                sum(g.rank == r for g in groups) for r in range(self.lm.context.world_size)
-            ],
+            groups_per_rank=[ranks.count(r) for r in range(self.lm.context.world_size)],
             rewards=torch.tensor([group.rewards for group in groups], dtype=torch.float64),
             rows=sum(sum(group.carries) for group in groups),
-            loss_tokens=sum(
-                n for g in groups for n, ok in zip(g.lengths, g.carries, strict=True) if ok
-            ),
+            loss_tokens=sum(sum(itertools.compress(g.lengths, g.carries)) for g in groups),
         )
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / max(1, len(values))

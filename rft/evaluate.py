@@ -1,5 +1,6 @@
 """pass@1 and pass@k of a model, from samples drawn as in training."""
 
+import math
 from collections.abc import Sequence
 
 from common.distributed import fsdp
@@ -11,9 +12,7 @@ from rft.config import RftConfig
 
 
 def pass_rates(lm: LM, examples: Sequence[Example]) -> dict[str, float]:
-    """Return pass@1 and pass@k in percent, with k = algo.pass_samples; empty where that is 0. Every
-    rank returns the same.
-    """
+    """Return pass@1 and pass@k in percent, with k = algo.pass_samples; empty where that is 0."""
     cfg: RftConfig = lm.run.algo
     context, count = lm.context, cfg.pass_samples
     mine = examples[context.rank :: context.world_size]
@@ -22,12 +21,8 @@ def pass_rates(lm: LM, examples: Sequence[Example]) -> dict[str, float]:
     right: list[int] = []
     with fsdp.forwards(lm.model):
         if mine:
-            requests = Requests(
-                prompts=lm.encode(mine),
-                ids=[example.id for example in mine],
-                samples=count,
-                seed=lm.run.seed,
-            )
+            ids, encoded = [example.id for example in mine], lm.encode(mine)
+            requests = Requests(prompts=encoded, ids=ids, samples=count, seed=lm.run.seed)
             with watch_completions(f"pass@{count}", len(mine) * count, context.main) as watch:
                 made = lm.engine.generate(requests, cfg.sampling, watch)
             repeated = [example for example in mine for _ in range(count)]
@@ -48,7 +43,4 @@ def pass_at(right: int, of: int, k: int) -> float:
     """
     if of - right < k:
         return 1.0
-    chance = 1.0
-    for i in range(of - right + 1, of + 1):
-        chance *= 1 - k / i
-    return 1 - chance
+    return 1 - math.prod(1 - k / i for i in range(of - right + 1, of + 1))

@@ -41,14 +41,14 @@ class Tree:
     completions: list[list[int]]
 
     @property
-    def tokens(self) -> int:
-        """The tokens of the prompt and of all completions."""
-        return len(self.prompt) + sum(map(len, self.completions))
-
-    @property
     def targets(self) -> int:
         """Tokens that carry loss."""
         return sum(map(len, self.completions))
+
+    @property
+    def tokens(self) -> int:
+        """All tokens."""
+        return len(self.prompt) + self.targets
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,8 @@ def lay(rows: Sequence[Sequence[Tree]], device: torch.device) -> Layout:
     along = (branches[:, None, :] == 0) | (branches[:, None, :] == branches[:, :, None])
     seen = causal & along & (trees[:, None, :] == trees[:, :, None])  # [B, T, T]
     mask = additive(seen, torch.float32)
-    return Layout(
-        ids.to(device),
-        positions.to(device),
-        mask[:, None],
-        torch.tensor(source, device=device),
-        torch.tensor(targets, device=device),
-    )
+    flat = (torch.tensor(numbers, device=device) for numbers in (source, targets))
+    return Layout(ids.to(device), positions.to(device), mask[:, None], *flat)
 
 
 def token_losses(forward: Any, model: Any, layout: Layout, dtype: torch.dtype) -> Tensor:
@@ -213,15 +208,10 @@ class Finetuner:
 
     def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint with all that the next step needs. Every rank calls it."""
-        fsdp.save(
-            self.context,
-            self.folder / "checkpoints",
-            self.done,
-            {name: parameter.detach() for name, parameter in self.named.items()},
-            state,
-            self.updater.state(),
-            keep=self.run.checkpoint.keep,
-        )
+        tensors = {name: parameter.detach() for name, parameter in self.named.items()}
+        place = self.context, self.folder / "checkpoints", self.done
+        content = tensors, state, self.updater.state()
+        fsdp.save(*place, *content, keep=self.run.checkpoint.keep)
 
     def step(self, trees: Sequence[Tree], timer: Timer) -> dict[str, float]:
         """Make one optimizer step on the mean loss of all completion tokens; return the numbers."""
@@ -250,8 +240,7 @@ class Finetuner:
             loss = self.limit.run(attempt)
         with timer("exchange"):
             optim.sum_gradients(self.updater.parameters)
-            summed = torch.tensor([loss], dtype=torch.float64, device=device)
-            loss = context.sum(summed).item()
+            loss = context.sum(torch.tensor([loss], dtype=torch.float64, device=device)).item()
         with timer("update"):
             warm = max(1, math.ceil(cfg.warmup * self.total))
             factor = min(1.0, (step + 1) / warm) * cfg.lr_schedule.factor(step, self.total)

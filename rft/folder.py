@@ -4,10 +4,10 @@ RUN/iteration-K holds samples-*.jsonl, selected.json, selected.jsonl, finetune.j
 evaluation.json; iteration-0 is the base model. What is there is not made again.
 """
 
-import functools
 import itertools
 import json
 import logging
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from common.distributed.context import Context
 from common.files import problem, write_text
 from common.report.events import events
 from rft.config import RftConfig
-from rft.generate import Record, Store, merged, shard_counts, shard_path
+from rft.generate import Record, Store, merged, shard_path
 from rft.made_with import check_same, evaluated_with, finetuned_with, sampled_with
 from rft.prompts import Prompts
 
@@ -68,18 +68,10 @@ class RunFolder:
         tuned = read_json(self.of(iteration) / "finetune.json")
         return self.sampling_cut(iteration) or tuned.get("cut", False)
 
-    def begun(self, iteration: int) -> bool:
-        """Return whether there are samples of an iteration."""
-        return bool(shard_counts(self.of(iteration)))
-
     def under_way(self) -> int:
         """Return the first iteration without a model, or for stage evaluate the last with one."""
         done = next(done for done in itertools.count() if not self.finished(done + 1))
         return done if self.cfg.stage == "evaluate" else done + 1
-
-    def steps_made(self, iteration: int) -> int:
-        """Return the optimizer steps of an iteration."""
-        return read_json(self.of(iteration) / "finetune.json")["steps"]
 
     def evaluation(self, iteration: int) -> dict[str, Any]:
         """Return the evaluation of an iteration, empty where there is none."""
@@ -112,8 +104,7 @@ class RunFolder:
         self.context.barrier()
         store = store or Store(path, header, writes=False)
         waves = [e for e in found if (e["stage"], e["iteration"]) == ("generate", iteration)]
-        logged = waves[-1].get("samples") if waves else 0
-        cfg = self.cfg
+        logged, cfg = waves[-1].get("samples") if waves else 0, self.cfg
         wave = cfg.prompts_per_batch * cfg.chunk_size * self.context.world_size
         # More than a wave comes from elsewhere, such as a file that was copied into this folder.
         if self.continued and logged is not None and 0 < len(store.held) - logged <= wave:
@@ -143,18 +134,17 @@ class RunFolder:
         """Return the events of an interrupted run, without those that will come again."""
         path = self.written / "metrics.jsonl"
         self.continued = path.exists()
-        steps_saved = functools.cache(self._steps_saved)
-
-        def redone(event: dict[str, Any]) -> bool:
-            """Whether it is a fine-tuning step that will be done again from a checkpoint."""
-            iteration = event["iteration"]
-            return (
-                event.get("stage") == "finetune"
-                and not self.finished(iteration)
-                and event["train_step"] > steps_saved(iteration)
-            )
-
-        found = list(itertools.takewhile(lambda event: not redone(event), events(path)))
+        saved: dict[int, float] = {}  # fine-tuning steps of an iteration that will not come again
+        found = []
+        for event in events(path):
+            if event.get("stage") == "finetune":
+                iteration = event["iteration"]
+                if iteration not in saved:
+                    done = self.finished(iteration)
+                    saved[iteration] = math.inf if done else self._steps_saved(iteration)
+                if event["train_step"] > saved[iteration]:
+                    break
+            found.append(event)
         while found and not self._came_to_be(found[-1]):
             found.pop()
         return found
@@ -166,10 +156,9 @@ class RunFolder:
         if event["stage"] == "evaluate":
             return (folder / "evaluation.json").exists()
         if event["stage"] == "select" and not finished:
-            own = ("step", "stage", "iteration")
-            told = {key: value for key, value in event.items() if key not in own}
             saved = read_json(folder / "selected.json")
-            return told == {key: value for key, value in saved.items() if key != "made_with"}
+            saved.pop("made_with", None)
+            return event == {**saved, **{k: event[k] for k in ("step", "stage", "iteration")}}
         path = shard_path(folder, *self.cfg.part())
         if event["stage"] == "generate" and path.exists() and not finished:
             return path.read_bytes().count(b"\n") - 1 >= event.get("samples", 0)
@@ -178,8 +167,8 @@ class RunFolder:
     def _steps_saved(self, iteration: int) -> int:
         """Return the fine-tuning steps in the checkpoint that an iteration goes on from."""
         folders = (self.of(iteration) / "checkpoints").glob("step-????????")
-        sound = (path for path in folders if problem(path) is None)
-        return max((int(path.name.removeprefix("step-")) for path in sound), default=0)
+        sound = (path.name for path in folders if problem(path) is None)
+        return max((int(name.removeprefix("step-")) for name in sound), default=0)
 
     def _check(self) -> None:
         """Refuse to write over another run, or to look for one where there is none."""

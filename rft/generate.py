@@ -64,12 +64,8 @@ def missing(
     The later rounds are for the prompts that have no accepted sample by then.
     """
     first, unsolved = 0, list(examples)
-    rounds = {
-        "first": settings.samples_per_prompt,
-        "second": settings.second_round_samples,
-        "hint": settings.hint_samples,
-    }
-    for name, count in rounds.items():
+    counts = settings.samples_per_prompt, settings.second_round_samples, settings.hint_samples
+    for name, count in zip(("first", "second", "hint"), counts, strict=True):
         chunks = _chunks(name, unsolved, first, count, settings)
         if todo := [chunk for chunk in chunks if not held.keys() >= set(chunk.keys())]:
             return todo
@@ -104,9 +100,8 @@ class Store:
             saved = json.loads(lines[0])
         except ValueError:
             if len(lines) > 1:
-                raise ConfigError(
-                    f"{self.path}:1 is not of a file of samples. Move it away."
-                ) from None
+                text = f"{self.path}:1 is not of a file of samples. Move it away."
+                raise ConfigError(text) from None
             saved = self.header  # the file was torn in its first line: nothing is lost
         check_same(self.path, saved, self.header)
         records = []
@@ -118,9 +113,8 @@ class Store:
                 records.append(((record["prompt"], record["sample"]), record))
             except (ValueError, KeyError, TypeError, AttributeError):
                 if number < len(lines):
-                    raise ConfigError(
-                        f"{self.path}:{number} is not a sample. Remove the line, to make it again."
-                    ) from None
+                    text = f"{self.path}:{number} is not a sample. Remove the line, to remake it."
+                    raise ConfigError(text) from None
         self.held = dict(records)
         if self.writes and (len(lines) == 1 or lines[-1] or len(self.held) < len(records)):
             self._rewrite()

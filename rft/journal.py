@@ -11,6 +11,7 @@ from common.report.tracker import Tracker
 from common.session import Session
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
 from rft.folder import RunFolder, read_json, write_json
+from rft.generate import shard_counts
 
 
 class Journal:
@@ -90,9 +91,8 @@ class Journal:
 
     def budget(self, limits: BudgetConfig | None = None) -> Budget:
         """Return what is used of the run's budget, or of other limits."""
-        tokens, seconds = self.used["generated_tokens"], self.seconds.total()
-        given = self.session.run.budget if limits is None else limits
-        return Budget(given, self.context, tokens, seconds, quiet=True)
+        given, used = limits or self.session.run.budget, self.used["generated_tokens"]
+        return Budget(given, self.context, used, self.seconds.total(), quiet=True)
 
     def sampling_limits(self, iteration: int) -> BudgetConfig:
         """Return the limits for the samples of an iteration: half of the seconds that were left."""
@@ -104,4 +104,5 @@ class Journal:
 
     def spent_before(self, iteration: int) -> str | None:
         """Return the limit that leaves nothing for an iteration not yet begun; None = go on."""
-        return None if self.folder.begun(iteration) else self.budget().ended_by
+        begun = shard_counts(self.folder.of(iteration))
+        return None if begun else self.budget().ended_by

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common import resume
-from common.config import ConfigError, Run
+from common.config import Run
 from rft.config import RftConfig
 from rft.prompts import Prompts
 
@@ -55,9 +55,4 @@ def evaluated_with(run: Run, prompts: Prompts) -> dict[str, Any]:
 
 def check_same(path: Path, saved: dict[str, Any], given: dict[str, Any]) -> None:
     """Raise ConfigError where what `path` was made with differs from what is given now."""
-    differing = resume.differences(saved, json.loads(json.dumps(given)))
-    if differing:
-        raise ConfigError(
-            f"{path} was made with other settings: {'; '.join(differing)}. Give the same ones, or"
-            " start anew with another hydra.run.dir."
-        )
+    resume.refuse(path, resume.differences(saved, json.loads(json.dumps(given))))

@@ -6,64 +6,30 @@ from common.report.panels import PERCENT, Panel
 
 ALGORITHM = "rft"
 
+MEASURES = {"metrics/*": "", "evaluate/validation": "validation"}
+ACCEPTED = {"generate/accepted": "samples right", "generate/solved": "prompts solved so far"}
+SHARES = {"select/prompts_by_share_right/*": ""}
+GENERATED = {"generate/tokens_per_second": "generated"}
+TRAINED = {"finetune/tokens_per_second": "trained"}
+PHASES = {"finetune/phase_seconds/*": ""}
+PEAKS = {"generate/peak_memory_gb": "sampling", "finetune/peak_memory_gb": "fine-tuning"}
+
 # Over the events that have the measure.
 _Ordered = partial(Panel, x="order", zero=True)
 _Stack = partial(Panel, x="order", kind="stack")
 
 PANELS = (
-    Panel(
-        "metric",
-        "Held-out measures",
-        "percent, or points of 100",
-        {"metrics/*": "", "evaluate/validation": "validation"},
-        x="iteration",
-    ),
-    _Ordered(
-        "accepted",
-        "Sampling",
-        "%",
-        {"generate/accepted": "samples right", "generate/solved": "prompts solved so far"},
-        scale=PERCENT,
-    ),
-    Panel(
-        "by_prompt",
-        "Acceptance by prompt",
-        "prompts",
-        {"select/prompts_by_share_right/*": ""},
-        x="iteration",
-        kind="bars",
-    ),
+    Panel("metric", "Held-out measures", "percent, or points of 100", MEASURES, x="iteration"),
+    _Ordered("accepted", "Sampling", "%", ACCEPTED, scale=PERCENT),
+    Panel("by_prompt", "Acceptance by prompt", "prompts", SHARES, x="iteration", kind="bars"),
     Panel("reward", "Reward of training samples", "reward", {"generate/reward": "mean"}, x="order"),
     _Ordered("loss", "Fine-tuning", "loss a token (nats)", {"finetune/loss": "loss"}),
     _Ordered("gradient", "Gradient norm", "norm before clipping", {"finetune/grad_norm": "norm"}),
     _Ordered("lr", "Learning rate", "learning rate", {"finetune/lr": "lr"}, exact=True),
     _Ordered("entropy", "Entropy of samples", "nats a token", {"generate/entropy": "samples"}),
-    _Ordered(
-        "throughput",
-        "Throughput of sampling",
-        "tokens/s",
-        {"generate/tokens_per_second": "generated"},
-    ),
-    _Ordered(
-        "throughput_training",
-        "Throughput of fine-tuning",
-        "tokens/s",
-        {"finetune/tokens_per_second": "trained"},
-    ),
+    _Ordered("throughput", "Throughput of sampling", "tokens/s", GENERATED),
+    _Ordered("throughput_training", "Throughput of fine-tuning", "tokens/s", TRAINED),
     _Stack("phases", "Where the time of a chunk goes", "seconds", {"generate/phase_seconds/*": ""}),
-    _Stack(
-        "phases_training",
-        "Where the time of a fine-tuning step goes",
-        "seconds",
-        {"finetune/phase_seconds/*": ""},
-    ),
-    Panel(
-        "memory",
-        "Peak memory",
-        "GB",
-        {"generate/peak_memory_gb": "sampling", "finetune/peak_memory_gb": "fine-tuning"},
-        x="event",
-        zero=True,
-        exact=True,
-    ),
+    _Stack("phases_training", "Where the time of a fine-tuning step goes", "seconds", PHASES),
+    Panel("memory", "Peak memory", "GB", PEAKS, x="event", zero=True, exact=True),
 )

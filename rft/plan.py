@@ -5,7 +5,7 @@ import os
 from common.budget import describe_length
 from common.config.resolvers import from_environment
 from common.distributed import fsdp
-from common.lm import LM, describe_engine, fit
+from common.lm import LM, fit
 from common.model.memory import StateMemory, activation_bytes
 from common.rows import RowLimit
 from common.tasks import task_name
@@ -42,27 +42,21 @@ def fit_rows(lm: LM, prompts: Prompts) -> tuple[RowLimit, float]:
 
 def plan(lm: LM, prompts: Prompts, limit: RowLimit, peak: float) -> dict[str, str]:
     """Say what will be done, with sizes. peak: bytes."""
-    run, device, size = lm.run, lm.context.device, lm.parameters
-    cfg: RftConfig = run.algo
+    run, cfg = lm.run, lm.run.algo
     taken = len(prompts.of(1, cfg.prompts))
     trained = f"LoRA of rank {cfg.lora.rank}" if cfg.lora.rank else "all weights"
     stage = f"; stage {cfg.stage}" if cfg.stage != "all" else ""
     shard = f", shard {cfg.shard}" if cfg.shard else ""
-    shared = fsdp.planned(lm.model, (4 if cfg.lora.rank else 16) * size)
+    shared = fsdp.planned(lm.model, (4 if cfg.lora.rank else 16) * lm.parameters)
     skipped = f"; {lm.skipped_prompts} too long and left out" if lm.skipped_prompts else ""
     lines = {
         "algorithm": f"rft, {describe_length(run, cfg.iterations, 'iterations')}, from the"
         f" {cfg.start_from} weights{stage}{shard}",
+        **lm.describe(),
         "task": f"{task_name(lm.task)}: {len(prompts.train):,} training prompts, {taken:,} per"
         f" iteration; {len(prompts.validation)} for validation, {len(prompts.held_out)} held"
         f" out{skipped}",
         "overlap": prompts.overlap,
-        "model": f"{lm.name}, {size / 1e6:.2f}M parameters",
-        "engine": describe_engine(run, lm.engine),
-        "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={run.hardware.name}",
-        "numbers": f"{lm.precision.name}{', GradScaler' if lm.precision.scaler else ''}, masters"
-        " float32",
-        "ranks": str(lm.context.world_size),
         "generate": f"{cfg.samples_per_prompt} samples per prompt, {cfg.second_round_samples}"
         f" more for unsolved ones, {cfg.hint_samples} with a hint; chunks of"
         f" {cfg.prompts_per_batch} prompts x {cfg.chunk_size} samples, {lm.engine.limit.rows} rows"

@@ -50,7 +50,7 @@ class Work:
 
     def load(self, iteration: int, sampling: bool = True) -> None:
         """Load the model of an iteration, unless `lm` has it, and its engine if `sampling`."""
-        self.lm.close_engine()
+        self.lm.engine = None  # and with it its copy of the weights
         if self.loaded != iteration:
             folder = self.folder.of(iteration) / "model" if iteration else None
             self.lm.reload(folder)
@@ -111,12 +111,9 @@ def generate(work: Work, iteration: int) -> None:
         enough = journal.budget(limits).spent
     if missing(mine, store.held, cfg):
         if context.main:
-            path = folder.of(iteration) / "budget.json"
-            write_json(path, {"samples": len(store.held), "used": journal.used})
-            log.info(
-                f"iteration {iteration}: the budget for samples is spent after {len(store.held)} of"
-                " them"
-            )
+            count, path = len(store.held), folder.of(iteration) / "budget.json"
+            write_json(path, {"samples": count, "used": journal.used})
+            log.info(f"iteration {iteration}: the budget is spent after {count} samples")
         context.barrier()
 
 
@@ -184,17 +181,15 @@ def choose(work: Work, iteration: int) -> bool:
         return True
     if work.folder.sampling_cut(iteration):
         if work.lm.context.main:
-            log.warning(
-                f"iteration {iteration}: none of the samples that the budget allowed was accepted"
-            )
+            log.warning(f"iteration {iteration}: no sample was accepted within the budget")
         return False
     answered, cut = selection.stats["answered_share"], selection.stats["truncated_share"]
-    hint = "tell the answer (algo.hint_samples), " if hasattr(work.lm.task, "hint") else ""
+    hint = ", algo.hint_samples" if hasattr(work.lm.task, "hint") else ""
     had = f"{100 * answered:.0f} % had an answer, " if answered is not None else ""
     raise ConfigError(
         f"no completion of iteration {iteration} was accepted, so there is nothing to learn from:"
         f" {had}{100 * cut:.0f} % were cut off. Take more samples (algo.samples_per_prompt,"
-        f" algo.second_round_samples), {hint}raise algo.sampling.max_new_tokens or lower"
+        f" algo.second_round_samples{hint}), raise algo.sampling.max_new_tokens or lower"
         " algo.select.accept."
     )
 
@@ -311,9 +306,8 @@ def _export(work: Work, tuner: Finetuner, selection: Selection, iteration: int) 
     lm, journal, folder = work.lm, work.journal, work.folder.of(iteration)
     cut = tuner.done < tuner.total
     if lm.context.main and cut:
-        log.info(
-            f"iteration {iteration}: the budget is spent after {tuner.done} of {tuner.total} steps"
-        )
+        done = f"{tuner.done} of {tuner.total} steps"
+        log.info(f"iteration {iteration}: the budget is spent after {done}")
     lm.model = tuner.finish().eval()
     weights = fsdp.whole(lm.model)
     journal.sync()

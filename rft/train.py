@@ -30,7 +30,7 @@ from common.report import page, summary
 from common.session import Session
 from common.tasks import Task
 from rft.config import STAGES, RftConfig
-from rft.folder import RunFolder, Sizes
+from rft.folder import RunFolder, Sizes, read_json
 from rft.journal import Journal
 from rft.plan import fit_rows, plan
 from rft.prompts import split_prompts
@@ -92,7 +92,7 @@ def prepare(session: Session, lm: LM) -> Work:
             " `hint(example)`, a prompt that tells the answer. Set it to 0."
         )
     prompts = split_prompts(lm)
-    lm.held_out = prompts.held_out
+    lm.held_out, lm.order = prompts.held_out, prompts.order
     folder = RunFolder(run, lm.context)
     train_limit, peak = fit_rows(lm, prompts)
     if lm.context.main:
@@ -132,7 +132,7 @@ def finish(work: Work, best: int, ended_by: str | None) -> summary.Result:
         base = "the base: no iteration was better on the validation prompts"
         log.info(f"the model is {f'of iteration {best}' if best else base}")
     state = {
-        "step": sum(folder.steps_made(k) for k in done),
+        "step": sum(read_json(folder.of(k) / "finetune.json")["steps"] for k in done),
         "seconds": journal.seconds.total(),
         # Shards are logged apart, and samples that nothing came of are in the log alone.
         "generated": max(sum(len(r["tokens"]) for r in samples), journal.used["generated_tokens"]),

@@ -47,22 +47,19 @@ def write(run: Run, arguments: list[str]) -> Path:
     return path
 
 
-_LEAVE = "Leave it out."
-# Options of sbatch that `script` decides, and what to do instead.
+# Options of sbatch that `script` decides, and the setting to use instead.
 _OWN = {
-    "nodes": "Use slurm.nodes.",
-    "ntasks-per-node": "Use slurm.ranks_per_node.",
-    "ntasks": "Use slurm.ranks_per_node.",
-    "time": "Use slurm.time.",
-    "cpus-per-task": "Use slurm.cpus_per_rank.",
-    "gpus-per-node": "Use slurm.gpus_per_node.",
-    "partition": "Use slurm.partition.",
-    "account": "Use slurm.account.",
-    "signal": "Use slurm.warn_seconds.",
-    "requeue": _LEAVE,
-    "no-requeue": _LEAVE,
-    "open-mode": _LEAVE,
-    "gpus-per-task": "Each rank would see its own GPU alone: use slurm.gpus_per_node.",
+    "nodes": "nodes",
+    "ntasks-per-node": "ranks_per_node",
+    "ntasks": "ranks_per_node",
+    "time": "time",
+    "cpus-per-task": "cpus_per_rank",
+    "gpus-per-node": "gpus_per_node",
+    "gpus-per-task": "gpus_per_node",
+    "partition": "partition",
+    "account": "account",
+    "signal": "warn_seconds",
+    **dict.fromkeys(("requeue", "no-requeue", "open-mode")),
 }
 _HEAD = "#!/bin/bash\n# Written by launch.py slurm.script="
 
@@ -71,19 +68,16 @@ def script(run: Run, arguments: list[str]) -> str:
     """Return the batch script. arguments: those of launch.py; the ones that begin with slurm. are
     left out.
     """
-    settings = run.slurm
-    gpus = settings.gpus_per_node
+    settings, gpus = run.slurm, run.slurm.gpus_per_node
     if gpus is None:
         gpus = 0 if run.hardware.name == "cpu" else 1
     ranks = settings.ranks_per_node or max(1, gpus)
     kept = [argument for argument in arguments if not argument.lstrip("+").startswith("slurm.")]
-    given = {
-        key.lstrip("+"): value for key, _, value in (argument.partition("=") for argument in kept)
-    }
+    pairs = (argument.lstrip("+").partition("=") for argument in kept)
+    given = {key: value for key, _, value in pairs}
     _check(run, ranks, gpus, given)
-    name = (
-        f"{run.algo.name}_{run.task.get('name') or run.task['_target_'].rpartition('.')[2].lower()}"
-    )
+    task = run.task.get("name") or run.task["_target_"].rpartition(".")[2].lower()
+    name = f"{run.algo.name}_{task}"
     command = [sys.executable, str(Path(__file__).resolve().parents[2] / "launch.py"), *kept]
     if "resume" not in given:
         command.append("resume=auto")
@@ -141,16 +135,15 @@ def _check(run: Run, ranks: int, gpus: int, given: dict[str, str]) -> None:
         )
     for key in settings.options:
         if key in _OWN:
-            raise ConfigError(f"slurm.options.{key} is what the script sets itself. {_OWN[key]}")
+            instead = f"Use slurm.{_OWN[key]}." if _OWN[key] else "Leave it out."
+            raise ConfigError(f"slurm.options.{key} is what the script sets itself. {instead}")
     if given.get("resume", "").strip("'\"") == "no":
-        raise ConfigError(
-            "resume=no does not go with slurm.script: a job that is queued again goes on in its run"
-            " folder. Leave it out."
-        )
+        why = "a job that is queued again goes on. Leave it out."
+        raise ConfigError(f"resume=no does not go with slurm.script: {why}")
     if "${" in given.get("hydra.run.dir", ""):
         raise ConfigError(
             f"hydra.run.dir={given['hydra.run.dir']} may be another folder when the job is queued"
-            " again. Name one, or leave it out: the script then names it after the job."
+            " again. Name one, or leave it out."
         )
 
 
@@ -192,9 +185,8 @@ def adopt() -> None:
     environment["RANK"], environment["WORLD_SIZE"] = environment["SLURM_PROCID"], str(ranks)
     environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
     # As "4" or "4(x2),1": nodes in turn. The script gives every node as many.
-    environment["LOCAL_WORLD_SIZE"] = (
-        environment["SLURM_STEP_TASKS_PER_NODE"].partition("(")[0].partition(",")[0]
-    )
+    by_node = environment["SLURM_STEP_TASKS_PER_NODE"]
+    environment["LOCAL_WORLD_SIZE"] = by_node.partition("(")[0].partition(",")[0]
 
 
 def ranked() -> bool:

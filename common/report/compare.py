@@ -12,7 +12,6 @@ import csv
 import json
 import os
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 import yaml
 
 from common.config import ConfigError, flat
+from common.exits import ending_tool
 from common.files import write_text
 from common.report.events import events, markdown_table
 from common.report.failures import FAILED
@@ -130,11 +130,7 @@ def _differing(given: Sequence[dict[str, Any]]) -> set[str]:
 
 
 def _name(runs: Sequence[Run]) -> None:
-    """Name runs by the overrides that differ: runs of one configuration alike, others apart.
-
-    Overrides alone say neither: a run that was repeated with -cp has none, and one that was told a
-    default has one too many.
-    """
+    """Name runs by the overrides that differ: runs of one configuration alike, others apart."""
     same: dict[str, list[Run]] = {}
     for run in runs:
         same.setdefault(json.dumps(run.config, sort_keys=True, default=str), []).append(run)
@@ -173,10 +169,8 @@ def points(log: Sequence[dict[str, Any]], result: dict[str, Any]) -> list[dict[s
 
 
 def curve(runs: Sequence[Run], cost: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return cost, mean and standard deviation over seeds of a setting's metric, each [points].
-
-    The k-th measurements of all runs make a point. Where some run has fewer, its curve is read at
-    the shares of its cost at which the longest run was measured.
+    """Return cost, mean and standard deviation over seeds of a setting's metric, each [points]: of
+    the k-th measurements of all runs, or at the longest run's shares of the cost.
     """
     costs = [np.array([point[cost] for point in run.points]) for run in runs]
     values = [np.array([point["value"] for point in run.points]) for run in runs]
@@ -192,7 +186,7 @@ def curve(runs: Sequence[Run], cost: str) -> tuple[np.ndarray, np.ndarray, np.nd
 
 
 def spread(values: Sequence[float], text: Callable[[float], str]) -> str:
-    """Return mean ± standard deviation (n - 1) as `text` writes them; of one value itself."""
+    """Return mean ± standard deviation (n - 1) as `text` writes them."""
     mean = text(statistics.fmean(values))
     return f"{mean} ± {text(statistics.stdev(values))}" if len(values) > 1 else mean
 
@@ -336,7 +330,7 @@ def figure(runs: Sequence[Run], path: Path) -> None:
         drawn.savefig(path)
 
 
-def main() -> int:
+def main() -> None:
     """Run the command. Exit codes: 0 done, 2 a mistake."""
     parser = argparse.ArgumentParser(
         "python -m common.compare", description="Compare runs: comparison.md, .csv and .png."
@@ -346,19 +340,7 @@ def main() -> int:
     out = "where to write; without it the only FOLDER, or else here"
     parser.add_argument("--out", type=Path, help=out)
     given = parser.parse_args()
-    try:
+    with ending_tool():
         runs, failures = read_runs(given.folders)
         only = given.folders[0] if len(given.folders) == 1 else Path()
         report_runs(runs, failures, given.out or only)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        reason = f"{error.filename} cannot be written: {error.strerror}"
-        print(f"error: {reason}. Give another --out.", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,11 +11,11 @@ needs neither.
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from common.config import ConfigError, choice
+from common.exits import ending_tool
 from common.report import panels
 from common.report.panels import Panel
 
@@ -62,10 +62,8 @@ def workspace(entity: str, project: str, algos: Sequence[str]) -> Any:
         blocks.BarPlot(title="Held-out metric after training", metrics=[after]),
         blocks.ScalarChart(title="Gain", metric=gain, groupby_aggfunc="mean"),
     ]
-    tables = [
-        blocks.WeavePanelSummaryTable(table_name=f"completions/{name}")
-        for name in ("before", "after")
-    ]
+    names = ("completions/before", "completions/after")
+    tables = [blocks.WeavePanelSummaryTable(table_name=name) for name in names]
     system = [blocks.LinePlot(title=t, metric_regex=pattern) for t, pattern in SYSTEM.items()]
     known, alone = panels.find_panels(), len(algos) == 1
     shown: list[tuple[str, list[Any], bool]] = [
@@ -78,8 +76,8 @@ def workspace(entity: str, project: str, algos: Sequence[str]) -> Any:
     return views.Workspace(entity=entity, project=project, name="Clutch", sections=sections)
 
 
-def main() -> int:
-    """The command line. Exit codes: 0 done, 2 a mistake."""
+def main() -> None:
+    """Run the command. Exit codes: 0 done, 2 a mistake."""
     parser = argparse.ArgumentParser(
         "python -m common.dashboard", description=(__doc__ or "").splitlines()[0]
     )
@@ -90,7 +88,7 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the view and save nothing")
     options = parser.parse_args()
-    try:
+    with ending_tool():
         for name in options.algo:
             choice("--algo", name, tuple(panels.find_panels()))
         entity = options.entity or ("" if options.json else _entity())
@@ -100,10 +98,6 @@ def main() -> int:
             print(json.dumps(model, indent=1))
         else:
             print(f"saved: {view.save().url}")
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
 
 
 def _entity() -> str:
@@ -115,7 +109,3 @@ def _entity() -> str:
     if entity := wandb.Api().default_entity:
         return entity
     raise ConfigError("the W&B key has no default entity. Give one: --entity TEAM.")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

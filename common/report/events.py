@@ -11,15 +11,8 @@ from common.files import write_text
 # in the run folder: every held-out measure, the one before and the one after too
 EVALUATIONS = "evaluations.jsonl"
 # The same curve whatever the stage of a run, so that runs of different algorithms lie in one plot.
-SHARED = (
-    "step",
-    "iteration",
-    "metric",
-    "metric_name",
-    "metrics",
-    "generated_tokens",
-    "reward_evaluations",
-)
+SHARED = ("step", "iteration", "metric", "metric_name", "metrics")
+SHARED += ("generated_tokens", "reward_evaluations")
 
 
 def jsonable(value: Any) -> Any:

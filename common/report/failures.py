@@ -10,9 +10,8 @@ FAILED = "failed.json"  # in the folder of a job that failed: its exit code, and
 def failed(folder: Path, code: int, error: str) -> None:
     """Note why a job failed, for the process that launched it."""
     if is_main():
-        (folder / FAILED).write_text(
-            json.dumps({"code": code, "error": error}, indent=2) + "\n", encoding="utf-8"
-        )
+        text = json.dumps({"code": code, "error": error}, indent=2) + "\n"
+        (folder / FAILED).write_text(text, encoding="utf-8")
 
 
 def is_main() -> bool:

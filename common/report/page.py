@@ -187,14 +187,12 @@ def _head(
     config = saved["config"]
     kinds = ("prediction", "scaling")
     measured = next((name for name in kinds if (folder / f"{name}.json").exists()), None)
+    algo, task = config["algo"]["name"], str(config["task"]["_target_"]).rsplit(".", 1)[-1]
+    came = measured or "not finished"
     if result:
-        lines = [
-            f"# {result['algo']} on {result['task']}: {result['metric']} {result['before']:.2f} →"
-            f" {result['after']:.2f}"
-        ]
-    else:
-        target = str(config["task"]["_target_"]).rsplit(".", 1)[-1]
-        lines = [f"# {config['algo']['name']} on {target}: {measured or 'not finished'}"]
+        algo, task = result["algo"], result["task"]
+        came = f"{result['metric']} {result['before']:.2f} → {result['after']:.2f}"
+    lines = [f"# {algo} on {task}: {came}"]
     if measured and (folder / f"{measured}.txt").exists():
         text = (folder / f"{measured}.txt").read_text(encoding="utf-8").strip()
         lines.append(f"```\n{text}\n```")
@@ -241,9 +239,8 @@ def _facts(
         rows["numbers"] = result["dtype"]
         rows["steps"] = f"{result['steps']:,} in {_duration(result['seconds'])}"
         if result["generated_tokens"]:
-            rows["generated"] = (
-                f"{result['generated_tokens']:,} tokens, {result['reward_evaluations']:,} rewards"
-            )
+            rewards = f"{result['reward_evaluations']:,} rewards"
+            rows["generated"] = f"{result['generated_tokens']:,} tokens, {rewards}"
         if result["iteration"] is not None:
             rows["best iteration"] = str(result["iteration"] or "0, the base model")
     speeds = [event["tokens_per_second"] for event in history if event.get("tokens_per_second")]

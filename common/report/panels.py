@@ -15,28 +15,18 @@ PERCENT = 100.0
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure.
+    """One figure."""
 
-    Attributes:
-        name: of its file. title, unit: with the y axis.
-        curves: name of a measure (a pattern stands for each name that fits) -> what the legend
-            says, "" for the last part of the name.
-        x: step | epoch | iteration | event (of the log) | order (of the events that have the
-            measure).
-        kind: lines | stack (shares of a whole) | bars (a distribution for each iteration).
-        scale: what values are multiplied with, for `unit`; the dashboard shows them as they are.
-        zero: the y axis starts at 0. exact: without a running mean.
-    """
-
-    name: str
+    name: str  # of its file
     title: str
-    unit: str
+    unit: str  # of the y axis
+    # A measure (a pattern stands for all that fit) -> its legend, "" for the last part of the name.
     curves: dict[str, str]
-    x: str = "step"
-    kind: str = "lines"
-    scale: float = 1.0
-    zero: bool = False
-    exact: bool = False
+    x: str = "step"  # epoch | iteration | event (of the log) | order (of events with the measure)
+    kind: str = "lines"  # stack (shares of a whole) | bars (a distribution for each iteration)
+    scale: float = 1.0  # of values, for `unit`; the dashboard shows them as they are
+    zero: bool = False  # the y axis starts at 0
+    exact: bool = False  # no running mean
 
     def found(self, names: list[str]) -> dict[str, str]:
         """The measures among `names` that it shows, with their legends."""
@@ -49,12 +39,8 @@ class Panel:
 
 
 # Panels that several algorithms show.
-REWARD = Panel(
-    "reward",
-    "Reward of training samples",
-    "reward",
-    {"reward": "mean", "reward_best": "best member"},
-)
+REWARDS = {"reward": "mean", "reward_best": "best member"}
+REWARD = Panel("reward", "Reward of training samples", "reward", REWARDS)
 METRIC = Panel("metric", "Held-out measures", "percent, or points of 100", {"metrics/*": ""})
 THROUGHPUT = Panel(
     "throughput", "Throughput", "tokens/s", {"tokens_per_second": "tokens"}, zero=True

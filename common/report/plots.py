@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 # Okabe and Ito: told apart by the colour-blind.
@@ -117,18 +118,10 @@ def finished(axis: Any, title: str, x: str, unit: str, zero: bool) -> None:
     left, bottom, width, height = AREA
     axis.set_position((left, bottom, width, height - 0.052 * (rows - 1)))
     axis.set_title(title, pad=12 + 18 * rows)
-    axis.legend(
-        handles,
-        labels,
-        loc="lower left",
-        bbox_to_anchor=(-0.01, 0.985),
-        ncols=columns,
-        handlelength=1.2,
-        columnspacing=1.0,
-        borderaxespad=0.2,
-        handletextpad=0.4,
-        labelspacing=0.3,
-    )
+    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.01, 0.985)}
+    gaps = {"handlelength": 1.2, "columnspacing": 1.0, "borderaxespad": 0.2}
+    gaps |= {"handletextpad": 0.4, "labelspacing": 0.3}
+    axis.legend(handles, labels, ncols=columns, **place, **gaps)
 
 
 def binned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -136,18 +129,12 @@ def binned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[fl
     size = -(-len(x) // BINS)
     if size <= 1:
         return list(x), list(y)
-    parts = range(0, len(x), size)
-    return [_mean(x[i : i + size]) for i in parts], [_mean(y[i : i + size]) for i in parts]
+    parts = [slice(i, i + size) for i in range(0, len(x), size)]
+    return [fmean(x[part]) for part in parts], [fmean(y[part]) for part in parts]
 
 
 def running_mean(values: Sequence[float], reach: int) -> list[float]:
     """The mean of each value and of up to `reach` neighbours on each side."""
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
+    sums = list(itertools.accumulate(values, initial=0.0))
     ends = [(max(0, i - reach), min(len(values), i + reach + 1)) for i in range(len(values))]
     return [(sums[stop] - sums[start]) / (stop - start) for start, stop in ends]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

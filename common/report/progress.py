@@ -14,12 +14,11 @@ log = logging.getLogger("clutch")
 
 
 class Progress:
-    """A progress line: a bar on a terminal, a plain line now and then elsewhere. What has no room
-    in the terminal is left out, and so is the time left until two observations `SPAN` seconds
-    apart give a speed.
+    """A progress line: a bar on a terminal, a plain line now and then elsewhere. The time left is
+    told once two observations `SPAN` seconds apart give a speed.
 
     Args: what: before the count; total, done: in `unit`s; brief: for work inside a step: the bar
-    goes when it is done, and where there is no bar nothing is said before ten seconds have passed.
+    goes when it is done, and without a bar nothing is said in the first ten seconds.
     """
 
     SPAN = 2.0
@@ -35,13 +34,10 @@ class Progress:
         self.bar: Any = None
         if sys.stderr.isatty():
             self.width = 10 if terminal_columns() >= 100 else 6
-            self.layout = (
-                f"{self.name} {{n_fmt}}/{{total_fmt}} |{{bar:{self.width}}}| %s{{postfix}}"
-            )
-            layout = self.layout % "? left"
-            self.bar = tqdm(
-                total=total, initial=done, bar_format=layout, leave=not brief, dynamic_ncols=True
-            )
+            counts = "{n_fmt}/{total_fmt}"
+            self.layout = f"{self.name} {counts} |{{bar:{self.width}}}| %s{{postfix}}"
+            options: Any = {"bar_format": self.layout % "? left", "dynamic_ncols": True}
+            self.bar = tqdm(total=total, initial=done, leave=not brief, **options)
 
     def to(self, done: int, text: str = "", always: bool = False) -> None:
         """Move to `done` of `total`. always: say it even if a line was printed a moment ago."""

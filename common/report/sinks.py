@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config import ConfigError, Run
+from common.files import first_line
 from common.report.events import markdown_table
 
 log = logging.getLogger("clutch")
@@ -21,11 +22,6 @@ def open_sink(run: Run, out_dir: Path, resumed: int, state: dict[str, Any]) -> A
     return None
 
 
-def sweep_of(out_dir: Path) -> Path | None:
-    """The folder of the multirun that a run folder is a job of, None where it is of none."""
-    return next((parent for parent in out_dir.parents if (parent / "multirun.yaml").exists()), None)
-
-
 class Wandb:
     """One W&B run a job, of rank 0. Its history is by our step, so that a resumed run goes on where
     it was.
@@ -34,7 +30,9 @@ class Wandb:
     def __init__(self, run: Run, out_dir: Path, resumed: int, state: dict[str, Any]) -> None:
         import wandb  # seconds to import, so only when asked for
 
-        self.wandb, settings, sweep = wandb, run.tracker, sweep_of(out_dir)
+        self.wandb, settings = wandb, run.tracker
+        multiruns = (path for path in out_dir.parents if (path / "multirun.yaml").exists())
+        sweep = next(multiruns, None)  # the folder of the sweep that this is a job of
         wandb.setup(wandb.Settings(silent=True))  # what matters of its chatter is logged below
         mode = settings.mode or os.environ.get("WANDB_MODE")
         mode = mode or ("online" if wandb.login(prompt=False, verify=False) else "offline")
@@ -55,9 +53,8 @@ class Wandb:
         try:
             self.run = wandb.init(**options)
         except wandb.Error as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
             raise ConfigError(
-                f"tracker=wandb cannot start: {reason}. Run wandb login, or use"
+                f"tracker=wandb cannot start: {first_line(error)}. Run wandb login, or use"
                 " tracker.mode=offline and wandb sync later."
             ) from None
         self.id = self.run.id
@@ -69,13 +66,8 @@ class Wandb:
         self.run.define_metric("evaluate/*", step_metric="iteration")
         self.run.define_metric("validation/*", step_metric="epoch")
         self.run.define_metric("metric", step_metric="step", summary="max,last")
-        log.info(
-            "W&B: %s",
-            f"offline; send it with: wandb sync {self._folder()}" if offline else self.run.url,
-        )
-
-    def _folder(self) -> Path:
-        return Path(self.run.settings.sync_dir)
+        sent = f"offline; send it with: wandb sync {Path(self.run.settings.sync_dir)}"
+        log.info("W&B: %s", sent if offline else self.run.url)
 
     def log(self, values: dict[str, Any], step: int) -> None:
         """Send the numbers of a step."""

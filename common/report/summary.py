@@ -63,10 +63,8 @@ class Result:
     def model_and_tokenizer(self) -> tuple[Any, Any]:
         """Load the trained model and its tokenizer from RUN/model."""
         path = Path(self.folder) / "model"
-        return (
-            transformers.AutoModelForCausalLM.from_pretrained(path),
-            transformers.AutoTokenizer.from_pretrained(path),
-        )
+        model = transformers.AutoModelForCausalLM.from_pretrained(path)
+        return model, transformers.AutoTokenizer.from_pretrained(path)
 
     def save(self) -> None:
         """Write RUN/result.json, whole or not at all."""
@@ -89,14 +87,14 @@ def write_run(run: Run, out_dir: Path, device: str) -> None:
             "torch": str(torch.__version__),
             "transformers": transformers.__version__,
         },
-        "commit": _commit(),
+        "commit": find_commit(),
         "model_commit": model_commit(run.model),
         "device": device,
     }
     (out_dir / "run.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(record)), encoding="utf-8")
 
 
-def _commit() -> str | None:
+def find_commit() -> str | None:
     """Return the commit of this code, with a + where files differ; None outside a checkout."""
 
     def git(*command: str) -> str:
@@ -131,10 +129,8 @@ def side_by_side(rows: list[dict[str, str]]) -> str:
         widths[widths.index(max(widths))] -= 1
     lines = []
     for line in cells:
-        folded = [
-            textwrap.wrap(text, width, drop_whitespace=False)
-            for text, width in zip(line, widths, strict=True)
-        ]
+        pairs = zip(line, widths, strict=True)
+        folded = [textwrap.wrap(text, width, drop_whitespace=False) for text, width in pairs]
         for texts in zip_longest(*folded, fillvalue=""):
             padded = (text.ljust(width) for text, width in zip(texts, widths, strict=True))
             lines.append("  ".join(padded).rstrip())
@@ -145,9 +141,8 @@ def side_by_side(rows: list[dict[str, str]]) -> str:
 
 def _visible(text: str) -> str:
     """Return a completion on one line: control characters shown, not obeyed."""
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
-    )
+    escaped = (c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    return "".join(c if c.isprintable() else e for c, e in zip(text, escaped, strict=True))
 
 
 def make_result(

@@ -75,8 +75,6 @@ def _outcome(folder: Path) -> str:
     if not (folder / "result.json").exists():
         return f"done, in {folder}"
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    return (
-        f"{result['metric']} {result['before']:.2f} -> {result['after']:.2f}, {result['steps']}"
-        f" steps, {result['seconds']:.0f} s"
-        + (f", ended by {result['ended_by']}" if result.get("ended_by") else "")
-    )
+    change = f"{result['metric']} {result['before']:.2f} -> {result['after']:.2f}"
+    ended = f", ended by {result['ended_by']}" if result.get("ended_by") else ""
+    return f"{change}, {result['steps']} steps, {result['seconds']:.0f} s{ended}"

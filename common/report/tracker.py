@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config import Run
-from common.report.events import (
-    EVALUATIONS,
-    cut_events,
-    events,
-    jsonable,
-    numbers,
-    write_jsonl,
-)
+from common.report.events import EVALUATIONS, cut_events, events, jsonable, numbers, write_jsonl
 from common.report.progress import Progress
 from common.report.sinks import open_sink
 from common.tasks import plain
@@ -30,9 +23,8 @@ TABLE_ROWS = 32  # of the completions that W&B and TensorBoard show; the files h
 class Tracker:
     """Writes the events of one run.
 
-    Args: steps: of the whole run; None = the run tells by `begin`, stage by stage. resumed: steps
-    already done; later events of an earlier attempt are cut off. state: what `state()` of the
-    interrupted run returned.
+    Args: steps: None = the run tells by `begin`, stage by stage; resumed: steps already done, later
+    events are cut off; state: what `state()` of the interrupted run returned.
     """
 
     def __init__(
@@ -113,10 +105,7 @@ class Tracker:
         write_jsonl(folder / f"{name}.jsonl", rows, ascii_only=False)
         if self.sink and rows:
             shown = [  # a conversation as text
-                {
-                    key: plain(value) if isinstance(value, list) else value
-                    for key, value in row.items()
-                }
+                {k: plain(v) if isinstance(v, list) else v for k, v in row.items()}
                 for row in rows[:TABLE_ROWS]
             ]
             self.sink.table(f"completions/{name}", step, shown)

@@ -36,7 +36,8 @@ def write(root: Path, out: Path, warmup: int = 1, datasets: Sequence[str] | None
     groups = group_records(records)
     out.mkdir(parents=True, exist_ok=True)
     text = tables.describe_groups(groups, incomplete)
-    tables.write_csv(groups, out / "comprehensive_summary.csv")
+    rows = [tables.make_cells(group, point) for group in groups for point in group.points]
+    tables.write_rows(rows, out / "comprehensive_summary.csv")
     tables.write_tex(groups, out / "summary_table.tex")
     (out / "performance_report.txt").write_text(text, encoding="utf-8")
     for group in groups:

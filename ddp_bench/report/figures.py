@@ -18,7 +18,11 @@ def draw_figures(group: Group, out: Path, warmup: int) -> None:
     draw_times(group, out / f"{group.name}_epoch_time_detailed.png", warmup)
     draw_speedup(group, out / f"{group.name}_speedup_efficiency.png")
     draw_throughput(group, out / f"{group.name}_throughput.png")
-    draw_accuracy(group, out / f"{group.name}_accuracy.png")
+    if any(record.accuracy for point in group.points for record in point.records):
+        with _saved(out / f"{group.name}_accuracy.png", 1, 8.5) as [axis]:
+            _draw_epochs(axis, group, "accuracy", "validation accuracy (%)")
+            axis.set_title(f"{group.name}: accuracy")
+            axis.legend(fontsize=11)
 
 
 @contextmanager
@@ -63,7 +67,12 @@ def draw_times(group: Group, path: Path, warmup: int) -> None:
 
 def draw_speedup(group: Group, path: Path) -> None:
     """Draw speed-up and efficiency by ranks, strong and weak, beside the ideal."""
-    lines = _list_lines(group)
+    lines: dict[str, list[Point]] = {}  # each begins with the one rank that it compares with
+    for point in group.points:
+        if point.base is not None:
+            whose = "in all" if point.mode == "strong" else "a rank"
+            name = f"{point.mode}, {point.base.batch_rows} rows {whose}{point.hook}"
+            lines.setdefault(name, [point.base]).append(point)
     if not lines:
         return
     points = [point for line in lines.values() for point in line]
@@ -104,15 +113,6 @@ def draw_throughput(group: Group, path: Path) -> None:
         axis.grid(axis="x", visible=False)
 
 
-def draw_accuracy(group: Group, path: Path) -> None:
-    """Draw the validation accuracy by epoch: more ranks must not cost any."""
-    if any(record.accuracy for point in group.points for record in point.records):
-        with _saved(path, 1, 8.5) as [axis]:
-            _draw_epochs(axis, group, "accuracy", "validation accuracy (%)")
-            axis.set_title(f"{group.name}: accuracy")
-            axis.legend(fontsize=11)
-
-
 def _style(i: int) -> dict[str, Any]:
     return {"color": COLOURS[i % 8], "marker": MARKERS[i % 8], "markersize": 9}
 
@@ -139,14 +139,3 @@ def _name_bars(axis: Any, points: list[Point]) -> None:
         names.append(f"{point.ranks}\n{point.batch_rows} rows\n{mode}")
     axis.set_xticks(range(len(points)), names, fontsize=12)
     axis.set_xlabel(f"{points[0].unit}s, rows of a step")
-
-
-def _list_lines(group: Group) -> dict[str, list[Point]]:
-    """Return the points that compare with the one rank, which comes first, by line."""
-    lines: dict[str, list[Point]] = {}
-    for point in group.points:
-        if point.base is not None:
-            whose = "in all" if point.mode == "strong" else "a rank"
-            name = f"{point.mode}, {point.base.batch_rows} rows {whose}{point.hook}"
-            lines.setdefault(name, [point.base]).append(point)
-    return lines

@@ -14,6 +14,7 @@ import yaml
 from yaml import YAMLError
 
 from common.config import ConfigError
+from common.files import first_line
 from common.report.events import events
 
 PHASES = ("data", "forward", "backward", "communication", "exchange", "optimizer")
@@ -75,7 +76,7 @@ def read_records(root: Path, warmup: int) -> tuple[list[Record], list[tuple[str,
         except Incomplete as error:
             incomplete.append((str(folder), str(error)))
         except (LookupError, TypeError, ValueError, AttributeError, OSError, YAMLError) as error:
-            text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            text = f"{type(error).__name__}: {first_line(error)}"
             incomplete.append((str(folder), f"damaged or of another version ({text})"))
     return records, incomplete
 

@@ -17,6 +17,17 @@ EXPLAINED = {
 }
 
 
+TEX_HEAD: str = r"""\documentclass{article}
+\usepackage[margin=1cm]{geometry}
+\begin{document}
+\noindent\footnotesize
+\begin{tabular}{lllrrrrrrr}
+\hline
+Task & Model & Scaling & Ranks & Batch & Epoch (s) & Rows/s & Speed-up & Efficiency & Test acc. \\
+\hline
+"""
+
+
 def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Write a CSV file with a line for each row; the first one has the names of the columns."""
     with path.open("w", encoding="utf-8", newline="") as file:
@@ -35,12 +46,8 @@ def align(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
     ]
 
 
-def write_csv(groups: Iterable[Group], path: Path) -> None:
-    """Write comprehensive_summary.csv: a line for each point."""
-    write_rows([_make_cells(group, point) for group in groups for point in group.points], path)
-
-
-def _make_cells(group: Group, point: Point) -> dict[str, Any]:
+def make_cells(group: Group, point: Point) -> dict[str, Any]:
+    """Return a line of comprehensive_summary.csv."""
     first = point.records[0]
     accuracy = [max(record.accuracy) for record in point.records if record.accuracy]
     cells = {
@@ -84,17 +91,7 @@ def write_tex(groups: Iterable[Group], path: Path) -> None:
     def shown(value: float | None, text: str) -> str:
         return "--" if value is None else text.format(value)
 
-    head = "Task & Model & Scaling & Ranks & Batch & Epoch (s) & Rows/s & Speed-up & Efficiency"
-    lines = [
-        r"\documentclass{article}",
-        r"\usepackage[margin=1cm]{geometry}",
-        r"\begin{document}",
-        r"\noindent\footnotesize",
-        r"\begin{tabular}{lllrrrrrrr}",
-        r"\hline",
-        rf"{head} & Test acc. \\",
-        r"\hline",
-    ]
+    lines = TEX_HEAD.splitlines()
     for group in groups:
         for point in group.points:
             texts = [
@@ -148,9 +145,7 @@ def _describe_point(point: Point) -> list[str]:
         phases = [f"{name} {1000 * seconds:.2f} ms" for name, seconds in point.phases.items()]
         lines.append("  phases " + ", ".join(phases))
     if point.mode == "unpaired":
-        lines.append(
-            "  no run of one rank with this batch, or with that of a rank, to compare with"
-        )
+        lines.append("  no run of one rank with this batch, or with that of a rank")
     if point.base is not None:
         lines += _describe_speedup(point)
     return lines

@@ -299,11 +299,11 @@ RUN_MISTAKES = {
         "algo.ddp.hook=fp16 has no effect with one rank: nothing is sent. Leave it out."
     ),
     "opt=[ddp] algo.ddp.hook=bf16": (
-        "algo.ddp.hook=bf16 needs NCCL, and the ranks talk through gloo. Use algo.ddp.hook=fp16."
+        "algo.ddp.hook=bf16 needs NCCL, not gloo. Use algo.ddp.hook=fp16."
     ),
     "algo.loader.prefetch=4": (
-        "algo.loader.prefetch=4 has no effect without algo.loader.workers: this process makes the "
-        "batches. Set algo.loader.workers, for example 2, or leave it out."
+        "algo.loader.prefetch=4 has no effect without algo.loader.workers. Set"
+        " them, for example to 2, or leave it out."
     ),
     "task=ag_news": (
         "task=ag_news has no data of its own. Give a folder with train.jsonl and test.jsonl (or"
@@ -327,7 +327,7 @@ def test_rows_and_labels_that_cannot_be(tmp_path):
 
     with pytest.raises(ConfigError) as caught:
         train(compose(SMALL_CLASSIFY), tmp_path, Wrong())
-    assert str(caught.value) == "a train row has the label 2, but the task has 2 classes."
+    assert str(caught.value) == "a train row has the label 2 of 2 classes."
 
 
 def test_srun_times_torchrun_is_refused(monkeypatch, tmp_path):

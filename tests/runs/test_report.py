@@ -186,14 +186,15 @@ def test_a_killed_run_gets_its_report_by_command(finished, tmp_path, monkeypatch
         "".join(line + "\n" for line in log.read_text().splitlines()[:3]) + '{"step": 4, "rew'
     )
     monkeypatch.setattr(sys, "argv", ["report", str(folder)])
-    assert __main__.main() == 0
+    __main__.main()
     assert capsys.readouterr().out == f"{folder}/report.md\n"
     page = (folder / "report.md").read_text()
     assert page.startswith("# grpo on Letters: not finished\n\n3 of 4 steps are logged. Go on with")
     assert (folder / "plots" / "reward.png").exists()
     assert "| prompt | before | last | answer |" in page
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
-    assert __main__.main() == 2
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main()
     assert "is no run folder" in capsys.readouterr().err
 
 
@@ -299,5 +300,6 @@ def test_the_dashboard_says_what_it_needs(monkeypatch, capsys):
     with pytest.raises(ConfigError, match=r"pip install 'clutch\[dashboard\]'"):
         dashboard.workspace("team", "clutch", ["grpo"])
     monkeypatch.setattr(sys, "argv", ["dashboard", "clutch", "--algo", "grpo", "egroll"])
-    assert dashboard.main() == 2
+    with pytest.raises(SystemExit, match="2"):
+        dashboard.main()
     assert "Did you mean 'eggroll'?" in capsys.readouterr().err

@@ -439,7 +439,7 @@ def test_a_scaling_run(launch: Launch, tmp_path, monkeypatch):
     assert weak["efficiency_percent"] == pytest.approx(
         50 * weak["rows_per_second"] / one["rows_per_second"]
     )
-    assert "float32 rounding" in done.stdout
+    assert "apart at most" in done.stdout
     assert "strong" in done.stdout
     table = done.stdout.partition("milliseconds of a step")[2].partition("\nloss of")[0]
     assert all(name in table for name in (*PHASES, "speed-up", "efficiency"))

@@ -117,8 +117,7 @@ def test_bytes_that_are_no_text(asked):
     code, err, _ = asked(b"ab\n\xff\n")
     assert code == 2
     assert (
-        err
-        == "error: line 2 of standard input is not UTF-8: byte 0xff. Convert it, for example with"
+        err == "error: line 2 of standard input is not UTF-8. Convert it, for example with"
         " iconv -f LATIN1 -t UTF-8.\n"
     )
 

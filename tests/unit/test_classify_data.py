@@ -320,7 +320,7 @@ def test_missing_data(tmp_path):
         (
             ("path", "a/b"),
             ("train", "c"),
-        ): "task.train=c has no effect with task.path=a/b. Give one or the other.",
+        ): "task.train=c has no effect with task.path=a/b. Give one.",
         (("path", f"{tmp_path}/no"),): (
             f"task.path='{tmp_path}/no' is no folder; tried {tmp_path}/no. Give one with "
             "train.jsonl and test.jsonl, or an id for the datasets library."
