@@ -1,5 +1,6 @@
 # make run     set up, then EGGROLL on the tiny model; overrides: make run ARGS="algo.steps=100 seed=1"
 # make test    set up, then the CPU test suite
+# make gpu     on a machine with a GPU: its tests and benchmarks, in parts of nine minutes (make gpu PART=2)
 # make check   set up, then formatter, linter and type checker
 # make lock    renew requirements.lock from pyproject.toml
 PYTHON ?= python3
@@ -7,13 +8,16 @@ BIN = .venv/bin
 ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal -m "not slow"
 
-.PHONY: run test check lock
+.PHONY: run test gpu check lock
 
 run: .venv/ready
 	$(BIN)/python launch.py algo=eggroll hardware=a100_40g $(ARGS)
 
 test: .venv/ready
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+gpu: .venv/ready
+	$(BIN)/python -m benchmarks.on_gpu $(PART)
 
 check: .venv/ready
 	$(BIN)/ruff format --check .

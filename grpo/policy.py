@@ -202,8 +202,10 @@ class Policy:
         """Fit the rows of rollouts and of training to the memory of this device."""
         lm, cfg, config = self.lm, self.cfg, self.lm.model.config
         parameters, kept = lm.parameters, bool(cfg.kl.beta and not lm.run.opt.offload.enabled)
-        # Half-precision copies: autocast's, and the sampler's.
-        self.state = StateMemory.of_training(parameters, parameters, kept, 2 * lm.half)
+        # Half-precision copies: the sampler's, and those of autocast, which goes block by block
+        # where activations are recomputed.
+        copies = lm.half * (1 if self.recomputed else 2)
+        self.state = StateMemory.of_training(parameters, parameters, kept, copies)
         lm.fit_rollout(self.state)
 
         def activations(prompts: float, rows: int) -> float:
@@ -213,20 +215,26 @@ class Policy:
             )
 
         logits = self.limit.rows * cfg.sampling.max_new_tokens * config.vocab_size
-        # Of a training forward, however many rows it has.
-        once = activations(1, 0) + 16 * min(logits, logprobs.LOGITS)
-        fixed = self.state.on_rank(lm.model, rollout=False) + once
+        once = 16 * min(logits, logprobs.LOGITS)  # however many rows a forward has
+        state = self.state.on_rank(lm.model, rollout=False)
         row = activations(1 / cfg.samples_per_prompt, 1)
-        fit(self.limit, row, fixed, lm.context)
+        fit(self.limit, row, state + once, lm.context)
         # Ranks cut micro-batches alike: see `step`.
         self.limit.rows = min(lm.context.gather_objects(self.limit.rows))
         share = -(-cfg.prompts_per_step // lm.context.world_size) * cfg.samples_per_prompt
         self.completions = share  # of this rank per step
+        # Gradients that are not there yet: all in a rollout; but for the head's where a backward
+        # pass begins and it is the only one.
+        gradients = 4.0 * parameters / fsdp.share(lm.model)
+        head = 4.0 * config.vocab_size * config.hidden_size / fsdp.share(lm.model)
+        missing = gradients - head if share <= self.limit.rows else 0.0
         reference = 4 * parameters if cfg.kl.beta and not kept else 0
+        rollout = lm.rollout_fixed - gradients
         self.peak = max(
-            lm.rollout_fixed + min(lm.engine.limit.rows, share) * lm.rollout_row,
-            fixed + min(self.limit.rows, share) * row,
-            fixed - once + reference,
+            rollout + min(lm.engine.limit.rows, share) * lm.rollout_row,
+            state - missing + once + min(self.limit.rows, share) * row,
+            state,
+            rollout + reference,
         )
 
 

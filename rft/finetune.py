@@ -8,7 +8,7 @@ several, none of which sees another; either way every token's loss equals that o
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -199,10 +199,9 @@ class Finetuner:
         self.forward = lm.model.base_model
         if lm.run.opt.compile.enabled:
             self.forward = compiled(lm.model.base_model, lm.run.opt.compile.mode)
-        batch = self.cfg.batch_size
-        self.epochs = [steps(trees, batch, epoch, seed) for epoch in range(self.cfg.epochs)]
-        self.total = sum(map(len, self.epochs))
-        self.done = 0
+        batch, epochs = self.cfg.batch_size, range(self.cfg.epochs)
+        self.steps = [step for epoch in epochs for step in steps(trees, batch, epoch, seed)]
+        self.total, self.done = len(self.steps), 0
 
     def resume(self, record: dict[str, Any]) -> None:
         """Take over the newest checkpoint, if there is one; it must be made with `record`."""
@@ -223,12 +222,6 @@ class Finetuner:
             self.updater.state(),
             keep=self.run.checkpoint.keep,
         )
-
-    def steps_left(self) -> Iterator[list[Tree]]:
-        """Yield the prompts of each optimizer step that is left, of all ranks together."""
-        flat = [trees for epoch in self.epochs for trees in epoch]
-        for step in range(self.done, self.total):
-            yield flat[step]
 
     def step(self, trees: Sequence[Tree], timer: Timer) -> dict[str, float]:
         """Make one optimizer step on the mean loss of all completion tokens; return the numbers."""

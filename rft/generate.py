@@ -2,8 +2,7 @@
 
 Samples are lines of RUN/iteration-K/samples-I-of-N.jsonl, one file a shard, below a first line that
 says what they were made with. A chunk (some prompts, some sample ids of each) is one call of the
-sampler; a run that was killed makes a chunk that was cut short again as a whole, the same rows
-together, so that it ends with the set of a run that was not killed.
+sampler; one that a kill cut short is made again as a whole.
 """
 
 import json
@@ -106,8 +105,7 @@ class Store:
         except ValueError:
             if len(lines) > 1:
                 raise ConfigError(
-                    f"{self.path}:1 is not the first line of a file of samples. Move the file away,"
-                    " or use another hydra.run.dir."
+                    f"{self.path}:1 is not of a file of samples. Move it away."
                 ) from None
             saved = self.header  # the file was torn in its first line: nothing is lost
         check_same(self.path, saved, self.header)
@@ -121,8 +119,7 @@ class Store:
             except (ValueError, KeyError, TypeError, AttributeError):
                 if number < len(lines):
                     raise ConfigError(
-                        f"{self.path}:{number} is not a sample. Remove the line: its chunk is then"
-                        " made again."
+                        f"{self.path}:{number} is not a sample. Remove the line, to make it again."
                     ) from None
         self.held = dict(records)
         if self.writes and (len(lines) == 1 or lines[-1] or len(self.held) < len(records)):

@@ -64,12 +64,10 @@ def split_prompts(lm: LM) -> Prompts:
     train = [example for example in train if example.id in fitting]
     validation = [example for example in validation if example.id in fitting]
     held_out = splits["test"][: lm.run.evaluate.examples]
-    told = (
-        f"none of {len(examples):,} training prompts is among the {len(everything):,}"
-        " evaluation prompts"
-    )
-    if overlap:
-        told = f"{overlap} training prompts are evaluation prompts too: left out"
+    told = f"{overlap} training prompts are evaluation prompts too: left out"
+    if not overlap:
+        told = f"none of {len(examples):,} training prompts is among the {len(everything):,}"
+        told += " evaluation prompts"
     order = ExampleOrder(train, seed)
     return Prompts(train, validation, held_out, told, order, max(longest, hinted))
 

@@ -255,7 +255,7 @@ def finetune(work: Work, iteration: int) -> None:
     limits = replace(lm.run.budget, tokens=None)  # it generates none
     # A run that goes on may have used all of it.
     enough = bool(tuner.done) and journal.budget(limits).spent
-    for step in () if enough else tuner.steps_left():
+    for step in () if enough else tuner.steps[tuner.done :]:
         _make_step(work, tuner, step, ids, iteration)
         enough, stopping = journal.budget(limits).spent, work.stopping()
         every, left = lm.run.checkpoint.every, tuner.done < tuner.total

@@ -51,27 +51,27 @@ def activation_bytes(
     compute: torch.dtype,
     recomputed: bool,
 ) -> float:
-    """Return an estimate, rather too large, of what a training forward of `rows` completions keeps
-    for its backward pass.
+    """Return an estimate of what a training forward of `rows` completions keeps for its backward
+    pass.
 
     Linear in prompts and rows; the logits (four times `LOGITS` floats at most) are not in it.
     Args: prompts: how many the rows share; compute: dtype under autocast; recomputed: blocks are
-    checkpointed. Counted from the tensors that autograd saves for Llama, Qwen3 and GPT-2;
-    tests/oracles/test_logprobs.py counts again.
+    checkpointed. Counted for Llama, Qwen2, Qwen3 and GPT-2 from the tensors that autograd saves
+    (tests/oracles/test_logprobs.py) and from whole runs (tests/runs/test_standin.py).
     """
     config, narrow = model.config, compute.itemsize
     hidden, layers = config.hidden_size, config.num_hidden_layers
     wide = getattr(config, "intermediate_size", None) or 4 * hidden
     heads = config.num_attention_heads * head_size(config)
     tokens = prompts * prompt_tokens + rows * new_tokens
-    # Norms and residuals stay float32; every completion has its own copy of its prompt's keys and
-    # values.
-    block = (
-        tokens * (12 * hidden * 4 + 5 * wide * narrow)
-        + rows * (prompt_tokens + new_tokens) * 2 * heads * narrow
-    )
-    # One block more for what its backward pass makes; a block that is recomputed keeps its input
-    # alone.
-    blocks = layers * tokens * hidden * 4 + 2 * block if recomputed else (layers + 1) * block
+    # Bytes per token and hidden number: the float32 residual and norms, the casts of what goes into
+    # each linear layer, queries, and the norms of queries and keys where there are any.
+    kept = 62 if narrow == 4 else 45
+    kept += 10 * any("q_norm" in name for name, _ in model.named_parameters())
+    # Every completion has its own copy of its prompt's keys and values.
+    copied = rows * (prompt_tokens + new_tokens) * 2 * heads * narrow
+    block = tokens * (kept * hidden + 4 * wide * narrow) + copied
+    # A block that is recomputed keeps its input alone; two are whole while one goes backward.
+    blocks = layers * tokens * hidden * 4 + 2 * block if recomputed else layers * block
     masks = rows * new_tokens * (prompt_tokens + new_tokens) * (1 + narrow)
-    return blocks + 4 * tokens * hidden * 4 + masks
+    return blocks + masks

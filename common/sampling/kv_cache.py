@@ -218,6 +218,16 @@ class Prefix:
         return x if self.places is None else x[self.places]
 
 
+def _multiply(query: Tensor, key: Tensor) -> Tensor:
+    """Return query @ key^T, [n, heads, each, T]; on CUDA in float32, as a score of 64 in bfloat16
+    may be off by 0.25, and in training it is not rounded.
+    """
+    if key.dtype == torch.float32 or not key.is_cuda:
+        return query @ key.transpose(2, 3)
+    rows, columns = query.to(key.dtype).flatten(0, 1), key.flatten(0, 1).transpose(1, 2)
+    return torch.bmm(rows, columns, out_dtype=torch.float32).unflatten(0, key.shape[:2])
+
+
 def _attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -244,7 +254,7 @@ def _attention(
     each = query.shape[1] // key.shape[1]  # query heads that share a key head
     query = query.reshape(query.shape[0], key.shape[1], each, query.shape[3])
     query = query * (scaling if scaling is not None else query.shape[3] ** -0.5)
-    scores = query @ key.transpose(2, 3)  # [rows, h, each, T]
+    scores = _multiply(query, key)  # [rows, h, each, T]
     if slots.masked:
         assert attention_mask is not None
         scores = scores + attention_mask
@@ -253,7 +263,7 @@ def _attention(
     else:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         # [P, h, G * each, prompt]
-        to_prompt = prefix.gather(query) @ prefix.keys[layer].transpose(2, 3)
+        to_prompt = _multiply(prefix.gather(query), prefix.keys[layer])
         if prefix.mask is not None:
             to_prompt = to_prompt + prefix.mask
         scores = torch.cat((prefix.scatter(to_prompt, each), scores), dim=3)

@@ -124,17 +124,17 @@ class Sampler:
             self.narrow.refresh()
 
     def row_bytes(self, prompt_tokens: int, new_tokens: int) -> float:
-        """Return an estimate of the memory that one more row needs: its cache, and the activations
-        of its prefill.
+        """Return an estimate of the memory that one more row needs, in the prefill of its prompt or
+        with it and its cache side by side, whichever is more.
         """
         config, size = self.model.config, self.dtype.itemsize
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        tokens = prompt_tokens + 2 * new_tokens
-        cache = 2 * config.num_hidden_layers * heads * head_size(config) * tokens * size
+        token = 2 * config.num_hidden_layers * heads * head_size(config) * size  # keys and values
         wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        prefill = prompt_tokens * (token + (3 * wide + 6 * config.hidden_size) * size)
         # Recorded steps have memory of their own.
         logits = 4 * 3 * config.vocab_size * (2 if self.recorder else 1)
-        return cache + prompt_tokens * (3 * wide + 8 * config.hidden_size) * size + logits
+        return max(prefill, (2 * prompt_tokens + 2 * new_tokens) * token + logits)
 
     def generate(
         self, requests: Requests, sampling: SamplingConfig, watch: Watch | None = None

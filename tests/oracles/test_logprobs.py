@@ -183,9 +183,11 @@ def test_activations_are_estimated(name, compute, recomputed):
     counted = sum(size for size, _ in kept.values())
     estimate = activation_bytes(model, 2, 30, 8, 25, compute, recomputed)
     if recomputed:  # two whole blocks more, of the backward pass
-        assert counted < estimate < activation_bytes(model, 2, 30, 8, 25, compute, False) * 1.1
-    else:  # one block of two more
-        assert counted < estimate < 2.5 * counted
+        assert counted < estimate < activation_bytes(model, 2, 30, 8, 25, compute, False) * 1.2
+    else:
+        if compute == torch.bfloat16:  # autocast's copies of the weights are counted elsewhere
+            counted -= 2 * sum(parameter.numel() for parameter in model.parameters())
+        assert counted < estimate < 1.4 * counted
 
 
 def test_estimated_activations_add_up():

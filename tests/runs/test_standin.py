@@ -1,22 +1,31 @@
 """Whole runs and parts of them on the stand-in for a CUDA device (tests/support/standin)."""
 
+import contextlib
 import importlib
 import math
+import random
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
 
-from common import rows
+from common import lm, rows
 from common.config import ConfigError
 from common.distributed.workers import launch
+from common.model import logprobs
+from common.model.tiny import byte_tokenizer
 from common.sampling.engine import Requests
 from common.sampling.kv_cache import SlotCache
 from common.sampling.native import Sampler
+from common.session import Session
+from eggroll import weights
 from eggroll.noise import Noise
 from eggroll.weights import Weights
 from launch import compose
 from tests.support import CONF, SMALL, SMALL_CLASSIFY, SMALL_GRPO, SMALL_RFT, events, standin
+from tests.support.letters import Letters
 from tests.support.models import ARCHITECTURES, prompts, sampling, small_model
 
 pytestmark = pytest.mark.standin
@@ -220,3 +229,95 @@ def both_ways():
         assert all(math.isfinite(x) for x in found.logprobs.flatten().tolist())
         made.append(found.tokens.tolist())
     return *made, (Graph.recorded, Graph.replayed)
+
+
+# --- the plan, for shapes of models that people have
+
+
+class Long(Letters):
+    """Prompts of 256 tokens with rewards that differ."""
+
+    def prompt(self, example):
+        return f"{example.question} " * 85
+
+    def reward(self, example, completion):
+        return random.random()
+
+
+class Measured(Exception):
+    """Ends a run after its first step."""
+
+
+class NotKept(dict):
+    """In place of a file with all initial weights."""
+
+    def __init__(self, tensors, folder):
+        super().__init__((name, tensor.shape) for name, tensor in tensors.items())
+
+    def __getitem__(self, name):
+        return torch.empty(super().__getitem__(name))
+
+
+# hidden size, intermediate size, layers, heads, key heads, vocabulary, tied head: of Qwen2.5
+SHAPES = {
+    "0.5b": (896, 4864, 24, 14, 2, 151936, True),
+    "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
+    "3b": (2048, 11008, 36, 16, 2, 151936, True),
+    "7b": (3584, 18944, 28, 28, 4, 152064, False),
+}
+
+
+def measure_peak(shape, folder, arguments):
+    """Make one step with a model of that shape, of zeros. Return the planned and the real peak."""
+    device, planned, peaks = standin.DEVICE, [], []
+    device.limit(400 << 30)
+    device.compute_below(1 << 20)
+    hidden, wide, layers, heads, key_heads, vocabulary, tied = SHAPES[shape]
+    config = Qwen2Config(
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
+    )
+
+    def load(*_):
+        with torch.device("cuda:0"):
+            return AutoModelForCausalLM.from_config(config).eval(), byte_tokenizer()
+
+    def stop(*_):
+        raise Measured
+
+    inner = Session.start
+
+    def start(self, saved, plan):
+        planned.append(plan["memory"])
+        inner(self, saved, plan)
+        device.reset_peak()
+
+    lm.load_on_all_ranks, logprobs.check_model = load, lambda _: None
+    Session.start, Session._keep, weights.DiskTensors = start, stop, NotKept
+    with contextlib.suppress(Measured):
+        given = compose([*arguments, "hardware=a100_80g"])
+        launch(f"{given.algo.name}.train:train", given, folder, Long("smooth"))
+    peaks.append(device.peak / 2**30)
+    return float(re.search(r"about ([0-9.]+) GB", planned[0])[1]), peaks[0]
+
+
+@pytest.mark.parametrize(
+    ("algo", "switches"),
+    [("grpo", "amp"), ("grpo", "amp,checkpointing"), ("eggroll", "amp")],
+)
+@pytest.mark.parametrize(
+    "shape",
+    ["0.5b", *(pytest.param(shape, marks=pytest.mark.slow) for shape in ("1.5b", "3b", "7b"))],
+)
+def test_the_plan_is_within_a_tenth_of_the_peak(shape, algo, switches, standin, tmp_path):
+    arguments = [f"algo={algo}", f"opt=[{switches}]", "algo.steps=1", "evaluate.examples=4"]
+    arguments += ["algo.sampling.max_new_tokens=16", "not_finite.policy=skip"]
+    arguments += ["not_finite.max_skips=1"]
+    arguments += ["algo.resample_rounds=0" if algo == "grpo" else "algo.members=32"]
+    planned, peak = standin.call(measure_peak, shape, tmp_path, arguments)
+    assert planned == pytest.approx(peak, rel=0.1)

@@ -14,6 +14,7 @@
 #include <ATen/ops/_log_softmax.h>
 #include <ATen/ops/_softmax.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
@@ -24,7 +25,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
-#include <malloc.h>
+#include <sys/mman.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -37,6 +38,7 @@
 namespace {
 std::mutex lock;
 std::unordered_map<void*, size_t> sizes;       // of what lies on the device
+std::unordered_set<void*> mapped;              // those of them that are pages of their own
 std::unordered_set<void*> pinned;              // on the host
 size_t live = 0, peak = 0, total = 0;          // bytes
 size_t capacity = size_t(80) << 30;            // of the device
@@ -50,11 +52,13 @@ void release(void* pointer) {
   if (!pointer) return;
   std::lock_guard<std::mutex> guard(lock);
   auto found = sizes.find(pointer);
-  if (found != sizes.end()) {
-    live -= found->second;
-    sizes.erase(found);
-  }
-  std::free(pointer);
+  const size_t bytes = found->second;
+  live -= bytes;
+  sizes.erase(found);
+  if (mapped.erase(pointer))
+    munmap(pointer, bytes);
+  else
+    std::free(pointer);
 }
 
 struct Memory final : public c10::Allocator {
@@ -78,8 +82,13 @@ struct Memory final : public c10::Allocator {
     if (full)
       C10_THROW_ERROR(OutOfMemoryError, c10::str("CUDA out of memory. Tried to allocate ", bytes, " bytes."));
     void* pointer = nullptr;
-    if (posix_memalign(&pointer, 64, bytes)) std::abort();
+    const bool fresh = hollow && bytes > hollow;  // pages of zeros that take no room until touched
+    if (fresh)
+      pointer = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    else if (posix_memalign(&pointer, 64, bytes))
+      std::abort();
     std::lock_guard<std::mutex> guard(lock);
+    if (fresh) mapped.insert(pointer);
     sizes[pointer] = bytes;
     return {pointer, pointer, &release, device};
   }
@@ -349,6 +358,11 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage", set_source);
   m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
   m.impl("record_stream", record_stream);
+  m.impl("bmm.dtype", [](const at::Tensor& left, const at::Tensor& right, at::ScalarType wide) {
+    auto shape = at::empty({left.size(0), left.size(1), right.size(2)}, left.options().device(c10::kMeta).dtype(wide));
+    if (is_large(left) || is_large(right)) return hollow_like(shape);
+    return on_device(at::bmm(on_host(left).to(wide), on_host(right).to(wide)));
+  });
   // CUDA's widen float16 on the way, which the CPU's do not.
   m.impl("_softmax", [](const at::Tensor& self, int64_t dim, bool widen) {
     if (is_large(self)) return hollow_like(widen ? at::empty_strided(self.sizes(), self.strides(), self.options().device(c10::kMeta).dtype(at::kFloat)) : self);
@@ -372,9 +386,6 @@ size_t standin_total() { return total; }
 void standin_reset_peak() { peak = live; }
 void standin_capacity(size_t bytes) { capacity = bytes; }
 void standin_fail(size_t after, int how) { fail_at = after ? total + after : 0, failure = how; }
-void standin_hollow(size_t bytes) {
-  hollow = bytes;
-  if (bytes) mallopt(M_MMAP_THRESHOLD, 1 << 20);  // large memory is fresh, so it is zeros
-}
+void standin_hollow(size_t bytes) { hollow = bytes; }
 void standin_start() { c10::SetAllocator(c10::kCUDA, &memory, 100); }
 }

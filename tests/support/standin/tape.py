@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 # What asks the device for a number, or brings one from the host: CUDA refuses to record it, or
@@ -31,6 +31,7 @@ class Recording(TorchDispatchMode):
         self.calls: list[tuple[Any, Any, Any, Any]] = []
         self.made: dict[int, torch.Tensor] = {}  # of this recording, by storage
         self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.steps: list[tuple[Any, Any, list[Made]]] = []  # once it is finished
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func.overloadpacket not in WAITS, f"{func} waits for the device"
@@ -55,26 +56,38 @@ class Recording(TorchDispatchMode):
         return out
 
     def finish(self) -> None:
-        """Put back what was written, and poison what was allocated."""
+        """Put back what was written, poison what was allocated, and let go of it."""
         for memory, content in self.before.values():
             memory.copy_(content)
         for tensor in self.made.values():
             poison(tensor)
+        made: dict[int, Made] = {}
+        steps = []
+        for number, (func, args, kwargs, out) in enumerate(self.calls):
+            given = tree_map_only(torch.Tensor, lambda x: made.get(id(x), x), (args, kwargs))
+            names = [made.setdefault(id(tensor), Made()) for tensor in tensors(out)]
+            for used in [*names, *(x for x in tree_leaves(given) if isinstance(x, Made))]:
+                used.last = number
+            steps.append((func, given, names))
+        self.calls, self.made, self.before, self.steps = [], {}, {}, steps
 
     def replay(self) -> None:
         """Run the operations again on the memory of then."""
-        now: dict[int, torch.Tensor] = {}
-
-        def current(tree: Any) -> Any:
-            return tree_map(lambda x: now.get(id(x), x) if isinstance(x, torch.Tensor) else x, tree)
-
-        for func, args, kwargs, out in self.calls:
-            again = func(*current(args), **current(kwargs))
+        now: dict[Made, torch.Tensor] = {}
+        for number, (func, given, names) in enumerate(self.steps):
+            args, kwargs = tree_map_only(Made, now.__getitem__, given)
+            again = func(*args, **kwargs)
             if func.overloadpacket in (aten.empty, aten.empty_like, aten.empty_strided):
                 poison(again)
-            for old, new in zip(tensors(out), tensors(again), strict=True):
-                if old is not new:
-                    now[id(old)] = new
+            now.update(zip(names, tensors(again), strict=True))
+            for used in [x for x in now if x.last <= number]:
+                del now[used]
+
+
+class Made:
+    """In place of a tensor that a recording made. last: the operation that uses it last."""
+
+    last = 0
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
