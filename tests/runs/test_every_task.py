@@ -30,7 +30,7 @@ OWN = {
         *("algo.epochs=1", "algo.select.accept=0.05", "algo.pass_samples=2"),
         *(
             "model.tiny.hidden_size=64",
-            "model.tiny.pretrain_steps=150",
+            "model.tiny.pretrain_steps=75",
             "model.tiny.pretrain_rows=32",
         ),
         "model.tiny.pretrain_lr=5e-3",

@@ -31,7 +31,7 @@ RFT = [
     *(
         "model.tiny.context=512",
         "model.tiny.hidden_size=64",
-        "model.tiny.pretrain_steps=150",
+        "model.tiny.pretrain_steps=75",
         "model.tiny.pretrain_rows=32",
         "model.tiny.pretrain_lr=5e-3",
     ),

@@ -62,7 +62,7 @@ TASK = (
     " dataset, dataset_config, dataset_split, dataset_test_split, source_field, target_field,"
     " holdout"
 )
-SWITCHES = "amp, checkpointing, compile, ddp, fsdp, offload, profile, tf32"
+SWITCHES = "amp, checkpointing, compile, ddp, deterministic, fsdp, offload, profile, tf32"
 MISTAKES = {
     "algo.sgima=1": f"algo.sgima is not a setting. Did you mean 'sigma'? Settings here: {ALGO}.",
     "+algo.lrr=1": f"algo.lrr is not a setting. Did you mean 'lr'? Settings here: {ALGO}.",

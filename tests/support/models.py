@@ -4,62 +4,32 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.config import SamplingConfig
+
+SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+SIZES |= dict(num_key_value_heads=2, max_position_embeddings=128)
+KINDS = {
+    "llama": SIZES | {"tie_word_embeddings": False},
+    "qwen2": SIZES | {"tie_word_embeddings": True},
+    "qwen3": SIZES | {"tie_word_embeddings": True, "head_dim": 8},
+    "gpt2": dict(n_embd=32, n_layer=2, n_head=4, n_positions=128),
+}
+ARCHITECTURES = tuple(KINDS)
 
 
 def small_model(name: str, vocabulary: int = 97) -> torch.nn.Module:
     """A random model of a real architecture, float32, in eval mode; the same at every call."""
-    sizes = dict(
-        vocab_size=vocabulary,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
+    ids = dict(vocab_size=vocabulary, bos_token_id=0, eos_token_id=1)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        if name == "llama":
-            model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False))
-        elif name == "qwen2":
-            model = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))
-        elif name == "qwen3":
-            model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=True))
-        else:
-            assert name == "gpt2"
-            model = GPT2LMHeadModel(
-                GPT2Config(
-                    vocab_size=vocabulary,
-                    n_embd=32,
-                    n_layer=2,
-                    n_head=4,
-                    n_positions=128,
-                    bos_token_id=0,
-                    eos_token_id=1,
-                )
-            )
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **KINDS[name], **ids))
         # Random biases and norms too: fresh ones are 0 and 1, which hides mistakes.
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model.eval()
-
-
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gpt2")
 
 
 def sampling(temperature=0.0, new=20, top_p=1.0, top_k=0):
