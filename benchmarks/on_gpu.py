@@ -25,7 +25,9 @@ PARTS = {
 
 def main() -> int:
     """Run the parts that are asked for, all of them by default; return the number that failed."""
-    parser = argparse.ArgumentParser("make gpu", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        "make gpu", description="The tests and benchmarks of a GPU, in parts."
+    )
     parser.add_argument("part", nargs="*", type=int, metavar="PART", help="1 to 5; default: all")
     chosen = parser.parse_args().part or list(PARTS)
     if not torch.cuda.is_available():
