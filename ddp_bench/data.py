@@ -55,9 +55,7 @@ class Ragged:
         return np.diff(self.offsets)
 
     def padded(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the rows with zeros behind them, [B, longest, ...], and their lengths, int64 [B].
-        One allocation for all.
-        """
+        """Return the rows, zeros behind them, [B, longest, ...], and their lengths, int64 [B]."""
         starts, ends = self.offsets[rows], self.offsets[np.asarray(rows) + 1]
         lengths = ends - starts
         out = np.zeros((len(rows), int(lengths.max()), *self.values.shape[1:]), self.values.dtype)
@@ -107,10 +105,8 @@ class Rows:
 def prepare(
     task: ClassTask, tokenizer: TokenizerConfig, max_tokens: int, say: Any
 ) -> tuple[dict[str, Rows], Tokenizer | None]:
-    """Return the splits "train" and "test" of a task, and the tokenizer of its texts (None for
-    trajectories). Longer texts than `max_tokens` are cut, longer trajectories refused.
-
-    say: told where another process is waited for.
+    """Return the splits of a task, and the tokenizer of its texts (None for trajectories). Longer
+    texts than `max_tokens` are cut. say: told where another process is waited for.
     """
     splits, classes = {s: list(task.rows(s)) for s in ("train", "test")}, len(task.classes)
     for split, rows in splits.items():
@@ -222,11 +218,10 @@ def held_out(rows: Rows, share: float, seed: int) -> tuple[list[int], list[int]]
 
 
 class Batches:
-    """The rows of each batch: a function of (seed, epoch, position) alone, the same on every rank.
+    """The rows of each batch, a function of (seed, epoch, position): every row once per epoch.
 
-    Every row comes once per epoch, so the last batch may be smaller. A rank takes every world-th
-    row of a batch. Args: rows: row numbers; lengths: of each of them; batch_rows: of all ranks
-    together; bucket_batches: batches sorted by length together, 1 = not sorted.
+    A rank takes every world-th row of a batch. Args: batch_rows: of all ranks together;
+    bucket_batches: batches sorted by length together, 1 = not sorted.
     """
 
     def __init__(

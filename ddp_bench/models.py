@@ -183,10 +183,8 @@ class Classifier:
     tokenizer: Tokenizer | None
 
     def predict(self, values: Sequence[Any], batch_rows: int = 256) -> list[tuple[str, float]]:
-        """Return the class of each text (or `Trajectory`) and its probability.
-
-        Args: batch_rows: of a forward. Raises: ConfigError for a trajectory that is too long; texts
-        are cut.
+        """Return the class of each text (or `Trajectory`) and its probability. batch_rows: of a
+        forward. Raises: ConfigError for a trajectory that is too long.
         """
         if not values:
             return []
@@ -230,8 +228,8 @@ def probabilities_of(
     batch_rows: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return class probabilities of the rows `chosen`, in their order, float64 [len(chosen),
-    classes], on the CPU. Args: batch_rows: of a forward; dtype: of autocast.
+    """Return class probabilities of the rows `chosen`, float64 [len(chosen), classes], on the CPU.
+    batch_rows: of a forward; dtype: of autocast.
     """
     device, training, lengths = fsdp.device(model), model.training, rows.lengths
     model.eval()

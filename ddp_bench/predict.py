@@ -54,10 +54,8 @@ Cell = tuple[str, int]  # how it scales (one rank, strong, weak), and ranks
 
 
 def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str, Any]:
-    """Measure what is here, predict, write RUN/prediction.json and prediction.txt, and print it.
-    Return what the file holds.
-
-    Raises: ConfigError for settings that cannot work.
+    """Measure what is here, predict, write RUN/prediction.json and prediction.txt, print it and
+    return what the file holds. Raises: ConfigError for settings that cannot work.
     """
     cfg: PredictConfig = run.algo
     absent = run.hardware.device == "cuda" and not hardware.find(run.hardware).matches
@@ -376,9 +374,7 @@ def assemble_runs(
 def explain_time(
     cfg: PredictConfig, line: dict[str, Any], alone: dict[str, Any], sent: float, link: Link
 ) -> dict[str, Any]:
-    """Return why a step of algo.times took what it did, by what is left when computing and link are
-    taken off. sent: bytes of gradients.
-    """
+    """Return why a step of algo.times took what it did. sent: bytes of gradients."""
     ranks, measured = line["ranks"], cfg.times[line["ranks"]] / 1000
     one, predicted = alone["step_seconds"]["p50"], line["step_seconds"]["p50"]
     phases = line["phase_seconds"]
@@ -442,14 +438,13 @@ def advise_buckets(runs: list[dict[str, Any]], shares: dict[Cell, Share], link: 
 def describe_time(found: dict[str, Any], sent_mb: float) -> list[str]:
     """Return what algo.times says of one number of ranks. sent_mb: gradients per step."""
     causes, rest = found["causes"], found["unexplained_seconds"]
-    milliseconds = 1000 * found["measured_seconds"]
+    milliseconds, predicted = 1000 * found["measured_seconds"], found["predicted_seconds"]
     head = f"measured elsewhere: {found['ranks']} ranks, {milliseconds:.1f} ms a step,"
     head += f" {found['speedup']:.2f}x"
     lines = [
         *(head, "=" * len(head), ""),
         f"  cause: {', then '.join(causes) or 'none, it is as predicted'}",
-        f"  predicted {1000 * found['predicted_seconds']:.1f} ms,"
-        f" {found['predicted_speedup']:.2f}x",
+        f"  predicted {1000 * predicted:.1f} ms, {found['predicted_speedup']:.2f}x",
         f"  if communication took no time: {found['free_speedup']:.2f}x",
     ]
     if "launch-bound" in causes:

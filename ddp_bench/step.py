@@ -137,9 +137,7 @@ class Stepper:
         return seen
 
     def backward(self, batch: Batch, rows: int, micro: int, clock: Clock) -> Tensor:
-        """Accumulate gradients, exchanged once with the last part. Returns this rank's part of the
-        mean loss.
-        """
+        """Accumulate gradients, exchanged with the last part; return this rank's share of loss."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         parts = split(batch, micro)
         if fsdp.of(self.model):  # all ranks make the same number of passes

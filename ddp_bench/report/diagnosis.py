@@ -70,9 +70,7 @@ class Point:
 
 @dataclass
 class Group:
-    """One task with one set of settings. name: in file names; points: by mode, then ranks. All
-    predicted, or all measured.
-    """
+    """One task with one set of settings; points: all predicted, or all measured."""
 
     name: str
     task: str
@@ -81,11 +79,8 @@ class Group:
 
 
 def group_records(records: Iterable[Record]) -> list[Group]:
-    """Return the records by task, settings and device, with speed-up, cause and advice at each
-    point.
-
-    Predictions stand beside what was measured with the same settings; those of devices without any
-    are groups of their own.
+    """Return the records by task, settings and device. Predictions stand beside what was measured
+    with the same settings; those of devices without any are groups of their own.
     """
     measured: dict[tuple[str, ...], list[Record]] = {}
     predicted: dict[tuple[str, ...], list[Record]] = {}
