@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from common.config.checks import ConfigError
 from common.config.command import find_config_dir, is_unused
 from common.config.explain import HYDRA_ERRORS, explain
-from common.report.failures import failed
+from common.failures import failed
 from common.signals import (
     EXIT_CONFIG,
     EXIT_CRASH,

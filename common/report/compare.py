@@ -22,9 +22,9 @@ import yaml
 
 from common.config import ConfigError, flat
 from common.exits import ending_tool
+from common.failures import FAILED
 from common.files import write_text
 from common.report.events import events, markdown_table
-from common.report.failures import FAILED
 from common.report.plots import COLOURS, STYLE
 from common.report.summary import side_by_side
 

@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from common.config import resolvers
-from common.report.failures import FAILED, is_main
+from common.failures import FAILED, is_main
 
 
 class Sweep(Callback):

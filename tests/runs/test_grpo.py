@@ -480,11 +480,12 @@ def test_rows_are_fitted_to_the_memory(tmp_path, in_cache, monkeypatch):
         "algo.steps=2",
         "algo.rollout_rows=12",
         "algo.train_rows=12",
+        "model.tiny.layers=8",
     ]
     train(compose(arguments), tmp_path / "roomy")
     find = hardware.find
     monkeypatch.setattr(
-        hardware, "find", lambda *a: dataclasses.replace(find(*a), memory_gb=0.0014)
+        hardware, "find", lambda *a: dataclasses.replace(find(*a), memory_gb=0.0030)
     )
     train(compose(arguments), tmp_path / "tight")
     train(compose([*arguments, "opt=checkpointing"]), tmp_path / "recomputed")
