@@ -71,7 +71,7 @@ def _locate(run: Run, context: Context, own: Path) -> checkpoint.Checkpoint | No
             )
         return None
     named = None if run.resume == "auto" else Path(run.resume)
-    nothing = f"resume={run.resume}: no valid checkpoint there. Give a run folder, auto or no."
+    nothing = f"resume={run.resume}: no valid checkpoint there. Give a run folder, or auto or no."
     if named is not None and not named.exists():
         raise ConfigError(nothing)
     found = checkpoint.latest(own)

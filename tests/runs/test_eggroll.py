@@ -302,7 +302,8 @@ def test_resume_from_the_folder_of_another_run(tmp_path):
     assert [event["step"] for event in events(tmp_path / "rest")] == [3, 4]
     assert result.metrics == whole.metrics
     with pytest.raises(
-        ConfigError, match=r"resume=nowhere: no valid checkpoint there\. Give a run folder, or"
+        ConfigError,
+        match=r"resume=nowhere: no valid checkpoint there\. Give a run folder, or auto or no",
     ):
         run_here(tmp_path / "new", "resume=nowhere")
 

@@ -87,6 +87,8 @@ struct Memory final : public c10::Allocator {
       pointer = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     else if (posix_memalign(&pointer, 64, bytes))
       std::abort();
+    else if (hollow)
+      std::memset(pointer, 0, bytes);
     std::lock_guard<std::mutex> guard(lock);
     if (fresh) mapped.insert(pointer);
     sizes[pointer] = bytes;
