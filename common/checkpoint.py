@@ -146,7 +146,7 @@ def load(path: Path) -> Checkpoint:
     except Exception as error:
         # Hashes are right, so another program wrote it: anything can be in there.
         reason = f"foreign, {type(error).__name__}: {first_line(error)}"
-        if isinstance(error, (pickle.UnpicklingError, RuntimeError)):  # torch.load alone has these
+        if isinstance(error, pickle.UnpicklingError):  # torch advises to unpickle anyway
             reason = f"{EXTRA} holds {_OBJECTS}"
         raise CheckpointError(f"checkpoint {path} is not valid: {reason}.") from error
     return Checkpoint(path, step, tensors, state, extra, sharded)

@@ -79,12 +79,12 @@ def exact_float32() -> Iterator[None]:
 def advise(precision: Precision, opt: OptConfig, peak: PeakConfig, device: torch.device) -> str:
     """Say for the plan what opt=amp would bring on a GPU that computes in float32; else nothing.
 
-    Args: peak: the rates of this device; those of the preset where it is another one.
+    Args: peak: the rates of the preset, which may describe another device.
     """
     if device.type != "cuda" or precision.compute != torch.float32:
         return ""
     half = "bfloat16" if native_bf16(device) else "float16"
     rate = peak.bf16 if half == "bfloat16" else peak.fp16
     plain = peak.tf32 if opt.tf32.enabled else peak.fp32
-    times = f" up to {rate / plain:.0f} times as fast" if rate and plain else " much faster"
-    return f"; 'opt=[amp]' computes in {half},{times} on this device"
+    times = f"up to {rate / plain:.0f} times as fast by the preset" if rate and plain else "faster"
+    return f"; 'opt=[amp]' computes in {half}, {times}"

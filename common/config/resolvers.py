@@ -52,9 +52,10 @@ def from_environment(names: str, default: int | None) -> int | None:
         if text and not (text.isascii() and text.isdigit()):
             raise ConfigError(f"the environment variable {name}={text!r} is no number. Unset it.")
         found.append(int(text) if text else None)
-    if not any(found):
+    if all(value is None for value in found):
         return default
-    return math.prod([found[0] or default or 1, *(value for value in found[1:] if value)])
+    first = default if found[0] is None else found[0]
+    return math.prod(value for value in (first, *found[1:]) if value is not None)
 
 
 def without_budget(value: Any, *, _root_: DictConfig) -> Any:

@@ -5,10 +5,10 @@ Each block, and what is outside the blocks, is a group that is gathered before i
 back after it; its gradients are summed over ranks as they come. Whoever uses a model that may be
 sharded does it by four rules:
 
-- a computation that touches weights outside `model(...)` goes through `inside`; - forwards without
-a backward pass go into `forwards`, in which ranks may make different numbers of them; - all ranks
-make the same number of backward passes (`common.model.logprobs.keep_step` fills up); - `save`,
-`restore` and `whole` are called on all ranks.
+- a computation that touches weights outside `model(...)` goes through `inside`;
+- forwards without a backward pass go into `forwards`, where ranks may make different numbers;
+- all ranks make the same number of backward passes (`logprobs.match_backward_passes` fills up);
+- `save`, `restore` and `whole` are called on all ranks.
 
 On a plain model each of them does what there was before. Checkpoints are written by
 torch.distributed.checkpoint as safetensors, a file per rank, and read by any number of ranks,

@@ -238,11 +238,11 @@ def _token_logprobs(
     model: PreTrainedModel, groups: Groups, temperature: float
 ) -> tuple[Tensor, Tensor]:
     states = hidden_states(model, groups)
-    out = []
-    for values in head_logprobs(model, states, groups.targets, temperature):
-        place = groups.slots // groups.mask.shape[1], groups.slots % groups.mask.shape[1]
-        out.append(values.new_zeros(groups.mask.shape).index_put(place, values))
-    return out[0], out[1]
+    shape, length = groups.mask.shape, groups.mask.shape[1]
+    place = groups.slots // length, groups.slots % length
+    found = head_logprobs(model, states, groups.targets, temperature)
+    logp, entropy = (values.new_zeros(shape).index_put(place, values) for values in found)
+    return logp, entropy
 
 
 def match_backward_passes(model: PreTrainedModel, passes: int, device: torch.device) -> None:

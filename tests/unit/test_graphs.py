@@ -1,7 +1,4 @@
-"""Decode steps that are recorded and replayed. CUDA records kernels; here a tape records torch's
-operations, which stand for them: as in a graph, numbers and shapes that Python had while recording
-are fixed, and memory is addressed as it was then.
-"""
+"""Decode steps that are recorded and replayed, by the tape of tests/support/standin/tape.py."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map, tree_map_only
 
 from common.config import ConfigError
 from common.distributed import fsdp
@@ -21,52 +16,7 @@ from common.sampling.native import LOOK_EVERY, Sampler
 from eggroll.config import NoiseConfig
 from eggroll.noise import Noise
 from tests.support.models import ARCHITECTURES, prompts, sampling, small_model
-
-aten = torch.ops.aten
-# What asks the device for a number, or brings one from the host: CUDA refuses to record it, or
-# would repeat it blindly.
-WAITS = {
-    aten._local_scalar_dense,
-    aten.nonzero,
-    aten.masked_select,
-    aten.equal,
-    aten.lift_fresh,
-    aten._unique2,
-}
-
-
-class Recording(TorchDispatchMode):
-    """Runs operations, notes them down, and puts back what they wrote: recording runs nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-        self.made: set[int] = set()  # storages of this recording
-        self.before: dict[int, tuple[Any, Any]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func.overloadpacket not in WAITS, f"{func} waits for the device"
-        kwargs = kwargs or {}
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if (
-                argument.alias_info is not None
-                and argument.alias_info.is_write
-                and isinstance(value, torch.Tensor)
-            ):
-                storage = value.untyped_storage()
-                if storage.data_ptr() not in self.made:
-                    self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
-        known = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs))}
-        out = func(*args, **kwargs)
-        self.calls.append((func, args, kwargs, out))
-        self.made |= {t.untyped_storage().data_ptr() for t in tensors(out)} - known
-        return out
-
-
-def tensors(tree: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    tree_map_only(torch.Tensor, found.append, tree)
-    return found
+from tests.support.standin.tape import Recording
 
 
 class Tape(CudaGraphs):
@@ -81,23 +31,11 @@ class Tape(CudaGraphs):
         Tape.recorded += 1
         with Recording() as recording:
             step()
-        for storage, content in recording.before.values():
-            storage.copy_(content)
+        recording.finish()
 
         def replay() -> None:
             Tape.replayed += 1
-            now: dict[int, torch.Tensor] = {}
-
-            def current(tree: Any) -> Any:
-                return tree_map(
-                    lambda x: now.get(id(x), x) if isinstance(x, torch.Tensor) else x, tree
-                )
-
-            for func, args, kwargs, out in recording.calls:
-                again = func(*current(args), **current(kwargs))
-                for old, new in zip(tensors(out), tensors(again), strict=True):
-                    if old is not new:
-                        now[id(old)] = new
+            recording.replay()
 
         return replay
 

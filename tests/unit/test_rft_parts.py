@@ -282,3 +282,10 @@ def test_environment_variables_of_the_first_scripts_are_defaults(monkeypatch):
     monkeypatch.setenv("CHUNK_SIZE", "many")
     with pytest.raises(ConfigError, match=r"environment variable CHUNK_SIZE='many' is no number"):
         settings()
+
+
+@pytest.mark.parametrize("name", ["MICRO_BATCH_SIZE", "A100_BATCH_SIZE"])
+def test_a_variable_that_is_zero_is_refused_not_passed_over(name, monkeypatch):
+    monkeypatch.setenv(name, "0")
+    with pytest.raises(ConfigError, match="=0 is too small"):
+        compose(["algo=rft"])
