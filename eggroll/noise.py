@@ -32,6 +32,7 @@ from transformers.pytorch_utils import Conv1D
 
 from common.config import ConfigError
 from common.distributed import fsdp
+from common.model.half import multiply
 from common.sampling.random import normals
 from eggroll.config import NoiseConfig
 
@@ -378,6 +379,8 @@ class _LowRankLinear:
             return self.base(x).add_(noise.view(shape))
         # The shared product adds itself to the noise: one pass over the output less than the other
         # way round, and one output.
+        if "packed" in self.module.__dict__:
+            return multiply(self.module, x, noise.view(shape))
         weight, bias = self.module.weight, self.module.bias
         weight_t = weight if self.transposed else weight.T  # [in, out]
         y = noise.view(-1, self.out_features).addmm_(x.reshape(-1, self.in_features), weight_t)

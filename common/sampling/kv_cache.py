@@ -253,7 +253,12 @@ def _attention(
     prefix = slots.prefix
     each = query.shape[1] // key.shape[1]  # query heads that share a key head
     query = query.reshape(query.shape[0], key.shape[1], each, query.shape[3])
-    query = query * (scaling if scaling is not None else query.shape[3] ** -0.5)
+    scale = scaling if scaling is not None else query.shape[3] ** -0.5
+    if value.device.type == "cpu" and value.dtype != torch.float32:
+        mask = attention_mask if slots.masked else None
+        out = _attend_fused(module, query, (key, value, mask), prefix, scale)
+        return out.flatten(1, 2)[:, None], None
+    query = query * scale
     scores = _multiply(query, key)  # [rows, h, each, T]
     if slots.masked:
         assert attention_mask is not None
@@ -273,6 +278,33 @@ def _attention(
         # [rows, h, each, size]
         out = prefix.scatter(from_prompt, each) + weights[..., width:] @ value
     return out.flatten(1, 2)[:, None], None  # [rows, 1, heads, size]
+
+
+def _attend_fused(
+    module: torch.nn.Module,
+    query: Tensor,
+    own: tuple[Tensor, Tensor, Tensor | None],
+    prefix: Prefix | None,
+    scale: float,
+) -> Tensor:
+    """Attend on a CPU in 16 bits with PyTorch's fused kernel, which takes keys as they lie; a
+    product of matrices would copy the window for every token.
+
+    query [rows, h, each, size]; own: keys, values and mask of the rows' own tokens. The two parts
+    of a row are put together by the sums of their softmax. Returns [rows, h, each, size].
+    """
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    key, value, mask = own
+    query = query.to(value.dtype)  # a rotation with float32 angles has widened it
+    out, total = fused(query, key, value, attn_mask=mask, scale=scale)
+    if prefix is None:
+        return out
+    layer, each = int(module.layer_idx), query.shape[2]  # type: ignore[arg-type]
+    keys, values = prefix.keys[layer], prefix.values[layer]
+    mask = None if prefix.mask is None else prefix.mask.to(query.dtype)
+    of_prompt, prompt_total = fused(prefix.gather(query), keys, values, attn_mask=mask, scale=scale)
+    share = prefix.scatter(prompt_total[..., None], each) - total[..., None]
+    return torch.lerp(out, prefix.scatter(of_prompt, each), torch.sigmoid(share).to(out.dtype))
 
 
 AttentionInterface.register(ATTENTION, _attention)

@@ -19,7 +19,7 @@ where a run was resumed. Greedy output equals `model.generate`.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from common.config import ConfigError, SamplingConfig
 from common.distributed import fsdp
 from common.model import logprobs
-from common.model.half import Narrow, compiled
+from common.model.half import Narrow, compiled, packed
 from common.model.masks import additive
 from common.model.memory import head_size
 from common.model.prompts import context_length
@@ -48,6 +48,10 @@ RERECORD_SHARE = 1 / 2  # the same where steps are recorded, and would be anew
 # Steps between looks at which rows have finished; on a CPU a look costs nothing, on CUDA it waits
 # for the device.
 LOOK_EVERY = {"cpu": 1, "cuda": 8}
+# A token is drawn from sums over so many tokens first.
+BLOCK = 256
+# On a CPU the probabilities of so many rows at a time stay in the cache while they are drawn from.
+ROWS_IN_CACHE = 16
 
 
 @contextmanager
@@ -104,6 +108,8 @@ class Sampler:
         # What records decode steps. Gathering sharded weights is no part of a step that could be.
         recorded = graphs and self.device.type == "cuda" and not sharded
         self.recorder = CudaGraphs if recorded else None
+        # A step that is compiled or recorded multiplies with the weights as they are.
+        self.packs = compile_mode is None and self.recorder is None and not sharded
         self.forward = compiled(self.used, compile_mode) if compile_mode else self.used
         self.context_length = context_length(model)
         # Whether the attention is one that this module can stand in for.
@@ -167,7 +173,8 @@ class Sampler:
             cache_enabled=self.recorder is None,
         )
         attention = evaluating(self.used, ATTENTION if self.replaces else None)
-        with attention, fsdp.inference(self.model), half:
+        quick = packed(self.used) if self.packs else nullcontext()
+        with attention, fsdp.inference(self.model), half, quick:
             made = _Grid(self, requests, sampling, rows, watch).run()
         # Out of inference mode a clone is an ordinary tensor, which a loss may use.
         logp = made.logprobs.clone() if made.logprobs is not None else None
@@ -581,7 +588,7 @@ class _Grid:
 def draw(
     logits: Tensor, sampling: SamplingConfig, uniform: Tensor | None, want_logprob: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """One token a row by the inverse CDF of the tempered (and cut) distribution.
+    """Draw one token per row by the inverse CDF of the tempered (and cut) distribution.
 
     Args: logits [n, V]; uniform: float32 [n] in [0, 1), None = greedy.
     Returns: token int64 [n]; its log-probability float32 [n] under the tempered distribution before
@@ -590,23 +597,63 @@ def draw(
     is the one that is not, and a softmax over one that is not is NaN throughout.
     """
     if uniform is None:
-        token = logits.argmax(-1)
-        largest = logits.gather(1, token[:, None])[:, 0]
+        largest, token = logits.max(-1)
         logprob = largest.float() - logits.float().logsumexp(-1) if want_logprob else None
         return token, logprob, largest
+    if logits.device.type != "cpu" or len(logits) <= ROWS_IN_CACHE:
+        return _draw(logits, sampling, uniform, want_logprob)
+    pairs = zip(logits.split(ROWS_IN_CACHE), uniform.split(ROWS_IN_CACHE), strict=True)
+    parts = [_draw(some, sampling, u, want_logprob) for some, u in pairs]
+    tokens, logprobs, witnesses = zip(*parts, strict=True)
+    return torch.cat(tokens), torch.cat(logprobs) if want_logprob else None, torch.cat(witnesses)
+
+
+def _draw(
+    logits: Tensor, sampling: SamplingConfig, uniform: Tensor, want_logprob: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
     if sampling.temperature != 1:
         logits = logits.float() / sampling.temperature
     policy = probability = torch.softmax(logits, dim=-1, dtype=torch.float32)
     if sampling.top_k or sampling.top_p < 1:
         probability = _cut(probability, sampling.top_k, sampling.top_p)
-    if probability.is_cuda and len(logits) == 1:  # a single row is summed up in any order there
-        probability = probability.expand(2, -1)
-    cdf = probability.cumsum(-1)[: len(logits)]
-    # The first token whose cumulative probability exceeds u; one of probability zero never is.
-    token = torch.searchsorted(cdf, (uniform[:, None] * cdf[:, -1:]), right=True)[:, 0]
-    token.clamp_(max=logits.shape[-1] - 1)
+    token = invert_cdf(probability, uniform)
     logprob = policy.gather(1, token[:, None])[:, 0].log() if want_logprob else None
     return token, logprob, policy[:, 0]
+
+
+def invert_cdf(probability: Tensor, uniform: Tensor) -> Tensor:
+    """Return the first token of each row whose cumulative probability exceeds `uniform`: int64 [n].
+
+    Sums of blocks say which block it is in, so that only one block is added up token by token. One
+    of probability zero is never drawn. Args: probability [n, V], which need not sum to 1; uniform
+    [n] in [0, 1).
+    """
+    n, vocabulary = probability.shape
+    whole = vocabulary // BLOCK * BLOCK
+    sums = probability[:, :whole].view(n, -1, BLOCK).sum(-1)
+    if whole < vocabulary:
+        sums = torch.cat((sums, probability[:, whole:].sum(-1, keepdim=True)), dim=1)
+    block, rest = _first_beyond(sums, uniform * sums.sum(-1))
+    inside = block[:, None] * BLOCK + torch.arange(BLOCK, device=block.device)
+    tokens = probability.gather(1, inside.clamp(max=vocabulary - 1))
+    place, _ = _first_beyond(tokens.masked_fill_(inside >= vocabulary, 0.0), rest)
+    return block * BLOCK + place
+
+
+def _first_beyond(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where the running sum of `weights` [n, m] first exceeds `target` [n], and what of the
+    target is left before that place.
+    """
+    if weights.is_cuda and len(weights) == 1:  # a single row is summed up in any order there
+        weights, target = weights.expand(2, -1), target.expand(2)
+        return tuple(found[:1] for found in _first_beyond(weights, target))
+    running = weights.cumsum(-1)
+    # Rounding may lift a target to the whole sum, which nothing exceeds.
+    below = torch.nextafter(running[:, -1], running.new_zeros(()))
+    target = torch.minimum(target, below)[:, None]
+    place = torch.searchsorted(running, target, right=True).clamp_(max=weights.shape[1] - 1)
+    before = running.gather(1, place) - weights.gather(1, place)
+    return place[:, 0], (target - before).clamp_(min=0)[:, 0]
 
 
 def _cut(probability: Tensor, top_k: int, top_p: float) -> Tensor:
