@@ -14,6 +14,7 @@ BENCHMARKS = {
     "sampler": "completions: `generate`, continuous batching, this project",
     "eggroll": "a step's sampling: one at a time, member by member, the population in one forward",
     "population": "a population's forward beside the plain sampler, by rows",
+    "real": "SmolLM2-135M in bfloat16: `generate`, vLLM, this project, a population",
     "memory": "peak memory of EGGROLL's training beside sampling the same rows",
     "grpo": "a GRPO step: one prompt at a time, TRL, this project and its switches",
     "rft": "sampling for RFT: one question at a time, batched `generate`, this project",
@@ -25,6 +26,10 @@ SAMPLED = {"choices": ("small", "gpt2", "0.5b"), "help": "default: small on a CP
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "sampler": {"--model": SAMPLED},
     "population": {"--model": SAMPLED},
+    "real": {
+        "--weights": {"type": Path, "metavar": "DIR", "help": "default: random numbers"},
+        "--vllm": {"type": Path, "metavar": "PYTHON", "help": "default: without vLLM"},
+    },
     "grpo": {
         "--model": {"choices": ("small", "gpt2"), "default": "small", "help": "gpt2: for a GPU"},
         "--brief": {"action": "store_true", "help": "the first three rows, without the switches"},

@@ -190,8 +190,9 @@ class Work:
     @cached_property
     def weights(self) -> Weights:
         """A second model that the updates move, so that this one stays as it is."""
-        model, folder = copy.deepcopy(self.model), Path(tempfile.gettempdir())
-        return Weights(model, self.noise, self.settings, model.dtype, offload=False, folder=folder)
+        model, folder = copy.deepcopy(self.model).float(), Path(tempfile.gettempdir())
+        compute = self.model.dtype  # beside masters in float32
+        return Weights(model, self.noise, self.settings, compute, offload=False, folder=folder)
 
     def update(self) -> None:
         """Make new weights of the rewards, as the training loop does it."""

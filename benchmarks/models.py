@@ -29,6 +29,16 @@ CONFIGS: dict[str, Any] = {
     "small": _llama(256, 6, 8, 768),
     "gpt2": MODELS["gpt2"],
     "gpt2-quick": GPT2Config(n_embd=64, n_layer=2, n_head=2),
+    "smollm2": LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        intermediate_size=1536,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    ),
     "0.5b": MODELS["qwen2.5_0.5b"],
 }
 

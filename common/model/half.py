@@ -87,11 +87,9 @@ def packed(model: nn.Module) -> Iterator[None]:
 
     They may not change meanwhile. 2 bytes per parameter; products are equal up to rounding.
     """
-    layers: list[Any] = [
-        layer
-        for layer in model.modules()
-        if type(layer) in (nn.Linear, Conv1D) and packs(layer.weight.device, layer.weight.dtype)
-    ]
+    modules: Iterator[Any] = model.modules()
+    linear = [module for module in modules if type(module) in (nn.Linear, Conv1D)]
+    layers = [layer for layer in linear if packs(layer.weight.device, layer.weight.dtype)]
     plain = [layer for layer in layers if "forward" not in layer.__dict__]  # unperturbed
     try:
         for layer in layers:

@@ -294,12 +294,20 @@ class _HeadLogprobs(torch.autograd.Function):
             entropy[part] = -(log_softmax.exp() * log_softmax).sum(1)
         ctx.save_for_backward(states, weight, ids, entropy)
         ctx.bias, ctx.temperature = bias, temperature
+        ctx.set_materialize_grads(False)
         return logp, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """d logp / d logits = onehot - p; d entropy / d logits = -p (log p + entropy)."""
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """d logp / d logits = onehot - p; d entropy / d logits = -p (log p + entropy).
+
+        A gradient is None where the loss does not use the value: an entropy that is only logged
+        costs no pass over the vocabulary.
+        """
         states, weight, ids, entropy = ctx.saved_tensors
+        grad_logp = torch.zeros_like(entropy) if grad_logp is None else grad_logp
         grad_states = torch.empty_like(states)
         grad_weight = (
             torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
@@ -311,13 +319,14 @@ class _HeadLogprobs(torch.autograd.Function):
         )
         for part in _chunks(len(ids), weight.shape[0]):
             log_softmax = _log_softmax(states[part], weight, ctx.bias, ctx.temperature)
-            p = log_softmax.exp()
-            grad = -p * (
-                grad_logp[part, None]
-                + grad_entropy[part, None] * (log_softmax + entropy[part, None])
-            )
-            grad.scatter_add_(1, ids[part, None], grad_logp[part, None])
-            grad = (grad / ctx.temperature).to(states.dtype)
+            of_logp = grad_logp[part, None] / ctx.temperature
+            if grad_entropy is None:
+                grad = log_softmax.exp_().mul_(-of_logp)
+            else:
+                of_entropy = grad_entropy[part, None] / ctx.temperature
+                of_logits = of_logp + of_entropy * (log_softmax + entropy[part, None])
+                grad = of_logits.mul_(log_softmax.exp_()).neg_()
+            grad = grad.scatter_add_(1, ids[part, None], of_logp).to(states.dtype)
             grad_states[part] = grad @ weight
             if grad_weight is not None:
                 grad_weight += grad.T @ states[part]
@@ -332,8 +341,10 @@ def _chunks(tokens: int, vocabulary: int) -> list[slice]:
 
 
 def _log_softmax(states: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = F.linear(states, weight, bias).float()
-    return torch.log_softmax(logits / temperature if temperature != 1 else logits, dim=1)
+    logits = F.linear(states, weight, bias)
+    if temperature != 1:
+        logits = logits.float() / temperature
+    return torch.log_softmax(logits, dim=1, dtype=torch.float32)
 
 
 def check_model(model: PreTrainedModel) -> None:

@@ -108,8 +108,7 @@ class Sampler:
         # What records decode steps. Gathering sharded weights is no part of a step that could be.
         recorded = graphs and self.device.type == "cuda" and not sharded
         self.recorder = CudaGraphs if recorded else None
-        # A step that is compiled or recorded multiplies with the weights as they are.
-        self.packs = compile_mode is None and self.recorder is None and not sharded
+        self.compiled, self.sharded = compile_mode is not None, sharded
         self.forward = compiled(self.used, compile_mode) if compile_mode else self.used
         self.context_length = context_length(model)
         # Whether the attention is one that this module can stand in for.
@@ -173,7 +172,9 @@ class Sampler:
             cache_enabled=self.recorder is None,
         )
         attention = evaluating(self.used, ATTENTION if self.replaces else None)
-        quick = packed(self.used) if self.packs else nullcontext()
+        # A step that is compiled or recorded multiplies with the weights as they are.
+        as_is = self.compiled or self.sharded or self.recorder is not None
+        quick = nullcontext() if as_is else packed(self.used)
         with attention, fsdp.inference(self.model), half, quick:
             made = _Grid(self, requests, sampling, rows, watch).run()
         # Out of inference mode a clone is an ordinary tensor, which a loss may use.
@@ -645,8 +646,8 @@ def _first_beyond(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     target is left before that place.
     """
     if weights.is_cuda and len(weights) == 1:  # a single row is summed up in any order there
-        weights, target = weights.expand(2, -1), target.expand(2)
-        return tuple(found[:1] for found in _first_beyond(weights, target))
+        place, rest = _first_beyond(weights.expand(2, -1), target.expand(2))
+        return place[:1], rest[:1]
     running = weights.cumsum(-1)
     # Rounding may lift a target to the whole sum, which nothing exceeds.
     below = torch.nextafter(running[:, -1], running.new_zeros(()))

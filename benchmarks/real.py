@@ -1,0 +1,190 @@
+"""Compare with `generate` and vLLM on a model that people use: SmolLM2-135M, in bfloat16.
+
+    python -m benchmarks real --weights DIR --vllm PYTHON --json real.json
+
+Without --weights the model has the shape of SmolLM2-135M and random numbers. --vllm names the
+Python of an environment with vLLM, which runs as a process of its own; without it those rows are
+left out. No token stops a row, so that all do the same work; draws are at temperature 1.
+
+The population is 32 members with rank-1 noise on every linear layer; vLLM gets the same number of
+rank-1 adapters. An EGGROLL step is noise, sampling and update, once.
+"""
+
+import argparse
+import json
+import subprocess
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import Any, Self
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from benchmarks import measure
+from benchmarks.eggroll import Sizes, Work
+from benchmarks.measure import Case, Report, paired
+from benchmarks.models import build, generate
+from common.config import SamplingConfig
+from common.sampling.engine import Requests
+from common.sampling.native import Sampler
+
+OURS, GENERATE, VLLM = "this project", "generate", "vLLM"
+PLAIN, POPULATION = "this project without noise", "this project, a population"
+ADAPTERS = "vLLM, adapters"
+STEP = "EGGROLL step, 32 members x 8 prompts of 139 tokens"
+SHAPES = {"8 x 8": (8, 8), "32 x 8": (32, 8)}  # prompts x samples
+MEMBERS = Sizes("smollm2", members=32, prompts=2, prompt_tokens=40, new_tokens=64)
+EVOLVED = Sizes("smollm2", members=32, prompts=8, prompt_tokens=139, new_tokens=32)
+
+
+class Peer:
+    """vLLM in an environment of its own, with one adapter per prompt where a folder has them."""
+
+    def __init__(self, python: Path, *arguments: Path) -> None:
+        self.log = TemporaryFile("w+")  # noqa: SIM115 (open as long as the process)
+        script = Path(__file__).with_name("vllm_peer.py")
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            [str(python), str(script), *map(str, arguments)],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=self.log,
+            text=True,
+        )
+        self.read()
+
+    def read(self) -> str:
+        """Return its next line. Raises: RuntimeError with the end of its log where it has ended."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self.log.seek(0)
+            raise RuntimeError(f"vLLM ended: {self.log.read()[-800:]}")
+        return line
+
+    def generate(self, prompts: list[list[int]], samples: int, new_tokens: int) -> int:
+        """Return the number of tokens that it sampled."""
+        assert self.process.stdin is not None
+        work = {"prompts": prompts, "samples": samples, "new_tokens": new_tokens}
+        print(json.dumps(work), file=self.process.stdin, flush=True)
+        return int(self.read())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.log.close()
+
+
+def load(weights: Path | None) -> Any:
+    """Return the model of a folder, or random weights of its shape, in bfloat16."""
+    model: Any = build("smollm2")
+    if weights is not None:
+        model = AutoModelForCausalLM.from_pretrained(weights)
+    return model.to(torch.bfloat16).requires_grad_(False).eval()
+
+
+def write_adapters(model: Any, count: int, folder: Path) -> Path:
+    """Write rank-1 adapters of every linear layer but the head. Returns the folder."""
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    one = get_peft_model(model, LoraConfig(r=1, target_modules=layers, init_lora_weights=False))
+    for index in range(count):
+        one.save_pretrained(str(folder / f"{index:03d}"), save_embedding_layers=False)
+    one.unload()
+    return folder
+
+
+def draw_prompts(count: int, tokens: int) -> list[list[int]]:
+    """Return random prompts, the same at every call."""
+    draw = torch.Generator().manual_seed(1)
+    return torch.randint(100, 40000, (count, tokens), generator=draw).tolist()
+
+
+def sampling_cases(
+    model: Any, peer: Peer | None, prompts: int, samples: int, new_tokens: int, plain: bool
+) -> list[Case]:
+    """Return the ways to sample; each returns the number of tokens. plain: `generate`, too."""
+    asked = draw_prompts(prompts, MEMBERS.prompt_tokens)
+    sampling = SamplingConfig(max_new_tokens=new_tokens, temperature=1.0, top_p=1.0, top_k=0)
+
+    def ours() -> int:
+        sampler = Sampler(model, pad_id=0, stop_ids=(), rows=prompts * samples, graphs=True)
+        return sampler.generate(Requests(prompts=asked, samples=samples), sampling).generated
+
+    def theirs() -> int:
+        settings: Any = {"do_sample": True, "top_k": 0, "num_return_sequences": samples}
+        ids = torch.tensor(asked)
+        made = generate(
+            model, ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **settings
+        )
+        return made.numel()
+
+    name = f"{prompts} x {samples}: "
+    cases = [Case(name + GENERATE, theirs)] if plain else []
+    if peer is not None:
+        cases.append(Case(name + VLLM, lambda: peer.generate(asked, samples, new_tokens)))
+    return [*cases, Case(name + OURS, ours)]
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Time every row in turn."""
+    report = Report("real", options, 5, dtype="bfloat16")
+    new = 4 if options.quick else MEMBERS.new_tokens
+    model = load(options.weights).to(report.device)
+    report.conditions["sizes"] = {"members": asdict(MEMBERS), "evolved": asdict(EVOLVED)}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        peer = adapted = None
+        if options.vllm is not None:
+            measure.progress("loading vLLM, twice")
+            model.save_pretrained(folder / "model")
+            adapters = write_adapters(model, MEMBERS.members, folder / "adapters")
+            peer = stack.enter_context(Peer(options.vllm, folder / "model"))
+            adapted = stack.enter_context(Peer(options.vllm, folder / "model", adapters))
+        else:
+            report.notes.append("vLLM was left out: --vllm names no Python that has it.")
+        for index, (prompts, samples) in enumerate(SHAPES.values()):
+            timed = report.time(sampling_cases(model, peer, prompts, samples, new, index == 0))
+            speeds = {name: timing.speeds(float) for name, timing in timed.items()}
+            report.compare(speeds, "tokens/s", next(iter(speeds)), less=False)
+            add_figures(report, speeds, f"{prompts} x {samples}: ")
+        compare_population(report, model, adapted, new)
+    if not options.quick:
+        work = Work(EVOLVED, report.device, torch.bfloat16, model=model)
+        took, _ = measure.seconds(lambda: (work.population(), work.update()), report.device)
+        report.add(STEP, took, "s")
+        report.figures.append((STEP, "<= 30 s on two cores", f"{took:.0f} s"))
+    return report
+
+
+def compare_population(report: Report, model: Any, adapted: Peer | None, new: int) -> None:
+    """Time a population, the same rows without noise, and vLLM with an adapter per member."""
+    sizes = Sizes("smollm2", 32, prompts=2, prompt_tokens=MEMBERS.prompt_tokens, new_tokens=new)
+    work = Work(sizes, report.device, torch.bfloat16, model=model)
+    cases = [Case(PLAIN, lambda: work.plain().numel())]
+    if adapted is not None:
+        asked = draw_prompts(sizes.members, sizes.prompt_tokens)
+        cases.append(Case(ADAPTERS, lambda: adapted.generate(asked, sizes.prompts, new)))
+    cases.append(Case(POPULATION, lambda: work.population().numel()))
+    timed = report.time(cases)
+    speeds = {name: timing.speeds(float) for name, timing in timed.items()}
+    report.compare(speeds, "tokens/s", PLAIN, less=False)
+    share = paired(speeds[POPULATION], speeds[PLAIN])
+    report.figures.append(("population against no noise", ">= 95%", f"{share:.0%}"))
+    if adapted is not None:
+        ratio = paired(speeds[POPULATION], speeds[ADAPTERS])
+        report.figures.append(("population against vLLM's adapters", ">= 1.5x", f"{ratio:.2f}x"))
+
+
+def add_figures(report: Report, speeds: dict[str, list[float]], shape: str) -> None:
+    """Say what was wanted of the sampler and what was measured."""
+    wanted = {VLLM: ">= 1.1x", GENERATE: ">= 3.5x"}
+    for peer, least in wanted.items():
+        if shape + peer in speeds:
+            ratio = paired(speeds[shape + OURS], speeds[shape + peer])
+            report.figures.append((f"{shape}against {peer}", least, f"{ratio:.2f}x"))
