@@ -231,9 +231,8 @@ class LM:
         """Fit the engine's rows to the memory; return the bytes of a row. extra_bytes: what else is
         there, whatever the rows.
         """
-        tokens = self.run.algo.sampling.max_new_tokens
         self.rollout_fixed = state.on_rank(self.model, rollout=True) + extra_bytes
-        self.rollout_row = self.engine.row_bytes(self.longest_prompt, tokens)
+        self.rollout_row = self.engine.row_bytes(self.longest_prompt, self.run.algo.sampling)
         fit(self.engine.limit, self.rollout_row, self.rollout_fixed, self.context)
         return self.rollout_row
 
