@@ -166,9 +166,9 @@ def _separate(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
         if tensor.numel() and first.setdefault(place, name) != name:
             tied[name] = first[place]
             continue
-        # A clone also when it is contiguous already: it may be a view of a storage that another
+        # A copy also when it is contiguous already: it may be a view of a storage that another
         # name views too.
-        stored[name] = tensor.clone(memory_format=torch.contiguous_format).cpu()
+        stored[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
     return stored, tied
 
 

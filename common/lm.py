@@ -16,7 +16,7 @@ from common import hardware, optim, precision
 from common.config import ConfigError, Run, SamplingConfig
 from common.config.checks import CONF
 from common.distributed import fsdp
-from common.distributed.context import Context, fingerprint
+from common.distributed.context import Context
 from common.evaluation import Evaluation, check_logits
 from common.model import logprobs
 from common.model.export import export_model
@@ -231,9 +231,8 @@ class LM:
         """Fit the engine's rows to the memory; return the bytes of a row. extra_bytes: what else is
         there, whatever the rows.
         """
-        tokens = self.run.algo.sampling.max_new_tokens
         self.rollout_fixed = state.on_rank(self.model, rollout=True) + extra_bytes
-        self.rollout_row = self.engine.row_bytes(self.longest_prompt, tokens)
+        self.rollout_row = self.engine.row_bytes(self.longest_prompt, self.run.algo.sampling)
         fit(self.engine.limit, self.rollout_row, self.rollout_fixed, self.context)
         return self.rollout_row
 
@@ -314,21 +313,23 @@ def fit(limit: RowLimit, row_bytes: float, fixed_bytes: float, context: Context)
 
 
 def load_on_all_ranks(run: Run, task: Task, context: Context) -> tuple[Any, Any]:
-    """Load model in float32 and tokenizer; rank 0 first, so that it alone builds or downloads. With
-    opt=fsdp on the CPU, from where `fsdp.shard` takes it block by block.
+    """Load the model in float32 and the tokenizer on rank 0, from which the others get both. With
+    opt=fsdp the weights stay on its CPU until `fsdp.shard` sends them block by block.
     """
-    if not context.main:
-        context.barrier()
-    device = context.device.device if context.mesh is None else torch.device("cpu")
-    model, tokenizer = load_model(run.model, task, torch.float32, device, progress=context.main)
+    loaded: Any = None
     if context.main:
-        context.barrier()
-    if context.world_size > 1:
-        splits = [task.examples(split) for split in ("train", "test")]
-        rows = [(e.id, e.question, e.answer) for examples in splits for e in examples]
-        digest = hashlib.sha256(repr(rows).encode("utf-8", "replace")).hexdigest()
-        same_on_all_ranks(context, "rows of the task", digest)
-        same_on_all_ranks(context, "weights of the model", fingerprint(model.parameters()))
+        device = context.device.device if context.mesh is None else torch.device("cpu")
+        loaded = load_model(run.model, task, torch.float32, device)
+    if context.world_size == 1:
+        return loaded
+    told = context.gather_objects(loaded and (fsdp.without_weights(loaded[0]), loaded[1]))
+    model, tokenizer = loaded or told[0]
+    splits = [task.examples(split) for split in ("train", "test")]
+    rows = [(e.id, e.question, e.answer) for examples in splits for e in examples]
+    digest = hashlib.sha256(repr(rows).encode("utf-8", "replace")).hexdigest()
+    same_on_all_ranks(context, "rows of the task", digest)
+    if context.mesh is None:
+        fsdp.send_weights(model, context)
     return model, tokenizer
 
 

@@ -7,8 +7,11 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from common.config import Run
 from common.distributed.context import Context
+from common.evaluation import OVERFLOW
 from common.files import write_text
 from common.report.events import events
 
@@ -22,11 +25,13 @@ NAMED = 5  # examples in the message
 class NonFinitePolicy:
     """Stops a run, or lets it leave the step out, as `run.not_finite` says.
 
-    Args: skipped: steps that were left out before the run was interrupted.
+    Args: compute: dtype of forwards; skipped: steps that were left out before the run was
+    interrupted.
     """
 
-    def __init__(self, run: Run, context: Context, skipped: int = 0) -> None:
+    def __init__(self, run: Run, context: Context, compute: torch.dtype, skipped: int = 0) -> None:
         self.policy, self.context, self.skipped = run.not_finite, context, skipped
+        self.compute = compute
 
     def handle(
         self, step: int, what: str, rows: Sequence[dict[str, Any]], advice: str = ""
@@ -51,6 +56,10 @@ class NonFinitePolicy:
         more = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
         where = f" on example {', '.join(map(str, named[:NAMED]))}{more}" if named else ""
         text = f"{what}{where}. The rows are in {path}."
+        if self.compute == torch.float16 and any(
+            row.get("logits") == "not finite" for row in found
+        ):
+            text += OVERFLOW
         if self.policy.policy == "stop":
             return f"{text}{advice and ' '}{advice}"
         assert self.policy.max_skips is not None, "NotFiniteConfig checks it"

@@ -77,14 +77,16 @@ def exact_float32() -> Iterator[None]:
 
 
 def advise(precision: Precision, opt: OptConfig, peak: PeakConfig, device: torch.device) -> str:
-    """Say for the plan what opt=amp would bring on a GPU that computes in float32; else nothing.
+    """Say for the plan whether products are in TF32, and what opt=amp would bring on a GPU that
+    computes in float32.
 
     Args: peak: the rates of the preset, which may describe another device.
     """
+    said = "; float32 products in TF32" if opt.tf32.enabled else ""
     if device.type != "cuda" or precision.compute != torch.float32:
-        return ""
+        return said
     half = "bfloat16" if native_bf16(device) else "float16"
     rate = peak.bf16 if half == "bfloat16" else peak.fp16
     plain = peak.tf32 if opt.tf32.enabled else peak.fp32
     times = f"up to {rate / plain:.0f} times as fast by the preset" if rate and plain else "faster"
-    return f"; 'opt=[amp]' computes in {half}, {times}"
+    return f"{said}; 'opt=[amp]' computes in {half}, {times}"

@@ -11,11 +11,14 @@ from common.config import Run
 from common.distributed.context import Context
 
 log = logging.getLogger("clutch")
+MOST = 64  # decoding steps of a rollout that are traced: a thousand of them are millions of events
+_profiler: Any = None  # of this process, while it traces
 
 
 @contextmanager
 def profile_steps(run: Run, context: Context) -> Iterator[Callable[[], None]]:
     """Trace some steps into RUN/profile on rank 0. Yields what to call after each step."""
+    global _profiler
     if not (run.opt.profile.enabled and context.main):
         yield lambda: None
         return
@@ -34,5 +37,34 @@ def profile_steps(run: Run, context: Context) -> Iterator[Callable[[], None]]:
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
     with torch.profiler.profile(
         schedule=schedule, on_trace_ready=write, record_shapes=True
-    ) as profiler:
-        yield profiler.step
+    ) as _profiler:
+        try:
+            yield _profiler.step
+        finally:
+            _profiler = None
+
+
+@contextmanager
+def tracing_some() -> Iterator[Callable[[int], None]]:
+    """Leave decoding steps of the block beyond `MOST` out of the trace. Yields what to tell how
+    many have been made.
+    """
+    made = 0
+
+    def count(steps: int) -> None:
+        nonlocal made
+        if made < MOST <= made + steps:
+            _trace(False)
+        made += steps
+
+    try:
+        yield count
+    finally:
+        if made >= MOST:
+            _trace(True)
+
+
+def _trace(on: bool) -> None:
+    if _profiler is not None:
+        kinds = torch.profiler.ProfilerActivity
+        _profiler.toggle_collection_dynamic(on, [kinds.CPU, kinds.CUDA])

@@ -142,7 +142,8 @@ class Session:
         if resumed is not None:
             saved.load(resumed)
             state |= resumed.state["run"]
-        self.policy = NonFinitePolicy(run, context, state["skipped"])
+        compute = self.subject.precision.compute
+        self.policy = NonFinitePolicy(run, context, compute, state["skipped"])
         if context.main:
             summary.print_plan(plan | {"folder": str(context.out_dir)})
             summary.write_run(run, context.out_dir, context.device.name)

@@ -28,12 +28,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
-from common.config import HardwareConfig, above, at_least, build, choice
+from common.config import HardwareConfig, SamplingConfig, above, at_least, build, choice
 from common.config.checks import share, shipped
 from common.exits import ending_tool
 from common.files import write_text
-from common.model import logprobs
-from common.model.memory import StateMemory, activation_bytes, head_size
+from common.model.memory import StateMemory, activation_bytes, head_size, logits_bytes
 from common.report import plots
 from common.sampling.native import Sampler
 from ddp_bench.link import ARITHMETIC, LAUNCH, MEMORY, Link, find_link
@@ -303,11 +302,12 @@ def total_bytes(algorithm: str, model: Model, work: Work, shards: int, rows: int
     sampling = training = 0.0
     if algorithm != "classify":
         sampler = Sampler(model.model, pad_id=0, stop_ids=[], rows=1)
-        sampling = rows * sampler.row_bytes(work.prompt_tokens, work.new_tokens)
+        drawn = SamplingConfig(max_new_tokens=work.new_tokens, temperature=1.0, top_p=1.0, top_k=0)
+        sampling = rows * sampler.row_bytes(work.prompt_tokens, drawn)
     if algorithm != "eggroll":
         sizes = rows / work.samples, work.prompt_tokens, rows, work.new_tokens
-        logits = min(rows * work.new_tokens * model.config.vocab_size, logprobs.LOGITS)
-        training = activation_bytes(model.model, *sizes, torch.bfloat16, True) + 16 * logits
+        logits = logits_bytes(model.model, rows * work.new_tokens)
+        training = activation_bytes(model.model, *sizes, torch.bfloat16, True) + logits
     fixed = fixed_bytes(algorithm, model.parameters, shards, model.block)
     return fixed + max(sampling, training)
 

@@ -16,7 +16,8 @@ from common.distributed import fsdp
 from common.distributed.context import Context
 from common.evaluation import Evaluation
 from common.files import write_text
-from common.lm import same_on_all_ranks
+from common.lm import fit, same_on_all_ranks
+from common.model.memory import StateMemory, training_peak
 from common.tasks import task_name
 from ddp_bench import models
 from ddp_bench.config import ClassifyConfig
@@ -58,6 +59,7 @@ class Classifier:
         ranks = context.rank, context.world_size
         self.batches = Batches(rows, lengths, cfg.batch_size, bucket, run.seed, *ranks)
         self.loader = Loader(self.train_rows, self.batches, cfg.loader, self.device)
+        self._fit_rows()
         self.best: dict[str, Tensor] = {}
         self.state: dict[str, Any] = {}
 
@@ -172,9 +174,21 @@ class Classifier:
             "batch": f"{cfg.batch_size} rows: {share} per rank, forwards: {forwards}",
             "loader": f"{workers} worker processes per rank" if workers else "in this process",
         }
-        if fsdp.of(self.model):
-            facts["memory"] = fsdp.planned(self.model, 16 * size).removeprefix("; ")
-        return facts
+        planned = fsdp.planned(self.model, self.memory.whole)
+        return facts | {"memory": f"about {self.peak / 2**30:.2f} GB per rank{planned}"}
+
+    def _fit_rows(self) -> None:
+        """Fit the rows of forwards to the memory of this device."""
+        size, context, limit = fsdp.parameters(self.model), self.context, self.stepper.limit
+        recomputed, compute = self.run.opt.checkpointing.enabled, self.precision.compute
+        casts = compute != torch.float32 and not recomputed  # autocast's, of the weights
+        self.memory = StateMemory.of_training(size, size, half_copies=casts)
+        longest = int(self.train_rows.lengths.max())
+        row = models.activation_bytes(self.cfg.model, longest, compute, recomputed)
+        fit(limit, row, self.memory.on_rank(self.model, rollout=False), context)
+        limit.rows = min(context.gather_objects(limit.rows))  # ranks cut their batches alike
+        share = -(-self.cfg.batch_size // context.world_size)
+        self.peak = training_peak(self.model, self.memory, row, limit.rows, share)
 
     def export(self, folder: Path, weights: dict[str, Tensor] | None) -> None:
         """Write the model, and the predictions and confusions of its test beside it."""

@@ -74,6 +74,23 @@ class Encoder(nn.Module):
         return self.head((self.norm(states) * there).sum(1) / there.sum(1))
 
 
+def activation_bytes(
+    config: EncoderConfig, tokens: int, compute: torch.dtype, recomputed: bool
+) -> float:
+    """Return an estimate of what a training forward of `tokens` keeps for its backward pass, with
+    an attention that keeps no scores (tests/runs/test_standin.py counts it).
+
+    Args: compute: dtype under autocast; recomputed: layers are.
+    """
+    narrow = compute.itemsize
+    # The float32 residual and norms, queries, keys, values and outputs; masks of two dropouts.
+    kept = (32 if narrow == 4 else 20) + 2 * (config.dropout > 0)
+    layer = tokens * (kept * config.size + 2 * narrow * config.feedforward)
+    # A layer that is recomputed keeps its input alone; the one that goes backward has gradients.
+    within = tokens * config.layers * 4 * config.size + 1.5 * layer
+    return within if recomputed else config.layers * layer
+
+
 class TextClassifier(nn.Module):
     """Token ids -> logits."""
 

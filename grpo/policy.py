@@ -11,7 +11,7 @@ from common.checkpoint import Checkpoint
 from common.distributed import fsdp
 from common.lm import LM, fit
 from common.model import logprobs
-from common.model.memory import StateMemory, activation_bytes
+from common.model.memory import StateMemory, activation_bytes, logits_bytes, training_peak
 from common.model.transfer import to_device
 from common.rows import RowLimit
 from common.step import Step
@@ -200,7 +200,7 @@ class Policy:
 
     def _fit_rows(self) -> None:
         """Fit the rows of rollouts and of training to the memory of this device."""
-        lm, cfg, config = self.lm, self.cfg, self.lm.model.config
+        lm, cfg = self.lm, self.cfg
         parameters, kept = lm.parameters, bool(cfg.kl.beta and not lm.run.opt.offload.enabled)
         # Half-precision copies: the sampler's, and those of autocast, which goes block by block
         # where activations are recomputed.
@@ -208,32 +208,21 @@ class Policy:
         self.state = StateMemory.of_training(parameters, parameters, kept, copies)
         lm.fit_rollout(self.state)
 
-        def activations(prompts: float, rows: int) -> float:
-            return activation_bytes(
-                *(lm.model, prompts, lm.longest_prompt, rows, cfg.sampling.max_new_tokens),
-                *(lm.precision.compute, self.recomputed),
-            )
-
-        logits = self.limit.rows * cfg.sampling.max_new_tokens * config.vocab_size
-        once = 16 * min(logits, logprobs.LOGITS)  # however many rows a forward has
+        once = logits_bytes(lm.model, self.limit.rows * cfg.sampling.max_new_tokens)
         state = self.state.on_rank(lm.model, rollout=False)
-        row = activations(1 / cfg.samples_per_prompt, 1)
+        sizes = 1 / cfg.samples_per_prompt, lm.longest_prompt, 1, cfg.sampling.max_new_tokens
+        row = activation_bytes(lm.model, *sizes, lm.precision.compute, self.recomputed)
         fit(self.limit, row, state + once, lm.context)
         # Ranks cut micro-batches alike: see `step`.
         self.limit.rows = min(lm.context.gather_objects(self.limit.rows))
         share = -(-cfg.prompts_per_step // lm.context.world_size) * cfg.samples_per_prompt
         self.completions = share  # of this rank per step
-        # Gradients that are not there yet: all in a rollout; but for the head's where a backward
-        # pass begins and it is the only one.
-        gradients = 4.0 * parameters / fsdp.share(lm.model)
-        head = 4.0 * config.vocab_size * config.hidden_size / fsdp.share(lm.model)
-        missing = gradients - head if share <= self.limit.rows else 0.0
         reference = 4 * parameters if cfg.kl.beta and not kept else 0
-        rollout = lm.rollout_fixed - gradients
+        # No gradients are there in a rollout.
+        rollout = lm.rollout_fixed - self.state.gradients / fsdp.share(lm.model)
         self.peak = max(
             rollout + min(lm.engine.limit.rows, share) * lm.rollout_row,
-            state - missing + once + min(self.limit.rows, share) * row,
-            state,
+            training_peak(lm.model, self.state, row, self.limit.rows, share, once),
             rollout + reference,
         )
 

@@ -34,7 +34,7 @@ class Journal:
         counted = ("generated_tokens", "reward_evaluations")
         self.used = {key: max((e.get(key, 0) for e in self.events), default=0) for key in counted}
         skipped = max((event.get("skipped_steps", 0) for event in self.events), default=0)
-        self.policy = NonFinitePolicy(run, context, skipped)
+        self.policy = NonFinitePolicy(run, context, session.subject.precision.compute, skipped)
         self.tracker: Tracker | None = None
         if context.main:
             saved = folder.written / "tracker.json"

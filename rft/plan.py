@@ -6,7 +6,7 @@ from common.budget import describe_length
 from common.config.resolvers import from_environment
 from common.distributed import fsdp
 from common.lm import LM, fit
-from common.model.memory import StateMemory, activation_bytes
+from common.model.memory import StateMemory, activation_bytes, logits_bytes, training_peak
 from common.rows import RowLimit
 from common.tasks import task_name
 from rft.config import ENVIRONMENT, RftConfig
@@ -30,13 +30,18 @@ def fit_rows(lm: LM, prompts: Prompts) -> tuple[RowLimit, float]:
     sampling = StateMemory.of_training(parameters, 0, half_copies=lm.half)
     lm.fit_rollout(sampling)
     trained = 0 if cfg.lora.rank else parameters  # an adapter's share is small
-    training = StateMemory.of_training(parameters, trained, half_copies=lm.half)
-    fixed = training.on_rank(lm.model, rollout=False)
+    # Autocast's casts, which go block by block where activations are recomputed.
     recomputed, compute = lm.run.opt.checkpointing.enabled, lm.precision.compute
-    row = activation_bytes(lm.model, 1, prompts.longest, 1, tokens, compute, recomputed)
-    fit(limit, row, fixed, lm.context)
+    training = StateMemory.of_training(parameters, trained, half_copies=lm.half and not recomputed)
+    row = activation_bytes(lm.model, 1, prompts.longest + tokens, 0, 0, compute, recomputed)
+    once = logits_bytes(lm.model, limit.rows * tokens)
+    fit(limit, row, training.on_rank(lm.model, rollout=False) + once, lm.context)
     chunk = min(lm.engine.limit.rows, cfg.prompts_per_batch * cfg.chunk_size)
-    peak = max(lm.rollout_fixed + chunk * lm.rollout_row, fixed + limit.rows * row)
+    share = -(-cfg.batch_size // lm.context.world_size)
+    peak = max(
+        lm.rollout_fixed + chunk * lm.rollout_row,
+        training_peak(lm.model, training, row, limit.rows, share, once),
+    )
     return limit, peak
 
 

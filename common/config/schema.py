@@ -37,11 +37,16 @@ class SamplingConfig:
     top_k: Natural  # 0 = off
 
     def __post_init__(self) -> None:
-        if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0):
+        if self.temperature == 0 and self.cuts:
             raise ConfigError(
                 "sampling.top_p and sampling.top_k have no effect at sampling.temperature=0"
                 " (greedy). Set a temperature above 0, or leave them out."
             )
+
+    @property
+    def cuts(self) -> bool:
+        """Whether unlikely tokens are never drawn."""
+        return self.top_p < 1 or self.top_k > 0
 
 
 @dataclass(kw_only=True)

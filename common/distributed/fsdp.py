@@ -15,6 +15,7 @@ torch.distributed.checkpoint as safetensors, a file per rank, and read by any nu
 sharded or not.
 """
 
+import copy
 import logging
 import types
 import warnings
@@ -48,6 +49,7 @@ from common.precision import Precision
 from common.signals import EXIT_NUMBERS, RunStopped
 
 T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
 log = logging.getLogger("clutch")
 
 
@@ -72,7 +74,7 @@ class Shards:
 
 def shard(models: list[Any], run: Run, context: Context, numbers: Precision) -> None:
     """With opt=fsdp, share `models` (plain, float32, on any device) out over ranks, in place; None
-    among them is skipped.
+    among them is skipped. The weights are those of rank 0; other ranks' may be on meta.
 
     Masters stay float32; blocks are gathered in the dtype of `numbers` and their gradients summed
     in float32.
@@ -92,6 +94,7 @@ def shard(models: list[Any], run: Run, context: Context, numbers: Precision) -> 
         if model is None:
             continue
         for part in [*blocks(model), model]:
+            send_weights(part, context)
             fully_shard(part, mesh=context.mesh, mp_policy=policy, offload_policy=offload)
             # Sums, as algorithms divide by counts of all ranks themselves. Not by a factor of 1,
             # which only NCCL can.
@@ -102,6 +105,32 @@ def shard(models: list[Any], run: Run, context: Context, numbers: Precision) -> 
         )
         model.inside = types.MethodType(_call, model)
         register_fsdp_forward_method(model, "inside")
+
+
+def without_weights(model: M) -> M:
+    """Return a copy of `model` whose parameters and buffers are on meta, so that it takes no room
+    and other ranks can be sent it.
+    """
+    empty = {id(t): torch.empty_like(t, device="meta") for t in model.buffers()}
+    for p in model.parameters():
+        empty[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+    return copy.deepcopy(model, empty)
+
+
+def send_weights(part: nn.Module, context: Context) -> None:
+    """Give all ranks the parameters and buffers that `part` has on rank 0, on their device; those
+    that are sharded already are left. Not a part of the state alone: rotary frequencies are not.
+    """
+    for tensor in (*part.parameters(), *part.buffers()):
+        if isinstance(tensor, DTensor):
+            continue
+        if not context.main:  # in place, so that tied weights stay tied
+            empty = torch.empty_like(tensor, device=context.device.device)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            empty = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+            torch.utils.swap_tensors(tensor, empty)
+        tensor.data = tensor.data.to(context.device.device)
+        dist.broadcast(tensor.data, 0)
 
 
 def _call(model: Any, function: Callable[..., T], *args: Any) -> T:

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from common.distributed import fsdp
+from common.model.logprobs import LOGITS
 
 
 def head_size(config: Any) -> int:
@@ -21,10 +22,12 @@ class StateMemory:
     Attributes:
         whole: what opt=fsdp shares out between ranks.
         copies: half-precision copies, which only plain models have.
+        gradients: what they are of the whole.
     """
 
     whole: float
     copies: float = 0.0
+    gradients: float = 0.0
 
     @classmethod
     def of_training(
@@ -34,12 +37,33 @@ class StateMemory:
         is trained; half_copies: of the weights, 2 bytes per parameter.
         """
         whole = 4 * parameters * (1 + frozen_copies) + 12 * trained
-        return cls(whole, 2.0 * half_copies * parameters)
+        return cls(whole, 2.0 * half_copies * parameters, 4.0 * trained)
 
     def on_rank(self, model: Any, rollout: bool) -> float:
         """Return the bytes on one rank, with what is gathered of a sharded model meanwhile."""
         copies = 0.0 if fsdp.of(model) else self.copies
         return self.whole / fsdp.share(model) + copies + fsdp.gathered_bytes(model, rollout)
+
+
+def training_peak(
+    model: Any, state: StateMemory, row: float, rows: int, share: int, once: float = 0.0
+) -> float:
+    """Return the most bytes that a rank holds while it trains on `share` rows, `rows` at a time.
+
+    Args: row: bytes of a row in a forward; once: bytes of a forward, however many it has.
+    """
+    fixed, config = state.on_rank(model, rollout=False), getattr(model, "config", None)
+    missing = 0.0
+    if share <= rows and state.gradients:
+        # The only backward pass of a step begins without gradients but for a language model's head.
+        head = 4.0 * config.vocab_size * config.hidden_size if config else 0.0
+        missing = (state.gradients - head) / fsdp.share(model)
+    return max(fixed, fixed - missing + once + min(rows, share) * row)
+
+
+def logits_bytes(model: PreTrainedModel, tokens: int) -> float:
+    """Return what the logits of `tokens` need at a time, and what comes of them."""
+    return 16.0 * min(tokens * model.config.vocab_size, LOGITS)
 
 
 def activation_bytes(
@@ -54,10 +78,11 @@ def activation_bytes(
     """Return an estimate of what a training forward of `rows` completions keeps for its backward
     pass.
 
-    Linear in prompts and rows; the logits (four times `LOGITS` floats at most) are not in it.
-    Args: prompts: how many the rows share; compute: dtype under autocast; recomputed: blocks are
-    checkpointed. Counted for Llama, Qwen2, Qwen3 and GPT-2 from the tensors that autograd saves
-    (tests/oracles/test_logprobs.py) and from whole runs (tests/runs/test_standin.py).
+    Linear in prompts and rows; the logits (`logits_bytes`) are not in it.
+    Args: prompts: how many the rows share; rows: 0 = what is trained on is part of the prompts;
+    compute: dtype under autocast; recomputed: blocks are checkpointed. Counted for Llama, Qwen2,
+    Qwen3 and GPT-2 from the tensors that autograd saves (tests/oracles/test_logprobs.py) and from
+    whole runs (tests/runs/test_standin.py).
     """
     config, narrow = model.config, compute.itemsize
     hidden, layers = config.hidden_size, config.num_hidden_layers
@@ -66,12 +91,13 @@ def activation_bytes(
     tokens = prompts * prompt_tokens + rows * new_tokens
     # Bytes per token and hidden number: the float32 residual and norms, the casts of what goes into
     # each linear layer, queries, and the norms of queries and keys where there are any.
-    kept = 62 if narrow == 4 else 45
+    kept = 42 if narrow == 4 else 35
+    kept += 5 * narrow * (rows > 0)  # queries and outputs, laid out by prompt and completion
     kept += 10 * any("q_norm" in name for name, _ in model.named_parameters())
-    # Every completion has its own copy of its prompt's keys and values.
-    copied = rows * (prompt_tokens + new_tokens) * 2 * heads * narrow
+    # Every completion has its own copy of its prompt's keys and values, and every head its own.
+    copied = (rows * (prompt_tokens + new_tokens) or tokens) * 2 * heads * narrow
     block = tokens * (kept * hidden + 4 * wide * narrow) + copied
     # A block that is recomputed keeps its input alone; two are whole while one goes backward.
     blocks = layers * tokens * hidden * 4 + 2 * block if recomputed else layers * block
-    masks = rows * new_tokens * (prompt_tokens + new_tokens) * (1 + narrow)
-    return blocks + masks
+    masks = rows * new_tokens * (prompt_tokens + new_tokens) or prompts * prompt_tokens**2
+    return blocks + masks * (1 + narrow)

@@ -101,7 +101,7 @@ class Engine(Protocol):
         """Take over the trainer's weights; nothing happens where they are shared."""
         ...
 
-    def row_bytes(self, prompt_tokens: int, new_tokens: int) -> float:
+    def row_bytes(self, prompt_tokens: int, sampling: SamplingConfig) -> float:
         """Return an estimate of the memory that one more row needs."""
         ...
 

@@ -18,7 +18,7 @@ through the inverse CDF; so a sample does not depend on its neighbours, on the n
 where a run was resumed. Greedy output equals `model.generate`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -34,6 +34,7 @@ from common.model.masks import additive
 from common.model.memory import head_size
 from common.model.prompts import context_length
 from common.model.transfer import to_device
+from common.profile import tracing_some
 from common.rows import RowLimit
 from common.sampling.cuda_graphs import CudaGraphs
 from common.sampling.engine import Completions, Requests, Setup, Watch
@@ -128,7 +129,7 @@ class Sampler:
         if self.narrow is not None:
             self.narrow.refresh()
 
-    def row_bytes(self, prompt_tokens: int, new_tokens: int) -> float:
+    def row_bytes(self, prompt_tokens: int, sampling: SamplingConfig) -> float:
         """Return an estimate of the memory that one more row needs, in the prefill of its prompt or
         with it and its cache side by side, whichever is more.
         """
@@ -137,9 +138,11 @@ class Sampler:
         token = 2 * config.num_hidden_layers * heads * head_size(config) * size  # keys and values
         wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         prefill = prompt_tokens * (token + (3 * wide + 6 * config.hidden_size) * size)
+        # Floats per token of the vocabulary, counted in `draw`: sorting takes more than the draw.
+        floats = 3 + 3 * sampling.cuts + (sampling.top_p < 1)
         # Recorded steps have memory of their own.
-        logits = 4 * 3 * config.vocab_size * (2 if self.recorder else 1)
-        return max(prefill, (2 * prompt_tokens + 2 * new_tokens) * token + logits)
+        logits = 4 * floats * config.vocab_size * (2 if self.recorder else 1)
+        return max(prefill, 2 * (prompt_tokens + sampling.max_new_tokens) * token + logits)
 
     def generate(
         self, requests: Requests, sampling: SamplingConfig, watch: Watch | None = None
@@ -175,8 +178,8 @@ class Sampler:
         # A step that is compiled or recorded multiplies with the weights as they are.
         as_is = self.compiled or self.sharded or self.recorder is not None
         quick = nullcontext() if as_is else packed(self.used)
-        with attention, fsdp.inference(self.model), half, quick:
-            made = _Grid(self, requests, sampling, rows, watch).run()
+        with attention, fsdp.inference(self.model), half, quick, tracing_some() as trace:
+            made = _Grid(self, requests, sampling, rows, watch).run(trace)
         # Out of inference mode a clone is an ordinary tensor, which a loss may use.
         logp = made.logprobs.clone() if made.logprobs is not None else None
         tokens, lengths = made.tokens.clone(), made.lengths.clone()
@@ -273,8 +276,10 @@ class _Grid:
         self.of_prompt = torch.zeros(rows, dtype=torch.long, device=device)
         self.held: _Held | None = None  # a prompt whose samples are not all placed yet
 
-    def run(self) -> Completions:
-        """Prefill, decode, look, refill or shrink, until every request is done."""
+    def run(self, trace: Callable[[int], None]) -> Completions:
+        """Prefill, decode, look, refill or shrink, until every request is done. trace: is told of
+        the steps of decoding.
+        """
         look_every = LOOK_EVERY[self.sampler.device.type]
         while True:
             self.look()
@@ -292,7 +297,8 @@ class _Grid:
                 self.mask = additive(
                     self.columns[None, :] >= self.start[:, None], self.sampler.dtype
                 )[:, None, None, :]
-            for _ in range(min(look_every, self.cache.columns - self.cache.column)):
+            steps = min(look_every, self.cache.columns - self.cache.column)
+            for _ in range(steps):
                 if self.graphs is None:
                     self.decode(
                         self.mask[:, :, :, self.cache.first : self.cache.column + 1],
@@ -301,6 +307,7 @@ class _Grid:
                 else:
                     self.replay(self.graphs)
                 self.cache.column += 1
+            trace(steps)
         return Completions(
             self.tokens, self.lengths, self.finished, self.logprobs, ~torch.isfinite(self.witness)
         )
@@ -615,7 +622,7 @@ def _draw(
     if sampling.temperature != 1:
         logits = logits.float() / sampling.temperature
     policy = probability = torch.softmax(logits, dim=-1, dtype=torch.float32)
-    if sampling.top_k or sampling.top_p < 1:
+    if sampling.cuts:
         probability = _cut(probability, sampling.top_k, sampling.top_p)
     token = invert_cdf(probability, uniform)
     logprob = policy.gather(1, token[:, None])[:, 0].log() if want_logprob else None
@@ -666,5 +673,6 @@ def _cut(probability: Tensor, top_k: int, top_p: float) -> Tensor:
         ordered[:, top_k:].zero_()
     if top_p < 1:
         share = ordered / ordered.sum(-1, keepdim=True)
-        ordered = ordered.masked_fill(share.cumsum(-1) - share >= top_p, 0)
+        ordered.masked_fill_(share.cumsum(-1).sub_(share) >= top_p, 0)
+        del share  # before there is one more of its size
     return torch.zeros_like(probability).scatter_(1, index, ordered)

@@ -10,14 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common import checkpoint
+from common import checkpoint, lm, optim
 from common.config import ConfigError, SamplingConfig
+from common.distributed.context import fingerprint
 from common.distributed.workers import launch
-from common.lm import load_on_all_ranks
 from common.sampling.engine import Requests
 from common.sampling.native import Sampler
 from common.signals import EXIT_NUMBERS, RunStopped
 from ddp_bench.step import Stepper
+from grpo.train import train as grpo_train
 from launch import compose, train
 from tests.support import SMALL, TINY, events
 from tests.support.letters import Letters
@@ -101,13 +102,35 @@ def on_two_ranks(run, context, _):
         given = compose([*arguments, *SKIP, *RANKS, "checkpoint.keep=9"])
         train_here = importlib.import_module(f"{given.algo.name}.train").train
         found[name] = train_here(given, replace(context, out_dir=out), task)
-    run.model.tiny.pretrain_steps = 1
-    for task in (OtherRows("smooth"), OtherWeights("smooth")):
-        try:
-            load_on_all_ranks(run, task, context)
-        except ConfigError as error:
-            found[type(task).__name__] = str(error)
+    found["drift"] = drift_apart(context)
+    with pytest.MonkeyPatch.context() as patch:
+        if not context.main:
+            patch.delattr(lm, "load_model")  # rank 0 alone reads
+        model, _ = lm.load_on_all_ranks(run, Letters("smooth"), context)
+        found["loaded"] = context.gather_objects(fingerprint(model.parameters()))
+        with pytest.raises(ConfigError) as caught:
+            lm.load_on_all_ranks(run, OtherRows("smooth"), context)
+        found["rows"] = str(caught.value)
     return found
+
+
+def drift_apart(context):
+    """Move a weight of rank 1 alone in the third step. Return what each rank stops with."""
+    inner, out = optim.Updater.step, context.out_dir / "drift"
+    out.mkdir(exist_ok=True)
+
+    def step(self, *arguments):
+        found, self.made = inner(self, *arguments), getattr(self, "made", 0) + 1
+        if context.rank == 1 and self.made == 3:
+            self.parameters[0].data[0, 0] += 1e-6
+        return found
+
+    given = compose([*GRPO, *RANKS])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optim.Updater, "step", step)
+        with pytest.raises(RunStopped) as stop:
+            grpo_train(given, replace(context, out_dir=out), Letters("smooth"))
+    return context.gather_objects((stop.value.code, str(stop.value)))
 
 
 @pytest.mark.parametrize("algo", ["eggroll", "grpo"])
@@ -136,15 +159,30 @@ def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all(two_ranks):
     assert {row["what"] for row in rows(folder)} == {"loss nan, gradient norm nan"}
 
 
-def test_other_data_or_weights_on_a_rank_are_found_before_the_first_step(two_ranks):
-    for name, what in {
-        "OtherRows": "rows of the task",
-        "OtherWeights": "weights of the model",
-    }.items():
-        assert two_ranks[1][name].startswith(
-            f"the {what} on rank 1 are not those of rank 0, so the ranks would train apart. Give"
-            " all ranks the same files"
+def test_other_data_on_a_rank_are_found_before_the_first_step(two_ranks):
+    assert two_ranks[1]["rows"].startswith(
+        "the rows of the task on rank 1 are not those of rank 0, so the ranks would train apart."
+        " Give all ranks the same files"
+    )
+
+
+def test_one_rank_reads_the_model_and_all_have_its_weights(two_ranks):
+    first, second = two_ranks[1]["loaded"]
+    assert first == second
+    assert any(first)
+
+
+def test_ranks_whose_weights_have_drifted_apart_stop_at_the_next_checkpoint(two_ranks):
+    """The checkpoints before it are kept, and say where to go on."""
+    folder, stops = two_ranks[0] / "drift", two_ranks[1]["drift"]
+    for code, text in stops:
+        assert code == EXIT_NUMBERS
+        assert text == (
+            "step 3: the weights of rank 1 are no longer those of rank 0, so the ranks train"
+            " apart. Use devices of one kind, or opt=fsdp."
+            f" Last good checkpoint: {folder}/checkpoints/step-00000002."
         )
+    assert not (folder / "checkpoints/step-00000003").exists()
 
 
 @pytest.mark.parametrize("arguments", [EGGROLL, GRPO], ids=["eggroll", "grpo"])
@@ -408,8 +446,3 @@ class OtherRows(Letters):
     def examples(self, split):
         found = super().examples(split)
         return found[::-1] if split == "test" and dist.get_rank() == 1 else found
-
-
-class OtherWeights(Letters):
-    def pretraining(self, example, draw):
-        return self.prompt(example), "a" if dist.get_rank() == 1 else "b"

@@ -197,4 +197,4 @@ def test_estimated_activations_add_up():
     def estimate(prompts, rows):
         return activation_bytes(model, prompts, sizes[0], rows, *sizes[1:])
 
-    assert estimate(2, 8) == pytest.approx(2 * estimate(1, 0) + 8 * estimate(0, 1))
+    assert estimate(2, 8) == pytest.approx(2 * estimate(1, 3) + 2 * estimate(0, 1))

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from common import checkpoint, precision
+from common import checkpoint, precision, profile
 from common.config import ConfigError
 from common.sampling.native import Sampler
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
@@ -555,6 +556,21 @@ def test_profile_writes_a_trace_and_a_table(tmp_path):
     trace = json.loads((tmp_path / "profile" / "trace.json").read_text())
     assert any("aten::" in event.get("name", "") for event in trace["traceEvents"])
     assert "Self CPU" in (tmp_path / "profile" / "table.txt").read_text()
+
+
+def test_a_profile_leaves_out_most_of_a_long_rollout(tmp_path, monkeypatch):
+    """And nothing of what comes after it."""
+    traced = []
+    for most in (64, 2):
+        monkeypatch.setattr(profile, "MOST", most)
+        out = tmp_path / str(most)
+        run_here(out, "opt=[profile]", "opt.profile.steps=1", "algo.steps=2", "evaluate.every=null")
+        trace = json.loads((out / "profile" / "trace.json").read_text())["traceEvents"]
+        traced.append(Counter(event.get("name", "") for event in trace))
+    whole, part = traced
+    assert 0 < part["aten::searchsorted"] <= whole["aten::searchsorted"] / 2
+    update = "Optimizer.step#SGD.step"
+    assert part[update] == whole[update] > 0
 
 
 def test_evaluation_on_the_way(tmp_path):

@@ -20,10 +20,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from common import checkpoint, hardware, optim
-from common.config import ConfigError
+from common.config import ConfigError, Run
 from common.distributed import fsdp
 from common.distributed.context import Context
 from common.files import CheckpointError
+from common.lm import load_on_all_ranks
+from common.model.load import load_model
 from common.precision import Precision
 from common.report import page
 from ddp_bench import models
@@ -115,29 +117,52 @@ def work(rank: int, out: Path, jobs: dict[str, list[str]], ports: list[int]) -> 
     for (folder, overrides), port in zip(jobs.items(), ports, strict=False):
         os.environ["MASTER_PORT"] = str(port)
         start(out, folder, overrides)
-    overflow(rank, out, ports[-1])
-
-
-def overflow(rank: int, out: Path, port: int) -> None:
-    """Two steps in fp16 with a GradScaler: a gradient of rank 1 overflows in the first."""
-    meeting = f"tcp://127.0.0.1:{port}"
+    meeting = f"tcp://127.0.0.1:{ports[-1]}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    run = compose(["algo=grpo", *FSDP])
+    run = compose([*GRPO, *FSDP], CONF)
+    context = Context(rank, 2, hardware.find(run.hardware), out, mesh)
+    found = {"loaded": load(run, context), "overflow": overflow(run, context)}
+    (out / f"parts-{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def load(run: Run, context: Context) -> dict[str, object]:
+    """Load a model, and share it out. Return where its weights were before, and whether all is as
+    in a plain one after.
+    """
+    model, _ = load_on_all_ranks(run, Letters(), context)
+    tensors = [*model.parameters(), *model.buffers()]
+    [before] = {tensor.device.type for tensor in tensors}
+    fsdp.shard([model], run, context, Precision(torch.float32, scaler=False))
+    plain, _ = load_model(run.model, Letters(), torch.float32, torch.device("cpu"), progress=False)
+    buffers = dict(model.named_buffers())
+    with fsdp.gathered(model):
+        held = dict(model.named_parameters())
+        weights = {n: torch.equal(held[n], p) for n, p in plain.named_parameters()}
+    return {
+        "before": before,
+        "weights": all(weights.values()),
+        "buffers": all(torch.equal(buffers[n], b) for n, b in plain.named_buffers()),
+        "tied": model.lm_head.weight is model.model.embed_tokens.weight,
+    }
+
+
+def overflow(run: Run, context: Context) -> list[list[float]]:
+    """Two steps in fp16 with a GradScaler: a gradient of rank 1 overflows in the first."""
     numbers = Precision(torch.float16, scaler=True)
     model = torch.nn.Linear(4, 4)
-    fsdp.shard([model], run, Context(rank, 2, hardware.find(run.hardware), out, mesh), numbers)
+    fsdp.shard([model], run, context, numbers)
     updater = optim.Updater(list(model.parameters()), run.algo, numbers, torch.device("cpu"))
     seen = []
-    for bad in (rank == 1, False):
+    for bad in (context.rank == 1, False):
         updater.clear()
         for parameter in updater.parameters:
             parameter.grad = torch.full_like(parameter, float("inf") if bad else 65536.0)
         before = fsdp.local(updater.parameters[0]).clone()
         overflowed = updater.step(0.1, 1.0)["overflow"]
         seen.append([overflowed, not torch.equal(before, fsdp.local(updater.parameters[0]))])
-    (out / f"overflow-{rank}.json").write_text(json.dumps(seen))
-    dist.destroy_process_group()
+    return seen
 
 
 def on_two_ranks(out: Path, jobs: dict[str, list[str]]) -> None:
@@ -288,10 +313,15 @@ def test_a_rank_holds_its_share(runs):
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(runs):
     for rank in (0, 1):
-        assert json.loads((runs / f"overflow-{rank}.json").read_text()) == [
-            [1.0, False],
-            [0.0, True],
-        ]
+        found = json.loads((runs / f"parts-{rank}.json").read_text())["overflow"]
+        assert found == [[1.0, False], [0.0, True]]
+
+
+def test_one_rank_reads_a_model_and_the_others_hold_none_of_it_whole(runs):
+    """To the bit, with tied weights, and buffers that no file has."""
+    for rank, before in enumerate(("cpu", "meta")):
+        found = json.loads((runs / f"parts-{rank}.json").read_text())["loaded"]
+        assert found == {"before": before, "weights": True, "buffers": True, "tied": True}
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(runs, in_cache, tmp_path):

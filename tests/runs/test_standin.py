@@ -12,19 +12,23 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from common import lm, rows
-from common.config import ConfigError
+from common.config import ConfigError, SamplingConfig
 from common.distributed.workers import launch
 from common.model import logprobs
 from common.model.tiny import byte_tokenizer
+from common.report import summary
+from common.sampling import native
 from common.sampling.engine import Requests
 from common.sampling.kv_cache import SlotCache
 from common.sampling.native import Sampler
 from common.session import Session
-from common.signals import RunStopped
+from common.signals import EXIT_NUMBERS, RunStopped
 from eggroll import weights
 from eggroll.noise import Noise
 from eggroll.weights import Weights
 from launch import compose
+from rft import stages
+from rft.config import SelectConfig
 from tests.support import CONF, SMALL, SMALL_CLASSIFY, SMALL_GRPO, SMALL_RFT, events, standin
 from tests.support.letters import Letters
 from tests.support.models import ARCHITECTURES, prompts, sampling, small_model
@@ -82,6 +86,40 @@ def test_float16_with_a_grad_scaler_as_on_a_v100(algo, standin, cache, tmp_path)
     standin.call(train, tmp_path, arguments, (7, 0), CLUTCH_CACHE=str(cache))
     log = (tmp_path / "run.log").read_text()
     assert "float16, GradScaler" in log
+
+
+def evolve_in_float16(folder):
+    """Perturb weights so much that float16 does not hold what comes of it."""
+    try:
+        train(folder, [*RUNS["eggroll"], "opt=[amp]", "algo.sigma=3e3"], (7, 0))
+    except RunStopped as stop:
+        return stop.code, str(stop)
+
+
+def test_an_overflow_of_members_in_float16_is_told_as_such(standin, cache, tmp_path):
+    code, text = standin.call(evolve_in_float16, tmp_path, CLUTCH_CACHE=str(cache))
+    assert code == EXIT_NUMBERS
+    assert text.startswith("step 1: NaN or infinity in a reward or logits on example")
+    assert "In float16 (the largest number is 65,504) models that were trained in" in text
+
+
+def precisions(folder):
+    """Return the precision of products while the model is checked, and while it is trained."""
+    found, inner = [], logprobs.token_logprobs
+
+    def token_logprobs(*arguments):
+        found.append(torch.get_float32_matmul_precision())
+        return inner(*arguments)
+
+    logprobs.token_logprobs = token_logprobs
+    train(folder, [*RUNS["grpo"], "opt=[tf32]", "algo.steps=1"])
+    return found
+
+
+def test_a_model_is_checked_without_tf32_and_trained_with_it(standin, cache, tmp_path):
+    checked, *trained = standin.call(precisions, tmp_path, CLUTCH_CACHE=str(cache))
+    assert checked == "highest"
+    assert set(trained) == {"high"}
 
 
 # --- what the host waits for
@@ -232,6 +270,28 @@ def both_ways():
     return *made, (Graph.recorded, Graph.replayed)
 
 
+def draw_peak(rows, vocabulary, settings):
+    """Return the bytes that one draw takes, beside its logits."""
+    logits = torch.randn(rows, vocabulary).to("cuda:0")
+    uniform, held = torch.rand(rows).to("cuda:0"), standin.DEVICE.live
+    standin.DEVICE.reset_peak()
+    native.draw(logits, settings, uniform, True)
+    return standin.DEVICE.peak - held
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.9, 0), (1.0, 50), (0.9, 50)])
+def test_the_plan_of_a_rollout_counts_what_cutting_takes(top_p, top_k, standin):
+    settings = SamplingConfig(max_new_tokens=1, temperature=0.7, top_p=top_p, top_k=top_k)
+    model = small_model("llama")
+    wide, narrow = model.config.vocab_size + 50_000, model.config.vocab_size
+    planned = []
+    for model.config.vocab_size in (wide, narrow):
+        sampler = Sampler(model, pad_id=96, stop_ids=(), rows=8)
+        planned.append(sampler.row_bytes(1, settings))
+    counted = standin.call(draw_peak, 8, 50_000, settings) / 8
+    assert planned[0] - planned[1] == pytest.approx(counted, rel=0.1)
+
+
 # --- the plan, for shapes of models that people have
 
 
@@ -268,9 +328,16 @@ SHAPES = {
 }
 
 
+SIZES = {
+    "grpo": ["algo.steps=1", "algo.resample_rounds=0"],
+    "eggroll": ["algo.steps=1", "algo.members=32"],
+    "rft": ["algo.prompts=32", "algo.validation_prompts=0"],
+}
+
+
 def measure_peak(shape, folder, arguments):
     """Make one step with a model of that shape, of zeros. Return the planned and the real peak."""
-    device, planned, peaks = standin.DEVICE, [], []
+    device, planned = standin.DEVICE, []
     device.limit(400 << 30)
     device.compute_below(1 << 20)
     hidden, wide, layers, heads, key_heads, vocabulary, tied = SHAPES[shape]
@@ -291,20 +358,27 @@ def measure_peak(shape, folder, arguments):
     def stop(*_):
         raise Measured
 
-    inner = Session.start
+    def print_plan(plan):
+        if not planned:  # else it is the result, in the same form
+            planned.append(plan["memory"])
+            device.reset_peak()
 
-    def start(self, saved, plan):
-        planned.append(plan["memory"])
-        inner(self, saved, plan)
-        device.reset_peak()
+    def make_step(*arguments):
+        inner(*arguments)
+        raise Measured
 
+    inner = stages._make_step
     lm.load_on_all_ranks, logprobs.check_model = load, lambda _: None
-    Session.start, Session._keep, weights.DiskTensors = start, stop, NotKept
+    summary.print_plan, weights.DiskTensors = print_plan, NotKept
+    if "algo=classify" not in arguments:  # its batches are of unlike lengths
+        Session._keep = stop
+    stages._make_step, SelectConfig.accepts = make_step, lambda *_: True
     with contextlib.suppress(Measured, RunStopped):
         given = compose([*arguments, "hardware=a100_80g"])
-        launch(f"{given.algo.name}.train:train", given, folder, Long("smooth"))
-    peaks.append(device.peak / 2**30)
-    return float(re.search(r"about ([0-9.]+) GB", planned[0])[1]), peaks[0]
+        package = type(given.algo).__module__.removesuffix(".config")
+        task = None if package == "ddp_bench" else Long("smooth")
+        launch(f"{package}.train:train", given, folder, task)
+    return float(re.search(r"about ([0-9.]+) GB", planned[0])[1]), device.peak / 2**30
 
 
 @pytest.mark.parametrize(
@@ -313,6 +387,8 @@ def measure_peak(shape, folder, arguments):
         ("grpo", "amp"),
         pytest.param("grpo", "amp,checkpointing", marks=pytest.mark.slow),
         ("eggroll", "amp"),
+        ("rft", "amp"),
+        pytest.param("rft", "amp,checkpointing", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize(
@@ -320,9 +396,29 @@ def measure_peak(shape, folder, arguments):
     ["0.5b", *(pytest.param(shape, marks=pytest.mark.slow) for shape in ("1.5b", "3b", "7b"))],
 )
 def test_the_plan_is_within_a_tenth_of_the_peak(shape, algo, switches, standin, tmp_path):
-    arguments = [f"algo={algo}", f"opt=[{switches}]", "algo.steps=1", "evaluate.examples=4"]
+    arguments = [f"algo={algo}", f"opt=[{switches}]", "evaluate.examples=4"]
     arguments += ["algo.sampling.max_new_tokens=16", "not_finite.policy=skip"]
     arguments += ["not_finite.max_skips=1"]
-    arguments += ["algo.resample_rounds=0" if algo == "grpo" else "algo.members=32"]
+    arguments += SIZES[algo]
     planned, peak = standin.call(measure_peak, shape, tmp_path, arguments)
+    assert planned == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "size", "switches"),
+    [
+        (8, 512, "amp"),
+        pytest.param(4, 1024, "", marks=pytest.mark.slow),
+        pytest.param(8, 1024, "amp", marks=pytest.mark.slow),
+        pytest.param(8, 1024, "amp,checkpointing", marks=pytest.mark.slow),
+    ],
+)
+def test_the_plan_of_a_classifier_is_within_a_tenth(layers, size, switches, standin, tmp_path):
+    """Without dropout, with which the attention of a CPU keeps its scores."""
+    arguments = ["algo=classify", "task.rows=512", "task.test_rows=20", f"opt=[{switches}]"]
+    arguments += ["algo.model.dropout=0", "algo.batch_size=256", "algo.loader.workers=0"]
+    arguments += ["algo.epochs=1", "algo.validation_share=0", "algo.patience=null"]
+    arguments += [f"algo.model.layers={layers}", f"algo.model.size={size}"]
+    arguments += [f"algo.model.feedforward={4 * size}", "algo.model.heads=8"]
+    planned, peak = standin.call(measure_peak, "0.5b", tmp_path, arguments)
     assert planned == pytest.approx(peak, rel=0.1)

@@ -207,6 +207,31 @@ def test_tf32(pretend):
 # --- sizes
 
 
+@pytest.mark.parametrize(
+    ("preset", "capability", "opt", "said"),
+    [
+        ("a100_80g", (8, 0), "", "; 'opt=[amp]' computes in bfloat16, up to 16 times as fast by"),
+        ("v100", (7, 0), "", "; 'opt=[amp]' computes in float16, up to 8 times as fast by"),
+        (
+            "a100_80g",
+            (8, 0),
+            "tf32",
+            "; float32 products in TF32; 'opt=[amp]' computes in bfloat16",
+        ),
+        ("a100_80g", (8, 0), "amp,tf32", "; float32 products in TF32"),
+        ("a100_80g", (8, 0), "amp", ""),
+    ],
+)
+def test_the_plan_says_what_amp_would_bring(preset, capability, opt, said, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    run, device = compose([f"hardware={preset}", f"opt=[{opt}]"]), torch.device("cuda")
+    half = torch.bfloat16 if "amp" in opt else torch.float32
+    numbers = precision.Precision(half, scaler=False)
+    text = precision.advise(numbers, run.opt, run.hardware.peak_tflops, device)
+    assert text.startswith(said)
+    assert bool(text) == bool(said)
+
+
 def fit_rows(rows, row_bytes, fixed_bytes, memory_gb, multiple=1):
     limit = RowLimit("algo.rollout_rows", rows, floor=multiple)
     limit.fit(row_bytes, fixed_bytes, memory_gb)

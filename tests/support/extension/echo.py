@@ -35,6 +35,6 @@ class Echo:
         """Count the calls."""
         self.refreshed += 1
 
-    def row_bytes(self, prompt_tokens, new_tokens):
+    def row_bytes(self, prompt_tokens, sampling):
         """Return a byte."""
         return 1.0
