@@ -258,7 +258,8 @@ def _grouped(job: _Job, rank: int, world: int, local_rank: int, meeting: str) ->
         if world > 1 and not _is_common(error):
             raise alarm.sound(error) from error
         alarm.stop()
-        dist.destroy_process_group()
+        if dist.is_initialized():  # not where that is what failed
+            dist.destroy_process_group()
         raise
     dist.destroy_process_group()
     alarm.stop()
