@@ -51,7 +51,7 @@ class Bad(Letters):
 
 def fail(run, context, fault):
     """Train in each of two ranks, one of which fails."""
-    alarm.LOOK, alarm.GRACE = 0.2, 0.5
+    alarm.LOOK, alarm.GRACE = 0.05, 0.2
     behave_like_nccl()
     if fault == "memory" and context.rank == 1:
         full = torch.OutOfMemoryError("CUDA out of memory")
