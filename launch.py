@@ -46,8 +46,19 @@ ALGORITHMS: dict[str, type] = {
     "scaling": load("ddp_bench.config:ScalingConfig"),
     "predict": load("ddp_bench.config:PredictConfig"),
 }
-_store = cache(ConfigStore.instance().store)  # which copies each schema
-ConfigStore.__deepcopy__ = lambda self, _: self  # type: ignore  # or --help copies it 100 times
+
+
+class _Schemas(dict[str, Any]):
+    """The contents of Hydra's store. Hydra copies them a hundred times for --help, and again where
+    it takes one out, so all copies may share them.
+    """
+
+    def __deepcopy__(self, _: Any) -> "_Schemas":
+        return self
+
+
+ConfigStore.instance().repo = _Schemas(ConfigStore.instance().repo)
+_store = cache(ConfigStore.instance().store)  # which converts each schema
 
 
 def register() -> None:
