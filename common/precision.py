@@ -26,10 +26,9 @@ class Precision:
 
 
 def native_bf16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 in hardware.
+    """Return whether the device multiplies bfloat16 in hardware.
 
-    Not `torch.cuda.is_bf16_supported()`, which is True by emulation on V100 and T4
-    (pytorch#148322).
+    `torch.cuda.is_bf16_supported()` is True by emulation on V100 and T4 (pytorch#148322).
     """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -37,7 +36,7 @@ def native_bf16(device: torch.device) -> bool:
 
 
 def resolve(opt: OptConfig, device: torch.device) -> Precision:
-    """The precision of a run. Switches TF32 on or off for the process as `opt` says.
+    """Return the precision of a run, and switch TF32 on or off for the process as `opt` says.
 
     Raises: ConfigError where a dtype is insisted on that the device does not have.
     """

@@ -105,7 +105,7 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
 
 
 def _torchrun() -> bool:
-    """Whether torchrun started this rank; another that did not start itself is srun's."""
+    """Return whether torchrun started this rank. Another that did not start itself is srun's."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
