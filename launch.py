@@ -11,17 +11,15 @@ Imports no torch: that happens in the worker, so `--help` and `--cfg job` answer
 import os
 import shlex
 import sys
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from common.config import ConfigError, Run, choice, command, resolvers, typed
+from common.config import ConfigError, Run, choice, command, resolvers, store, typed
 from common.config.checks import CONF
 from common.config.explain import HYDRA_ERRORS, check_groups, explain, open_dicts
 from common.config.schema import HardwareConfig
@@ -46,18 +44,16 @@ ALGORITHMS: dict[str, type] = {
     "scaling": load("ddp_bench.config:ScalingConfig"),
     "predict": load("ddp_bench.config:PredictConfig"),
 }
-_store = cache(ConfigStore.instance().store)  # which copies each schema
-ConfigStore.__deepcopy__ = lambda self, _: self  # type: ignore  # or --help copies it 100 times
 
 
 def register() -> None:
     """Tell Hydra the schemas and resolvers; safe to call again."""
-    _store(name="run_schema", node=Run)
+    store.keep("run_schema", Run)
     # A preset once had sizes of each algorithm.
     now = "algo.rollout_rows and algo.train_rows (conf/experiment has the documents' sizes)"
     HardwareConfig.RENAMED |= dict.fromkeys(ALGORITHMS, now)
     for name, schema in ALGORITHMS.items():
-        _store(group="schema/algo", name=name, node=schema)
+        store.keep(name, schema, "schema/algo")
     resolvers.register()
 
 

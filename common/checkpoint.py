@@ -98,8 +98,8 @@ def folder_of(root: Path, step: int) -> Path:
 
 
 def latest(root: Path) -> Checkpoint | None:
-    """The newest valid checkpoint below `root`, or None. Each invalid entry that is newer gets one
-    logged warning.
+    """Return the newest valid checkpoint below `root`, or None. Each invalid entry that is newer
+    gets one logged warning.
     """
     found: list[tuple[int, bool, Path]] = []
     for path in sorted(root.iterdir()) if root.is_dir() else []:

@@ -153,7 +153,7 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 def cpu_name() -> str:
-    """Model of the CPU and its cores."""
+    """Return the model of the CPU and the number of its cores."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as info:
             names = [

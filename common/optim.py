@@ -22,7 +22,7 @@ BUCKET = 64 << 20
 
 
 def optimizer_class(config: OptimizerConfig) -> Any:
-    """The class that the configuration names. Raises: ConfigError where torch.optim has none."""
+    """Return the class that is named. Raises: ConfigError where torch.optim has none."""
     kind = getattr(torch.optim, config.name, None)
     if config.name in ("LBFGS", "SparseAdam"):
         why = "wants the loss as a function" if config.name == "LBFGS" else "wants sparse gradients"
@@ -40,8 +40,8 @@ def optimizer_class(config: OptimizerConfig) -> Any:
 def optimizer(
     config: OptimizerConfig, parameters: Iterable[nn.Parameter], lr: float
 ) -> torch.optim.Optimizer:
-    """The optimizer, fused where it can be. Raises: ConfigError for arguments that it does not
-    take.
+    """Make the optimizer, fused where it can be. Raises: ConfigError for arguments that it does
+    not take.
     """
     kind = optimizer_class(config)
     options: dict[str, Any] = {"lr": lr, **config.kwargs}
@@ -161,8 +161,8 @@ class Updater:
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
     def fresh(self) -> dict[str, Any]:
-        """`state` as it is after a first step, which optimizers make their tensors in; weights stay
-        what they are.
+        """Return `state` as it is after a first step, in which optimizers make their tensors.
+        Weights stay what they are.
         """
         step_nowhere(self.optimizer)
         return self.state()
@@ -175,8 +175,8 @@ class Updater:
 
 
 def step_nowhere(optimizer: torch.optim.Optimizer) -> None:
-    """A step that changes no weight: optimizers make their state in the first one, and a checkpoint
-    is read into it.
+    """Make a step that changes no weight: optimizers make their state in the first one, and a
+    checkpoint is read into it.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:

@@ -26,10 +26,9 @@ class Precision:
 
 
 def native_bf16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 in hardware.
+    """Return whether the device multiplies bfloat16 in hardware.
 
-    Not `torch.cuda.is_bf16_supported()`, which is True by emulation on V100 and T4
-    (pytorch#148322).
+    `torch.cuda.is_bf16_supported()` is True by emulation on V100 and T4 (pytorch#148322).
     """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -37,12 +36,11 @@ def native_bf16(device: torch.device) -> bool:
 
 
 def resolve(opt: OptConfig, device: torch.device) -> Precision:
-    """The precision of a run. Switches TF32 on or off for the process as `opt` says.
+    """Return the precision of a run, and switch TF32 on or off for the process as `opt` says.
 
     Raises: ConfigError where a dtype is insisted on that the device does not have.
     """
     torch.set_float32_matmul_precision("high" if opt.tf32.enabled else "highest")
-    repeatable = opt.deterministic.enabled
     if opt.tf32.enabled and (
         device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)
     ):
@@ -50,9 +48,15 @@ def resolve(opt: OptConfig, device: torch.device) -> Precision:
             "opt=tf32 has no effect here: TF32 needs a CUDA device of compute capability 8.0. Leave"
             " it out."
         )
-    if not opt.amp.enabled:
-        return Precision(torch.float32, scaler=False, repeatable=repeatable)
-    bf16, wanted = native_bf16(device), opt.amp.dtype
+    compute = _autocast(opt.amp.dtype, device) if opt.amp.enabled else torch.float32
+    return Precision(compute, compute == torch.float16, opt.deterministic.enabled)
+
+
+def _autocast(wanted: str, device: torch.device) -> torch.dtype:
+    """Return the dtype that opt=amp computes in. Raises: ConfigError where `wanted` is not to be
+    had.
+    """
+    bf16 = native_bf16(device)
     if wanted == "bfloat16" and not bf16:
         raise ConfigError(
             "opt.amp.dtype=bfloat16: this device only emulates it. Use opt.amp.dtype=auto or"
@@ -61,8 +65,8 @@ def resolve(opt: OptConfig, device: torch.device) -> Precision:
     if wanted == "float16" and device.type == "cpu":
         raise ConfigError("opt.amp.dtype=float16 is not for a CPU. Use opt.amp.dtype=auto.")
     if wanted == "float16" or (device.type == "cuda" and not bf16):
-        return Precision(torch.float16, scaler=True, repeatable=repeatable)
-    return Precision(torch.bfloat16 if bf16 else torch.float32, scaler=False, repeatable=repeatable)
+        return torch.float16
+    return torch.bfloat16 if bf16 else torch.float32
 
 
 @contextmanager

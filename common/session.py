@@ -160,7 +160,7 @@ class Session:
         """With opt=compile, call `rehearse` and throw its result away, so that the first step's
         time is that of a step.
         """
-        if self.run.opt.compile.enabled and not self.over:
+        if self.run.opt.compile.enabled:
             began = time.perf_counter()
             rehearse()
             self.warmed_up = {"compile_seconds": time.perf_counter() - began}

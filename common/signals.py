@@ -36,8 +36,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def taken() -> tuple[signal.Signals, ...]:
-    """The signals that ask for a stop. SIGUSR2 does where it means something already: submitit
-    warns its jobs with it.
+    """Return the signals that ask for a stop. SIGUSR2 does where it means something already:
+    submitit warns its jobs with it.
     """
     return (*SIGNALS, signal.SIGUSR2) if callable(signal.getsignal(signal.SIGUSR2)) else SIGNALS
 

@@ -47,7 +47,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
     population = Population(lm, noise, cfg)
     with Session(run, context, lm, steps=cfg.steps) as session:
         session.start(weights, population.plan())
-        session.warm_up(lambda: population.rehearse(lm.order.take(0, cfg.prompts_per_step)))
+        if not session.over:
+            session.warm_up(lambda: population.rehearse(lm.order.take(0, cfg.prompts_per_step)))
         for step in session.steps():
             sigma = cfg.sigma * cfg.sigma_schedule.factor(step.index, cfg.steps)
             lr = cfg.lr * cfg.lr_schedule.factor(step.index, cfg.steps)

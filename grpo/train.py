@@ -47,7 +47,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
                 f" algo.num_iterations={cfg.num_iterations} over its last rollout to come; that"
                 " rollout is gone. Start anew with another hydra.run.dir."
             )
-        session.warm_up(collector.rehearse)
+        if not session.over:
+            session.warm_up(collector.rehearse)
         for step in session.steps():
             rollouts = collector.collect(step)
             step.log(**collector.numbers)

@@ -256,10 +256,16 @@ class Generator:
                 break
             last = made
 
-    def _sample(self, chunk: Chunk, timer: Timer) -> _Made:
+    def rehearse(self, todo: Sequence[Chunk]) -> None:
+        """Sample this rank's first chunk and throw it away: compilation happens here."""
+        with fsdp.forwards(self.lm.model):
+            for chunk in todo[self.lm.context.rank :][:1]:
+                self.lm.generate(self._requests(chunk))
+
+    def _requests(self, chunk: Chunk) -> Requests:
         lm, task = self.lm, self.lm.task
         ask = task.hint if chunk.round == "hint" else task.prompt  # type: ignore[attr-defined]
-        requests = Requests(
+        return Requests(
             prompts=encode_prompts(lm.tokenizer, [ask(example) for example in chunk.examples]),
             ids=[example.id for example in chunk.examples],
             samples=chunk.count,
@@ -268,6 +274,9 @@ class Generator:
             draw=self.iteration,
             logprobs=True,
         )
+
+    def _sample(self, chunk: Chunk, timer: Timer) -> _Made:
+        lm, requests = self.lm, self._requests(chunk)
         started = time.perf_counter()
         with timer("rollout"):
             made = lm.generate(requests)

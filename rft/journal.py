@@ -61,8 +61,9 @@ class Journal:
         self.step += 1
         self.seconds[event["iteration"]] += event["seconds"]
         if self.tracker:
-            skipped = {"skipped_steps": self.policy.skipped}
-            self.tracker.log({"step": self.step, **event, **skipped}, done, shown)
+            more = {"skipped_steps": self.policy.skipped, **self.session.warmed_up}
+            self.tracker.log({"step": self.step, **event, **more}, done, shown)
+        self.session.warmed_up = {}
         self.session.trace()
 
     def sync(self) -> None:

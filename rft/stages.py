@@ -102,6 +102,8 @@ def generate(work: Work, iteration: int) -> None:
     generator = Generator(work.lm, store, iteration)
     # A run that goes on may have used all of it.
     enough = bool(store.held) and journal.budget(limits).spent
+    if not enough:
+        journal.session.warm_up(lambda: generator.rehearse(missing(mine, store.held, cfg)))
     while not enough and (todo := missing(mine, store.held, cfg)):
         total, done = sum(len(chunk.keys()) for chunk in todo), 0
         journal.begin(f"iteration {iteration}, {todo[0].round} samples", total, 0, "sample")

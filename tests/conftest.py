@@ -1,4 +1,8 @@
-"""Fixtures of all tests; helpers are in tests/support/."""
+"""Fixtures of all tests; helpers are in tests/support/.
+
+What imports torch is imported in the fixtures: the process that hands out the tests to others reads
+this file too, and they wait for it.
+"""
 
 import gc
 import os
@@ -24,9 +28,7 @@ os.environ["CLUTCH_PLOTS"] = "0"  # half a second of each run; tests of what a r
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
-import torch
 
-from launch import compose, train
 from tests.support import CONF, ROOT, SHARED, SMALL_RFT
 from tests.support.commands import Begin, Launch, Started, Warm
 from tests.support.standin import LIBRARY, build
@@ -42,6 +44,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
+    import torch
+
     torch.set_num_threads(1)
 
 
@@ -124,6 +128,7 @@ def launch(cache: Path, tmp_path: Path, begin: Begin) -> Launch:
 @pytest.fixture
 def letters(in_cache: None, tmp_path: Path) -> Callable[..., Any]:
     """Run RFT on the letters task in this process; returns the result."""
+    from launch import compose, train
 
     def run(*overrides: str, folder: str = "run", task: Any = None) -> Any:
         return train(compose([*SMALL_RFT, *overrides], CONF), tmp_path / folder, task)
@@ -134,6 +139,8 @@ def letters(in_cache: None, tmp_path: Path) -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def first_iteration(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of one iteration of RFT on the letters task, for tests that go on from there."""
+    from launch import compose, train
+
     folder = tmp_path_factory.mktemp("rft")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("CLUTCH_CACHE", str(cache))

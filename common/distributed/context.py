@@ -46,13 +46,13 @@ class Context:
         return hardware.available_gb(self.device) / shared
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks; where all but one rank hold zero, that rank's value exactly."""
+        """Return the sum over ranks. Where all but one hold zero, it is exactly that one's."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """The value of every rank, in order of rank."""
+        """Return the value of every rank, in order of rank."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -65,7 +65,7 @@ class Context:
         return next((rank for rank, theirs in enumerate(every) if theirs != every[0]), None)
 
     def any(self, flag: bool) -> bool:
-        """True on all ranks if it is true on one."""
+        """Return on all ranks whether `flag` is true on one."""
         if self.world_size == 1:
             return flag
         value = torch.tensor([int(flag)], device=self.device.device)

@@ -190,5 +190,5 @@ def adopt() -> None:
 
 
 def ranked() -> bool:
-    """Whether another program started this rank: torchrun, or srun after `adopt`."""
+    """Return whether another program started this rank: torchrun, or srun after `adopt`."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import tempfile
+import uuid
 import warnings
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -48,6 +49,7 @@ log = logging.getLogger("clutch")
 # A rank may wait this long for another: rank 0 pre-trains the tiny model while the others stand at
 # a barrier.
 TIMEOUT = timedelta(minutes=20)
+ATTEMPT = "clutch_attempt"  # the key in torchrun's store of what sets an attempt apart
 PATIENCE = 20.0  # seconds that spawned ranks have to end by themselves after one has failed
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the quota, the largest file allowed
 
@@ -105,7 +107,7 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
 
 
 def _torchrun() -> bool:
-    """Whether torchrun started this rank; another that did not start itself is srun's."""
+    """Return whether torchrun started this rank. Another that did not start itself is srun's."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -253,12 +255,16 @@ def _grouped(job: _Job, rank: int, world: int, local_rank: int, meeting: str) ->
             device_id=found.device if "nccl" in backend else None,  # also that of a barrier
         )
         mesh = _mesh(run, world, found.device.type)
+        if _torchrun():
+            dist.barrier()  # all have read it
+            store.underlying_store.delete_key(ATTEMPT)
         result = _work(job, Context(rank, world, found, job.out_dir, mesh))
     except BaseException as error:
         if world > 1 and not _is_common(error):
             raise alarm.sound(error) from error
         alarm.stop()
-        dist.destroy_process_group()
+        if dist.is_initialized():  # not where that is what failed
+            dist.destroy_process_group()
         raise
     dist.destroy_process_group()
     alarm.stop()
@@ -276,7 +282,8 @@ def _meet(switch: str, seconds: float, meeting: str, rank: int, world: int) -> A
     """
     wait = timedelta(seconds=seconds)
     try:
-        return next(dist.rendezvous(meeting, rank, world, timeout=wait))[0]
+        store = next(dist.rendezvous(meeting, rank, world, timeout=wait))[0]
+        return set_apart(store, rank) if _torchrun() else store
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         if "EADDRINUSE" in str(error):
@@ -289,6 +296,18 @@ def _meet(switch: str, seconds: float, meeting: str, rank: int, world: int) -> A
             f" (opt.{switch}.arrival_seconds): {str(error).splitlines()[0]} Look whether every node"
             " has started its ranks and can reach that address."
         ) from None
+
+
+def set_apart(shared: Any, rank: int) -> Any:
+    """Return the part of torchrun's store that is this attempt's alone.
+
+    After --max-restarts ranks find the store of those before them, with their addresses, to which
+    a rank would try to connect, and with their alarm. The count of restarts would not do: each
+    node has its own. So rank 0 draws a name, and the others wait for it.
+    """
+    if rank == 0:
+        shared.set(ATTEMPT, uuid.uuid4().hex)
+    return dist.PrefixStore(shared.get(ATTEMPT).decode(), shared)
 
 
 def _mesh(run: Run, world: int, device: str) -> DeviceMesh | None:

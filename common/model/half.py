@@ -24,8 +24,8 @@ WITHOUT_GRAPHS = {
 
 
 def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """`model` itself for float32 or where it is sharded, else a copy with its parameters in
-    `dtype`, to sample from.
+    """Return a copy of the model with its parameters in `dtype`, to sample from; for float32, and
+    where it is sharded, the model itself.
 
     Under autocast the weights would be cast anew for every token. Buffers stay: rotary frequencies
     in bf16 are off by 0.4 %.
@@ -39,8 +39,8 @@ def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def compiled(part: Any, mode: str) -> Any:
-    """A model, or its inside, compiled for inputs of any shape. CUDA graphs would be recorded for
-    each shape: none here.
+    """Compile a model, or its inside, for inputs of any shape. It records no CUDA graphs, of which
+    each shape would need its own.
     """
     return torch.compile(part, mode=WITHOUT_GRAPHS[mode], dynamic=True)
 

@@ -47,7 +47,7 @@ def check_lora(model: Any, config: LoraConfig) -> None:
 
 
 def add_lora(model: Any, config: LoraConfig) -> Any:
-    """`model` with adapters in it, its own weights frozen. Returns the peft model around it; see
+    """Put adapters into `model` and freeze its own weights. Return the peft model around it; see
     `check_lora`.
     """
     import peft

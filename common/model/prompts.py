@@ -15,7 +15,7 @@ from common.tasks import Messages, plain
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """The longest sequence, prompt and completion together in tokens, that the sampler computes
+    """Return how long a sequence, prompt and completion together in tokens, the sampler computes
     exactly.
 
     That is the number of positions, and at most the attention window if any layer has one (Mistral,

@@ -38,7 +38,7 @@ WARMUP = 0.05  # share of the pre-training steps
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of 258 ids: the 256 bytes, id = byte value, then <pad> and <eos>.
+    """Return a tokenizer of 258 ids: the 256 bytes, id = byte value, then <pad> and <eos>.
 
     Lossless for every string that UTF-8 can hold; the text "<eos>" is five bytes, so a prompt
     cannot smuggle in an end. Decoding never raises: bytes that are not UTF-8 become U+FFFD.
@@ -69,8 +69,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_model(config: TinyConfig, task: Any, *, progress: bool = True) -> Path:
-    """The folder of the tiny model for this task; built and pre-trained on the CPU if it is not in
-    the cache.
+    """Return the folder of the tiny model for this task. It is built and pre-trained on the CPU if
+    it is not in the cache.
 
     Some come with the project (scripts/ship_tiny.py), the others are kept as `common.files.cached`
     does.
@@ -100,8 +100,8 @@ def tiny_model(config: TinyConfig, task: Any, *, progress: bool = True) -> Path:
 
 
 def _pretraining_rows(config: TinyConfig, task: Any) -> list[tuple[bytes, bytes]]:
-    """The rows of all steps in training order before sorting: prompt and completion in UTF-8,
-    without <eos>.
+    """Return the rows of all steps in training order before sorting: prompt and completion in
+    UTF-8, without <eos>.
     """
     count = config.pretrain_steps * config.pretrain_rows
     if count == 0:
@@ -140,8 +140,8 @@ def _pretraining_rows(config: TinyConfig, task: Any) -> list[tuple[bytes, bytes]
 def _pretrained(
     config: TinyConfig, rows: list[tuple[bytes, bytes]], progress: bool
 ) -> LlamaForCausalLM:
-    """A float32 Llama from `pretrain_seed`, trained on `rows`. Leaves torch's global generator as
-    it was.
+    """Train a float32 Llama from `pretrain_seed` on `rows`. Leaves torch's global generator as it
+    was.
     """
     architecture = LlamaConfig(
         vocab_size=EOS + 1,

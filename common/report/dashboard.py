@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def _entity() -> str:
-    """The default entity of the configured key."""
+    """Return the default entity of the configured key."""
     import wandb
 
     if not wandb.login(prompt=False, verify=False):

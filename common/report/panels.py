@@ -29,7 +29,7 @@ class Panel:
     exact: bool = False  # no running mean
 
     def found(self, names: list[str]) -> dict[str, str]:
-        """The measures among `names` that it shows, with their legends."""
+        """Return the measures among `names` that it shows, with their legends."""
         return {
             name: legend or name.rsplit("/", 1)[-1]
             for pattern, legend in self.curves.items()

@@ -39,7 +39,7 @@ SMOOTHED = 40  # points from which on a curve has a running mean over it
 
 @contextmanager
 def saved(path: Path) -> Iterator[Any]:
-    """A matplotlib axis to draw on; saved as `path` afterwards."""
+    """Yield a matplotlib axis to draw on, and save it as `path` afterwards."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -100,7 +100,7 @@ def bars(axis: Any, categories: Sequence[str], series: Mapping[str, Sequence[flo
 
 
 def finished(axis: Any, title: str, x: str, unit: str, zero: bool) -> None:
-    """Title, axes, and a legend above the data, where it covers none of it."""
+    """Add title, axes, and a legend above the data, where it covers none of it."""
     axis.set_xlabel(x)
     axis.set_ylabel(unit)
     axis.margins(x=0.02)
@@ -125,7 +125,7 @@ def finished(axis: Any, title: str, x: str, unit: str, zero: bool) -> None:
 
 
 def binned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """At most BINS points: means of neighbours."""
+    """Return at most BINS points: means of neighbours."""
     size = -(-len(x) // BINS)
     if size <= 1:
         return list(x), list(y)
@@ -134,7 +134,7 @@ def binned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[fl
 
 
 def running_mean(values: Sequence[float], reach: int) -> list[float]:
-    """The mean of each value and of up to `reach` neighbours on each side."""
+    """Return the mean of each value and of up to `reach` neighbours on each side."""
     sums = list(itertools.accumulate(values, initial=0.0))
     ends = [(max(0, i - reach), min(len(values), i + reach + 1)) for i in range(len(values))]
     return [(sums[stop] - sums[start]) / (stop - start) for start, stop in ends]

@@ -67,7 +67,7 @@ class Teaches(Protocol):
     """A task that can also pre-train the `tiny` model."""
 
     def examples(self, split: str) -> Sequence[Example]:
-        """As in `Task`."""
+        """Return the rows of `split`, as in `Task`."""
         ...
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:

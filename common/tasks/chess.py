@@ -118,7 +118,7 @@ class Chess(Weighted):
 
     @staticmethod
     def _fields(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        """Share of the six fields that are right."""
+        """Return the share of the six fields that are right."""
         scores = []
         for example, text in zip(examples, shaped(completions), strict=True):
             same = sum(

@@ -249,8 +249,8 @@ def _leaf(number: int) -> _Term:
 
 
 def _join(left: _Term, sign: str, right: _Term) -> _Term:
-    """`left sign right` with no more parentheses than needed; sums and products start with their
-    larger half.
+    """Return `left sign right` with no more parentheses than needed. Sums and products start with
+    their larger half.
 
     One spelling for what commutes makes the rule easier to learn for a tiny model. A divisor must
     not be 0.
@@ -265,7 +265,7 @@ def _join(left: _Term, sign: str, right: _Term) -> _Term:
 
 
 def _random_expression(numbers: Sequence[int], draw: random.Random) -> tuple[Fraction, str]:
-    """Each number once, joined two at a time at random. No step divides with a remainder or goes
+    """Join the numbers two at a time at random, each once. No step divides with a remainder or goes
     below 0.
 
     So all steps are whole numbers from 0 up, as in the television game.

@@ -5,6 +5,7 @@ with NCCL: the run ends at once with that error, and every rank's log names it.
 import errno
 import importlib
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.multiprocessing import ProcessRaisedException
 from common import checkpoint
 from common.config import ConfigError
 from common.distributed import alarm
-from common.distributed.workers import launch
+from common.distributed.workers import ATTEMPT, launch, set_apart
 from common.sampling.native import Sampler
 from common.signals import EXIT_WRITE, RunStopped
 from launch import compose
@@ -51,7 +52,7 @@ class Bad(Letters):
 
 def fail(run, context, fault):
     """Train in each of two ranks, one of which fails."""
-    alarm.LOOK, alarm.GRACE = 0.2, 0.5
+    alarm.LOOK, alarm.GRACE = 0.05, 0.2
     behave_like_nccl()
     if fault == "memory" and context.rank == 1:
         full = torch.OutOfMemoryError("CUDA out of memory")
@@ -113,3 +114,17 @@ def test_the_run_ends_with_the_error_of_the_rank_that_failed(algo, fault, warm, 
         assert raised.value.code == EXIT_WRITE
     logs = [(tmp_path / name).read_text() for name in ("run.log", "rank-1.log")]
     assert text in logs[1 - rank], "the rank that only waited names it too"
+
+
+def test_an_attempt_after_another_finds_nothing_of_it():
+    """torchrun --max-restarts keeps its store: the alarm of the first ranks is not for the next."""
+    shared = dist.HashStore()
+    with ThreadPoolExecutor() as pool:
+        for _ in range(2):
+            second = pool.submit(set_apart, shared, 1)  # comes before rank 0, and waits for it
+            time.sleep(0.05)
+            first = set_apart(shared, 0)
+            assert not first.check([alarm.KEY])
+            first.set(alarm.KEY, "{}")
+            assert second.result().check([alarm.KEY])
+            shared.delete_key(ATTEMPT)  # as when all have met

@@ -12,10 +12,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import launch as command_line
 from common import checkpoint
 from common.config import ConfigError
+from common.distributed import alarm
+from common.distributed.workers import launch as launch_ranks
+from common.signals import RunStopped
+from eggroll import train as eggroll
 from tests.support import ROOT, SMALL
 from tests.support.letters import Letters
 
@@ -98,14 +103,10 @@ def test_a_finished_run_without_its_checkpoints_is_not_overwritten(launch, tmp_p
     assert (out / "result.json").read_bytes() == before
 
 
-def workers(process):
-    """The processes below a process, by what Linux says of them."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [
-        int(child)
-        for child in children
-        if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()
-    ]
+def children(process):
+    """The processes that a process has started, the oldest first."""
+    found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(child) for child in found]
 
 
 def wait_for_third_step(process, out):
@@ -116,42 +117,36 @@ def wait_for_third_step(process, out):
         time.sleep(0.01)
 
 
-def started_in_two_ranks(cache, out, *arguments):
-    """A run under way, past its third step."""
-    process = subprocess.Popen(
-        command(
-            f"hydra.run.dir={out}",
-            "algo.steps=100000",
-            "checkpoint.every=1",
-            "opt=[ddp]",
-            *arguments,
-        ),
-        env=os.environ | {"CLUTCH_CACHE": str(cache)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    wait_for_third_step(process, out)
-    return process
+class Killed(Letters):
+    """Ends rank 1 after its first steps, as the system does where memory runs out."""
+
+    def reward(self, example, completion):
+        self.scored = getattr(self, "scored", 0) + 1
+        if self.scored > 20 and dist.get_rank() == 1:  # 8 in each step
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().reward(example, completion)
 
 
-def test_a_rank_that_is_killed_stops_the_others_and_is_named(cache, tmp_path):
-    out = tmp_path / "out"
-    process = started_in_two_ranks(cache, out)
-    try:
-        os.kill(workers(process)[1], signal.SIGKILL)
-        said = process.communicate(timeout=60)[0]
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 1, said
+def train_impatiently(run, context, task):
+    """Train in each of two ranks, of which none waits for the last words of the other."""
+    alarm.GRACE = 0.2
+    return eggroll.train(run, context, task)
+
+
+def test_a_rank_that_is_killed_stops_the_others_and_is_named(warm, cache, tmp_path, capfd):
+    given = command_line.compose([*SMALL, "checkpoint.every=1", "opt=[ddp]"])
+    out = tmp_path / "run"
+    entry = f"{__name__}:train_impatiently"
+    with pytest.raises(RunStopped) as raised:
+        warm.call(launch_ranks, entry, given, out, Killed("smooth"), CLUTCH_CACHE=str(cache))
+    said, printed = str(raised.value), capfd.readouterr()
+    assert raised.value.code == 1, said
     assert (
         "rank 1 was killed from outside (SIGKILL; where memory runs out, the system does that)"
         in said
     )
     assert f"Its log: {out}/rank-1.log. Go on with hydra.run.dir={out} resume=auto." in said
-    assert "Traceback" not in said
+    assert "Traceback" not in printed.out + printed.err
 
 
 @pytest.mark.slow
@@ -177,8 +172,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(cache, tmp_path):
         text=True,
     )
     wait_for_third_step(process, out)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(children[-1]), signal.SIGKILL)
+    os.kill(children(process)[-1], signal.SIGKILL)
     said = process.communicate(timeout=300)[0]
     assert process.returncode == 0, said
     assert "resuming after step" in (out / "run.log").read_text()

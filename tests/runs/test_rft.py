@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from common.config import ConfigError
+from common.sampling import native
 from common.tasks import Example
 from launch import compose, train
+from rft import finetune
 from tests.support import RFT_COMMAND, events, samples
 from tests.support.letters import Letters
 from tests.support.models import same_weights, weights
@@ -289,6 +291,19 @@ def test_odd_line_ends_in_a_question_lose_nothing(letters, tmp_path):
     result = letters("algo.iterations=1", task=Odd())
     assert result is not None
     assert result.reward_evaluations > 240
+
+
+def test_compilation_is_told_apart_from_sampling(letters, first_iteration, tmp_path, monkeypatch):
+    """What is rehearsed leaves no sample and no trace in those that follow."""
+    for module in (native, finetune):
+        monkeypatch.setattr(module, "compiled", lambda part, mode: part)
+    letters("algo.iterations=1", "opt=[compile]")
+    assert samples(tmp_path / "run") == samples(first_iteration)
+    told = [
+        (e["stage"], "compile_seconds" in e) for e in events(tmp_path / "run") if "seconds" in e
+    ]
+    assert told[:2] == [("generate", True), ("generate", False)]
+    assert not any(compiled for _, compiled in told[1:])
 
 
 def test_evaluation_prompts_are_reported_and_never_trained_on(letters, tmp_path):

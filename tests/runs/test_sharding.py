@@ -355,6 +355,17 @@ def test_one_rank_says_that_nothing_is_shared_out(in_cache, tmp_path, switches, 
     assert all(text in line for text, line in zip(said, found, strict=True))
 
 
+def test_a_group_of_one_that_cannot_begin_says_why(in_cache, tmp_path, monkeypatch):
+    """Nothing is there to be taken down, which would be another error, and hide the first."""
+
+    def refuse(*_, **__):
+        raise RuntimeError("no network interface")
+
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    with pytest.raises(RuntimeError, match=r"^no network interface$"):
+        start(tmp_path, "out", [*SMALL_GRPO, *FSDP, "opt.fsdp.ranks=1"])
+
+
 def test_a_sharded_checkpoint_is_one_folder_of_safetensors_with_hashes(runs, tmp_path):
     saved = checkpoint.latest(runs / "grpo/two first/checkpoints")
     assert saved is not None

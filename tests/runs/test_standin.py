@@ -200,7 +200,7 @@ def test_memory_that_runs_out_at_25_places_is_survived_or_told(algo, standin, ca
     held is given back.
     """
     arguments = [a for a in RUNS[algo] if not a.startswith("algo.steps")]
-    arguments += ["algo.steps=1", "evaluate.examples=2"]
+    arguments += ["algo.steps=1", "evaluate.examples=2", "algo.sampling.max_new_tokens=4"]
     found = standin.call(planted, algo, arguments, tmp_path, 25, CLUTCH_CACHE=str(cache))
     went_on = [outcome for outcome, _ in found if outcome == "went on"]
     others = {outcome for outcome, _ in found if outcome != "went on"}

@@ -4,11 +4,12 @@ As in a graph, numbers and shapes that Python had while recording are fixed, mem
 it was then, and what a recording allocated holds nothing that one may read later: it is poisoned.
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 aten = torch.ops.aten
 # What asks the device for a number, or brings one from the host: CUDA refuses to record it, or
@@ -31,7 +32,7 @@ class Recording(TorchDispatchMode):
         self.calls: list[tuple[Any, Any, Any, Any]] = []
         self.made: dict[int, torch.Tensor] = {}  # of this recording, by storage
         self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.steps: list[tuple[Any, Any, list[Made]]] = []  # once it is finished
+        self.steps: list[Step] = []  # once it is finished
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func.overloadpacket not in WAITS, f"{func} waits for the device"
@@ -61,33 +62,53 @@ class Recording(TorchDispatchMode):
             memory.copy_(content)
         for tensor in self.made.values():
             poison(tensor)
-        made: dict[int, Made] = {}
+        made: dict[int, int] = {}  # tensor -> its number, in the order of their making
+        last: dict[int, int] = {}  # number of a tensor -> the operation that uses it last
         steps = []
-        for number, (func, args, kwargs, out) in enumerate(self.calls):
-            given = tree_map_only(torch.Tensor, lambda x: made.get(id(x), x), (args, kwargs))
-            names = [made.setdefault(id(tensor), Made()) for tensor in tensors(out)]
-            for used in [*names, *(x for x in tree_leaves(given) if isinstance(x, Made))]:
-                used.last = number
-            steps.append((func, given, names))
+        for place, (func, args, kwargs, out) in enumerate(self.calls):
+            leaves, form = tree_flatten((args, kwargs))
+            used = [
+                (at, made[id(leaf)])
+                for at, leaf in enumerate(leaves)
+                if isinstance(leaf, torch.Tensor) and id(leaf) in made
+            ]
+            for at, _ in used:
+                leaves[at] = None
+            names = [made.setdefault(id(tensor), len(made)) for tensor in tensors(out)]
+            last |= dict.fromkeys([*names, *(name for _, name in used)], place)
+            steps.append(Step(func, leaves, form, used, names))
+        for name, place in last.items():
+            steps[place].done.append(name)
         self.calls, self.made, self.before, self.steps = [], {}, {}, steps
 
     def replay(self) -> None:
         """Run the operations again on the memory of then."""
-        now: dict[Made, torch.Tensor] = {}
-        for number, (func, given, names) in enumerate(self.steps):
-            args, kwargs = tree_map_only(Made, now.__getitem__, given)
-            again = func(*args, **kwargs)
-            if func.overloadpacket in (aten.empty, aten.empty_like, aten.empty_strided):
+        now: dict[int, torch.Tensor] = {}
+        for step in self.steps:
+            leaves = step.leaves.copy()
+            for at, name in step.used:
+                leaves[at] = now[name]
+            args, kwargs = tree_unflatten(leaves, step.form)
+            again = step.func(*args, **kwargs)
+            if step.func.overloadpacket in (aten.empty, aten.empty_like, aten.empty_strided):
                 poison(again)
-            now.update(zip(names, tensors(again), strict=True))
-            for used in [x for x in now if x.last <= number]:
-                del now[used]
+            now.update(zip(step.names, tensors(again), strict=True))
+            for name in step.done:
+                del now[name]
 
 
-class Made:
-    """In place of a tensor that a recording made. last: the operation that uses it last."""
+@dataclass
+class Step:
+    """One operation of a finished recording. used: where among the leaves of its arguments tensors
+    go that the recording made, by number; names: those it makes; done: those it uses last.
+    """
 
-    last = 0
+    func: Any
+    leaves: list[Any]
+    form: Any
+    used: list[tuple[int, int]]
+    names: list[int]
+    done: list[int] = field(default_factory=list)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,9 +123,9 @@ def poison(tensor: torch.Tensor) -> None:
 
 def tensors(tree: Any) -> list[torch.Tensor]:
     """List the tensors in nested arguments."""
-    found: list[torch.Tensor] = []
-    tree_map_only(torch.Tensor, found.append, tree)
-    return found
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 class Graph:
