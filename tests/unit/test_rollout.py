@@ -1,8 +1,9 @@
 import pytest
 import torch
 
+from common.model.half import packed
 from common.sampling.engine import Requests
-from common.sampling.native import LOOK_EVERY, Sampler, draw
+from common.sampling.native import BLOCK, LOOK_EVERY, ROWS_IN_CACHE, Sampler, draw, invert_cdf
 from tests.support.models import ARCHITECTURES, prompts, sampling, small_model
 
 
@@ -283,3 +284,82 @@ def test_completions_are_ordinary_tensors():
     scale = torch.ones(1, requires_grad=True)
     (made.logprobs * scale).sum().backward()  # inference tensors would refuse
     assert scale.grad is not None
+
+
+@pytest.mark.parametrize("vocabulary", [5, BLOCK, 3 * BLOCK, 3 * BLOCK + 7])
+def test_the_cdf_is_inverted_as_token_by_token(vocabulary):
+    """In blocks, beside running sums in float64; no token of probability zero is ever drawn."""
+    generator = torch.Generator().manual_seed(0)
+    probability = torch.rand(400, vocabulary, generator=generator)
+    probability[:, 1:4] = 0.0
+    probability[:, -2:] = 0.0
+    uniform = torch.rand(400, generator=generator)
+    uniform[:2] = torch.tensor([0.0, 1 - 2**-24])  # the ends of what is drawn
+    running = probability.double().cumsum(1)
+    target = uniform.double()[:, None] * running[:, -1:]
+    expected = torch.searchsorted(running, target, right=True)[:, 0]
+    found = invert_cdf(probability, uniform)
+    assert (probability.gather(1, found[:, None]) > 0).all()
+    assert (found == expected).float().mean() > 0.99  # else a tie of rounding
+    assert (found - expected).abs().max() <= 4
+
+
+def test_draws_of_many_rows_are_those_of_each():
+    rows = 2 * ROWS_IN_CACHE + 3
+    generator = torch.Generator().manual_seed(0)
+    logits, uniform = torch.randn(rows, 700, generator=generator), torch.rand(rows)
+    token, logprob, witness = draw(logits, sampling(1.0), uniform, True)
+    for row in range(rows):
+        one = draw(logits[row : row + 1], sampling(1.0), uniform[row : row + 1], True)
+        assert token[row] == one[0][0]
+        assert logprob[row] == one[1][0]
+        assert witness[row] == one[2][0]
+
+
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU packs no bfloat16 weights"
+)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_packed_weights_give_the_same_products(name):
+    """Up to rounding, at any number of rows; afterwards, and after an error, all is as before."""
+    model = small_model(name).to(torch.bfloat16)
+    ids = torch.randint(0, 90, (3, 9), generator=torch.Generator().manual_seed(0))
+
+    def used() -> list[str]:
+        return [n for n, m in model.named_modules() if {"packed", "forward"} & {*m.__dict__}]
+
+    def fail() -> None:
+        with packed(model):
+            assert len(used()) > 4
+            model(torch.full((1, 2), 10**6))
+
+    with torch.no_grad():
+        plain = model(ids).logits.float()
+        with packed(model):
+            found = model(ids).logits.float()
+        assert used() == []
+        with pytest.raises(IndexError):
+            fail()
+        assert used() == []
+        assert (found - plain).abs().max() < 0.02 * plain.abs().max()
+        model.get_output_embeddings().weight.mul_(2.0)
+        with packed(model):  # packed anew: the weights of now
+            doubled = model(ids).logits.float()
+    assert (doubled - found).abs().max() > 0.1 * plain.abs().max()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_bfloat16_draws_what_a_plain_forward_scores(name):
+    """Log-probabilities of the sampler, prompts shared or not, beside one forward in float32."""
+    model, exact = small_model(name).to(torch.bfloat16), small_model(name)
+    for rows in (2, 64):
+        made = sampler(model, rows).generate(
+            Requests(prompts=prompts(), samples=3, logprobs=True), sampling(1.0)
+        )
+        for row in range(len(made.tokens)):
+            prompt = prompts()[row // 3]
+            length = int(made.lengths[row])
+            text = torch.tensor([prompt + made.tokens[row, :length].tolist()])
+            logits = exact(text).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            expected = logits.gather(1, made.tokens[row, :length, None])[:, 0]
+            assert (made.logprobs[row, :length] - expected).abs().max() < 0.15
