@@ -13,6 +13,9 @@ On CUDA a decode step is several hundred kernels that each run for less time tha
 launch, so it is recorded as a CUDA graph and replayed (`CudaGraphs`): one graph for each number of
 rows and each window of columns.
 
+On a CPU in bfloat16, where reading memory is what takes the time, weights are packed once per call
+(`packed`), and the attention kernel reads keys as they lie.
+
 The random draw of a token is a function of (seed, draw, prompt id, sample id, position), applied
 through the inverse CDF; so a sample does not depend on its neighbours, on the number of rows, or on
 where a run was resumed. Greedy output equals `model.generate`.
