@@ -142,7 +142,7 @@ class Sampler:
         wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         prefill = prompt_tokens * (token + (3 * wide + 6 * config.hidden_size) * size)
         # Floats per token of the vocabulary, counted in `draw`: sorting takes more than the draw.
-        floats = 3 + 3 * sampling.cuts + (sampling.top_p < 1)
+        floats = 2 + 4 * sampling.cuts + (sampling.top_p < 1)
         # Recorded steps have memory of their own.
         logits = 4 * floats * config.vocab_size * (2 if self.recorder else 1)
         return max(prefill, 2 * (prompt_tokens + sampling.max_new_tokens) * token + logits)
@@ -648,7 +648,7 @@ def invert_cdf(probability: Tensor, uniform: Tensor) -> Tensor:
     inside = block[:, None] * BLOCK + torch.arange(BLOCK, device=block.device)
     tokens = probability.gather(1, inside.clamp(max=vocabulary - 1))
     place, _ = _first_beyond(tokens.masked_fill_(inside >= vocabulary, 0.0), rest)
-    return block * BLOCK + place
+    return (block * BLOCK + place).clamp_(max=vocabulary - 1)  # NaN leads anywhere
 
 
 def _first_beyond(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

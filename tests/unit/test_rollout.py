@@ -302,6 +302,8 @@ def test_the_cdf_is_inverted_as_token_by_token(vocabulary):
     assert (probability.gather(1, found[:, None]) > 0).all()
     assert (found == expected).float().mean() > 0.99  # else a tie of rounding
     assert (found - expected).abs().max() <= 4
+    broken = invert_cdf(torch.full((2, vocabulary), torch.nan), uniform[:2])
+    assert (broken < vocabulary).all()  # there is an embedding for what follows
 
 
 def test_draws_of_many_rows_are_those_of_each():
