@@ -4,17 +4,17 @@
 
 Without --weights the model has the shape of SmolLM2-135M and random numbers. --vllm names the
 Python of an environment with vLLM, which runs as a process of its own; without it those rows are
-left out. No token stops a row, so that all do the same work; draws are at temperature 1.
+left out. No token stops a row, so that all make the same number of tokens, at temperature 1.
 
 The population is 32 members with rank-1 noise on every linear layer; vLLM gets the same number of
-rank-1 adapters. An EGGROLL step is noise, sampling and update, once.
+rank-1 adapters, and two samples per adapter. An EGGROLL step is noise, sampling and update, once.
 """
 
 import argparse
 import json
 import subprocess
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, Self
@@ -24,17 +24,19 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from benchmarks import measure
-from benchmarks.eggroll import Sizes, Work
+from benchmarks.eggroll import Sizes, Work, settings
 from benchmarks.measure import Case, Report, paired
 from benchmarks.models import build, generate
 from common.config import SamplingConfig
 from common.sampling.engine import Requests
 from common.sampling.native import Sampler
+from eggroll.config import EggrollConfig
 
 OURS, GENERATE, VLLM = "this project", "generate", "vLLM"
 PLAIN, POPULATION = "this project without noise", "this project, a population"
 ADAPTERS = "vLLM, adapters"
 STEP = "EGGROLL step, 32 members x 8 prompts of 139 tokens"
+HEAT: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
 SHAPES = {"8 x 8": (8, 8), "32 x 8": (32, 8)}  # prompts x samples
 MEMBERS = Sizes("smollm2", members=32, prompts=2, prompt_tokens=40, new_tokens=64)
 EVOLVED = Sizes("smollm2", members=32, prompts=8, prompt_tokens=139, new_tokens=32)
@@ -110,18 +112,16 @@ def sampling_cases(
 ) -> list[Case]:
     """Return the ways to sample; each returns the number of tokens. plain: `generate`, too."""
     asked = draw_prompts(prompts, MEMBERS.prompt_tokens)
-    sampling = SamplingConfig(max_new_tokens=new_tokens, temperature=1.0, top_p=1.0, top_k=0)
+    sampling = SamplingConfig(max_new_tokens=new_tokens, **HEAT)
 
     def ours() -> int:
         sampler = Sampler(model, pad_id=0, stop_ids=(), rows=prompts * samples, graphs=True)
         return sampler.generate(Requests(prompts=asked, samples=samples), sampling).generated
 
     def theirs() -> int:
-        settings: Any = {"do_sample": True, "top_k": 0, "num_return_sequences": samples}
+        heat: Any = {"do_sample": True, "num_return_sequences": samples, **HEAT}
         ids = torch.tensor(asked)
-        made = generate(
-            model, ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **settings
-        )
+        made = generate(model, ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **heat)
         return made.numel()
 
     name = f"{prompts} x {samples}: "
@@ -155,17 +155,23 @@ def run(options: argparse.Namespace) -> Report:
             add_figures(report, speeds, f"{prompts} x {samples}: ")
         compare_population(report, model, adapted, new)
     if not options.quick:
-        work = Work(EVOLVED, report.device, torch.bfloat16, model=model)
+        work = Work(EVOLVED, report.device, torch.bfloat16, model=model, algo=warm(EVOLVED))
         took, _ = measure.seconds(lambda: (work.population(), work.update()), report.device)
         report.add(STEP, took, "s")
         report.figures.append((STEP, "<= 30 s on two cores", f"{took:.0f} s"))
     return report
 
 
+def warm(sizes: Sizes) -> EggrollConfig:
+    """Return EGGROLL's defaults in these sizes, with draws at temperature 1."""
+    algo = settings(sizes)
+    return replace(algo, sampling=replace(algo.sampling, **HEAT))
+
+
 def compare_population(report: Report, model: Any, adapted: Peer | None, new: int) -> None:
     """Time a population, the same rows without noise, and vLLM with an adapter per member."""
     sizes = Sizes("smollm2", 32, prompts=2, prompt_tokens=MEMBERS.prompt_tokens, new_tokens=new)
-    work = Work(sizes, report.device, torch.bfloat16, model=model)
+    work = Work(sizes, report.device, torch.bfloat16, model=model, algo=warm(sizes))
     cases = [Case(PLAIN, lambda: work.plain().numel())]
     if adapted is not None:
         asked = draw_prompts(sizes.members, sizes.prompt_tokens)

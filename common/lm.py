@@ -231,7 +231,9 @@ class LM:
         """Fit the engine's rows to the memory; return the bytes of a row. extra_bytes: what else is
         there, whatever the rows.
         """
-        packed = 2.0 * self.parameters * packs(self.device, self.precision.compute)
+        packed = 0.0
+        if not self.run.opt.compile.enabled and not fsdp.of(self.model):
+            packed = 2.0 * self.parameters * packs(self.device, self.precision.compute)
         self.rollout_fixed = state.on_rank(self.model, rollout=True) + packed + extra_bytes
         self.rollout_row = self.engine.row_bytes(self.longest_prompt, self.run.algo.sampling)
         fit(self.engine.limit, self.rollout_row, self.rollout_fixed, self.context)
@@ -315,7 +317,7 @@ def fit(limit: RowLimit, row_bytes: float, fixed_bytes: float, context: Context)
 
 def load_on_all_ranks(run: Run, task: Task, context: Context) -> tuple[Any, Any]:
     """Load the model in float32 and the tokenizer on rank 0, from which the others get both. With
-    opt=fsdp the weights stay on its CPU until `fsdp.shard` sends them block by block.
+    opt=fsdp the weights stay on the CPU of rank 0 until `fsdp.shard` sends them block by block.
     """
     loaded: Any = None
     if context.main:

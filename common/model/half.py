@@ -77,7 +77,11 @@ class Narrow:
 def packs(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether weights of `dtype` are packed on `device` to sample with (`packed`)."""
     bf16 = device.type == "cpu" and dtype == torch.bfloat16
-    return bf16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return (
+        bf16
+        and torch.backends.mkldnn.is_available()
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
 
 
 @contextmanager

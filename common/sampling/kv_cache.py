@@ -254,7 +254,8 @@ def _attention(
     each = query.shape[1] // key.shape[1]  # query heads that share a key head
     query = query.reshape(query.shape[0], key.shape[1], each, query.shape[3])
     scale = scaling if scaling is not None else query.shape[3] ** -0.5
-    if value.device.type == "cpu" and value.dtype != torch.float32:
+    alike = key.shape[3] == value.shape[3]  # else the kernel takes none of it
+    if value.device.type == "cpu" and value.dtype != torch.float32 and alike:
         mask = attention_mask if slots.masked else None
         out = _attend_fused(module, query, (key, value, mask), prefix, scale)
         return out.flatten(1, 2)[:, None], None

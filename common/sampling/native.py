@@ -141,10 +141,10 @@ class Sampler:
         token = 2 * config.num_hidden_layers * heads * head_size(config) * size  # keys and values
         wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         prefill = prompt_tokens * (token + (3 * wide + 6 * config.hidden_size) * size)
-        # Floats per token of the vocabulary, counted in `draw`: sorting takes more than the draw.
+        # Floats per token of the vocabulary, counted in `draw`, beside the logits themselves.
         floats = 2 + 4 * sampling.cuts + (sampling.top_p < 1)
         # Recorded steps have memory of their own.
-        logits = 4 * floats * config.vocab_size * (2 if self.recorder else 1)
+        logits = (4 * floats + size) * config.vocab_size * (2 if self.recorder else 1)
         return max(prefill, 2 * (prompt_tokens + sampling.max_new_tokens) * token + logits)
 
     def generate(
@@ -633,7 +633,8 @@ def _draw(
 
 
 def invert_cdf(probability: Tensor, uniform: Tensor) -> Tensor:
-    """Return the first token of each row whose cumulative probability exceeds `uniform`: int64 [n].
+    """Return the first token of each row at which the running sum exceeds the share `uniform` of
+    the whole: int64 [n].
 
     Sums of blocks say which block it is in, so that only one block is added up token by token. One
     of probability zero is never drawn. Args: probability [n, V], which need not sum to 1; uniform
@@ -641,7 +642,7 @@ def invert_cdf(probability: Tensor, uniform: Tensor) -> Tensor:
     """
     n, vocabulary = probability.shape
     whole = vocabulary // BLOCK * BLOCK
-    sums = probability[:, :whole].view(n, -1, BLOCK).sum(-1)
+    sums = probability[:, :whole].view(n, whole // BLOCK, BLOCK).sum(-1)
     if whole < vocabulary:
         sums = torch.cat((sums, probability[:, whole:].sum(-1, keepdim=True)), dim=1)
     block, rest = _first_beyond(sums, uniform * sums.sum(-1))

@@ -271,9 +271,9 @@ def both_ways():
 
 
 def draw_peak(rows, vocabulary, settings):
-    """Return the bytes that one draw takes, beside its logits."""
-    logits = torch.randn(rows, vocabulary).to("cuda:0")
+    """Return the bytes that one draw takes, its logits among them."""
     uniform, held = torch.rand(rows).to("cuda:0"), standin.DEVICE.live
+    logits = torch.randn(rows, vocabulary).to("cuda:0")
     standin.DEVICE.reset_peak()
     native.draw(logits, settings, uniform, True)
     return standin.DEVICE.peak - held
