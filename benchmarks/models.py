@@ -12,14 +12,14 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from ddp_bench.capacity import MODELS
 
 
-def _llama(hidden: int, layers: int, heads: int, wide: int) -> Any:
+def _llama(hidden: int, layers: int, heads: int, wide: int, **more: Any) -> Any:
+    settings: dict[str, Any] = {"vocab_size": 260, "max_position_embeddings": 512} | more
     return LlamaConfig(
-        vocab_size=260,
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         intermediate_size=wide,
-        max_position_embeddings=512,
+        **settings,
     )
 
 
@@ -29,13 +29,10 @@ CONFIGS: dict[str, Any] = {
     "small": _llama(256, 6, 8, 768),
     "gpt2": MODELS["gpt2"],
     "gpt2-quick": GPT2Config(n_embd=64, n_layer=2, n_head=2),
-    "smollm2": LlamaConfig(
+    "smollm2": _llama(
+        *(576, 30, 9, 1536),
         vocab_size=49152,
-        hidden_size=576,
-        num_hidden_layers=30,
-        num_attention_heads=9,
         num_key_value_heads=3,
-        intermediate_size=1536,
         max_position_embeddings=8192,
         tie_word_embeddings=True,
     ),

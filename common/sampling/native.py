@@ -112,7 +112,8 @@ class Sampler:
         # What records decode steps. Gathering sharded weights is no part of a step that could be.
         recorded = graphs and self.device.type == "cuda" and not sharded
         self.recorder = CudaGraphs if recorded else None
-        self.compiled, self.sharded = compile_mode is not None, sharded
+        # A step that is compiled multiplies with the weights as they are; so does a recorded one.
+        self.packs = compile_mode is None and not sharded
         self.forward = compiled(self.used, compile_mode) if compile_mode else self.used
         self.context_length = context_length(model)
         # Whether the attention is one that this module can stand in for.
@@ -178,9 +179,7 @@ class Sampler:
             cache_enabled=self.recorder is None,
         )
         attention = evaluating(self.used, ATTENTION if self.replaces else None)
-        # A step that is compiled or recorded multiplies with the weights as they are.
-        as_is = self.compiled or self.sharded or self.recorder is not None
-        quick = nullcontext() if as_is else packed(self.used)
+        quick = packed(self.used) if self.packs and self.recorder is None else nullcontext()
         with attention, fsdp.inference(self.model), half, quick, tracing_some() as trace:
             made = _Grid(self, requests, sampling, rows, watch).run(trace)
         # Out of inference mode a clone is an ordinary tensor, which a loss may use.
