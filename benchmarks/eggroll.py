@@ -14,7 +14,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -172,15 +172,16 @@ class Work:
 
     # --- as this project does it
 
-    def plain(self) -> Tensor:
+    def plain(self, narrow: Any = nullcontext) -> Tensor:
         """Sample without noise, every prompt once per member."""
-        requests = Requests(prompts=self.prompts.tolist(), groups=self.sizes.members)
+        members = self.sizes.members
+        requests = Requests(prompts=self.prompts.tolist(), groups=members, narrow=narrow)
         return self.sampler.generate(requests, self.settings.sampling).tokens
 
     def population(self) -> Tensor:
         """Sample all members in one forward; their noise is made here too."""
         with self.noise.members(0, range(self.sizes.members), self.settings.sigma):
-            return self.plain()
+            return self.plain(self.noise.narrow)
 
     def draw_noise(self) -> None:
         """Draw the noise as `population` does before it samples."""

@@ -20,7 +20,7 @@ from common.distributed.context import Context
 from common.evaluation import Evaluation, check_logits
 from common.model import logprobs
 from common.model.export import export_model
-from common.model.half import narrowed, packs
+from common.model.half import narrowed
 from common.model.load import load_model
 from common.model.memory import StateMemory, head_size
 from common.model.prompts import context_length, encode_prompts, stop_ids
@@ -231,10 +231,8 @@ class LM:
         """Fit the engine's rows to the memory; return the bytes of a row. extra_bytes: what else is
         there, whatever the rows.
         """
-        packed = 0.0
-        if not self.run.opt.compile.enabled and not fsdp.of(self.model):
-            packed = 2.0 * self.parameters * packs(self.device, self.precision.compute)
-        self.rollout_fixed = state.on_rank(self.model, rollout=True) + packed + extra_bytes
+        weights = state.on_rank(self.model, rollout=True)
+        self.rollout_fixed = weights + self.engine.fixed_bytes(self.longest_prompt) + extra_bytes
         self.rollout_row = self.engine.row_bytes(self.longest_prompt, self.run.algo.sampling)
         fit(self.engine.limit, self.rollout_row, self.rollout_fixed, self.context)
         return self.rollout_row

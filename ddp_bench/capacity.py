@@ -301,9 +301,10 @@ def total_bytes(algorithm: str, model: Model, work: Work, shards: int, rows: int
     """Return the bytes of a rank that has `rows` rows in a forward; training is checkpointed."""
     sampling = training = 0.0
     if algorithm != "classify":
-        sampler = Sampler(model.model, pad_id=0, stop_ids=[], rows=1)
+        sampler = Sampler(model.model, pad_id=0, stop_ids=[], rows=rows)
         drawn = SamplingConfig(max_new_tokens=work.new_tokens, temperature=1.0, top_p=1.0, top_k=0)
         sampling = rows * sampler.row_bytes(work.prompt_tokens, drawn)
+        sampling += sampler.fixed_bytes(work.prompt_tokens)
     if algorithm != "eggroll":
         sizes = rows / work.samples, work.prompt_tokens, rows, work.new_tokens
         logits = logits_bytes(model.model, rows * work.new_tokens)

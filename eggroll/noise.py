@@ -169,6 +169,7 @@ class Noise:
         parameters = dict(model.named_parameters())
         self._shares = [_Share.of(a, parameters[a.name], self.device) for a in self.addresses]
         self._perturbed: dict[tuple[int, torch.dtype], _Perturbed] = {}
+        self._population: _Population | None = None  # whose rows a forward has now
 
     def draw(self, draw: int, addresses: Sequence[Address], directions: Tensor) -> list[Tensor]:
         """Normals of some parameters, float32, one [D, 4 * blocks] each: views of one buffer.
@@ -208,13 +209,30 @@ class Noise:
             self._perturbed[count, dtype] = _Perturbed(self, count, dtype)
         perturbed = self._perturbed[count, dtype]
         perturbed.fill(draw, torch.arange(first, first + count, device=self.device), sigma)
+        self._population = perturbed.population
         try:
             for module, forward in perturbed.forwards:
                 module.forward = forward  # an instance attribute, which hides the class's method
             yield
         finally:
+            self._population = None
             for module, _ in perturbed.forwards:
                 module.__dict__.pop("forward", None)
+
+    @contextmanager
+    def narrow(self, members: range) -> Iterator[None]:
+        """Let forwards have the rows of some of the perturbed members alone, numbered from 0; with
+        mirrored noise they begin and end with a pair.
+        """
+        population = self._population
+        assert population is not None, "no member is perturbed"
+        whole = population.window
+        signs = population.signs
+        population.window = range(members.start // signs, members.stop // signs)
+        try:
+            yield
+        finally:
+            population.window = whole
 
     def gradients(self, draw: int, fitness: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the ES gradient (to be descended) of each perturbed parameter: -1/N sum_i f_i s_i
@@ -275,7 +293,7 @@ class _Perturbed:
 
     def __init__(self, noise: "Noise", count: int, dtype: torch.dtype) -> None:
         self.noise = noise
-        population = _Population(count, noise.mirrored, dtype, noise.device)
+        population = self.population = _Population(count, noise.mirrored, dtype, noise.device)
         self.forwards: list[tuple[nn.Module, Any]] = []
         self.refills: list[tuple[Callable[..., None], list[Address]]] = []
         groups: dict[int, _SharedInput] = {}
@@ -302,32 +320,46 @@ class _Perturbed:
             shared.refill()
 
 
-@dataclass(frozen=True)
 class _Population:
-    """Members side by side in the rows of a batch."""
+    """Members side by side in the rows of a batch. window: the directions whose rows a forward has,
+    all of them unless `Noise.narrow` says otherwise.
+    """
 
-    directions: int
-    mirrored: bool
-    dtype: torch.dtype
-    device: torch.device
+    def __init__(
+        self, directions: int, mirrored: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.all, self.signs = directions, 2 if mirrored else 1
+        self.dtype, self.device = dtype, device
+        self.window = range(directions)
+
+    @property
+    def directions(self) -> int:
+        return len(self.window)
 
     @property
     def members(self) -> int:
-        return self.directions * (2 if self.mirrored else 1)
+        return self.directions * self.signs
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def take(self, buffer: Tensor) -> Tensor:
+        """Return the window's part of a buffer by direction or by member, [D or members, ...]."""
+        if len(self.window) == self.all:
+            return buffer
+        each = len(buffer) // self.all
+        return buffer[self.window.start * each : self.window.stop * each]
 
     def signed(self, noise: Tensor, out: Tensor, scale: float) -> None:
         """Write [D, ...] into [members, ...]: +scale E for even members, -scale E for odd ones."""
         by_sign = out.unflatten(0, (self.directions, -1))
         by_sign[:, 0] = noise * scale
-        if self.mirrored:
+        if self.signs == 2:
             by_sign[:, 1] = noise * -scale
 
     def each_row(self, noise: Tensor, like: Tensor) -> Tensor:
         """Repeat a vector per member, [members, d], for the rows of `like`: [rows, 1, ..., d]."""
-        noise = noise.repeat_interleave(like.shape[0] // self.members, dim=0)
+        noise = self.take(noise).repeat_interleave(like.shape[0] // self.members, dim=0)
         return noise.view(like.shape[0], *[1] * (like.ndim - 2), noise.shape[-1])
 
 
@@ -344,12 +376,9 @@ class _LowRankLinear:
         self.base = _Bias(module, population, names)
         # Its weights are read in the forward: sharded ones are there then alone.
         self.module = module
-        self.population, self.directions = population, population.directions
-        self.members, self.rank = population.members, self.address.rank
-        self.signs = self.members // self.directions
-        self.out_t = population.empty(self.members, self.rank, self.out_features)
-        self.out_by_sign = self.out_t.unflatten(0, (self.directions, self.signs))
-        self.in_t = population.empty(self.directions, self.rank, self.in_features)
+        self.population, self.rank = population, self.address.rank
+        self.out_t = population.empty(population.members, self.rank, self.out_features)
+        self.in_t = population.empty(population.directions, self.rank, self.in_features)
 
     def refill(self, noise: list[Tensor], sigma: float) -> None:
         by_name = dict(zip(self.base.names, noise, strict=True))
@@ -362,7 +391,8 @@ class _LowRankLinear:
 
     def project(self, x: Tensor, in_t: Tensor) -> Tensor:
         """x [rows, ..., in], B^T [D, k, in] -> (x B)^T [D, k, rows of a direction]."""
-        return torch.bmm(in_t, x.reshape(self.directions, -1, self.in_features).transpose(1, 2))
+        in_t = self.population.take(in_t)
+        return torch.bmm(in_t, x.reshape(len(in_t), -1, self.in_features).transpose(1, 2))
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.with_noise(x, self.project(x, self.in_t))
@@ -370,11 +400,12 @@ class _LowRankLinear:
     def with_noise(self, x: Tensor, u: Tensor) -> Tensor:
         """The layer's output, given u = (x B)^T [D, r, n]."""
         shape = (*x.shape[:-1], self.out_features)
+        out_t, members = self.population.take(self.out_t), self.population.members
         if self.rank == 1:  # an outer product
-            noise = u.reshape(self.directions, self.signs, -1, 1) * self.out_by_sign
+            noise = u.reshape(members, -1, 1) * out_t
         else:
-            by_sign = u.unflatten(2, (self.signs, -1)).permute(0, 2, 3, 1)
-            noise = torch.bmm(by_sign.reshape(self.members, -1, self.rank), self.out_t)
+            by_sign = u.unflatten(2, (self.population.signs, -1)).permute(0, 2, 3, 1)
+            noise = torch.bmm(by_sign.reshape(members, -1, self.rank), out_t)
         if self.base.bias is not None:  # a bias with noise of its own
             return self.base(x).add_(noise.view(shape))
         # The shared product adds itself to the noise: one pass over the output less than the other
@@ -462,7 +493,7 @@ class _FullLinear:
     def __call__(self, x: Tensor) -> Tensor:
         y, members = self.base(x), self.population.members
         by_member = x.reshape(members, -1, x.shape[-1])
-        y.view(members, -1, y.shape[-1]).baddbmm_(by_member, self.right)
+        y.view(members, -1, y.shape[-1]).baddbmm_(by_member, self.population.take(self.right))
         return y
 
 
@@ -486,7 +517,7 @@ class _Embedding:
             return
         rows_t, dims_t = self.address.split(noise[0])
         self.population.signed(rows_t, self.rows_t, sigma / math.sqrt(self.address.rank))
-        if self.population.mirrored:
+        if self.population.signs == 2:
             dims_t = dims_t.repeat_interleave(2, dim=0)
         self.dims_t.copy_(dims_t)
 
@@ -499,11 +530,13 @@ class _Embedding:
             )
         y = nn.Embedding.forward(self.module, ids)
         ids = ids.reshape(self.population.members, -1)  # [members, n]
+        dims_t = self.population.take(self.dims_t)
         if self.rows_t is None:
-            return y + self.dims_t.gather(1, ids[..., None].expand(-1, -1, y.shape[-1])).view_as(y)
+            return y + dims_t.gather(1, ids[..., None].expand(-1, -1, y.shape[-1])).view_as(y)
+        rows_t = self.population.take(self.rows_t)
         # [members, n, r]
-        u = self.rows_t.gather(2, ids[:, None].expand(-1, self.rows_t.shape[1], -1)).transpose(1, 2)
-        return y + torch.bmm(u, self.dims_t).view_as(y)
+        u = rows_t.gather(2, ids[:, None].expand(-1, rows_t.shape[1], -1)).transpose(1, 2)
+        return y + torch.bmm(u, dims_t).view_as(y)
 
 
 class _Norm:

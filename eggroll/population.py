@@ -101,7 +101,8 @@ class Population:
             made = []
             for part in split(members, self.cfg, rows):
                 with self.noise.members(draw, part, sigma):
-                    made.append(self.lm.generate(replace(requests, groups=len(part))))
+                    asked = replace(requests, groups=len(part), narrow=self.noise.narrow)
+                    made.append(self.lm.generate(asked))
             return made
 
         return self.lm.engine.limit.run(attempt)

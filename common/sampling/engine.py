@@ -5,6 +5,7 @@ takes a `Setup` and the file's other settings, and returns an `Engine`.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +31,8 @@ class Requests:
         groups: how often the whole set is sampled, side by side. Rows of a group are adjacent in
             every forward, and every group has the same number of rows: that is what lets a
             population perturb each group on its own.
+        narrow: None, or what lets a forward have the rows of some groups alone: a context for a
+            range of them that begins and ends with a pair, 0-1, 2-3, ...
         logprobs: whether to return the log-probabilities of the sampled tokens.
     """
 
@@ -40,6 +43,7 @@ class Requests:
     seed: int = 0
     draw: int = 0
     groups: int = 1
+    narrow: Callable[[range], AbstractContextManager[None]] | None = None
     logprobs: bool = False
 
 
@@ -101,6 +105,10 @@ class Engine(Protocol):
         """Take over the trainer's weights; nothing happens where they are shared."""
         ...
 
+    def fixed_bytes(self, prompt_tokens: int) -> float:
+        """Return an estimate of the memory that takes as much whatever the rows."""
+        ...
+
     def row_bytes(self, prompt_tokens: int, sampling: SamplingConfig) -> float:
         """Return an estimate of the memory that one more row needs."""
         ...
@@ -128,4 +136,5 @@ class Setup:
 
 def open_engine(run: Run, setup: Setup) -> Engine:
     """Open the engine that the run names. Raises: ConfigError where it cannot be."""
-    return instantiate("engine", run.engine, ("generate", "refresh", "row_bytes"), setup=setup)
+    needed = ("generate", "refresh", "fixed_bytes", "row_bytes")
+    return instantiate("engine", run.engine, needed, setup=setup)

@@ -108,19 +108,26 @@ class SlotCache:
 
 
 class PromptCache:
-    """Collects the keys and values of one prefill."""
+    """Collects the keys and values of `count` prompts, [count, heads, T, size] a layer, of which
+    each forward makes those of `rows`.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+        self.rows = torch.arange(count)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store a whole prompt of `layer`, [rows, heads, T, size]."""
+        """Store whole prompts of `layer`, [rows, heads, T, size]."""
         keys = keys.to(values.dtype)
-        self.keys.append(keys)
-        self.values.append(values)
+        if layer == len(self.keys):
+            self.keys.append(keys.new_empty(self.count, *keys.shape[1:]))
+            self.values.append(values.new_empty(self.count, *values.shape[1:]))
+        self.keys[layer].index_copy_(0, self.rows, keys)
+        self.values[layer].index_copy_(0, self.rows, values)
         return keys, values
 
 

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from common.config import ConfigError, SamplingConfig
 from common.distributed import fsdp
 from common.model import logprobs
-from common.model.half import Narrow, compiled, packed
+from common.model.half import Narrow, compiled, packed, packs
 from common.model.masks import additive
 from common.model.memory import head_size
 from common.model.prompts import context_length
@@ -56,6 +56,8 @@ LOOK_EVERY = {"cpu": 1, "cuda": 8}
 BLOCK = 256
 # On a CPU the probabilities of so many rows at a time stay in the cache while they are drawn from.
 ROWS_IN_CACHE = 16
+# Prompts are prefilled in pieces of so many tokens: more at a time is not faster, and takes memory.
+PIECE_ON_CPU, PIECE = 1 << 12, 1 << 14
 
 
 @contextmanager
@@ -112,6 +114,7 @@ class Sampler:
         # What records decode steps. Gathering sharded weights is no part of a step that could be.
         recorded = graphs and self.device.type == "cuda" and not sharded
         self.recorder = CudaGraphs if recorded else None
+        self.piece = PIECE_ON_CPU if self.device.type == "cpu" else PIECE
         # A step that is compiled multiplies with the weights as they are; so does a recorded one.
         self.packs = compile_mode is None and not sharded
         self.forward = compiled(self.used, compile_mode) if compile_mode else self.used
@@ -133,20 +136,29 @@ class Sampler:
         if self.narrow is not None:
             self.narrow.refresh()
 
+    def fixed_bytes(self, prompt_tokens: int) -> float:
+        """Return an estimate of the memory that takes as much whatever the rows: packed weights,
+        and the activations of a piece of a prefill.
+        """
+        config = self.model.config
+        packing = self.packs and self.recorder is None and packs(self.device, self.dtype)
+        wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        tokens = min(self.piece, self.limit.rows * prompt_tokens)
+        piece = tokens * (3 * wide + 6 * config.hidden_size) * self.dtype.itemsize
+        return 2.0 * fsdp.parameters(self.model) * packing + piece
+
     def row_bytes(self, prompt_tokens: int, sampling: SamplingConfig) -> float:
-        """Return an estimate of the memory that one more row needs, in the prefill of its prompt or
-        with it and its cache side by side, whichever is more.
+        """Return an estimate of the memory that one more row needs: its prompt and its cache side
+        by side, twice, and its logits.
         """
         config, size = self.model.config, self.dtype.itemsize
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         token = 2 * config.num_hidden_layers * heads * head_size(config) * size  # keys and values
-        wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        prefill = prompt_tokens * (token + (3 * wide + 6 * config.hidden_size) * size)
         # Floats per token of the vocabulary, counted in `draw`, beside the logits themselves.
         floats = 2 + 4 * sampling.cuts + (sampling.top_p < 1)
         # Recorded steps have memory of their own.
         logits = (4 * floats + size) * config.vocab_size * (2 if self.recorder else 1)
-        return max(prefill, 2 * (prompt_tokens + sampling.max_new_tokens) * token + logits)
+        return 2 * (prompt_tokens + sampling.max_new_tokens) * token + logits
 
     def generate(
         self, requests: Requests, sampling: SamplingConfig, watch: Watch | None = None
@@ -229,6 +241,8 @@ class _Grid:
     ) -> None:
         device, prompts = sampler.device, requests.prompts
         self.sampler, self.sampling, self.watch = sampler, sampling, watch
+        self.narrows = requests.narrow is not None
+        self.narrow = requests.narrow or nullcontext
         self.prompts, self.groups = prompts, requests.groups
         # Of each group; request q is sample q % samples of prompt q // samples.
         self.requests = len(prompts) * requests.samples
@@ -454,7 +468,7 @@ class _Grid:
         if width:
             ids = [p + [p[-1] if p else 0] * (width - len(p)) for p in needed]  # dummies fill up
             flat = [i for row in ids for i in row]
-            prompt, logits = self.prefill([self.prompts[i] for i in flat])
+            prompt, logits = self.prefill([self.prompts[i] for i in flat], width)
             source = [
                 [g * width + ids[g].index(q // self.samples) for q in qs]
                 for g, qs in enumerate(wanted)
@@ -491,11 +505,42 @@ class _Grid:
         self.prefix.replace(keep, prompt, lengths)
         return list(range(len(keep), len(keep) + len(lengths)))
 
-    def prefill(self, prompts: list[Sequence[int]]) -> tuple[PromptCache, Tensor]:
-        """Run prompts through the model, padded on the left. Returns their cache and the last
-        logits [n, V].
+    def prefill(self, prompts: list[Sequence[int]], each: int) -> tuple[PromptCache, Tensor]:
+        """Run prompts, `each` of every group, through the model piece by piece, padded on the left.
+        Returns their cache and the last logits [n, V].
         """
-        device, width = self.sampler.device, max(len(p) for p in prompts)
+        width = max(len(p) for p in prompts)
+        cache, parts, order = PromptCache(len(prompts)), [], []
+        for groups, rows in self.pieces(each, width):
+            cache.rows = torch.tensor(rows, device=self.sampler.device)
+            with self.narrow(groups):
+                parts.append(self.prefill_piece([prompts[row] for row in rows], width, cache))
+            order += rows
+        logits = torch.cat(parts)
+        if order != sorted(order):
+            logits = logits[torch.tensor(order, device=logits.device).argsort()]
+        return cache, logits
+
+    def pieces(self, each: int, width: int) -> Iterator[tuple[range, list[int]]]:
+        """Yield the groups and the rows of each piece of a prefill, of `each` rows per group and
+        `width` tokens per row.
+        """
+        fitting = max(1, self.sampler.piece // width)
+        # Groups that cannot be apart stay together, and so do mirrored pairs.
+        together = min(self.groups, 2 if self.narrows else self.groups)
+        some = min(each, max(1, fitting // together))
+        count = max(together, fitting // some // together * together)
+        for first in range(0, self.groups, count):
+            groups = range(first, min(first + count, self.groups))
+            for row in range(0, each, some):
+                mine = range(row, min(row + some, each))
+                yield groups, [group * each + own for group in groups for own in mine]
+
+    def prefill_piece(self, prompts: list[Sequence[int]], width: int, cache: PromptCache) -> Tensor:
+        """Run prompts, padded on the left to `width`, through the model. Returns the last logits
+        [n, V].
+        """
+        device = self.sampler.device
         ids = torch.tensor(
             [[self.sampler.pad_id] * (width - len(p)) + list(p) for p in prompts], device=device
         )
@@ -509,8 +554,7 @@ class _Grid:
             causal | torch.eye(width, dtype=torch.bool, device=device)[None], self.sampler.dtype
         )[:, None]
         position = (column[None, :] - first[:, None]).clamp(min=0)
-        cache = PromptCache()
-        logits = self.sampler.used(
+        return self.sampler.used(
             input_ids=ids,
             attention_mask=mask,
             position_ids=position,
@@ -518,7 +562,6 @@ class _Grid:
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-        return cache, logits
 
     def put(
         self,

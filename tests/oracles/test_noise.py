@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from common.config import ConfigError, SamplingConfig
+from common.sampling import native
 from common.sampling.engine import Requests
 from common.sampling.native import Sampler
 from eggroll import noise as noise_module
@@ -114,6 +115,38 @@ def test_population_samples_what_each_member_would(name):
                 materialised(model, noise, 1, member, 4, 0.05), pad_id=0, stop_ids=[11, 12], rows=3
             ).generate(Requests(prompts=prompts), GREEDY)
             assert torch.equal(made.tokens.view(4, 3, -1)[member], alone.tokens)
+
+
+@pytest.mark.parametrize("which", POLICIES)
+@pytest.mark.parametrize("mirrored", [True, False])
+def test_a_prefill_in_pieces_samples_the_same(which, mirrored, monkeypatch):
+    """Pieces have some of the members, or some of a pair's prompts, with and without slots for all
+    rows; a forward has no more tokens than a piece unless it is one prompt of a pair.
+    """
+    model = small_model("gpt2")  # it has biases, too
+    noise = Noise(model, policy("gpt2", **POLICIES[which]), rank=2, mirrored=mirrored, seed=3)
+    prompts = [[5, 6, 7, 8], [9, 8, 7, 6, 5, 4, 3, 2, 30], [40, 41, 42, 43, 44, 45]]
+    forwards: list[int] = []
+
+    def note(_: object, args: object, kwargs: dict) -> None:
+        rows, width = kwargs["input_ids"].shape
+        if width > 1:
+            forwards.append(rows * width)
+
+    def sample(tokens: int, rows: int) -> torch.Tensor:
+        monkeypatch.setattr(native, "PIECE_ON_CPU", tokens)
+        forwards.clear()
+        sampler = Sampler(model, pad_id=0, stop_ids=[11, 12], rows=rows)
+        with noise.members(1, range(6), 0.05):
+            asked = Requests(prompts=prompts, groups=6, narrow=noise.narrow)
+            return sampler.generate(asked, GREEDY).tokens
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    whole = sample(1 << 12, 18)
+    assert forwards == [6 * 3 * 9]
+    for tokens, rows in [(1, 18), (40, 18), (60, 18), (110, 18), (40, 6)]:
+        assert torch.equal(sample(tokens, rows), whole)
+        assert max(forwards) <= max(tokens, 2 * 9)
 
 
 def test_noise_does_not_depend_on_the_chunk():

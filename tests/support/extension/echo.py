@@ -35,6 +35,10 @@ class Echo:
         """Count the calls."""
         self.refreshed += 1
 
+    def fixed_bytes(self, prompt_tokens):
+        """Return nothing."""
+        return 0.0
+
     def row_bytes(self, prompt_tokens, sampling):
         """Return a byte."""
         return 1.0
