@@ -22,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from common.config import ConfigError
 from common.distributed import fsdp
+from common.model import attention
 from common.model.masks import additive
 from common.model.transfer import to_device
 from common.precision import exact_float32
@@ -161,6 +162,10 @@ def _attention(  # noqa: PLR0913
     n, prompt, size, length = groups.sizes
     # A rotation with float32 angles has widened queries and keys.
     query, key, value = (groups.lay_out(x.to(value.dtype)) for x in (query, key, value))
+    if attention.fits(query, value, dropout):
+        masks = groups.prompt_mask, groups.completion_mask
+        out = attention.SharedPrompt.apply(query, key, value, *masks, groups.sizes, scaling)
+        return groups.take_up(out).contiguous(), None
     if key.shape[1] != query.shape[1]:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)

@@ -1,11 +1,13 @@
 import dataclasses
+import math
 
 import pytest
 import torch
 
 from common.config import ConfigError
-from common.model import logprobs
+from common.model import attention, logprobs
 from common.model.logprobs import group, prepare, token_logprobs
+from common.model.masks import additive
 from common.model.memory import activation_bytes
 from common.optim import checkpoint_activations
 from tests.support.models import ARCHITECTURES, small_model
@@ -37,9 +39,13 @@ def unpadded(model, prompts, completions, temperature):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("chunk", [None, 500])
-def test_equals_the_unpadded_model(name, temperature, chunk, monkeypatch):
-    """Values and gradients, for any padding, absolute positions included."""
+@pytest.mark.parametrize(("chunk", "fused"), [(None, True), (500, True), (None, False)])
+def test_equals_the_unpadded_model(name, temperature, chunk, fused, monkeypatch):
+    """Values and gradients, for any padding, absolute positions included; with a CPU's fused
+    attention, and with the one of other devices.
+    """
+    if not fused:
+        monkeypatch.setattr(attention, "fits", lambda *_: False)
     if chunk:
         monkeypatch.setattr(logprobs, "LOGITS", chunk)
     model, other = small_model(name), small_model(name)
@@ -112,6 +118,52 @@ def test_autocast_gradients_are_those_of_the_reported_values():
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
     assert torch.cosine_similarity(fast_grad, slow_grad, dim=0) > 0.995
     assert 0.97 < fast_grad.norm() / slow_grad.norm() < 1.03
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+def test_fused_attention_is_attention(dtype, padded):
+    """Result and gradients beside a softmax over all keys in float64; two prompts of 3 completions,
+    6 heads of which 3 share a key head.
+    """
+    n, prompt, size, length, heads, key_heads, d = 2, 5, 3, 4, 6, 2, 8
+    draw = torch.Generator().manual_seed(0)
+
+    def make(heads):
+        shape = (n, heads, prompt + size * length, d)
+        return torch.randn(shape, generator=draw).to(dtype).requires_grad_()
+
+    query, key, value = make(heads), make(key_heads), make(key_heads)
+    seen = torch.arange(prompt) >= torch.tensor([2 * padded, 0])[:, None]
+    causal = torch.ones(prompt, prompt).tril().bool()
+    of_prompt = (causal & seen[:, None]) | torch.eye(prompt).bool()
+    own = torch.ones(length, length).tril().bool()
+    rows = torch.cat((seen[:, None].expand(n, length, prompt), own.expand(n, -1, -1)), dim=2)
+    whole = torch.zeros(n, prompt + size * length, prompt + size * length).bool()
+    whole[:, :prompt, :prompt] = of_prompt
+    for i in range(size):
+        place = slice(prompt + i * length, prompt + (i + 1) * length)
+        whole[:, place, :prompt], whole[:, place, place] = rows[:, :, :prompt], own
+    masks = additive(of_prompt[:, None], dtype) if padded else None
+    by_row = additive(rows.repeat_interleave(size, dim=0)[:, None], dtype)
+    sizes = (n, prompt, size, length)
+    made = attention.SharedPrompt.apply(query, key, value, masks, by_row, sizes, 0.3)
+    weights = torch.randn(made.shape, generator=draw).to(dtype)
+    made.backward(weights)
+
+    plain = [x.detach().double().requires_grad_() for x in (query, key, value)]
+    q, k, v = plain[0], *(x.repeat_interleave(heads // key_heads, dim=1) for x in plain[1:])
+    scores = (q @ k.transpose(2, 3) * 0.3).masked_fill(~whole[:, None], -math.inf)
+    slow = torch.softmax(scores, dim=-1) @ v
+    slow.backward(weights.double())
+    near = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+    real = torch.ones(n, prompt + size * length).bool()
+    real[:, :prompt] = seen  # what a padding place attends to is not looked at
+    at = real[:, None, :, None]
+    torch.testing.assert_close(made.double() * at, slow * at, rtol=0, atol=near)
+    for fast, exact in zip((query, key, value), plain, strict=True):
+        assert fast.grad is not None
+        torch.testing.assert_close(fast.grad.double(), exact.grad, rtol=near, atol=near)
 
 
 def test_gradient_checkpointing_changes_nothing():

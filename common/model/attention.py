@@ -1,0 +1,146 @@
+"""Attention of completions to the prompt that they share and to themselves, on a CPU, with
+PyTorch's fused kernel: no key is copied for the heads or for the completions that share it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+Sizes = tuple[int, int, int, int]
+
+
+def fits(query: Tensor, value: Tensor, dropout: float) -> bool:
+    """Return whether `SharedPrompt` can do it."""
+    return query.device.type == "cpu" and dropout == 0 and query.shape[-1] == value.shape[-1]
+
+
+class SharedPrompt(torch.autograd.Function):
+    """Attention within n prompts with G completions each: queries [n, heads, P + G * C, d], keys
+    and values [n, key heads, P + G * C, d] -> [n, heads, P + G * C, d].
+
+    A completion attends to its prompt and to itself apart; the sums of both softmaxes put the parts
+    together, and the gradient of a part needs of the other only that sum and the result (ring
+    attention, arXiv:2310.01889, does so too). Gradients are computed in float32: the kernel takes
+    longer in bfloat16.
+
+    prompt_mask: additive, [n, 1, P, P], None where no prompt is padded. completion_mask: additive,
+    [n * G, 1, C, P + C]. sizes: n, P, G, C.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]  # noqa: PLR0913 (autograd passes them one by one)
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        prompt_mask: Tensor | None,
+        completion_mask: Tensor,
+        sizes: Sizes,
+        scale: float | None,
+    ) -> Tensor:
+        """Return the result in the dtype of the queries."""
+        masks = _cut_masks(prompt_mask, completion_mask, sizes, query.shape[1], key.shape[1])
+        (prompt, rows), shared, own = _cut_all(query, key, value, sizes)
+        alone, alone_sum = _fused(prompt, *_expand(shared, prompt), **masks[0], scale=scale)
+        first, first_sum = _fused(_stack(rows), *shared, **masks[1], scale=scale)
+        second, second_sum = _fused(rows, *own, **masks[2], scale=scale)
+        whole = torch.logaddexp(first_sum.view_as(second_sum), second_sum)
+        share = (second_sum - whole).exp()[..., None].to(second.dtype)
+        out = _join(alone, torch.lerp(first.view_as(rows), second, share), sizes)
+        ctx.save_for_backward(query, key, value, out, alone_sum, whole, completion_mask)
+        ctx.prompt_mask, ctx.sizes, ctx.scale = prompt_mask, sizes, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradients of queries, keys and values."""
+        *saved, alone_sum, whole, completion_mask = ctx.saved_tensors
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        query, key, value, out = (x.to(wide) for x in saved)
+        prompt_mask = None if ctx.prompt_mask is None else ctx.prompt_mask.to(wide)
+        sizes, scale, heads = ctx.sizes, ctx.scale, (query.shape[1], key.shape[1])
+        masks = _cut_masks(prompt_mask, completion_mask.to(wide), sizes, *heads)
+        (prompt, rows), shared, own = _cut_all(query, key, value, sizes)
+        key_heads = key.shape[1]
+        (grad_prompt, grad_rows), (out_prompt, out_rows) = (
+            _cut(x, sizes, key_heads) for x in (grad.to(wide), out)
+        )
+
+        def descend(
+            grad: Tensor, query: Tensor, keys: Any, made: tuple[Tensor, Tensor], options: Any
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            causal = options.get("is_causal", False)
+            mask = options.get("attn_mask")
+            return _fused_backward(
+                grad, query, *keys, *made, 0.0, causal, attn_mask=mask, scale=scale
+            )
+
+        made = out_prompt, alone_sum
+        alone = descend(grad_prompt, prompt, _expand(shared, prompt), made, masks[0])
+        made = _stack(out_rows), whole.flatten(1, 2)[:, None]
+        first = descend(_stack(grad_rows), _stack(rows), shared, made, masks[1])
+        second = descend(grad_rows, rows, own, (out_rows, whole), masks[2])
+        of_query = _join(alone[0], first[0].view_as(rows) + second[0], sizes)
+        of_key, of_value = (
+            _join(alone[i].sum(1, keepdim=True) + first[i], second[i], sizes) for i in (1, 2)
+        )
+        found = (of_query, of_key, of_value)
+        return *(x.to(grad.dtype) for x in found), None, None, None, None
+
+
+def _cut(x: Tensor, sizes: Sizes, key_heads: int) -> tuple[Tensor, Tensor]:
+    """Cut [n, heads, P + G * C, d] into prompts [n * key heads, each, P, d] and completions [n *
+    key heads, G, each * C, d]; each: the heads that share a key head.
+    """
+    _, prompt, size, length = sizes
+    x = x.unflatten(1, (key_heads, -1))
+    rows = x[..., prompt:, :].unflatten(3, (size, length)).transpose(2, 3)
+    return x[..., :prompt, :].flatten(0, 1), rows.flatten(3, 4).flatten(0, 1)
+
+
+def _cut_all(
+    query: Tensor, key: Tensor, value: Tensor, sizes: Sizes
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return the queries of prompts and completions, then keys and values of each."""
+    queries, keys, values = (_cut(x, sizes, key.shape[1]) for x in (query, key, value))
+    return queries, (keys[0], values[0]), (keys[1], values[1])
+
+
+def _join(prompt: Tensor, rows: Tensor, sizes: Sizes) -> Tensor:
+    """Put what `_cut` has made together again."""
+    n, _, _, length = sizes
+    rows = rows.unflatten(2, (-1, length)).transpose(1, 2).flatten(2, 3)
+    return torch.cat((prompt, rows), dim=2).unflatten(0, (n, -1)).flatten(1, 2)
+
+
+def _stack(rows: Tensor) -> Tensor:
+    """Return the queries of all completions of a prompt as one run: [.., 1, G * m, d]."""
+    return rows.flatten(1, 2)[:, None]
+
+
+def _expand(shared: tuple[Tensor, Tensor], prompt: Tensor) -> list[Tensor]:
+    return [x.expand(-1, prompt.shape[1], -1, -1) for x in shared]
+
+
+def _cut_masks(
+    prompt_mask: Tensor | None,
+    completion_mask: Tensor,
+    sizes: Sizes,
+    heads: int,
+    key_heads: int,
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return what the kernel is told of prompts, of completions that look at their prompt, and of
+    completions that look at themselves.
+    """
+    _, prompt, size, _ = sizes
+    own = completion_mask[:1, :, :, prompt:].repeat(1, 1, heads // key_heads, 1)
+    if prompt_mask is None:
+        return {"is_causal": True}, {}, {"attn_mask": own}
+    seen = completion_mask[::size, :, :1, :prompt]  # every completion sees its whole prompt
+    alone, first = (
+        {"attn_mask": mask.repeat_interleave(key_heads, dim=0)} for mask in (prompt_mask, seen)
+    )
+    return alone, first, {"attn_mask": own}
