@@ -245,10 +245,12 @@ def describe(error: Exception) -> str:
 
 
 def find_device(name: str | None) -> torch.device:
-    """Return the device to measure on."""
+    """Return the device to measure on, prepared as a run prepares it."""
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cpu":
+        hardware.keep_freed_memory()
     return device
 
 

@@ -2,9 +2,11 @@
 when memory runs out.
 """
 
+import ctypes
 import logging
 import os
 import re
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,8 @@ import torch
 from common.config import ConfigError, HardwareConfig, OptConfig
 
 log = logging.getLogger("clutch")
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,17 @@ def find(config: HardwareConfig, local_rank: int = 0) -> Device:
         return Device(device, properties.name, gb, same)
     gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return Device(torch.device("cpu"), cpu_name(), gb, config.device != "cuda")
+
+
+def keep_freed_memory() -> None:
+    """Let the C library (glibc) keep what tensors free on the host for the tensors to come.
+
+    Otherwise it gives large blocks back to the kernel, which clears every page before it hands them
+    out again: a sixth of a training pass of SmolLM2-135M on two cores.
+    """
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
 
 
 def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:

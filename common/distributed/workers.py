@@ -327,6 +327,8 @@ def _work(job: _Job, context: Context) -> Any:
     run = job.run
     _logging(context)
     hardware.check(run.hardware, run.opt, context.device)
+    if context.device.device.type == "cpu":
+        hardware.keep_freed_memory()
     _agree(run, context)
     run.algo.check_run(run)
     switch, workers = run.opt.workers

@@ -1,6 +1,8 @@
 """Presets against the device that is there, which dtype it has, and sizes that fit."""
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -341,3 +343,28 @@ def test_offload_has_no_effect_on_a_cpu():
     run = compose(["opt=[offload]", "hardware=cpu"])
     with pytest.raises(ConfigError, match="opt=offload has no effect on a CPU"):
         check(run.hardware, run.opt, find(run.hardware))
+
+
+PAGES = """
+import resource, sys, torch
+from common.hardware import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+a = torch.ones(10_000_000)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(30):
+    a = a * 1.0
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator is Linux's")
+def test_freed_memory_is_used_again():
+    """The kernel hands out few new pages for 30 tensors of 40 MB in turn."""
+
+    def count(way: str) -> int:
+        command = [sys.executable, "-c", PAGES, way]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        return int(subprocess.run(command, check=True, capture_output=True, env=env).stdout)
+
+    assert count("keep") < count("give back") / 2
