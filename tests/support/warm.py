@@ -30,6 +30,7 @@ def serve() -> None:
         from tests.support import standin
 
         standin.DEVICE = standin.start()
+    os.fsync = lambda _: None  # as in the tests
     import matplotlib.figure  # noqa: F401
     import sacrebleu  # noqa: F401
     import torch.multiprocessing
