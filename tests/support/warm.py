@@ -7,6 +7,7 @@ forks too. That a new interpreter does the same is what the tests of README's co
 test_launch.py, test_faults.py and test_kills.py see to.
 """
 
+import atexit
 import gc
 import importlib
 import json
@@ -14,9 +15,11 @@ import os
 import pickle
 import runpy
 import sys
+import threading
 from datetime import datetime
 from functools import wraps
 from pathlib import Path
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,11 +29,11 @@ def serve() -> None:
     {arguments, module} or {call}.
     """
     sys.path.insert(0, str(ROOT))
+    os.fsync = lambda _: None  # as in the tests
     if "CLUTCH_STANDIN" in os.environ:  # before torch: see tests/support/standin
         from tests.support import standin
 
         standin.DEVICE = standin.start()
-    os.fsync = lambda _: None  # as in the tests
     import matplotlib.figure  # noqa: F401
     import sacrebleu  # noqa: F401
     import torch.multiprocessing
@@ -50,7 +53,7 @@ def serve() -> None:
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            return run(**json.loads(line))
+            end(json.loads(line))
         print(child, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
@@ -63,6 +66,27 @@ def forking(start_processes):
         return start_processes(*arguments, **options | {"start_method": "fork"})
 
     return start
+
+
+def end(request: dict[str, Any]) -> NoReturn:
+    """In the fork: run, and end as an interpreter does, but leave its memory to the system. Taking
+    down all that was imported takes longer than many runs.
+    """
+    code = 0
+    try:
+        run(**request)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()  # waits for threads
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def run(
