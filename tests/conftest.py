@@ -91,7 +91,7 @@ def launch(cache: Path, tmp_path: Path, begin: Begin) -> Launch:
     exit code.
 
     fresh: in a new interpreter; else in a fork of one, which saves the seconds of its imports.
-    module: that one in place of launch.py, as python -m does.
+    module: that one in place of launch.py, as python -m does. largest_file: in bytes, of a fork.
     """
 
     def run(
@@ -100,6 +100,7 @@ def launch(cache: Path, tmp_path: Path, begin: Begin) -> Launch:
         env: dict[str, str] | None = None,
         fresh: bool = False,
         module: str | None = None,
+        **limits: int,
     ) -> subprocess.CompletedProcess[str]:
         if fresh:
             done = subprocess.run(
@@ -115,7 +116,7 @@ def launch(cache: Path, tmp_path: Path, begin: Begin) -> Launch:
                 timeout=300,
             )
         else:
-            process = begin(*arguments, env=env, merged=False, module=module)
+            process = begin(*arguments, env=env, merged=False, module=module, **limits)
             out, err = process.communicate()
             assert process.returncode is not None
             done = subprocess.CompletedProcess(arguments, process.returncode, out, err)
@@ -167,11 +168,11 @@ def begin(cache: Path, tmp_path: Path, warm: Warm) -> Iterator[Begin]:
         *arguments: str,
         env: dict[str, str] | None = None,
         merged: bool = True,
-        module: str | None = None,
+        **more: Any,
     ) -> Started:
         environment = dict(os.environ | {"CLUTCH_CACHE": str(cache)} | (env or {}))
         files = Path(printed.enter_context(tempfile.TemporaryDirectory()))
-        return warm.start(tmp_path, environment, files, merged, arguments=arguments, module=module)
+        return warm.start(tmp_path, environment, files, merged, arguments=arguments, **more)
 
     with printed:
         yield start

@@ -1,5 +1,6 @@
 """Checkpoints: exact round trips, every kind of damage, a full disk, a killed writer."""
 
+import itertools
 import json
 import logging
 import math
@@ -8,8 +9,6 @@ import pickle
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -18,7 +17,6 @@ import torch
 from common import checkpoint
 from common.checkpoint import latest, load, save
 from common.files import CheckpointError, seal
-from tests.support import ROOT
 
 pytestmark = pytest.mark.faults
 
@@ -301,42 +299,29 @@ def test_extra_that_could_not_be_read_back_is_refused_when_saving(tmp_path):
     assert names(tmp_path) == ["step-00000001"]
 
 
-FULL_DISK = """
-import resource, sys, torch
-from pathlib import Path
-from common.checkpoint import CheckpointError, save
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
-big = torch.zeros(100_000)
-kind = sys.argv[3]
-try:
-    tensors = {"a": big} if kind == "tensors" else {}
+def fill(folder, kind):
+    """Save more than the largest file may hold."""
+    big = {"a": torch.zeros(100_000)}
     state = {"text": "x" * 400_000} if kind == "state" else {}
-    save(Path(sys.argv[1]), 2, tensors, state,
-         {"a": big} if kind == "extra" else None, keep=1)
-except CheckpointError as error:
-    print(error)
-"""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    save(
+        folder, 2, big if kind == "tensors" else {}, state, big if kind == "extra" else None, keep=1
+    )
 
 
 @pytest.mark.parametrize("kind", ["tensors", "state", "extra"])
-def test_a_disk_that_takes_no_more(tmp_path, kind):
+def test_a_disk_that_takes_no_more(warm, tmp_path, kind):
     """The kernel refuses writes beyond a file size, as a full disk does, in whatever language the
     writer is written.
     """
     write(tmp_path, 1)
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path), "100000", kind],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "step-00000002 could not be written" in done.stdout, done.stdout
-    assert "File too large" in done.stdout, done.stdout
+    with pytest.raises(
+        CheckpointError, match=r"step-00000002 could not be written: .*File too large"
+    ):
+        warm.call(fill, tmp_path, kind)
     assert names(tmp_path) == ["step-00000001"]
     assert load(tmp_path / "step-00000001").step == 1
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 100000
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 100_000
 
 
 def test_a_root_that_is_a_file(tmp_path):
@@ -363,36 +348,29 @@ def test_a_failed_replacement_leaves_the_old_one(tmp_path, monkeypatch):
     assert load(tmp_path / "step-00000004").state == before
 
 
-KILLED = """
-import sys, torch
-from pathlib import Path
-from common.checkpoint import save
-step = 0
-while True:
-    step += 1
-    tensors = {"a": torch.full((50_000,), float(step % 7))}
-    save(Path(sys.argv[1]), step % 7, tensors, {"step": step % 7}, None, keep=3)
-    print(step, flush=True)
-"""
+def save_for_ever(folder):
+    """Replacements too: the steps go round."""
+    for step in itertools.count(1):
+        tensors = {"a": torch.full((50_000,), float(step % 7))}
+        save(folder, step % 7, tensors, {"step": step % 7}, None, keep=3)
+        print(step, flush=True)
 
 
-def test_kill_9_at_any_moment_leaves_a_valid_checkpoint(tmp_path):
-    """Replacements too: the steps go round. keep=3 of steps up to the current one."""
+def test_kill_9_at_any_moment_leaves_a_valid_checkpoint(warm, tmp_path):
+    """keep=3 of steps up to the current one."""
+    saved = tmp_path / "saved"
     for attempt in range(3):
-        process = subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(tmp_path)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None
-        for _ in range(5):
-            process.stdout.readline()
+        printed = tmp_path / str(attempt)
+        printed.mkdir()
+        process = warm.begin(save_for_ever, saved, printed=printed)
+        until = time.monotonic() + 60
+        while process.said()[0].count("\n") < 5:
+            assert process.poll() is None, process.said()
+            assert time.monotonic() < until
         time.sleep(0.003 * attempt)
         process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        found = latest(tmp_path)
+        process.communicate()
+        found = latest(saved)
         assert found is not None
         assert found.state == {"step": found.step}
         assert found.tensors["a"].unique().tolist() == [float(found.step)]

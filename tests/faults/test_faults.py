@@ -36,29 +36,19 @@ def command(*arguments):
     [[], pytest.param(["opt=[ddp]", "opt.ddp.ranks=2"], marks=pytest.mark.slow)],
     ids=["one rank", "two ranks"],
 )
-def test_a_disk_that_fills_up_leaves_the_last_checkpoint(launch, cache, tmp_path, more):
+def test_a_disk_that_fills_up_leaves_the_last_checkpoint(launch, tmp_path, more):
     """A limit on the size of files stands for it: the log fits, weights do not."""
     out = tmp_path / "out"
     settings = [*more, f"hydra.run.dir={out}", "checkpoint.every=1"]
     launch("algo=eggroll", *SMALL, *settings, "algo.steps=2")
     before = checkpoint.latest(out / "checkpoints")
-    limited = [
-        "bash",
-        "-c",
-        'ulimit -f 40; exec "$@"',
-        "bash",
-        *command(*settings, "algo.steps=4", "resume=auto"),
-    ]
-    environment = os.environ | {"CLUTCH_CACHE": str(cache)}
-    done = subprocess.run(
-        limited, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 4, done.stderr
+    goes_on = ["algo=eggroll", *SMALL, *settings, "algo.steps=4", "resume=auto"]
+    done = launch(*goes_on, code=4, largest_file=40 << 10)
     assert "Earlier checkpoints stand. Make room, then go on with hydra.run.dir=" in done.stderr
     assert "Traceback" not in done.stderr
     after = checkpoint.latest(out / "checkpoints")
     assert (after.path, after.step) == (before.path, 2)
-    launch("algo=eggroll", *SMALL, *settings, "algo.steps=4", "resume=auto")
+    launch(*goes_on)
     assert checkpoint.latest(out / "checkpoints").step == 4
 
 

@@ -80,7 +80,7 @@ class Warm:
     ) -> Started:
         """what: arguments and module (None: launch.py), or call, the file of a pickled function;
         merged: standard error into standard output; stdin, stdout, stderr: other files, or a
-        terminal.
+        terminal; largest_file: in bytes.
         """
         if self.process is None:
             command = [sys.executable, str(ROOT / "tests/support/warm.py")]
@@ -107,19 +107,23 @@ class Warm:
         here, what it prints is printed.
         """
         with tempfile.TemporaryDirectory() as printed:
-            file = Path(printed) / "call"
-            file.write_bytes(pickle.dumps((function, arguments)))
-            started = self.start(
-                ROOT, dict(os.environ | environment), Path(printed), call=str(file)
-            )
+            started = self.begin(function, *arguments, printed=Path(printed), **environment)
             out, err = started.communicate()
             print(out, end="")
             print(err, end="", file=sys.stderr)
             assert started.returncode == 0, started.returncode
-            outcome = pickle.loads(file.read_bytes())
+            outcome = pickle.loads((Path(printed) / "call").read_bytes())
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
+
+    def begin(
+        self, function: Callable[..., Any], *arguments: Any, printed: Path, **environment: str
+    ) -> Started:
+        """`call` that does not wait. printed: an empty folder, for what it says and returns."""
+        file = printed / "call"
+        file.write_bytes(pickle.dumps((function, arguments)))
+        return self.start(ROOT, dict(os.environ | environment), printed, call=str(file))
 
     def says(self, seconds: float) -> bool:
         """True if a line comes in that time."""
