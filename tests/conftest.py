@@ -85,6 +85,28 @@ def standin() -> Iterator[Warm]:
     process.stop()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def asked_slurm() -> Iterator[subprocess.Popen[str] | None]:
+    """The question for idle nodes. Where no Slurm is up, it takes ten seconds to say so."""
+    if shutil.which("sinfo") is None or shutil.which("sbatch") is None:
+        yield None
+        return
+    command = ["sinfo", "-h", "-t", "idle", "-o", "%D"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture(scope="session")
+def slurm(asked_slurm: subprocess.Popen[str] | None) -> int:
+    """How many nodes of a Slurm are idle; 0 where there is none."""
+    if asked_slurm is None:
+        return 0
+    said = asked_slurm.communicate(timeout=20)[0]
+    return 0 if asked_slurm.returncode else sum(map(int, said.split()))
+
+
 @pytest.fixture
 def launch(cache: Path, tmp_path: Path, begin: Begin) -> Launch:
     """Run launch.py as a user does, from another folder. Returns the finished process; asserts its

@@ -335,9 +335,9 @@ def test_submitit_runs_jobs_side_by_side_that_share_the_tiny_model(launch, tmp_p
 
 
 @pytest.mark.slurm
-def test_submitit_sends_a_sweep_to_slurm(launch, tmp_path):
+def test_submitit_sends_a_sweep_to_slurm(launch, slurm, tmp_path):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    if shutil.which("sinfo") is None or subprocess.run(["sinfo"], capture_output=True).returncode:
+    if not slurm:
         pytest.skip("no Slurm is up")
     given = [f"hydra.launcher.{text}" for text in ("mem_gb=2", "cpus_per_task=1", "timeout_min=10")]
     launch(
