@@ -36,7 +36,22 @@ from tests.support.commands import Begin, Launch, Started, Warm
 from tests.support.standin import LIBRARY, build
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(trylast=True)  # when those that are not wanted are gone
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs go first: two processes begin with a half of the tests each, and the one that is
+    done first takes over from the end of the other's, where what is left is quick, and needs no
+    runs that the other has made.
+    """
+    modules = {item.path: (item.path.parent.name in ("runs", "faults")) for item in items}
+    runs = [path for path, long in modules.items() if long]
+    first, second = ([i for i in items if i.path in runs[start::2]] for start in (0, 1))
+    quick = [item for item in items if not modules[item.path]]
+    room = max(0, len(items) // 2 - len(first))
+    items[:] = [*first, *quick[:room], *second, *quick[room:]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
     """What was imported stays: collections, which composing a run alone sets off, need not look at
     it again and again.
     """
