@@ -75,7 +75,7 @@ RUNS = {
             "algo.model.heads=2",
             "algo.tokenizer.vocabulary=400",
         ),
-        *("algo.epochs={steps}", "algo.validation_share=0"),  # two steps each
+        *("algo.epochs={epochs}", "algo.validation_share=0"),  # two steps each
     ],
 }
 
@@ -103,7 +103,7 @@ def test_memory_is_flat(algo, steps, tmp_path, monkeypatch):
             found[len(seen)] = (tensors, len(objects), resident())
 
     monkeypatch.setattr(Tracker, "write", watched)
-    arguments = [text.format(steps=steps) for text in RUNS[algo]]
+    arguments = [text.format(steps=steps, epochs=steps // 2) for text in RUNS[algo]]
     train(
         compose([*arguments, "checkpoint.every=7"]),
         tmp_path,

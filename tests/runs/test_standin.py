@@ -36,8 +36,8 @@ from tests.support.models import ARCHITECTURES, prompts, sampling, small_model
 pytestmark = pytest.mark.standin
 
 RUNS = {
-    "eggroll": ["algo=eggroll", *SMALL],
-    "grpo": [*SMALL_GRPO, "algo.num_iterations=2", "algo.kl.beta=0.1"],
+    "eggroll": ["algo=eggroll", *SMALL, "algo.steps=2"],
+    "grpo": [*SMALL_GRPO, "algo.num_iterations=2", "algo.kl.beta=0.1", "algo.steps=3"],
     "rft": SMALL_RFT,
     "classify": SMALL_CLASSIFY,
 }
@@ -82,7 +82,7 @@ def test_a_run_goes_through_the_branches_for_cuda(algo, opt, standin, cache, tmp
 
 @pytest.mark.parametrize("algo", ["grpo", "rft", "classify"])
 def test_float16_with_a_grad_scaler_as_on_a_v100(algo, standin, cache, tmp_path):
-    arguments = [*RUNS[algo], "opt=[amp]"]
+    arguments = [*RUNS[algo], "opt=[amp]", *(["algo.iterations=1"] if algo == "rft" else [])]
     standin.call(train, tmp_path, arguments, (7, 0), CLUTCH_CACHE=str(cache))
     log = (tmp_path / "run.log").read_text()
     assert "float16, GradScaler" in log
