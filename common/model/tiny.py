@@ -1,4 +1,4 @@
-"""TODO common.model.tiny."""
+"""A tiny byte-level Llama that a run builds, and briefly pre-trains, where no model is named."""
 
 import hashlib
 import json

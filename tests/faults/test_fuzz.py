@@ -1,5 +1,4 @@
 """Bad input of every kind: an error that names the place, or a defined result; never a traceback
-from tests.support.models import small_model
 from inside a library.
 """
 
