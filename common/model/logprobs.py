@@ -27,8 +27,9 @@ from common.model.transfer import to_device
 from common.precision import exact_float32
 
 ATTENTION = "clutch_shared_prompt"
-# Logits held at a time: tokens x vocabulary floats, 64 MB.
-LOGITS = 1 << 24
+# Logits held at a time, tokens x vocabulary. A chunk reads the head's weight three times and adds
+# to its gradient once; where that is what takes the time, on a GPU, chunks are larger.
+LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ def token_logprobs(
     G, C], 0 on padding.
 
     Logits are divided by `temperature` (that of sampling; 1 for greedy runs) and never exist for
-    more than `LOGITS` floats.
+    more numbers than `LOGITS` has for the device.
     """
     return fsdp.inside(model, _token_logprobs, groups, temperature)
 
@@ -290,10 +291,13 @@ class _HeadLogprobs(torch.autograd.Function):
             states.new_empty(len(ids), dtype=torch.float32),
             states.new_empty(len(ids), dtype=torch.float32),
         )
-        for part in _chunks(len(ids), weight.shape[0]):
-            log_softmax = _log_softmax(states[part], weight, bias, temperature)
+        for part in _chunks(len(ids), weight):
+            logits = _logits(states[part], weight, bias, temperature)
+            log_softmax = torch.log_softmax(logits, dim=1, dtype=torch.float32)
             logp[part] = log_softmax.gather(1, ids[part, None])[:, 0]
-            entropy[part] = -(log_softmax.exp() * log_softmax).sum(1)
+            softmax = log_softmax.exp_()
+            entropy[part] = torch.special.entr(softmax, out=softmax).sum(1)
+            del logits, log_softmax, softmax  # before the next ones are made
         ctx.save_for_backward(states, weight, ids, entropy)
         ctx.bias, ctx.temperature = bias, temperature
         ctx.set_materialize_grads(False)
@@ -319,34 +323,59 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_bias = (
             torch.zeros(weight.shape[0], device=weight.device) if ctx.bias is not None else None
         )
-        for part in _chunks(len(ids), weight.shape[0]):
-            log_softmax = _log_softmax(states[part], weight, ctx.bias, ctx.temperature)
+        for part in _chunks(len(ids), weight):
+            logits = _logits(states[part], weight, ctx.bias, ctx.temperature)
             of_logp = grad_logp[part, None] / ctx.temperature
+            target = ids[part, None]
             if grad_entropy is None:
-                grad = log_softmax.exp_().mul_(-of_logp)
+                grad = _grad_of_logp(logits, target, of_logp, states.dtype)
             else:
                 of_entropy = grad_entropy[part, None] / ctx.temperature
-                of_logits = of_logp + of_entropy * (log_softmax + entropy[part, None])
+                log_softmax = torch.log_softmax(logits, dim=1, dtype=torch.float32)
+                of_logits = (log_softmax + entropy[part, None]).mul_(of_entropy).add_(of_logp)
                 grad = of_logits.mul_(log_softmax.exp_()).neg_()
-            grad = grad.scatter_add_(1, ids[part, None], of_logp).to(states.dtype)
+                grad = grad.scatter_add_(1, target, of_logp).to(states.dtype)
+                del log_softmax, of_logits
+            del logits
             grad_states[part] = grad @ weight
             if grad_weight is not None:
-                grad_weight += grad.T @ states[part]
+                _add_product(grad_weight, grad.T, states[part])
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
+            del grad  # before the next one is made
         return grad_states, grad_weight, grad_bias, None, None
 
 
-def _chunks(tokens: int, vocabulary: int) -> list[slice]:
-    size = max(1, LOGITS // vocabulary)
+def _chunks(tokens: int, weight: Tensor) -> list[slice]:
+    size = max(1, LOGITS[weight.device.type] // weight.shape[0])
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
-def _log_softmax(states: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to `total`, float32. No product is made beside it, and rounded to 16 bits,
+    but on a CPU.
+    """
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
+def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     logits = F.linear(states, weight, bias)
-    if temperature != 1:
-        logits = logits.float() / temperature
-    return torch.log_softmax(logits, dim=1, dtype=torch.float32)
+    return logits if temperature == 1 else logits.float().div_(temperature)
+
+
+def _grad_of_logp(logits: Tensor, target: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return grad * (onehot - p) [n, V] in `dtype`, in two passes over the vocabulary. target, grad
+    [n, 1]. The target's own, where p may be near 1, is rounded once.
+    """
+    softmax = torch.softmax(logits, dim=1, dtype=torch.float32)
+    of_target = (grad * (1 - softmax.gather(1, target))).to(dtype)
+    out = softmax if dtype == softmax.dtype else torch.empty_like(softmax, dtype=dtype)
+    return torch.mul(softmax, -grad, out=out).scatter_(1, target, of_target)
 
 
 def check_model(model: PreTrainedModel) -> None:
