@@ -22,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from common.config import ConfigError
 from common.distributed import fsdp
+from common.model import varlen
 from common.model.masks import additive
 from common.model.transfer import to_device
 from common.precision import exact_float32
@@ -42,9 +43,11 @@ class Groups:
         places: int64 [T], the place of each among n * (P + G * C); None where all are taken.
         mask: bool [n * G, C], True on real completion tokens. slots: int64 [N], where these are.
         targets: int64 [N], those tokens. predictors: int64 [N], which of the T predicts each.
-        prompt_mask: [n, 1, P, P], None where no prompt is padded. completion_mask: [n * G, 1, C,
-            P + C]. Both are bool, True = attend; additive where attention computes.
+        lengths: tokens of each prompt and of its completions, by row.
         sizes: n, P, G, C.
+        prompt_mask: [n, 1, P, P], None where no prompt is padded. completion_mask: [n * G, 1, C,
+            P + C]. Both are additive. spans: what takes the place of both in flash attention.
+            `for_attention` makes what the device needs.
     """
 
     ids: Tensor
@@ -54,14 +57,35 @@ class Groups:
     slots: Tensor
     targets: Tensor
     predictors: Tensor
-    prompt_mask: Tensor | None
-    completion_mask: Tensor
+    lengths: list[list[int]]
     sizes: tuple[int, int, int, int]
+    prompt_mask: Tensor | None = None
+    completion_mask: Tensor | None = None
+    spans: varlen.Spans | None = None
 
-    def cast(self, dtype: torch.dtype) -> "Groups":
-        """Return the groups with additive masks of the dtype that attention computes in."""
-        prompt_mask = None if self.prompt_mask is None else additive(self.prompt_mask, dtype)
-        completion_mask = additive(self.completion_mask, dtype)
+    def for_attention(self, config: Any, dtype: torch.dtype) -> "Groups":
+        """Return the groups with what attention needs in `dtype`: spans where the device has flash
+        attention for the heads of `config`, else masks, made here and not in each layer.
+        """
+        if varlen.has_flash(config, self.ids.device, dtype):
+            return replace(self, spans=varlen.span(self.lengths, self.ids.device))
+        return self.masked(dtype)
+
+    def masked(self, dtype: torch.dtype) -> "Groups":
+        """Return the groups with masks of `dtype`, which are made on the device."""
+        device, (n, width, size, length) = self.ids.device, self.sizes
+        [first] = to_device([torch.tensor([width - row[0] for row in self.lengths])], device)
+        column, row = torch.arange(width, device=device), torch.arange(length, device=device)
+        seen = column >= first[:, None, None]  # [n, 1, P], of a prompt's places
+        prompt_mask = None
+        if min(row[0] for row in self.lengths) < width:
+            # An empty place attends to itself alone: a softmax over nothing would be NaN.
+            causal, itself = column <= column[:, None], column == column[:, None]
+            prompt_mask = additive(((causal & seen) | itself)[:, None], dtype)
+        among_own = (row <= row[:, None]).expand(n, length, length)
+        among_completion = torch.cat((seen.expand(n, length, width), among_own), dim=2)
+        among_completion = additive(among_completion, dtype)
+        completion_mask = among_completion.repeat_interleave(size, dim=0)[:, None]
         return replace(self, prompt_mask=prompt_mask, completion_mask=completion_mask)
 
     def lay_out(self, x: Tensor) -> Tensor:
@@ -108,20 +132,11 @@ def group(
     number = (real.flatten().cumsum(0) - 1).view(real.shape)  # of the token at each place
     own = number[:, width:].view(n, size, length)
     before = torch.cat((number[:, width - 1, None, None].expand(n, size, 1), own[:, :, :-1]), dim=2)
-    # What is on the host goes to the device at once; masks, which are larger, are made there.
+    # What is on the host goes to the device at once.
     places, slots = real.flatten().nonzero()[:, 0], mask.flatten().nonzero()[:, 0]
     laid = [ids[real][None], positions[real][None], places, slots, ids[:, width:][mask.flatten(1)]]
-    moved = to_device([*laid, before[mask], first], device)
-    ids, positions, places, slots, targets, predictors, first = moved
-    column, row = torch.arange(width, device=device), torch.arange(length, device=device)
-    seen = column >= first[:, None, None]  # [n, 1, P], of a prompt's places
-    prompt_mask = None
-    if int(tokens.min()) < width:
-        # An empty place attends to itself alone: a softmax over nothing would be NaN.
-        causal, itself = column <= column[:, None], column == column[:, None]
-        prompt_mask = ((causal & seen) | itself)[:, None]
-    among_own = (row <= row[:, None]).expand(n, length, length)
-    among_completion = torch.cat((seen.expand(n, length, width), among_own), dim=2)
+    moved = to_device([*laid, before[mask]], device)
+    ids, positions, places, slots, targets, predictors = moved
     filled = torch.zeros(n * size * length, dtype=torch.bool, device=device)
     return Groups(
         ids=ids,
@@ -131,8 +146,7 @@ def group(
         slots=slots,
         targets=targets,
         predictors=predictors,
-        prompt_mask=prompt_mask,
-        completion_mask=among_completion.repeat_interleave(size, dim=0)[:, None],
+        lengths=[[len(p), *map(len, cs)] for p, cs in zip(prompts, completions, strict=True)],
         sizes=(n, width, size, length),
     )
 
@@ -159,6 +173,10 @@ def _attention(  # noqa: PLR0913
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others
         )
+    if groups.spans is not None:
+        assert not dropout, "flash attention over spans has no dropout: optim.no_dropout"
+        query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+        return varlen.attend_in_groups(query, key, value, groups.spans, scaling)[None], None
     n, prompt, size, length = groups.sizes
     # A rotation with float32 angles has widened queries and keys.
     query, key, value = (groups.lay_out(x.to(value.dtype)) for x in (query, key, value))
@@ -209,14 +227,17 @@ def prepare(model: PreTrainedModel) -> None:
 def hidden_states(model: PreTrainedModel, groups: Groups) -> Tensor:
     """The states that predict each real completion token: [N, d]."""
     assert model.config._attn_implementation == ATTENTION, "call prepare(model) first"
-    kind = groups.ids.device.type  # masks are cast here, not in each layer
-    groups = groups.cast(
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else fsdp.dtype(model)
+    kind = groups.ids.device.type
+    half = torch.is_autocast_enabled(kind)
+    groups = groups.for_attention(
+        model.config, torch.get_autocast_dtype(kind) if half else fsdp.dtype(model)
     )
+    mask = groups.completion_mask
     states = model.base_model(
         input_ids=groups.ids,
         position_ids=groups.positions,
-        attention_mask=groups.completion_mask,  # so that the model makes none
+        # Any of four dimensions, so that the model makes none.
+        attention_mask=groups.ids[None, None] if mask is None else mask,
         use_cache=False,
         groups=groups,
     ).last_hidden_state

@@ -6,6 +6,7 @@ import torch
 from common.config import ConfigError
 from common.model import logprobs
 from common.model.logprobs import group, prepare, token_logprobs
+from common.model.masks import additive
 from common.model.memory import activation_bytes
 from common.optim import checkpoint_activations
 from tests.support.models import ARCHITECTURES, small_model
@@ -74,19 +75,19 @@ def test_no_padding_is_computed():
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_prompts_of_one_length_need_no_mask(name):
+def test_prompts_of_one_length_need_no_mask(name, monkeypatch):
     """Then attention is told that it is causal, which gives the same values."""
     model = small_model(name)
     prepare(model)
     laid = group(*data(((6, (3, 7)), (6, (4, 4)))), CPU)
-    assert laid.prompt_mask is None
-    among = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 1, 6, 6)
-    fast, slow = (
-        token_logprobs(model, groups, 1.0)[0]
-        for groups in (laid, dataclasses.replace(laid, prompt_mask=among))
-    )
-    torch.testing.assert_close(fast, slow, rtol=0, atol=1e-6)
-    assert group(*data(), CPU).prompt_mask is not None
+    assert laid.masked(torch.float32).prompt_mask is None
+    fast = token_logprobs(model, laid, 1.0)[0]
+    among = additive(torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 1, 6, 6), torch.float32)
+    masked = dataclasses.replace(laid.masked(torch.float32), prompt_mask=among)
+    monkeypatch.setattr(logprobs.Groups, "masked", lambda *_: masked)
+    torch.testing.assert_close(token_logprobs(model, laid, 1.0)[0], fast, rtol=0, atol=1e-6)
+    monkeypatch.undo()
+    assert group(*data(), CPU).masked(torch.float32).prompt_mask is not None
 
 
 def test_autocast_gradients_are_those_of_the_reported_values():
