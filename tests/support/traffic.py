@@ -39,11 +39,21 @@ class Traffic(TorchDispatchMode):
         written = [a.alias_info for a in func._schema.returns]
         if packet in NOTHING or (func.is_view and not any(i and i.is_write for i in written)):
             return 0
+        if packet is aten._flash_attention_forward:
+            return attention(given, made)
         if packet in PICK:
             return 2 * sum(map(size, made))
         if packet in PUT:
             return 2 * size(given[-1])
         return sum(map(size, given)) + sum(map(size, made))
+
+
+def attention(given: list[Tensor], made: list[Tensor]) -> int:
+    """Return the bytes of queries and results, and of the keys and values that count."""
+    query, key, value, _, starts, *used = given
+    keys = int(used[0].sum()) if used else int(starts[-1])
+    each = (key[0].numel() + value[0].numel()) * key.itemsize
+    return size(query) + keys * each + sum(map(size, made))
 
 
 def tensors(tree: Any) -> list[Tensor]:
