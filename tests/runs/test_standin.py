@@ -1,17 +1,21 @@
 """Whole runs and parts of them on the stand-in for a CUDA device (tests/support/standin)."""
 
 import contextlib
+import errno
 import importlib
 import math
 import random
 import re
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from common import lm, rows
+from common import checkpoint, lm, rows
 from common.config import ConfigError, SamplingConfig
 from common.distributed.workers import launch
 from common.model import logprobs
@@ -22,7 +26,7 @@ from common.sampling.engine import Requests
 from common.sampling.kv_cache import SlotCache
 from common.sampling.native import Sampler
 from common.session import Session
-from common.signals import EXIT_NUMBERS, RunStopped
+from common.signals import EXIT_NUMBERS, EXIT_WRITE, RunStopped
 from eggroll import weights
 from eggroll.noise import Noise
 from eggroll.weights import Weights
@@ -144,8 +148,10 @@ def test_decoding_asks_the_host_for_little(name, standin):
     assert waits.total() <= 5 * 64 / 8
 
 
-def micro_batches(folder, arguments):
+def micro_batches(folder, arguments, flash=False):
     """Train with GRPO; count the waits and copies of its training pass alone."""
+    if flash:
+        contextlib.ExitStack().enter_context(emulated("CUDA"))
     given = compose(on_device(arguments))
     policy = importlib.import_module("grpo.policy")
     inner, seen = policy.Policy._backward, standin.watch()
@@ -161,14 +167,84 @@ def micro_batches(folder, arguments):
     return sum(batches), len(batches), seen.waits, seen.to_device
 
 
-def test_a_training_pass_asks_the_host_for_one_number_per_pass(standin, cache, tmp_path):
-    """What goes to the device is pinned, so the host does not wait for it."""
-    arguments = [*SMALL_GRPO, "algo.train_rows=4"]
+@pytest.mark.parametrize("flash", [False, True])
+def test_a_training_pass_asks_the_host_for_one_number_per_pass(flash, standin, cache, tmp_path):
+    """What goes to the device is pinned, so the host does not wait for it, and lays out the next
+    micro-batch while the device computes this one.
+    """
+    arguments = [*SMALL_GRPO, "algo.train_rows=4", *(["opt=[amp]"] if flash else [])]
     batches, passes, waits, copies = standin.call(
-        micro_batches, tmp_path, arguments, CLUTCH_CACHE=str(cache)
+        micro_batches, tmp_path, arguments, flash, CLUTCH_CACHE=str(cache)
     )
-    assert waits.total() <= batches + passes, waits
+    assert batches > passes
+    assert waits.total() <= passes, waits
     assert copies.total() == 0, copies
+
+
+# --- checkpoints
+
+
+def keep_checkpoints(folder, arguments, how):
+    """Run with a checkpoint per step. Return the thread that wrote each, and what ended the run.
+    how: "beside", "in turn", or "full": the second one cannot be written.
+    """
+    wrote, inner = [], checkpoint.seal
+
+    def seal(*given):
+        wrote.append(threading.current_thread().name)
+        if how == "full" and len(wrote) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        time.sleep(0.2)  # steps go on meanwhile
+        return inner(*given)
+
+    checkpoint.seal = seal
+    if how == "in turn":
+        saved = Session._save
+        Session._save = lambda self, beside: saved(self, beside=False)
+    try:
+        train(folder, [*arguments, "checkpoint.every=1", "checkpoint.keep=9"])
+    except RunStopped as stop:
+        return wrote, (stop.code, str(stop))
+    return wrote, None
+
+
+@pytest.mark.parametrize("algo", ["eggroll", "grpo"])
+def test_checkpoints_written_beside_training_are_those_of_their_step(
+    algo, standin, cache, tmp_path
+):
+    more = {"eggroll": ["algo.optimizer.name=Adam"], "grpo": ["algo.num_iterations=1"]}
+    arguments = [*RUNS[algo], *more[algo]]
+    found = {}
+    for how in ("beside", "in turn"):
+        found[how], ended = standin.call(
+            keep_checkpoints, tmp_path / how, arguments, how, CLUTCH_CACHE=str(cache)
+        )
+        assert ended is None
+    names = [path.name for path in sorted((tmp_path / "beside/checkpoints").iterdir())]
+    steps = [name for name in names if name.startswith("step-")]
+    assert steps == names, "nothing is half-written at the end"
+    assert len(steps) >= 4
+    written = found["beside"][: len(steps)]
+    assert written == ["checkpoint"] * (len(steps) - 1) + ["MainThread"]
+    for name in steps:
+        one, other = (checkpoint.load(tmp_path / how / "checkpoints" / name) for how in found)
+        assert one.tensors.keys() == other.tensors.keys()
+        for key, tensor in one.tensors.items():
+            assert torch.equal(tensor, other.tensors[key])
+        for a, b in zip(tree_leaves(one.extra), tree_leaves(other.extra), strict=True):
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        assert one.state["run"]["step"] == other.state["run"]["step"] == one.step
+
+
+def test_a_checkpoint_that_cannot_be_written_beside_training_ends_the_run(standin, cache, tmp_path):
+    """When the next one is due; those before it are whole."""
+    _, ended = standin.call(
+        keep_checkpoints, tmp_path, RUNS["eggroll"], "full", CLUTCH_CACHE=str(cache)
+    )
+    code, text = ended
+    assert code == EXIT_WRITE
+    assert re.search(r"step-00000002 could not be written: .*No space left on device", text)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
 
 
 # --- what is read and written
