@@ -199,9 +199,9 @@ class Work:
         """Make new weights of the rewards, as the training loop does it."""
         shaped = fitness(self.rewards, self.settings.fitness)
         for name, gradient in self.noise.gradients(0, shaped):
-            self.weights.descend(name, gradient, self.settings.lr)
+            self.weights.descend(name, gradient, self.settings.lr, compare=False)
             del gradient
-        self.weights.drift()
+        self.weights.measure()
 
     def same(self, rows: Tensor, others: Tensor, which: list[tuple[int, int]]) -> int:
         """Count the completions that are equal. which: prompt and member of each.

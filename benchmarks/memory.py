@@ -98,9 +98,9 @@ def prepare(
             with noise.members(step, range(sizes.members), algo.sigma):
                 sample()
             for name, gradient in noise.gradients(step, fitness(rewards, algo.fitness)):
-                weights.descend(name, gradient, algo.lr)
+                weights.descend(name, gradient, algo.lr, compare=False)
                 del gradient  # before the next one is made
-            weights.drift()
+            weights.measure()
 
     return run
 

@@ -16,6 +16,7 @@ import logging
 import pickle
 import re
 import shutil
+import threading
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from common.files import MANIFEST, TEMPORARY, CheckpointError, first_line, problem, replacing, seal
 
@@ -71,10 +73,71 @@ def save(
     Raises: CheckpointError on any I/O error, with all earlier checkpoints as they were; TypeError
     if `extra` holds something that only unpickling could read, or `state` what is not JSON.
     """
+    return _write(root, step, _separate(tensors), json.dumps(state, indent=1), extra, keep, write)
+
+
+class Writer:
+    """Writes checkpoints beside the run, one after the other."""
+
+    def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
+        self.folder: Path | None = None
+        self.error: BaseException | None = None
+
+    def start(
+        self,
+        root: Path,
+        step: int,
+        tensors: dict[str, Tensor],
+        state: dict[str, Any],
+        extra: dict[str, Any],
+        keep: int,
+    ) -> None:
+        """Copy all to the host, now, and write it as `save` does while the caller goes on. One that
+        is under way must have been waited for.
+        """
+        assert self.thread is None
+        text = json.dumps(state, indent=1)
+        separated, copied = _separate(tensors), tree_map(_on_host, extra)
+
+        def run() -> None:
+            try:
+                self.folder = _write(root, step, separated, text, copied, keep)
+            except BaseException as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self.thread.start()
+
+    def wait(self) -> Path | None:
+        """Return the folder of the checkpoint that was under way, once it is whole; None where
+        there was none. Raises: what `save` raises.
+        """
+        if self.thread is not None:
+            self.thread.join()
+        folder, error = self.folder, self.error
+        self.thread = self.folder = self.error = None
+        if error is not None:
+            raise error
+        return folder
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _write(
+    root: Path,
+    step: int,
+    separated: tuple[dict[str, Tensor], dict[str, str]],
+    state: str,
+    extra: dict[str, Any] | None,
+    keep: int,
+    write: Callable[[Path], None] | None = None,
+) -> Path:
     assert keep >= 1
     assert step >= 0
-    weights, tied = _separate(tensors)
-    state_text = json.dumps(state, indent=1)
+    weights, tied = separated
     folder = folder_of(root, step)
     # first: a killed writer's leftovers may be what fills the disk
     for stale in root.glob(f"{TEMPORARY}*"):
@@ -84,7 +147,7 @@ def save(
             save_file(weights, temporary / TENSORS, metadata={"tied": json.dumps(tied)})
         else:
             write(temporary)
-        (temporary / STATE).write_text(state_text, encoding="utf-8")
+        (temporary / STATE).write_text(state, encoding="utf-8")
         if extra is not None:
             _save_extra(extra, temporary / EXTRA)
         seal(temporary, {"step": step} | ({"sharded": True} if write else {}))

@@ -24,7 +24,7 @@ signals wait for the last of them, as a rollout is never stored.
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from common import resume
 from common.budget import Budget
-from common.checkpoint import Checkpoint
+from common.checkpoint import Checkpoint, Writer
 from common.config import Run
 from common.distributed import fsdp
 from common.distributed.context import Context
@@ -116,6 +116,7 @@ class Session:
         self.warmed_up: dict[str, float] = {}
         self.timer = Timer()
         self.ending: str | None = None
+        self.writer = Writer()
 
     def __enter__(self) -> "Session":
         return self
@@ -123,6 +124,8 @@ class Session:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.stack.close()
         self.subject.close()
+        with suppress(Exception):  # there is an error already, or nothing to wait for
+            self.writer.wait()
         if error is not None and self.tracker:
             stopped = isinstance(error, RunStopped)
             self.tracker.close(error.code if stopped else 1)
@@ -210,7 +213,7 @@ class Session:
         due = every and done // every > step.index // every
         if due or step.keep or stopping or self.over:
             with self.timer("checkpoint"):  # in the next step's event
-                self._save()
+                self._save(beside=not (stopping or self.over))
         if stopping and not self.over:
             of = f" of {self.total_steps}" if self.total_steps else ""
             raise RunStopped(
@@ -219,21 +222,26 @@ class Session:
                 EXIT_SIGNAL,
             )
 
-    def _save(self) -> None:
+    def _save(self, beside: bool) -> None:
+        """Write a checkpoint; on a GPU, if `beside`, while training goes on until the next one."""
+        self._written(self.writer.wait())
         if self.tracker:
             self.tracker.sync()  # what the checkpoint says is logged is then on the disk
-        folder = fsdp.save(
-            self.context,
-            self.context.out_dir / "checkpoints",
-            self.state["step"],
-            {name: tensor.detach() for name, tensor in self.saved.tensors().items()},
-            {"run": self.state, "config": asdict(self.run)},
-            self.saved.extra(),
-            keep=self.run.checkpoint.keep,
-        )
-        if self.tracker:
-            self.tracker.artifact("checkpoint", folder, f"step-{self.state['step']}")
-        self.context.barrier()
+        context, step, extra = self.context, self.state["step"], self.saved.extra()
+        tensors = {name: tensor.detach() for name, tensor in self.saved.tensors().items()}
+        state = {"run": self.state, "config": asdict(self.run)}
+        root, keep = context.out_dir / "checkpoints", self.run.checkpoint.keep
+        if beside and context.device.device.type == "cuda" and not fsdp.of(self.subject.model):
+            fsdp.check_equal(context, tensors, step)
+            if context.main:
+                self.writer.start(root, step, tensors, state, extra, keep)
+        else:
+            self._written(fsdp.save(context, root, step, tensors, state, extra, keep))
+            context.barrier()
+
+    def _written(self, folder: Path | None) -> None:
+        if self.tracker and folder is not None:
+            self.tracker.artifact("checkpoint", folder, f"step-{int(folder.name[5:])}")
 
     # --- the end
 

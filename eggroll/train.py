@@ -9,8 +9,6 @@ prompts of a step; weight decay pulls towards the initial weights (arXiv:2605.30
 members out and exchange rewards alone; all make the same update.
 """
 
-import math
-
 import torch
 
 from common.config import ConfigError, Run
@@ -68,15 +66,17 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
                 step.non_finite("NaN or infinity in a reward or logits", population.offending)
                 continue
             shaped = fitness(rewards, cfg.fitness, cfg.samples_per_prompt)  # [members]
+            compare = weights.compares(step.index)
             with step.phase("update"):
                 for name, gradient in noise.gradients(draw, shaped):  # -1/N sum_i fitness_i E_i
-                    weights.descend(name, gradient, lr)  # W <- W - lr * gradient
+                    weights.descend(name, gradient, lr, compare)  # W <- W - lr * gradient
                     del gradient  # before the next one is made
-            drift = weights.drift()
-            step.stop_if(None if math.isfinite(drift) else "weights are not finite.")
-            step.stop_if(cfg.stop_at.crossed(drift))
+                finite, drift = weights.measure()
+            step.stop_if(None if finite else "weights are not finite.")
+            if drift is not None:
+                step.stop_if(cfg.stop_at.crossed(drift))
+                step.log(drift=drift)
             step.log(
-                drift=drift,
                 zero_fitness=idle_share(shaped, cfg.mirrored),
                 state_memory_gb=weights.memory_gb,
             )

@@ -1,5 +1,6 @@
 """The perturbed weights: float32 masters, those of the forward, the initial ones; optimizers."""
 
+import math
 import tempfile
 import weakref
 from contextlib import suppress
@@ -16,9 +17,12 @@ from common.distributed import fsdp
 from eggroll.config import EggrollConfig
 from eggroll.noise import Noise
 
+# Steps of which one compares the weights with the initial ones where nothing but the log asks.
+DRIFT_EVERY = 10
+
 
 class DiskTensors:
-    """Tensors that are needed a moment each step: in a file without a name, which ends with the
+    """Tensors that are needed a moment now and then: in a file without a name, which ends with the
     process, however it ends.
 
     float32 on the CPU when read. Raises: OSError with the folder where there is no room.
@@ -57,9 +61,11 @@ class Weights:
     """The perturbed weights: float32 masters, what the forward uses, the initial ones, and their
     optimizers.
 
-    Training is to take hardly more memory than sampling does: the initial weights lie in a file of
-    `folder` and are read for each update, which goes parameter by parameter. In float32 the forward
-    uses the masters; else they are beside what it uses, on the CPU with `offload`.
+    Training is to take hardly more memory than sampling does: an update goes parameter by
+    parameter, and the initial weights lie in a file of `folder`. Reading them back takes as long as
+    the rest of an update or longer, so that an update does it only where `compares` says so. In
+    float32 the forward uses the masters; else they are beside what it uses, on the CPU with
+    `offload`.
     """
 
     def __init__(
@@ -78,8 +84,9 @@ class Weights:
         parameters = dict(model.named_parameters())
         # What this rank holds of them.
         self.initial = DiskTensors({n: fsdp.local(parameters[n]) for n in names}, folder)
-        # |W0|^2 and, while a step is made, |W - W0|^2.
-        self.moved: Tensor | float = 0.0
+        # |W0|^2 and, while a step is made, |W|^2 and |W - W0|^2; None where that is not compared.
+        self.size: Tensor | float = 0.0
+        self.moved: Tensor | float | None = None
         parts = [fsdp.local(parameters[n]).detach().square().sum().double() for n in names]
         self.started = float(sum(parts))  # read once
         if compute == torch.float32 or fsdp.of(model):
@@ -101,13 +108,23 @@ class Weights:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"algo.optimizer.kwargs={cfg.optimizer.kwargs}: {error}") from None
 
+    def compares(self, step: int) -> bool:
+        """Return whether a 0-based step compares the weights with the initial ones: each step where
+        something depends on it, else one in `DRIFT_EVERY`, for the log.
+        """
+        asked = self.cfg.weight_decay > 0 or self.cfg.stop_at.drift is not None
+        return asked or step % DRIFT_EVERY == 0
+
     @torch.no_grad()
-    def descend(self, name: str, gradient: Tensor, lr: float) -> None:
-        """Make an optimizer step of one parameter against `gradient`, which is used up."""
+    def descend(self, name: str, gradient: Tensor, lr: float, compare: bool) -> None:
+        """Make an optimizer step of one parameter against `gradient`, which is used up; `compare`
+        what comes of it with the initial weights.
+        """
         master, optimizer = self.masters[name], self.optimizers[name]
         gradient = gradient.to(master.device)
-        initial = self.initial[name].to(master.device)
+        initial = self.initial[name].to(master.device) if compare else None
         if self.cfg.weight_decay:
+            assert initial is not None, "weight decay pulls towards the initial weights"
             gradient.add_(fsdp.local(master) - initial, alpha=self.cfg.weight_decay)
         master.grad = fsdp.like(master, gradient)
         for group in optimizer.param_groups:
@@ -116,17 +133,25 @@ class Weights:
         master.grad = None
         if self.used[name] is not master:
             self.used[name].copy_(master)
-        self.moved += initial.sub_(fsdp.local(master)).square_().sum().double()
+        self.size += torch.linalg.vector_norm(fsdp.local(master)).double().square()
+        if initial is not None:
+            moved = initial.sub_(fsdp.local(master)).square_().sum().double()
+            self.moved = moved if self.moved is None else self.moved + moved
 
-    def drift(self) -> float:
-        """Return |W - W0| / |W0| over all perturbed weights, once all of them have been stepped."""
+    def measure(self) -> tuple[bool, float | None]:
+        """Return whether all perturbed weights are finite, and their drift |W - W0| / |W0|, None
+        where it was not compared; once all of them have been stepped.
+        """
         if self.memory_gb is None:
             parts = [list(self.model.parameters()), self.masters, self.extra()]
             self.memory_gb = fsdp.measured(parts)
-        both = torch.tensor((float(self.moved), self.started), dtype=torch.float64)
-        both = fsdp.total(self.model, both.to(fsdp.device(self.model)))
-        self.moved = 0.0
-        return float((both[0] / both[1].clamp(min=1e-30)).sqrt())
+        compared, size = self.moved is not None, torch.as_tensor(self.size)
+        sums = torch.stack((size, torch.as_tensor(self.moved) if compared else size))
+        sums = torch.cat((sums, sums.new_tensor([self.started]))).to(fsdp.device(self.model))
+        self.size, self.moved = 0.0, None
+        size, moved, started = fsdp.total(self.model, sums).tolist()
+        drift = math.sqrt(moved / max(started, 1e-30)) if compared else None
+        return math.isfinite(size), drift
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the masters, for a checkpoint."""

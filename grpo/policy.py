@@ -217,6 +217,7 @@ class Policy:
         self.limit.rows = min(lm.context.gather_objects(self.limit.rows))
         share = -(-cfg.prompts_per_step // lm.context.world_size) * cfg.samples_per_prompt
         self.completions = share  # of this rank per step
+        once = logits_bytes(lm.model, min(self.limit.rows, share) * cfg.sampling.max_new_tokens)
         reference = 4 * parameters if cfg.kl.beta and not kept else 0
         # No gradients are there in a rollout.
         rollout = lm.rollout_fixed - self.state.gradients / fsdp.share(lm.model)

@@ -38,6 +38,7 @@ def fit_rows(lm: LM, prompts: Prompts) -> tuple[RowLimit, float]:
     fit(limit, row, training.on_rank(lm.model, rollout=False) + once, lm.context)
     chunk = min(lm.engine.limit.rows, cfg.prompts_per_batch * cfg.chunk_size)
     share = -(-cfg.batch_size // lm.context.world_size)
+    once = logits_bytes(lm.model, min(limit.rows, share) * tokens)
     peak = max(
         lm.rollout_fixed + chunk * lm.rollout_row,
         training_peak(lm.model, training, row, limit.rows, share, once),

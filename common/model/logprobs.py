@@ -22,14 +22,15 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from common.config import ConfigError
 from common.distributed import fsdp
-from common.model import attention
+from common.model import attention, varlen
 from common.model.masks import additive
 from common.model.transfer import to_device
 from common.precision import exact_float32
 
 ATTENTION = "clutch_shared_prompt"
-# Logits held at a time: tokens x vocabulary floats, 64 MB.
-LOGITS = 1 << 24
+# Logits held at a time, tokens x vocabulary. A chunk reads the head's weight three times and adds
+# to its gradient once; where that is what takes the time, on a GPU, chunks are larger.
+LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,11 @@ class Groups:
         places: int64 [T], the place of each among n * (P + G * C); None where all are taken.
         mask: bool [n * G, C], True on real completion tokens. slots: int64 [N], where these are.
         targets: int64 [N], those tokens. predictors: int64 [N], which of the T predicts each.
-        prompt_mask: [n, 1, P, P], None where no prompt is padded. completion_mask: [n * G, 1, C,
-            P + C]. Both are bool, True = attend; additive where attention computes.
+        lengths: tokens of each prompt and of its completions, by row.
         sizes: n, P, G, C.
+        prompt_mask: [n, 1, P, P], None where no prompt is padded. completion_mask: [n * G, 1, C,
+            P + C]. Both are additive. spans: what takes the place of both in flash attention.
+            `for_attention` makes what the device needs.
     """
 
     ids: Tensor
@@ -54,14 +57,35 @@ class Groups:
     slots: Tensor
     targets: Tensor
     predictors: Tensor
-    prompt_mask: Tensor | None
-    completion_mask: Tensor
+    lengths: list[list[int]]
     sizes: tuple[int, int, int, int]
+    prompt_mask: Tensor | None = None
+    completion_mask: Tensor | None = None
+    spans: varlen.Spans | None = None
 
-    def cast(self, dtype: torch.dtype) -> "Groups":
-        """Return the groups with additive masks of the dtype that attention computes in."""
-        prompt_mask = None if self.prompt_mask is None else additive(self.prompt_mask, dtype)
-        completion_mask = additive(self.completion_mask, dtype)
+    def for_attention(self, config: Any, dtype: torch.dtype) -> "Groups":
+        """Return the groups with what attention needs in `dtype`: spans where the device has flash
+        attention for the heads of `config`, else masks, made here and not in each layer.
+        """
+        if varlen.has_flash(config, self.ids.device, dtype):
+            return replace(self, spans=varlen.span(self.lengths, self.ids.device))
+        return self.masked(dtype)
+
+    def masked(self, dtype: torch.dtype) -> "Groups":
+        """Return the groups with masks of `dtype`, which are made on the device."""
+        device, (n, width, size, length) = self.ids.device, self.sizes
+        [first] = to_device([torch.tensor([width - row[0] for row in self.lengths])], device)
+        column, row = torch.arange(width, device=device), torch.arange(length, device=device)
+        seen = column >= first[:, None, None]  # [n, 1, P], of a prompt's places
+        prompt_mask = None
+        if min(row[0] for row in self.lengths) < width:
+            # An empty place attends to itself alone: a softmax over nothing would be NaN.
+            causal, itself = column <= column[:, None], column == column[:, None]
+            prompt_mask = additive(((causal & seen) | itself)[:, None], dtype)
+        among_own = (row <= row[:, None]).expand(n, length, length)
+        among_completion = torch.cat((seen.expand(n, length, width), among_own), dim=2)
+        among_completion = additive(among_completion, dtype)
+        completion_mask = among_completion.repeat_interleave(size, dim=0)[:, None]
         return replace(self, prompt_mask=prompt_mask, completion_mask=completion_mask)
 
     def lay_out(self, x: Tensor) -> Tensor:
@@ -108,20 +132,11 @@ def group(
     number = (real.flatten().cumsum(0) - 1).view(real.shape)  # of the token at each place
     own = number[:, width:].view(n, size, length)
     before = torch.cat((number[:, width - 1, None, None].expand(n, size, 1), own[:, :, :-1]), dim=2)
-    # What is on the host goes to the device at once; masks, which are larger, are made there.
+    # What is on the host goes to the device at once.
     places, slots = real.flatten().nonzero()[:, 0], mask.flatten().nonzero()[:, 0]
     laid = [ids[real][None], positions[real][None], places, slots, ids[:, width:][mask.flatten(1)]]
-    moved = to_device([*laid, before[mask], first], device)
-    ids, positions, places, slots, targets, predictors, first = moved
-    column, row = torch.arange(width, device=device), torch.arange(length, device=device)
-    seen = column >= first[:, None, None]  # [n, 1, P], of a prompt's places
-    prompt_mask = None
-    if int(tokens.min()) < width:
-        # An empty place attends to itself alone: a softmax over nothing would be NaN.
-        causal, itself = column <= column[:, None], column == column[:, None]
-        prompt_mask = ((causal & seen) | itself)[:, None]
-    among_own = (row <= row[:, None]).expand(n, length, length)
-    among_completion = torch.cat((seen.expand(n, length, width), among_own), dim=2)
+    moved = to_device([*laid, before[mask]], device)
+    ids, positions, places, slots, targets, predictors = moved
     filled = torch.zeros(n * size * length, dtype=torch.bool, device=device)
     return Groups(
         ids=ids,
@@ -131,8 +146,7 @@ def group(
         slots=slots,
         targets=targets,
         predictors=predictors,
-        prompt_mask=prompt_mask,
-        completion_mask=among_completion.repeat_interleave(size, dim=0)[:, None],
+        lengths=[[len(p), *map(len, cs)] for p, cs in zip(prompts, completions, strict=True)],
         sizes=(n, width, size, length),
     )
 
@@ -159,6 +173,10 @@ def _attention(  # noqa: PLR0913
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others
         )
+    if groups.spans is not None:
+        assert not dropout, "flash attention over spans has no dropout: optim.no_dropout"
+        query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+        return varlen.attend_in_groups(query, key, value, groups.spans, scaling)[None], None
     n, prompt, size, length = groups.sizes
     # A rotation with float32 angles has widened queries and keys.
     query, key, value = (groups.lay_out(x.to(value.dtype)) for x in (query, key, value))
@@ -213,14 +231,17 @@ def prepare(model: PreTrainedModel) -> None:
 def hidden_states(model: PreTrainedModel, groups: Groups) -> Tensor:
     """The states that predict each real completion token: [N, d]."""
     assert model.config._attn_implementation == ATTENTION, "call prepare(model) first"
-    kind = groups.ids.device.type  # masks are cast here, not in each layer
-    groups = groups.cast(
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else fsdp.dtype(model)
+    kind = groups.ids.device.type
+    half = torch.is_autocast_enabled(kind)
+    groups = groups.for_attention(
+        model.config, torch.get_autocast_dtype(kind) if half else fsdp.dtype(model)
     )
+    mask = groups.completion_mask
     states = model.base_model(
         input_ids=groups.ids,
         position_ids=groups.positions,
-        attention_mask=groups.completion_mask,  # so that the model makes none
+        # Any of four dimensions, so that the model makes none.
+        attention_mask=groups.ids[None, None] if mask is None else mask,
         use_cache=False,
         groups=groups,
     ).last_hidden_state
@@ -236,7 +257,7 @@ def token_logprobs(
     G, C], 0 on padding.
 
     Logits are divided by `temperature` (that of sampling; 1 for greedy runs) and never exist for
-    more than `LOGITS` floats.
+    more numbers than `LOGITS` has for the device.
     """
     return fsdp.inside(model, _token_logprobs, groups, temperature)
 
@@ -295,10 +316,13 @@ class _HeadLogprobs(torch.autograd.Function):
             states.new_empty(len(ids), dtype=torch.float32),
             states.new_empty(len(ids), dtype=torch.float32),
         )
-        for part in _chunks(len(ids), weight.shape[0]):
-            log_softmax = _log_softmax(states[part], weight, bias, temperature)
+        for part in _chunks(len(ids), weight):
+            logits = _logits(states[part], weight, bias, temperature)
+            log_softmax = torch.log_softmax(logits, dim=1, dtype=torch.float32)
             logp[part] = log_softmax.gather(1, ids[part, None])[:, 0]
-            entropy[part] = -(log_softmax.exp() * log_softmax).sum(1)
+            softmax = log_softmax.exp_()
+            entropy[part] = torch.special.entr(softmax, out=softmax).sum(1)
+            del logits, log_softmax, softmax  # before the next ones are made
         ctx.save_for_backward(states, weight, ids, entropy)
         ctx.bias, ctx.temperature = bias, temperature
         ctx.set_materialize_grads(False)
@@ -324,34 +348,59 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_bias = (
             torch.zeros(weight.shape[0], device=weight.device) if ctx.bias is not None else None
         )
-        for part in _chunks(len(ids), weight.shape[0]):
-            log_softmax = _log_softmax(states[part], weight, ctx.bias, ctx.temperature)
+        for part in _chunks(len(ids), weight):
+            logits = _logits(states[part], weight, ctx.bias, ctx.temperature)
             of_logp = grad_logp[part, None] / ctx.temperature
+            target = ids[part, None]
             if grad_entropy is None:
-                grad = log_softmax.exp_().mul_(-of_logp)
+                grad = _grad_of_logp(logits, target, of_logp, states.dtype)
             else:
                 of_entropy = grad_entropy[part, None] / ctx.temperature
-                of_logits = of_logp + of_entropy * (log_softmax + entropy[part, None])
+                log_softmax = torch.log_softmax(logits, dim=1, dtype=torch.float32)
+                of_logits = (log_softmax + entropy[part, None]).mul_(of_entropy).add_(of_logp)
                 grad = of_logits.mul_(log_softmax.exp_()).neg_()
-            grad = grad.scatter_add_(1, ids[part, None], of_logp).to(states.dtype)
+                grad = grad.scatter_add_(1, target, of_logp).to(states.dtype)
+                del log_softmax, of_logits
+            del logits
             grad_states[part] = grad @ weight
             if grad_weight is not None:
-                grad_weight += grad.T @ states[part]
+                _add_product(grad_weight, grad.T, states[part])
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
+            del grad  # before the next one is made
         return grad_states, grad_weight, grad_bias, None, None
 
 
-def _chunks(tokens: int, vocabulary: int) -> list[slice]:
-    size = max(1, LOGITS // vocabulary)
+def _chunks(tokens: int, weight: Tensor) -> list[slice]:
+    size = max(1, LOGITS[weight.device.type] // weight.shape[0])
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
-def _log_softmax(states: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to `total`, float32. No product is made beside it, and rounded to 16 bits,
+    but on a CPU.
+    """
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
+def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     logits = F.linear(states, weight, bias)
-    if temperature != 1:
-        logits = logits.float() / temperature
-    return torch.log_softmax(logits, dim=1, dtype=torch.float32)
+    return logits if temperature == 1 else logits.float().div_(temperature)
+
+
+def _grad_of_logp(logits: Tensor, target: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return grad * (onehot - p) [n, V] in `dtype`, in two passes over the vocabulary. target, grad
+    [n, 1]. The target's own, where p may be near 1, is rounded once.
+    """
+    softmax = torch.softmax(logits, dim=1, dtype=torch.float32)
+    of_target = (grad * (1 - softmax.gather(1, target))).to(dtype)
+    out = softmax if dtype == softmax.dtype else torch.empty_like(softmax, dtype=dtype)
+    return torch.mul(softmax, -grad, out=out).scatter_(1, target, of_target)
 
 
 def check_model(model: PreTrainedModel) -> None:

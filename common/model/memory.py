@@ -7,12 +7,9 @@ import torch
 from transformers import PreTrainedModel
 
 from common.distributed import fsdp
+from common.model import varlen
 from common.model.logprobs import LOGITS
-
-
-def head_size(config: Any) -> int:
-    """Return the width of an attention head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+from common.model.varlen import head_size
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,8 @@ def training_peak(
 
 def logits_bytes(model: PreTrainedModel, tokens: int) -> float:
     """Return what the logits of `tokens` need at a time, and what comes of them."""
-    return 16.0 * min(tokens * model.config.vocab_size, LOGITS)
+    held = LOGITS["cpu" if model.device.type == "cpu" else "cuda"]
+    return 10.0 * min(tokens * model.config.vocab_size, held)
 
 
 def activation_bytes(
@@ -92,12 +90,17 @@ def activation_bytes(
     # Bytes per token and hidden number: the float32 residual and norms, the casts of what goes into
     # each linear layer, queries, and the norms of queries and keys where there are any.
     kept = 42 if narrow == 4 else 35
-    kept += 5 * narrow * (rows > 0)  # queries and outputs, laid out by prompt and completion
+    flash = rows > 0 and varlen.has_flash(config, model.device, compute)
+    if rows and not flash:
+        kept += 5 * narrow  # queries and outputs, laid out by prompt and completion
     kept += 10 * any("q_norm" in name for name, _ in model.named_parameters())
     # Every completion has its own copy of its prompt's keys and values, and every head its own.
     copied = (rows * (prompt_tokens + new_tokens) or tokens) * 2 * heads * narrow
+    if flash:  # the queries, the keys and values that heads share, and the sums of the softmax
+        shared = 2 * varlen.key_heads(config) * head_size(config)
+        copied = tokens * ((heads + shared) * narrow + 4 * config.num_attention_heads)
     block = tokens * (kept * hidden + 4 * wide * narrow) + copied
     # A block that is recomputed keeps its input alone; two are whole while one goes backward.
     blocks = layers * tokens * hidden * 4 + 2 * block if recomputed else layers * block
     masks = rows * new_tokens * (prompt_tokens + new_tokens) or prompts * prompt_tokens**2
-    return blocks + masks * (1 + narrow)
+    return blocks + masks * (1 + narrow) * (not flash)

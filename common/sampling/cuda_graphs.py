@@ -1,6 +1,6 @@
 """Record decode steps as CUDA graphs and replay them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -17,7 +17,8 @@ class CudaGraphs:
         self.device = device
         # One pool for all: what a step allocates is not used after it.
         self.pool = torch.cuda.graph_pool_handle()
-        self.made: dict[tuple[int, int], Callable[[], None]] = {}  # by window
+        # By window, or by what else a recording is bound to.
+        self.made: dict[Hashable, Callable[[], None]] = {}
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         """Record the kernels that `step` launches, without running them, and return what replays

@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from common.model.masks import additive
+from common.sampling.flash import RowCache
 
 ATTENTION = "clutch_slots"
 # A step that is recorded computes with whole multiples of so many columns, so that one recording
@@ -242,7 +243,7 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    slots: SlotCache | None = None,
+    slots: SlotCache | RowCache | None = None,
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -257,6 +258,8 @@ def _attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **others
         )
+    if isinstance(slots, RowCache):
+        return slots.attend(int(module.layer_idx), query, scaling), None  # type: ignore[arg-type]
     prefix = slots.prefix
     each = query.shape[1] // key.shape[1]  # query heads that share a key head
     query = query.reshape(query.shape[0], key.shape[1], each, query.shape[3])

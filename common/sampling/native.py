@@ -11,7 +11,8 @@ row has its prompt in front of its own columns.
 
 On CUDA a decode step is several hundred kernels that each run for less time than they take to
 launch, so it is recorded as a CUDA graph and replayed (`CudaGraphs`): one graph for each number of
-rows and each window of columns.
+rows and each window of columns. With flash attention a row writes and reads at its own length
+(flash.py): then there is one graph for each number of rows, and calls that follow find it.
 
 On a CPU in bfloat16, where reading memory is what takes the time, weights are packed once per call
 (`packed`), and the attention kernel reads keys as they lie.
@@ -24,6 +25,7 @@ where a run was resumed. Greedy output equals `model.generate`.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ from transformers import PreTrainedModel
 
 from common.config import ConfigError, SamplingConfig
 from common.distributed import fsdp
-from common.model import logprobs
+from common.model import logprobs, varlen
 from common.model.half import Narrow, compiled, packed, packs
 from common.model.masks import additive
 from common.model.memory import head_size
@@ -41,6 +43,7 @@ from common.profile import tracing_some
 from common.rows import RowLimit
 from common.sampling.cuda_graphs import CudaGraphs
 from common.sampling.engine import Completions, Requests, Setup, Watch
+from common.sampling.flash import Board, fewer, recorded_over
 from common.sampling.kv_cache import ATTENTION, Prefix, PromptCache, SlotCache
 from common.sampling.random import token_uniforms
 
@@ -54,6 +57,8 @@ RERECORD_SHARE = 1 / 2  # the same where steps are recorded, and would be anew
 LOOK_EVERY = {"cpu": 1, "cuda": 8}
 # A token is drawn from sums over so many tokens first.
 BLOCK = 256
+# What becomes of a row: buffers of `_Grid`.
+DONE = ("tokens", "logprobs", "lengths", "finished", "witness")
 # On a CPU the probabilities of so many rows at a time stay in the cache while they are drawn from.
 ROWS_IN_CACHE = 16
 # Prompts are prefilled in pieces of so many tokens: more at a time is not faster, and takes memory.
@@ -125,6 +130,14 @@ class Sampler:
         # Then rows can share a prompt's keys. Not when steps are compiled or recorded: who shares
         # with whom changes with every refill, and each shape would be compiled or recorded anew.
         self.shares = self.replaces and compile_mode is None and self.recorder is None
+        self.board: Board | None = None  # of the last call, with flash attention
+
+    @property
+    def flash(self) -> bool:
+        """Whether steps go by flash attention (common/sampling/flash.py)."""
+        recorded = self.recorder is not None and self.forward is self.used
+        config = self.model.config
+        return recorded and self.replaces and varlen.has_flash(config, self.device, self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -158,7 +171,10 @@ class Sampler:
         floats = 2 + 4 * sampling.cuts + (sampling.top_p < 1)
         # Recorded steps have memory of their own.
         logits = (4 * floats + size) * config.vocab_size * (2 if self.recorder else 1)
-        return 2 * (prompt_tokens + sampling.max_new_tokens) * token + logits
+        prompt, new = prompt_tokens * token, sampling.max_new_tokens * token
+        if self.flash:  # it may be there from the last call, and nothing is laid out beside it
+            return prompt + new + max(prompt, logits)
+        return 2 * (prompt + new) + logits
 
     def generate(
         self, requests: Requests, sampling: SamplingConfig, watch: Watch | None = None
@@ -179,6 +195,20 @@ class Sampler:
             )
         return self.limit.run(lambda rows: self._generate(requests, sampling, rows, watch))
 
+    def open_board(self, rows: int, columns: int, length: int) -> Board:
+        """Return buffers of so many rows of `columns` tokens, `length` of them new: those of the
+        last call where they have room, else larger ones in their place.
+        """
+        assert self.recorder is not None
+        board = self.board
+        if board is None or not board.fits(rows, columns, length):
+            if board is not None:
+                rows, columns = max(rows, board.slots), max(columns, board.columns)
+                length = max(length, board.length)
+            self.board = board = None  # before there is another
+            self.board = board = Board(rows, columns, length, self.recorder(self.device))
+        return board
+
     def _generate(
         self, requests: Requests, sampling: SamplingConfig, rows: int, watch: Watch | None
     ) -> Completions:
@@ -192,8 +222,14 @@ class Sampler:
         )
         attention = evaluating(self.used, ATTENTION if self.replaces else None)
         quick = packed(self.used) if self.packs and self.recorder is None else nullcontext()
-        with attention, fsdp.inference(self.model), half, quick, tracing_some() as trace:
-            made = _Grid(self, requests, sampling, rows, watch).run(trace)
+        try:
+            with attention, fsdp.inference(self.model), half, quick, tracing_some() as trace:
+                made = _Grid(self, requests, sampling, rows, watch).run(trace)
+        except BaseException:
+            self.board = None
+            raise
+        if any(parameter.requires_grad for parameter in self.model.parameters()):
+            self.board = None  # backward passes between two calls want the memory
         # Out of inference mode a clone is an ordinary tensor, which a loss may use.
         logp = made.logprobs.clone() if made.logprobs is not None else None
         tokens, lengths = made.tokens.clone(), made.lengths.clone()
@@ -273,10 +309,10 @@ class _Grid:
         self.prefix = Prefix() if sampler.shares else None
         self.first = 0 if sampler.shares else self.longest  # the column that the first tokens go to
         spare = length if self.requests > self.slots else 0  # columns, so that shifts are rare
-        self.cache = SlotCache(self.first + length + spare, groups * self.slots, self.prefix)
+        self.cache: Any = SlotCache(self.first + length + spare, groups * self.slots, self.prefix)
         self.cache.column = self.first
         self.columns = torch.arange(self.cache.columns, device=device)
-        self.graphs = sampler.recorder(device) if sampler.recorder else None
+        self.graphs = sampler.recorder(device) if sampler.recorder and not sampler.flash else None
         if self.graphs is not None:
             self.cache.at = torch.zeros(1, dtype=torch.long, device=device)
         # Of each row: request in flight (-1 = none), its place in the output, first valid column,
@@ -291,6 +327,10 @@ class _Grid:
         self.last = torch.zeros(rows, dtype=torch.long, device=device)
         self.of_prompt = torch.zeros(rows, dtype=torch.long, device=device)
         self.held: _Held | None = None  # a prompt whose samples are not all placed yet
+        self.board: Board | None = None
+        self.done = {name: getattr(self, name) for name in DONE}
+        if sampler.flash:
+            self.sit(sampler.open_board(rows, self.longest + length, length))
 
     def run(self, trace: Callable[[int], None]) -> Completions:
         """Prefill, decode, look, refill or shrink, until every request is done. trace: is told of
@@ -299,13 +339,19 @@ class _Grid:
         look_every = LOOK_EVERY[self.sampler.device.type]
         while True:
             self.look()
-            if self.cache.column == self.cache.columns:
+            if self.board is None and self.cache.column == self.cache.columns:
                 self.shift()
             active = (self.request >= 0).view(self.groups, self.slots)
             if not active.any():
                 if all(queued == self.requests for queued in self.queued):
                     break
                 continue  # every row ended with its first token; the queue goes on
+            if self.board is not None:
+                self.cache.lengths[: len(self.request)].masked_fill_(self.request < 0, 0)
+                for _ in range(look_every):
+                    self.replay_rows(self.board)
+                trace(look_every)
+                continue
             if self.cache.at is not None:
                 self.cache.at.fill_(self.cache.column)
             else:
@@ -324,9 +370,8 @@ class _Grid:
                     self.replay(self.graphs)
                 self.cache.column += 1
             trace(steps)
-        return Completions(
-            self.tokens, self.lengths, self.finished, self.logprobs, ~torch.isfinite(self.witness)
-        )
+        tokens, logprobs, lengths, finished, witness = self.done.values()
+        return Completions(tokens, lengths, finished, logprobs, ~torch.isfinite(witness))
 
     # --- one step
 
@@ -370,6 +415,22 @@ class _Grid:
         self.decode(additive(visible, self.sampler.dtype)[:, None, None, :], at)
         at += 1
 
+    def replay_rows(self, board: Board) -> None:
+        """One decode step of rows with lengths of their own, as the graph of their number; it is
+        recorded behind the first such step.
+        """
+        made, key = board.graphs.made, (self.bound, len(self.request))
+        if key in made:
+            made[key]()
+        else:
+            self.step_of_rows()
+            made[key] = board.graphs.record(self.step_of_rows)
+
+    def step_of_rows(self) -> None:
+        """A decode step of the same kernels on the same memory, whatever the lengths are."""
+        positions = self.cache.begin()
+        self.decode(self.last[None, None, None], positions)  # a mask that nothing reads
+
     def record(self, rows: Tensor | slice, logits: Tensor) -> None:
         """Draw a token for `rows` from `logits` [n, V] and write it down."""
         # Rows past their end are still computed until the next look; what they draw lands on their
@@ -406,6 +467,10 @@ class _Grid:
             most = max(min(w, int(f)) for w, f in zip(waiting, free.sum(1).tolist(), strict=True))
             if most >= enough or bool(free.all()) or most == max(waiting):
                 self.refill(free, most)
+        elif self.board is not None:
+            used = int((~free).sum(1).max())
+            if 0 < used <= (left := fewer(self.slots, used)) < self.slots:
+                self.shrink(free, left)
         else:
             used = int((~free).sum(1).max())
             if 0 < used <= self.slots * (SHRINK_SHARE if self.graphs is None else RERECORD_SHARE):
@@ -441,8 +506,13 @@ class _Grid:
         if self.logprobs is not None:
             self.logprobs[place] = self.logprobs[place].masked_fill(beyond, 0.0)
         self.request[rows] = -1
-        self.start[rows] = self.cache.column
-        self.cache.first = int(self.start.min())
+        if self.board is not None:
+            for name, found in self.done.items():
+                if found is not None:
+                    found[self.home[rows]] = getattr(self, name)[rows]
+        else:
+            self.start[rows] = self.cache.column
+            self.cache.first = int(self.start.min())
         if self.watch:
             self.watch(len(rows))
 
@@ -592,9 +662,15 @@ class _Grid:
         at, origin, lengths, requests, places = to_device(
             [torch.tensor(found) for found in (rows, origins, lengths, requests, places)], device
         )
+        self.count[at] = 0
+        if self.board is not None:
+            self.seat(at, requests, places)
+            self.cache.place(at, prompt, origin, lengths)
+            self.record(at, logits[origin])
+            self.retire()
+            return
         self.request[at] = requests
         self.place[at] = places
-        self.count[at] = 0
         if isinstance(prompt, PromptCache):
             self.cache.place(at, prompt, origin)
             self.start[at] = self.cache.column - lengths
@@ -615,10 +691,15 @@ class _Grid:
         rows = (
             order + torch.arange(self.groups, device=free.device)[:, None] * self.slots
         ).flatten()
+        self.slots = used
+        if self.board is not None:
+            self.board.keep(rows)
+            self.home = self.home[rows]
+            self.view(self.board)
+            return
         self.cache.keep(rows)
         for name in ("request", "place", "start", "offset", "count", "last", "of_prompt"):
             setattr(self, name, getattr(self, name)[rows])
-        self.slots = used
         if self.sampler.recorder is not None:
             # the others are of buffers that are gone
             self.graphs = self.sampler.recorder(self.sampler.device)
@@ -626,6 +707,38 @@ class _Grid:
         if self.prefix is not None:
             self.settle(PromptCache(), [])
             self.prefix.arrange(self.of_prompt)
+
+    # --- rows on a board
+
+    def sit(self, board: Board) -> None:
+        """Take rows of a board in place of buffers of one's own, which receive what is done."""
+        sampling, rows = self.sampling, len(self.request)
+        cuts = (sampling.temperature, sampling.top_k, sampling.top_p)
+        shape = (self.tokens.shape[1], self.logprobs is None, *cuts)
+        # What a recording holds good for, besides the number of rows.
+        self.bound = (shape, recorded_over(self.sampler.used))
+        self.drawn = self.uniforms  # of every request
+        self.home = torch.zeros_like(self.place)  # where the row's completion goes
+        board.begin(rows)
+        self.board, self.cache = board, board.cache
+        self.view(board)
+
+    def view(self, board: Board) -> None:
+        """See the rows that are left."""
+        rows = self.groups * self.slots
+        for name, found in board.views(rows, self.tokens.shape[1]).items():
+            if getattr(self, name) is not None:
+                setattr(self, name, found)
+
+    def seat(self, rows: Tensor, requests: Tensor, places: Tensor) -> None:
+        """Give rows to requests whose completions go to `places`."""
+        self.request[rows] = rows
+        self.home[rows] = places
+        self.tokens[rows], self.witness[rows] = self.sampler.pad_id, 0.0
+        if self.logprobs is not None:
+            self.logprobs[rows] = 0.0
+        if self.uniforms is not None and self.drawn is not None:
+            self.uniforms[rows] = self.drawn[requests]
 
     def shift(self) -> None:
         """Make room at the right end of the cache."""

@@ -47,7 +47,7 @@ def test_equals_the_unpadded_model(name, temperature, chunk, fused, monkeypatch)
     if not fused:
         monkeypatch.setattr(attention, "fits", lambda *_: False)
     if chunk:
-        monkeypatch.setattr(logprobs, "LOGITS", chunk)
+        monkeypatch.setitem(logprobs.LOGITS, "cpu", chunk)
     model, other = small_model(name), small_model(name)
     prepare(model)
     prompts, completions = data()
@@ -80,19 +80,19 @@ def test_no_padding_is_computed():
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_prompts_of_one_length_need_no_mask(name):
+def test_prompts_of_one_length_need_no_mask(name, monkeypatch):
     """Then attention is told that it is causal, which gives the same values."""
     model = small_model(name)
     prepare(model)
     laid = group(*data(((6, (3, 7)), (6, (4, 4)))), CPU)
-    assert laid.prompt_mask is None
-    among = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 1, 6, 6)
-    fast, slow = (
-        token_logprobs(model, groups, 1.0)[0]
-        for groups in (laid, dataclasses.replace(laid, prompt_mask=among))
-    )
-    torch.testing.assert_close(fast, slow, rtol=0, atol=1e-6)
-    assert group(*data(), CPU).prompt_mask is not None
+    assert laid.masked(torch.float32).prompt_mask is None
+    fast = token_logprobs(model, laid, 1.0)[0]
+    among = additive(torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 1, 6, 6), torch.float32)
+    masked = dataclasses.replace(laid.masked(torch.float32), prompt_mask=among)
+    monkeypatch.setattr(logprobs.Groups, "masked", lambda *_: masked)
+    torch.testing.assert_close(token_logprobs(model, laid, 1.0)[0], fast, rtol=0, atol=1e-6)
+    monkeypatch.undo()
+    assert group(*data(), CPU).masked(torch.float32).prompt_mask is not None
 
 
 def test_autocast_gradients_are_those_of_the_reported_values():

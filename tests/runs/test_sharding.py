@@ -66,7 +66,7 @@ RFT = [
     "algo.batch_size=8",
 ]
 EGGROLL = {
-    "default": [*MOVING, "algo.rollout_rows=6"],
+    "default": [*MOVING, "algo.rollout_rows=6", "algo.stop_at.drift=1e9"],
     "of all kinds": [
         *(*MOVING, "algo.noise.vectors=full", "algo.noise.embeddings=full", "algo.rank=3"),
         *("algo.optimizer.name=Adam", "algo.lr=0.01", "algo.weight_decay=0.1"),

@@ -1,17 +1,21 @@
 """Whole runs and parts of them on the stand-in for a CUDA device (tests/support/standin)."""
 
 import contextlib
+import errno
 import importlib
 import math
 import random
 import re
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from common import lm, rows
+from common import checkpoint, lm, rows
 from common.config import ConfigError, SamplingConfig
 from common.distributed.workers import launch
 from common.model import logprobs
@@ -22,7 +26,7 @@ from common.sampling.engine import Requests
 from common.sampling.kv_cache import SlotCache
 from common.sampling.native import Sampler
 from common.session import Session
-from common.signals import EXIT_NUMBERS, RunStopped
+from common.signals import EXIT_NUMBERS, EXIT_WRITE, RunStopped
 from eggroll import weights
 from eggroll.noise import Noise
 from eggroll.weights import Weights
@@ -30,8 +34,10 @@ from launch import compose
 from rft import stages
 from rft.config import SelectConfig
 from tests.support import CONF, SMALL, SMALL_CLASSIFY, SMALL_GRPO, SMALL_RFT, events, standin
+from tests.support.flash import emulated
 from tests.support.letters import Letters
 from tests.support.models import ARCHITECTURES, prompts, sampling, small_model
+from tests.support.traffic import Traffic
 
 pytestmark = pytest.mark.standin
 
@@ -142,8 +148,10 @@ def test_decoding_asks_the_host_for_little(name, standin):
     assert waits.total() <= 5 * 64 / 8
 
 
-def micro_batches(folder, arguments):
+def micro_batches(folder, arguments, flash=False):
     """Train with GRPO; count the waits and copies of its training pass alone."""
+    if flash:
+        contextlib.ExitStack().enter_context(emulated("CUDA"))
     given = compose(on_device(arguments))
     policy = importlib.import_module("grpo.policy")
     inner, seen = policy.Policy._backward, standin.watch()
@@ -159,14 +167,164 @@ def micro_batches(folder, arguments):
     return sum(batches), len(batches), seen.waits, seen.to_device
 
 
-def test_a_training_pass_asks_the_host_for_one_number_per_pass(standin, cache, tmp_path):
-    """What goes to the device is pinned, so the host does not wait for it."""
-    arguments = [*SMALL_GRPO, "algo.train_rows=4"]
+@pytest.mark.parametrize("flash", [False, True])
+def test_a_training_pass_asks_the_host_for_one_number_per_pass(flash, standin, cache, tmp_path):
+    """What goes to the device is pinned, so the host does not wait for it, and lays out the next
+    micro-batch while the device computes this one.
+    """
+    arguments = [*SMALL_GRPO, "algo.train_rows=4", *(["opt=[amp]"] if flash else [])]
     batches, passes, waits, copies = standin.call(
-        micro_batches, tmp_path, arguments, CLUTCH_CACHE=str(cache)
+        micro_batches, tmp_path, arguments, flash, CLUTCH_CACHE=str(cache)
     )
-    assert waits.total() <= batches + passes, waits
+    assert batches > passes
+    assert waits.total() <= passes, waits
     assert copies.total() == 0, copies
+
+
+# --- checkpoints
+
+
+def keep_checkpoints(folder, arguments, how):
+    """Run with a checkpoint per step. Return the thread that wrote each, and what ended the run.
+    how: "beside", "in turn", or "full": the second one cannot be written.
+    """
+    wrote, inner = [], checkpoint.seal
+
+    def seal(*given):
+        wrote.append(threading.current_thread().name)
+        if how == "full" and len(wrote) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        time.sleep(0.2)  # steps go on meanwhile
+        return inner(*given)
+
+    checkpoint.seal = seal
+    if how == "in turn":
+        saved = Session._save
+        Session._save = lambda self, beside: saved(self, beside=False)
+    try:
+        train(folder, [*arguments, "checkpoint.every=1", "checkpoint.keep=9"])
+    except RunStopped as stop:
+        return wrote, (stop.code, str(stop))
+    return wrote, None
+
+
+@pytest.mark.parametrize("algo", ["eggroll", "grpo"])
+def test_checkpoints_written_beside_training_are_those_of_their_step(
+    algo, standin, cache, tmp_path
+):
+    more = {"eggroll": ["algo.optimizer.name=Adam"], "grpo": ["algo.num_iterations=1"]}
+    arguments = [*RUNS[algo], *more[algo]]
+    found = {}
+    for how in ("beside", "in turn"):
+        found[how], ended = standin.call(
+            keep_checkpoints, tmp_path / how, arguments, how, CLUTCH_CACHE=str(cache)
+        )
+        assert ended is None
+    names = [path.name for path in sorted((tmp_path / "beside/checkpoints").iterdir())]
+    steps = [name for name in names if name.startswith("step-")]
+    assert steps == names, "nothing is half-written at the end"
+    assert len(steps) >= 4
+    written = found["beside"][: len(steps)]
+    assert written == ["checkpoint"] * (len(steps) - 1) + ["MainThread"]
+    for name in steps:
+        one, other = (checkpoint.load(tmp_path / how / "checkpoints" / name) for how in found)
+        assert one.tensors.keys() == other.tensors.keys()
+        for key, tensor in one.tensors.items():
+            assert torch.equal(tensor, other.tensors[key])
+        for a, b in zip(tree_leaves(one.extra), tree_leaves(other.extra), strict=True):
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        assert one.state["run"]["step"] == other.state["run"]["step"] == one.step
+
+
+def test_a_checkpoint_that_cannot_be_written_beside_training_ends_the_run(standin, cache, tmp_path):
+    """When the next one is due; those before it are whole."""
+    _, ended = standin.call(
+        keep_checkpoints, tmp_path, RUNS["eggroll"], "full", CLUTCH_CACHE=str(cache)
+    )
+    code, text = ended
+    assert code == EXIT_WRITE
+    assert re.search(r"step-00000002 could not be written: .*No space left on device", text)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+# --- what is read and written
+
+
+def training_traffic(shape, rows, flash):
+    """Return the bytes per trained token of a training forward and backward in bfloat16: of the
+    transformer and of the head.
+    """
+    standin.DEVICE.limit(400 << 30)
+    standin.DEVICE.compute_below(1 << 20)
+    model, device = model_of(shape), torch.device("cuda:0")
+    logprobs.check_model = lambda _: None
+    logprobs.prepare(model)
+    laid = logprobs.group([[5] * 128] * (rows // 8), [[[7] * 256] * 8] * (rows // 8), device)
+    body, head = Traffic(), Traffic()
+    with emulated("CUDA", hollow=True) if flash else contextlib.nullcontext():
+        with torch.autocast("cuda", torch.bfloat16):
+            with body:
+                states = logprobs.hidden_states(model, laid)
+            found = states.detach().requires_grad_()
+            with head:
+                logp, _ = logprobs.head_logprobs(model, found, laid.targets, 1.0)
+        with head:
+            logp.sum().backward()
+        with body:
+            states.backward(found.grad)
+    return body.moved / len(laid.targets), head.moved / len(laid.targets)
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_the_head_moves_half_of_what_the_transformer_moves(flash, standin):
+    """With a vocabulary of 152k, which is the worst: 35 MB per token where it went in chunks of
+    110 tokens with a product beside the gradient, 27 MB in the transformer.
+    """
+    body, head = standin.call(training_traffic, "0.5b", 32, flash)
+    assert head < 0.5 * body
+    assert head < 12e6
+
+
+def decode_traffic(shape, lengths, flash):
+    """Return the bytes of a decode step in bfloat16 over those of the weights and of the keys and
+    values of its rows; lengths: tokens of their prompts.
+    """
+    standin.DEVICE.limit(400 << 30)
+    standin.DEVICE.compute_below(1 << 20)
+    model, moved, new = model_of(shape).to(torch.bfloat16), [], 24
+
+    class Counted:
+        """In place of recordings: steps that are counted."""
+
+        def __init__(self, device):
+            self.device, self.made = device, {}
+
+        def record(self, step):
+            def counted():
+                with Traffic() as seen:
+                    step()
+                moved.append(seen.moved)
+
+            return counted
+
+    with emulated("CUDA", hollow=True) if flash else contextlib.nullcontext():
+        sampler = Sampler(model, pad_id=0, stop_ids=(), rows=len(lengths), graphs=True)
+        sampler.recorder = Counted
+        sampler.generate(Requests(prompts=[[5] * n for n in lengths]), sampling(1.0, new=new))
+    config = model.config
+    of_token = 4 * config.num_hidden_layers * config.num_key_value_heads * 64
+    weights = 2 * sum(parameter.numel() for parameter in model.parameters())
+    return moved[-1] / (weights + of_token * sum(n + new for n in lengths))
+
+
+@pytest.mark.parametrize(("flash", "least", "most"), [(False, 1.6, 2.0), (True, 1.0, 1.3)])
+def test_a_decode_step_reads_weights_and_keys_that_count(flash, least, most, standin):
+    """64 rows of up to 1k tokens. Without flash attention scores are made, masked and cast, and
+    shorter rows read what the longest one has.
+    """
+    lengths = [1000 - 10 * row for row in range(64)]
+    ratio = standin.call(decode_traffic, "0.5b", lengths, flash)
+    assert least < ratio < most
 
 
 # --- memory
@@ -335,11 +493,8 @@ SIZES = {
 }
 
 
-def measure_peak(shape, folder, arguments):
-    """Make one step with a model of that shape, of zeros. Return the planned and the real peak."""
-    device, planned = standin.DEVICE, []
-    device.limit(400 << 30)
-    device.compute_below(1 << 20)
+def model_of(shape):
+    """Return a model of that shape, of zeros, on the device."""
     hidden, wide, layers, heads, key_heads, vocabulary, tied = SHAPES[shape]
     config = Qwen2Config(
         hidden_size=hidden,
@@ -350,10 +505,18 @@ def measure_peak(shape, folder, arguments):
         vocab_size=vocabulary,
         tie_word_embeddings=tied,
     )
+    with torch.device("cuda:0"):
+        return AutoModelForCausalLM.from_config(config).eval()
+
+
+def measure_peak(shape, folder, arguments):
+    """Make one step with a model of that shape, of zeros. Return the planned and the real peak."""
+    device, planned = standin.DEVICE, []
+    device.limit(400 << 30)
+    device.compute_below(1 << 20)
 
     def load(*_):
-        with torch.device("cuda:0"):
-            return AutoModelForCausalLM.from_config(config).eval(), byte_tokenizer()
+        return model_of(shape), byte_tokenizer()
 
     def stop(*_):
         raise Measured

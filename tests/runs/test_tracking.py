@@ -402,6 +402,7 @@ def test_one_progress_line_on_a_terminal(in_cache, warm, tmp_path, columns):
         key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")
     }
     arguments = [*SMALL, "evaluate.every=2", f"hydra.run.dir={tmp_path}/run"]
+    arguments.append("algo.stop_at.drift=1e9")  # so that each step measures it
     terminal = dict.fromkeys(("stdin", "stdout", "stderr"), os.ttyname(its))
     process = warm.start(tmp_path, environment, tmp_path, arguments=arguments, **terminal)
     written = b""

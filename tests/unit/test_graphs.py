@@ -24,14 +24,15 @@ class Tape(CudaGraphs):
 
     recorded = replayed = 0
 
-    def __init__(self, _: torch.device) -> None:
-        self.made = {}
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.made, self.recordings = device, {}, []
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         Tape.recorded += 1
         with Recording() as recording:
             step()
         recording.finish()
+        self.recordings.append(recording)
 
         def replay() -> None:
             Tape.replayed += 1

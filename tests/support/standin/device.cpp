@@ -13,6 +13,7 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/_log_softmax.h>
 #include <ATen/ops/_softmax.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
@@ -364,6 +365,12 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
     auto shape = at::empty({left.size(0), left.size(1), right.size(2)}, left.options().device(c10::kMeta).dtype(wide));
     if (is_large(left) || is_large(right)) return hollow_like(shape);
     return on_device(at::bmm(on_host(left).to(wide), on_host(right).to(wide)));
+  });
+  m.impl("addmm.dtype_out", [](const at::Tensor& self, const at::Tensor& left, const at::Tensor& right,
+                               at::ScalarType wide, const at::Scalar& beta, const at::Scalar& alpha, at::Tensor& out) -> at::Tensor& {
+    if (is_large(self) || is_large(left) || is_large(right)) return out;
+    out.copy_(on_device(at::addmm(on_host(self), on_host(left).to(wide), on_host(right).to(wide), beta, alpha)));
+    return out;
   });
   // CUDA's widen float16 on the way, which the CPU's do not.
   m.impl("_softmax", [](const at::Tensor& self, int64_t dim, bool widen) {

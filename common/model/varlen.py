@@ -1,0 +1,202 @@
+"""Attention over prompts and their completions with flash attention: sequences of any length behind
+each other, key heads that query heads share, and no mask.
+
+Tokens lie as in `logprobs.Groups`: a row is a prompt and then its completions, without empty
+places. Two calls make the attention of a row. Every sequence attends to itself, causally; and the
+completions of a prompt, as one sequence of queries, attend to all of the prompt. A token of a
+completion gets the mean of both, weighted by the sums of their softmax: so a prompt's keys are
+neither copied for its completions nor hidden from them by a mask. Going backward, flash attention
+makes the softmax again from that sum; given the sum of both parts and the mean, each call returns
+its share of the gradients (as in Ring Attention, arXiv:2310.01889).
+
+The kernels are FlashAttention-2's (arXiv:2307.08691), by the operator of PyTorch that
+`torch.nn.attention.varlen` calls, which PyTorch has in that module from 2.12 on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+
+from common.model.transfer import to_device
+
+
+def head_size(config: Any) -> int:
+    """Return the width of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def key_heads(config: Any) -> int:
+    """Return the number of key heads, which query heads share."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def has_flash(config: Any, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether PyTorch has flash attention for a model's heads: 16 bits, on CUDA from compute
+    capability 8.0 on. config: the model's; dtype: that of its activations.
+    """
+    if device.type != "cuda" or dtype == torch.float32:
+        return False
+    return _has_flash(
+        device, dtype, config.num_attention_heads, key_heads(config), head_size(config)
+    )
+
+
+@cache
+def _has_flash(
+    device: torch.device, dtype: torch.dtype, heads: int, shared: int, size: int
+) -> bool:
+    if size % 8:  # PyTorch widens such heads; its operator does not
+        return False
+    with torch.inference_mode(False), torch.enable_grad():
+        query, key = (
+            torch.empty(1, n, 8, size, dtype=dtype, device=device, requires_grad=True)
+            for n in (heads, shared)
+        )
+        return can_use_flash_attention(
+            SDPAParams(query, key, key, None, 0.0, True, heads != shared)
+        )
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """n sequences of queries and of their keys, each behind the other.
+
+    queries, keys: int32 [n + 1], where each begins and the last one ends. longest: tokens, of
+    queries and of keys. causal: a query attends to no key behind it; the last query and the last
+    key are level.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    longest: tuple[int, int]
+    causal: bool
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: Sequences,
+    scale: float | None,
+    used: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the attention of sequences, [queries, heads, size], and the logarithm of the sum of
+    its softmax, float32 [heads, queries].
+
+    query [queries, heads, size]; key, value [keys, key heads, size]. used: int32 [n], the keys of
+    each sequence that count, from its first on; the others are not read. None = all.
+    """
+    starts, ends = (sequences.queries, sequences.keys), sequences.longest
+    out, total, *_ = torch.ops.aten._flash_attention_forward(
+        *(query, key, value, *starts, *ends),
+        *(0.0, sequences.causal, False),  # dropout, causal, whether to return the softmax
+        scale=scale,
+        seqused_k=used,
+    )
+    return out, total
+
+
+def attend_backward(
+    grad: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    made: tuple[Tensor, Tensor],
+    sequences: Sequences,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value. inputs: these; made: what `attend` returned, or
+    what became of it together with other keys.
+    """
+    draws = torch.zeros(
+        2, dtype=torch.uint64, device=grad.device
+    )  # of dropout, which there is none
+    return torch.ops.aten._flash_attention_backward(
+        *(grad, *inputs, *made, sequences.queries, sequences.keys, *sequences.longest),
+        *(0.0, sequences.causal, draws, draws),
+        scale=scale,
+    )
+
+
+@dataclass(frozen=True)
+class Spans:
+    """The places of n prompts and their completions among T tokens, N of them in completions, M in
+    prompts.
+
+    Attributes:
+        own: every prompt and every completion, attending to itself.
+        to_prompt: the completions of each prompt, one sequence of queries, and the prompt as keys.
+        completions, prompts: int64 [N] and [M], which of the T tokens these are.
+    """
+
+    own: Sequences
+    to_prompt: Sequences
+    completions: Tensor
+    prompts: Tensor
+
+
+def span(lengths: Sequence[Sequence[int]], device: torch.device) -> Spans:
+    """Lay out rows of a prompt and its completions. lengths: tokens of each, by row."""
+    rows = torch.tensor(lengths)  # [n, 1 + G]
+    prompts, completions = rows[:, 0], rows[:, 1:].sum(1)
+    flat = rows.flatten()
+    first = torch.arange(rows.shape[1]).expand_as(rows).flatten() == 0
+    of_prompt = first.repeat_interleave(flat)  # [T]
+    found = [torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in (flat, completions, prompts)]
+    found += [(~of_prompt).nonzero()[:, 0], of_prompt.nonzero()[:, 0]]
+    own, queries, keys, *where = to_device(found, device)
+    own, queries, keys = (x.int() for x in (own, queries, keys))
+    longest = int(flat.max())
+    return Spans(
+        Sequences(own, own, (longest, longest), causal=True),
+        Sequences(queries, keys, (int(completions.max()), int(prompts.max())), causal=False),
+        *where,
+    )
+
+
+def attend_in_groups(
+    query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float | None
+) -> Tensor:
+    """Return the attention of completions to their prompts and themselves, and of prompts to
+    themselves: [T, heads, size]. query [T, heads, size]; key, value [T, key heads, size].
+    """
+    return _Grouped.apply(query, key, value, spans, scale)
+
+
+class _Grouped(torch.autograd.Function):
+    """Both calls, put together."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float | None
+    ) -> Tensor:
+        """Args: as of `attend_in_groups`."""
+        at, of = spans.completions, spans.prompts
+        out, total = attend(query, key, value, spans.own, scale)
+        prompt, prompt_total = attend(query[at], key[of], value[of], spans.to_prompt, scale)
+        own_total = total[:, at]  # [heads, N]
+        share = torch.sigmoid(prompt_total - own_total).T[..., None]
+        out[at] = torch.lerp(out[at].float(), prompt.float(), share).to(out.dtype)
+        total[:, at] = torch.logaddexp(own_total, prompt_total)
+        ctx.save_for_backward(query, key, value, out, total)
+        ctx.spans, ctx.scale = spans, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Add what the completions' attention to their prompts says to what is their own."""
+        query, key, value, out, total = ctx.saved_tensors
+        spans: Spans = ctx.spans
+        at, of = spans.completions, spans.prompts
+        inputs = (query, key, value)
+        own = attend_backward(grad, inputs, (out, total), spans.own, ctx.scale)
+        inputs, made = (query[at], key[of], value[of]), (out[at], total[:, at].contiguous())
+        more = attend_backward(grad[at], inputs, made, spans.to_prompt, ctx.scale)
+        for gradient, where, other in zip(own, (at, of, of), more, strict=True):
+            gradient[where] += other
+        return *own, None, None

@@ -1,0 +1,208 @@
+"""Decode steps on flash attention, whose operator is computed row by row (tests/support/flash.py),
+recorded by the tape of tests/support/standin/tape.py.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from common.distributed import fsdp
+from common.model import varlen
+from common.sampling.engine import Requests
+from common.sampling.flash import fewer
+from common.sampling.native import LOOK_EVERY, Sampler
+from eggroll.config import NoiseConfig
+from eggroll.noise import Noise
+from tests.support.flash import emulated
+from tests.support.models import ARCHITECTURES, prompts, sampling, small_model
+from tests.unit.test_graphs import Tape, needs_cuda, same
+
+STOPS: Any = {"pad_id": 96, "stop_ids": (11, 12)}
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """A sampler with recorded steps and flash attention; steps are looked at every 4."""
+    monkeypatch.setitem(LOOK_EVERY, "cpu", 4)
+    # In inference mode operations that consist of others would be seen whole.
+    monkeypatch.setattr(fsdp, "inference", lambda _: torch.no_grad())
+    Tape.recorded = Tape.replayed = 0
+
+    def build(model: Any, rows: int, **more: Any) -> Sampler:
+        sampler = Sampler(model.requires_grad_(False), rows=rows, **STOPS, **more)
+        sampler.recorder, sampler.shares = Tape, False
+        assert sampler.flash
+        return sampler
+
+    with emulated():
+        yield build
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("rows", [2, 64])
+def test_greedy_equals_generate(name, rows, flash):
+    """With refills, stops and fewer rows at the end."""
+    model = small_model(name)
+    made = flash(model, rows).generate(Requests(prompts=prompts()), sampling())
+    for index, prompt in enumerate(prompts()):
+        expected = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            max_new_tokens=20,
+            do_sample=False,
+            eos_token_id=[11, 12],
+            pad_token_id=96,
+        )[0, len(prompt) :].tolist()
+        length = int(made.lengths[index])
+        assert made.tokens[index, :length].tolist() == expected
+        assert bool(made.finished[index]) == (expected[-1] in (11, 12))
+        assert (made.tokens[index, length:] == 96).all()
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+@pytest.mark.parametrize(("rows", "groups"), [(5, 1), (12, 3)])
+def test_rows_with_lengths_of_their_own_change_nothing(name, rows, groups, flash):
+    """Tokens, lengths and log-probabilities are those of plain steps."""
+    model = small_model(name)
+    requests = Requests(prompts=prompts(), samples=4, seed=3, groups=groups, logprobs=True)
+    plain = Sampler(model, rows=rows, **STOPS).generate(requests, sampling(1.0))
+    same(flash(model, rows).generate(requests, sampling(1.0)), plain)
+    assert Tape.replayed > Tape.recorded > 1, "one for each number of rows"
+    assert Tape.recorded <= 4
+
+
+def test_calls_that_follow_record_nothing(flash):
+    """They find buffers and recordings, and see weights that have changed in place."""
+    model = small_model("llama")
+    sampler, plain = flash(model, 6), Sampler(model, rows=6, **STOPS)
+    requests = Requests(prompts=prompts(), samples=2, logprobs=True)
+    same(sampler.generate(requests, sampling(1.0)), plain.generate(requests, sampling(1.0)))
+    recorded, board = Tape.recorded, sampler.board
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    fewer_tokens = Requests(prompts=prompts((4, 2, 8)), samples=4, seed=1, logprobs=True)
+    for asked in (requests, fewer_tokens):
+        same(sampler.generate(asked, sampling(1.0)), plain.generate(asked, sampling(1.0)))
+    assert Tape.recorded <= recorded + 1, "at most another number of rows at the end"
+    assert sampler.board is board
+    recorded = Tape.recorded
+    same(sampler.generate(requests, sampling(0.0)), plain.generate(requests, sampling(0.0)))
+    assert Tape.recorded > recorded, "another way of drawing is another step"
+    assert sampler.board is board
+    longer = Requests(prompts=prompts((30, 4)), logprobs=True)
+    same(sampler.generate(longer, sampling(1.0)), plain.generate(longer, sampling(1.0)))
+    assert sampler.board is not board, "which has no room for it"
+    assert (sampler.board.slots, sampler.board.columns) == (6, 50)
+
+
+@pytest.mark.parametrize("how", [sampling(0.0), sampling(1.0), sampling(0.7, top_p=0.9)], ids=str)
+def test_a_recording_reads_what_outlives_the_call(how, flash):
+    """The model and the board: an address of anything else would be another tensor's later."""
+    model = small_model("qwen2")
+    sampler = flash(model, 4)
+    samples = 2 if how.temperature else 1
+    sampler.generate(Requests(prompts=prompts(), samples=samples, logprobs=True), how)
+    cache, board = sampler.board.cache, sampler.board
+    kept = [*model.parameters(), *model.buffers(), *cache.keys, *cache.values, cache.lengths]
+    kept += [cache.queries, cache.starts, *board.views(4, 20).values()]
+    lasting = {tensor.untyped_storage().data_ptr() for tensor in kept}
+    for recording in board.graphs.recordings:
+        for step in recording.steps:
+            for tensor in step.leaves:
+                if isinstance(tensor, torch.Tensor):
+                    assert tensor.untyped_storage().data_ptr() in lasting, step.func
+
+
+def test_nothing_is_kept_where_backward_passes_want_the_memory(flash):
+    sampler = flash(small_model("llama"), 6)
+    sampler.model.requires_grad_(True)
+    sampler.generate(Requests(prompts=prompts()), sampling(new=4))
+    assert sampler.board is None
+
+
+def test_nothing_is_kept_of_a_call_that_failed(flash, monkeypatch):
+    sampler = flash(small_model("llama"), 6)
+    sampler.generate(Requests(prompts=prompts()), sampling(new=4))
+    assert sampler.board is not None
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    sampler.limit.fixed = True
+    monkeypatch.setattr(sampler, "forward", fail)
+    monkeypatch.setattr(sampler, "used", fail)
+    with pytest.raises(Exception):  # noqa: B017, PT011
+        sampler._generate(Requests(prompts=prompts()), sampling(new=4), 6, None)
+    assert sampler.board is None
+
+
+def test_a_population_and_the_plain_model_have_recordings_of_their_own(flash):
+    """Of one board; noise is read where it lies."""
+    model = small_model("llama").requires_grad_(False)
+    config = NoiseConfig(
+        matrices="lowrank", vectors="full", embeddings="frozen", head="frozen", patterns={}
+    )
+    noise = Noise(model, config, rank=2, mirrored=True, seed=5)
+    plain, ours = Sampler(model, rows=8, **STOPS), flash(model, 8)
+    arguments: Any = {"prompts": prompts((5, 9)), "logprobs": True}
+    population = Requests(groups=4, **arguments)
+    for step in range(2):
+        recorded = Tape.recorded
+        with noise.members(step, range(4), sigma=0.1):
+            same(
+                ours.generate(population, sampling(1.0, new=8)),
+                plain.generate(population, sampling(1.0, new=8)),
+            )
+        alone = Requests(samples=4, **arguments)
+        same(
+            ours.generate(alone, sampling(1.0, new=8)), plain.generate(alone, sampling(1.0, new=8))
+        )
+    assert Tape.recorded == recorded, "the second step finds those of the first"
+
+
+def test_other_samplers_keep_a_common_column(flash):
+    """Without recordings, compiled, with an attention of the model's own, and without flash."""
+    model = small_model("llama")
+    assert not Sampler(model, rows=4, **STOPS).flash
+    sampler = flash(model, 4)
+    sampler.replaces = False
+    assert not sampler.flash
+    sampler = flash(model, 4)
+    sampler.forward = lambda **_: None
+    assert not sampler.flash
+    sampler = flash(model, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(varlen, "has_flash", lambda *_: False)
+        assert not sampler.flash
+
+
+@pytest.mark.parametrize(
+    ("slots", "used", "left"), [(64, 64, 64), (64, 33, 64), (64, 32, 32), (7, 1, 1), (5, 3, 3)]
+)
+def test_rows_are_halved(slots, used, left):
+    assert fewer(slots, used) == left
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_on_a_gpu_the_kernel_draws_what_masked_attention_draws(name, groups):
+    model = small_model(name).to("cuda", torch.bfloat16).requires_grad_(False)
+    requests = Requests(prompts=prompts(), samples=4, seed=3, groups=groups, logprobs=True)
+    made = []
+    for graphs in (True, False):
+        sampler = Sampler(model, rows=12, graphs=graphs, **STOPS)
+        assert sampler.flash == graphs
+        made.append(sampler.generate(requests, sampling(1.0, new=60)))
+        if graphs:
+            board, number = sampler.board, len(sampler.board.graphs.made)
+            again = sampler.generate(requests, sampling(1.0, new=60))
+            assert torch.equal(again.tokens, made[0].tokens)
+            assert sampler.board is board
+            assert len(board.graphs.made) == number
+    first = [m.logprobs[:, :4] for m in made]  # rounding may lead to other tokens later
+    assert (made[0].tokens[:, :4] == made[1].tokens[:, :4]).double().mean() > 0.8
+    assert (first[0] - first[1]).abs().median() < 0.05
