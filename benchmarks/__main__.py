@@ -29,6 +29,11 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "real": {
         "--weights": {"type": Path, "metavar": "DIR", "help": "default: random numbers"},
         "--vllm": {"type": Path, "metavar": "PYTHON", "help": "default: without vLLM"},
+        "--part": {
+            "choices": ("sampling", "grpo"),
+            "default": "sampling",
+            "help": "sampling and EGGROLL, or a GRPO step beside TRL's",
+        },
     },
     "grpo": {
         "--model": {"choices": ("small", "gpt2"), "default": "small", "help": "gpt2: for a GPU"},

@@ -60,15 +60,20 @@ PLAIN, OURS, PEER = "one prompt at a time", "float32", "TRL 1.16"
 
 class Positions(Chess):
     """The chess rows, scored as the peer's script scores them: random bytes earn something too, so
-    groups are alive.
+    groups are alive. times: how often a prompt says its question.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, times: int = 1) -> None:
         settings: dict[str, Any] = dict(shipped("task/chess.yaml"))
         for name in ("_target_", "pretrain_steps", "positions", "test_positions", "weights"):
             settings.pop(name)
         super().__init__(positions=256, test_positions=8, weights={"levenshtein": 1.0}, **settings)
         self.components = {"levenshtein": self.rewards}
+        self.times = times
+
+    def prompt(self, example: Example) -> str:
+        """Return the question, again and again."""
+        return " ".join([example.question] * self.times)
 
     def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         """Return the similarity of each completion to the answer."""
@@ -100,10 +105,10 @@ def run_of(work: dict[str, Any], *changes: str) -> Run:
         "model.path": work["model"],
         "hardware": "cpu" if work["device"] == "cpu" else "auto",
         "algo.resample_rounds": 0,
-        "algo.prompts_per_step": PROMPTS,
-        "algo.samples_per_prompt": SAMPLES,
+        "algo.prompts_per_step": work["prompts"],
+        "algo.samples_per_prompt": work["samples"],
         "algo.sampling.max_new_tokens": work["new"],
-        "algo.train_rows": PROMPTS * SAMPLES,
+        "algo.train_rows": work["prompts"] * work["samples"],
         "algo.kl.beta": work["beta"],
         "algo.lr": LR,
         "algo.warmup_steps": 0,
@@ -119,7 +124,7 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
     memory = measure.Peak()
     run = run_of(work, f"algo.steps={work['steps'] + 1}", *work["switches"])
     folder = Path(tempfile.mkdtemp(dir=work["folder"]))
-    train(run, folder / "run", task=Positions())
+    train(run, folder / "run", task=Positions(work.get("times", 1)))
     peak = memory.gb()
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()[1:]
     events = [json.loads(line) for line in lines]
@@ -128,6 +133,8 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
         # ranks are processes of their own: what the first one logged, on a CPU less its imports
         imports = (memory.before or 0) / 2**30 if work["device"] == "cpu" else 0.0
         peak = max(event["peak_memory_gb"] for event in events) - imports
+    if not work.get("curve", True):
+        return {"seconds": [event["seconds"] for event in events], "memory": peak}
     passes = f"algo.steps={PASSES}", f"algo.num_iterations={PASSES}"
     curve_run = run_of(work, *passes, *work["switches"])
     return {
@@ -272,19 +279,20 @@ def peer(work: dict[str, Any]) -> dict[str, Any]:
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work["model"])
     tokenizer.eos_token = "<eos>"  # it wants one; the model's configuration has none
-    rows = Positions().examples("train")
-    data = Dataset.from_list([{"prompt": row.question, "answer": row.answer} for row in rows])
+    task = Positions(work.get("times", 1))
+    rows = [(task.prompt(row), row.answer) for row in task.examples("train")]
+    data = Dataset.from_list([{"prompt": prompt, "answer": answer} for prompt, answer in rows])
     arguments = GRPOConfig(
         output_dir=tempfile.mkdtemp(dir=work["folder"]),
-        per_device_train_batch_size=PROMPTS * SAMPLES,
-        num_generations=SAMPLES,
+        per_device_train_batch_size=work["prompts"] * work["samples"],
+        num_generations=work["samples"],
         max_completion_length=work["new"],
         max_steps=work["steps"] + 1,
         logging_steps=1,
         report_to=[],
         save_strategy="no",
         use_cpu=work["device"] == "cpu",
-        bf16=False,
+        bf16=work["half"],
         learning_rate=LR,
         beta=work["beta"],
         gradient_checkpointing=False,
@@ -380,7 +388,8 @@ def run(options: argparse.Namespace) -> measure.Report:
     rows = list_rows(why_not(device, options.quick), options.brief)
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        work = {"model": f"{folder}/model", "folder": folder, "new": NEW[name]}
+        work = {"model": f"{folder}/model", "folder": folder, "new": NEW[name], "half": False}
+        work |= {"prompts": PROMPTS, "samples": SAMPLES}
         work |= {"steps": report.repeats, "device": device.type, "beta": options.beta}
         report.conditions["sizes"] = write_model(name, work["model"])
         for turn in range(1 if options.quick else 2):

@@ -2,7 +2,10 @@
 
     python -m benchmarks real --weights DIR --vllm PYTHON --json real.json
 
-Without --weights the model has the shape of SmolLM2-135M and random numbers. --vllm names the
+    python -m benchmarks real --weights DIR --part grpo --json grpo.json
+
+Without --weights the model has the shape of SmolLM2-135M and random numbers, and there is no GRPO
+step. --vllm names the
 Python of an environment with vLLM, which runs as a process of its own; without it those rows are
 left out. No token stops a row, so that all make the same number of tokens, at temperature 1.
 
@@ -16,14 +19,16 @@ import subprocess
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, Self
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
-from benchmarks import measure
+from benchmarks import grpo, measure
 from benchmarks.eggroll import Sizes, Work, settings
 from benchmarks.measure import Case, Report, paired
 from benchmarks.models import build, generate
@@ -37,6 +42,7 @@ PLAIN, POPULATION = "this project without noise", "this project, a population"
 ADAPTERS = "vLLM, adapters"
 STEP = "EGGROLL step, 32 members x 8 prompts of 139 tokens"
 HEAT: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+GRPO = {"prompts": 16, "samples": 8, "new": 48}
 SHAPES = {"8 x 8": (8, 8), "32 x 8": (32, 8)}  # prompts x samples
 MEMBERS = Sizes("smollm2", members=32, prompts=2, prompt_tokens=40, new_tokens=64)
 EVOLVED = Sizes("smollm2", members=32, prompts=8, prompt_tokens=139, new_tokens=32)
@@ -134,6 +140,9 @@ def sampling_cases(
 def run(options: argparse.Namespace) -> Report:
     """Time every row in turn."""
     report = Report("real", options, 5, dtype="bfloat16")
+    if options.part == "grpo":
+        compare_grpo(report, options)
+        return report
     new = 4 if options.quick else MEMBERS.new_tokens
     model = load(options.weights).to(report.device)
     report.conditions["sizes"] = {"members": asdict(MEMBERS), "evolved": asdict(EVOLVED)}
@@ -185,6 +194,40 @@ def compare_population(report: Report, model: Any, adapted: Peer | None, new: in
     if adapted is not None:
         ratio = paired(speeds[POPULATION], speeds[ADAPTERS])
         report.figures.append(("population against vLLM's adapters", ">= 1.5x", f"{ratio:.2f}x"))
+
+
+def compare_grpo(report: Report, options: argparse.Namespace) -> None:
+    """Time GRPO steps of TRL and of this project, each in a process of its own."""
+    if options.weights is None:
+        raise ValueError("--part grpo needs --weights: random weights earn no rewards.")
+    disable_progress_bar()
+    with TemporaryDirectory() as folder:
+        tokenizer = AutoTokenizer.from_pretrained(options.weights)
+        model = AutoModelForCausalLM.from_pretrained(options.weights)
+        model.config.eos_token_id = model.generation_config.eos_token_id = None
+        tokenizer.eos_token = None  # no token stops a row
+        model.save_pretrained(f"{folder}/model")
+        tokenizer.save_pretrained(f"{folder}/model")
+        sizes = {"prompts": 2, "samples": 2, "new": 4} if options.quick else GRPO
+        work = {"model": f"{folder}/model", "folder": folder, "device": report.device.type} | sizes
+        work |= {"times": 3, "steps": report.repeats, "beta": 0.0, "half": True, "curve": False}
+        report.conditions["sizes"] = {"grpo": work}
+        found: dict[str, dict[str, Any]] = {}
+        for row in (grpo.PEER, grpo.OURS):
+            measure.progress(row)
+            given = work | {"row": row, "switches": ["opt=[amp]"]}
+            try:
+                found[row] = measure.in_new_process(grpo.__name__, grpo.measure_row, given)
+            except Exception as error:  # whatever it is, the other row stands
+                report.skip(f"GRPO step: {row}", "s/step", measure.describe(error))
+    found = {OURS if row == grpo.OURS else row: one for row, one in found.items()}
+    for row, one in found.items():
+        report.add(f"GRPO step: {row}", median(one["seconds"]), "s/step")
+        report.add(f"GRPO step: {row}", one["memory"], "GB")
+    if len(found) == 2:
+        ratio = median(found[grpo.PEER]["seconds"]) / median(found[OURS]["seconds"])
+        report.figures.append(("GRPO step against TRL", ">= 8x", f"{ratio:.2f}x"))
+    report.conditions["seconds"] = {row: one["seconds"] for row, one in found.items()}
 
 
 def add_figures(report: Report, speeds: dict[str, list[float]], shape: str) -> None:
