@@ -284,7 +284,8 @@ def peer(work: dict[str, Any]) -> dict[str, Any]:
     data = Dataset.from_list([{"prompt": prompt, "answer": answer} for prompt, answer in rows])
     arguments = GRPOConfig(
         output_dir=tempfile.mkdtemp(dir=work["folder"]),
-        per_device_train_batch_size=work["prompts"] * work["samples"],
+        per_device_train_batch_size=work["prompts"] * work["samples"] // work.get("parts", 1),
+        gradient_accumulation_steps=work.get("parts", 1),
         num_generations=work["samples"],
         max_completion_length=work["new"],
         max_steps=work["steps"] + 1,

@@ -93,8 +93,8 @@ class Writer:
         extra: dict[str, Any],
         keep: int,
     ) -> None:
-        """Copy all to the host, now, and write it as `save` does while the caller goes on. One that
-        is under way must have been waited for.
+        """Copy all to the host, now, and write it as `save` does while the caller goes on. Call
+        `wait` before.
         """
         assert self.thread is None
         text = json.dumps(state, indent=1)
@@ -120,6 +120,14 @@ class Writer:
         if error is not None:
             raise error
         return folder
+
+    def settle(self) -> Path | None:
+        """Wait as a run stops: an error is a warning, for there is a reason to stop already."""
+        try:
+            return self.wait()
+        except CheckpointError as error:
+            log.warning("%s", error)
+            return None
 
 
 def _on_host(value: Any) -> Any:

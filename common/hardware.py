@@ -77,8 +77,9 @@ def keep_freed_memory() -> None:
     out again: a sixth of a training pass of SmolLM2-135M on two cores.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        if not libc.mallopt(M_MMAP_THRESHOLD, 1 << 30):
+            libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)  # the most that older versions take
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-        libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
 
 
 def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:

@@ -24,7 +24,7 @@ signals wait for the last of them, as a rollout is never stored.
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -122,10 +122,9 @@ class Session:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._written(self.writer.settle())
         self.stack.close()
         self.subject.close()
-        with suppress(Exception):  # there is an error already, or nothing to wait for
-            self.writer.wait()
         if error is not None and self.tracker:
             stopped = isinstance(error, RunStopped)
             self.tracker.close(error.code if stopped else 1)
@@ -223,7 +222,7 @@ class Session:
             )
 
     def _save(self, beside: bool) -> None:
-        """Write a checkpoint; on a GPU, if `beside`, while training goes on until the next one."""
+        """Write a checkpoint. On a GPU, with `beside`, it is written while training goes on."""
         self._written(self.writer.wait())
         if self.tracker:
             self.tracker.sync()  # what the checkpoint says is logged is then on the disk

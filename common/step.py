@@ -128,6 +128,7 @@ class Step:
     def _stop(self, reason: str | None) -> None:
         """Stop the run where there is a reason."""
         if reason:
+            self.session._written(self.session.writer.settle())
             last = describe_latest(self.session.context.out_dir / "checkpoints")
             raise RunStopped(f"step {self.index + 1}: {reason} {last}", EXIT_NUMBERS)
 

@@ -354,14 +354,15 @@ class _HeadLogprobs(torch.autograd.Function):
             target = ids[part, None]
             if grad_entropy is None:
                 grad = _grad_of_logp(logits, target, of_logp, states.dtype)
+                del logits
             else:
                 of_entropy = grad_entropy[part, None] / ctx.temperature
                 log_softmax = torch.log_softmax(logits, dim=1, dtype=torch.float32)
+                del logits
                 of_logits = (log_softmax + entropy[part, None]).mul_(of_entropy).add_(of_logp)
                 grad = of_logits.mul_(log_softmax.exp_()).neg_()
                 grad = grad.scatter_add_(1, target, of_logp).to(states.dtype)
                 del log_softmax, of_logits
-            del logits
             grad_states[part] = grad @ weight
             if grad_weight is not None:
                 _add_product(grad_weight, grad.T, states[part])
@@ -377,8 +378,8 @@ def _chunks(tokens: int, weight: Tensor) -> list[slice]:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `total`, float32. No product is made beside it, and rounded to 16 bits,
-    but on a CPU.
+    """Add left @ right to `total`, float32. Only on a CPU is the product made first, and rounded to
+    16 bits.
     """
     if left.dtype == total.dtype:
         total.addmm_(left, right)

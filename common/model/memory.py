@@ -94,7 +94,8 @@ def activation_bytes(
     if rows and not flash:
         kept += 5 * narrow  # queries and outputs, laid out by prompt and completion
     kept += 10 * any("q_norm" in name for name, _ in model.named_parameters())
-    # Every completion has its own copy of its prompt's keys and values, and every head its own.
+    # With masks every completion has its own copy of its prompt's keys and values, and every head
+    # its own; fused attention has none, and is counted alike.
     copied = (rows * (prompt_tokens + new_tokens) or tokens) * 2 * heads * narrow
     if flash:  # the queries, the keys and values that heads share, and the sums of the softmax
         shared = 2 * varlen.key_heads(config) * head_size(config)

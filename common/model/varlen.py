@@ -40,7 +40,8 @@ def has_flash(config: Any, device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether PyTorch has flash attention for a model's heads: 16 bits, on CUDA from compute
     capability 8.0 on. config: the model's; dtype: that of its activations.
     """
-    if device.type != "cuda" or dtype == torch.float32:
+    alike = not hasattr(config, "v_head_dim") and not hasattr(config, "qk_rope_head_dim")
+    if device.type != "cuda" or dtype == torch.float32 or not alike:  # in width, keys and values
         return False
     return _has_flash(
         device, dtype, config.num_attention_heads, key_heads(config), head_size(config)

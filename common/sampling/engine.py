@@ -106,7 +106,7 @@ class Engine(Protocol):
         ...
 
     def fixed_bytes(self, prompt_tokens: int) -> float:
-        """Return an estimate of the memory that takes as much whatever the rows."""
+        """Return an estimate of the memory that does not depend on the rows."""
         ...
 
     def row_bytes(self, prompt_tokens: int, sampling: SamplingConfig) -> float:

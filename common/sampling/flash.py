@@ -153,7 +153,7 @@ def recorded_over(model: torch.nn.Module) -> Hashable:
     return tuple(tensor.data_ptr() for tensor in tensors), tuple(forwards)
 
 
-def fewer(slots: int, used: int) -> int:
+def halve(slots: int, used: int) -> int:
     """Return the slots that are left when `used` are: halved as often as it goes, so that calls
     come upon the same numbers of rows.
     """

@@ -43,7 +43,7 @@ from common.profile import tracing_some
 from common.rows import RowLimit
 from common.sampling.cuda_graphs import CudaGraphs
 from common.sampling.engine import Completions, Requests, Setup, Watch
-from common.sampling.flash import Board, fewer, recorded_over
+from common.sampling.flash import Board, halve, recorded_over
 from common.sampling.kv_cache import ATTENTION, Prefix, PromptCache, SlotCache
 from common.sampling.random import token_uniforms
 
@@ -150,14 +150,15 @@ class Sampler:
             self.narrow.refresh()
 
     def fixed_bytes(self, prompt_tokens: int) -> float:
-        """Return an estimate of the memory that takes as much whatever the rows: packed weights,
-        and the activations of a piece of a prefill.
+        """Return an estimate of the memory that does not depend on the rows: packed weights, and
+        the activations and masks of a piece of a prefill.
         """
         config = self.model.config
         packing = self.packs and self.recorder is None and packs(self.device, self.dtype)
         wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        tokens = min(self.piece, self.limit.rows * prompt_tokens)
-        piece = tokens * (3 * wide + 6 * config.hidden_size) * self.dtype.itemsize
+        rows = min(max(self.piece // prompt_tokens, self.limit.floor), self.limit.rows)
+        size, mask = self.dtype.itemsize, (self.dtype.itemsize + 2) * prompt_tokens
+        piece = rows * prompt_tokens * ((3 * wide + 6 * config.hidden_size) * size + mask)
         return 2.0 * fsdp.parameters(self.model) * packing + piece
 
     def row_bytes(self, prompt_tokens: int, sampling: SamplingConfig) -> float:
@@ -172,8 +173,8 @@ class Sampler:
         # Recorded steps have memory of their own.
         logits = (4 * floats + size) * config.vocab_size * (2 if self.recorder else 1)
         prompt, new = prompt_tokens * token, sampling.max_new_tokens * token
-        if self.flash:  # it may be there from the last call, and nothing is laid out beside it
-            return prompt + new + max(prompt, logits)
+        if self.flash:  # nothing is laid out beside the cache but prompts that are prefilled
+            return 2 * prompt + new + logits
         return 2 * (prompt + new) + logits
 
     def generate(
@@ -201,6 +202,8 @@ class Sampler:
         """
         assert self.recorder is not None
         board = self.board
+        if board is not None and board.slots > max(rows, self.limit.rows):
+            board = self.board = None  # memory has run out since
         if board is None or not board.fits(rows, columns, length):
             if board is not None:
                 rows, columns = max(rows, board.slots), max(columns, board.columns)
@@ -469,7 +472,7 @@ class _Grid:
                 self.refill(free, most)
         elif self.board is not None:
             used = int((~free).sum(1).max())
-            if 0 < used <= (left := fewer(self.slots, used)) < self.slots:
+            if 0 < used <= (left := halve(self.slots, used)) < self.slots:
                 self.shrink(free, left)
         else:
             used = int((~free).sum(1).max())
@@ -711,7 +714,7 @@ class _Grid:
     # --- rows on a board
 
     def sit(self, board: Board) -> None:
-        """Take rows of a board in place of buffers of one's own, which receive what is done."""
+        """Compute on rows of a board; this call's own buffers receive the rows that are done."""
         sampling, rows = self.sampling, len(self.request)
         cuts = (sampling.temperature, sampling.top_k, sampling.top_p)
         shape = (self.tokens.shape[1], self.logprobs is None, *cuts)

@@ -39,6 +39,17 @@ def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
+def test_all_that_is_written_is_synced(tmp_path, monkeypatch):
+    """Every file, its folder, and the folder of checkpoints in which it gets its name."""
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number).st_ino))
+    folder = write(tmp_path / "checkpoints", 1)
+    wanted = [*folder.iterdir(), folder, folder.parent]
+    assert {path.stat().st_ino for path in wanted} <= {*synced}
+    assert len(wanted) > 4
+    assert synced[-1] == folder.parent.stat().st_ino
+
+
 def test_everything_comes_back_bit_for_bit(tmp_path):
     weight = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     tensors = {

@@ -99,13 +99,15 @@ def run(
     module: str | None = None,
     call: str | None = None,
     stdin: str = os.devnull,
-    largest_file: int = resource.RLIM_INFINITY,
+    largest_file: int | None = None,
 ) -> None:
     """In the fork: be a new process, then launch.py or a module; or call the function that is
     pickled in a file.
     """
     os.setsid()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
+    if largest_file is not None:
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, most))
     for descriptor, path in ((0, stdin), (1, stdout), (2, stderr)):
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOCTTY)
         os.dup2(opened, descriptor)

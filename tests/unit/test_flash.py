@@ -10,7 +10,7 @@ import torch
 from common.distributed import fsdp
 from common.model import varlen
 from common.sampling.engine import Requests
-from common.sampling.flash import fewer
+from common.sampling.flash import halve
 from common.sampling.native import LOOK_EVERY, Sampler
 from eggroll.config import NoiseConfig
 from eggroll.noise import Noise
@@ -182,7 +182,7 @@ def test_other_samplers_keep_a_common_column(flash):
     ("slots", "used", "left"), [(64, 64, 64), (64, 33, 64), (64, 32, 32), (7, 1, 1), (5, 3, 3)]
 )
 def test_rows_are_halved(slots, used, left):
-    assert fewer(slots, used) == left
+    assert halve(slots, used) == left
 
 
 @pytest.mark.gpu
