@@ -212,7 +212,8 @@ def compare_grpo(report: Report, options: argparse.Namespace) -> None:
         work = {"model": f"{folder}/model", "folder": folder, "device": report.device.type} | sizes
         work["parts"] = 1 if options.quick else 8  # TRL's 128 rows at once want more than 24 GB
         work |= {"times": 3, "steps": report.repeats, "beta": 0.0, "half": True, "curve": False}
-        report.conditions["sizes"] = {"grpo": work}
+        work["lr"] = 1e-6  # groups stay alive, and so every step is whole
+        report.conditions["sizes"] = {"grpo": sizes}
         found: dict[str, dict[str, Any]] = {}
         for name, row in ((grpo.PEER, grpo.PEER), (OURS, grpo.OURS)):
             measure.progress(name)
