@@ -114,8 +114,8 @@ class Sampler:
         sharded = fsdp.of(model) is not None
         self.limit = RowLimit("algo.rollout_rows", rows, fixed=sharded)
         self.autocast = autocast
-        self.narrow = Narrow(model, autocast) if autocast is not None and not sharded else None
-        self.used = model if self.narrow is None else self.narrow.twin
+        self.narrowed = Narrow(model, autocast) if autocast is not None and not sharded else None
+        self.used = model if self.narrowed is None else self.narrowed.twin
         # What records decode steps. Gathering sharded weights is no part of a step that could be.
         recorded = graphs and self.device.type == "cuda" and not sharded
         self.recorder = CudaGraphs if recorded else None
@@ -146,8 +146,8 @@ class Sampler:
 
     def refresh(self) -> None:
         """Renew the half-precision copy; without one the weights are shared."""
-        if self.narrow is not None:
-            self.narrow.refresh()
+        if self.narrowed is not None:
+            self.narrowed.refresh()
 
     def fixed_bytes(self, prompt_tokens: int) -> float:
         """Return an estimate of the memory that does not depend on the rows: packed weights, and

@@ -246,7 +246,7 @@ def test_a_narrow_copy_changes_nothing_under_autocast(name):
     model = small_model(name)
     ours = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=8, autocast=torch.bfloat16)
     plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=8, autocast=torch.bfloat16)
-    plain.narrow, plain.used, plain.forward = None, model, model
+    plain.narrowed, plain.used, plain.forward = None, model, model
     for _ in range(2):
         ours.refresh()
         one, other = (
@@ -273,7 +273,7 @@ def casts(sampler, new):
 def test_casts_do_not_grow_with_the_tokens():
     sampler = Sampler(small_model("qwen2"), pad_id=96, stop_ids=(), rows=1, autocast=torch.bfloat16)
     assert casts(sampler, 4) == casts(sampler, 8)
-    sampler.narrow, sampler.used, sampler.forward = None, sampler.model, sampler.model
+    sampler.narrowed, sampler.used, sampler.forward = None, sampler.model, sampler.model
     assert casts(sampler, 8) > casts(sampler, 4)  # what is counted is there to be counted
 
 
