@@ -110,7 +110,7 @@ def run_of(work: dict[str, Any], *changes: str) -> Run:
         "algo.sampling.max_new_tokens": work["new"],
         "algo.train_rows": work["prompts"] * work["samples"],
         "algo.kl.beta": work["beta"],
-        "algo.lr": work.get("lr", LR),
+        "algo.lr": work["lr"],
         "algo.warmup_steps": 0,
         "algo.loss": "grpo",
         "evaluate.examples": 1,
@@ -124,7 +124,7 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
     memory = measure.Peak()
     run = run_of(work, f"algo.steps={work['steps'] + 1}", *work["switches"])
     folder = Path(tempfile.mkdtemp(dir=work["folder"]))
-    train(run, folder / "run", task=Positions(work.get("times", 1)))
+    train(run, folder / "run", task=Positions(work["times"]))
     peak = memory.gb()
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()[1:]
     events = [json.loads(line) for line in lines]
@@ -133,7 +133,7 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
         # ranks are processes of their own: what the first one logged, on a CPU less its imports
         imports = (memory.before or 0) / 2**30 if work["device"] == "cpu" else 0.0
         peak = max(event["peak_memory_gb"] for event in events) - imports
-    if not work.get("curve", True):
+    if not work["curve"]:
         return {"seconds": [event["seconds"] for event in events], "memory": peak}
     passes = f"algo.steps={PASSES}", f"algo.num_iterations={PASSES}"
     curve_run = run_of(work, *passes, *work["switches"])
@@ -279,13 +279,13 @@ def peer(work: dict[str, Any]) -> dict[str, Any]:
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work["model"])
     tokenizer.eos_token = "<eos>"  # it wants one; the model's configuration has none
-    task = Positions(work.get("times", 1))
+    task = Positions(work["times"])
     rows = [(task.prompt(row), row.answer) for row in task.examples("train")]
     data = Dataset.from_list([{"prompt": prompt, "answer": answer} for prompt, answer in rows])
     arguments = GRPOConfig(
         output_dir=tempfile.mkdtemp(dir=work["folder"]),
-        per_device_train_batch_size=work["prompts"] * work["samples"] // work.get("parts", 1),
-        gradient_accumulation_steps=work.get("parts", 1),
+        per_device_train_batch_size=work["prompts"] * work["samples"] // work["parts"],
+        gradient_accumulation_steps=work["parts"],
         num_generations=work["samples"],
         max_completion_length=work["new"],
         max_steps=work["steps"] + 1,
@@ -294,7 +294,7 @@ def peer(work: dict[str, Any]) -> dict[str, Any]:
         save_strategy="no",
         use_cpu=work["device"] == "cpu",
         bf16=work["half"],
-        learning_rate=work.get("lr", LR),
+        learning_rate=work["lr"],
         beta=work["beta"],
         gradient_checkpointing=False,
         disable_tqdm=True,
@@ -390,7 +390,8 @@ def run(options: argparse.Namespace) -> measure.Report:
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         work = {"model": f"{folder}/model", "folder": folder, "new": NEW[name], "half": False}
-        work |= {"prompts": PROMPTS, "samples": SAMPLES}
+        work |= {"prompts": PROMPTS, "samples": SAMPLES, "times": 1, "parts": 1}
+        work |= {"lr": LR, "curve": True}
         work |= {"steps": report.repeats, "device": device.type, "beta": options.beta}
         report.conditions["sizes"] = write_model(name, work["model"])
         for turn in range(1 if options.quick else 2):

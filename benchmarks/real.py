@@ -1,13 +1,12 @@
 """Compare with `generate` and vLLM on a model that people use: SmolLM2-135M, in bfloat16.
 
     python -m benchmarks real --weights DIR --vllm PYTHON --json real.json
-
     python -m benchmarks real --weights DIR --part grpo --json grpo.json
 
-Without --weights the model has the shape of SmolLM2-135M and random numbers, and there is no GRPO
-step. --vllm names the
-Python of an environment with vLLM, which runs as a process of its own; without it those rows are
-left out. No token stops a row, so that all make the same number of tokens, at temperature 1.
+Without --weights the model has the shape of SmolLM2-135M and random numbers, and --part grpo is an
+error. --vllm names the Python of an environment with vLLM, which runs as a process of its own;
+without it those rows are left out. No token stops a row, so that all make the same number of
+tokens, at temperature 1.
 
 The population is 32 members with rank-1 noise on every linear layer; vLLM gets the same number of
 rank-1 adapters, and two samples per adapter. An EGGROLL step is noise, sampling and update, once.
@@ -16,6 +15,7 @@ rank-1 adapters, and two samples per adapter. An EGGROLL step is noise, sampling
 import argparse
 import json
 import subprocess
+import sys
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -199,7 +199,7 @@ def compare_population(report: Report, model: Any, adapted: Peer | None, new: in
 def compare_grpo(report: Report, options: argparse.Namespace) -> None:
     """Time GRPO steps of TRL and of this project, each in a process of its own."""
     if options.weights is None:
-        raise ValueError("--part grpo needs --weights: random weights earn no rewards.")
+        sys.exit("error: --part grpo needs --weights DIR: random weights earn no rewards.")
     disable_progress_bar()
     with TemporaryDirectory() as folder:
         tokenizer = AutoTokenizer.from_pretrained(options.weights)

@@ -44,9 +44,10 @@ class SharedPrompt(torch.autograd.Function):
         """Return the result in the dtype of the queries."""
         masks = _cut_masks(prompt_mask, completion_mask, sizes, query.shape[1], key.shape[1])
         (prompt, rows), shared, own = _cut_all(query, key, value, sizes)
-        alone, alone_sum = _fused(prompt, *_expand(shared, prompt), **masks[0], scale=scale)
-        first, first_sum = _fused(_stack(rows), *shared, **masks[1], scale=scale)
-        second, second_sum = _fused(rows, *own, **masks[2], scale=scale)
+        causal, of = masks[0] is None, [{"attn_mask": mask, "scale": scale} for mask in masks]
+        alone, alone_sum = _fused(prompt, *_expand(shared, prompt), is_causal=causal, **of[0])
+        first, first_sum = _fused(_stack(rows), *shared, **of[1])
+        second, second_sum = _fused(rows, *own, **of[2])
         whole = torch.logaddexp(first_sum.view_as(second_sum), second_sum)
         share = (second_sum - whole).exp()[..., None].to(second.dtype)
         out = _join(alone, torch.lerp(first.view_as(rows), second, share), sizes)
@@ -61,28 +62,18 @@ class SharedPrompt(torch.autograd.Function):
         wide = torch.promote_types(grad.dtype, torch.float32)
         query, key, value, out = (x.to(wide) for x in saved)
         prompt_mask = None if ctx.prompt_mask is None else ctx.prompt_mask.to(wide)
-        sizes, scale, heads = ctx.sizes, ctx.scale, (query.shape[1], key.shape[1])
+        sizes, heads = ctx.sizes, (query.shape[1], key.shape[1])
         masks = _cut_masks(prompt_mask, completion_mask.to(wide), sizes, *heads)
         (prompt, rows), shared, own = _cut_all(query, key, value, sizes)
-        key_heads = key.shape[1]
         (grad_prompt, grad_rows), (out_prompt, out_rows) = (
-            _cut(x, sizes, key_heads) for x in (grad.to(wide), out)
+            _cut(x, sizes, heads[1]) for x in (grad.to(wide), out)
         )
-
-        def descend(
-            grad: Tensor, query: Tensor, keys: Any, made: tuple[Tensor, Tensor], options: Any
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            causal = options.get("is_causal", False)
-            mask = options.get("attn_mask")
-            return _fused_backward(
-                grad, query, *keys, *made, 0.0, causal, attn_mask=mask, scale=scale
-            )
-
-        made = out_prompt, alone_sum
-        alone = descend(grad_prompt, prompt, _expand(shared, prompt), made, masks[0])
-        made = _stack(out_rows), whole.flatten(1, 2)[:, None]
-        first = descend(_stack(grad_rows), _stack(rows), shared, made, masks[1])
-        second = descend(grad_rows, rows, own, (out_rows, whole), masks[2])
+        causal, of = masks[0] is None, [{"attn_mask": mask, "scale": ctx.scale} for mask in masks]
+        parts = grad_prompt, prompt, *_expand(shared, prompt), out_prompt, alone_sum
+        alone = _fused_backward(*parts, 0.0, causal, **of[0])
+        parts = _stack(grad_rows), _stack(rows), *shared, _stack(out_rows)
+        first = _fused_backward(*parts, whole.flatten(1, 2)[:, None], 0.0, False, **of[1])
+        second = _fused_backward(grad_rows, rows, *own, out_rows, whole, 0.0, False, **of[2])
         of_query = _join(alone[0], first[0].view_as(rows) + second[0], sizes)
         of_key, of_value = (
             _join(alone[i].sum(1, keepdim=True) + first[i], second[i], sizes) for i in (1, 2)
@@ -131,16 +122,14 @@ def _cut_masks(
     sizes: Sizes,
     heads: int,
     key_heads: int,
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return what the kernel is told of prompts, of completions that look at their prompt, and of
-    completions that look at themselves.
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Return the masks of prompts (None = causal), of completions that look at their prompt (None =
+    at all of it), and of completions that look at themselves.
     """
     _, prompt, size, _ = sizes
     own = completion_mask[:1, :, :, prompt:].repeat(1, 1, heads // key_heads, 1)
     if prompt_mask is None:
-        return {"is_causal": True}, {}, {"attn_mask": own}
+        return None, None, own
     seen = completion_mask[::size, :, :1, :prompt]  # every completion sees its whole prompt
-    alone, first = (
-        {"attn_mask": mask.repeat_interleave(key_heads, dim=0)} for mask in (prompt_mask, seen)
-    )
-    return alone, first, {"attn_mask": own}
+    alone, first = (mask.repeat_interleave(key_heads, dim=0) for mask in (prompt_mask, seen))
+    return alone, first, own

@@ -166,7 +166,7 @@ class Sampler:
         by side, twice, and its logits.
         """
         config, size = self.model.config, self.dtype.itemsize
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        heads = varlen.key_heads(config)
         token = 2 * config.num_hidden_layers * heads * head_size(config) * size  # keys and values
         # Floats per token of the vocabulary, counted in `draw`, beside the logits themselves.
         floats = 2 + 4 * sampling.cuts + (sampling.top_p < 1)

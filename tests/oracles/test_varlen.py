@@ -10,7 +10,7 @@ from common.model.logprobs import group, prepare, token_logprobs
 from common.model.memory import activation_bytes
 from common.model.varlen import Sequences, attend, attend_in_groups, has_flash, span
 from common.optim import checkpoint_activations, no_dropout
-from tests.oracles.test_logprobs import CPU, data, unpadded
+from tests.oracles.test_logprobs import CPU, check_unpadded, data
 from tests.support.flash import emulated, forward
 from tests.support.models import ARCHITECTURES, small_model
 
@@ -36,19 +36,7 @@ def test_equals_the_unpadded_model(name, recomputed, flash):
     prompts, completions = data()
     laid = group(prompts, completions, CPU)
     assert laid.for_attention(model.config, BF16).completion_mask is None
-    logp, entropy = token_logprobs(model, laid, 0.7)
-    slow_logp, slow_entropy = unpadded(other, prompts, completions, 0.7)
-    weights = torch.randn(9, 7, generator=torch.Generator().manual_seed(1))
-    slow_loss = 0
-    for row, (values, entropies) in enumerate(zip(slow_logp, slow_entropy, strict=True)):
-        n = len(values)
-        torch.testing.assert_close(logp[row, :n], values, rtol=0, atol=2e-5)
-        torch.testing.assert_close(entropy[row, :n], entropies, rtol=0, atol=2e-5)
-        slow_loss = slow_loss + (weights[row, :n] * (values + 0.3 * entropies)).sum()
-    (weights * (logp + 0.3 * entropy)).sum().backward()
-    slow_loss.backward()
-    for (name, fast), slow in zip(model.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(fast.grad, slow.grad, rtol=1e-3, atol=1e-4, msg=name)
+    check_unpadded(model, other, prompts, completions, 0.7, 2e-5)
 
 
 def gradients(model, laid, device="cpu"):

@@ -48,3 +48,22 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def same_weights(one: Path, other: Path) -> bool:
     a, b = weights(one), weights(other)
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def check_greedy(model, made):
+    """Assert that the completions of `prompts()` are those of `generate`, ended by 11 or 12 or
+    after 20 tokens, and filled with 96.
+    """
+    for index, prompt in enumerate(prompts()):
+        expected = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            max_new_tokens=20,
+            do_sample=False,
+            eos_token_id=[11, 12],
+            pad_token_id=96,
+        )[0, len(prompt) :].tolist()
+        length = int(made.lengths[index])
+        assert made.tokens[index, :length].tolist() == expected
+        assert bool(made.finished[index]) == (expected[-1] in (11, 12))
+        assert (made.tokens[index, length:] == 96).all()

@@ -15,7 +15,13 @@ from common.sampling.native import LOOK_EVERY, Sampler
 from eggroll.config import NoiseConfig
 from eggroll.noise import Noise
 from tests.support.flash import emulated
-from tests.support.models import ARCHITECTURES, prompts, sampling, small_model
+from tests.support.models import (
+    ARCHITECTURES,
+    check_greedy,
+    prompts,
+    sampling,
+    small_model,
+)
 from tests.unit.test_graphs import Tape, needs_cuda, same
 
 STOPS: Any = {"pad_id": 96, "stop_ids": (11, 12)}
@@ -45,19 +51,7 @@ def test_greedy_equals_generate(name, rows, flash):
     """With refills, stops and fewer rows at the end."""
     model = small_model(name)
     made = flash(model, rows).generate(Requests(prompts=prompts()), sampling())
-    for index, prompt in enumerate(prompts()):
-        expected = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt)),
-            max_new_tokens=20,
-            do_sample=False,
-            eos_token_id=[11, 12],
-            pad_token_id=96,
-        )[0, len(prompt) :].tolist()
-        length = int(made.lengths[index])
-        assert made.tokens[index, :length].tolist() == expected
-        assert bool(made.finished[index]) == (expected[-1] in (11, 12))
-        assert (made.tokens[index, length:] == 96).all()
+    check_greedy(model, made)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])

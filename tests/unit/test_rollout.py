@@ -4,7 +4,13 @@ import torch
 from common.model.half import packed
 from common.sampling.engine import Requests
 from common.sampling.native import BLOCK, LOOK_EVERY, ROWS_IN_CACHE, Sampler, draw, invert_cdf
-from tests.support.models import ARCHITECTURES, prompts, sampling, small_model
+from tests.support.models import (
+    ARCHITECTURES,
+    check_greedy,
+    prompts,
+    sampling,
+    small_model,
+)
 
 
 def sampler(model, rows=64, stop=(11, 12)):
@@ -16,19 +22,7 @@ def sampler(model, rows=64, stop=(11, 12)):
 def test_greedy_equals_generate(name, rows):
     model = small_model(name)
     made = sampler(model, rows).generate(Requests(prompts=prompts()), sampling())
-    for index, prompt in enumerate(prompts()):
-        expected = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt)),
-            max_new_tokens=20,
-            do_sample=False,
-            eos_token_id=[11, 12],
-            pad_token_id=96,
-        )[0, len(prompt) :].tolist()
-        length = int(made.lengths[index])
-        assert made.tokens[index, :length].tolist() == expected
-        assert bool(made.finished[index]) == (expected[-1] in (11, 12))
-        assert (made.tokens[index, length:] == 96).all()
+    check_greedy(model, made)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
