@@ -1,13 +1,13 @@
 """The sampler: prompts -> completions, on unmodified Hugging Face decoders. The hot path of three
 algorithms.
 
-A prompt is prefilled once for all its samples, and its keys and values are stored once: all rows of
-a prompt attend to them in one product (Hydragen, arXiv:2402.05099, has the same idea), so a step
-reads them once per group and not once per row. What rows generate has a cache that is allocated
-once, in slots; a finished row's slot goes to the next request. Keys are right-aligned: all rows
+A prompt is prefilled once for all its samples, and where it has several, its keys and values are
+stored once: all rows of a prompt attend to them in one product (Hydragen, arXiv:2402.05099, has the
+same idea), so a step reads them once per group and not once per row. What rows generate has a cache
+that is allocated once, in slots; a finished row's slot goes to the next request. Keys are right-aligned: all rows
 write the same column, a row's valid columns end there, so a step's write is one slice and a
-newcomer starts at the current column. Where prompts cannot be apart (see `Sampler.shares`), each
-row has its prompt in front of its own columns.
+newcomer starts at the current column. Where a prompt has one sample or cannot be apart (see
+`Sampler.shares`), each row has its prompt in front of its own columns.
 
 On CUDA a decode step is several hundred kernels that each run for less time than they take to
 launch, so it is recorded as a CUDA graph and replayed (`CudaGraphs`): one graph for each number of
@@ -309,8 +309,8 @@ class _Grid:
         self.queued = [0] * groups  # the next request of each group
         # With a prefix, slots hold completions alone; else a row's prompt lies in front of its
         # completion.
-        self.prefix = Prefix() if sampler.shares else None
-        self.first = 0 if sampler.shares else self.longest  # the column that the first tokens go to
+        self.prefix = Prefix() if sampler.shares and self.samples > 1 else None
+        self.first = self.longest if self.prefix is None else 0  # where the first tokens go
         spare = length if self.requests > self.slots else 0  # columns, so that shifts are rare
         self.cache: Any = SlotCache(self.first + length + spare, groups * self.slots, self.prefix)
         self.cache.column = self.first
