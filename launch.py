@@ -88,7 +88,7 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Run:
 def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
     """Train in this process (or in the ranks of opt=ddp) and return the algorithm's `Result`.
 
-    An algorithm that starts ranks of its own returns what it says itself.
+    An algorithm that starts ranks of its own returns what it says itself, plan=true a `Plan`.
 
     Args: run: from `compose`; out_dir: the run folder, made if needed; task: an object of one's own
     that has the methods of common.tasks.Task, or of the algorithm's own kind of task; None = the
@@ -98,8 +98,10 @@ def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
 
     if own := getattr(run.algo, "STARTS_RANKS", None):
         return load(own)(run, Path(out_dir).resolve(), task)
-    package = type(run.algo).__module__.partition(".")[0]
-    return launch(f"{package}.train:train", run, Path(out_dir), task)
+    entry = f"{type(run.algo).__module__.partition('.')[0]}.train:train"
+    if run.plan:
+        return load("common.plan:show")(entry, run, task)
+    return launch(entry, run, Path(out_dir), task)
 
 
 @hydra.main(config_path="conf", config_name="config", version_base="1.3")

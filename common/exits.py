@@ -76,6 +76,8 @@ def ending_job() -> Iterator[Path]:
     requeue = signal.getsignal(signal.SIGUSR2)  # in a job of submitit: back into the queue
     try:
         yield folder
+        if alone and is_unused(folder):  # a plan leaves nothing
+            shutil.rmtree(folder, ignore_errors=True)
     except (ConfigError, RunStopped) as error:
         code = _print_end(error)
         if alone and isinstance(error, ConfigError) and is_unused(folder):

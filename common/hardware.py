@@ -7,7 +7,9 @@ import logging
 import os
 import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,6 +30,46 @@ class Device:
     name: str
     memory_gb: float
     matches: bool  # it is what the preset names
+    planned: bool = False  # a plan is made for it (plan=true), and it need not be there
+
+
+# While a plan is made (plan=true): the device that it is for, and its preset where that alone tells
+# of it. A model of shapes alone, on "meta", stands for one on that device.
+_planned: Device | None = None
+_preset: HardwareConfig | None = None
+
+
+@contextmanager
+def planning(config: HardwareConfig) -> Iterator[Device]:
+    """Plan in the block for the device of a preset, or, where the preset names none, for the one
+    that is here.
+    """
+    global _planned, _preset
+    _planned = replace(find(config), planned=True)
+    if config.device == "cuda" and config.memory_gb is not None:
+        cuda = torch.device("cuda", 0)
+        _planned, _preset = Device(cuda, config.name, config.memory_gb, True, planned=True), config
+    try:
+        yield _planned
+    finally:
+        _planned = _preset = None
+
+
+def stands_for(device: torch.device) -> torch.device:
+    """Return the device that tensors on `device` are planned for; itself where nothing is."""
+    return _planned.device if _planned is not None and device.type == "meta" else device
+
+
+def is_absent(device: torch.device) -> bool:
+    """Return whether a plan is made for `device` by its preset alone, wherever it may be."""
+    return _preset is not None and device.type == "cuda"
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a CUDA device; in a plan the least that its preset tells."""
+    if _preset is not None:
+        return (8, 0) if _preset.peak_tflops.bf16 else (7, 0)
+    return torch.cuda.get_device_capability(device)
 
 
 def local_devices(config: HardwareConfig) -> int:
@@ -134,7 +176,7 @@ def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
 
 def available_gb(device: Device) -> float:
     """Return the memory that this process can have: what is free, and what it holds already."""
-    if device.device.type != "cuda":
+    if device.device.type != "cuda" or is_absent(device.device):
         return device.memory_gb
     free, _ = torch.cuda.mem_get_info(device.device)
     return (free + torch.cuda.memory_reserved(device.device)) / 2**30
@@ -153,6 +195,8 @@ def attention_kernel(device: torch.device, dtype: torch.dtype, head_size: int, m
     """Return the kernel that scaled_dot_product_attention takes here: flash, efficient, cudnn or
     math.
     """
+    if is_absent(device):
+        return "its kernel is chosen on the device"
     q = torch.zeros(1, 1, 16, head_size, device=device, dtype=dtype)
     mask = torch.zeros(1, 1, 16, 16, device=device, dtype=dtype) if masked else None
     chosen = torch.nn.attention.SDPBackend(torch._fused_sdp_choice(q, q, q, mask))

@@ -237,6 +237,17 @@ class LM:
         fit(self.engine.limit, self.rollout_row, self.rollout_fixed, self.context)
         return self.rollout_row
 
+    def describe_memory(self, peak: float, rows: int, whole: float) -> dict[str, str]:
+        """Say for the plan what a rank takes.
+
+        Args: peak: bytes of a step; rows: of a rollout's forward; whole: bytes of weights and
+        training state.
+        """
+        self.peak, self.planned_rows = peak, rows
+        return {
+            "memory": f"about {peak / 2**30:.2f} GB per rank{fsdp.planned(self.model, whole)}",
+        }
+
     def describe(self) -> dict[str, str]:
         """Say for the plan what the task, the model, the device and the numbers are."""
         run, device = self.run, self.context.device
@@ -317,6 +328,8 @@ def load_on_all_ranks(run: Run, task: Task, context: Context) -> tuple[Any, Any]
     """Load the model in float32 and the tokenizer on rank 0, from which the others get both. With
     opt=fsdp the weights stay on the CPU of rank 0 until `fsdp.shard` sends them block by block.
     """
+    if context.device.planned:
+        return load_model(run.model, task, torch.float32, torch.device("meta"), progress=False)
     loaded: Any = None
     if context.main:
         device = context.device.device if context.mesh is None else torch.device("cpu")

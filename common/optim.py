@@ -105,7 +105,8 @@ class Updater:
     ) -> None:
         self.parameters, self.grad_clip, self.numbers = parameters, settings.grad_clip, numbers
         self.optimizer = optimizer(settings.optimizer, parameters, settings.lr)
-        if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        adam = isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW))
+        if adam and not any(parameter.is_meta for parameter in parameters):
             # Now, before the first rollout: made later, the state would lie scattered in what the
             # sampler's cache has left.
             step_nowhere(self.optimizer)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from common import hardware
 from common.config import ConfigError, OptConfig, PeakConfig
 
 
@@ -31,7 +32,7 @@ def native_bf16(device: torch.device) -> bool:
     `torch.cuda.is_bf16_supported()` is True by emulation on V100 and T4 (pytorch#148322).
     """
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
+        return hardware.capability(device) >= (8, 0)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
@@ -41,9 +42,7 @@ def resolve(opt: OptConfig, device: torch.device) -> Precision:
     Raises: ConfigError where a dtype is insisted on that the device does not have.
     """
     torch.set_float32_matmul_precision("high" if opt.tf32.enabled else "highest")
-    if opt.tf32.enabled and (
-        device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)
-    ):
+    if opt.tf32.enabled and (device.type != "cuda" or hardware.capability(device) < (8, 0)):
         raise ConfigError(
             "opt=tf32 has no effect here: TF32 needs a CUDA device of compute capability 8.0. Leave"
             " it out."

@@ -14,6 +14,8 @@ from common.config import ConfigError
 T = TypeVar("T")
 log = logging.getLogger("clutch")
 
+# The share of the memory that is planned with.
+FITTED = 0.9
 # The texts of PyTorch's CPU allocator, CUDA (also in a recording), cuBLAS and NCCL. Only CUDA's
 # allocator has a class for it.
 OUT_OF_MEMORY = (
@@ -47,12 +49,12 @@ class RowLimit:
         self._running = False
 
     def fit(self, row_bytes: float, fixed_bytes: float, memory_gb: float) -> None:
-        """Lower the rows to what fits nine tenths of the memory, in multiples of the floor.
+        """Lower the rows to what fits `FITTED` of the memory, in multiples of the floor.
 
         Args: row_bytes: what one more row needs; fixed_bytes: weights and all that does not grow
         with rows.
         """
-        room = 0.9 * memory_gb * 2**30 - fixed_bytes
+        room = FITTED * memory_gb * 2**30 - fixed_bytes
         fitting = min(self.rows, int(room / row_bytes)) if room > 0 else 0
         self.rows = max(self.floor, fitting // self.floor * self.floor)
 

@@ -39,6 +39,7 @@ from common.distributed import fsdp
 from common.distributed.context import Context
 from common.evaluation import Evaluation
 from common.nonfinite import NonFinitePolicy
+from common.plan import tell
 from common.profile import profile_steps
 from common.report import page, summary
 from common.report.tracker import Tracker
@@ -139,6 +140,7 @@ class Session:
         Raises: ConfigError where the run folder does not allow it.
         """
         run, context, state = self.run, self.context, self.state
+        tell(run, context, self.subject, plan | {"folder": str(context.out_dir)})
         self.saved = saved
         resumed = resume.find(run, context)
         if resumed is not None:
@@ -147,7 +149,6 @@ class Session:
         compute = self.subject.precision.compute
         self.policy = NonFinitePolicy(run, context, compute, state["skipped"])
         if context.main:
-            summary.print_plan(plan | {"folder": str(context.out_dir)})
             summary.write_run(run, context.out_dir, context.device.name)
         if "before" not in state and self.generates:
             before = self.subject.evaluate()
@@ -270,9 +271,9 @@ class Session:
 
     def _open_tracker(self) -> None:
         run, state, context = self.run, self.state, self.context
-        steps = self.total_steps
-        self.tracker = Tracker(run, context.out_dir, steps, state["step"], state["tracker"])
-        if steps is None:  # the progress line counts what is used of the budget
+        total = self.total_steps
+        self.tracker = Tracker(run, context.out_dir, total, state["step"], state["tracker"])
+        if total is None:  # the progress line counts what is used of the budget
             unit = "token" if run.budget.tokens is not None else "second"
             limit = getattr(run.budget, f"{unit}s")
             self.tracker.begin("", round(limit), self._budget_used() or 0, unit)

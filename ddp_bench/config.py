@@ -99,6 +99,7 @@ class ClassifyConfig:
         "scoring": "there are no rewards",
         "evaluate": "it evaluates after each epoch",
         "budget": "it generates nothing, and algo.epochs ends it",
+        "plan": "algo=predict says what a classifier takes",
     }
     NO_EFFECT_WITH_TASK: ClassVar[dict[str, dict[str, str]]] = {
         "ddp_bench.tasks.Trajectories": {"algo.tokenizer": "task=trajectories, which has no texts"}

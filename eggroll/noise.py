@@ -644,7 +644,9 @@ def _shared_inputs(model: nn.Module, layers: list[nn.Module]) -> dict[int, int]:
     try:
         model.eval()
         with fsdp.forwards(model):
-            model(input_ids=ids, use_cache=False)
+            # With a mask the model looks at no numbers, which a plan's model does not have.
+            mask = torch.zeros(1, 1, 1, 1, dtype=fsdp.dtype(model), device=ids.device)
+            model(input_ids=ids, attention_mask=mask, use_cache=False)
     finally:
         model.train(training)
         for hook in hooks:

@@ -128,8 +128,7 @@ class Population:
             f" {cfg.samples_per_prompt} samples, {cfg.sampling.max_new_tokens} new tokens at most",
             "forwards": f"{len(chunks)} per step, {used} rows each (algo.rollout_rows={rows}),"
             f" {-(-len(chunks) // ranks)} per rank",
-            "memory": f"about {memory / 2**30:.2f} GB per rank"
-            f"{fsdp.planned(lm.model, self.state.whole)}",
+            **lm.describe_memory(memory, used, self.state.whole),
         }
 
     def _exchange(self, rewards: Tensor, generated: int) -> tuple[Tensor, int]:

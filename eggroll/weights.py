@@ -82,18 +82,21 @@ class Weights:
         self.memory_gb: float | None = None  # of weights and optimizer state on this rank
         names = [address.name for address in noise.addresses]
         parameters = dict(model.named_parameters())
-        # What this rank holds of them.
-        self.initial = DiskTensors({n: fsdp.local(parameters[n]) for n in names}, folder)
+        # What this rank holds of them; the model of a plan has none.
+        held = {n: fsdp.local(parameters[n]) for n in names if not parameters[n].is_meta}
+        self.initial = DiskTensors(held, folder)
         # |W0|^2 and, while a step is made, |W|^2 and |W - W0|^2; None where that is not compared.
         self.size: Tensor | float = 0.0
         self.moved: Tensor | float | None = None
-        parts = [fsdp.local(parameters[n]).detach().square().sum().double() for n in names]
+        parts = [tensor.detach().square().sum().double() for tensor in held.values()]
         self.started = float(sum(parts))  # read once
         if compute == torch.float32 or fsdp.of(model):
             self.masters = {n: parameters[n] for n in names}
         else:
             self.masters = {
-                n: parameters[n].detach().to("cpu" if offload else parameters[n].device, copy=True)
+                n: parameters[n]
+                .detach()
+                .to("cpu" if offload and held else parameters[n].device, copy=True)
                 for n in names
             }
             for parameter in model.parameters():  # buffers stay: rotary frequencies need float32

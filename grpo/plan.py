@@ -1,7 +1,6 @@
 """Say what a run will do, before the first step."""
 
 from common.budget import describe_length
-from common.distributed import fsdp
 from common.lm import LM
 from grpo.config import GrpoConfig
 from grpo.policy import Policy
@@ -23,6 +22,5 @@ def plan(lm: LM, cfg: GrpoConfig, policy: Policy) -> dict[str, str]:
         f" groups replaced in {cfg.resample_rounds} rounds at most",
         "training": f"{min(policy.limit.rows, policy.completions)} completions per forward,"
         " gradients accumulated",
-        "memory": f"about {policy.peak / 2**30:.2f} GB per rank"
-        f"{fsdp.planned(lm.model, policy.state.whole)}",
+        **lm.describe_memory(policy.peak, rollout, policy.state.whole),
     }

@@ -53,7 +53,8 @@ def plan(lm: LM, prompts: Prompts, limit: RowLimit, peak: float) -> dict[str, st
     trained = f"LoRA of rank {cfg.lora.rank}" if cfg.lora.rank else "all weights"
     stage = f"; stage {cfg.stage}" if cfg.stage != "all" else ""
     shard = f", shard {cfg.shard}" if cfg.shard else ""
-    shared = fsdp.planned(lm.model, (4 if cfg.lora.rank else 16) * lm.parameters)
+    whole = (4 if cfg.lora.rank else 16) * lm.parameters
+    rows = min(lm.engine.limit.rows, cfg.prompts_per_batch * cfg.chunk_size)
     skipped = f"; {lm.skipped_prompts} too long and left out" if lm.skipped_prompts else ""
     lines = {
         "algorithm": f"rft, {describe_length(run, cfg.iterations, 'iterations')}, from the"
@@ -72,7 +73,7 @@ def plan(lm: LM, prompts: Prompts, limit: RowLimit, peak: float) -> dict[str, st
         "fine-tune": f"{trained}, {cfg.epochs} epochs, lr {cfg.lr:g}, {cfg.batch_size}"
         f" completions per step, {limit.rows} per forward{', packed' if cfg.packing else ''}",
         "environment": ", ".join(describe_variables(cfg)),
-        "memory": f"about {peak / 2**30:.2f} GB per rank{shared}",
+        **lm.describe_memory(peak, rows, whole),
         "folder": str(lm.context.out_dir),
     }
     return {key: value for key, value in lines.items() if value}

@@ -26,6 +26,7 @@ from common.distributed import fsdp
 from common.distributed.context import Context
 from common.lm import LM
 from common.model.lora import check_lora
+from common.plan import tell
 from common.report import page, summary
 from common.session import Session
 from common.tasks import Task
@@ -95,10 +96,9 @@ def prepare(session: Session, lm: LM) -> Work:
     lm.held_out, lm.order = prompts.held_out, prompts.order
     folder = RunFolder(run, lm.context)
     train_limit, peak = fit_rows(lm, prompts)
-    if lm.context.main:
-        summary.print_plan(plan(lm, prompts, train_limit, peak))
-        if not cfg.shard:
-            summary.write_run(run, lm.context.out_dir, lm.context.device.name)
+    tell(run, lm.context, lm, plan(lm, prompts, train_limit, peak))
+    if lm.context.main and not cfg.shard:
+        summary.write_run(run, lm.context.out_dir, lm.context.device.name)
     optim.optimizer(cfg.optimizer, [torch.nn.Parameter(torch.zeros(1))], cfg.lr)
     if cfg.lora.rank:
         check_lora(lm.model, cfg.lora)

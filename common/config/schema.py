@@ -418,6 +418,7 @@ class Run:
 
     seed: Annotated[Natural, (below, 2**63)]
     resume: str  # no | auto | a run folder
+    plan: bool
     budget: BudgetConfig
     prompts: PromptsConfig
     evaluate: EvaluateConfig

@@ -36,10 +36,13 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from common.config import ConfigError, ModelConfig
 from common.model.export import progress_bars
 from common.model.lora import peft_of_today
-from common.model.tiny import tiny_model
+from common.model.tiny import byte_tokenizer, tiny_model, untrained
 
 log = logging.getLogger("clutch")
 ADAPTER = "adapter_config.json"  # what tells the folder of a peft adapter
+# What transformers raises for a model that it cannot load.
+UNLOADABLE = (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError)
+UNLOADABLE += (SafetensorError, StrictDataclassError)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -54,12 +57,16 @@ def load_model(
     """Load the model that `config` names, in eval mode on `device`, and its tokenizer, which has a
     pad token.
 
-    Args: task: pre-trains the tiny model, otherwise unused; dtype: of the weights; progress: report
-    on stderr.
+    Args: task: pre-trains the tiny model, otherwise unused; dtype: of the weights; device: "meta"
+    for the shapes alone, for which no weights are read or trained; progress: report on stderr.
     Raises: ConfigError for all that a user can correct: no such folder or hub id, no causal
     language model in it, no tokenizer, a tokenizer with more ids than the model has embeddings, a
     missing package.
     """
+    shapes = device.type == "meta"
+    if shapes and config.path is None:
+        with device:
+            return untrained(config.tiny).eval(), byte_tokenizer()  # type: ignore[arg-type]
     if config.path is None:
         assert config.tiny is not None  # ModelConfig checks it
         path, where = str(tiny_model(config.tiny, task, progress=progress)), "model=tiny"
@@ -67,9 +74,10 @@ def load_model(
         path, where = _source(config), f"model.path={config.path!r}"
     origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": False}
     with progress_bars(progress and config.path is not None and sys.stderr.isatty()):
-        model = _model(config, path, where, origin, dtype)
+        load = _shapes if shapes else _model
+        model = load(config, path, where, origin, dtype)
         tokenizer = _tokenizer(config, path, where, origin)
-    if config.lora is not None:
+    if config.lora is not None and not shapes:  # merged, it changes no shape
         model = _with_adapter(model, config.lora, where)
     if progress and (found := model_commit(config)):
         log.info("%s is at commit %s (model.revision=COMMIT pins it)", where, found)
@@ -193,16 +201,8 @@ def _model(
         model, info = loaded
     except ConfigError:
         raise
-    except (
-        *(OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError),
-        *(SafetensorError, StrictDataclassError),
-    ) as error:
-        # What a wrong config.json is told is in the cause: "Validation error for field
-        # 'hidden_size':" says little.
-        reason = (error.__cause__ if isinstance(error, StrictDataclassError) else None) or error
-        raise ConfigError(
-            f"{where} could not be loaded: {_first_line(reason)} {_advice(path, error)}"
-        ) from error
+    except UNLOADABLE as error:
+        raise _describe(error, path, where) from error
     if info["missing_keys"] or info["mismatched_keys"]:
         names = sorted(str(name) for name in [*info["missing_keys"], *info["mismatched_keys"]])
         raise ConfigError(
@@ -213,6 +213,28 @@ def _model(
     if config.gguf_file and hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are plain now, and an export must say so
     return model
+
+
+def _shapes(
+    config: ModelConfig, path: str, where: str, origin: dict[str, Any], dtype: torch.dtype
+) -> PreTrainedModel:
+    """The model on the device "meta", as its config.json describes it. Raises ConfigError."""
+    if config.gguf_file:
+        raise ConfigError(
+            "plan=true needs a config.json, which a GGUF file comes without. Give the folder or hub"
+            " id of the model that it was made from: model=hf model.path=..."
+        )
+    try:
+        architecture = AutoConfig.from_pretrained(path, **origin)
+        _check_causal(architecture, where)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                architecture, dtype=dtype, attn_implementation=config.attention
+            )
+    except ConfigError:
+        raise
+    except UNLOADABLE as error:
+        raise _describe(error, path, where) from error
 
 
 def _with_adapter(model: PreTrainedModel, given: str, where: str) -> PreTrainedModel:
@@ -319,6 +341,14 @@ def _tokenizer(
             " (tokenizer.json and tokenizer_config.json) into the folder."
         )
     return tokenizer
+
+
+def _describe(error: Exception, path: str, where: str) -> ConfigError:
+    """Return the error for a model that cannot be loaded, with the next step."""
+    # What a wrong config.json is told is in the cause: "Validation error for field
+    # 'hidden_size':" says little.
+    reason = (error.__cause__ if isinstance(error, StrictDataclassError) else None) or error
+    return ConfigError(f"{where} could not be loaded: {_first_line(reason)} {_advice(path, error)}")
 
 
 def _advice(path: str, error: Exception) -> str:

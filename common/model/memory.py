@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from common.distributed import fsdp
+from common.hardware import stands_for
 from common.model import varlen
 from common.model.logprobs import LOGITS
 from common.model.varlen import head_size
@@ -58,9 +59,14 @@ def training_peak(
     return max(fixed, fixed - missing + once + min(rows, share) * row)
 
 
+def cache_bytes(config: Any, size: int) -> int:
+    """Return what the keys and values of one token take, in numbers of `size` bytes."""
+    return 2 * config.num_hidden_layers * varlen.key_heads(config) * head_size(config) * size
+
+
 def logits_bytes(model: PreTrainedModel, tokens: int) -> float:
     """Return what the logits of `tokens` need at a time, and what comes of them."""
-    held = LOGITS["cpu" if model.device.type == "cpu" else "cuda"]
+    held = LOGITS[stands_for(model.device).type]
     return 10.0 * min(tokens * model.config.vocab_size, held)
 
 
@@ -90,7 +96,7 @@ def activation_bytes(
     # Bytes per token and hidden number: the float32 residual and norms, the casts of what goes into
     # each linear layer, queries, and the norms of queries and keys where there are any.
     kept = 42 if narrow == 4 else 35
-    flash = rows > 0 and varlen.has_flash(config, model.device, compute)
+    flash = rows > 0 and varlen.has_flash(config, stands_for(model.device), compute)
     if rows and not flash:
         kept += 5 * narrow  # queries and outputs, laid out by prompt and completion
     kept += 10 * any("q_norm" in name for name, _ in model.named_parameters())

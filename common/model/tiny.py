@@ -137,12 +137,8 @@ def _pretraining_rows(config: TinyConfig, task: Any) -> list[tuple[bytes, bytes]
     return rows
 
 
-def _pretrained(
-    config: TinyConfig, rows: list[tuple[bytes, bytes]], progress: bool
-) -> LlamaForCausalLM:
-    """Train a float32 Llama from `pretrain_seed` on `rows`. Leaves torch's global generator as it
-    was.
-    """
+def untrained(config: TinyConfig) -> LlamaForCausalLM:
+    """Return the tiny model with random weights."""
     architecture = LlamaConfig(
         vocab_size=EOS + 1,
         hidden_size=config.hidden_size,
@@ -156,9 +152,18 @@ def _pretrained(
         eos_token_id=EOS,
         pad_token_id=PAD,
     )
+    return LlamaForCausalLM(architecture)
+
+
+def _pretrained(
+    config: TinyConfig, rows: list[tuple[bytes, bytes]], progress: bool
+) -> LlamaForCausalLM:
+    """Train a float32 Llama from `pretrain_seed` on `rows`. Leaves torch's global generator as it
+    was.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.pretrain_seed)
-        model = LlamaForCausalLM(architecture)
+        model = untrained(config)
     if not rows:
         return model
     start = time.monotonic()

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
+from common import hardware
 from common.model.transfer import to_device
 
 
@@ -43,6 +44,8 @@ def has_flash(config: Any, device: torch.device, dtype: torch.dtype) -> bool:
     alike = not hasattr(config, "v_head_dim") and not hasattr(config, "qk_rope_head_dim")
     if device.type != "cuda" or dtype == torch.float32 or not alike:  # in width, keys and values
         return False
+    if hardware.is_absent(device):
+        return hardware.capability(device) >= (8, 0) and head_size(config) % 8 == 0
     return _has_flash(
         device, dtype, config.num_attention_heads, key_heads(config), head_size(config)
     )

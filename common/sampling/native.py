@@ -4,10 +4,10 @@ algorithms.
 A prompt is prefilled once for all its samples, and where it has several, its keys and values are
 stored once: all rows of a prompt attend to them in one product (Hydragen, arXiv:2402.05099, has the
 same idea), so a step reads them once per group and not once per row. What rows generate has a cache
-that is allocated once, in slots; a finished row's slot goes to the next request. Keys are right-aligned: all rows
-write the same column, a row's valid columns end there, so a step's write is one slice and a
-newcomer starts at the current column. Where a prompt has one sample or cannot be apart (see
-`Sampler.shares`), each row has its prompt in front of its own columns.
+that is allocated once, in slots; a finished row's slot goes to the next request. Keys are
+right-aligned: all rows write the same column, a row's valid columns end there, so a step's write is
+one slice and a newcomer starts at the current column. Where a prompt has one sample or cannot be
+apart (see `Sampler.shares`), each row has its prompt in front of its own columns.
 
 On CUDA a decode step is several hundred kernels that each run for less time than they take to
 launch, so it is recorded as a CUDA graph and replayed (`CudaGraphs`): one graph for each number of
@@ -33,10 +33,11 @@ from transformers import PreTrainedModel
 
 from common.config import ConfigError, SamplingConfig
 from common.distributed import fsdp
+from common.hardware import stands_for
 from common.model import logprobs, varlen
 from common.model.half import Narrow, compiled, packed, packs
 from common.model.masks import additive
-from common.model.memory import head_size
+from common.model.memory import cache_bytes
 from common.model.prompts import context_length
 from common.model.transfer import to_device
 from common.profile import tracing_some
@@ -117,9 +118,10 @@ class Sampler:
         self.narrowed = Narrow(model, autocast) if autocast is not None and not sharded else None
         self.used = model if self.narrowed is None else self.narrowed.twin
         # What records decode steps. Gathering sharded weights is no part of a step that could be.
-        recorded = graphs and self.device.type == "cuda" and not sharded
+        kind = stands_for(self.device).type
+        recorded = graphs and kind == "cuda" and not sharded
         self.recorder = CudaGraphs if recorded else None
-        self.piece = PIECE_ON_CPU if self.device.type == "cpu" else PIECE
+        self.piece = PIECE_ON_CPU if kind == "cpu" else PIECE
         # A step that is compiled multiplies with the weights as they are; so does a recorded one.
         self.packs = compile_mode is None and not sharded
         self.forward = compiled(self.used, compile_mode) if compile_mode else self.used
@@ -136,8 +138,8 @@ class Sampler:
     def flash(self) -> bool:
         """Whether steps go by flash attention (common/sampling/flash.py)."""
         recorded = self.recorder is not None and self.forward is self.used
-        config = self.model.config
-        return recorded and self.replaces and varlen.has_flash(config, self.device, self.dtype)
+        config, device = self.model.config, stands_for(self.device)
+        return recorded and self.replaces and varlen.has_flash(config, device, self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -154,7 +156,8 @@ class Sampler:
         the activations and masks of a piece of a prefill.
         """
         config = self.model.config
-        packing = self.packs and self.recorder is None and packs(self.device, self.dtype)
+        device = stands_for(self.device)
+        packing = self.packs and self.recorder is None and packs(device, self.dtype)
         wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         rows = min(max(self.piece // prompt_tokens, self.limit.floor), self.limit.rows)
         size, mask = self.dtype.itemsize, (self.dtype.itemsize + 2) * prompt_tokens
@@ -166,8 +169,7 @@ class Sampler:
         by side, twice, and its logits.
         """
         config, size = self.model.config, self.dtype.itemsize
-        heads = varlen.key_heads(config)
-        token = 2 * config.num_hidden_layers * heads * head_size(config) * size  # keys and values
+        token = cache_bytes(config, size)
         # Floats per token of the vocabulary, counted in `draw`, beside the logits themselves.
         floats = 2 + 4 * sampling.cuts + (sampling.top_p < 1)
         # Recorded steps have memory of their own.

@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from common import checkpoint, lm, rows
+from common import plan as plans
 from common.config import ConfigError, SamplingConfig
 from common.distributed.workers import launch
-from common.model import logprobs
+from common.model import logprobs, varlen
 from common.model.tiny import byte_tokenizer
 from common.report import summary
 from common.sampling import native
@@ -493,10 +494,10 @@ SIZES = {
 }
 
 
-def model_of(shape):
-    """Return a model of that shape, of zeros, on the device."""
+def configure(shape):
+    """Return the configuration of a model of that shape."""
     hidden, wide, layers, heads, key_heads, vocabulary, tied = SHAPES[shape]
-    config = Qwen2Config(
+    return Qwen2Config(
         hidden_size=hidden,
         intermediate_size=wide,
         num_hidden_layers=layers,
@@ -504,9 +505,14 @@ def model_of(shape):
         num_key_value_heads=key_heads,
         vocab_size=vocabulary,
         tie_word_embeddings=tied,
+        architectures=["Qwen2ForCausalLM"],
     )
+
+
+def model_of(shape):
+    """Return a model of that shape, of zeros, on the device."""
     with torch.device("cuda:0"):
-        return AutoModelForCausalLM.from_config(config).eval()
+        return AutoModelForCausalLM.from_config(configure(shape)).eval()
 
 
 def measure_peak(shape, folder, arguments):
@@ -558,13 +564,23 @@ def measure_peak(shape, folder, arguments):
     "shape",
     ["0.5b", *(pytest.param(shape, marks=pytest.mark.slow) for shape in ("1.5b", "3b", "7b"))],
 )
-def test_the_plan_is_within_a_tenth_of_the_peak(shape, algo, switches, standin, tmp_path):
+def test_the_plan_is_within_a_tenth_of_the_peak(
+    shape, algo, switches, standin, tmp_path, monkeypatch
+):
     arguments = [f"algo={algo}", f"opt=[{switches}]", "evaluate.examples=4"]
     arguments += ["algo.sampling.max_new_tokens=16", "not_finite.policy=skip"]
     arguments += ["not_finite.max_skips=1"]
     arguments += SIZES[algo]
     planned, peak = standin.call(measure_peak, shape, tmp_path, arguments)
     assert planned == pytest.approx(peak, rel=0.1)
+    # A plan alone, from shapes and preset, says the same; the device has no flash attention.
+    monkeypatch.setattr(varlen, "has_flash", lambda *_: False)
+    configure(shape).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    arguments += ["hardware=a100_80g", "hardware.memory_gb=400", "plan=true"]
+    arguments += ["model=hf", f"model.path={tmp_path}/model"]
+    plan = plans.make(f"{algo}.train:train", compose(arguments), Long("smooth"))
+    assert plan.peak_gb == pytest.approx(planned, abs=0.01)
 
 
 @pytest.mark.parametrize(

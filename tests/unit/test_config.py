@@ -136,9 +136,9 @@ MISTAKES = {
         " stop_at, sampling."
     ),
     "sede=1": (
-        "sede is not a setting. Did you mean 'seed'? Settings here: seed, resume, budget, prompts,"
-        " evaluate, checkpoint, scoring, not_finite, hardware, model, opt, tracker, slurm, engine,"
-        " algo, task."
+        "sede is not a setting. Did you mean 'seed'? Settings here: seed, resume, plan, budget,"
+        " prompts, evaluate, checkpoint, scoring, not_finite, hardware, model, opt, tracker, slurm,"
+        " engine, algo, task."
     ),
     "algo.sigma=high": (
         "algo.sigma=high: Value 'high' of type 'str' could not be converted to Float. Give a"

@@ -1,0 +1,167 @@
+"""Plan a run without making it: plan=true.
+
+The run is built from the shapes of its model, without weights, for the device of its preset, which
+need not be there. It goes as far as its own plan, and so the numbers are those that the run itself
+would print. Where they do not fit the device, what would make them fit is tried in order of cost.
+"""
+
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from common import hardware
+from common.config import ConfigError, Run
+from common.distributed.context import Context
+from common.model.memory import cache_bytes
+from common.report import summary
+from common.rows import FITTED
+
+# A decode step on CUDA: what it reaches of the memory's bandwidth, and what it takes per layer at
+# least, seconds, however small the layer (LOG.md).
+BANDWIDTH_SHARE, LAYER_SECONDS = 0.6, 40e-6
+
+
+class PlanMade(Exception):
+    """A run has come to its plan. subject: what it would train."""
+
+    def __init__(self, rows: dict[str, str], subject: Any) -> None:
+        super().__init__("the plan is made")
+        self.rows, self.subject = rows, subject
+
+
+def tell(run: Run, context: Context, subject: Any, rows: dict[str, str]) -> None:
+    """Print the plan of a run on rank 0. Raises: PlanMade with plan=true, where that is all."""
+    if run.plan:
+        raise PlanMade(rows, subject)
+    if context.main:
+        summary.print_plan(rows)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a run, as a rank sees it.
+
+    Attributes:
+        rows: the lines to print. peak_gb: of a step. memory_gb: of the device, or of the rank's
+        share of the machine; both in GB of 2**30 bytes.
+    """
+
+    rows: dict[str, str]
+    peak_gb: float
+    memory_gb: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits, with a tenth of the memory to spare."""
+        return self.peak_gb <= FITTED * self.memory_gb
+
+
+def show(entry: str, run: Run, task: Any = None) -> Plan:
+    """Print the plan of a run and, where it does not fit, what would make it. Returns the plan.
+
+    Args: entry: "module:function" that trains; task: None = the one that the run names.
+    Raises: ConfigError for settings that cannot work.
+    """
+    plan = make(entry, run, task)
+    width = max(map(len, plan.rows))
+    for key, value in plan.rows.items():
+        print(f"{key:{width}}  {value}")
+    room = f"{plan.memory_gb:.0f} GB, of which a tenth is to spare"
+    if plan.fits:
+        print(f"{'fits':{width}}  yes: {plan.peak_gb:.1f} of {room}")
+        return plan
+    print(f"{'fits':{width}}  no: {plan.peak_gb:.1f} of {room}. One more at a time:")
+    given: dict[str, str] = {}
+    for change in WAYS:
+        if (changed := change(run)) is None:
+            continue
+        words, more = changed
+        try:
+            other = make(entry, more, task)
+        except ConfigError:  # it has no effect here
+            continue
+        run = more
+        given[words.partition("=")[0]] = words
+        answer = "fits" if other.fits else "does not fit"
+        print(f"{'':{width}}  {' '.join(given.values())}: {other.peak_gb:.1f} GB, {answer}")
+        if other.fits:
+            return plan
+    print(f"{'':{width}}  Take a smaller model or a device with more memory, or share the model")
+    print(f"{'':{width}}  out over several with opt=fsdp.")
+    return plan
+
+
+def make(entry: str, run: Run, task: Any = None) -> Plan:
+    """Return the plan of a run. Raises: ConfigError for settings that cannot work."""
+    _, workers = run.opt.workers
+    if run.opt.fsdp.enabled:
+        raise ConfigError(
+            "plan=true does not count what opt=fsdp shares out. Leave fsdp out for the plan of one"
+            " rank; weights and training state are then shared by the ranks."
+        )
+    module, _, name = entry.partition(":")
+    train = getattr(importlib.import_module(module), name)
+    run.algo.check_run(run)
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # sizes that are fitted are in the plan
+    with hardware.planning(run.hardware) as device, TemporaryDirectory() as folder:
+        context = Context(0, workers.ranks or 1, device, Path(folder))
+        try:
+            train(run, context, task)
+        except PlanMade as made:
+            rows = made.rows | _estimate_speed(run, made.subject)
+            rows.pop("folder", None)
+            return Plan(rows, made.subject.peak / 2**30, context.memory_gb)
+        finally:
+            logging.disable(level)
+    raise AssertionError("a run ends with its plan")
+
+
+def _estimate_speed(run: Run, lm: Any) -> dict[str, str]:
+    """Say how fast a rank would sample on a GPU, if reading memory is what takes the time."""
+    bandwidth = run.hardware.bandwidth_gbs
+    if bandwidth is None:
+        return {}
+    new, rows = run.algo.sampling.max_new_tokens, lm.planned_rows
+    size = lm.precision.compute.itemsize
+    cache = cache_bytes(lm.model.config, size) * (lm.longest_prompt + new / 2)
+    seconds = (size * lm.parameters + rows * cache) / (BANDWIDTH_SHARE * bandwidth * 1e9)
+    seconds = max(seconds, LAYER_SECONDS * lm.model.config.num_hidden_layers)
+    return {
+        "speed": f"an estimate, not measured: {float(f'{rows / seconds:.2g}'):,.0f} tokens/s"
+        f" sampled per rank with {rows} rows at {BANDWIDTH_SHARE:.0%} of {bandwidth:,.0f} GB/s"
+    }
+
+
+# --- what would make it fit
+
+
+def _switch(name: str) -> Callable[[Run], tuple[str, Run] | None]:
+    """Return a way that adds a switch of opt."""
+
+    def change(run: Run) -> tuple[str, Run] | None:
+        switch = getattr(run.opt, name)
+        if switch.enabled:
+            return None
+        opt = replace(run.opt, **{name: replace(switch, enabled=True)})
+        switches = [key for key, value in vars(opt).items() if getattr(value, "enabled", False)]
+        return f"'opt=[{','.join(switches)}]'", replace(run, opt=opt)
+
+    return change
+
+
+def _drop_reference(run: Run) -> tuple[str, Run] | None:
+    """Train without the pull towards a reference model, where there is one."""
+    kl = getattr(run.algo, "kl", None)
+    if kl is None or not kl.beta:
+        return None
+    return "algo.kl.beta=0", replace(run, algo=replace(run.algo, kl=replace(kl, beta=0.0)))
+
+
+# By what they cost: nothing, a third of the training time, copies to and from the host, and
+# another objective.
+WAYS = (_switch("amp"), _switch("checkpointing"), _switch("offload"), _drop_reference)
