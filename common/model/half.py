@@ -38,6 +38,19 @@ def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return copied
 
 
+def keep_wide(model: PreTrainedModel) -> None:
+    """Let a model whose weights are in half precision go on as float32 weights do under autocast:
+    between its layers states are float32. A sharded model is as autocast leaves it.
+    """
+    if fsdp.of(model):
+        return
+    for parameter in model.parameters():  # norms and biases, which take no room
+        if parameter.ndim == 1:
+            parameter.data = parameter.data.float()
+    embedding = model.get_input_embeddings()
+    embedding.register_forward_hook(lambda module, args, states: states.float())
+
+
 def compiled(part: Any, mode: str) -> Any:
     """Compile a model, or its inside, for inputs of any shape. It records no CUDA graphs, of which
     each shape would need its own.
@@ -50,7 +63,7 @@ class Narrow:
     which casts no more then.
 
     All else is shared, so that results are those of autocast to the bit (a tied head is the twin's
-    own). 2 bytes a parameter.
+    own), and so are weights that are in `dtype` already. 2 bytes for every other parameter.
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -65,7 +78,8 @@ class Narrow:
             for name, parameter in layer.named_parameters(recurse=False):
                 own = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
                 setattr(twin, name, own)
-                self.pairs.append((parameter, own))
+                if parameter.dtype != dtype:
+                    self.pairs.append((parameter, own))
 
     @torch.no_grad()
     def refresh(self) -> None:
