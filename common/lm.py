@@ -76,7 +76,9 @@ class LM:
         fsdp.shard([self.reference], run, context, self.precision)
         fsdp.shard([self.model], run, context, self.precision)
         self.adapter = Adapter(self.model, adapted, context, run.seed) if adapted else None
-        if adapted is not None and not population:
+        if adapted is not None and population:
+            self.model.requires_grad_(False)
+        elif adapted is not None:
             self.reference = self.model if reference else None
             keep_wide(self.model)
         self.scorer = Scorer(self.task, run.scoring)

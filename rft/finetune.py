@@ -9,6 +9,7 @@ several, none of which sees another; either way every token's loss equals that o
 import math
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -231,7 +232,9 @@ class Finetuner:
 
         with timer("train"):
             self.model.train(self.recomputed)  # a checkpointed block wants training mode
-            loss = self.limit.run(attempt)
+            adapter, key = self.lm.adapter, f"dropout {self.seed} {step} {context.rank}"
+            with adapter.dropping(key) if adapter else nullcontext():
+                loss = self.limit.run(attempt)
         with timer("exchange"):
             optim.sum_gradients(self.updater.parameters)
             loss = context.sum(torch.tensor([loss], dtype=torch.float64, device=device)).item()

@@ -9,6 +9,7 @@ it is.
 
 import importlib.util
 import json
+import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,6 +54,8 @@ class Adapter:
         self.layers = [module for module in model.modules() if hasattr(module, "lora_A")]
         for layer in self.layers:
             layer.cast_input_dtype_enabled = False  # autocast does it
+            drops = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+            layer.lora_dropout["default"] = drops.eval()
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         for parameter in self.parameters.values():
             parameter.data = parameter.data.float()
@@ -88,6 +91,23 @@ class Adapter:
         finally:
             for name, parameter in self.parameters.items():
                 parameter.data = trained[name]
+
+    @contextmanager
+    def dropping(self, key: str) -> Iterator[None]:
+        """Meanwhile drop inputs of the adapter, with model.adapter.dropout; draws begin by `key`."""
+        if not self.config.dropout:
+            yield
+            return
+        device = fsdp.device(self.model)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(random.Random(key).getrandbits(63))
+            try:
+                for layer in self.layers:
+                    layer.lora_dropout.train()
+                yield
+            finally:
+                for layer in self.layers:
+                    layer.lora_dropout.train(layer.training)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -173,7 +193,7 @@ def _attach(model: Any, config: AdapterConfig, context: Context) -> Any:
         targets = [target.strip() for target in config.targets.split(",")]
         _check_targets(model, targets, config.targets)
         settings = peft.LoraConfig(
-            r=config.rank,
+            r=config.rank or 0,
             lora_alpha=config.alpha,
             lora_dropout=config.dropout,
             target_modules=targets[0] if targets == ["all-linear"] else targets,

@@ -103,15 +103,21 @@ def packed(model: nn.Module) -> Iterator[None]:
     """Pack the bfloat16 weights of linear layers for the block, on a CPU, as oneDNN multiplies
     them: otherwise every product, of a few rows at each token, lays them out anew.
 
-    They may not change meanwhile. 2 bytes per parameter; products are equal up to rounding.
+    They may not change meanwhile. 2 bytes per parameter; products are equal up to rounding. An
+    adapter is merged into what is packed, unless it is perturbed.
     """
-    modules: Iterator[Any] = model.modules()
+    modules: list[Any] = list(model.modules())
     linear = [module for module in modules if type(module) in (nn.Linear, Conv1D)]
-    layers = [layer for layer in linear if packs(layer.weight.device, layer.weight.dtype)]
+    merged = [module for module in modules if is_adapted(module) and not perturbed(module)]
+    inside = {id(part) for layer in merged for part in layer.modules()}
+    layers = [layer for layer in linear if id(layer) not in inside] + merged
+    layers = [layer for layer in layers if packs(layer.weight.device, layer.weight.dtype)]
     plain = [layer for layer in layers if "forward" not in layer.__dict__]  # unperturbed
     try:
         for layer in layers:
-            weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
+            weight = merged_weight(layer) if is_adapted(layer) else layer.weight
+            base = layer.base_layer if is_adapted(layer) else layer
+            weight = weight.T if isinstance(base, Conv1D) else weight
             layer.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_ROWS)
         for layer in plain:
             layer.forward = partial(multiply, layer)
@@ -121,6 +127,28 @@ def packed(model: nn.Module) -> Iterator[None]:
             layer.__dict__.pop("packed", None)
         for layer in plain:
             layer.__dict__.pop("forward", None)
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer with an adapter beside it (common/model/adapter.py)
+    that is in use.
+    """
+    return hasattr(module, "lora_A") and not module.disable_adapters
+
+
+def perturbed(layer: Any) -> bool:
+    """Return whether an adapter's matrices have forwards that are not their own."""
+    parts = layer.lora_A["default"], layer.lora_B["default"]
+    return any("forward" in part.__dict__ for part in parts)
+
+
+def merged_weight(layer: Any) -> Tensor:
+    """Return the weight of an adapted layer with its adapter added, rounded to its own dtype."""
+    down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    change = (up.detach().float() @ down.detach().float()).mul_(layer.scaling["default"])
+    change = change.T if layer.fan_in_fan_out else change
+    weight = layer.base_layer.weight.detach()
+    return (weight.float() + change).to(weight.dtype)
 
 
 def multiply(layer: Any, x: Tensor, add: Tensor | None = None) -> Tensor:
