@@ -109,9 +109,7 @@ class EggrollConfig:
             )
 
     def check_run(self, run: Run) -> None:
-        """Raise ConfigError for a switch that has no effect with these settings, or does not go with
-        them.
-        """
+        """Raise ConfigError for settings outside `algo` that do not go with these."""
         adapter = run.model.adapter
         if adapter is not None and run.opt.fsdp.enabled and run.opt.amp.enabled:
             raise ConfigError(
