@@ -94,7 +94,7 @@ class Adapter:
 
     @contextmanager
     def dropping(self, key: str) -> Iterator[None]:
-        """Meanwhile drop inputs of the adapter, with model.adapter.dropout; draws begin by `key`."""
+        """Meanwhile drop inputs of the adapter, with model.adapter.dropout; `key` is their seed."""
         if not self.config.dropout:
             yield
             return
