@@ -33,7 +33,7 @@ def finetuned_with(run: Run) -> dict[str, Any]:
     groups = ("select", "lr_schedule", "optimizer")
     return {
         "seed": run.seed,
-        "adapter": asdict(run.model)["adapter"],
+        "model": {"adapter": asdict(run.model)["adapter"]},
         "algo": {key: getattr(cfg, key) for key in (*keys, "grad_clip")}
         | {key: asdict(getattr(cfg, key)) for key in groups},
     }
