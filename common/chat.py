@@ -24,6 +24,8 @@ import torch
 import yaml
 
 from common.config import ConfigError, ModelConfig, SamplingConfig, build
+from common.model.adapter import SETTINGS as ADAPTER
+from common.model.adapter import merge_folder
 from common.model.load import load_model
 from common.model.prompts import encode_prompts, stop_ids
 from common.precision import native_bf16
@@ -33,11 +35,19 @@ from common.signals import EXIT_CONFIG, EXIT_INTERRUPTED
 from common.tasks import Messages, plain
 
 
-def model_of(given: str) -> tuple[str, str | Messages | None]:
-    """Return the model's folder or hub id, and one of the run's prompts, if `given` is a run."""
+def model_of(given: str) -> tuple[str, str | None, str | Messages | None]:
+    """Return the model's folder or hub id, and if `given` is a run, its adapter and one of its
+    prompts.
+    """
     folder = Path(given).expanduser()
     if not (folder / "run.yaml").is_file():
-        return given, None
+        return given, None, None
+    rows = folder / "completions" / "after.jsonl"
+    first = rows.read_text(encoding="utf-8").split("\n", 1)[0] if rows.is_file() else ""
+    prompt = json.loads(first)["prompt"] if first else None
+    if (folder / "adapter" / ADAPTER).is_file():
+        settings = json.loads((folder / "adapter" / ADAPTER).read_text(encoding="utf-8"))
+        return settings["base_model_name_or_path"], str(folder / "adapter"), prompt
     if not (folder / "model" / "config.json").is_file():
         raise ConfigError(
             f"{given} has no model/ yet: the run has not ended. Go on with it"
@@ -46,9 +56,7 @@ def model_of(given: str) -> tuple[str, str | Messages | None]:
     config = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))
     if "model_type" not in config:  # which every language model's has
         raise ConfigError(f"{given} holds a classifier: its algorithm's page in docs/ says more.")
-    rows = folder / "completions" / "after.jsonl"
-    first = rows.read_text(encoding="utf-8").split("\n", 1)[0] if rows.is_file() else ""
-    return str(folder / "model"), json.loads(first)["prompt"] if first else None
+    return str(folder / "model"), None, prompt
 
 
 def template_of(given: str) -> tuple[str, str] | None:
@@ -111,7 +119,7 @@ def parser() -> argparse.ArgumentParser:
         "--temperature": {"type": float, "default": 0.7, "help": "0 = greedy (0.7)"},
         "--max-new-tokens": {"type": int, "default": 256, "help": "longest answer (256)"},
         "--seed": {"type": int, "default": 0, "help": "of the draws (0)"},
-        "--lora": {"help": "folder of a LoRA adapter on top"},
+        "--adapter": {"help": "folder of a LoRA adapter on top"},
         "--device": {"choices": ("auto", "cpu", "cuda"), "default": "auto"},
     }
     for name, option in options.items():
@@ -121,7 +129,7 @@ def parser() -> argparse.ArgumentParser:
 
 def answer_all(given: argparse.Namespace) -> None:
     """Load the model and print a completion of each prompt. Raises: ConfigError."""
-    path, shown = model_of(given.model)
+    path, adapter, shown = model_of(given.model)
     if given.plain and given.system:
         raise ConfigError("--system has no effect with --plain. Leave out one of them.")
     values = {"max_new_tokens": given.max_new_tokens, "temperature": given.temperature}
@@ -131,8 +139,10 @@ def answer_all(given: argparse.Namespace) -> None:
     device = torch.device("cuda" if given.device != "cpu" and torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" and native_bf16(device) else torch.float32
     options: dict[str, Any] = {"revision": None, "gguf_file": None, "attention": "sdpa"}
-    config = ModelConfig(name="hf", path=path, lora=given.lora, **options)
+    config = ModelConfig(name="hf", path=path, **options)
     model, tokenizer = load_model(config, None, dtype, device, progress=False)
+    if (adapter := given.adapter or adapter) is not None:
+        model = merge_folder(model, adapter, f"the model {path}", "--adapter")
     stop = stop_ids(model, tokenizer)
     sampler = Sampler(model, pad_id=tokenizer.pad_token_id, stop_ids=stop, rows=1)  # type: ignore[arg-type]
     formed = shown is not None or tokenizer.chat_template is not None

@@ -19,8 +19,9 @@ from common.distributed import fsdp
 from common.distributed.context import Context
 from common.evaluation import Evaluation, check_logits
 from common.model import logprobs
-from common.model.export import export_model
-from common.model.half import narrowed
+from common.model.adapter import Adapter
+from common.model.export import empty_like, export_model
+from common.model.half import keep_wide, narrowed
 from common.model.load import load_model
 from common.model.memory import StateMemory, head_size
 from common.model.prompts import context_length, encode_prompts, stop_ids
@@ -61,14 +62,25 @@ class LM:
         self.precision = precision.resolve(run.opt, self.device)
         self.half = self.precision.compute != torch.float32
         self.population, self.skipped_prompts = population, 0
+        adapted = run.model.adapter
+        # What is frozen has no masters.
+        held = self.precision.compute if adapted else torch.float32
         self.model: Any
-        self.model, self.tokenizer = load_on_all_ranks(run, self.task, context)
+        self.model, self.tokenizer = load_on_all_ranks(run, self.task, context, held)
         self._prepare()
-        self.reference = copy.deepcopy(self.model).requires_grad_(False) if reference else None
-        if self.reference is not None and run.opt.offload.enabled:
-            self.reference.to("cpu")
+        self.reference: Any = None
+        if reference and adapted is None:
+            self.reference = copy.deepcopy(self.model).requires_grad_(False)
+            if run.opt.offload.enabled and not context.device.planned:
+                self.reference.to("cpu")
         fsdp.shard([self.reference], run, context, self.precision)
         fsdp.shard([self.model], run, context, self.precision)
+        self.adapter = Adapter(self.model, adapted, context, run.seed) if adapted else None
+        if adapted is not None and population:
+            self.model.requires_grad_(False)
+        elif adapted is not None:
+            self.reference = self.model if reference else None
+            keep_wide(self.model)
         self.scorer = Scorer(self.task, run.scoring)
         # A population's weights are in the compute dtype themselves.
         autocast = self.precision.compute if self.half and not population else None
@@ -97,24 +109,34 @@ class LM:
         return open_engine(self.run, setup)
 
     def reload(self, folder: Path | None) -> None:
-        """Take the model of a folder instead, None = the run's own. The engine stays the old."""
+        """Take the model of a folder instead, None = the run's own; with an adapter, the adapter of
+        that folder. The engine stays the old.
+        """
+        if self.adapter is not None:
+            return self.adapter.load(folder) if folder is not None else self.adapter.reset()
         run, self.model = self.run, None
         gc.collect()
         if folder is not None:
-            options: Any = dict.fromkeys(("revision", "gguf_file", "lora", "tiny"))
+            options: Any = dict.fromkeys(("revision", "gguf_file", "tiny"))
             model = replace(run.model, name="hf", path=str(folder), **options)
             run = replace(run, model=model)
-        self.model, _ = load_on_all_ranks(run, self.task, self.context)
+        self.model, _ = load_on_all_ranks(run, self.task, self.context, torch.float32)
         self.share_out()
 
     def share_out(self) -> None:
         """Make `model` ready to be trained, and with opt=fsdp share it out if it is not yet."""
-        if not fsdp.of(self.model):
+        if self.adapter is None and not fsdp.of(self.model):
             self._prepare()
             fsdp.shard([self.model], self.run, self.context, self.precision)
 
     def open_copy(self) -> None:
-        """Sample from a half-precision copy of the model as it is now; in float32 from itself."""
+        """Sample from a half-precision copy of the model as it is now; in float32, and where an
+        adapter lies on weights in half precision, from itself.
+        """
+        if self.adapter is not None:
+            autocast = self.precision.compute if self.half else None
+            self.engine = self.open_engine(self.model, autocast=autocast)
+            return
         self.engine = self.open_engine(narrowed(self.model, self.precision.compute))
 
     def _prepare(self) -> None:
@@ -224,8 +246,19 @@ class LM:
 
     @property
     def parameters(self) -> int:
-        """The number of weights."""
-        return fsdp.parameters(self.model)
+        """The number of the model's own weights."""
+        return fsdp.parameters(self.model) - (self.adapter.size if self.adapter else 0)
+
+    def state_memory(self, trained: bool, reference: bool = False, copies: int = 0) -> StateMemory:
+        """Count weights and training state. reference: a frozen copy beside it; copies: in half
+        precision, of what has float32 weights.
+        """
+        if self.adapter is None:
+            size = self.parameters
+            return StateMemory.of_training(size, size * trained, reference, copies)
+        parts = ((n, p) for n, p in self.model.named_parameters() if n not in self.adapter)
+        frozen = sum(part.numel() * part.dtype.itemsize for _, part in parts)
+        return StateMemory.of_adapter(frozen, self.adapter.size, trained, copies)
 
     def fit_rollout(self, state: StateMemory, extra_bytes: float = 0.0) -> float:
         """Fit the engine's rows to the memory; return the bytes of a row. extra_bytes: what else is
@@ -237,15 +270,16 @@ class LM:
         fit(self.engine.limit, self.rollout_row, self.rollout_fixed, self.context)
         return self.rollout_row
 
-    def describe_memory(self, peak: float, rows: int, whole: float) -> dict[str, str]:
-        """Say for the plan what a rank takes.
-
-        Args: peak: bytes of a step; rows: of a rollout's forward; whole: bytes of weights and
-        training state.
+    def describe_memory(self, peak: float, rows: int, state: StateMemory) -> dict[str, str]:
+        """Say for the plan what a rank takes. peak: bytes of a step; rows: of a rollout's forward;
+        state: the weights and the training state.
         """
         self.peak, self.planned_rows = peak, rows
+        shared = fsdp.planned(self.model, state.whole)
+        row = f"{self.rollout_row / 2**20:.1f} MB per rollout row"
         return {
-            "memory": f"about {peak / 2**30:.2f} GB per rank{fsdp.planned(self.model, whole)}",
+            "memory": f"about {peak / 2**30:.2f} GB per rank: {state.describe(self.model)},"
+            f" {row}{shared}",
         }
 
     def describe(self) -> dict[str, str]:
@@ -257,10 +291,11 @@ class LM:
         mode = run.opt.compile.mode
         compiled = f", decoding compiled ({mode})" if run.opt.compile.enabled else ""
         recomputed = ", activations recomputed" if run.opt.checkpointing.enabled else ""
+        adapter = f"; {self.adapter.describe()}" if self.adapter else ""
         return {
             "task": f"{task_name(self.task)}: {len(self.order.examples):,} training examples,"
             f" {len(self.held_out)} held out{skipped}",
-            "model": f"{self.name}, {self.parameters / 1e6:.2f}M parameters",
+            "model": f"{self.name}, {self.parameters / 1e6:.2f}M parameters{adapter}",
             "engine": describe_engine(run, self.engine),
             "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={run.hardware.name}",
             "numbers": f"{self.precision.name}{', GradScaler' if self.precision.scaler else ''}"
@@ -287,9 +322,19 @@ class LM:
             "logits": "not finite" if broken else "finite",
         }
 
-    def export(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> None:
-        """Write the model and its tokenizer as a folder that `from_pretrained` loads."""
-        export_model(self.model, self.tokenizer, folder, weights)
+    def export(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> Path:
+        """Write FOLDER/model, the model and its tokenizer as `from_pretrained` loads them; with an
+        adapter FOLDER/adapter, and the model where model.adapter.merge asks for it. Returns where
+        what was trained is.
+        """
+        if self.adapter is not None:
+            self.adapter.save(folder / "adapter", self.tokenizer)
+            if self.adapter.config.merge:
+                merged = self.adapter.merged(weights)
+                export_model(empty_like(self.model), self.tokenizer, folder / "model", merged)
+            return folder / "adapter"
+        export_model(self.model, self.tokenizer, folder / "model", weights)
+        return folder / "model"
 
     def close(self) -> None:
         """End the workers that score."""
@@ -299,6 +344,10 @@ class LM:
     def reference_on_device(self):
         """Use the reference model on the device for the block, wherever opt=offload keeps it."""
         assert self.reference is not None
+        if self.adapter is not None:  # the same weights
+            with self.adapter.initially(), fsdp.forwards(self.reference):
+                yield self.reference
+            return
         with fsdp.forwards(self.reference):
             if self.run.opt.offload.enabled:
                 self.reference.to(self.device)
@@ -324,16 +373,18 @@ def fit(limit: RowLimit, row_bytes: float, fixed_bytes: float, context: Context)
         log.info("%s=%d does not fit %.0f GB; going on with %d", limit.key, asked, gb, limit.rows)
 
 
-def load_on_all_ranks(run: Run, task: Task, context: Context) -> tuple[Any, Any]:
-    """Load the model in float32 and the tokenizer on rank 0, from which the others get both. With
+def load_on_all_ranks(
+    run: Run, task: Task, context: Context, dtype: torch.dtype
+) -> tuple[Any, Any]:
+    """Load the model in `dtype` and the tokenizer on rank 0, from which the others get both. With
     opt=fsdp the weights stay on the CPU of rank 0 until `fsdp.shard` sends them block by block.
     """
     if context.device.planned:
-        return load_model(run.model, task, torch.float32, torch.device("meta"), progress=False)
+        return load_model(run.model, task, dtype, torch.device("meta"), progress=False)
     loaded: Any = None
     if context.main:
         device = context.device.device if context.mesh is None else torch.device("cpu")
-        loaded = load_model(run.model, task, torch.float32, device)
+        loaded = load_model(run.model, task, dtype, device)
     if context.world_size == 1:
         return loaded
     told = context.gather_objects(loaded and (fsdp.without_weights(loaded[0]), loaded[1]))

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from common import hardware
-from common.config import ConfigError, Run
+from common.config import AdapterConfig, ConfigError, Run
 from common.distributed.context import Context
 from common.model.memory import cache_bytes
 from common.report import summary
@@ -23,6 +23,7 @@ from common.rows import FITTED
 # A decode step on CUDA: what it reaches of the memory's bandwidth, and what it takes per layer at
 # least, seconds, however small the layer (LOG.md).
 BANDWIDTH_SHARE, LAYER_SECONDS = 0.6, 40e-6
+ADAPTER_RANK = 16  # of the adapter that is proposed where all weights do not fit
 
 
 class PlanMade(Exception):
@@ -75,21 +76,18 @@ def show(entry: str, run: Run, task: Any = None) -> Plan:
         print(f"{'fits':{width}}  yes: {plan.peak_gb:.1f} of {room}")
         return plan
     print(f"{'fits':{width}}  no: {plan.peak_gb:.1f} of {room}. One more at a time:")
-    given: dict[str, str] = {}
+    changed = run
     for change in WAYS:
-        if (changed := change(run)) is None:
-            continue
-        words, more = changed
+        more = change(changed)
         try:
             other = make(entry, more, task)
         except ConfigError:  # it has no effect here
             continue
-        run = more
-        given[words.partition("=")[0]] = words
-        answer = "fits" if other.fits else "does not fit"
-        print(f"{'':{width}}  {' '.join(given.values())}: {other.peak_gb:.1f} GB, {answer}")
-        if other.fits:
-            return plan
+        if more != changed:
+            changed, answer = more, "fits" if other.fits else "does not fit"
+            print(f"{'':{width}}  {_describe(run, more)}: {other.peak_gb:.1f} GB, {answer}")
+            if other.fits:
+                return plan
     print(f"{'':{width}}  Take a smaller model or a device with more memory, or share the model")
     print(f"{'':{width}}  out over several with opt=fsdp.")
     return plan
@@ -140,28 +138,45 @@ def _estimate_speed(run: Run, lm: Any) -> dict[str, str]:
 # --- what would make it fit
 
 
-def _switch(name: str) -> Callable[[Run], tuple[str, Run] | None]:
-    """Return a way that adds a switch of opt."""
-
-    def change(run: Run) -> tuple[str, Run] | None:
-        switch = getattr(run.opt, name)
-        if switch.enabled:
-            return None
-        opt = replace(run.opt, **{name: replace(switch, enabled=True)})
-        switches = [key for key, value in vars(opt).items() if getattr(value, "enabled", False)]
-        return f"'opt=[{','.join(switches)}]'", replace(run, opt=opt)
-
-    return change
+def _switch(run: Run, name: str, enabled: bool = True) -> Run:
+    """Return the run with a switch of opt on or off."""
+    switch = replace(getattr(run.opt, name), enabled=enabled)
+    return replace(run, opt=replace(run.opt, **{name: switch}))
 
 
-def _drop_reference(run: Run) -> tuple[str, Run] | None:
-    """Train without the pull towards a reference model, where there is one."""
+def _drop_reference(run: Run) -> Run:
+    """Return the run without the pull towards a reference model, where there is one."""
     kl = getattr(run.algo, "kl", None)
-    if kl is None or not kl.beta:
-        return None
-    return "algo.kl.beta=0", replace(run, algo=replace(run.algo, kl=replace(kl, beta=0.0)))
+    return run if kl is None else replace(run, algo=replace(run.algo, kl=replace(kl, beta=0.0)))
 
 
-# By what they cost: nothing, a third of the training time, copies to and from the host, and
-# another objective.
-WAYS = (_switch("amp"), _switch("checkpointing"), _switch("offload"), _drop_reference)
+def _adapt(run: Run) -> Run:
+    """Return the run with an adapter in place of all weights; nothing is left to offload then."""
+    if run.model.adapter is not None:
+        return run
+    model = replace(run.model, adapter=AdapterConfig(rank=ADAPTER_RANK))
+    return _switch(replace(run, model=model), "offload", False)
+
+
+# By what they cost: nothing, a third of the training time, copies to and from the host, another
+# objective, and other weights that are trained.
+WAYS: tuple[Callable[[Run], Run], ...] = (
+    lambda run: _switch(run, "amp"),
+    lambda run: _switch(run, "checkpointing"),
+    lambda run: _switch(run, "offload"),
+    _drop_reference,
+    _adapt,
+)
+
+
+def _describe(run: Run, changed: Run) -> str:
+    """Return the overrides that make `changed` of `run`."""
+    words = []
+    switches = [key for key, on in vars(changed.opt).items() if getattr(on, "enabled", False)]
+    if changed.opt != run.opt:
+        words.append(f"'opt=[{','.join(switches)}]'")
+    if changed.algo != run.algo:
+        words.append("algo.kl.beta=0")
+    if changed.model != run.model:
+        words.append(f"model.adapter.rank={ADAPTER_RANK}")
+    return " ".join(words)

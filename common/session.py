@@ -63,8 +63,8 @@ class Subject(Protocol):
         """Measure on the held-out examples; every rank returns the same."""
         ...
 
-    def export(self, folder: Path, weights: dict[str, Tensor] | None) -> None:
-        """Write the model; weights: gathered ones, where the model is sharded."""
+    def export(self, folder: Path, weights: dict[str, Tensor] | None) -> Path:
+        """Write what was trained below `folder`; return where. weights: of a sharded model."""
         ...
 
     def close(self) -> None:

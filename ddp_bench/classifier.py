@@ -190,25 +190,26 @@ class Classifier:
         share = -(-self.cfg.batch_size // context.world_size)
         self.peak = training_peak(self.model, self.memory, row, limit.rows, share)
 
-    def export(self, folder: Path, weights: dict[str, Tensor] | None) -> None:
-        """Write the model, and the predictions and confusions of its test beside it."""
-        classes, tested = self.task.classes, self.tested
-        models.export(self.model, self.cfg.model, classes, self.tokenizer, folder, weights)
+    def export(self, folder: Path, weights: dict[str, Tensor] | None) -> Path:
+        """Write FOLDER/model, and the predictions and confusions of its test beside it."""
+        classes, tested, place = self.task.classes, self.tested, folder / "model"
+        models.export(self.model, self.cfg.model, classes, self.tokenizer, place, weights)
         labels, best = torch.from_numpy(self.test_rows.labels), tested.max(1)
         table = confusion(labels, best.indices, len(classes)).tolist()
         content = {"classes": classes, "rows_are": "true class", "table": table}
-        write_text(folder.parent / "confusion.json", json.dumps(content) + "\n")
+        write_text(folder / "confusion.json", json.dumps(content) + "\n")
         found = zip(labels.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
         lines = [
             {"row": i, "class": classes[label], "predicted": classes[j], "probability": round(p, 4)}
             for i, (label, j, p) in enumerate(found)
         ]
         text = "".join(json.dumps(line) + "\n" for line in lines)
-        write_text(folder.parent / "predictions.jsonl", text)
+        write_text(folder / "predictions.jsonl", text)
         if len(classes) <= SHOWN:
             rows = [[name, *map(str, line)] for name, line in zip(classes, table, strict=True)]
             text = "\n".join(align([["true \\ predicted", *classes], *rows], left=1))
             log.info("\n%s", text)
+        return place
 
     def close(self) -> None:
         """Do nothing: the loader's workers end with their iterator."""

@@ -14,6 +14,7 @@ from common.config import (
     ScheduleConfig,
     at_least,
     choice,
+    no_effect,
     unused,
 )
 
@@ -108,8 +109,24 @@ class EggrollConfig:
             )
 
     def check_run(self, run: Run) -> None:
-        """Raise ConfigError for a switch that has no effect with these settings."""
+        """Raise ConfigError for settings outside `algo` that do not go with these."""
+        adapter = run.model.adapter
+        if adapter is not None and run.opt.fsdp.enabled and run.opt.amp.enabled:
+            raise ConfigError(
+                "algo=eggroll with model.adapter does not go with opt=[fsdp,amp]: the adapter is"
+                " float32 and whole on every rank, the weights are gathered in half precision. Use"
+                " 'opt=[ddp,amp]', which needs 2 bytes per weight, or leave out one of the two."
+            )
+        for kind in ("vectors", "embeddings", "head") if adapter is not None else ():
+            off = "with model.adapter, whose matrices alone are perturbed. Leave it out."
+            no_effect("algo/eggroll.yaml", f"noise.{kind}", getattr(self.noise, kind), off)
+        dropout = adapter.dropout if adapter is not None else 0
         unused(
+            (
+                dropout,
+                f"model.adapter.dropout={dropout:g}",
+                "with algo=eggroll: there is no backward pass",
+            ),
             (
                 run.opt.checkpointing.enabled,
                 "opt=checkpointing",

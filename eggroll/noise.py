@@ -20,7 +20,7 @@ import fnmatch
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -89,13 +89,18 @@ def kind_of(model: nn.Module) -> dict[str, str]:
     return kinds
 
 
-def addresses(model: nn.Module, noise: NoiseConfig, rank: int) -> list[Address]:
-    """List what is perturbed in `model`, in its order. Raises: ConfigError where a pattern matches
-    nothing or asks for low rank on a vector, or where nothing is perturbed.
+def addresses(
+    model: nn.Module, noise: NoiseConfig, rank: int, only: Container[str] | None = None
+) -> list[Address]:
+    """List what is perturbed in `model`, in its order. only: names, of an adapter's matrices; None
+    = any. Raises: ConfigError where a pattern matches nothing or asks for low rank on a vector, or
+    where nothing is perturbed.
     """
     found, unused = [], set(noise.patterns)
-    kinds = kind_of(model)
+    kinds = {n: k for n, k in kind_of(model).items() if only is None or n in only}
     for number, (name, parameter) in enumerate(model.named_parameters()):
+        if name not in kinds:
+            continue
         policy = getattr(noise, kinds[name])
         for pattern, chosen in noise.patterns.items():
             if fnmatch.fnmatchcase(name, pattern):
@@ -156,10 +161,17 @@ class Noise:
     """The noise of one run on one model."""
 
     def __init__(
-        self, model: nn.Module, config: NoiseConfig, *, rank: int, mirrored: bool, seed: int
+        self,
+        model: nn.Module,
+        config: NoiseConfig,
+        *,
+        rank: int,
+        mirrored: bool,
+        seed: int,
+        only: Container[str] | None = None,
     ) -> None:
         self.model, self.mirrored, self.seed = model, mirrored, seed
-        self.addresses = addresses(model, config, rank)
+        self.addresses = addresses(model, config, rank, only)
         self.device = fsdp.device(model)
         self.sites = _sites(model, self.addresses)
         self.inputs = _shared_inputs(
@@ -631,22 +643,24 @@ def _sites(model: nn.Module, wanted: list[Address]) -> list[_Site]:
 @torch.no_grad()
 def _shared_inputs(model: nn.Module, layers: list[nn.Module]) -> dict[int, int]:
     """id of a linear layer -> the group of layers that are handed the very same tensor, found by
-    one forward.
+    one forward; of shapes alone, which a plan is made for, none.
     """
     inputs: dict[int, Tensor] = {}
+    if fsdp.device(model).type == "meta":
+        return {}
 
     def note(module: nn.Module, args: Any) -> None:
         inputs[id(module)] = args[0]
 
     hooks = [layer.register_forward_pre_hook(note) for layer in layers]
-    training = model.training
+    training, dtype = model.training, fsdp.dtype(model)
     ids = torch.zeros(1, 1, dtype=torch.long, device=fsdp.device(model))
+    # An adapter is float32 still, whatever the weights are.
+    half = torch.autocast(ids.device.type, dtype, enabled=dtype != torch.float32)
     try:
         model.eval()
-        with fsdp.forwards(model):
-            # With a mask the model looks at no numbers, which a plan's model does not have.
-            mask = torch.zeros(1, 1, 1, 1, dtype=fsdp.dtype(model), device=ids.device)
-            model(input_ids=ids, attention_mask=mask, use_cache=False)
+        with fsdp.forwards(model), half:
+            model(input_ids=ids, use_cache=False)
     finally:
         model.train(training)
         for hook in hooks:

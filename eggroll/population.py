@@ -128,7 +128,7 @@ class Population:
             f" {cfg.samples_per_prompt} samples, {cfg.sampling.max_new_tokens} new tokens at most",
             "forwards": f"{len(chunks)} per step, {used} rows each (algo.rollout_rows={rows}),"
             f" {-(-len(chunks) // ranks)} per rank",
-            **lm.describe_memory(memory, used, self.state.whole),
+            **lm.describe_memory(memory, used, self.state),
         }
 
     def _exchange(self, rewards: Tensor, generated: int) -> tuple[Tensor, int]:

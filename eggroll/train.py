@@ -32,7 +32,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
     """
     cfg: EggrollConfig = run.algo
     lm = LM(run, context, task, population=True)
-    noise = Noise(lm.model, cfg.noise, rank=cfg.rank, mirrored=cfg.mirrored, seed=run.seed)
+    how = {"rank": cfg.rank, "mirrored": cfg.mirrored, "seed": run.seed}
+    noise = Noise(lm.model, cfg.noise, **how, only=lm.adapter)
     if cfg.rank != 1 and all(address.policy == "full" for address in noise.addresses):
         raise ConfigError(
             f"algo.rank={cfg.rank} has no effect: nothing has low-rank noise. Set algo.rank=1."

@@ -174,8 +174,18 @@ class GrpoConfig:
 
     def check_run(self, run: Run) -> None:
         """Raise ConfigError for settings outside `algo` that have no effect with these."""
-        attention = run.model.attention
+        attention, adapter = run.model.attention, run.model.adapter
+        if adapter is not None and adapter.dropout:
+            raise ConfigError(
+                f"model.adapter.dropout={adapter.dropout:g} does not go with algo=grpo: the policy"
+                " that learns would not be the one that sampled. Leave it out."
+            )
         unused(
+            (
+                run.opt.offload.enabled and adapter is not None,
+                "opt=offload",
+                "with model.adapter: the reference model is the same weights without the adapter",
+            ),
             (
                 attention != "sdpa",
                 f"model.attention={attention}",

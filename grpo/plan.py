@@ -11,6 +11,8 @@ def plan(lm: LM, cfg: GrpoConfig, policy: Policy) -> dict[str, str]:
     run, facts = lm.run, lm.describe()
     offload = run.opt.offload.enabled
     reference = "none (beta 0)" if not cfg.kl.beta else f"on the {'CPU' if offload else 'device'}"
+    if cfg.kl.beta and lm.adapter:
+        reference = "the same weights as the run begins with them"
     rollout = min(lm.engine.limit.rows, policy.completions)
     return {
         "algorithm": f"grpo, loss {cfg.loss}, {describe_length(run, cfg.steps, 'optimizer steps')},"
@@ -22,5 +24,5 @@ def plan(lm: LM, cfg: GrpoConfig, policy: Policy) -> dict[str, str]:
         f" groups replaced in {cfg.resample_rounds} rounds at most",
         "training": f"{min(policy.limit.rows, policy.completions)} completions per forward,"
         " gradients accumulated",
-        **lm.describe_memory(policy.peak, rollout, policy.state.whole),
+        **lm.describe_memory(policy.peak, rollout, policy.state),
     }

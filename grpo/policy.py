@@ -11,7 +11,7 @@ from common.checkpoint import Checkpoint
 from common.distributed import fsdp
 from common.lm import LM, fit
 from common.model import logprobs
-from common.model.memory import StateMemory, activation_bytes, logits_bytes, training_peak
+from common.model.memory import activation_bytes, logits_bytes, training_peak
 from common.model.transfer import to_device
 from common.rows import RowLimit
 from common.step import Step
@@ -40,7 +40,8 @@ class Policy:
 
     def __init__(self, lm: LM, cfg: GrpoConfig) -> None:
         self.lm, self.model, self.cfg = lm, lm.model, cfg
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        parameters = list(self.trained.values())
         self.updater = optim.Updater(parameters, cfg, lm.precision, lm.device)
         self.guards = optim.Guards(lm.precision.scaler)
         kind = "cpu" if cfg.loss == "bnpo" else lm.device.type  # its result depends on the rows
@@ -107,8 +108,8 @@ class Policy:
     # --- for checkpoints
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the weights."""
-        return dict(self.model.named_parameters())
+        """Return what is trained: all weights, or the adapter."""
+        return dict(self.trained)
 
     def extra(self) -> dict[str, Any]:
         """Return the state of optimizer and scaler."""
@@ -201,11 +202,12 @@ class Policy:
     def _fit_rows(self) -> None:
         """Fit the rows of rollouts and of training to the memory of this device."""
         lm, cfg = self.lm, self.cfg
-        parameters, kept = lm.parameters, bool(cfg.kl.beta and not lm.run.opt.offload.enabled)
+        own = bool(cfg.kl.beta and lm.adapter is None)  # the reference model has weights
+        kept = own and not lm.run.opt.offload.enabled
         # Half-precision copies: the sampler's, and those of autocast, which goes block by block
         # where activations are recomputed.
         copies = lm.half * (1 if self.recomputed else 2)
-        self.state = StateMemory.of_training(parameters, parameters, kept, copies)
+        self.state = lm.state_memory(True, kept, copies)
         lm.fit_rollout(self.state)
 
         once = logits_bytes(lm.model, self.limit.rows * cfg.sampling.max_new_tokens)
@@ -218,9 +220,9 @@ class Policy:
         share = -(-cfg.prompts_per_step // lm.context.world_size) * cfg.samples_per_prompt
         self.completions = share  # of this rank per step
         once = logits_bytes(lm.model, min(self.limit.rows, share) * cfg.sampling.max_new_tokens)
-        reference = 4 * parameters if cfg.kl.beta and not kept else 0
+        reference = 4 * lm.parameters if own and not kept else 0
         # No gradients are there in a rollout.
-        rollout = lm.rollout_fixed - self.state.gradients / fsdp.share(lm.model)
+        rollout = lm.rollout_fixed - self.state.gradients_on_rank(lm.model)
         self.peak = max(
             rollout + min(lm.engine.limit.rows, share) * lm.rollout_row,
             training_peak(lm.model, self.state, row, self.limit.rows, share, once),

@@ -8,7 +8,6 @@ from typing import Annotated, ClassVar
 from common.config import (
     ConfigError,
     Count,
-    LoraConfig,
     Natural,
     Nonnegative,
     OptimizerConfig,
@@ -62,6 +61,9 @@ class RftConfig:
         "batch_rows": "algo.batch_size (completions per optimizer step) and algo.train_rows",
         "accumulate": "algo.batch_size, the completions per optimizer step",
         "empty_cache_every": None,
+        "lora.rank": "model.adapter={rank: 16}, where null is no adapter",
+        "lora.alpha": "model.adapter.alpha",
+        "lora.targets": "model.adapter.targets",
     }
 
     name: str
@@ -89,7 +91,6 @@ class RftConfig:
     warmup: Annotated[Nonnegative, (below, 1)]
     optimizer: OptimizerConfig
     grad_clip: Positive
-    lora: LoraConfig
     pass_samples: Natural
     patience: Count
 
@@ -101,10 +102,6 @@ class RftConfig:
         if not self.packing:
             off = "with algo.packing=false. Add algo.packing=true, or leave it out."
             no_effect("algo/rft.yaml", "pack_tokens", self.pack_tokens, off)
-        if not self.lora.rank:
-            off = "with algo.lora.rank=0. Set algo.lora.rank, for example 16, or leave it out."
-            no_effect("algo/rft.yaml", "lora.alpha", self.lora.alpha, off)
-            no_effect("algo/rft.yaml", "lora.targets", self.lora.targets, off)
         self.part()
         if self.shard is not None and self.stage != "generate":
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Fine-tuning on selected completions: full weights or LoRA, completion tokens only, a prompt
+"""Fine-tuning on selected completions: all weights or the adapter, completion tokens only, a prompt
 computed once for all of them.
 
 A prompt and its completions are a tree: completions attend to their prompt and to themselves, never
@@ -9,6 +9,7 @@ several, none of which sees another; either way every token's loss equals that o
 import math
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,11 +20,9 @@ from torch import Tensor
 from common import optim
 from common.checkpoint import latest
 from common.distributed import fsdp
-from common.files import replacing
 from common.lm import LM
 from common.model import logprobs
 from common.model.half import compiled
-from common.model.lora import add_lora, merge_rows
 from common.model.masks import additive
 from common.rows import RowLimit
 from common.timer import Timer
@@ -169,8 +168,8 @@ def micro_batches(
 class Finetuner:
     """One fine-tuning: the weights, their optimizer and the steps still to do.
 
-    Args: lm: its model is plain, float32, and trained in place; folder: where checkpoints and
-    adapter go; seed: of the order, and of the adapters' first values.
+    Args: lm: its model, or the adapter of it, is trained in place; folder: where checkpoints go;
+    seed: of the order, and of dropout.
     """
 
     def __init__(
@@ -179,11 +178,7 @@ class Finetuner:
         self.lm, self.model, self.folder, self.limit = lm, lm.model, folder, limit
         self.run, self.context = lm.run, lm.context
         self.cfg: RftConfig = lm.run.algo
-        self.lora: Any = None
-        if self.cfg.lora.rank:
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(seed)
-                self.lora = add_lora(lm.model, self.cfg.lora)
+        self.seed = seed
         self.named = {name: p for name, p in lm.model.named_parameters() if p.requires_grad}
         parameters = list(self.named.values())
         self.updater = optim.Updater(parameters, self.cfg, lm.precision, lm.device)
@@ -237,7 +232,9 @@ class Finetuner:
 
         with timer("train"):
             self.model.train(self.recomputed)  # a checkpointed block wants training mode
-            loss = self.limit.run(attempt)
+            adapter, key = self.lm.adapter, f"dropout {self.seed} {step} {context.rank}"
+            with adapter.dropping(key) if adapter else nullcontext():
+                loss = self.limit.run(attempt)
         with timer("exchange"):
             optim.sum_gradients(self.updater.parameters)
             loss = context.sum(torch.tensor([loss], dtype=torch.float64, device=device)).item()
@@ -260,15 +257,3 @@ class Finetuner:
 
         with fsdp.forwards(model):
             return [tree for tree in mine if not finite(tree)] or mine
-
-    def finish(self) -> Any:
-        """Return the plain model; with LoRA the adapter is written to FOLDER/adapter and merged."""
-        if self.lora is None:
-            return self.model
-        if self.context.main:
-            with replacing(self.folder / "adapter") as temporary:
-                self.lora.save_pretrained(temporary)
-        if fsdp.of(self.model):
-            merge_rows(self.model)
-            return self.lora.unload()
-        return self.lora.merge_and_unload()

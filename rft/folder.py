@@ -45,16 +45,21 @@ class RunFolder:
 
     # --- what is done
 
+    def trained(self, iteration: int) -> Path:
+        """Return where an iteration leaves its model, or its adapter."""
+        return self.of(iteration) / ("adapter" if self.run.model.adapter else "model")
+
     def finished(self, iteration: int) -> bool:
         """Return whether an iteration has its model, which must be made with these settings."""
         folder = self.of(iteration)
-        if not (folder / "model").is_dir():
+        found = [folder / name for name in ("model", "adapter") if (folder / name).is_dir()]
+        if not found:
             return False
         path = folder / "finetune.json"
         if "made_with" not in (record := read_json(path)):
             raise ConfigError(
-                f"{path} is missing or damaged beside {folder}/model. Remove {folder}/model to make"
-                " it again."
+                f"{path} is missing or damaged beside {found[0]}. Remove {found[0]} to make it"
+                " again."
             )
         check_same(path, record["made_with"], finetuned_with(self.run))
         return True

@@ -30,9 +30,10 @@ def finetuned_with(run: Run) -> dict[str, Any]:
     """Return the settings that a fine-tuned model depends on, beside its samples."""
     cfg: RftConfig = run.algo
     keys = ("start_from", "epochs", "batch_size", "packing", "pack_tokens", "lr", "warmup")
-    groups = ("select", "lr_schedule", "optimizer", "lora")
+    groups = ("select", "lr_schedule", "optimizer")
     return {
         "seed": run.seed,
+        "model": {"adapter": asdict(run.model)["adapter"]},
         "algo": {key: getattr(cfg, key) for key in (*keys, "grad_clip")}
         | {key: asdict(getattr(cfg, key)) for key in groups},
     }

@@ -17,22 +17,22 @@ from rft.prompts import Prompts
 TRAIN_ROWS = {"cpu": 32, "cuda": 128}
 
 
-def fit_rows(lm: LM, prompts: Prompts) -> tuple[RowLimit, float]:
-    """Fit rollout and training rows to the memory. Returns those of training, and bytes in all."""
+def fit_rows(lm: LM, prompts: Prompts) -> tuple[RowLimit, float, StateMemory]:
+    """Fit rollout and training rows to the memory. Returns those of training, the bytes in all, and
+    what of them are weights and training state.
+    """
     cfg: RftConfig = lm.run.algo
-    parameters, tokens = lm.parameters, cfg.sampling.max_new_tokens
+    tokens = cfg.sampling.max_new_tokens
     limit = RowLimit(
         "algo.train_rows",
         cfg.train_rows or min(cfg.batch_size, TRAIN_ROWS[lm.device.type]),
         fixed=fsdp.of(lm.model) is not None,
     )
     lm.longest_prompt = prompts.longest
-    sampling = StateMemory.of_training(parameters, 0, half_copies=lm.half)
-    lm.fit_rollout(sampling)
-    trained = 0 if cfg.lora.rank else parameters  # an adapter's share is small
+    lm.fit_rollout(lm.state_memory(False, copies=lm.half))
     # Autocast's casts, which go block by block where activations are recomputed.
     recomputed, compute = lm.run.opt.checkpointing.enabled, lm.precision.compute
-    training = StateMemory.of_training(parameters, trained, half_copies=lm.half and not recomputed)
+    training = lm.state_memory(True, copies=lm.half and not recomputed)
     row = activation_bytes(lm.model, 1, prompts.longest + tokens, 0, 0, compute, recomputed)
     once = logits_bytes(lm.model, limit.rows * tokens)
     fit(limit, row, training.on_rank(lm.model, rollout=False) + once, lm.context)
@@ -43,17 +43,18 @@ def fit_rows(lm: LM, prompts: Prompts) -> tuple[RowLimit, float]:
         lm.rollout_fixed + chunk * lm.rollout_row,
         training_peak(lm.model, training, row, limit.rows, share, once),
     )
-    return limit, peak
+    return limit, peak, training
 
 
-def plan(lm: LM, prompts: Prompts, limit: RowLimit, peak: float) -> dict[str, str]:
-    """Say what will be done, with sizes. peak: bytes."""
+def plan(
+    lm: LM, prompts: Prompts, limit: RowLimit, peak: float, state: StateMemory
+) -> dict[str, str]:
+    """Say what will be done, with sizes. peak, state: as `fit_rows` returns them."""
     run, cfg = lm.run, lm.run.algo
     taken = len(prompts.of(1, cfg.prompts))
-    trained = f"LoRA of rank {cfg.lora.rank}" if cfg.lora.rank else "all weights"
+    trained = "the adapter" if lm.adapter else "all weights"
     stage = f"; stage {cfg.stage}" if cfg.stage != "all" else ""
     shard = f", shard {cfg.shard}" if cfg.shard else ""
-    whole = (4 if cfg.lora.rank else 16) * lm.parameters
     rows = min(lm.engine.limit.rows, cfg.prompts_per_batch * cfg.chunk_size)
     skipped = f"; {lm.skipped_prompts} too long and left out" if lm.skipped_prompts else ""
     lines = {
@@ -73,7 +74,7 @@ def plan(lm: LM, prompts: Prompts, limit: RowLimit, peak: float) -> dict[str, st
         "fine-tune": f"{trained}, {cfg.epochs} epochs, lr {cfg.lr:g}, {cfg.batch_size}"
         f" completions per step, {limit.rows} per forward{', packed' if cfg.packing else ''}",
         "environment": ", ".join(describe_variables(cfg)),
-        **lm.describe_memory(peak, rows, whole),
+        **lm.describe_memory(peak, rows, state),
         "folder": str(lm.context.out_dir),
     }
     return {key: value for key, value in lines.items() if value}

@@ -52,7 +52,7 @@ class Work:
         """Load the model of an iteration, unless `lm` has it, and its engine if `sampling`."""
         self.lm.engine = None  # and with it its copy of the weights
         if self.loaded != iteration:
-            folder = self.folder.of(iteration) / "model" if iteration else None
+            folder = self.folder.trained(iteration) if iteration else None
             self.lm.reload(folder)
             self.loaded = iteration
         if not sampling:
@@ -228,7 +228,7 @@ def _write_selection(work: Work, selection: Selection, iteration: int) -> None:
 
 
 def finetune(work: Work, iteration: int) -> None:
-    """Train on the selected completions; leaves the model in RUN/iteration-K/model."""
+    """Train on the selected completions; leaves the model, or the adapter, in RUN/iteration-K."""
     cfg, lm, journal, folder = work.cfg, work.lm, work.journal, work.folder.of(iteration)
     if work.folder.finished(iteration):
         return
@@ -310,17 +310,21 @@ def _export(work: Work, tuner: Finetuner, selection: Selection, iteration: int) 
     if lm.context.main and cut:
         done = f"{tuner.done} of {tuner.total} steps"
         log.info(f"iteration {iteration}: the budget is spent after {done}")
-    lm.model = tuner.finish().eval()
-    weights = fsdp.whole(lm.model)
+    weights = fsdp.whole(lm.model) if lm.adapter is None else None
     journal.sync()
     if lm.context.main:
         made = {"made_with": finetuned_with(lm.run), "steps": tuner.done}
         made |= {"completions": selection.stats["kept"]} | ({"cut": True} if cut else {})
         write_json(folder / "finetune.json", made)
-        export_model(lm.model, lm.tokenizer, folder / "model", weights)
+        place = work.folder.trained(iteration)
+        if lm.adapter is None:
+            export_model(lm.model, lm.tokenizer, place, weights)
+        else:
+            lm.adapter.save(place, lm.tokenizer)
         if journal.tracker:
-            journal.tracker.artifact("model", folder / "model", f"iteration-{iteration}")
+            journal.tracker.artifact("model", place, f"iteration-{iteration}")
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    lm.model.eval()
     work.loaded = iteration
     lm.share_out()
     lm.context.barrier()

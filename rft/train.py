@@ -3,7 +3,7 @@
     python launch.py algo=rft
     python launch.py algo=rft algo.stage=generate algo.shard=2/8 hydra.run.dir=runs/mine
     python launch.py algo=rft task=gsm8k task.path=data/gsm8k model=hf model.path=...
-    algo.lora.rank=16
+    model.adapter={rank: 16}
 
 After STaR (arXiv:2203.14465), RFT (2308.01825) and ReST-EM (2312.06585). Departures: samples are
 resumed chunk by chunk; prompts that nothing solved get a second round; of each prompt a few
@@ -25,7 +25,6 @@ from common.config import ConfigError, Run
 from common.distributed import fsdp
 from common.distributed.context import Context
 from common.lm import LM
-from common.model.lora import check_lora
 from common.plan import tell
 from common.report import page, summary
 from common.session import Session
@@ -95,13 +94,11 @@ def prepare(session: Session, lm: LM) -> Work:
     prompts = split_prompts(lm)
     lm.held_out, lm.order = prompts.held_out, prompts.order
     folder = RunFolder(run, lm.context)
-    train_limit, peak = fit_rows(lm, prompts)
-    tell(run, lm.context, lm, plan(lm, prompts, train_limit, peak))
+    train_limit, peak, state = fit_rows(lm, prompts)
+    tell(run, lm.context, lm, plan(lm, prompts, train_limit, peak, state))
     if lm.context.main and not cfg.shard:
         summary.write_run(run, lm.context.out_dir, lm.context.device.name)
     optim.optimizer(cfg.optimizer, [torch.nn.Parameter(torch.zeros(1))], cfg.lr)
-    if cfg.lora.rank:
-        check_lora(lm.model, cfg.lora)
     journal = Journal(session, folder)
     sizes, rows = Sizes(folder), lm.engine.limit.rows
     return Work(lm, cfg, folder, journal, prompts, train_limit, sizes, rows)

@@ -23,6 +23,7 @@ from common.config.checks import (
 from common.config.convert import build, no_secrets, typed
 from common.config.explain import find_renamed, unknown_key, wrong_type
 from common.config.schema import (
+    AdapterConfig,
     AmpConfig,
     BudgetConfig,
     CheckpointConfig,
@@ -31,7 +32,6 @@ from common.config.schema import (
     EvaluateConfig,
     FsdpConfig,
     HardwareConfig,
-    LoraConfig,
     ModelConfig,
     NotFiniteConfig,
     OptConfig,

@@ -159,6 +159,31 @@ class TinyConfig:
 
 
 @dataclass(kw_only=True)
+class AdapterConfig:
+    """A low-rank adapter (arXiv:2106.09685), which is trained in place of the model's weights."""
+
+    rank: Count | None = None  # null = no adapter: all weights are trained
+    alpha: Annotated[int, (above, 0)] = 32  # its product is scaled by alpha / rank
+    targets: str = "all-linear"  # or the ends of module names, with commas: q_proj,v_proj
+    dropout: Annotated[Nonnegative, (below, 1)] = 0.0  # of its input, in supervised training
+    path: str | None = None  # folder of an adapter to go on from, which has a rank of its own
+    merge: bool = False  # RUN/model too: the model with the adapter merged into it
+
+    def __post_init__(self) -> None:
+        own = ("rank", "alpha", "targets")
+        if self.path is not None:
+            idle, why = own, "with model.adapter.path: the adapter there has its own. Leave it out"
+        elif self.rank is None:
+            idle = (*own, "dropout", "merge")
+            why = "without model.adapter.rank. Set it, for example 16, or leave this out"
+        else:
+            return
+        for item in fields(self):
+            if item.name in idle and (given := getattr(self, item.name)) != item.default:
+                raise ConfigError(f"model.adapter.{item.name}={given} has no effect {why}.")
+
+
+@dataclass(kw_only=True)
 class ModelConfig:
     """The causal language model. `path=null` builds the tiny one."""
 
@@ -166,11 +191,17 @@ class ModelConfig:
     path: str | None  # hub id or local folder
     revision: str | None  # git revision on the hub; pin it for a run worth repeating
     gguf_file: str | None  # file name inside `path`
-    lora: str | None  # folder of an adapter that is merged into it
     attention: Annotated[str, (choice, ("sdpa", "eager"))]  # attn_implementation of transformers
+    adapter: AdapterConfig | None = field(default_factory=AdapterConfig)  # null without a rank
     tiny: TinyConfig | None = None
 
+    RENAMED: ClassVar[dict[str, str | None]] = {
+        "lora": "model.adapter.path, the folder of an adapter that the run goes on training"
+    }
+
     def __post_init__(self) -> None:
+        if self.adapter is not None and self.adapter.rank is None and self.adapter.path is None:
+            self.adapter = None
         if self.path is None and self.tiny is None:
             raise ConfigError(
                 "model.path is not set. Give a hub id or a local folder, for example "
@@ -186,15 +217,6 @@ class ModelConfig:
             raise ConfigError(
                 "model.revision and model.gguf_file have no effect with model=tiny. Use model=hf."
             )
-
-
-@dataclass(kw_only=True)
-class LoraConfig:
-    """Low-rank adapters (arXiv:2106.09685); rank 0 = all weights are trained."""
-
-    rank: Natural
-    alpha: Annotated[int, (above, 0)]
-    targets: str
 
 
 @dataclass(kw_only=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -40,6 +41,15 @@ def export_model(
     with replacing(folder) as temporary, _savable(model), progress_bars(False):
         model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
+
+
+def empty_like(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a plain float32 model of the same kind without weights, to export others with."""
+    config = copy.deepcopy(model.config)
+    with torch.device("meta"):
+        found = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    found.generation_config = model.generation_config
+    return found
 
 
 @contextmanager

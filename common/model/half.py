@@ -38,6 +38,19 @@ def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return copied
 
 
+def keep_wide(model: PreTrainedModel) -> None:
+    """Let a model whose weights are in half precision go on as float32 weights do under autocast:
+    between its layers states are float32. A sharded model is as autocast leaves it.
+    """
+    if fsdp.of(model):
+        return
+    for parameter in model.parameters():  # norms and biases, which take no room
+        if parameter.ndim == 1:
+            parameter.data = parameter.data.float()
+    embedding = model.get_input_embeddings()
+    embedding.register_forward_hook(lambda module, args, states: states.float())
+
+
 def compiled(part: Any, mode: str) -> Any:
     """Compile a model, or its inside, for inputs of any shape. It records no CUDA graphs, of which
     each shape would need its own.
@@ -50,7 +63,7 @@ class Narrow:
     which casts no more then.
 
     All else is shared, so that results are those of autocast to the bit (a tied head is the twin's
-    own). 2 bytes a parameter.
+    own), and so are weights that are in `dtype` already. 2 bytes for every other parameter.
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -65,7 +78,8 @@ class Narrow:
             for name, parameter in layer.named_parameters(recurse=False):
                 own = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
                 setattr(twin, name, own)
-                self.pairs.append((parameter, own))
+                if parameter.dtype != dtype:
+                    self.pairs.append((parameter, own))
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -89,15 +103,21 @@ def packed(model: nn.Module) -> Iterator[None]:
     """Pack the bfloat16 weights of linear layers for the block, on a CPU, as oneDNN multiplies
     them: otherwise every product, of a few rows at each token, lays them out anew.
 
-    They may not change meanwhile. 2 bytes per parameter; products are equal up to rounding.
+    They may not change meanwhile. 2 bytes per parameter; products are equal up to rounding. An
+    adapter is merged into what is packed, unless it is perturbed.
     """
-    modules: Iterator[Any] = model.modules()
+    modules: list[Any] = list(model.modules())
     linear = [module for module in modules if type(module) in (nn.Linear, Conv1D)]
-    layers = [layer for layer in linear if packs(layer.weight.device, layer.weight.dtype)]
+    merged = [module for module in modules if is_adapted(module) and not perturbed(module)]
+    inside = {id(part) for layer in merged for part in layer.modules()}
+    layers = [layer for layer in linear if id(layer) not in inside] + merged
+    layers = [layer for layer in layers if packs(layer.weight.device, layer.weight.dtype)]
     plain = [layer for layer in layers if "forward" not in layer.__dict__]  # unperturbed
     try:
         for layer in layers:
-            weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
+            weight = merged_weight(layer) if is_adapted(layer) else layer.weight
+            base = layer.base_layer if is_adapted(layer) else layer
+            weight = weight.T if isinstance(base, Conv1D) else weight
             layer.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_ROWS)
         for layer in plain:
             layer.forward = partial(multiply, layer)
@@ -107,6 +127,28 @@ def packed(model: nn.Module) -> Iterator[None]:
             layer.__dict__.pop("packed", None)
         for layer in plain:
             layer.__dict__.pop("forward", None)
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer with an adapter beside it (common/model/adapter.py)
+    that is in use.
+    """
+    return hasattr(module, "lora_A") and not module.disable_adapters
+
+
+def perturbed(layer: Any) -> bool:
+    """Return whether an adapter's matrices have forwards that are not their own."""
+    parts = layer.lora_A["default"], layer.lora_B["default"]
+    return any("forward" in part.__dict__ for part in parts)
+
+
+def merged_weight(layer: Any) -> Tensor:
+    """Return the weight of an adapted layer with its adapter added, rounded to its own dtype."""
+    down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    change = (up.detach().float() @ down.detach().float()).mul_(layer.scaling["default"])
+    change = change.T if layer.fan_in_fan_out else change
+    weight = layer.base_layer.weight.detach()
+    return (weight.float() + change).to(weight.dtype)
 
 
 def multiply(layer: Any, x: Tensor, add: Tensor | None = None) -> Tensor:

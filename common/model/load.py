@@ -9,11 +9,9 @@ on. It makes every algorithm runnable in minutes, on any machine, without a down
 """
 
 import importlib.util
-import json
 import logging
 import re
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +32,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from common.config import ConfigError, ModelConfig
+from common.model.adapter import SETTINGS as ADAPTER
 from common.model.export import progress_bars
-from common.model.lora import peft_of_today
 from common.model.tiny import byte_tokenizer, tiny_model, untrained
 
 log = logging.getLogger("clutch")
-ADAPTER = "adapter_config.json"  # what tells the folder of a peft adapter
 # What transformers raises for a model that it cannot load.
 UNLOADABLE = (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError)
 UNLOADABLE += (SafetensorError, StrictDataclassError)
@@ -77,8 +74,6 @@ def load_model(
         load = _shapes if shapes else _model
         model = load(config, path, where, origin, dtype)
         tokenizer = _tokenizer(config, path, where, origin)
-    if config.lora is not None and not shapes:  # merged, it changes no shape
-        model = _with_adapter(model, config.lora, where)
     if progress and (found := model_commit(config)):
         log.info("%s is at commit %s (model.revision=COMMIT pins it)", where, found)
     rows = model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportIndexIssue]
@@ -142,7 +137,8 @@ def _source(config: ModelConfig) -> str:
         if not (local / wanted).is_file() and (local / ADAPTER).is_file():
             raise ConfigError(
                 f"{given} is an adapter and no model. Give the model that it belongs to, and the"
-                f" adapter on top: model=hf model.path=FOLDER_OR_HUB_ID model.lora={config.path}."
+                " adapter on top: model=hf model.path=FOLDER_OR_HUB_ID"
+                f" model.adapter.path={config.path}."
             )
         if not (local / wanted).is_file():
             inside = ", ".join(sorted(entry.name for entry in local.iterdir())[:8]) or "nothing"
@@ -235,45 +231,6 @@ def _shapes(
         raise
     except UNLOADABLE as error:
         raise _describe(error, path, where) from error
-
-
-def _with_adapter(model: PreTrainedModel, given: str, where: str) -> PreTrainedModel:
-    """`model` with the LoRA adapter of a folder merged into its weights. Raises ConfigError."""
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError(f"model.lora={given!r} needs a package: pip install 'clutch[lora]'.")
-    folder, key = Path(given).expanduser(), f"model.lora={given!r}"
-    settings = folder / ADAPTER
-    if not settings.is_file():
-        raise ConfigError(
-            f"{key} is no folder with a LoRA adapter: there is no {settings.absolute()}. Give the"
-            " folder that peft's save_pretrained wrote, or RUN/iteration-K/adapter of a run with"
-            " algo.lora.rank; one on the hub comes with: hf download ID --local-dir FOLDER."
-        )
-    kind = json.loads(settings.read_text(encoding="utf-8")).get("peft_type")
-    if kind != "LORA":
-        raise ConfigError(
-            f"{key} holds an adapter of the kind {kind}, which is not merged here. Give a LoRA"
-            " adapter."
-        )
-    import peft
-
-    try:
-        with peft_of_today():
-            warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
-            return peft.PeftModel.from_pretrained(model, folder).merge_and_unload(safe_merge=True)  # pyright: ignore
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        RuntimeError,
-        SafetensorError,
-        UserWarning,
-    ) as error:
-        raise ConfigError(
-            f"{key} does not go into {where}: {_first_line(error)} It must be an adapter of this"
-            " very model, whole."
-        ) from error
 
 
 def _check_causal(config: Any, where: str) -> None:

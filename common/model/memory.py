@@ -20,12 +20,14 @@ class StateMemory:
     Attributes:
         whole: what opt=fsdp shares out between ranks.
         copies: half-precision copies, which only plain models have.
-        gradients: what they are of the whole.
+        gradients: what they are of the whole, or of the adapter.
+        adapter: an adapter with all that belongs to it, which every rank has whole.
     """
 
     whole: float
     copies: float = 0.0
     gradients: float = 0.0
+    adapter: float = 0.0
 
     @classmethod
     def of_training(
@@ -37,10 +39,35 @@ class StateMemory:
         whole = 4 * parameters * (1 + frozen_copies) + 12 * trained
         return cls(whole, 2.0 * half_copies * parameters, 4.0 * trained)
 
+    @classmethod
+    def of_adapter(
+        cls, frozen_bytes: float, size: int, trained: bool, copies: int
+    ) -> "StateMemory":
+        """Count frozen weights as they are, and the `size` float32 weights of an adapter, with
+        gradients and Adam's two moments if it is `trained`; copies: of it, in half precision.
+        """
+        adapter = (16.0 if trained else 4.0) * size + 2.0 * copies * size
+        return cls(frozen_bytes, gradients=4.0 * size * trained, adapter=adapter)
+
     def on_rank(self, model: Any, rollout: bool) -> float:
         """Return the bytes on one rank, with what is gathered of a sharded model meanwhile."""
         copies = 0.0 if fsdp.of(model) else self.copies
-        return self.whole / fsdp.share(model) + copies + fsdp.gathered_bytes(model, rollout)
+        held = self.whole / fsdp.share(model) + self.adapter + copies
+        return held + fsdp.gathered_bytes(model, rollout)
+
+    def describe(self, model: Any) -> str:
+        """Say what weights, with their copies, gradients and optimizer state take on one rank."""
+        gradients = self.gradients_on_rank(model)
+        weights = self.on_rank(model, rollout=True) - 3 * gradients
+        said = f"weights {weights / 2**30:.2f} GB"
+        if not gradients:
+            return said
+        state = 2 * gradients / 2**30
+        return f"{said}, gradients {gradients / 2**30:.2f} GB, optimizer state {state:.2f} GB"
+
+    def gradients_on_rank(self, model: Any) -> float:
+        """Return the bytes of gradients on one rank."""
+        return self.gradients / (1 if self.adapter else fsdp.share(model))
 
 
 def training_peak(
@@ -54,8 +81,8 @@ def training_peak(
     missing = 0.0
     if share <= rows and state.gradients:
         # The only backward pass of a step begins without gradients but for a language model's head.
-        head = 4.0 * config.vocab_size * config.hidden_size if config else 0.0
-        missing = (state.gradients - head) / fsdp.share(model)
+        head = 4.0 * config.vocab_size * config.hidden_size if config and not state.adapter else 0.0
+        missing = state.gradients_on_rank(model) - head / fsdp.share(model)
     return max(fixed, fixed - missing + once + min(rows, share) * row)
 
 

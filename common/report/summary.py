@@ -61,8 +61,11 @@ class Result:
     skipped_steps: int = 0
 
     def model_and_tokenizer(self) -> tuple[Any, Any]:
-        """Load the trained model and its tokenizer from RUN/model."""
+        """Load the trained model and its tokenizer from RUN/model, or else from RUN/adapter and the
+        model that it belongs to.
+        """
         path = Path(self.folder) / "model"
+        path = path if path.is_dir() else Path(self.folder) / "adapter"
         model = transformers.AutoModelForCausalLM.from_pretrained(path)
         return model, transformers.AutoTokenizer.from_pretrained(path)
 
@@ -202,18 +205,19 @@ def finish_run(
     numbers = {name: getattr(result, name) for name in kept} | measures
     gain = result.after - result.before
     tracker.summary(numbers | {"gain": gain, "metric_name": result.metric})
-    subject.export(folder / "model", weights)
-    tracker.artifact("model", folder / "model", f"step-{result.steps}")
+    exported = subject.export(folder, weights)
+    tracker.artifact("model", exported, f"step-{result.steps}")
     tracker.close()
     result.save()
     samples = [
         {"prompt": plain(row["prompt"]), "before": old, "after": new, "answer": row["answer"]}
         for row, old, new in list(zip(rows, before, after, strict=True))[:3]
     ]
-    _print_summary(result, samples, model)
+    tried = f"{exported} (to try it: python -m common.chat RUN)"
+    _print_summary(result, samples, exported.name, model or tried)
 
 
-def _print_summary(result: Result, samples: list[dict[str, str]], model: str | None) -> None:
+def _print_summary(result: Result, samples: list[dict[str, str]], what: str, model: str) -> None:
     folder, after = result.folder, result.metrics["after"]
     reported = page.write_or_warn(Path(folder))
     log.info("")
@@ -236,6 +240,6 @@ def _print_summary(result: Result, samples: list[dict[str, str]], model: str | N
     rows["written to"] = folder
     if reported:
         rows["  report"] = f"{folder}/report.md (curves in plots/)"
-    rows["  model"] = model or f"{folder}/model (to try it: python -m common.chat RUN)"
+    rows[f"  {what}"] = model
     rows |= {"  metrics": f"{folder}/metrics.jsonl", "  result": f"{folder}/result.json"}
     print_plan(rows)

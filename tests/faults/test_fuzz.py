@@ -511,7 +511,6 @@ def test_a_damaged_model_folder_is_loaded_or_named(what, good_model, tmp_path):
             "path": str(folder),
             "revision": None,
             "gguf_file": None,
-            "lora": None,
             "attention": "sdpa",
         }
     )

@@ -45,6 +45,19 @@ def test_twenty_kills_change_nothing(algo, ranks, cache, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("algo", ["eggroll", "grpo", "rft"])
+def test_kills_change_nothing_with_an_adapter(algo, cache, tmp_path):
+    arguments = [*RUNS[algo], "model.adapter={rank: 4}"]
+    arguments += ["model.adapter.dropout=0.1"] if algo == "rft" else []
+    unbroken(arguments, tmp_path / "whole", cache)
+    how = {"seed": 1, "kills": 8, "environment": environment(cache)}
+    kills = until_done(command(*arguments), tmp_path / "killed", **how)
+    assert len(kills) >= 6, kills
+    assert (tmp_path / "killed/adapter/adapter_model.safetensors").is_file()
+    assert differing(tmp_path / "whole", tmp_path / "killed") == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("algo", ["eggroll", "rft"])
 def test_kills_and_another_number_of_ranks_each_time(algo, cache, tmp_path):
     """For RFT its sampling: fine-tuning on another number of ranks adds in another order."""

@@ -191,34 +191,9 @@ def test_two_ranks_make_the_samples_and_the_weights_of_one(launch, tmp_path):
     assert json.loads((two / "result.json").read_text())["world_size"] == 2
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_lora_trains_adapters_that_peft_loads(letters, tmp_path):
-    peft = pytest.importorskip("peft")
-    from transformers import AutoModelForCausalLM
-
-    result = letters("algo.lora.rank=8", "algo.lr=5e-3", "algo.iterations=1", "opt=[checkpointing]")
-    assert result.after > result.before
-    folder = tmp_path / "run/iteration-1"
-    assert (folder / "adapter/adapter_model.safetensors").is_file()
-    letters("algo.lora.rank=8", "algo.lr=1e-12", "algo.iterations=1", folder="base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base/iteration-1/model")
-    merged = peft.PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload()
-    wanted = weights(folder)
-    found = merged.state_dict()
-    assert all(torch.allclose(found[key], value, atol=1e-5) for key, value in wanted.items())
-
-
 @pytest.mark.parametrize(
     ("override", "text"),
     [
-        (
-            "algo.lora.alpha=16",
-            "algo.lora.alpha=16 has no effect with algo.lora.rank=0. Set",
-        ),
-        (
-            "algo.lora.targets=q_proj",
-            "algo.lora.targets=q_proj has no effect with algo.lora.rank=0",
-        ),
         (
             "algo.pack_tokens=64",
             "algo.pack_tokens=64 has no effect with algo.packing=false. Add algo.packing=true,",
@@ -230,15 +205,9 @@ def test_settings_without_effect(override, text):
         compose(["algo=rft", override])
 
 
-def test_lora_targets_that_are_not_there_are_named(letters):
-    pytest.importorskip("peft")
-    with pytest.raises(
-        ConfigError,
-        match=r"algo.lora.targets='nothing': the model has no module 'nothing'. Modules: down",
-    ):
-        letters("algo.lora.rank=4", "algo.lora.targets=nothing", "algo.iterations=1")
+def test_an_optimizer_that_is_not_there_is_named(letters):
     with pytest.raises(ConfigError, match=r"algo.optimizer.name='Foo' is not in torch.optim"):
-        letters("algo.optimizer.name=Foo", folder="other")
+        letters("algo.optimizer.name=Foo")
 
 
 @pytest.mark.usefixtures("iterated")

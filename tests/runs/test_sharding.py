@@ -92,7 +92,6 @@ LONG = {  # the same in other combinations
     "classify/groups": [*CLASSIFY, *GROUPS],
     "grpo/groups": [*GRPO, *UNEVEN, *GROUPS],
     "rft/layerwise": [*RFT, *LAYERWISE, "opt=[fsdp,checkpointing]"],
-    "rft/lora": [*RFT, *FSDP, "algo.lora.rank=4", "algo.lr=5e-3"],
     **{f"eggroll/{name}/gathered": [*more, *FSDP] for name, more in EGGROLL.items()},
 }
 
@@ -205,7 +204,6 @@ def runs(alone, warm) -> Path:
 def longer(alone, warm) -> Path:
     """In all combinations."""
     start(alone, "grpo/plain first", [*GRPO, *UNEVEN, "algo.steps=2"])
-    start(alone, "rft/lora one", [*RFT, "algo.lora.rank=4", "algo.lr=5e-3"])
     warm.call(on_two_ranks, alone, LONG)
     return alone
 
@@ -235,8 +233,8 @@ def grpo_is_that_of_one_rank(folder: Path, how: str) -> None:
     assert first["metrics"] == second["metrics"]
 
 
-def rft_is_that_of_one_rank(folder: Path, how: str, one: str = "one") -> None:
-    one, two = folder / "rft" / one, folder / "rft" / how
+def rft_is_that_of_one_rank(folder: Path, how: str) -> None:
+    one, two = folder / "rft/one", folder / "rft" / how
     assert samples(one) == samples(two)
     same(one, two, rtol=1e-3, atol=2e-3)
     losses = [[event["loss"] for event in events(path) if "loss" in event] for path in (one, two)]
@@ -292,7 +290,6 @@ def test_in_all_combinations(longer):
     for how in ("ddp", "groups", "plain first"):
         grpo_is_that_of_one_rank(longer, how)
     rft_is_that_of_one_rank(longer, "layerwise")
-    rft_is_that_of_one_rank(longer, "lora", "lora one")
     for noise in EGGROLL:
         eggroll_is_that_of_one_rank(longer / "eggroll" / noise, "gathered")
 

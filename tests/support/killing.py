@@ -41,6 +41,7 @@ TIMES = {
 FILES = (
     *(
         "model/*.safetensors",
+        "adapter/*.safetensors",
         "completions/*.jsonl",
         "predictions.jsonl",
         "confusion.json",
@@ -51,6 +52,7 @@ FILES = (
         "iteration-*/evaluation.json",
         "iteration-*/finetune.json",
         "iteration-*/model/*.safetensors",
+        "iteration-*/adapter/*.safetensors",
     ),
 )
 
@@ -208,6 +210,7 @@ def _tear(folder: Path, draw: random.Random) -> None:
     names = (
         "manifest.json",
         "model.safetensors",
+        "adapter_model.safetensors",
         "selected.json",
         "evaluation.json",
         "finetune.json",

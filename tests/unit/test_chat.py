@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import chat
 from common.config import ConfigError, ModelConfig
-from common.model.load import ADAPTER, load_model, model_commit
-from common.model.lora import peft_of_today
+from common.model.adapter import SETTINGS as ADAPTER
+from common.model.adapter import merge_folder, peft_of_today
+from common.model.load import load_model, model_commit
 from common.model.tiny import byte_tokenizer
 from tests.support import ROOT
 from tests.support.models import small_model
@@ -179,7 +180,7 @@ def test_a_terminal_has_a_prompt_and_ends_with_ctrl_d(folder, warm, tmp_path):
 
 
 def test_prompts_take_the_form_of_the_runs(run_folder):
-    path, shown = chat.model_of(str(run_folder))
+    path, _, shown = chat.model_of(str(run_folder))
     assert path == str(run_folder / "model")
     made = chat.prompt_like("new", shown, None, True)
     assert [m["content"] for m in made] == ["Be brief.", "a", "b", "new"]
@@ -229,8 +230,8 @@ def test_a_chat_template_is_used(folder, tmp_path, monkeypatch, capsys):
         (lambda run: None, ["--plain", "--system", "x"], "--system has no effect with --plain"),
         (
             lambda run: None,
-            ["--lora", "nowhere"],
-            "model.lora='nowhere' is no folder with a LoRA adapter",
+            ["--adapter", "nowhere"],
+            "--adapter='nowhere' is no folder with a LoRA adapter",
         ),
     ],
 )
@@ -260,14 +261,15 @@ def adapter(folder, tmp_path) -> Path:
 
 
 def config(path, **changes) -> ModelConfig:
-    values = {"revision": None, "gguf_file": None, "lora": None, "attention": "sdpa"} | changes
+    values = {"revision": None, "gguf_file": None, "attention": "sdpa"} | changes
     return ModelConfig(name="hf", path=str(path), **values)
 
 
 def test_an_adapter_is_merged(folder, adapter):
     import peft
 
-    model, _ = load_model(config(folder, lora=str(adapter)), None, torch.float32, CPU)
+    model, _ = load_model(config(folder), None, torch.float32, CPU)
+    model = merge_folder(model, str(adapter), "it", "--adapter")
     with peft_of_today():
         wanted = peft.PeftModel.from_pretrained(
             AutoModelForCausalLM.from_pretrained(folder), adapter
@@ -285,22 +287,32 @@ def test_an_adapter_is_merged(folder, adapter):
 
 
 def test_adapters_that_do_not_fit(folder, adapter, tmp_path):
-    def wording(**changes) -> str:
+    def wording(path) -> str:
+        def load() -> None:
+            model, _ = load_model(config(path), None, torch.float32, CPU)
+            merge_folder(model, str(adapter), "the model", "model.adapter.path")
+
         with pytest.raises(ConfigError) as caught:
-            load_model(config(**({"path": folder} | changes)), None, torch.float32, CPU)
+            load()
         return str(caught.value)
 
-    assert "is an adapter and no model. Give the model that it belongs to" in wording(path=adapter)
+    assert "is an adapter and no model. Give the model that it belongs to" in wording(adapter)
     other = tmp_path / "other"
     small_model("gpt2", 258).save_pretrained(other)
     byte_tokenizer().save_pretrained(other)
-    assert "does not go into model.path=" in wording(path=other, lora=str(adapter))
+    assert "does not go into the model" in wording(other)
     settings = json.loads((adapter / ADAPTER).read_text())
-    (adapter / ADAPTER).write_text(json.dumps(settings | {"peft_type": "IA3"}))
-    assert "an adapter of the kind IA3, which is not merged here" in wording(lora=str(adapter))
+    for key, value, text in (
+        ("peft_type", "IA3", "an adapter of the kind IA3. Give a plain LoRA"),
+        ("use_dora", True, "an adapter with use_dora. Give a plain LoRA"),
+        ("modules_to_save", ["norm"], "an adapter with modules_to_save"),
+        ("bias", "all", "an adapter with bias"),
+    ):
+        (adapter / ADAPTER).write_text(json.dumps(settings | {key: value}))
+        assert text in wording(folder)
     (adapter / ADAPTER).write_text(json.dumps(settings))
     (adapter / "adapter_model.safetensors").write_bytes(b"torn")
-    assert "does not go into model.path=" in wording(lora=str(adapter))
+    assert "does not go into the model" in wording(folder)
 
 
 # --- the hub

@@ -72,14 +72,13 @@ def tiny_model(**changes):
         path=None,
         revision=None,
         gguf_file=None,
-        lora=None,
         attention="sdpa",
         tiny=tiny_config(**changes),
     )
 
 
 def folder_model(path, **changes):
-    values = {"revision": None, "gguf_file": None, "lora": None, "attention": "sdpa"} | changes
+    values = {"revision": None, "gguf_file": None, "attention": "sdpa"} | changes
     return ModelConfig(name="hf", path=str(path), **values)
 
 

@@ -1,0 +1,277 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685), through peft: what a run trains in place of a model's
+weights.
+
+For a weight W [out, in] the adapter has A [rank, in] and B [out, rank], and the layer computes
+x W^T + alpha / rank (x A^T) B^T. W stays as it was loaded: it has no gradient, no optimizer state
+and no float32 master; A and B are float32. B begins at zero, so that a run begins with the model as
+it is.
+"""
+
+import importlib.util
+import json
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from common.config import AdapterConfig, ConfigError
+from common.distributed import fsdp
+from common.distributed.context import Context
+from common.files import first_line, replacing
+
+SETTINGS = "adapter_config.json"  # what tells the folder of a peft adapter
+# What a peft adapter can be beside plain LoRA: the fields of its settings that say so.
+BEYOND_LORA = ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters")
+BEYOND_LORA += ("lora_bias", "layer_replication", "alora_invocation_tokens")
+
+
+class Adapter:
+    """The adapter of a model, whose own weights are frozen.
+
+    Args: model: plain or shared out, changed in place; seed: of the matrices' first values.
+    Raises: ConfigError where peft is not installed, or where such an adapter is not possible.
+    """
+
+    def __init__(self, model: Any, config: AdapterConfig, context: Context, seed: int) -> None:
+        check_installed("model.adapter")
+        self.model, self.config = model, config
+        with torch.random.fork_rng(devices=[]), fsdp.gathered(model), peft_of_today():
+            torch.default_generator.manual_seed(seed)
+            # peft takes a sharded weight for one of tensor parallelism: hence gathered.
+            self.peft = _attach(model, config, context)
+        for parameter in model.parameters():
+            # peft has frozen what was gathered of it; adapters are whole on every rank
+            if isinstance(parameter, DTensor):
+                parameter.requires_grad_(False)
+        self.layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+        for layer in self.layers:
+            layer.cast_input_dtype_enabled = False  # autocast does it
+            drops = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+            layer.lora_dropout["default"] = drops.eval()
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        for parameter in self.parameters.values():
+            parameter.data = parameter.data.float()
+            if context.world_size > 1 and not context.device.planned:
+                dist.broadcast(parameter.data, 0)
+        held = {n: p.detach() for n, p in self.parameters.items() if not p.is_meta}
+        self.initial = {name: tensor.cpu().clone() for name, tensor in held.items()}
+
+    @property
+    def size(self) -> int:
+        """The number of its weights."""
+        return sum(parameter.numel() for parameter in self.parameters.values())
+
+    def describe(self) -> str:
+        """Say for the plan what is trained."""
+        settings = self.peft.peft_config["default"]
+        begun = f" from {self.config.path}" if self.config.path else ""
+        return f"adapter of rank {settings.r}{begun}, {self.size / 1e6:.2f}M parameters"
+
+    @contextmanager
+    def initially(self) -> Iterator[None]:
+        """Meanwhile the model is what the run began with: without the adapter, or with the one that
+        it went on from.
+        """
+        if self.config.path is None:
+            with self.peft.disable_adapter():
+                yield
+            return
+        trained = {name: parameter.data for name, parameter in self.parameters.items()}
+        try:
+            for name, parameter in self.parameters.items():
+                parameter.data = self.initial[name].to(parameter.device)
+            yield
+        finally:
+            for name, parameter in self.parameters.items():
+                parameter.data = trained[name]
+
+    @contextmanager
+    def dropping(self, key: str) -> Iterator[None]:
+        """Meanwhile drop inputs of the adapter, with model.adapter.dropout; `key` is their seed."""
+        if not self.config.dropout:
+            yield
+            return
+        device = fsdp.device(self.model)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(random.Random(key).getrandbits(63))
+            try:
+                for layer in self.layers:
+                    layer.lora_dropout.train()
+                yield
+            finally:
+                for layer in self.layers:
+                    layer.lora_dropout.train(layer.training)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Go back to what the run began with."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self.initial[name])
+
+    def load(self, folder: Path) -> None:
+        """Take over the matrices of a folder that `save` wrote."""
+        import peft
+
+        with peft_of_today():
+            weights = peft.load_peft_weights(str(folder), device="cpu")
+            peft.set_peft_model_state_dict(self.peft, weights)
+
+    def save(self, folder: Path, tokenizer: Any) -> None:
+        """Write a folder that peft and vLLM load; whole or not at all."""
+        with replacing(folder) as temporary, peft_of_today():
+            # Else peft asks the hub whether the embedding has grown.
+            self.peft.save_pretrained(str(temporary), save_embedding_layers=False)
+            tokenizer.save_pretrained(temporary)
+
+    def merged(self, held: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        """Return the weights of the plain model with the adapter merged into them, float32 on the
+        CPU. held: of a sharded model, gathered.
+        """
+        held = dict(self.model.named_parameters()) if held is None else held
+        names = {id(module): name for name, module in self.model.named_modules()}
+        found = {n: t.detach().to("cpu", torch.float32) for n, t in held.items() if n not in self}
+        for layer in self.layers:
+            name = names[id(layer)]
+            down, up = (held[f"{name}.lora_{part}.default.weight"].detach() for part in "AB")
+            change = (up.cpu().float() @ down.cpu().float()) * layer.scaling["default"]
+            base = f"{name}.base_layer.weight"
+            found[base] = found[base] + (change.T if layer.fan_in_fan_out else change)
+        return {name.replace(".base_layer.", "."): tensor for name, tensor in found.items()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.parameters
+
+
+@contextmanager
+def peft_of_today() -> Iterator[None]:
+    """Meanwhile peft 0.21 gives no warning of a property that transformers 5.23 has renamed, and
+    none of tied layers, which are refused here.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
+        )
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
+        yield
+
+
+def check_installed(key: str) -> None:
+    """Raise ConfigError where peft is not installed. key: the setting that needs it."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(f"{key} needs a package: pip install 'clutch[lora]'. Or leave it out.")
+
+
+def merge_folder(model: Any, given: str, where: str, key: str) -> Any:
+    """Return the plain `model` with the adapter of a folder merged into its weights. where, key:
+    the model and the option, for errors. Raises: ConfigError.
+    """
+    check_installed(key)
+    with peft_of_today():
+        return _read(model, given, where, key).merge_and_unload(safe_merge=True)
+
+
+# --- inside
+
+
+def _attach(model: Any, config: AdapterConfig, context: Context) -> Any:
+    """Put an adapter into `model` and freeze its own weights. Return the peft model around it."""
+    import peft
+
+    if config.path is not None:  # rank 0 alone reads it
+        found = (
+            _read(model, config.path, "the model", "model.adapter.path") if context.main else None
+        )
+        told = context.gather_objects(found and found.peft_config["default"])
+        found = found or peft.get_peft_model(model, told[0])
+    else:
+        targets = [target.strip() for target in config.targets.split(",")]
+        _check_targets(model, targets, config.targets)
+        settings = peft.LoraConfig(
+            r=config.rank or 0,
+            lora_alpha=config.alpha,
+            lora_dropout=config.dropout,
+            target_modules=targets[0] if targets == ["all-linear"] else targets,
+            task_type="CAUSAL_LM",
+        )
+        found = peft.get_peft_model(model, settings)
+    _check_places(model, f"model.adapter.{'path' if config.path else 'targets'}")
+    return found
+
+
+def _check_targets(model: Any, targets: list[str], given: str) -> None:
+    """Raise ConfigError where a target is not in the model, or is a norm."""
+    linear = {name.rsplit(".", 1)[-1] for name, m in model.named_modules() if _is_matrix(m)}
+    for target in targets:
+        if target != "all-linear" and target.rsplit(".", 1)[-1] not in linear:
+            raise ConfigError(
+                f"model.adapter.targets={given!r}: the model has no module {target!r} with a"
+                f" matrix. Modules: {', '.join(sorted(linear))}."
+            )
+
+
+def _is_matrix(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.ndim == 2
+
+
+def _check_places(model: Any, key: str) -> None:
+    """Raise ConfigError where an adapter sits on an embedding or on the head."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    for name, module in model.named_modules():
+        base = getattr(module, "base_layer", None)
+        if base is None or not (module is head or isinstance(base, nn.Embedding)):
+            continue
+        what, other = ("head", embedding) if module is head else ("embedding", head)
+        tied = getattr(other, "base_layer", other).weight is base.weight
+        why = (
+            "which is tied: the adapter would change one of head and embedding and not the other"
+            if tied
+            else "whose weight is used as it is wherever the model samples and learns"
+        )
+        raise ConfigError(
+            f"{key} puts an adapter on {name}, the model's {what}, {why}. Leave it out;"
+            " model.adapter.targets=all-linear is every linear layer but the head."
+        )
+
+
+def _read(model: Any, given: str, where: str, key: str) -> Any:
+    """Return the peft model of `model` and the adapter of a folder. where, key: the model and the
+    setting, for errors. Raises: ConfigError.
+    """
+    import peft
+
+    folder, key = Path(given).expanduser(), f"{key}={given!r}"
+    settings = folder / SETTINGS
+    if not settings.is_file():
+        raise ConfigError(
+            f"{key} is no folder with a LoRA adapter: there is no {settings.absolute()}. Give the"
+            " folder that peft's save_pretrained wrote, such as RUN/adapter of a run with"
+            " model.adapter; one on the hub comes with: hf download ID --local-dir FOLDER."
+        )
+    saved = json.loads(settings.read_text(encoding="utf-8"))
+    kind = saved.get("peft_type")
+    beyond = [name for name in BEYOND_LORA if saved.get(name)]
+    if saved.get("bias", "none") != "none":
+        beyond.append("bias")
+    if kind != "LORA" or beyond:
+        kind = f"with {', '.join(beyond)}" if kind == "LORA" else f"of the kind {kind}"
+        raise ConfigError(f"{key} holds an adapter {kind}. Give a plain LoRA adapter.")
+    try:
+        warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
+        return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+    except (
+        *(OSError, ValueError, KeyError, TypeError, RuntimeError),
+        *(SafetensorError, UserWarning),
+    ) as error:
+        raise ConfigError(
+            f"{key} does not go into {where}: {first_line(error)} It must be an adapter of this"
+            " very model, whole."
+        ) from error

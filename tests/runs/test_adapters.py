@@ -1,0 +1,317 @@
+"""model.adapter: low-rank matrices, trained in place of the weights, for every algorithm."""
+
+import copy
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from common import hardware
+from common.config import ConfigError
+from common.distributed.context import Context
+from common.lm import LM
+from common.model import logprobs
+from common.model.load import load_model
+from common.tasks import build
+from grpo.loss import kl
+from grpo.policy import Policy
+from launch import compose, train
+from rft.finetune import Finetuner
+from tests.support import CONF, MOVING, SMALL_GRPO, SMALL_RFT, events
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
+
+ADAPTER = "model.adapter={rank: 4}"
+GRPO = [*SMALL_GRPO, ADAPTER, "algo.lr=1e-2", "algo.kl.beta=0.1", "evaluate.every=2"]
+GRPO += ["algo.resample_rounds=0"]
+EGGROLL = [*MOVING, ADAPTER]
+RFT = [*SMALL_RFT, ADAPTER, "algo.iterations=1", "algo.lr=5e-3"]
+AMP, LEAN = "opt=[amp]", "opt=[amp,checkpointing]"
+
+
+def run(folder, *overrides):
+    return train(compose([*overrides, "hardware=cpu"], CONF), folder)
+
+
+def matrices(folder):
+    return load_file(folder / "adapter" / "adapter_model.safetensors")
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("settings", [GRPO, [*GRPO, LEAN], EGGROLL, [*EGGROLL, AMP], [*RFT, LEAN]])
+def test_a_run_trains_the_adapter_alone(tmp_path, settings):
+    result = run(tmp_path / "out", *settings, "model.adapter.merge=true")
+    base = AutoModelForCausalLM.from_pretrained(
+        json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())[
+            "base_model_name_or_path"
+        ]
+    )
+    half = AMP in settings or LEAN in settings
+    if half:  # the run has held it like this
+        for parameter in base.parameters():
+            parameter.data = parameter.data.bfloat16().float()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out/model")
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "out/adapter").eval()
+    again, tokenizer = result.model_and_tokenizer()
+    ids = torch.tensor([tokenizer("ab => abab")["input_ids"]])
+    with torch.no_grad():
+        wanted = loaded(ids).logits
+        torch.testing.assert_close(merged(ids).logits, wanted, rtol=1e-5, atol=1e-5)
+        if not half:
+            torch.testing.assert_close(again(ids).logits, wanted, rtol=1e-5, atol=1e-5)
+        with loaded.disable_adapter():
+            assert not torch.allclose(loaded(ids).logits, wanted, atol=1e-3)
+    found = matrices(tmp_path / "out")
+    assert all("lora_" in name for name in found)
+    assert any(tensor.any() for name, tensor in found.items() if "lora_B" in name)
+
+
+# --- what is computed
+
+
+def lm_of(tmp_path, *overrides, **options):
+    run = compose(list(overrides), CONF)
+    return LM(run, Context(0, 1, hardware.find(run.hardware), tmp_path), **options)
+
+
+def likelihoods(lm, model):
+    laid = logprobs.group([[5, 6, 7], [8, 9]], [[[3, 4, 5]] * 2] * 2, lm.device)
+    with torch.no_grad(), torch.autocast("cpu", lm.precision.compute, enabled=lm.half):
+        return logprobs.token_logprobs(model, laid, 1.0)[0]
+
+
+@torch.no_grad()
+def disturb(lm):
+    for parameter in lm.adapter.parameters.values():
+        parameter.add_(torch.randn_like(parameter) / 10)
+
+
+@pytest.mark.parametrize("more", [[], [AMP]])
+def test_without_its_adapter_it_is_the_base_to_the_bit(tmp_path, in_cache, more):
+    """In bfloat16 too, where the base has no float32 weights: it has been saved in bfloat16."""
+    run = compose(SMALL_GRPO, CONF)
+    small = load_model(run.model, build(run.task), torch.bfloat16, torch.device("cpu"))
+    for part in small:
+        part.save_pretrained(tmp_path / "base")
+    mine = [text for text in SMALL_GRPO if "model.tiny" not in text]
+    mine += ["model=hf", f"model.path={tmp_path / 'base'}", *more]
+    plain = lm_of(tmp_path, *mine)
+    adapted = lm_of(tmp_path, *mine, ADAPTER, reference=True)
+    wanted = likelihoods(plain, plain.model)
+    assert torch.equal(likelihoods(adapted, adapted.model), wanted), "B is zero"
+    disturb(adapted)
+    moved = likelihoods(adapted, adapted.model)
+    assert not torch.allclose(moved, wanted, atol=1e-2)
+    with adapted.reference_on_device() as reference:
+        assert torch.equal(likelihoods(adapted, reference), wanted)
+    assert torch.equal(likelihoods(adapted, adapted.model), moved)
+    masters = {name: p.dtype for name, p in adapted.model.named_parameters() if p.requires_grad}
+    assert set(masters.values()) == {torch.float32}
+    frozen = [p for p in adapted.model.parameters() if p.ndim == 2 and not p.requires_grad]
+    assert {p.dtype for p in frozen} == {torch.bfloat16 if more else torch.float32}
+
+
+def test_updates_are_those_of_a_plain_loop_over_a_peft_model(tmp_path, in_cache, monkeypatch):
+    """Two steps of SGD; in the second one the KL term has a gradient."""
+    seen, own = [], Policy.step
+
+    def step(self, rollouts, advantage, loss, update):
+        if not seen:
+            weights = {n: t.clone() for n, t in self.lm.adapter.parameters.items()}
+            seen.append((copy.deepcopy(self.lm.model), weights))
+        seen.append((rollouts, advantage))
+        return own(self, rollouts, advantage, loss, update)
+
+    monkeypatch.setattr(Policy, "step", step)
+    sgd = ["algo.optimizer.name=SGD", "algo.lr=1.0", "algo.grad_clip=1e9", "algo.train_rows=4"]
+    sgd.append("algo.warmup_steps=0")
+    run(tmp_path / "out", *GRPO, *sgd, "algo.steps=2", "algo.kl.beta=0.5")
+    (model, start), *steps = seen
+    for name, parameter in model.named_parameters():
+        if name in start:
+            parameter.data = start[name]
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def likelihood(prompt, completion):
+        ids = torch.tensor([prompt + completion])
+        chosen = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        return chosen.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+    for rollouts, advantage in steps:
+        total = 0.0
+        for row, (tokens, length) in enumerate(zip(rollouts.tokens, rollouts.lengths, strict=True)):
+            if not rollouts.carries[row]:
+                continue
+            group, sample = divmod(row, rollouts.size)
+            text = rollouts.prompts[group], tokens[:length].tolist()
+            for layer in layers:
+                layer.enable_adapters(False)
+            reference = likelihood(*text).detach()
+            for layer in layers:
+                layer.enable_adapters(True)
+            logp = likelihood(*text)
+            ratio = (logp - logp.detach()).exp()
+            divergence = kl(logp, reference, "k3", 1e9)
+            total = total + (-ratio * advantage[group, sample] + 0.5 * divergence).sum()
+        (total / rollouts.loss_tokens).backward()
+        with torch.no_grad():
+            for parameter in trained:
+                parameter -= parameter.grad
+                parameter.grad = None
+    found = matrices(tmp_path / "out")
+    wanted = {f"base_model.model.{n}": p for n, p in model.named_parameters() if p.requires_grad}
+    assert len(found) == len(wanted)
+    for name, parameter in wanted.items():
+        tensor = found[name.replace(".default", "")]
+        torch.testing.assert_close(tensor, parameter.detach(), rtol=1e-4, atol=1e-6)
+    assert all(tensor.abs().max() > 1e-5 for name, tensor in found.items() if "lora_B" in name)
+    assert events(tmp_path / "out")[1]["kl"] > 0
+
+
+# --- going on
+
+
+@pytest.mark.parametrize("settings", [[*GRPO, AMP], [*EGGROLL, AMP]])
+def test_a_run_in_two_parts_ends_as_a_whole_one(tmp_path, settings):
+    run(tmp_path / "whole", *settings)
+    run(tmp_path / "parts", *settings, "algo.steps=2")
+    saved = load_file(next(tmp_path.glob("parts/checkpoints/*2/tensors.safetensors")))
+    assert saved
+    assert all("lora_" in name for name in saved)
+    run(tmp_path / "parts", *settings, "resume=auto")
+    same(matrices(tmp_path / "whole"), matrices(tmp_path / "parts"))
+    rewards = [[event.get("reward") for event in events(tmp_path / f)] for f in ("whole", "parts")]
+    assert rewards[0] == rewards[1]
+
+
+def test_rft_stopped_while_it_learns_ends_as_a_whole_run(tmp_path, in_cache, monkeypatch):
+    more = ["checkpoint.every=1", "model.adapter.dropout=0.2", "algo.iterations=2"]
+    more += ["algo.start_from=last", "algo.patience=2"]
+    run(tmp_path / "whole", *RFT, *more)
+    own, steps = Finetuner.step, []
+
+    def step(self, *given):
+        steps.append(self.done)
+        if len(steps) in (3, 9):
+            raise KeyboardInterrupt
+        return own(self, *given)
+
+    monkeypatch.setattr(Finetuner, "step", step)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "parts", *RFT, *more, "resume=auto")
+    result = run(tmp_path / "parts", *RFT, *more, "resume=auto")
+    assert result.after > result.before
+    same(matrices(tmp_path / "whole"), matrices(tmp_path / "parts"))
+    for folder in ("iteration-1", "iteration-2"):
+        same(matrices(tmp_path / "whole" / folder), matrices(tmp_path / "parts" / folder))
+        assert not (tmp_path / "parts" / folder / "model").exists()
+
+
+def test_a_run_goes_on_from_an_adapter(tmp_path, in_cache):
+    """And is pulled towards the model that it went on from."""
+    run(tmp_path / "first", *GRPO)
+    again = [text for text in GRPO if text != ADAPTER]
+    again.append(f"model.adapter.path={tmp_path / 'first' / 'adapter'}")
+    lm = lm_of(tmp_path, *again, reference=True)
+    first = likelihoods(lm, lm.model)
+    disturb(lm)
+    with lm.reference_on_device() as reference:
+        assert torch.equal(likelihoods(lm, reference), first)
+    result = run(tmp_path / "second", *again, "algo.lr=1e-12")
+    assert result.steps == 4
+    one, two = matrices(tmp_path / "first"), matrices(tmp_path / "second")
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, two[name])
+    plan = (tmp_path / "second" / "run.log").read_text()
+    assert f"adapter of rank 4 from {tmp_path}" in plan
+
+
+# --- ranks
+
+
+@pytest.mark.parametrize(
+    ("settings", "switch"), [(GRPO, "ddp"), (GRPO, "fsdp"), (EGGROLL, "fsdp"), (RFT, "fsdp")]
+)
+def test_two_ranks_make_the_adapter_of_one(launch, tmp_path, settings, switch):
+    own = ["--config-dir", CONF, *settings]
+    if settings is GRPO:
+        own += ["algo.optimizer.name=SGD", "algo.lr=0.3"]
+    launch(*own, "hydra.run.dir=one")
+    launch(*own, f"opt=[{switch}]", f"opt.{switch}.ranks=2", "hydra.run.dir=two")
+    one, two = matrices(tmp_path / "one"), matrices(tmp_path / "two")
+    assert one.keys() == two.keys()
+    tolerance = {"rtol": 1e-3, "atol": 2e-3} if settings is RFT else {"rtol": 1e-4, "atol": 1e-6}
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, two[name], **tolerance, msg=name)
+    assert json.loads((tmp_path / "two/result.json").read_text())["world_size"] == 2
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["algo=rft", "algo.lora.rank=16"], "algo.lora.rank is now model.adapter={rank: 16}"),
+        (["algo=rft", "algo.lora.alpha=16"], "algo.lora.alpha is now model.adapter.alpha."),
+        (["algo=grpo", "model.lora=somewhere"], "model.lora is now model.adapter.path, the folder"),
+        (
+            ["algo=grpo", "model.adapter.alpha=16"],
+            "model.adapter.alpha=16 has no effect without model.adapter.rank. Set it, for example",
+        ),
+        (
+            ["algo=grpo", "model.adapter={path: somewhere, rank: 4}"],
+            "model.adapter.rank=4 has no effect with model.adapter.path: the adapter there has its",
+        ),
+        (
+            ["algo=grpo", "model.adapter={rank: 4, dropout: 0.1}"],
+            "model.adapter.dropout=0.1 does not go with algo=grpo",
+        ),
+        (
+            ["algo=eggroll", "model.adapter={rank: 4, dropout: 0.1}"],
+            "model.adapter.dropout=0.1 has no effect with algo=eggroll",
+        ),
+        (
+            ["algo=eggroll", ADAPTER, "algo.noise.head=full"],
+            "algo.noise.head=full has no effect with model.adapter",
+        ),
+        (
+            ["algo=eggroll", ADAPTER, "opt=[fsdp,amp]"],
+            "algo=eggroll with model.adapter does not go with opt=[fsdp,amp]",
+        ),
+        (["algo=grpo", "model.adapter={rank: 0}"], "model.adapter.rank=0 is too small"),
+    ],
+)
+def test_settings_that_do_not_go_together(overrides, text):
+    def check() -> None:
+        given = compose([*overrides, "hardware=cpu"], CONF)
+        given.algo.check_run(given)
+
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        check()
+
+
+@pytest.mark.parametrize(
+    ("targets", "text"),
+    [
+        ("nothing", "model.adapter.targets='nothing': the model has no module 'nothing' with a ma"),
+        ("lm_head", "puts an adapter on lm_head, the model's head, which is tied: the adapter"),
+        ("q_proj,embed_tokens", "an adapter on model.embed_tokens, the model's embedding, which"),
+    ],
+)
+def test_targets_that_cannot_be(tmp_path, in_cache, targets, text):
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        lm_of(tmp_path, *SMALL_GRPO, f"model.adapter={{rank: 4, targets: '{targets}'}}")
