@@ -265,7 +265,7 @@ def test_two_ranks_make_the_adapter_of_one(launch, tmp_path, settings, switch):
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (["algo=rft", "algo.lora.rank=16"], "algo.lora.rank is now model.adapter={rank: 16}"),
+        (["algo=rft", "algo.lora.rank=16"], "algo.lora.rank is now model.adapter.rank, where null is"),
         (["algo=rft", "algo.lora.alpha=16"], "algo.lora.alpha is now model.adapter.alpha."),
         (["algo=grpo", "model.lora=somewhere"], "model.lora is now model.adapter.path, the folder"),
         (
