@@ -12,7 +12,8 @@ def plan(lm: LM, cfg: GrpoConfig, policy: Policy) -> dict[str, str]:
     offload = run.opt.offload.enabled
     reference = "none (beta 0)" if not cfg.kl.beta else f"on the {'CPU' if offload else 'device'}"
     if cfg.kl.beta and lm.adapter:
-        reference = "the same weights as the run begins with them"
+        own = "with the adapter as it was" if lm.adapter.config.path else "without the adapter"
+        reference = f"the same weights {own}"
     rollout = min(lm.engine.limit.rows, policy.completions)
     return {
         "algorithm": f"grpo, loss {cfg.loss}, {describe_length(run, cfg.steps, 'optimizer steps')},"

@@ -61,7 +61,7 @@ class RftConfig:
         "batch_rows": "algo.batch_size (completions per optimizer step) and algo.train_rows",
         "accumulate": "algo.batch_size, the completions per optimizer step",
         "empty_cache_every": None,
-        "lora.rank": "model.adapter={rank: 16}, where null is no adapter",
+        "lora.rank": "model.adapter.rank, where null is no adapter",
         "lora.alpha": "model.adapter.alpha",
         "lora.targets": "model.adapter.targets",
     }

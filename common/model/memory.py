@@ -127,13 +127,16 @@ def activation_bytes(
     if rows and not flash:
         kept += 5 * narrow  # queries and outputs, laid out by prompt and completion
     kept += 10 * any("q_norm" in name for name, _ in model.named_parameters())
+    # Frozen norms keep no normalised states; an adapter keeps the products with its first matrices.
+    ranks = sum(p.shape[0] for name, p in model.named_parameters() if ".lora_A." in name)
+    kept -= 8 * (ranks > 0)
     # With masks every completion has its own copy of its prompt's keys and values, and every head
     # its own; fused attention has none, and is counted alike.
     copied = (rows * (prompt_tokens + new_tokens) or tokens) * 2 * heads * narrow
     if flash:  # the queries, the keys and values that heads share, and the sums of the softmax
         shared = 2 * varlen.key_heads(config) * head_size(config)
         copied = tokens * ((heads + shared) * narrow + 4 * config.num_attention_heads)
-    block = tokens * (kept * hidden + 4 * wide * narrow) + copied
+    block = tokens * (kept * hidden + (4 * wide + ranks / layers) * narrow) + copied
     # A block that is recomputed keeps its input alone; two are whole while one goes backward.
     blocks = layers * tokens * hidden * 4 + 2 * block if recomputed else layers * block
     masks = rows * new_tokens * (prompt_tokens + new_tokens) or prompts * prompt_tokens**2

@@ -35,7 +35,7 @@ from common.config import ConfigError, SamplingConfig
 from common.distributed import fsdp
 from common.hardware import stands_for
 from common.model import logprobs, varlen
-from common.model.half import Narrow, compiled, packed, packs
+from common.model.half import Narrow, compiled, is_adapted, packed, packs
 from common.model.masks import additive
 from common.model.memory import cache_bytes
 from common.model.prompts import context_length
@@ -161,7 +161,9 @@ class Sampler:
         wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         rows = min(max(self.piece // prompt_tokens, self.limit.floor), self.limit.rows)
         size, mask = self.dtype.itemsize, (self.dtype.itemsize + 2) * prompt_tokens
-        piece = rows * prompt_tokens * ((3 * wide + 6 * config.hidden_size) * size + mask)
+        # An adapter beside the weights adds its product to theirs; merged it takes nothing.
+        wides = 5 if not packing and any(map(is_adapted, self.used.modules())) else 3
+        piece = rows * prompt_tokens * ((wides * wide + 6 * config.hidden_size) * size + mask)
         return 2.0 * fsdp.parameters(self.model) * packing + piece
 
     def row_bytes(self, prompt_tokens: int, sampling: SamplingConfig) -> float:

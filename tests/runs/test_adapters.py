@@ -1,6 +1,7 @@
 """model.adapter: low-rank matrices, trained in place of the weights, for every algorithm."""
 
 import copy
+import importlib.util
 import json
 import re
 
@@ -10,10 +11,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from common import hardware
-from common.config import ConfigError
+from common.config import AdapterConfig, ConfigError
 from common.distributed.context import Context
 from common.lm import LM
 from common.model import logprobs
+from common.model.adapter import Adapter
+from common.model.half import packed, packs
 from common.model.load import load_model
 from common.tasks import build
 from grpo.loss import kl
@@ -21,6 +24,7 @@ from grpo.policy import Policy
 from launch import compose, train
 from rft.finetune import Finetuner
 from tests.support import CONF, MOVING, SMALL_GRPO, SMALL_RFT, events
+from tests.support.models import small_model
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings(
@@ -180,6 +184,37 @@ def test_updates_are_those_of_a_plain_loop_over_a_peft_model(tmp_path, in_cache,
     assert events(tmp_path / "out")[1]["kl"] > 0
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_what_is_packed_has_the_adapter_in_it(name, tmp_path):
+    """And counts as the sum of both where it is perturbed."""
+    model = small_model(name).bfloat16()
+    if not packs(model.device, model.dtype):
+        pytest.skip("this CPU does not multiply bfloat16")
+    one = Context(0, 1, hardware.find(compose(SMALL_GRPO, CONF).hardware), tmp_path)
+    adapter = Adapter(model, AdapterConfig(rank=4), one, seed=0)
+    with torch.no_grad():
+        for parameter in adapter.parameters.values():
+            parameter.data = (parameter + torch.randn_like(parameter) / 5).bfloat16()
+    plain = small_model(name)
+    plain.load_state_dict(adapter.merged(None), strict=False)
+    ids = torch.arange(5, 13)[None]
+    with torch.no_grad(), packed(model):
+        found = model(ids).logits.float()
+        assert all("packed" in layer.__dict__ for layer in adapter.layers)
+    with torch.no_grad():
+        wanted, beside = plain.bfloat16()(ids).logits.float(), model(ids).logits.float()
+        with adapter.initially():
+            base = model(ids).logits.float()
+    scale = (wanted - base).abs().max()
+    assert scale > 0.2
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0.05 * float(wanted.abs().max()))
+    torch.testing.assert_close(beside, wanted, rtol=0, atol=0.05 * float(wanted.abs().max()))
+    adapter.layers[0].lora_A["default"].forward = lambda x: x[..., :4]
+    with packed(model):
+        assert "packed" not in adapter.layers[0].__dict__
+        assert "packed" in adapter.layers[0].base_layer.__dict__
+
+
 # --- going on
 
 
@@ -265,7 +300,10 @@ def test_two_ranks_make_the_adapter_of_one(launch, tmp_path, settings, switch):
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (["algo=rft", "algo.lora.rank=16"], "algo.lora.rank is now model.adapter={rank: 16}"),
+        (
+            ["algo=rft", "algo.lora.rank=16"],
+            "algo.lora.rank is now model.adapter.rank, where null is",
+        ),
         (["algo=rft", "algo.lora.alpha=16"], "algo.lora.alpha is now model.adapter.alpha."),
         (["algo=grpo", "model.lora=somewhere"], "model.lora is now model.adapter.path, the folder"),
         (
@@ -315,3 +353,9 @@ def test_settings_that_do_not_go_together(overrides, text):
 def test_targets_that_cannot_be(tmp_path, in_cache, targets, text):
     with pytest.raises(ConfigError, match=re.escape(text)):
         lm_of(tmp_path, *SMALL_GRPO, f"model.adapter={{rank: 4, targets: '{targets}'}}")
+
+
+def test_without_peft_the_package_is_named(tmp_path, in_cache, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"model\.adapter needs a package: pip install 'clutch"):
+        lm_of(tmp_path, *SMALL_GRPO, ADAPTER)

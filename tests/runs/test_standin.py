@@ -521,8 +521,8 @@ def measure_peak(shape, folder, arguments):
     device.limit(400 << 30)
     device.compute_below(1 << 20)
 
-    def load(*_):
-        return model_of(shape), byte_tokenizer()
+    def load(run, task, context, dtype):
+        return model_of(shape).to(dtype), byte_tokenizer()
 
     def stop(*_):
         raise Measured
@@ -567,20 +567,46 @@ def measure_peak(shape, folder, arguments):
 def test_the_plan_is_within_a_tenth_of_the_peak(
     shape, algo, switches, standin, tmp_path, monkeypatch
 ):
-    arguments = [f"algo={algo}", f"opt=[{switches}]", "evaluate.examples=4"]
-    arguments += ["algo.sampling.max_new_tokens=16", "not_finite.policy=skip"]
-    arguments += ["not_finite.max_skips=1"]
-    arguments += SIZES[algo]
+    check_plan(shape, algo, one_step(algo, switches), (standin, tmp_path, monkeypatch))
+
+
+def check_plan(shape, algo, arguments, using):
+    """Compare the plan of a run with the counted peak, and a plan alone with that plan."""
+    standin, tmp_path, monkeypatch = using
     planned, peak = standin.call(measure_peak, shape, tmp_path, arguments)
     assert planned == pytest.approx(peak, rel=0.1)
-    # A plan alone, from shapes and preset, says the same; the device has no flash attention.
-    monkeypatch.setattr(varlen, "has_flash", lambda *_: False)
+    monkeypatch.setattr(varlen, "has_flash", lambda *_: False)  # as on that device
     configure(shape).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
-    arguments += ["hardware=a100_80g", "hardware.memory_gb=400", "plan=true"]
+    arguments = [*arguments, "hardware=a100_80g", "hardware.memory_gb=400", "plan=true"]
     arguments += ["model=hf", f"model.path={tmp_path}/model"]
-    plan = plans.make(f"{algo}.train:train", compose(arguments), Long("smooth"))
-    assert plan.peak_gb == pytest.approx(planned, abs=0.01)
+    alone = plans.make(f"{algo}.train:train", compose(arguments), Long("smooth"))
+    assert alone.peak_gb == pytest.approx(planned, abs=0.01)
+
+
+def one_step(algo, switches):
+    """Return the settings of a run of one step."""
+    arguments = [f"algo={algo}", f"opt=[{switches}]", "evaluate.examples=4"]
+    arguments += ["algo.sampling.max_new_tokens=16", "not_finite.policy=skip"]
+    return [*arguments, "not_finite.max_skips=1", *SIZES[algo]]
+
+
+@pytest.mark.parametrize(
+    ("algo", "shape"),
+    [
+        ("grpo", "0.5b"),
+        *(pytest.param("grpo", shape, marks=pytest.mark.slow) for shape in ("1.5b", "3b", "7b")),
+        *(pytest.param("rft", shape, marks=pytest.mark.slow) for shape in ("0.5b", "7b")),
+        *(pytest.param("eggroll", shape, marks=pytest.mark.slow) for shape in ("0.5b", "7b")),
+    ],
+)
+def test_the_plan_knows_that_an_adapter_alone_has_state(
+    algo, shape, standin, tmp_path, monkeypatch
+):
+    pytest.importorskip("peft")
+    arguments = [*one_step(algo, "amp"), "model.adapter.rank=16"]
+    arguments += ["algo.kl.beta=0.01"] if algo == "grpo" else []
+    check_plan(shape, algo, arguments, (standin, tmp_path, monkeypatch))
 
 
 @pytest.mark.parametrize(
