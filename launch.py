@@ -25,6 +25,7 @@ from common.config.explain import HYDRA_ERRORS, check_groups, explain, open_dict
 from common.config.schema import HardwareConfig
 from common.distributed import slurm
 from common.exits import ending_command, ending_job
+from common.lock import check_free, held
 
 
 def load(path: str) -> Any:
@@ -97,7 +98,9 @@ def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
     from common.distributed.workers import launch
 
     if own := getattr(run.algo, "STARTS_RANKS", None):
-        return load(own)(run, Path(out_dir).resolve(), task)
+        folder = Path(out_dir).resolve()
+        with held(folder / ".lock-own"):  # its ranks hold the folder in turn
+            return load(own)(run, folder, task)
     package = type(run.algo).__module__.partition(".")[0]
     return launch(f"{package}.train:train", run, Path(out_dir), task)
 
@@ -129,6 +132,7 @@ def main() -> None:
             return submit(arguments)
         if not {"--cfg", "-c", "--help", "-h", "--info", "-i"} & set(arguments):
             command.check_folder(arguments)
+            check_free(arguments)
         with command.removing_empty_folders(arguments):
             _main()
 

@@ -16,6 +16,7 @@ from common.config.checks import ConfigError
 from common.config.command import find_config_dir, is_unused
 from common.config.explain import HYDRA_ERRORS, explain
 from common.failures import failed
+from common.lock import InUseError
 from common.signals import (
     EXIT_CONFIG,
     EXIT_CRASH,
@@ -87,7 +88,8 @@ def ending_job() -> Iterator[Path]:
             signal.signal(signal.SIGUSR2, requeue)
             signal.raise_signal(signal.SIGUSR2)  # all is saved: submitit may have the process now
         here = settings.runtime.choices["hydra/launcher"] == "basic"
-        if alone or (code == EXIT_SIGNAL and here):  # who stops a job wants the sweep to stop
+        taken = isinstance(error, InUseError)  # by another sweep, whose folder this is
+        if alone or taken or (code == EXIT_SIGNAL and here):  # who stops a job stops the sweep
             sys.exit(code)  # past Hydra, which would print a line of its own first
         failed(folder, code, str(error))
     except Exception as error:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import uuid
 import warnings
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +34,7 @@ from common.distributed import slurm
 from common.distributed.alarm import Alarm
 from common.distributed.context import Context
 from common.files import CheckpointError
+from common.lock import locked
 from common.signals import (
     EXIT_CONFIG,
     EXIT_CRASH,
@@ -324,6 +326,13 @@ def _mesh(run: Run, world: int, device: str) -> DeviceMesh | None:
 
 
 def _work(job: _Job, context: Context) -> Any:
+    """Hold the run folder, on the rank that writes, and train."""
+    shard = getattr(job.run.algo, "shard", None)
+    with locked(context.out_dir, shard) if context.main else nullcontext():
+        return _train(job, context)
+
+
+def _train(job: _Job, context: Context) -> Any:
     run = job.run
     _logging(context)
     hardware.check(run.hardware, run.opt, context.device)
