@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from common.config.checks import ConfigError
 from common.config.command import find_config_dir, is_unused
 from common.config.explain import HYDRA_ERRORS, explain
-from common.failures import failed
+from common.failures import failed, show_any_text
 from common.lock import InUseError
 from common.signals import (
     EXIT_CONFIG,
@@ -33,6 +33,7 @@ def ending_command(arguments: Sequence[str], algorithms: Mapping[str, type]) -> 
 
     A sweep goes on after a job that fails, and exits with the code of the first that did.
     """
+    show_any_text()
     try:
         yield
     except (ConfigError, RunStopped) as error:
@@ -58,6 +59,7 @@ def ending_command(arguments: Sequence[str], algorithms: Mapping[str, type]) -> 
 @contextmanager
 def ending_tool() -> Iterator[None]:
     """Turn a user's mistake in a command that starts no run into a text and exit code 2."""
+    show_any_text()
     try:
         yield
     except ConfigError as error:

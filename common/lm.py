@@ -28,6 +28,7 @@ from common.report.progress import watch_completions
 from common.rows import RowLimit
 from common.sampling.engine import Completions, Engine, Requests, Setup, open_engine
 from common.tasks import Example, Task, build, task_name
+from common.tasks.checked import Checked
 from common.tasks.order import ExampleOrder, hold_out
 from common.tasks.scoring import Scorer
 
@@ -56,7 +57,7 @@ class LM:
     ) -> None:
         self.run, self.context = run, context
         self.device = context.device.device
-        self.task = task or build(run.task)
+        self.task: Any = Checked(task or build(run.task))
         self.name = run.model.path or run.model.name
         self.precision = precision.resolve(run.opt, self.device)
         self.half = self.precision.compute != torch.float32
@@ -69,7 +70,7 @@ class LM:
             self.reference.to("cpu")
         fsdp.shard([self.reference], run, context, self.precision)
         fsdp.shard([self.model], run, context, self.precision)
-        self.scorer = Scorer(self.task, run.scoring)
+        self.scorer = Scorer(self.task.own, run.scoring)
         # A population's weights are in the compute dtype themselves.
         autocast = self.precision.compute if self.half and not population else None
         self.engine: Any

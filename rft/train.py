@@ -28,7 +28,7 @@ from common.lm import LM
 from common.model.lora import check_lora
 from common.report import page, summary
 from common.session import Session
-from common.tasks import Task
+from common.tasks import Task, class_name
 from rft.config import STAGES, RftConfig
 from rft.folder import RunFolder, Sizes, read_json
 from rft.journal import Journal
@@ -88,7 +88,7 @@ def prepare(session: Session, lm: LM) -> Work:
     run, cfg = session.run, session.run.algo
     if cfg.hint_samples and not hasattr(lm.task, "hint"):
         raise ConfigError(
-            f"algo.hint_samples={cfg.hint_samples}: {type(lm.task).__name__} has no method"
+            f"algo.hint_samples={cfg.hint_samples}: {class_name(lm.task)} has no method"
             " `hint(example)`, a prompt that tells the answer. Set it to 0."
         )
     prompts = split_prompts(lm)

@@ -33,6 +33,7 @@ from common.config import ConfigError, Run, flat
 from common.distributed import slurm
 from common.distributed.alarm import Alarm
 from common.distributed.context import Context
+from common.failures import show_any_text
 from common.files import CheckpointError
 from common.lock import locked
 from common.signals import (
@@ -408,6 +409,7 @@ def _logging(context: Context) -> None:
     written.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(written)
     if context.main:
+        show_any_text()
         printed = _Printed(sys.stdout)
         printed.setFormatter(_Plain())
         log.addHandler(printed)

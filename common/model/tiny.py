@@ -25,6 +25,7 @@ from transformers import (
 from common.config import ConfigError, TinyConfig
 from common.files import cached
 from common.model.export import progress_bars
+from common.tasks import class_name
 
 PAD, EOS = 256, 257  # ids of the byte tokenizer; ids below are the bytes themselves
 # Tiny models that take minutes to make, in float16.
@@ -94,7 +95,7 @@ def tiny_model(config: TinyConfig, task: Any, *, progress: bool = True) -> Path:
         with progress_bars(False):
             model.save_pretrained(folder)
             byte_tokenizer().save_pretrained(folder)
-        return {"task": type(task).__name__, "tiny": asdict(config)}
+        return {"task": class_name(task), "tiny": asdict(config)}
 
     return cached(name, "model=tiny", build, lambda text: say(progress, text))
 
@@ -106,7 +107,7 @@ def _pretraining_rows(config: TinyConfig, task: Any) -> list[tuple[bytes, bytes]
     count = config.pretrain_steps * config.pretrain_rows
     if count == 0:
         return []
-    name = type(task).__name__
+    name = class_name(task)
     way_out = (
         "Use a trained model (model=hf model.path=...), or random weights"
         " (model.tiny.pretrain_steps=0)."

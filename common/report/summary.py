@@ -91,7 +91,7 @@ def write_run(run: Run, out_dir: Path, device: str) -> None:
         "model_commit": model_commit(run.model),
         "device": device,
     }
-    (out_dir / "run.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(record)), encoding="utf-8")
+    write_text(out_dir / "run.yaml", OmegaConf.to_yaml(OmegaConf.create(record)))
 
 
 def find_commit() -> str | None:

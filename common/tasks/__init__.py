@@ -85,4 +85,9 @@ def build(node: dict[str, Any]) -> Task:
 
 def task_name(task: Any) -> str:
     """Return the name that a task gives itself, or else its class's."""
-    return getattr(task, "name", type(task).__name__)
+    return getattr(task, "name", class_name(task))
+
+
+def class_name(task: Any) -> str:
+    """Return the name of a task's class, as its author wrote it."""
+    return type(getattr(task, "own", task)).__name__
