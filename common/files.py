@@ -65,8 +65,12 @@ def write_text(path: Path, text: str) -> None:
     nothing.
     """
     beside = path.with_suffix(".tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def seal(folder: Path, facts: dict[str, Any]) -> None:

@@ -85,7 +85,7 @@ def write_report(folder: Path, figures: bool = True) -> Path:
 
 
 def read_run(folder: Path, *keys: str) -> dict[str, Any]:
-    """Return what FOLDER/run.yaml says. Raises: ConfigError where it lacks `keys`, or is damaged."""
+    """Return what FOLDER/run.yaml says. Raises: ConfigError where that is damaged: no `keys`."""
     path, loader = folder / "run.yaml", getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         saved = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
