@@ -36,6 +36,7 @@ log = logging.getLogger("clutch")
 
 # Rows of a rollout forward where algo.rollout_rows is null, before they are fitted to the memory.
 ROLLOUT_ROWS = {"cpu": 256, "cuda": 1024}
+REASONING = 64  # tokens at least, for a model that was trained elsewhere and short answers
 
 
 class LM:
@@ -64,6 +65,9 @@ class LM:
         self.population, self.skipped_prompts = population, 0
         self.model: Any
         self.model, self.tokenizer = load_on_all_ranks(run, self.task, context)
+        if not run.algo.sampling.max_new_tokens:
+            run.algo.sampling.max_new_tokens = self._longest_answer()
+            run.algo.__post_init__()  # what could not be checked before
         self._prepare()
         self.reference = copy.deepcopy(self.model).requires_grad_(False) if reference else None
         if self.reference is not None and run.opt.offload.enabled:
@@ -117,6 +121,15 @@ class LM:
     def open_copy(self) -> None:
         """Sample from a half-precision copy of the model as it is now; in float32 from itself."""
         self.engine = self.open_engine(narrowed(self.model, self.precision.compute))
+
+    def _longest_answer(self) -> int:
+        """Return how many tokens the answers of the task ask for, with the one that ends them."""
+        splits = [self.task.examples(split) for split in ("train", "test")]
+        texts = list({example.answer for examples in splits for example in examples})
+        ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        longest = 2 * max((len(one) for one in ids), default=0) + 1  # room for what is wrong, too
+        # a model that was trained elsewhere may reason, or say more than the answer
+        return longest if self.run.model.path is None else max(REASONING, longest)
 
     def _prepare(self) -> None:
         if self.population:

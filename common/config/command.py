@@ -87,6 +87,11 @@ def check_run(run: Run, algorithms: Mapping[str, type], overrides: Sequence[str]
             f"{slurm} has no effect without slurm.script, the batch script to write. Add"
             " slurm.script=FILE."
         )
+    below = next((text for text in given if text.startswith("model.tiny.")), None)
+    if below and run.model.path is not None:
+        raise ConfigError(
+            f"{below} has no effect with model={run.model.name}. Leave it out, or use model=tiny."
+        )
     target = run.task["_target_"]
     wanted, _ = getattr(type(run.algo), "TASKS", REWARD_TASKS)
     kinds = {getattr(one, "TASKS", REWARD_TASKS) for one in algorithms.values()}

@@ -4,6 +4,7 @@ A worker is started by function, not by running the command again: in this proce
 one, spawned for `opt=ddp` and `opt=fsdp`, or the process that torchrun started.
 """
 
+import copy
 import errno
 import hashlib
 import importlib
@@ -83,7 +84,7 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
         )
     hardware.check_visible(run.hardware)
     hardware.set_environment(run.opt)
-    job = _Job(entry, run, out_dir, task)
+    job = _Job(entry, copy.deepcopy(run), out_dir, task)  # what is found out stays in it
     if slurm.ranked():
         _check_started(run)
         if workers.ranks is not None:
