@@ -24,6 +24,7 @@ from common.config.checks import CONF
 from common.config.explain import HYDRA_ERRORS, check_groups, explain, open_dicts
 from common.config.schema import HardwareConfig
 from common.distributed import slurm
+from common.early import build_early
 from common.exits import ending_command, ending_job
 from common.lock import check_free, held
 
@@ -95,6 +96,8 @@ def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
     that has the methods of common.tasks.Task, or of the algorithm's own kind of task; None = the
     one that run.task names.
     """
+    if task is None:
+        task = build_early(run, *map(load, getattr(run.algo, "BUILDS_TASK", ())))
     from common.distributed.workers import launch
 
     if own := getattr(run.algo, "STARTS_RANKS", None):
@@ -110,17 +113,13 @@ def _main(config: DictConfig) -> None:
     with ending_job() as folder:
         run = to_run(config, list(HydraConfig.get().overrides.task))
         if run.slurm.script is not None:  # main has dealt with that of the command line
-            raise ConfigError(
-                "slurm.script goes on the command line, and not with -m. Sweeps:"
-                " hydra/launcher=submitit_slurm."
-            )
+            sweeps = "Sweeps: hydra/launcher=submitit_slurm."
+            raise ConfigError(f"slurm.script goes on the command line, and not with -m. {sweeps}")
         train(run, folder)
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 2 a mistake in the configuration, others in
-    common/signals.py.
-    """
+    """Run the command line. Exit codes: 0 done, 2 a mistake, others in common/signals.py."""
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, to be worded for users
     arguments = sys.argv[1:] = open_dicts(command.resolve_config_path(sys.argv[1:]), ALGORITHMS)

@@ -146,6 +146,6 @@ def finish(work: Work, best: int, ended_by: str | None) -> summary.Result:
     weights = fsdp.whole(lm.model)
     if journal.tracker:
         texts = first["completions"], last["completions"]
-        summary.finish_run(journal.tracker, result, lm, texts, weights)
+        summary.finish_run(lm.run, journal.tracker, result, lm, texts, weights)
     lm.context.barrier()
     return result

@@ -6,6 +6,7 @@ A settings class of an algorithm may declare, each as a ClassVar:
     NO_EFFECT = {"model": "the sizes are algo.model.*"}  # settings that mean nothing to it, and why
     NO_EFFECT_WITH_TASK = {"my_tasks.Mine": {"algo.tokenizer": "task=mine, which has no texts"}}
     TASKS = ("class", "my_package.tasks.")  # the kind of its tasks, and this project's package
+    BUILDS_TASK = ("my_package.tasks:made",)  # what makes one, in a module without torch
 """
 
 import itertools

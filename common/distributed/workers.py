@@ -34,6 +34,7 @@ from common.config import ConfigError, Run, flat
 from common.distributed import slurm
 from common.distributed.alarm import Alarm
 from common.distributed.context import Context
+from common.early import take_early
 from common.failures import show_any_text
 from common.files import CheckpointError
 from common.lock import locked
@@ -400,6 +401,7 @@ def _code() -> str:
 
 def _logging(context: Context) -> None:
     """Rank 0 prints and writes RUN/run.log; the others write RUN/rank-N.log and print nothing."""
+    early = take_early(log.handlers)
     for handler in list(log.handlers):
         log.removeHandler(handler)
         handler.close()
@@ -414,6 +416,8 @@ def _logging(context: Context) -> None:
         printed = _Printed(sys.stdout)
         printed.setFormatter(_Plain())
         log.addHandler(printed)
+        for record in early:
+            log.handle(record)
     else:  # what libraries warn of is the same on all ranks
         warnings.simplefilter("ignore")
         transformers.logging.set_verbosity_error()

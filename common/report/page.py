@@ -215,6 +215,10 @@ def _head(
         algo, task = result["algo"], result["task"]
         came = f"{result['metric']} {result['before']:.2f} → {result['after']:.2f}"
     lines = [f"# {algo} on {task}: {came}"]
+    if result and (verdict := result.get("verdict")):
+        lines.append(f"{verdict[0].upper()}{verdict[1:]}")
+        if result["next_command"]:
+            lines.append(f"Try next:\n\n    {result['next_command']}")
     if measured and (folder / f"{measured}.txt").exists():
         text = (folder / f"{measured}.txt").read_text(encoding="utf-8").strip()
         lines.append(f"```\n{text}\n```")
@@ -227,11 +231,11 @@ def _head(
             f" `hydra.run.dir={shlex.quote(str(folder))} resume=auto`."
         )
     if (folder / ".hydra" / "overrides.yaml").exists():
-        lines.append(f"```\npython launch.py {shlex.join(_arguments(folder))}\n```")
+        lines.append(f"```\npython launch.py {shlex.join(arguments(folder))}\n```")
     return "\n\n".join(lines)
 
 
-def _arguments(folder: Path) -> list[str]:
+def arguments(folder: Path) -> list[str]:
     """Return the arguments of the command that made a run, with its own folders of YAML files."""
 
     def kept(name: str) -> Any:

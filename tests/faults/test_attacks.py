@@ -4,7 +4,10 @@ traceback, and leaves the run that was there as it was.
 
 import dataclasses
 import io
+import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from common.failures import show_any_text
-from tests.support import SMALL, SMALL_GRPO, SMALL_RFT
+from tests.support import ROOT, SMALL, SMALL_GRPO, SMALL_RFT
 
 pytestmark = pytest.mark.faults
 
@@ -252,6 +255,45 @@ def test_an_attack_ends_in_words(attack: Attack, launch: Callable, ended: Path, 
     if attack.code == 2 and not attack.run:
         left = {path.name for path in tmp_path.iterdir()} - {"conf", "__pycache__", "s"}
         assert left - {"out", *attack.files, *attack.folders} == set()
+
+
+EARLY = {
+    "task=custom task.path=no.csv task.prompt_field=q task.answer_field=a": "does not exist",
+    "task=custom task.path=rows.csv task.prompt_field=x task.answer_field=a": "'x' is not a field",
+    "task=translate task.path=rows.csv task.source_field=x task.target_field=a": "rows.csv",
+    "task=gsm8k task.path=rows.csv": "rows.csv",
+    "model=hf model.path=./no": "there is no such folder",
+    "model=hf model.path=rows.csv": "is a file. Give the folder",
+    "algo=classify task=custom_text task.train=no.csv task.test=no.csv": "does not exist",
+    "algo=rft task=units task.path=no.json": "no.json",
+}
+
+
+def test_mistakes_in_data_are_told_before_torch_is_imported(tmp_path):
+    """Importing it takes seconds; the whole command takes a part of one without it."""
+    (tmp_path / "rows.csv").write_bytes(RIGHT)
+    code = (
+        "import sys, json, launch\n"
+        "for given in json.loads(sys.stdin.read()):\n"
+        "    sys.argv = ['launch.py', *given.split(), 'hydra.run.dir=out']\n"
+        "    try:\n"
+        "        launch.main()\n"
+        "    except SystemExit as ended:\n"
+        "        print('ended with', ended.code, 'torch' in sys.modules, file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(list(EARLY)),
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    said = done.stderr.splitlines()
+    assert said[1::2] == ["ended with 2 False"] * len(EARLY), done.stderr
+    for line, words in zip(said[::2], EARLY.values(), strict=True):
+        assert words in line
 
 
 def test_a_terminal_that_is_not_utf8_shows_escapes(monkeypatch):
