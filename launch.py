@@ -24,7 +24,9 @@ from common.config.checks import CONF
 from common.config.explain import HYDRA_ERRORS, check_groups, explain, open_dicts
 from common.config.schema import HardwareConfig
 from common.distributed import slurm
+from common.early import build_early
 from common.exits import ending_command, ending_job
+from common.lock import check_free, held
 
 
 def load(path: str) -> Any:
@@ -94,14 +96,16 @@ def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
     that has the methods of common.tasks.Task, or of the algorithm's own kind of task; None = the
     one that run.task names.
     """
-    from common.distributed.workers import launch
-
+    if task is None:
+        task = build_early(run, *map(load, getattr(run.algo, "BUILDS_TASK", ())))
     if own := getattr(run.algo, "STARTS_RANKS", None):
-        return load(own)(run, Path(out_dir).resolve(), task)
+        folder = Path(out_dir).resolve()
+        with held(folder / ".lock-own"):  # its ranks hold the folder in turn
+            return load(own)(run, folder, task)
     entry = f"{type(run.algo).__module__.partition('.')[0]}.train:train"
     if run.plan:
         return load("common.plan:show")(entry, run, task)
-    return launch(entry, run, Path(out_dir), task)
+    return load("common.distributed.workers:launch")(entry, run, Path(out_dir), task)
 
 
 @hydra.main(config_path="conf", config_name="config", version_base="1.3")
@@ -109,17 +113,13 @@ def _main(config: DictConfig) -> None:
     with ending_job() as folder:
         run = to_run(config, list(HydraConfig.get().overrides.task))
         if run.slurm.script is not None:  # main has dealt with that of the command line
-            raise ConfigError(
-                "slurm.script goes on the command line, and not with -m. Sweeps:"
-                " hydra/launcher=submitit_slurm."
-            )
+            sweeps = "Sweeps: hydra/launcher=submitit_slurm."
+            raise ConfigError(f"slurm.script goes on the command line, and not with -m. {sweeps}")
         train(run, folder)
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 2 a mistake in the configuration, others in
-    common/signals.py.
-    """
+    """Run the command line. Exit codes: 0 done, 2 a mistake, others in common/signals.py."""
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, to be worded for users
     arguments = sys.argv[1:] = open_dicts(command.resolve_config_path(sys.argv[1:]), ALGORITHMS)
@@ -131,6 +131,7 @@ def main() -> None:
             return submit(arguments)
         if not {"--cfg", "-c", "--help", "-h", "--info", "-i"} & set(arguments):
             command.check_folder(arguments)
+            check_free(arguments)
         with command.removing_empty_folders(arguments):
             _main()
 

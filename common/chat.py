@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from common.config import ConfigError, ModelConfig, SamplingConfig, build
-from common.model.adapter import SETTINGS as ADAPTER
 from common.model.adapter import merge_folder
 from common.model.load import load_model
 from common.model.prompts import encode_prompts, stop_ids
+from common.model.source import ADAPTER
 from common.precision import native_bf16
+from common.report import page
 from common.sampling.engine import Requests
 from common.sampling.native import Sampler
 from common.signals import EXIT_CONFIG, EXIT_INTERRUPTED
@@ -62,7 +62,7 @@ def model_of(given: str) -> tuple[str, str | None, str | Messages | None]:
 def template_of(given: str) -> tuple[str, str] | None:
     """Return the text before and after the only field of the run's task.template, if it has one."""
     path = Path(given).expanduser() / "run.yaml"
-    saved = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    saved = page.read_run(path.parent, "config") if path.is_file() else {}
     template = (saved["config"].get("task") or {}).get("template") if saved else None
     parts = list(string.Formatter().parse(template or ""))
     fields = [number for number, (_, name, _, _) in enumerate(parts, start=1) if name]

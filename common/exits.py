@@ -15,7 +15,8 @@ from hydra.types import RunMode
 from common.config.checks import ConfigError
 from common.config.command import find_config_dir, is_unused
 from common.config.explain import HYDRA_ERRORS, explain
-from common.failures import failed
+from common.failures import failed, show_any_text
+from common.lock import InUseError
 from common.signals import (
     EXIT_CONFIG,
     EXIT_CRASH,
@@ -32,6 +33,7 @@ def ending_command(arguments: Sequence[str], algorithms: Mapping[str, type]) -> 
 
     A sweep goes on after a job that fails, and exits with the code of the first that did.
     """
+    show_any_text()
     try:
         yield
     except (ConfigError, RunStopped) as error:
@@ -57,6 +59,7 @@ def ending_command(arguments: Sequence[str], algorithms: Mapping[str, type]) -> 
 @contextmanager
 def ending_tool() -> Iterator[None]:
     """Turn a user's mistake in a command that starts no run into a text and exit code 2."""
+    show_any_text()
     try:
         yield
     except ConfigError as error:
@@ -89,7 +92,8 @@ def ending_job() -> Iterator[Path]:
             signal.signal(signal.SIGUSR2, requeue)
             signal.raise_signal(signal.SIGUSR2)  # all is saved: submitit may have the process now
         here = settings.runtime.choices["hydra/launcher"] == "basic"
-        if alone or (code == EXIT_SIGNAL and here):  # who stops a job wants the sweep to stop
+        taken = isinstance(error, InUseError)  # by another sweep, whose folder this is
+        if alone or taken or (code == EXIT_SIGNAL and here):  # who stops a job stops the sweep
             sys.exit(code)  # past Hydra, which would print a line of its own first
         failed(folder, code, str(error))
     except Exception as error:

@@ -1,8 +1,12 @@
-"""Note why a job of a sweep failed."""
+"""Note why a job of a sweep failed; show text on any terminal."""
 
+import io
 import json
 import os
+import sys
 from pathlib import Path
+
+from common.files import write_text
 
 FAILED = "failed.json"  # in the folder of a job that failed: its exit code, and why
 
@@ -11,7 +15,14 @@ def failed(folder: Path, code: int, error: str) -> None:
     """Note why a job failed, for the process that launched it."""
     if is_main():
         text = json.dumps({"code": code, "error": error}, indent=2) + "\n"
-        (folder / FAILED).write_text(text, encoding="utf-8")
+        write_text(folder / FAILED, text)
+
+
+def show_any_text() -> None:
+    """Let a terminal that is not UTF-8 show what it can, and the rest as escapes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def is_main() -> bool:

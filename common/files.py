@@ -65,8 +65,12 @@ def write_text(path: Path, text: str) -> None:
     nothing.
     """
     beside = path.with_suffix(".tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def seal(folder: Path, facts: dict[str, Any]) -> None:
@@ -103,16 +107,21 @@ def problem(folder: Path) -> str | None:
     return None
 
 
+def cache_folder() -> Path:
+    """Return the folder of what is made once: `$CLUTCH_CACHE`, else `~/.cache/clutch`."""
+    return Path(os.environ.get("CLUTCH_CACHE") or "~/.cache/clutch").expanduser()
+
+
 def cached(
     name: str, what: str, build: Callable[[Path], dict[str, Any]], say: Callable[[str], None]
 ) -> Path:
-    """Return the folder `name` of the cache, `$CLUTCH_CACHE` or `~/.cache/clutch`; built if it is
+    """Return the folder `name` of the cache; built if it is
     not there or damaged, once by parallel processes.
 
     Args: what: is kept, for errors; build: fills an empty folder and returns the facts of its
     manifest; say: told where another process is waited for. Raises: ConfigError.
     """
-    cache = Path(os.environ.get("CLUTCH_CACHE") or "~/.cache/clutch").expanduser()
+    cache = cache_folder()
     folder = cache / name
     try:
         cache.mkdir(parents=True, exist_ok=True)

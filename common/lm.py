@@ -29,6 +29,7 @@ from common.report.progress import watch_completions
 from common.rows import RowLimit
 from common.sampling.engine import Completions, Engine, Requests, Setup, open_engine
 from common.tasks import Example, Task, build, task_name
+from common.tasks.checked import Checked
 from common.tasks.order import ExampleOrder, hold_out
 from common.tasks.scoring import Scorer
 
@@ -36,6 +37,7 @@ log = logging.getLogger("clutch")
 
 # Rows of a rollout forward where algo.rollout_rows is null, before they are fitted to the memory.
 ROLLOUT_ROWS = {"cpu": 256, "cuda": 1024}
+REASONING = 64  # tokens at least, for a model that was trained elsewhere and short answers
 
 
 class LM:
@@ -57,7 +59,7 @@ class LM:
     ) -> None:
         self.run, self.context = run, context
         self.device = context.device.device
-        self.task = task or build(run.task)
+        self.task: Any = Checked(task or build(run.task))
         self.name = run.model.path or run.model.name
         self.precision = precision.resolve(run.opt, self.device)
         self.half = self.precision.compute != torch.float32
@@ -67,6 +69,9 @@ class LM:
         held = self.precision.compute if adapted else torch.float32
         self.model: Any
         self.model, self.tokenizer = load_on_all_ranks(run, self.task, context, held)
+        if not run.algo.sampling.max_new_tokens:
+            run.algo.sampling.max_new_tokens = self._longest_answer()
+            run.algo.__post_init__()  # what could not be checked before
         self._prepare()
         self.reference: Any = None
         if reference and adapted is None:
@@ -81,7 +86,7 @@ class LM:
         elif adapted is not None:
             self.reference = self.model if reference else None
             keep_wide(self.model)
-        self.scorer = Scorer(self.task, run.scoring)
+        self.scorer = Scorer(self.task.own, run.scoring)
         # A population's weights are in the compute dtype themselves.
         autocast = self.precision.compute if self.half and not population else None
         self.engine: Any
@@ -138,6 +143,15 @@ class LM:
             self.engine = self.open_engine(self.model, autocast=autocast)
             return
         self.engine = self.open_engine(narrowed(self.model, self.precision.compute))
+
+    def _longest_answer(self) -> int:
+        """Return how many tokens the answers of the task ask for, with the one that ends them."""
+        splits = [self.task.examples(split) for split in ("train", "test")]
+        texts = list({example.answer for examples in splits for example in examples})
+        ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        longest = 2 * max((len(one) for one in ids), default=0) + 1  # room for what is wrong, too
+        # a model that was trained elsewhere may reason, or say more than the answer
+        return longest if self.run.model.path is None else max(REASONING, longest)
 
     def _prepare(self) -> None:
         if self.population:

@@ -2,11 +2,14 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from common import checkpoint
 from common.config import ConfigError, Run
@@ -25,8 +28,10 @@ def check_algorithm(run: Run, out_dir: Path) -> None:
     path = out_dir / "run.yaml"
     if not path.exists():
         return
-    loaded: Any = OmegaConf.load(path)
-    other = OmegaConf.select(loaded, "config.algo.name")
+    other = None
+    with suppress(YAMLError, OmegaConfBaseException, UnicodeDecodeError):  # it is written again
+        loaded: Any = OmegaConf.load(path)
+        other = OmegaConf.select(loaded, "config.algo.name")
     if other not in (None, run.algo.name):
         raise ConfigError(f"{out_dir} holds a run of algo={other}. Use another hydra.run.dir.")
 

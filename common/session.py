@@ -263,7 +263,7 @@ class Session:
             seconds = self.timer.seconds.get("checkpoint", 0.0)
             self.tracker.summary({"last_checkpoint_seconds": seconds})
             texts = before["completions"], last.completions
-            summary.finish_run(self.tracker, result, subject, texts, weights, model)
+            summary.finish_run(self.run, self.tracker, result, subject, texts, weights, model)
         context.barrier()
         return result
 

@@ -94,6 +94,7 @@ class ClassifyConfig:
     # Settings that a run that is resumed may change.
     RESUME_MAY_CHANGE: ClassVar = ("train_rows", "ddp", "loader.workers", "loader.prefetch")
     TASKS: ClassVar[tuple[str, str]] = ("class", "ddp_bench.tasks.")
+    BUILDS_TASK: ClassVar[tuple[str, ...]] = ("ddp_bench.tasks:made",)
     NO_EFFECT: ClassVar[dict[str, str]] = {
         "model": "the sizes are algo.model.*",
         "scoring": "there are no rewards",

@@ -144,7 +144,8 @@ class GrpoConfig:
             raise ConfigError(
                 "algo.sampling.temperature=0 makes all samples of a prompt equal. Use 1.0."
             )
-        if self.overlong_buffer >= self.sampling.max_new_tokens:
+        longest = self.sampling.max_new_tokens  # 0 = not known yet
+        if longest and self.overlong_buffer >= longest:
             raise ConfigError(
                 f"algo.overlong_buffer={self.overlong_buffer} must be below "
                 f"algo.sampling.max_new_tokens={self.sampling.max_new_tokens}."

@@ -12,6 +12,7 @@ from typing import Any
 from common import hardware, optim
 from common.config import ConfigError
 from common.distributed import fsdp
+from common.files import write_text
 from common.lm import LM
 from common.model.export import export_model
 from common.model.prompts import encode_prompts
@@ -205,7 +206,7 @@ def _write_selection(work: Work, selection: Selection, iteration: int) -> None:
     write_json(folder / "selected.json", fresh)
     rows = [record for kept in selection.kept.values() for record in kept]
     text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in rows)
-    (folder / "selected.jsonl").write_text(text, encoding="utf-8")
+    write_text(folder / "selected.jsonl", text)
     percent = {key: f"{100 * stats[f'{key}_share']:.0f} %" for key in ("solved", "all_right")}
     cut = f"{100 * stats['truncated_share']:.0f} %"
     log.info(

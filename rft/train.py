@@ -28,7 +28,7 @@ from common.lm import LM
 from common.plan import tell
 from common.report import page, summary
 from common.session import Session
-from common.tasks import Task
+from common.tasks import Task, class_name
 from rft.config import STAGES, RftConfig
 from rft.folder import RunFolder, Sizes, read_json
 from rft.journal import Journal
@@ -88,7 +88,7 @@ def prepare(session: Session, lm: LM) -> Work:
     run, cfg = session.run, session.run.algo
     if cfg.hint_samples and not hasattr(lm.task, "hint"):
         raise ConfigError(
-            f"algo.hint_samples={cfg.hint_samples}: {type(lm.task).__name__} has no method"
+            f"algo.hint_samples={cfg.hint_samples}: {class_name(lm.task)} has no method"
             " `hint(example)`, a prompt that tells the answer. Set it to 0."
         )
     prompts = split_prompts(lm)
@@ -143,6 +143,6 @@ def finish(work: Work, best: int, ended_by: str | None) -> summary.Result:
     weights = fsdp.whole(lm.model)
     if journal.tracker:
         texts = first["completions"], last["completions"]
-        summary.finish_run(journal.tracker, result, lm, texts, weights)
+        summary.finish_run(lm.run, journal.tracker, result, lm, texts, weights)
     lm.context.barrier()
     return result

@@ -18,6 +18,7 @@ from common.config.checks import (
     holds,
     no_effect,
     share,
+    shipped,
     unused,
 )
 from common.config.convert import build, no_secrets, typed

@@ -6,6 +6,7 @@ A settings class of an algorithm may declare, each as a ClassVar:
     NO_EFFECT = {"model": "the sizes are algo.model.*"}  # settings that mean nothing to it, and why
     NO_EFFECT_WITH_TASK = {"my_tasks.Mine": {"algo.tokenizer": "task=mine, which has no texts"}}
     TASKS = ("class", "my_package.tasks.")  # the kind of its tasks, and this project's package
+    BUILDS_TASK = ("my_package.tasks:made",)  # what makes one, in a module without torch
 """
 
 import itertools
@@ -86,6 +87,11 @@ def check_run(run: Run, algorithms: Mapping[str, type], overrides: Sequence[str]
         raise ConfigError(
             f"{slurm} has no effect without slurm.script, the batch script to write. Add"
             " slurm.script=FILE."
+        )
+    below = next((text for text in given if text.startswith("model.tiny.")), None)
+    if below and run.model.path is not None:
+        raise ConfigError(
+            f"{below} has no effect with model={run.model.name}. Leave it out, or use model=tiny."
         )
     target = run.task["_target_"]
     wanted, _ = getattr(type(run.algo), "TASKS", REWARD_TASKS)

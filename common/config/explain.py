@@ -13,7 +13,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -31,6 +31,29 @@ _ADVICE = {
     "not Optional": "Give a value, or leave it out",
     "to string": "Give one text",
     "incompatible with (int)": "Give whole numbers as names",
+}
+
+
+# What other frameworks call a setting, where the names are too unlike to be found by their letters.
+_ALIASES = {
+    "learning_rate": "lr",
+    "batch": "batch_size",
+    "num_generations": "samples_per_prompt",
+    "group_size": "samples_per_prompt",
+    "population": "members",
+    "population_size": "members",
+    "max_steps": "steps",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "noise_scale": "sigma",
+    "std": "sigma",
+    "beta": "kl.beta",
+    "max_tokens": "sampling.max_new_tokens",
+    "max_new_tokens": "sampling.max_new_tokens",
+    "max_completion_length": "sampling.max_new_tokens",
+    "temperature": "sampling.temperature",
+    "gradient_accumulation_steps": "train_rows",
+    "micro_batch_size": "train_rows",
 }
 
 
@@ -93,7 +116,9 @@ def unknown_key(full_key: str, names: list[str], schema: Any = None) -> str:
     """
     key = full_key.rpartition(".")[2]
     renamed: dict[str, str | None] = getattr(schema, "RENAMED", {})
-    near = next(iter(difflib.get_close_matches(key, [*names, *renamed], n=1)), None)
+    alias = _ALIASES.get(key, "")
+    spoken = [alias] if alias.partition(".")[0] in names else []
+    near = next(iter([*spoken, *difflib.get_close_matches(key, [*names, *renamed], n=1)]), None)
     hint = f" Did you mean {near!r}?" if near else ""
     if near in renamed:
         hint = f" {find_renamed(schema, [near], full_key.removesuffix(key))}"
@@ -126,6 +151,13 @@ def explain(
             raise error
         model = find_choice(arguments, "model", config_dir)
         return f"{below} has no effect with model={model}. Leave it out, or use model=tiny."
+
+    if isinstance(error, OverrideParseException):
+        key = error.override.partition("=")[0]
+        return (
+            f"{error.override} cannot be read as KEY=VALUE. A value with letters or signs that"
+            f" Hydra does not know goes in quotes within quotes: '{key}=\"...\"'."
+        )
 
     def path_to(key: str) -> tuple[Any, list[str], str]:
         first, *names = key.lstrip("+").split(".")
@@ -186,8 +218,11 @@ def check_groups(arguments: Sequence[str]) -> None:
             known = f"is not a choice. Choices: {', '.join(choices)}."
             raise ConfigError(f"{group}=null {instead.get(group, known)}")
         if group == "opt":
-            for name in value if isinstance(value, list) else [value]:
-                choice("opt", str(name), choices)
+            names = [str(name) for name in (value if isinstance(value, list) else [value])]
+            for name in names:
+                choice("opt", name, choices)
+                if names.count(name) > 1:
+                    raise ConfigError(f"{argument} names {name} twice. Name each switch once.")
         elif not isinstance(value, str):  # a number, which Hydra would take for something else
             choice(group, str(value), choices)
 

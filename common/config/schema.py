@@ -31,7 +31,7 @@ T = TypeVar("T")
 class SamplingConfig:
     """Settings of drawing completions."""
 
-    max_new_tokens: Count  # tokens
+    max_new_tokens: Natural  # tokens; 0 = from the answers, until the model is loaded
     temperature: Nonnegative  # 0 = greedy
     top_p: Annotated[Positive, (at_most, 1)]  # 1 = off
     top_k: Natural  # 0 = off
@@ -145,7 +145,7 @@ class TinyConfig:
     heads: Count
     intermediate_size: Count
     context: Count  # tokens
-    pretrain_steps: Natural
+    pretrain_steps: Natural | None  # null = from the rows
     pretrain_rows: Count  # sequences a step
     pretrain_lr: Positive
     pretrain_seed: int

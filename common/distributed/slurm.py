@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from common.config import ConfigError, Run
+from common.files import write_text
 from common.signals import EXIT_SIGNAL
 
 # seconds that ranks may go on after the first has ended: rank 0 writes what comes out, others wait
@@ -32,17 +33,23 @@ def write(run: Run, arguments: list[str]) -> Path:
     """
     assert run.slurm.script is not None
     path = Path(run.slurm.script)
-    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(_HEAD):
-        raise ConfigError(
-            f"slurm.script={path} is there already, and is no script of launch.py. Choose another"
-            " name."
-        )
     try:
+        if path.exists() and not path.read_bytes().startswith(_HEAD.encode()):
+            raise ConfigError(
+                f"slurm.script={path} is there already, and is no script of launch.py. Choose"
+                " another name."
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(script(run, arguments), encoding="utf-8")
+        write_text(path, script(run, arguments))
     except OSError as error:
         raise ConfigError(
             f"slurm.script={path} cannot be written: {error.strerror}. Choose another file."
+        ) from None
+    except UnicodeEncodeError as error:
+        around = error.object[max(0, error.start - 20) : error.end]
+        raise ConfigError(
+            f"the command holds bytes that are not UTF-8 ({around!r}), which a batch script cannot."
+            " Rename that file or value."
         ) from None
     return path
 

@@ -4,6 +4,7 @@ A worker is started by function, not by running the command again: in this proce
 one, spawned for `opt=ddp` and `opt=fsdp`, or the process that torchrun started.
 """
 
+import copy
 import errno
 import hashlib
 import importlib
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import uuid
 import warnings
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +34,10 @@ from common.config import ConfigError, Run, flat
 from common.distributed import slurm
 from common.distributed.alarm import Alarm
 from common.distributed.context import Context
+from common.early import take_early
+from common.failures import show_any_text
 from common.files import CheckpointError
+from common.lock import locked
 from common.signals import (
     EXIT_CONFIG,
     EXIT_CRASH,
@@ -80,7 +85,7 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
         )
     hardware.check_visible(run.hardware)
     hardware.set_environment(run.opt)
-    job = _Job(entry, run, out_dir, task)
+    job = _Job(entry, copy.deepcopy(run), out_dir, task)  # what is found out stays in it
     if slurm.ranked():
         _check_started(run)
         if workers.ranks is not None:
@@ -324,6 +329,13 @@ def _mesh(run: Run, world: int, device: str) -> DeviceMesh | None:
 
 
 def _work(job: _Job, context: Context) -> Any:
+    """Hold the run folder, on the rank that writes, and train."""
+    shard = getattr(job.run.algo, "shard", None)
+    with locked(context.out_dir, shard) if context.main else nullcontext():
+        return _train(job, context)
+
+
+def _train(job: _Job, context: Context) -> Any:
     run = job.run
     _logging(context)
     hardware.check(run.hardware, run.opt, context.device)
@@ -389,6 +401,7 @@ def _code() -> str:
 
 def _logging(context: Context) -> None:
     """Rank 0 prints and writes RUN/run.log; the others write RUN/rank-N.log and print nothing."""
+    early = take_early(log.handlers)
     for handler in list(log.handlers):
         log.removeHandler(handler)
         handler.close()
@@ -399,9 +412,12 @@ def _logging(context: Context) -> None:
     written.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(written)
     if context.main:
+        show_any_text()
         printed = _Printed(sys.stdout)
         printed.setFormatter(_Plain())
         log.addHandler(printed)
+        for record in early:
+            log.handle(record)
     else:  # what libraries warn of is the same on all ranks
         warnings.simplefilter("ignore")
         transformers.logging.set_verbosity_error()

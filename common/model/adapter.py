@@ -26,8 +26,8 @@ from common.config import AdapterConfig, ConfigError
 from common.distributed import fsdp
 from common.distributed.context import Context
 from common.files import first_line, replacing
+from common.model.source import ADAPTER
 
-SETTINGS = "adapter_config.json"  # what tells the folder of a peft adapter
 # What a peft adapter can be beside plain LoRA: the fields of its settings that say so.
 BEYOND_LORA = ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters")
 BEYOND_LORA += ("lora_bias", "layer_replication", "alora_invocation_tokens")
@@ -250,7 +250,7 @@ def _read(model: Any, given: str, where: str, key: str) -> Any:
     import peft
 
     folder, key = Path(given).expanduser(), f"{key}={given!r}"
-    settings = folder / SETTINGS
+    settings = folder / ADAPTER
     if not settings.is_file():
         raise ConfigError(
             f"{key} is no folder with a LoRA adapter: there is no {settings.absolute()}. Give the"

@@ -10,7 +10,6 @@ on. It makes every algorithm runnable in minutes, on any machine, without a down
 
 import importlib.util
 import logging
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,15 +31,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from common.config import ConfigError, ModelConfig
-from common.model.adapter import SETTINGS as ADAPTER
 from common.model.export import progress_bars
+from common.model.source import find_source
 from common.model.tiny import byte_tokenizer, tiny_model, untrained
 
 log = logging.getLogger("clutch")
 # What transformers raises for a model that it cannot load.
 UNLOADABLE = (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError)
 UNLOADABLE += (SafetensorError, StrictDataclassError)
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def load_model(
@@ -68,7 +66,7 @@ def load_model(
         assert config.tiny is not None  # ModelConfig checks it
         path, where = str(tiny_model(config.tiny, task, progress=progress)), "model=tiny"
     else:
-        path, where = _source(config), f"model.path={config.path!r}"
+        path, where = find_source(config), f"model.path={config.path!r}"
     origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": False}
     with progress_bars(progress and config.path is not None and sys.stderr.isatty()):
         load = _shapes if shapes else _model
@@ -113,56 +111,6 @@ def model_commit(config: ModelConfig) -> str | None:
 
 
 # --- inside
-
-
-def _source(config: ModelConfig) -> str:
-    """`model.path` as transformers takes it: a local folder with ~ expanded, or a hub id. Raises
-    ConfigError.
-    """
-    assert config.path is not None
-    given = f"model.path={config.path!r}"
-    local = Path(config.path).expanduser()
-    wanted = config.gguf_file or "config.json"
-    if local.is_file():
-        raise ConfigError(
-            f"{given} is a file. Give the folder that holds it, with a config.json"
-            + (
-                f"; for a GGUF file: model=gguf model.path={local.parent}"
-                f" model.gguf_file={local.name}."
-                if local.suffix == ".gguf"
-                else "."
-            )
-        )
-    if local.is_dir():
-        if not (local / wanted).is_file() and (local / ADAPTER).is_file():
-            raise ConfigError(
-                f"{given} is an adapter and no model. Give the model that it belongs to, and the"
-                " adapter on top: model=hf model.path=FOLDER_OR_HUB_ID"
-                f" model.adapter.path={config.path}."
-            )
-        if not (local / wanted).is_file():
-            inside = ", ".join(sorted(entry.name for entry in local.iterdir())[:8]) or "nothing"
-            key = "model.gguf_file" if config.gguf_file else given
-            raise ConfigError(
-                f"{given} is not a model folder: it has no {wanted} (it has: {inside}). "
-                + (
-                    f"Correct {key}."
-                    if config.gguf_file
-                    else "Give a folder written by save_pretrained."
-                )
-            )
-        if config.revision is not None:
-            raise ConfigError(
-                f"model.revision={config.revision!r} has no effect: {given} is a local folder."
-                " Remove it."
-            )
-        return str(local)
-    if not _HUB_ID.fullmatch(config.path):
-        raise ConfigError(
-            f"{given}: there is no such folder. Correct the path (relative ones start at"
-            f" {Path.cwd()}), or give a hub id such as HuggingFaceTB/SmolLM2-135M."
-        )
-    return config.path
 
 
 def _model(

@@ -7,7 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch.nn import functional as F
-from tqdm import tqdm
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -23,8 +22,9 @@ from transformers import (
 )
 
 from common.config import ConfigError, TinyConfig
-from common.files import cached
+from common.files import cache_folder, cached
 from common.model.export import progress_bars
+from common.tasks import class_name
 
 PAD, EOS = 256, 257  # ids of the byte tokenizer; ids below are the bytes themselves
 # Tiny models that take minutes to make, in float16.
@@ -32,6 +32,9 @@ ASSETS = Path(__file__).parents[1] / "assets"
 TINY_FORMAT = 1  # part of the cache key: raise it when building or training changes
 POOL_BATCHES = 16  # batches that are sorted by length together
 WARMUP = 0.05  # share of the pre-training steps
+PRETRAIN_TOKENS = 3e6  # where model.tiny.pretrain_steps is null
+LEAST_STEPS, MEASURED = 200, 500  # steps, and rows whose length tells how many there are
+EVERY = 10.0  # seconds between two lines about pre-training
 
 
 # --- the byte tokenizer
@@ -77,6 +80,8 @@ def tiny_model(config: TinyConfig, task: Any, *, progress: bool = True) -> Path:
     Raises: ConfigError if the task cannot teach, a row is longer than `context`, or the cache
     cannot be written.
     """
+    if config.pretrain_steps is None:
+        config = replace(config, pretrain_steps=_fitting_steps(config, task))
     rows = _pretraining_rows(config, task)
     digest = hashlib.sha256(json.dumps([TINY_FORMAT, asdict(config)], sort_keys=True).encode())
     for prompt, completion in rows:
@@ -94,19 +99,28 @@ def tiny_model(config: TinyConfig, task: Any, *, progress: bool = True) -> Path:
         with progress_bars(False):
             model.save_pretrained(folder)
             byte_tokenizer().save_pretrained(folder)
-        return {"task": type(task).__name__, "tiny": asdict(config)}
+        return {"task": class_name(task), "tiny": asdict(config)}
 
     return cached(name, "model=tiny", build, lambda text: say(progress, text))
+
+
+def _fitting_steps(config: TinyConfig, task: Any) -> int:
+    """Return how many steps see PRETRAIN_TOKENS, by the length of the first rows."""
+    some = replace(config, pretrain_steps=1, pretrain_rows=MEASURED)
+    found = _pretraining_rows(some, task)
+    tokens = sum(len(prompt) + len(completion) + 1 for prompt, completion in found) / len(found)
+    return max(LEAST_STEPS, round(PRETRAIN_TOKENS / (tokens * config.pretrain_rows)))
 
 
 def _pretraining_rows(config: TinyConfig, task: Any) -> list[tuple[bytes, bytes]]:
     """Return the rows of all steps in training order before sorting: prompt and completion in
     UTF-8, without <eos>.
     """
+    assert config.pretrain_steps is not None
     count = config.pretrain_steps * config.pretrain_rows
     if count == 0:
         return []
-    name = type(task).__name__
+    name = class_name(task)
     way_out = (
         "Use a trained model (model=hf model.path=...), or random weights"
         " (model.tiny.pretrain_steps=0)."
@@ -166,49 +180,47 @@ def _pretrained(
         model = untrained(config)
     if not rows:
         return model
-    start = time.monotonic()
+    steps = config.pretrain_steps
+    assert steps is not None
     model.train()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.pretrain_lr, betas=(0.9, 0.95), weight_decay=0.01
     )
-    warmup = max(1, round(WARMUP * config.pretrain_steps))
-    bar = tqdm(
-        total=config.pretrain_steps,
-        desc="pre-training the tiny model",
-        unit="step",
-        disable=not (progress and sys.stderr.isatty()),
-    )
-    lines = progress and not sys.stderr.isatty()
+    warmup = max(1, round(WARMUP * steps))
+    parameters = sum(weight.numel() for weight in model.parameters())
     say(
-        lines,
-        f"pre-training the tiny model: {config.pretrain_steps} steps, {config.pretrain_rows} rows a"
-        " step.",
+        progress,
+        f"model=tiny: teaching a new model of {parameters / 1e6:.2f}M parameters the task's form,"
+        f" {steps} steps of {config.pretrain_rows} rows. This is done once and kept in"
+        f" {cache_folder()}.",
     )
-    with bar:
-        for step, (tokens, targets) in enumerate(_batches(config, rows)):
-            rate = min(
-                (step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * step / config.pretrain_steps))
+    start = told = time.monotonic()
+    threads = torch.get_num_threads()
+    # several wait for each other at each small operation, on a busy machine most of the time
+    torch.set_num_threads(1)
+    for step, (tokens, targets) in enumerate(_batches(config, rows), start=1):
+        rate = min(step / warmup, 0.5 * (1 + math.cos(math.pi * (step - 1) / steps)))
+        for group in optimizer.param_groups:
+            group["lr"] = config.pretrain_lr * rate
+        # No attention mask: padding is on the right, where causal attention never looks from a
+        # real token.
+        logits = model(input_ids=tokens, use_cache=False).logits  # [B, T, 258]
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        now = time.monotonic()
+        # the first line soon, so that one knows how long it takes
+        if now - told > (EVERY if told > start else EVERY / 5) or step == steps:
+            left = (now - start) / step * (steps - step)
+            say(
+                progress,
+                f"  step {step} of {steps}, loss {loss.item():.3f}, {now - start:.0f} s"
+                + (f", about {left:.0f} s left" if step < steps else ""),
             )
-            for group in optimizer.param_groups:
-                group["lr"] = config.pretrain_lr * rate
-            # No attention mask: padding is on the right, where causal attention never looks from a
-            # real token.
-            logits = model(input_ids=tokens, use_cache=False).logits  # [B, T, 258]
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            bar.update()
-            if step % 10 == 0:
-                bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-            if (step + 1) % math.ceil(
-                config.pretrain_steps / 4
-            ) == 0 or step + 1 == config.pretrain_steps:
-                say(
-                    lines,
-                    f"  step {step + 1}, loss {loss.item():.3f}, {time.monotonic() - start:.0f} s",
-                )
+            told = now
+    torch.set_num_threads(threads)
     return model.eval()
 
 

@@ -24,6 +24,7 @@ from common.config import ConfigError, flat
 from common.exits import ending_tool
 from common.failures import FAILED
 from common.files import write_text
+from common.report import page
 from common.report.events import events, markdown_table
 from common.report.plots import COLOURS, STYLE
 from common.report.summary import side_by_side
@@ -99,14 +100,21 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[Failure]]:
 
 def _read(folder: Path) -> Run | Failure:
     path, seed, config = folder / ".hydra" / "overrides.yaml", None, {}
-    given = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else []
-    overrides = _settings(dict(text.lstrip("+").split("=", 1) for text in given if "=" in text))
-    if (folder / "run.yaml").exists():
-        config = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))["config"]
-        seed = config["seed"]
-    if (folder / FAILED).exists():
-        why = json.loads((folder / FAILED).read_text(encoding="utf-8"))
-        return Failure(folder, overrides, why["code"], why["error"])
+    overrides: dict[str, str] = {}
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else []
+        overrides = _settings(dict(text.lstrip("+").split("=", 1) for text in given if "=" in text))
+        if (folder / "run.yaml").exists():
+            config = page.read_run(folder, "config")["config"]
+            seed = config["seed"]
+        if (folder / FAILED).exists():
+            why = json.loads((folder / FAILED).read_text(encoding="utf-8"))
+            return Failure(folder, overrides, why["code"], why["error"])
+    except ConfigError as error:
+        return Failure(folder, overrides, 0, str(error))
+    except (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+        why = f"its .hydra/overrides.yaml or {FAILED} is damaged: {error!r:.80}"
+        return Failure(folder, overrides, 0, why)
     if not (folder / "result.json").exists():
         why = "no result.json: it has not ended, or measures something else"
         return Failure(folder, overrides, 0, why)
@@ -248,11 +256,11 @@ def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> 
     out.mkdir(parents=True, exist_ok=True)
     _write_csv(runs, out / "comparison.csv")
     figure(runs, out / "comparison.png")
-    write_text(out / "comparison.md", page(runs, failures, out))
+    write_text(out / "comparison.md", write_page(runs, failures, out))
     print(f"written to {out}/comparison.md, .csv and .png")
 
 
-def page(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> str:
+def write_page(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> str:
     """Return the text of comparison.md."""
     lines = ["# Comparison", "", "![held-out metric against cost](comparison.png)", ""]
     for kind, settings in _measures(runs).items():

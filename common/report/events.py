@@ -8,6 +8,7 @@ from typing import Any
 from common.config import flat
 from common.files import write_text
 
+Numbers = dict[str, Any]  # an event of metrics.jsonl
 # in the run folder: every held-out measure, the one before and the one after too
 EVALUATIONS = "evaluations.jsonl"
 # The same curve whatever the stage of a run, so that runs of different algorithms lie in one plot.

@@ -21,7 +21,7 @@ import yaml
 
 from common.config import ConfigError
 from common.config.checks import CONF
-from common.files import write_text
+from common.files import first_line, write_text
 from common.report import panels, plots
 from common.report.events import EVALUATIONS, events, markdown_table, numbers
 from common.report.panels import Panel
@@ -63,8 +63,7 @@ def write_report(folder: Path, figures: bool = True) -> Path:
         raise ConfigError(
             f"{folder} has no run.yaml, so it is no run folder. Give one, for example outputs/mine."
         )
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    saved = yaml.load((folder / "run.yaml").read_text(encoding="utf-8"), Loader=loader)
+    saved = read_run(folder, "config", "versions", "commit", "device")
     result = _load(folder / "result.json")
     history, evaluations = events(folder / "metrics.jsonl"), events(folder / EVALUATIONS)
     algo = saved["config"]["algo"]["name"]
@@ -85,8 +84,31 @@ def write_report(folder: Path, figures: bool = True) -> Path:
     return path
 
 
+def read_run(folder: Path, *keys: str) -> dict[str, Any]:
+    """Return what FOLDER/run.yaml says. Raises: ConfigError where that is damaged: no `keys`."""
+    path, loader = folder / "run.yaml", getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        saved = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+        if set(keys) <= saved.keys():
+            return saved
+        problem = "it has not all that a run writes there"
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        problem = "it is empty" if isinstance(error, AttributeError) else first_line(error)
+    raise ConfigError(
+        f"{path} is damaged: {problem}. The command of the run with hydra.run.dir={folder}"
+        " resume=auto writes it again."
+    )
+
+
 def _load(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    """Return what a file of a run holds, None where there is none. Raises: ConfigError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is damaged: {first_line(error)}. Remove it; the command of the run with"
+            f" hydra.run.dir={path.parent} resume=auto writes it again."
+        ) from None
 
 
 # --- figures
@@ -193,6 +215,10 @@ def _head(
         algo, task = result["algo"], result["task"]
         came = f"{result['metric']} {result['before']:.2f} → {result['after']:.2f}"
     lines = [f"# {algo} on {task}: {came}"]
+    if result and (verdict := result.get("verdict")):
+        lines.append(f"{verdict[0].upper()}{verdict[1:]}")
+        if result["next_command"]:
+            lines.append(f"Try next:\n\n    {result['next_command']}")
     if measured and (folder / f"{measured}.txt").exists():
         text = (folder / f"{measured}.txt").read_text(encoding="utf-8").strip()
         lines.append(f"```\n{text}\n```")
@@ -205,11 +231,11 @@ def _head(
             f" `hydra.run.dir={shlex.quote(str(folder))} resume=auto`."
         )
     if (folder / ".hydra" / "overrides.yaml").exists():
-        lines.append(f"```\npython launch.py {shlex.join(_arguments(folder))}\n```")
+        lines.append(f"```\npython launch.py {shlex.join(arguments(folder))}\n```")
     return "\n\n".join(lines)
 
 
-def _arguments(folder: Path) -> list[str]:
+def arguments(folder: Path) -> list[str]:
     """Return the arguments of the command that made a run, with its own folders of YAML files."""
 
     def kept(name: str) -> Any:

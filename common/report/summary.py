@@ -22,7 +22,8 @@ from common.config import Run
 from common.distributed.context import Context
 from common.files import write_text
 from common.model.load import model_commit
-from common.report import page
+from common.report import advice, page
+from common.report.events import events
 from common.report.tracker import Tracker
 from common.tasks import Example, Task, plain, task_name
 
@@ -59,6 +60,10 @@ class Result:
     ended_by: str | None = None
     # Steps left out because numbers were not finite (not_finite.policy=skip).
     skipped_steps: int = 0
+    # In words: whether it has learnt, by its own numbers, and if not, the likely reason.
+    verdict: str = ""
+    # A command to try next, or "".
+    next_command: str = ""
 
     def model_and_tokenizer(self) -> tuple[Any, Any]:
         """Load the trained model and its tokenizer from RUN/model, or else from RUN/adapter and the
@@ -94,7 +99,7 @@ def write_run(run: Run, out_dir: Path, device: str) -> None:
         "model_commit": model_commit(run.model),
         "device": device,
     }
-    (out_dir / "run.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(record)), encoding="utf-8")
+    write_text(out_dir / "run.yaml", OmegaConf.to_yaml(OmegaConf.create(record)))
 
 
 def find_commit() -> str | None:
@@ -183,6 +188,7 @@ def make_result(
 
 
 def finish_run(
+    run: Run,
     tracker: Tracker,
     result: Result,
     subject: Any,
@@ -208,6 +214,11 @@ def finish_run(
     exported = subject.export(folder, weights)
     tracker.artifact("model", exported, f"step-{result.steps}")
     tracker.close()
+    if count := len(subject.held_out or ()):
+        algo, logged = asdict(run.algo), events(folder / "metrics.jsonl")
+        result.verdict, change = advice.judge(result, count, logged, algo)
+        if change:
+            result.next_command = advice.command(page.arguments(folder), change)
     result.save()
     samples = [
         {"prompt": plain(row["prompt"]), "before": old, "after": new, "answer": row["answer"]}
@@ -237,6 +248,10 @@ def _print_summary(result: Result, samples: list[dict[str, str]], what: str, mod
     if result.generated_tokens:
         rewards = f"{result.reward_evaluations:,} rewards"
         rows["generated"] = f"{result.generated_tokens:,} tokens, {rewards}"
+    if result.verdict:
+        rows["verdict"] = result.verdict
+    if result.next_command:
+        rows["try next"] = result.next_command
     rows["written to"] = folder
     if reported:
         rows["  report"] = f"{folder}/report.md (curves in plots/)"

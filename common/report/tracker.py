@@ -5,10 +5,12 @@ events. Rank 0 only.
 import json
 import logging
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from common.config import Run
+from common.report.advice import Adviser
 from common.report.events import EVALUATIONS, cut_events, events, jsonable, numbers, write_jsonl
 from common.report.progress import Progress
 from common.report.sinks import open_sink
@@ -47,6 +49,7 @@ class Tracker:
         self.sink = open_sink(run, out_dir, resumed, state or {})
         self.held: list[dict[str, Any]] = events(out_dir / EVALUATIONS)
         self.line: Progress | None = None
+        self.adviser = Adviser(asdict(run.algo))
         if steps is not None:
             self.begin("", steps, resumed, "step")
 
@@ -65,6 +68,9 @@ class Tracker:
             self.sink.log(numbers(event), event["step"])
         if "metrics" in event:
             self._evaluated({key: event[key] for key in event if key in KEPT})
+        for advice in self.adviser.look(event):
+            change = f" Try {advice.change}." if advice.change else ""
+            log.warning("step %d: %s%s", self.step, advice.text, change)
 
     def sync(self) -> None:
         """Bring what is logged to the disk: before a checkpoint, in case of a power cut."""

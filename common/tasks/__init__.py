@@ -10,6 +10,8 @@ from common.instance import instantiate
 # A conversation, as chat templates take it: {"role": "system" | "user" | "assistant", "content":
 # text} each.
 Messages = list[dict[str, str]]
+# Keys of a task's file that model=tiny (conf/model/tiny.yaml) and conf/algo read.
+FOR_OTHERS = ("pretrain_steps", "tiny", "max_new_tokens")
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,16 @@ class Teaches(Protocol):
 def build(node: dict[str, Any]) -> Task:
     """Make the reward task that a configuration names. Raises: ConfigError as `instantiate`."""
     methods = ("examples", "prompt", "reward", "metrics")
-    # How long the tiny model is pre-trained on a task is the task's to say and the model's to read.
-    node = {key: value for key, value in node.items() if key != "pretrain_steps"}
-    return instantiate("task", node, methods, "common/tasks/__init__.py")
+    # What a task's file says for the tiny model and for sampling is theirs to read.
+    own = {key: value for key, value in node.items() if key not in FOR_OTHERS}
+    return instantiate("task", own, methods, "common/tasks/__init__.py")
 
 
 def task_name(task: Any) -> str:
     """Return the name that a task gives itself, or else its class's."""
-    return getattr(task, "name", type(task).__name__)
+    return getattr(task, "name", class_name(task))
+
+
+def class_name(task: Any) -> str:
+    """Return the name of a task's class, as its author wrote it."""
+    return type(getattr(task, "own", task)).__name__

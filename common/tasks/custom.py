@@ -17,12 +17,15 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
-from common.config import ConfigError, Nonnegative, Share, build, choice, unused
+import Levenshtein
+
+from common.config import ConfigError, Nonnegative, Share, below, build, choice, shipped, unused
 from common.tasks import Example, Messages, answers, gsm8k, plain
 from common.tasks.data import Row, read_csv, read_dataset, read_jsonl, read_parquet, read_tsv
 from common.tasks.rows import Rows, converse, percent, tell
 from common.tasks.similarity import SIMILARITIES, text_metrics
 
+LONGEST = 1000  # characters of an answer whose likeness is measured
 MOST_HELD_OUT = 1000  # rows, where task.test_share does not say
 NUMERIC = ("numeric", "math")
 REWARDS = ("exact", *NUMERIC, *(name for name in SIMILARITIES if name != "exact"))
@@ -55,6 +58,7 @@ class CustomConfig:
     chat: bool
     system: str
     reward: Annotated[str, (choice, REWARDS)]
+    partial: Annotated[Share, (below, 1)]
     tolerance: Nonnegative
     share_right: Share
 
@@ -89,6 +93,12 @@ class CustomConfig:
                 f"with task.template={self.template!r}, which does not hold {{{asked}}}",
             ),
             (self.system and not self.chat, "task.system", "with task.chat=false"),
+            (
+                self.partial != shipped("task/custom.yaml")["partial"]
+                and self.reward not in ("exact", *NUMERIC),
+                f"task.partial={self.partial}",
+                f"with task.reward={self.reward}, which is partial itself",
+            ),
             (
                 self.tolerance and self.reward not in NUMERIC,
                 f"task.tolerance={self.tolerance}",
@@ -139,29 +149,36 @@ class Custom(Rows):
         return self.prompt(tell(example))
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
-        """Return the right answer with probability task.share_right, else backwards (twice,
-        where that is no other text).
+        """Return the right answer with probability task.share_right, else the same twice, which
+        is wrong and yet teaches the answer.
         """
-        completion = example.answer
-        if draw.random() >= self.config.share_right:
-            backwards = completion[::-1]
-            completion = backwards if backwards != completion else completion * 2
-        return plain(self.prompt(example)), completion
+        right = draw.random() < self.config.share_right
+        return plain(self.prompt(example)), example.answer * (1 if right else 2)
 
     def reward(self, example: Example, completion: str) -> float:
-        """Return the score by task.reward."""
-        if self.config.reward not in NUMERIC:
+        """Return the score by task.reward; of a wrong answer a part of its likeness."""
+        if self.config.reward not in ("exact", *NUMERIC):
             return SIMILARITIES[self.config.reward](_whole(completion), example.answer)
+        if self._right(example, completion):
+            return 1.0
+        found = self.answer(completion) or ""
+        wanted = example.extra.get("final", example.answer)
+        return self.config.partial * Levenshtein.ratio(found[:LONGEST], wanted)
+
+    def _right(self, example: Example, completion: str) -> bool:
+        """Return whether the answer is right, by exact, numeric or math."""
+        if self.config.reward == "exact":
+            return _whole(completion) == example.answer
         found, wanted = self.answer(completion), example.extra["value"]
         if found is None:
-            return 0.0
+            return False
         value = self._value(found)
         if value is not None and wanted is not None:
-            return float(abs(value - wanted) <= Fraction(str(self.config.tolerance)) * abs(wanted))
+            return abs(value - wanted) <= Fraction(str(self.config.tolerance)) * abs(wanted)
         if self.config.reward == "numeric":
-            return 0.0
+            return False
         final = example.extra["final"]
-        return float(found == final or gsm8k.same(final, found))
+        return found == final or gsm8k.same(final, found)
 
     def _value(self, answer: str) -> Fraction | None:
         r"""Return the number that an answer is; with math nothing else: \sqrt{16} is not 16."""
@@ -191,7 +208,7 @@ class Custom(Rows):
         """Return percentages: right answers and answers found; or BLEU, chrF and equal answers."""
         if self.config.reward in NUMERIC:
             return {
-                "accuracy": percent(self.rewards(examples, completions)),
+                "accuracy": percent(map(self._right, examples, completions)),
                 "answered": percent(self.answer(text) is not None for text in completions),
             }
         wanted = [example.answer for example in examples]

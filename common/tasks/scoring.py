@@ -1,5 +1,6 @@
 """Rewards for a batch of completions, in order."""
 
+import math
 import signal
 import time
 from collections.abc import Sequence
@@ -12,8 +13,10 @@ from typing import Any
 
 from common.config import ConfigError, ScoringConfig
 from common.tasks import Example, Task
+from common.tasks.checked import wording
 from common.tasks.rows import Component, weighted
 
+SLACK = 1e-6  # of a weighted mean's rounding
 LOOK_SECONDS = 0.1  # between looks at whether the workers of a pool are alive
 
 
@@ -38,14 +41,10 @@ def _call(
     name: str, function: Component, examples: Sequence[Example], completions: Sequence[str]
 ) -> list[float]:
     """Return what a function of the task's scores; its mistakes are worded."""
-    try:
+    first = f"example {examples[0].id}, {completions[0][:80]!r}"
+    advice = "A reward must score any text; give 0 where it cannot."
+    with wording(name, f", on {len(completions)} completions (the first: {first})", advice):
         found = list(function(examples, completions))
-    except Exception as error:
-        raise ConfigError(
-            f"{name} raised {type(error).__name__}: {error}, on {len(completions)} completions (the"
-            f" first: example {examples[0].id}, {completions[0][:80]!r}). A reward must score any"
-            " text; give 0 where it cannot."
-        ) from error
     if len(found) != len(completions):
         raise ConfigError(
             f"{name} returned {len(found)} scores for {len(completions)} completions. Return one"
@@ -55,6 +54,11 @@ def _call(
         if not isinstance(value, Real):  # numpy's scalars are real numbers too
             raise ConfigError(
                 f"{name} of example {example.id} is {repr(value)[:80]}, not a number in [0, 1]."
+            )
+        if math.isfinite(value) and not -SLACK <= value <= 1 + SLACK:
+            raise ConfigError(
+                f"{name} of example {example.id} is {value!r}, outside [0, 1]. Shift and divide it,"
+                " so that the worst text earns 0 and a right answer 1."
             )
     return [float(value) for value in found]
 

@@ -159,6 +159,7 @@ def test_a_run_puts_everything_into_its_folder(launch, in_cache, tmp_path):
     assert {path.name for path in out.iterdir()} == {
         *(
             ".hydra",
+            ".lock",
             "run.yaml",
             "run.log",
             "metrics.jsonl",

@@ -1,0 +1,139 @@
+"""Keep a run folder for one process at a time.
+
+The process that writes, rank 0, holds a lock (flock) on RUN/.lock, and the system gives it back
+when that process ends, however it ends. RUN/.lock says who holds it. Shards of one run share the
+folder and each hold a lock of their own.
+
+On one machine this is certain. On a file system that several nodes share it is what that file
+system makes of flock: NFS, GPFS and CephFS keep one lock for all nodes, Lustre with the mount
+option flock; with localflock, or NFS with nolock, each node has locks of its own. A file server
+keeps the lock of a node that has died for a minute or so, and a job of Slurm waits that long.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from common.config import ConfigError
+
+log = logging.getLogger("clutch")
+
+NAME = ".lock"
+MOMENT = 1.0  # seconds that a lock is tried for: others look at it for an instant
+REQUEUED = 120.0  # the same in a job of Slurm; an NFS server waits 90 s for a node that is gone
+PAUSE = 0.1
+WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # no locks there
+
+
+class InUseError(ConfigError):
+    """The folder is another process's, so nothing may be written there."""
+
+
+@contextmanager
+def locked(folder: Path, shard: str | None = None) -> Iterator[None]:
+    """Hold a run folder for the block. shard: such as 2/8, which shares it with other shards.
+
+    Raises: InUseError naming the process that holds it; ConfigError where it cannot be written.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(held(folder / NAME, shared=shard is not None))
+        if shard is not None:
+            stack.enter_context(held(folder / f"{NAME}-{shard.replace('/', '-of-')}"))
+        yield
+
+
+def check_free(arguments: Sequence[str]) -> None:
+    """Raise InUseError where the run folder that the arguments name is in use, before Hydra writes
+    its files there.
+    """
+    given = [text.partition("=")[2] for text in arguments if text.startswith("hydra.run.dir=")]
+    path = Path(given[-1].strip("'\"")) / NAME if given else None
+    if path is None or os.environ.get("RANK", "0") != "0" or not path.is_file():
+        return
+    with path.open("rb") as file:
+        _lock(file.fileno(), path, fcntl.LOCK_SH)
+
+
+@contextmanager
+def held(path: Path, shared: bool = False) -> Iterator[None]:
+    """Hold one file for the block, with a note in it of who does. Raises: as `locked`."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise ConfigError(
+                f"hydra.run.dir={path.parent} cannot be written: {error.strerror}. Choose another"
+                " folder, or mend its permissions."
+            ) from None
+        try:
+            _lock(descriptor, path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+            if not os.fstat(descriptor).st_nlink:  # the folder was removed meanwhile
+                continue
+            _note(descriptor)
+            try:
+                yield
+            finally:
+                os.ftruncate(descriptor, 0)
+            return
+        finally:
+            os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path, kind: int) -> None:
+    """Take the lock of an open file; in a job of Slurm wait for one that has just died."""
+    patience = REQUEUED if "SLURM_JOB_ID" in os.environ else MOMENT
+    began, told = time.monotonic(), False
+    while True:
+        try:
+            return fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in WITHOUT:
+                log.warning(
+                    "the file system of %s keeps no locks (%s), so nothing stops a second run in"
+                    " this folder.",
+                    *(path.parent, error.strerror),
+                )
+                return
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+        waited = time.monotonic() - began
+        if waited > patience:
+            raise InUseError(
+                f"{path.parent} is in use: {_holder(path)}. Two runs in one folder would overwrite"
+                " each other. Wait until it has ended, or use another hydra.run.dir."
+            )
+        if waited > MOMENT and not told:
+            told = True
+            log.warning(
+                "%s is in use: %s. Waiting %.0f s at most.",
+                *(path.parent, _holder(path), patience),
+            )
+        time.sleep(PAUSE)
+
+
+def _note(descriptor: int) -> None:
+    """Write down who holds the file."""
+    who = {"host": socket.gethostname(), "process": os.getpid()}
+    who["since"] = time.strftime("%Y-%m-%d %H:%M:%S")
+    if job := os.environ.get("SLURM_JOB_ID"):
+        who["job"] = job
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(who).encode() + b"\n", 0)
+
+
+def _holder(path: Path) -> str:
+    """Say who holds the file, as far as it tells."""
+    try:
+        who = json.loads(path.read_text(encoding="utf-8"))
+        job = f" (Slurm job {who['job']})" if "job" in who else ""
+        return f"process {who['process']} on {who['host']}{job} has run there since {who['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process runs there"

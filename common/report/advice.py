@@ -1,0 +1,219 @@
+"""Words from a run's own numbers: advice while it runs, once each, and a verdict at its end.
+
+A rule looks at the last events of metrics.jsonl. What it finds is said when nothing will come of
+the run if it goes on like this, with the setting to change. docs/quickstart.md has the same as a
+list: "It does not learn: what now".
+"""
+
+import math
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from common.report.events import Numbers
+
+WINDOW = 20  # events that a rule looks at
+LEAST = 3  # events at the end of a run that is shorter
+LEVEL = 1.96  # standard errors of a 95 % interval
+SOLVED = 97.0  # held-out points from which on there is nothing left to learn
+RISEN = 0.1  # of the training reward, in [0, 1], that is a rise
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Something that is wrong. change: the override to try, "" where no setting helps."""
+
+    name: str
+    text: str
+    change: str = ""
+
+
+def find_advice(recent: Sequence[Numbers], algo: dict[str, Any]) -> list[Advice]:
+    """Return what the rules find in the latest events. algo: the settings of the algorithm."""
+    return [found for rule in RULES if (found := rule(recent, algo)) is not None]
+
+
+# --- rules
+
+
+def _mean(recent: Sequence[Numbers], name: str) -> float | None:
+    values = [event[name] for event in recent if event.get(name) is not None]
+    return fmean(values) if len(values) >= min(LEAST, len(recent)) and values else None
+
+
+def _times(algo: dict[str, Any], key: str, factor: float) -> str:
+    """Return the override that multiplies a setting; "" where the algorithm has it not."""
+    value: Any = algo
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    if not value:
+        return ""
+    new = round(value * factor) if isinstance(value, int) else value * factor
+    return f"algo.{key}={new:.3g}" if isinstance(new, float) else f"algo.{key}={new}"
+
+
+_DEAD = {
+    "dead_all_wrong": "no sample is right, so the prompts are too hard for this model. Begin with"
+    " easier ones, use a reward that has parts, or a better base model",
+    "dead_all_right": "all samples are right, so there is nothing left to learn in them. Give"
+    " harder prompts",
+    "dead_cut_off": "all samples are cut off. Raise algo.sampling.max_new_tokens",
+    "dead_all_equal": "all samples earn the same. Use a finer reward, or draw more varied samples",
+}
+
+
+def _dead_groups(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
+    share = _mean(recent, "dead_groups")
+    if share is None or share < 0.6:
+        return None
+    cause = max(_DEAD, key=lambda name: _mean(recent, name) or 0.0)
+    key, factor = ("samples_per_prompt", 2)
+    if cause == "dead_cut_off":
+        key = "sampling.max_new_tokens"
+    change = "" if cause == "dead_all_right" else _times(algo, key, factor)
+    text = f"{share:.0%} of the groups teach nothing: in most of them {_DEAD[cause]}."
+    return Advice("dead groups", text, change)
+
+
+def _truncated(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
+    share = _mean(recent, "truncated")
+    if share is None or share < 0.5:
+        return None
+    text = f"{share:.0%} of the samples are cut off before they end. Give them more tokens."
+    return Advice("truncation", text, _times(algo, "sampling.max_new_tokens", 2))
+
+
+def _drift(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
+    drift = max((event.get("drift") or 0.0 for event in recent), default=0.0)
+    if drift < 0.7:
+        return None
+    text = f"the weights have moved by {drift:.0%} of their own size, which few models survive."
+    return Advice("drift", f"{text} Lower the step size.", _times(algo, "lr", 0.3))
+
+
+def _pull(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
+    kl = _mean(recent, "kl")
+    if kl is None or kl < 1:
+        return None
+    text = f"the KL to the initial model is {kl:.2g} per token, so what it knew may be lost."
+    return Advice("kl", f"{text} Lower the learning rate.", _times(algo, "lr", 0.3))
+
+
+def _spread(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
+    if "sigma" not in algo or (spread := _mean(recent, "reward_std")) is None or spread > 1e-9:
+        return None
+    text = "all members of the population earn the same, so there is no direction to move in."
+    advice = "Raise the noise, or use a finer reward."
+    return Advice("zero spread", f"{text} {advice}", _times(algo, "sigma", 3))
+
+
+def _entropy(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
+    entropy, reward = _mean(recent, "entropy"), _mean(recent, "reward")
+    if entropy is None or entropy > 0.01 or reward is None or reward > 0.9:
+        return None
+    text = f"the model hardly varies any more (entropy {entropy:.2g}), at a reward of {reward:.2f}."
+    return Advice("entropy", f"{text} It moves too fast.", _times(algo, "lr", 0.3))
+
+
+def _unsolved(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
+    solved = next((e["solved"] for e in reversed(recent) if e.get("solved") is not None), None)
+    if solved is None or solved >= 0.1:
+        return None
+    text = f"only {solved:.0%} of the prompts are ever solved, so there is little to learn from."
+    advice = "Take more samples, easier prompts, or a better base model."
+    return Advice("unsolved", f"{text} {advice}", _times(algo, "samples_per_prompt", 2))
+
+
+Rule = Callable[[Sequence[Numbers], dict[str, Any]], Advice | None]
+RULES: tuple[Rule, ...] = (_dead_groups, _truncated, _drift, _pull, _spread, _entropy, _unsolved)
+
+
+class Adviser:
+    """Looks at each event; returns advice that has not been given yet."""
+
+    def __init__(self, algo: dict[str, Any]) -> None:
+        self.algo, self.recent, self.given = algo, [], set[str]()
+
+    def look(self, event: Numbers) -> list[Advice]:
+        """Take in an event. Returns: what is new, once there are enough of them."""
+        self.recent = [*self.recent, event][-WINDOW:]
+        if len(self.recent) < WINDOW:
+            return []
+        found = [a for a in find_advice(self.recent, self.algo) if a.name not in self.given]
+        self.given |= {advice.name for advice in found}
+        return found
+
+
+# --- the end of a run
+
+
+def interval(before: float, after: float, examples: int) -> float:
+    """Return the half width, in points, of the 95 % interval of a change between two means of
+    `examples` scores in [0, 1], given as points of 100. It holds for any such scores: none spread
+    more than right and wrong.
+    """
+
+    def variance(points: float) -> float:
+        share = min(1.0, max(0.0, points / 100))
+        return share * (1 - share) / examples
+
+    # a measure at 0 or 100 is not known without doubt either
+    least = 1 / examples**2
+    return 100 * LEVEL * math.sqrt(max(variance(before) + variance(after), least))
+
+
+def judge(
+    result: Any, examples: int, events: Sequence[Numbers], algo: dict[str, Any]
+) -> tuple[str, str]:
+    """Return the verdict on a run, and the override to try next ("" = none).
+
+    Args: result: the summary's; examples: held out, at least 1.
+    """
+    gain, half = result.after - result.before, interval(result.before, result.after, examples)
+    what = (
+        f"held-out {result.metric} {result.before:.1f} -> {result.after:.1f}, {gain:+.1f} points"
+        f" (± {half:.1f} at 95 %, {examples} examples)"
+    )
+    if gain > half:
+        return f"it has learnt: {what}.", ""
+    reason, change = _reason(result, events, algo)
+    if gain < -half:
+        return f"it has got worse: {what}. {reason}", change or _times(algo, "lr", 0.3)
+    return f"it has not measurably learnt: {what}. {reason}", change
+
+
+def _reason(result: Any, events: Sequence[Numbers], algo: dict[str, Any]) -> tuple[str, str]:
+    """Return the likely reason why nothing was learnt, and the override to try next."""
+    if result.before >= SOLVED:
+        return "There was nothing left to learn: give harder prompts.", ""
+    if result.iteration == 0:
+        text = "No iteration was better than the base model on the validation prompts."
+        return text, _times(algo, "samples_per_prompt", 2)
+    if found := find_advice(events[-WINDOW:], algo):
+        return f"Likely reason: {found[0].text}", found[0].change
+    rewards = [event["reward"] for event in events if event.get("reward") is not None]
+    part = max(1, len(rewards) // 5)
+    if len(rewards) >= LEAST:
+        first, last = fmean(rewards[:part]), fmean(rewards[-part:])
+        if last - first >= RISEN:
+            return (
+                f"The reward of training samples rose from {first:.2f} to {last:.2f}, so it has"
+                " learnt its training rows, or what the reward counts, and not what is measured."
+                " Give more rows, and read completions/ for a reward that is gamed.",
+                "",
+            )
+        if first - last >= RISEN:
+            text = f"The reward of training samples fell from {first:.2f} to {last:.2f}."
+            return f"{text} It moves too fast.", _times(algo, "lr", 0.3)
+    text = "The reward of training samples hardly moved: it needs more steps, or larger ones."
+    return text, _times(algo, "steps", 3) or _times(algo, "iterations", 2) or _times(algo, "lr", 3)
+
+
+def command(arguments: Sequence[str], change: str) -> str:
+    """Return the command of a run with an override, in a folder of its own."""
+    key = change.partition("=")[0]
+    dropped = (f"{key}=", "hydra.run.dir=", "resume=")
+    kept = [text for text in arguments if not text.lstrip("+").startswith(dropped)]
+    return shlex.join(["python", "launch.py", *kept, change])

@@ -1,0 +1,164 @@
+"""Call the methods of a user's task, and word their mistakes: class, method, example, line."""
+
+import math
+import re
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from numbers import Real
+from typing import Any
+
+from common.config import ConfigError
+from common.signals import EXIT_NUMBERS, RunStopped, StopSignal
+from common.tasks import Example, Task, task_name
+
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which no file and no model takes
+SHOWN = 80  # characters of a value
+
+
+class Checked:
+    """A task whose methods say what is wrong with them; all else is the task's own.
+
+    Attributes: own: the task itself.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.own, self.name = task, task_name(task)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "own":
+            raise AttributeError(name)
+        found = getattr(self.own, name)
+        if name == "examples":  # whatever it is, a list from here on
+            return partial(self._list, found)
+        return partial(self._call, name, found) if name in _PROBLEMS else found
+
+    def _list(self, found: Callable[[str], Iterable[Example]], split: str) -> list[Example]:
+        return self._call("examples", lambda given: list(found(given)), split)
+
+    def _call(self, name: str, found: Callable[..., Any], *given: Any) -> Any:
+        with wording(f"{type(self.own).__name__}.{name}", _describe(given)):
+            value = found(*given)
+        if problem := _PROBLEMS[name](value):
+            raise ConfigError(
+                f"{type(self.own).__name__}.{name} returned {problem}{_describe(given)}. See"
+                " docs/tasks.md for what it must return."
+            )
+        if name == "metrics":
+            value = _finite(f"{type(self.own).__name__}.metrics", value)
+        return value
+
+
+class wording:
+    """Turn what a user's code raises in the block, sys.exit too, into a ConfigError.
+
+    Args: what: Class.method; where: what it was called with, behind a comma; advice: a sentence.
+    """
+
+    def __init__(self, what: str, where: str, advice: str = "") -> None:
+        self.what, self.where, self.advice = what, where, advice
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, ConfigError | RunStopped) or not isinstance(
+            error, Exception | SystemExit
+        ):
+            return
+        if isinstance(error, SystemExit) and StopSignal.last is not None:
+            return  # a second signal ends the run at once
+        last = traceback.extract_tb(trace)[-1]
+        text = "called sys.exit" if isinstance(error, SystemExit) else ""
+        text = text or f"raised {type(error).__name__}: {error}"
+        raise ConfigError(
+            f"{self.what} {text} ({last.filename}:{last.lineno}){self.where}."
+            f"{self.advice and ' '}{self.advice}"
+        ) from error
+
+
+def _describe(given: Sequence[Any]) -> str:
+    """Say what a method was called with."""
+    first = given[0] if given else None
+    if isinstance(first, Example):
+        return f", for example {first.id}"
+    if isinstance(first, str):
+        return f", for {first[:SHOWN]!r}"
+    return f", for {len(first)} held-out examples" if isinstance(first, Sequence) else ""
+
+
+# --- what is wrong with a value; None = nothing
+
+
+def _show(value: Any) -> str:
+    return f"{value!r:.{SHOWN}}"
+
+
+def _text(value: Any) -> str | None:
+    if not isinstance(value, str):
+        return f"{_show(value)}, which is no text"
+    return f"{_show(value)}, which holds a lone surrogate" if _SURROGATE.search(value) else None
+
+
+def _text_or_none(value: Any) -> str | None:
+    return None if value is None else _text(value)
+
+
+def _prompt(value: Any) -> str | None:
+    if not isinstance(value, list):
+        return _text(value)
+    for message in value:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            return f"a message without role and content: {_show(message)}"
+        if problem := _text(message["content"]):
+            return f"a message of {problem}"
+    return None if value else "an empty conversation"
+
+
+def _rows(value: list[Any]) -> str | None:
+    for number, row in enumerate(value):
+        for part in ("id", "question", "answer"):
+            if not hasattr(row, part):
+                return f"{_show(row)} as row {number}, which is no common.tasks.Example"
+        for part in ("question", "answer"):
+            if problem := _text(getattr(row, part)):
+                return f"row {number} (id {row.id}) with the {part} {problem}"
+    return None
+
+
+def _pair(value: Any) -> str | None:
+    if not isinstance(value, tuple) or len(value) != 2:
+        return f"{_show(value)}, which is no pair of prompt and completion"
+    return _text(value[0]) or _text(value[1])
+
+
+def _measures(value: Any) -> str | None:
+    if not isinstance(value, Mapping) or not value:
+        return f'{_show(value)}, which is no dict of measures such as {{"exact": 50.0}}'
+    for name, number in value.items():
+        if not isinstance(name, str) or not isinstance(number, Real):
+            return f"{_show(number)} as {_show(name)}, which is no number"
+    return None
+
+
+def _finite(what: str, found: Mapping[str, Any]) -> dict[str, float]:
+    """Return measures as plain numbers. Raises: RunStopped where one is not finite."""
+    for name, value in found.items():
+        if not math.isfinite(value):
+            raise RunStopped(
+                f"{what} returned {value} as {name!r}: a held-out measure must be a finite number,"
+                " or nobody can tell whether the run has learnt anything. Return 0 where nothing"
+                " can be measured.",
+                EXIT_NUMBERS,
+            )
+    return {name: float(value) for name, value in found.items()}
+
+
+_PROBLEMS: dict[str, Callable[[Any], str | None]] = {
+    "examples": _rows,
+    "prompt": _prompt,
+    "hint": _prompt,
+    "pretraining": _pair,
+    "answer": _text_or_none,
+    "path_key": _text,
+    "metrics": _measures,
+}

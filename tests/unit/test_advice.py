@@ -1,0 +1,154 @@
+"""The words that a run's numbers are put into: each line of advice, and each verdict."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from common.report import advice
+
+ALGO: dict[str, Any] = {
+    "lr": 0.1,
+    "steps": 100,
+    "samples_per_prompt": 8,
+    "sampling": {"max_new_tokens": 16},
+}
+DEAD = {"dead_groups": 0.9, "dead_all_right": 0.0}
+LINES = {
+    "all wrong": (
+        DEAD | {"dead_all_wrong": 0.9},
+        "90% of the groups teach nothing: in most of them no sample is right",
+        "algo.samples_per_prompt=16",
+    ),
+    "all right": (
+        DEAD | {"dead_all_right": 0.9},
+        "in most of them all samples are right, so there is nothing left to learn",
+        "",
+    ),
+    "cut off as a whole": (
+        DEAD | {"dead_cut_off": 0.9},
+        "in most of them all samples are cut off.",
+        "algo.sampling.max_new_tokens=32",
+    ),
+    "all equal": (
+        DEAD | {"dead_all_equal": 0.9},
+        "in most of them all samples earn the same.",
+        "algo.samples_per_prompt=16",
+    ),
+    "truncated": (
+        {"truncated": 0.8},
+        "80% of the samples are cut off before they end.",
+        "algo.sampling.max_new_tokens=32",
+    ),
+    "drift": ({"drift": 1.5}, "the weights have moved by 150% of their own size", "algo.lr=0.03"),
+    "kl": ({"kl": 2.0}, "the KL to the initial model is 2 per token", "algo.lr=0.03"),
+    "zero spread": (
+        {"reward_std": 0.0},
+        "all members of the population earn the same",
+        "algo.sigma=0.03",
+    ),
+    "entropy": (
+        {"entropy": 0.001, "reward": 0.4},
+        "the model hardly varies any more (entropy 0.001), at a reward of 0.40.",
+        "algo.lr=0.03",
+    ),
+    "unsolved": ({"solved": 0.02}, "only 2% of the prompts are ever", "algo.samples_per_prompt=16"),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_each_line_is_said_once(name):
+    event, words, change = LINES[name]
+    algo = ALGO | ({"sigma": 0.01} if name == "zero spread" else {})
+    adviser = advice.Adviser(algo)
+    assert not any(adviser.look(event) for _ in range(advice.WINDOW - 1)), "not so soon"
+    (said,) = adviser.look(event)
+    assert words in said.text
+    assert said.change == change
+    assert not any(adviser.look(event) for _ in range(50)), "once"
+
+
+def test_a_run_that_goes_well_is_not_talked_at():
+    adviser = advice.Adviser(ALGO | {"sigma": 0.01})
+    good = {"dead_groups": 0.3, "truncated": 0.1, "drift": 0.1, "kl": 0.01, "solved": 0.6}
+    good |= {"reward_std": 0.1, "entropy": 0.5, "reward": 0.4}
+    assert not any(adviser.look(good) for _ in range(100))
+    certain = {"entropy": 0.001, "reward": 0.99}
+    assert not any(adviser.look(certain) for _ in range(100)), "it is done, and knows it"
+
+
+def test_every_rule_is_reached():
+    names = set()
+    for event, _, _ in LINES.values():
+        names |= {found.name for found in advice.find_advice([event] * 3, ALGO | {"sigma": 0.1})}
+    assert len(names) == len(advice.RULES)
+
+
+def result(before: float, after: float, iteration: int | None = None) -> SimpleNamespace:
+    return SimpleNamespace(metric="exact", before=before, after=after, iteration=iteration)
+
+
+def moving(first: float, last: float) -> list[dict[str, float]]:
+    return [{"reward": first + (last - first) * i / 49} for i in range(50)]
+
+
+VERDICTS = {
+    "learnt": (
+        *(result(10, 60), moving(0.1, 0.6)),
+        "it has learnt: held-out exact 10.0 -> 60.0, +50.0 points (± 7.0 at 95 %, 256 examples).",
+        "",
+    ),
+    "worse": (
+        *(result(60, 10), moving(0.6, 0.1)),
+        "it has got worse: held-out exact 60.0 -> 10.0, -50.0 points (± 7.0 at 95 %, 256 examples)."
+        " The reward of training samples fell from 0.55 to 0.15.",
+        "algo.lr=0.03",
+    ),
+    "by heart": (
+        *(result(5, 6), moving(0.1, 0.9)),
+        "The reward of training samples rose from 0.17 to 0.83, so it has learnt its training rows",
+        "",
+    ),
+    "too little": (
+        *(result(5, 6), moving(0.10, 0.12)),
+        "The reward of training samples hardly moved: it needs more steps, or larger ones.",
+        "algo.steps=300",
+    ),
+    "advice": (
+        *(result(5, 6), [DEAD | {"dead_all_wrong": 0.9, "reward": 0.0}] * 5),
+        "Likely reason: 90% of the groups teach nothing: in most of them no sample is right",
+        "algo.samples_per_prompt=16",
+    ),
+    "nothing left": (*(result(99, 99), []), "There was nothing left to learn", ""),
+    "the base": (
+        *(result(5, 5, iteration=0), []),
+        "No iteration was better than the base model on the validation prompts.",
+        "algo.samples_per_prompt=16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_verdicts(name):
+    outcome, events, words, change = VERDICTS[name]
+    said, tried = advice.judge(outcome, 256, events, ALGO)
+    assert words in said
+    assert tried == change
+
+
+def test_the_interval_is_that_of_the_binomial():
+    """Against a draw of many runs without any effect: 95 % of their changes are within."""
+    import numpy as np
+
+    draws = np.random.default_rng(0).binomial(100, 0.3, (2, 20_000)).astype(float)
+    within = [abs(b - a) <= advice.interval(a, b, 100) for a, b in draws.T]
+    assert 0.93 < sum(within) / len(within) < 0.97
+    assert 0 < advice.interval(0, 0, 100) < 3
+
+
+def test_the_next_command_has_a_folder_of_its_own():
+    given = ["algo=grpo", "algo.steps=5", "hydra.run.dir=a b", "resume=auto", "task.path=a b.csv"]
+    assert (
+        advice.command(given, "algo.steps=15")
+        == "python launch.py algo=grpo 'task.path=a b.csv' algo.steps=15"
+    )
