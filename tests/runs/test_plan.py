@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from transformers import Qwen2Config
+from transformers import Qwen2Config, Qwen3Config
 
 from common.config import ConfigError
 from common.model.tiny import byte_tokenizer
@@ -15,11 +15,9 @@ from tests.support import CONF, ROOT, SMALL, SMALL_GRPO, SMALL_RFT
 SIZED = ("memory", "rollout", "training", "forwards", "generate", "fine-tune")
 
 
-@pytest.fixture(scope="module")
-def seven_billion(tmp_path_factory):
-    """Return a folder with the shapes of Qwen2.5-7B and a tokenizer, without weights."""
-    folder = tmp_path_factory.mktemp("7b")
-    Qwen2Config(
+# What tells Qwen2.5-7B, Qwen2.5-3B and Qwen3-8B apart.
+SHAPES = {
+    "7b": Qwen2Config(
         hidden_size=3584,
         intermediate_size=18944,
         num_hidden_layers=28,
@@ -27,9 +25,47 @@ def seven_billion(tmp_path_factory):
         num_key_value_heads=4,
         vocab_size=152064,
         architectures=["Qwen2ForCausalLM"],
-    ).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    ),
+    "3b": Qwen2Config(
+        hidden_size=2048,
+        intermediate_size=11008,
+        num_hidden_layers=36,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+        architectures=["Qwen2ForCausalLM"],
+    ),
+    "8b": Qwen3Config(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        architectures=["Qwen3ForCausalLM"],
+    ),
+}
+# What experiment headers promise for these, with prompts of the length that a byte tokenizer makes.
+LARGE = {
+    "grpo_lora_7b_80gb": "7b",
+    "grpo_lora_7b_24gb": "7b",
+    "grpo_lora_3b_24gb": "3b",
+    "eggroll_7b_40gb": "7b",
+    "rft_lora_8b_40gb": "8b",
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Return a folder for each of `SHAPES`: its shapes and a tokenizer, without weights."""
+    folders = {}
+    for name, config in SHAPES.items():
+        folders[name] = tmp_path_factory.mktemp(name)
+        config.save_pretrained(folders[name])
+        byte_tokenizer().save_pretrained(folders[name])
+    return folders
 
 
 def plan(*arguments):
@@ -65,9 +101,9 @@ def test_from_the_command_line_it_leaves_nothing(tmp_path):
     assert not list(tmp_path.rglob("*.*"))
 
 
-def test_what_would_make_it_fit(seven_billion, capsys):
+def test_what_would_make_it_fit(models, capsys):
     """Switches are added by what they cost, until the plan fits."""
-    model = ["model=hf", f"model.path={seven_billion}", "algo=eggroll"]
+    model = ["model=hf", f"model.path={models['7b']}", "algo=eggroll"]
     made = plan(*model, "hardware=rtx4090")
     assert not made.fits
     shown = capsys.readouterr().out
@@ -80,10 +116,30 @@ def test_what_would_make_it_fit(seven_billion, capsys):
     assert kept.peak_gb == pytest.approx(promised, abs=0.05)
 
 
-def test_a_model_that_nothing_makes_fit(seven_billion, capsys):
-    made = plan("algo=grpo", "model=hf", f"model.path={seven_billion}", "hardware=rtx4090")
-    assert not made.fits
+def test_an_adapter_makes_it_fit(models, capsys):
+    """What an earlier switch did not bring is kept, and offload leaves with the reference model."""
+    model = ["model=hf", f"model.path={models['7b']}", "hardware=rtx4090"]
+    assert not plan("algo=grpo", *model).fits
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert re.search(r"'opt=\[amp,checkpointing\]' model.adapter.rank=16: [0-9.]+ GB, fits$", last)
+
+
+def test_a_model_that_nothing_makes_fit(models, capsys):
+    model = ["model=hf", f"model.path={models['7b']}", "hardware=rtx4090", "hardware.memory_gb=8"]
+    assert not plan("algo=grpo", *model).fits
     assert "opt=fsdp" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_experiments_of_large_models_fit_their_card(name, models):
+    pytest.importorskip("peft")
+    path = f"model.path={models[LARGE[name]]}"
+    made = plan(f"experiment={name}", path, "task.chat=false")
+    assert made.fits, made
+    assert f"{made.memory_gb:.0f}gb" in name
+    header = (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text()
+    promised = float(re.findall(r"planned, with plan=true: ([0-9.]+) GB", header)[0])
+    assert made.peak_gb == pytest.approx(promised, rel=0.05)
 
 
 @pytest.mark.parametrize(
