@@ -24,7 +24,7 @@ from common.model.export import empty_like, export_model
 from common.model.half import keep_wide, narrowed
 from common.model.load import load_model
 from common.model.memory import StateMemory, head_size
-from common.model.prompts import context_length, encode_prompts, stop_ids
+from common.model.prompts import context_length, context_name, encode_prompts, stop_ids
 from common.report.progress import watch_completions
 from common.rows import RowLimit
 from common.sampling.engine import Completions, Engine, Requests, Setup, open_engine
@@ -200,12 +200,12 @@ class LM:
         self.skipped_prompts += len(misfits)
         if misfits and (self.run.prompts.too_long == "error" or not all(kept.values())):
             split, first, length = misfits[0]
-            room = context - longest
+            room, what = context - longest, context_name(self.model)
             advice = f"Lower it to {room}, shorten" if room > 0 else "Shorten"
             other = ", or leave them out with prompts.too_long=skip"
             other = " so that some fit" if self.run.prompts.too_long == "skip" else other
             raise ConfigError(
-                f"{len(misfits)} of {count} prompts do not fit the model's context of {context}"
+                f"{len(misfits)} of {count} prompts do not fit the model's {what} of {context}"
                 f" tokens with algo.sampling.max_new_tokens={tokens}: the first is {split} example"
                 f" {first} with {length} tokens, the longest has {longest}. {advice} the"
                 f" prompts{other}."

@@ -653,13 +653,11 @@ def _shared_inputs(model: nn.Module, layers: list[nn.Module]) -> dict[int, int]:
         inputs[id(module)] = args[0]
 
     hooks = [layer.register_forward_pre_hook(note) for layer in layers]
-    training, dtype = model.training, fsdp.dtype(model)
+    training = model.training
     ids = torch.zeros(1, 1, dtype=torch.long, device=fsdp.device(model))
-    # An adapter is float32 still, whatever the weights are.
-    half = torch.autocast(ids.device.type, dtype, enabled=dtype != torch.float32)
     try:
         model.eval()
-        with fsdp.forwards(model), half:
+        with fsdp.forwards(model), fsdp.autocast(model):
             model(input_ids=ids, use_cache=False)
     finally:
         model.train(training)

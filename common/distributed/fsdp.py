@@ -169,6 +169,14 @@ def inference(model: Any) -> Any:
     return torch.no_grad() if of(model) else torch.inference_mode()
 
 
+def autocast(model: Any) -> Any:
+    """The context of forwards that nobody needs: an adapter is float32 beside gathered weights that
+    may be half as wide.
+    """
+    kind = dtype(model)
+    return torch.autocast(device(model).type, kind, enabled=kind != torch.float32)
+
+
 def inside(model: Any, function: Callable[..., T], *args: Any) -> T:
     """`function(model, *args)` as one forward of `model`, with the weights outside its blocks
     gathered meanwhile.
@@ -209,7 +217,7 @@ def forwards(model: Any, idle: Callable[[], Any] | None = None) -> Iterator[None
         yield
         hook.remove()
         shards.in_step = False
-        with torch.no_grad():
+        with torch.no_grad(), autocast(model):
             while shards.any(False):
                 idle() if idle else model(input_ids=ids, use_cache=False)
     finally:

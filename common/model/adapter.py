@@ -153,9 +153,11 @@ class Adapter:
 @contextmanager
 def peft_of_today() -> Iterator[None]:
     """Meanwhile peft 0.21 gives no warning of a property that transformers 5.23 has renamed, of
-    tied layers, which are refused here, and of GPT-2's layers, which it turns by itself.
+    tied layers, which are refused here, of GPT-2's layers, which it turns by itself, and of the
+    experts of a mixture, which have no adapter.
     """
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)
         warnings.filterwarnings(
             "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning

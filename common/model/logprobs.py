@@ -278,7 +278,8 @@ def match_backward_passes(model: PreTrainedModel, passes: int, device: torch.dev
     same number of them.
     """
     for _ in range(passes):
-        logp, _entropy = token_logprobs(model, group([[0]], [[[0]]], device), 1.0)
+        with fsdp.autocast(model):
+            logp, _entropy = token_logprobs(model, group([[0]], [[[0]]], device), 1.0)
         (0.0 * logp.sum()).backward()
 
 

@@ -23,6 +23,16 @@ def context_length(model: PreTrainedModel) -> int:
     the model's own inside the window only.
     Raises: ConfigError if the model's config.json names no number of positions.
     """
+    return min(_bounds(model))
+
+
+def context_name(model: PreTrainedModel) -> str:
+    """Return what bounds the length, for errors: the context, or an attention window."""
+    positions, *windows = _bounds(model)
+    return "attention window" if min(windows, default=positions) < positions else "context"
+
+
+def _bounds(model: PreTrainedModel) -> list[int]:
     config = model.config.get_text_config()
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     bounds = [value for name in names if isinstance(value := getattr(config, name, None), int)][:1]
@@ -42,7 +52,7 @@ def context_length(model: PreTrainedModel) -> int:
         bounds.append(config.attention_chunk_size)
     if "local" in (getattr(config, "attention_layers", None) or []):  # GPT-Neo
         bounds.append(config.window_size)
-    return min(bounds)
+    return bounds
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

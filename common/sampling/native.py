@@ -38,7 +38,7 @@ from common.model import logprobs, varlen
 from common.model.half import Narrow, compiled, is_adapted, packed, packs
 from common.model.masks import additive
 from common.model.memory import cache_bytes
-from common.model.prompts import context_length
+from common.model.prompts import context_length, context_name
 from common.model.transfer import to_device
 from common.profile import tracing_some
 from common.rows import RowLimit
@@ -193,9 +193,10 @@ class Sampler:
                 raise ConfigError(f"prompt {index} is empty. Give each prompt at least one token.")
         longest = max(len(prompt) for prompt in requests.prompts)
         if longest + sampling.max_new_tokens > self.context_length:
+            what = context_name(self.model)
             raise ConfigError(
                 f"a prompt of {longest} tokens and max_new_tokens={sampling.max_new_tokens} exceed"
-                f" the model's context of {self.context_length}. Lower algo.sampling.max_new_tokens"
+                f" the model's {what} of {self.context_length}. Lower algo.sampling.max_new_tokens"
                 f" to {max(0, self.context_length - longest)}, or shorten prompts."
             )
         return self.limit.run(lambda rows: self._generate(requests, sampling, rows, watch))

@@ -192,7 +192,8 @@ def test_what_is_packed_has_the_adapter_in_it(name, tmp_path):
         pytest.skip("this CPU does not multiply bfloat16")
     one = Context(0, 1, hardware.find(compose(SMALL_GRPO, CONF).hardware), tmp_path)
     adapter = Adapter(model, AdapterConfig(rank=4), one, seed=0)
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
         for parameter in adapter.parameters.values():
             parameter.data = (parameter + torch.randn_like(parameter) / 5).bfloat16()
     plain = small_model(name)
@@ -205,10 +206,9 @@ def test_what_is_packed_has_the_adapter_in_it(name, tmp_path):
         wanted, beside = plain.bfloat16()(ids).logits.float(), model(ids).logits.float()
         with adapter.initially():
             base = model(ids).logits.float()
-    scale = (wanted - base).abs().max()
-    assert scale > 0.2
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0.05 * float(wanted.abs().max()))
-    torch.testing.assert_close(beside, wanted, rtol=0, atol=0.05 * float(wanted.abs().max()))
+    moved = (wanted - base).norm()
+    assert (found - wanted).norm() < 0.2 * moved
+    assert (beside - wanted).norm() < 0.2 * moved
     adapter.layers[0].lora_A["default"].forward = lambda x: x[..., :4]
     with packed(model):
         assert "packed" not in adapter.layers[0].__dict__
@@ -292,6 +292,15 @@ def test_two_ranks_make_the_adapter_of_one(launch, tmp_path, settings, switch):
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, two[name], **tolerance, msg=name)
     assert json.loads((tmp_path / "two/result.json").read_text())["world_size"] == 2
+
+
+def test_sharded_weights_in_half_precision(launch, tmp_path):
+    """Ranks make unlike numbers of forwards, so that some are of no use to anyone."""
+    own = ["--config-dir", CONF, *GRPO, "model.adapter.merge=true", "hydra.run.dir=out"]
+    launch(*own, "opt=[fsdp,amp]", "opt.fsdp.ranks=2", "opt.fsdp.rollout=layerwise")
+    assert all(t.any() for name, t in matrices(tmp_path / "out").items() if "lora_B" in name)
+    merged = load_file(tmp_path / "out/model/model.safetensors")
+    assert {t.dtype for t in merged.values()} == {torch.float32}
 
 
 # --- mistakes

@@ -1,0 +1,96 @@
+"""Models of the kinds that people train, at toy size: each is loaded, samples as `generate` does
+and makes a step with and without an adapter, or is told at once what it cannot do.
+"""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from common.config import AdapterConfig, ConfigError, ModelConfig
+from common.distributed.context import Context
+from common.hardware import Device
+from common.model.adapter import Adapter
+from common.model.load import load_model
+from common.model.logprobs import group, prepare, token_logprobs
+from common.model.tiny import byte_tokenizer
+from common.sampling.engine import Requests
+from common.sampling.native import Sampler
+from tests.support.models import SIZES, check_greedy, prompts, sampling
+
+CPU = torch.device("cpu")
+LLAMA_3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA_3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+HEAD = SIZES | {"head_dim": 8}
+GEMMA_3 = HEAD | {"num_hidden_layers": 6}
+KINDS = {
+    "llama": SIZES | {"rope_parameters": LLAMA_3},
+    "qwen2": SIZES | {"tie_word_embeddings": True},
+    "qwen3": HEAD,
+    "mistral": HEAD | {"sliding_window": None},
+    "phi": SIZES,
+    "phi3": SIZES,
+    "gemma3_text": GEMMA_3 | {"sliding_window": 128},
+    "qwen3_moe": HEAD | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+
+
+def made(folder, name: str, **changes) -> ModelConfig:
+    """Write a random model of that kind; return the settings that load it."""
+    values = KINDS.get(name, HEAD) | dict(vocab_size=260, bos_token_id=0, eos_token_id=1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(name, **(values | {"pad_token_id": 0} | changes))
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return ModelConfig(name="hf", path=str(folder), revision=None, gguf_file=None, attention="sdpa")
+
+
+@pytest.fixture(params=KINDS)
+def model(request, tmp_path) -> torch.nn.Module:
+    return load_model(made(tmp_path, request.param), None, torch.float32, CPU, progress=False)[0]
+
+
+def test_it_samples_as_generate_does(model):
+    sampler = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=4)
+    check_greedy(model, sampler.generate(Requests(prompts=prompts()), sampling()))
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_it_makes_a_step(model, adapted, tmp_path):
+    """With the gradient of the model's own forward."""
+    prepare(model)  # which compares log-probabilities with the model's own
+    if adapted:
+        pytest.importorskip("peft")
+        one = Context(0, 1, Device(CPU, "cpu", 1.0, False), tmp_path)
+        Adapter(model, AdapterConfig(rank=2), one, seed=0)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    prompt, completion = [5, 6, 7], [3, 4, 5, 9]
+    logp, _ = token_logprobs(model, group([prompt], [[completion]], CPU), 1.0)
+    found = torch.autograd.grad(logp.sum(), list(trained.values()), allow_unused=True)
+    ids = torch.tensor([prompt + completion])
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    own = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).sum()
+    wanted = torch.autograd.grad(own, list(trained.values()), allow_unused=True)
+    assert any(gradient is not None and gradient.any() for gradient in found)
+    for name, mine, theirs in zip(trained, found, wanted, strict=True):
+        assert (mine is None) == (theirs is None), name
+        if mine is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
+def test_a_text_beyond_the_window_is_told(name, tmp_path):
+    given = made(tmp_path, name, sliding_window=8)
+    model, _ = load_model(given, None, torch.float32, CPU, progress=False)
+    sampler = Sampler(model, pad_id=96, stop_ids=(), rows=4)
+    with pytest.raises(ConfigError, match="exceed the model's attention window of 8"):
+        sampler.generate(Requests(prompts=prompts()), sampling())
+
+
+def test_capped_scores_are_told(tmp_path):
+    with pytest.raises(ConfigError, match=r"Try model\.attention=eager"):
+        load_model(made(tmp_path, "gemma2"), None, torch.float32, CPU, progress=False)
