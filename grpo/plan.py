@@ -19,10 +19,11 @@ def plan(lm: LM, cfg: GrpoConfig, policy: Policy) -> dict[str, str]:
         **facts,
         "model": f"{facts['model']}; reference {reference}",
         "rollout": f"{cfg.prompts_per_step} prompts x {cfg.samples_per_prompt} samples,"
-        f" {cfg.sampling.max_new_tokens} new tokens at most, {rollout} rows per forward; dead"
+        f" {cfg.sampling.max_new_tokens} new tokens at most, {rollout} rows per forward;"
+        f" rewards are of sampled completions (temperature {cfg.sampling.temperature:g}); dead"
         f" groups replaced in {cfg.resample_rounds} rounds at most",
         "training": f"{min(policy.limit.rows, policy.completions)} completions per forward,"
         " gradients accumulated",
-        "memory": f"about {policy.peak / 2**30:.2f} GB per rank"
+        "memory": f"about {policy.peak / 2**30:.2f} GB per rank, estimated"
         f"{fsdp.planned(lm.model, policy.state.whole)}",
     }

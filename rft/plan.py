@@ -72,7 +72,7 @@ def plan(lm: LM, prompts: Prompts, limit: RowLimit, peak: float) -> dict[str, st
         "fine-tune": f"{trained}, {cfg.epochs} epochs, lr {cfg.lr:g}, {cfg.batch_size}"
         f" completions per step, {limit.rows} per forward{', packed' if cfg.packing else ''}",
         "environment": ", ".join(describe_variables(cfg)),
-        "memory": f"about {peak / 2**30:.2f} GB per rank{shared}",
+        "memory": f"about {peak / 2**30:.2f} GB per rank, estimated{shared}",
         "folder": str(lm.context.out_dir),
     }
     return {key: value for key, value in lines.items() if value}

@@ -5,6 +5,7 @@ run.yaml, result.json, completions.
 import json
 import logging
 import platform
+import shlex
 import shutil
 import subprocess
 import textwrap
@@ -218,7 +219,12 @@ def finish_run(
             result.next_command = advice.command(page.arguments(folder), change)
     result.save()
     samples = [
-        {"prompt": plain(row["prompt"]), "before": old, "after": new, "answer": row["answer"]}
+        {
+            "prompt": plain(row["prompt"]).rstrip("\n"),
+            "before": old,
+            "after": new,
+            "answer": row["answer"],
+        }
         for row, old, new in list(zip(rows, before, after, strict=True))[:3]
     ]
     _print_summary(result, samples, model)
@@ -251,6 +257,8 @@ def _print_summary(result: Result, samples: list[dict[str, str]], model: str | N
     rows["written to"] = folder
     if reported:
         rows["  report"] = f"{folder}/report.md (curves in plots/)"
-    rows["  model"] = model or f"{folder}/model (to try it: python -m common.chat RUN)"
+    rows["  model"] = (
+        model or f"{folder}/model (to try it: python -m common.chat {shlex.quote(folder)})"
+    )
     rows |= {"  metrics": f"{folder}/metrics.jsonl", "  result": f"{folder}/result.json"}
     print_plan(rows)
