@@ -20,6 +20,7 @@ def register() -> None:
     OmegaConf.register_new_resolver("clutch_started", started, replace=True, use_cache=True)
     OmegaConf.register_new_resolver("clutch_rank0", rank0_only, replace=True)
     OmegaConf.register_new_resolver("clutch_env", from_environment, replace=True)
+    OmegaConf.register_new_resolver("clutch_tiny", for_tiny, replace=True)
     OmegaConf.register_new_resolver("clutch_groups", list_groups, replace=True)
     OmegaConf.register_new_resolver("clutch_without_budget", without_budget, replace=True)
 
@@ -41,6 +42,13 @@ _STARTED = datetime.now().strftime(_FORMAT)
 def rank0_only(text: str) -> str | None:
     """Return `text` on rank 0, None elsewhere, so that one rank alone writes .hydra/."""
     return text if int(os.environ.get("RANK", "0")) == 0 else None
+
+
+def for_tiny(name: str, default: Any, *, _root_: DictConfig) -> Any:
+    """Return what the task's file says of `name` for model=tiny; `default` for other models."""
+    given = OmegaConf.select(_root_, f"task.tiny.{name}")
+    tiny = OmegaConf.select(_root_, "model.path") is None
+    return given if tiny and given is not None else default
 
 
 def list_groups() -> str:
