@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import Levenshtein
 
@@ -305,15 +305,15 @@ def find_function(name: str) -> Callable[[str, str], float]:
     """Return a function of the user's, "module.function". Raises: ConfigError."""
     module, _, function = name.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), function)
+        found: Any = getattr(importlib.import_module(module), function)
     except Exception as error:
         raise ConfigError(
             f"task.rewards names {name!r}, which cannot be imported: {type(error).__name__}:"
             f" {error}. Give MODULE.FUNCTION, with the module's folder on PYTHONPATH."
         ) from error
-    if not callable(found):
-        raise ConfigError(f"task.rewards names {name!r}, which is no function.")
-    return found
+    if callable(found):
+        return cast(Callable[[str, str], float], found)
+    raise ConfigError(f"task.rewards names {name!r}, which is no function.")
 
 
 def template_fields(template: str) -> list[str]:

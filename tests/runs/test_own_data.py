@@ -62,7 +62,7 @@ def test_own_rows_are_learnt_in_seconds(algo, in_cache, tmp_path, capsys):
     """The fast form: fewer words, and a shorter lesson for the tiny model."""
     short = ["model.tiny.pretrain_steps=250", "evaluate.examples=64"]
     short += {
-        "eggroll": ["algo.steps=30"],
+        "eggroll": ["algo.steps=20"],
         "grpo": ["algo.steps=30"],
         "rft": ["algo.iterations=1"],
     }[algo]
