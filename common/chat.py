@@ -116,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
         "--prompt": {"help": "instead of lines of standard input, blank ones skipped"},
         "--system": {"help": "system text; for a run's model, instead of the run's"},
         "--plain": {"action": "store_true", "help": "no chat template: go on with the text"},
-        "--temperature": {"type": float, "default": 0.7, "help": "0 = greedy (0.7)"},
+        "--temperature": {"type": float, "default": 0.0, "help": "0 = greedy, as reports are (0)"},
         "--max-new-tokens": {"type": int, "default": 256, "help": "longest answer (256)"},
         "--seed": {"type": int, "default": 0, "help": "of the draws (0)"},
         "--adapter": {"help": "folder of a LoRA adapter on top"},

@@ -2,8 +2,10 @@
 
 import io
 import json
+import logging
 import os
 import sys
+from logging.handlers import MemoryHandler
 from pathlib import Path
 
 from common.files import write_text
@@ -23,6 +25,21 @@ def show_any_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def keep_early(log: logging.Logger) -> None:
+    """Keep what is said before the log is open."""
+    log.addHandler(MemoryHandler(1000, flushLevel=logging.CRITICAL + 1))
+    log.setLevel(logging.INFO)
+
+
+def take_early(handlers: list[logging.Handler]) -> list[logging.LogRecord]:
+    """Return what was said before the log was open."""
+    kept = [handler for handler in handlers if isinstance(handler, MemoryHandler)]
+    records = [record for handler in kept for record in handler.buffer]
+    for handler in kept:
+        handler.buffer.clear()
+    return records
 
 
 def is_main() -> bool:

@@ -292,7 +292,8 @@ class LM:
         shared = fsdp.planned(self.model, state.whole)
         row = f"{self.rollout_row / 2**20:.1f} MB per rollout row"
         return {
-            "memory": f"about {peak / 2**30:.2f} GB per rank: {state.describe(self.model)},"
+            "memory": f"about {peak / 2**30:.2f} GB per rank, estimated: "
+            f"{state.describe(self.model)},"
             f" {row}{shared}",
         }
 

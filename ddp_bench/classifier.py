@@ -175,7 +175,7 @@ class Classifier:
             "loader": f"{workers} worker processes per rank" if workers else "in this process",
         }
         planned = fsdp.planned(self.model, self.memory.whole)
-        return facts | {"memory": f"about {self.peak / 2**30:.2f} GB per rank{planned}"}
+        return facts | {"memory": f"about {self.peak / 2**30:.2f} GB per rank, estimated{planned}"}
 
     def _fit_rows(self) -> None:
         """Fit the rows of forwards to the memory of this device."""

@@ -118,14 +118,16 @@ class Population:
         chunks, rows = self._chunks(), lm.engine.limit.rows
         used = min(rows, len(chunks[0]) * cfg.rows_per_member)
         memory = lm.rollout_fixed + used * lm.rollout_row
-        facts = lm.describe()
+        facts, heat = lm.describe(), cfg.sampling.temperature
+        drawn = f"sampled (temperature {heat:g})" if heat else "greedy"
         return {
             "algorithm": f"eggroll, {describe_length(lm.run, cfg.steps, 'steps')}, rank {cfg.rank},"
             f" sigma {cfg.sigma:g}, lr {cfg.lr:g}",
             **facts,
             "model": f"{facts['model']}, {self.perturbed / 1e6:.2f}M perturbed",
             "population": f"{cfg.members} members x {cfg.prompts_per_step} prompts x"
-            f" {cfg.samples_per_prompt} samples, {cfg.sampling.max_new_tokens} new tokens at most",
+            f" {cfg.samples_per_prompt} samples, {cfg.sampling.max_new_tokens} new tokens at most;"
+            f" rewards are of {drawn} completions",
             "forwards": f"{len(chunks)} per step, {used} rows each (algo.rollout_rows={rows}),"
             f" {-(-len(chunks) // ranks)} per rank",
             **lm.describe_memory(memory, used, self.state),

@@ -21,7 +21,8 @@ def plan(lm: LM, cfg: GrpoConfig, policy: Policy) -> dict[str, str]:
         **facts,
         "model": f"{facts['model']}; reference {reference}",
         "rollout": f"{cfg.prompts_per_step} prompts x {cfg.samples_per_prompt} samples,"
-        f" {cfg.sampling.max_new_tokens} new tokens at most, {rollout} rows per forward; dead"
+        f" {cfg.sampling.max_new_tokens} new tokens at most, {rollout} rows per forward;"
+        f" rewards are of sampled completions (temperature {cfg.sampling.temperature:g}); dead"
         f" groups replaced in {cfg.resample_rounds} rounds at most",
         "training": f"{min(policy.limit.rows, policy.completions)} completions per forward,"
         " gradients accumulated",

@@ -4,12 +4,13 @@ module imports no torch.
 
 import math
 import os
+import textwrap
 from datetime import datetime
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from common.config.checks import ConfigError
+from common.config.checks import CONF, ConfigError
 
 
 def register() -> None:
@@ -19,6 +20,8 @@ def register() -> None:
     OmegaConf.register_new_resolver("clutch_started", started, replace=True, use_cache=True)
     OmegaConf.register_new_resolver("clutch_rank0", rank0_only, replace=True)
     OmegaConf.register_new_resolver("clutch_env", from_environment, replace=True)
+    OmegaConf.register_new_resolver("clutch_tiny", for_tiny, replace=True)
+    OmegaConf.register_new_resolver("clutch_groups", list_groups, replace=True)
     OmegaConf.register_new_resolver("clutch_without_budget", without_budget, replace=True)
 
 
@@ -39,6 +42,25 @@ _STARTED = datetime.now().strftime(_FORMAT)
 def rank0_only(text: str) -> str | None:
     """Return `text` on rank 0, None elsewhere, so that one rank alone writes .hydra/."""
     return text if int(os.environ.get("RANK", "0")) == 0 else None
+
+
+def for_tiny(name: str, default: Any, *, _root_: DictConfig) -> Any:
+    """Return what the task's file says of `name` for model=tiny; `default` for other models."""
+    given = OmegaConf.select(_root_, f"task.tiny.{name}")
+    tiny = OmegaConf.select(_root_, "model.path") is None
+    return given if tiny and given is not None else default
+
+
+def list_groups() -> str:
+    """Return the groups of conf/ with their options, for --help."""
+    groups = sorted(path for path in CONF.iterdir() if path.is_dir() and path.name != "hydra")
+    found = {group.name: sorted(path.stem for path in group.glob("*.yaml")) for group in groups}
+    found = {name: ", ".join(options) for name, options in found.items() if options}
+    texts = (
+        textwrap.fill(options, 100, initial_indent=f"{name:<12}", subsequent_indent=" " * 14)
+        for name, options in found.items()
+    )
+    return "\n  ".join(texts)
 
 
 def from_environment(names: str, default: int | None) -> int | None:

@@ -34,8 +34,7 @@ from common.config import ConfigError, Run, flat
 from common.distributed import slurm
 from common.distributed.alarm import Alarm
 from common.distributed.context import Context
-from common.early import take_early
-from common.failures import show_any_text
+from common.failures import show_any_text, take_early
 from common.files import CheckpointError
 from common.lock import locked
 from common.signals import (

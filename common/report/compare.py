@@ -207,6 +207,11 @@ def _short(count: float) -> str:
     return f"{count:.0f}"
 
 
+def _tick(value: float) -> str:
+    """Return what stands at a place of an axis: 0.5, 20, 1.5k."""
+    return _short(value) if value >= 1000 else f"{value:g}"
+
+
 # The columns of the table: of which number of the result, and how it is written.
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "before": ("before", "{:.2f}".format),
@@ -304,7 +309,6 @@ def figure(runs: Sequence[Run], path: Path) -> None:
     """Draw the metric against each cost: a line a setting, a band of one standard deviation."""
     import matplotlib
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
 
     costs = [cost for cost in COSTS if any(run.points[-1][cost] for run in runs)]
     measures = list(_measures(runs).items())
@@ -328,7 +332,7 @@ def figure(runs: Sequence[Run], path: Path) -> None:
                         axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
                 axis.set_xlabel(COSTS[cost])
                 axis.set_xlim(left=0)
-                axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+                axis.xaxis.set_major_formatter(lambda value, _: _tick(value))
             for axis in axes[: len(costs) : 2]:
                 axis.set_ylabel(f"{kind.partition(': ')[2]} (of 100)")
             for axis in axes[len(costs) :]:

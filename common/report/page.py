@@ -249,7 +249,9 @@ def arguments(folder: Path) -> list[str]:
             found += ["--config-dir", source["path"]]
         elif source["provider"] == "main" and Path(source["path"]) != CONF:
             found += ["-cp", source["path"], "-cn", settings["job"]["config_name"]]
-    return [*found, *(kept("overrides.yaml") or [])]
+    # again is a run of its own, which does not go on with this one
+    given = [text for text in kept("overrides.yaml") or [] if not text.startswith("resume=")]
+    return [*found, *given]
 
 
 def _facts(
@@ -273,7 +275,7 @@ def _facts(
     if speeds:
         rows["speed"] = f"{sorted(speeds)[len(speeds) // 2]:,.0f} tokens/s (median of the events)"
     if memory := [event["peak_memory_gb"] for event in history if "peak_memory_gb" in event]:
-        rows["peak memory"] = f"{max(memory):.2f} GB"
+        rows["peak memory"] = f"{max(memory):.2f} GB, measured"
     names = (("torch", "torch"), ("transformers", "transformers"), ("Python", "python"))
     rows["made with"] = ", ".join(f"{name} {saved['versions'][key]}" for name, key in names)
     rows["commit"] = saved["commit"] or "outside a checkout"

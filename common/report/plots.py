@@ -34,6 +34,7 @@ DPI = 110
 AREA = (0.15, 0.145, 0.825, 0.665)  # of the axes: left, bottom, width, height
 ROW = 66  # letters that a row of a legend has room for
 BINS = 800  # points of a curve at most; more are means of neighbours
+CONSTANT = 0.01  # of its value: a curve that moves less is drawn as a level one
 SMOOTHED = 40  # points from which on a curve has a running mean over it
 
 
@@ -107,6 +108,10 @@ def finished(axis: Any, title: str, x: str, unit: str, zero: bool) -> None:
     if zero:
         room = 1.1 if axis.containers else 1.05  # bars have their number above them
         axis.set_ylim(0, room * axis.dataLim.ymax or 1.0)
+    low, high = axis.dataLim.ymin, axis.dataLim.ymax
+    if not zero and high - low < CONSTANT * max(abs(low), abs(high)):  # noise, made large
+        middle, room = (low + high) / 2, 0.1 * max(abs(low), abs(high))
+        axis.set_ylim(middle - room, middle + room)
     # no power of ten apart, which a legend would cover
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     handles, labels = axis.get_legend_handles_labels()

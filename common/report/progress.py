@@ -31,19 +31,24 @@ class Progress:
         self.began = self.printed = time.monotonic()
         self.said = brief
         self.first: float | None = None  # when the first observation came
+        self.first_done = done
         self.bar: Any = None
         if sys.stderr.isatty():
             self.width = 10 if terminal_columns() >= 100 else 6
             counts = "{n_fmt}/{total_fmt}"
             self.layout = f"{self.name} {counts} |{{bar:{self.width}}}| %s{{postfix}}"
-            options: Any = {"bar_format": self.layout % "? left", "dynamic_ncols": True}
+            options: Any = {
+                "bar_format": self.layout % "? left",
+                "dynamic_ncols": True,
+                "smoothing": 0,
+            }
             self.bar = tqdm(total=total, initial=done, leave=not brief, **options)
 
     def to(self, done: int, text: str = "", always: bool = False) -> None:
         """Move to `done` of `total`. always: say it even if a line was printed a moment ago."""
         now = time.monotonic()
         if self.first is None and done > self.start:
-            self.first = now
+            self.first, self.first_done = now, done
         known = done == self.total or (self.first is not None and now - self.first >= self.SPAN)
         if self.bar is not None:
             if known:
@@ -55,10 +60,18 @@ class Progress:
         due = now - self.printed > max(10, (now - self.began) / 50)
         if due or not self.said or always or (done == self.total and not self.brief):
             self.printed, self.said = now, True
-            left = (now - self.began) / max(1, done - self.start) * (self.total - done)
+            left = self._left(now, done)
             parts = [f"{tqdm.format_interval(left)} left"] if known else []
             tail = ", ".join([*parts, *([text] if text else [])])
             log.info("%s %d/%d%s", self.name, done, self.total, f": {tail}" if tail else "")
+
+    def _left(self, now: float, done: int) -> float:
+        """Return the seconds left, at the mean speed since the first observation, which took the
+        time of starting up.
+        """
+        if self.first is None or done <= self.first_done:
+            return (now - self.began) / max(1, done - self.start) * (self.total - done)
+        return (now - self.first) / (done - self.first_done) * (self.total - done)
 
     def _cut(self, text: str) -> str:
         """Return as many whole parts of `text` as the terminal has room for."""

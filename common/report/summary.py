@@ -5,6 +5,7 @@ run.yaml, result.json, completions.
 import json
 import logging
 import platform
+import shlex
 import shutil
 import subprocess
 import textwrap
@@ -221,10 +222,15 @@ def finish_run(
             result.next_command = advice.command(page.arguments(folder), change)
     result.save()
     samples = [
-        {"prompt": plain(row["prompt"]), "before": old, "after": new, "answer": row["answer"]}
+        {
+            "prompt": plain(row["prompt"]).rstrip("\n"),
+            "before": old,
+            "after": new,
+            "answer": row["answer"],
+        }
         for row, old, new in list(zip(rows, before, after, strict=True))[:3]
     ]
-    tried = f"{exported} (to try it: python -m common.chat RUN)"
+    tried = f"{exported} (to try it: python -m common.chat {shlex.quote(str(folder))})"
     _print_summary(result, samples, exported.name, model or tried)
 
 

@@ -7,6 +7,7 @@ Everything that can be wrong with the rows is found before the model is loaded, 
 row and field.
 """
 
+import importlib
 import inspect
 import random
 import re
@@ -15,14 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import Levenshtein
 
 from common.config import ConfigError, Nonnegative, Share, below, build, choice, shipped, unused
 from common.tasks import Example, Messages, answers, gsm8k, plain
 from common.tasks.data import Row, read_csv, read_dataset, read_jsonl, read_parquet, read_tsv
-from common.tasks.rows import Rows, converse, percent, tell
+from common.tasks.rows import Component, Rows, converse, percent, tell, weighted
 from common.tasks.similarity import SIMILARITIES, text_metrics
 
 LONGEST = 1000  # characters of an answer whose likeness is measured
@@ -58,6 +59,7 @@ class CustomConfig:
     chat: bool
     system: str
     reward: Annotated[str, (choice, REWARDS)]
+    rewards: dict[str, Nonnegative]
     partial: Annotated[Share, (below, 1)]
     tolerance: Nonnegative
     share_right: Share
@@ -124,6 +126,8 @@ class Custom(Rows):
     def __init__(self, **settings: Any) -> None:
         self.config = config = build(CustomConfig, settings, "task")
         self.name = config.name
+        if config.rewards:
+            self._weigh(config.rewards)
         if config.reward == "math":
             gsm8k.math_verify("task.reward=math", "task.reward=numeric")
         assert config.path is not None
@@ -155,7 +159,31 @@ class Custom(Rows):
         right = draw.random() < self.config.share_right
         return plain(self.prompt(example)), example.answer * (1 if right else 2)
 
+    def _weigh(self, more: dict[str, float]) -> None:
+        """Keep task.reward and the functions of task.rewards as components. Raises: ConfigError."""
+        self.weights = {self.config.reward: 1.0, **more}
+        found = {name: find_function(name) for name in more}
+
+        def component(score: Callable[[str, str], float]) -> Component:
+            return lambda examples, completions: [
+                score(text, example.answer)
+                for example, text in zip(examples, completions, strict=True)
+            ]
+
+        self.components: dict[str, Component] = {self.config.reward: self._scores}
+        self.components |= {name: component(score) for name, score in found.items()}
+
+    def _scores(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
+        return [self._score(*pair) for pair in zip(examples, completions, strict=True)]
+
     def reward(self, example: Example, completion: str) -> float:
+        """Return the score by task.reward, and with task.rewards the weighted mean."""
+        if not self.config.rewards:
+            return self._score(example, completion)
+        found = {name: one([example], [completion]) for name, one in self.components.items()}
+        return weighted(found, self.weights)[0]
+
+    def _score(self, example: Example, completion: str) -> float:
         """Return the score by task.reward; of a wrong answer a part of its likeness."""
         if self.config.reward not in ("exact", *NUMERIC):
             return SIMILARITIES[self.config.reward](_whole(completion), example.answer)
@@ -205,14 +233,22 @@ class Custom(Rows):
         return answers.path_key(completion) if self.config.reward in NUMERIC else ""
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
-        """Return percentages: right answers and answers found; or BLEU, chrF and equal answers."""
+        """Return percentages: right answers and answers found; or equal answers and how alike they
+        are, by BLEU and chrF where answers have the words for these.
+        """
         if self.config.reward in NUMERIC:
             return {
                 "accuracy": percent(map(self._right, examples, completions)),
                 "answered": percent(self.answer(text) is not None for text in completions),
             }
         wanted = [example.answer for example in examples]
-        found = text_metrics([_whole(text) for text in completions], wanted)
+        given = [_whole(text) for text in completions]
+        if self.config.reward in ("exact", "levenshtein") and not any(map(_has_words, wanted)):
+            return {
+                "exact": percent(map(str.__eq__, given, wanted)),
+                "similarity": percent(map(Levenshtein.ratio, given, wanted)),
+            }
+        found = text_metrics(given, wanted)
         first = _HEADLINE.get(self.config.reward, "exact")
         return {first: found.pop(first), **found}
 
@@ -265,6 +301,21 @@ class Custom(Rows):
         return Example(0, question, answer, extra)
 
 
+def find_function(name: str) -> Callable[[str, str], float]:
+    """Return a function of the user's, "module.function". Raises: ConfigError."""
+    module, _, function = name.rpartition(".")
+    try:
+        found: Any = getattr(importlib.import_module(module), function)
+    except Exception as error:
+        raise ConfigError(
+            f"task.rewards names {name!r}, which cannot be imported: {type(error).__name__}:"
+            f" {error}. Give MODULE.FUNCTION, with the module's folder on PYTHONPATH."
+        ) from error
+    if callable(found):
+        return cast(Callable[[str, str], float], found)
+    raise ConfigError(f"task.rewards names {name!r}, which is no function.")
+
+
 def template_fields(template: str) -> list[str]:
     """Return the names in braces, in order. Raises: ConfigError for braces that do not fit."""
     try:
@@ -292,6 +343,11 @@ def _whole(completion: str) -> str:
     """Return the text between the last tags, else all of it; stripped."""
     tagged = answers.tagged(completion)
     return (completion if tagged is None else tagged).strip()
+
+
+def _has_words(answer: str) -> bool:
+    """Return whether an answer is long enough for BLEU, which counts up to four words in a row."""
+    return len(answer.split()) >= 4
 
 
 def _final(text: str) -> str | None:

@@ -14,6 +14,7 @@ import pytest
 from common.config import ConfigError
 from common.tasks import build
 from common.tasks.data import Row
+from common.tasks.scoring import score_parts
 from launch import compose, train
 from tests.support import ROOT, SMALL
 
@@ -153,18 +154,11 @@ def test_template_and_conversation(data):
     assert only.prompt(example) == example.question
 
 
-def test_it_teaches_the_answer_both_ways_round(data):
+def test_it_teaches_the_answer_once_and_twice(data):
     task = custom("task.path=data.jsonl", *FIELDS)
     example = next(e for e in [*task.examples("train"), *task.examples("test")] if e.answer == "12")
     taught = {task.pretraining(example, random.Random(i)) for i in range(20)}
-    assert taught == {("6 and 6\n", "12"), ("6 and 6\n", "21")}
-    palindrome = next(
-        e for e in [*task.examples("train"), *task.examples("test")] if e.answer == "22"
-    )
-    assert task.pretraining(palindrome, random.Random(1)) in {
-        ("11 and 11\n", "22"),
-        ("11 and 11\n", "2222"),
-    }
+    assert taught == {("6 and 6\n", "12"), ("6 and 6\n", "1212")}
 
 
 # --- rewards
@@ -200,11 +194,28 @@ def test_it_teaches_the_answer_both_ways_round(data):
 def test_rewards(data, reward, answer, completion, score):
     rows = [{"question": f"{i}", "answer": answer} for i in range(3)]
     (data / "one.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = custom("task.path=one.jsonl", *FIELDS, f"task.reward={reward}")
+    whole = ["task.partial=0"] if reward in ("exact", "numeric") else []
+    task = custom("task.path=one.jsonl", *FIELDS, f"task.reward={reward}", *whole)
     example = task.examples("test")[0]
     assert task.reward(example, completion) == pytest.approx(score)
     assert task.rewards([example] * 2, [completion, answer])[1] == pytest.approx(1)
     assert all(0 <= value <= 100 for value in task.metrics([example], [completion]).values())
+
+
+def test_a_wrong_answer_earns_a_part_and_counts_as_wrong(data):
+    """So that there is something to climb while nothing is right."""
+    task = custom("task.path=data.jsonl", *FIELDS)
+    example = next(e for s in ("train", "test") for e in task.examples(s) if e.answer == "12")
+    earned = [task.reward(example, text) for text in ("12", "13", "99", "")]
+    assert earned == pytest.approx([1, 0.1, 0, 0])
+    assert task.metrics([example], ["13"])["exact"] == 0
+    numeric = custom("task.path=data.jsonl", *FIELDS, "task.reward=numeric")
+    example = next(e for s in ("train", "test") for e in numeric.examples(s) if e.answer == "12")
+    assert numeric.reward(example, "It is 13") == pytest.approx(0.1)
+    assert numeric.metrics([example], ["It is 13"])["accuracy"] == 0
+    assert "task.partial=0.5 has no effect with task.reward=chrf" in wording(
+        "task.path=data.jsonl", *FIELDS, "task.reward=chrf", "task.partial=0.5"
+    )
 
 
 def test_the_leading_measure_is_not_the_reward(data):
@@ -212,7 +223,7 @@ def test_the_leading_measure_is_not_the_reward(data):
         task = custom("task.path=data.jsonl", *FIELDS, f"task.reward={reward}")
         return list(task.metrics(task.examples("test"), ["x"] * 4))
 
-    assert names("levenshtein") == ["exact", "bleu", "chrf"]
+    assert names("levenshtein") == ["exact", "similarity"], "no BLEU of numbers"
     assert names("bleu") == ["chrf", "bleu", "exact"]
     assert names("chrf")[0] == "bleu"
     assert names("numeric") == ["accuracy", "answered"]
@@ -226,6 +237,7 @@ def test_tolerance(data):
         "task.answer_field=a",
         "task.reward=numeric",
     ]
+    own.append("task.partial=0")
     strict, loose = custom(*own), custom(*own, "task.tolerance=0.01")
     example = strict.examples("test")[0]
     assert [strict.reward(example, text) for text in ("3.14", "3.14159")] == [0, 1]
@@ -244,7 +256,7 @@ def test_math_asks_math_verify_where_numbers_do_not_tell(data, monkeypatch):
     (data / "m.jsonl").write_text(
         '{"question": "a", "answer": "\\\\sqrt{16}"}\n{"question": "b", "answer": "\\\\sqrt{16}"}\n'
     )
-    task = custom("task.path=m.jsonl", *FIELDS, "task.reward=math")
+    task = custom("task.path=m.jsonl", *FIELDS, "task.reward=math", "task.partial=0")
     example = task.examples("test")[0]
     texts = ["so\n4", "16", "we get \\boxed{4}", "\\sqrt{16}", "2^2"]
     assert task.rewards([example] * 5, texts) == [1, 0, 1, 1, 0]
@@ -451,3 +463,20 @@ def test_whole_numbers_stay_as_they_are():
             number
         )
     assert Row("here", {"a": 2.0}).text("a", "task.answer_field", numbers=True) == "2"
+
+
+def test_several_weighted_functions_of_ones_own(data, monkeypatch):
+    (data / "graded.py").write_text(
+        "def brevity(completion, answer):\n    return 1 / max(1, len(completion))\n"
+    )
+    monkeypatch.syspath_prepend(str(data))
+    own = ["task.path=data.jsonl", *FIELDS, "task.partial=0"]
+    task = custom(*own, "task.rewards={graded.brevity: 0.5}")
+    example = next(e for s in ("train", "test") for e in task.examples(s) if e.answer == "12")
+    assert task.reward(example, "12") == pytest.approx((1 + 0.5 * 0.5) / 1.5)
+    scored = score_parts(task, [example] * 2, ["12", "1"])
+    assert scored.rewards == pytest.approx([(1 + 0.5 * 0.5) / 1.5, 0.5 / 1.5])
+    assert scored.components == {"exact": [1.0, 0.0], "graded.brevity": [0.5, 1.0]}
+    assert "'graded.none', which cannot be imported: AttributeError" in wording(
+        *own, "task.rewards={graded.none: 1}"
+    )

@@ -330,7 +330,7 @@ def test_submitit_runs_jobs_side_by_side_that_share_the_tiny_model(launch, tmp_p
     assert "| algo=eggroll" not in (page := (sweep / "comparison.md").read_text())
     assert re.search(r"^\| eggroll \| 2 \| ", page, flags=re.M), "seeds alone make one setting"
     said = [path.read_text() for path in sweep.glob(".submitit/*/*_log.*")]
-    assert sum("pre-training the tiny model: 3 steps" in text for text in said) == 1
+    assert sum("the task's form, 3 steps" in text for text in said) == 1
     assert len([path for path in (tmp_path / "fresh").iterdir() if path.is_dir()]) == 1
 
 

@@ -326,9 +326,12 @@ def test_errors_of_tiny(tmp_path, monkeypatch):
 def test_progress_is_plain_lines_without_a_terminal(capsys):
     tiny.tiny_model(tiny_config(), Doubling())
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "pre-training the tiny model: 4 steps, 8 rows a step."
+    assert lines[0].startswith(
+        "model=tiny: teaching a new model of 0.02M parameters the task's form"
+    )
+    assert "4 steps of 8 rows. This is done once and kept in " in lines[0]
     assert 2 <= len(lines) <= 6
-    assert "step 4, loss" in lines[-1]
+    assert "step 4 of 4, loss" in lines[-1]
     tiny.tiny_model(tiny_config(pretrain_seed=5), Doubling(), progress=False)
     assert capsys.readouterr().err == ""
 

@@ -32,8 +32,8 @@ def test_no_time_left_before_two_observations_give_a_speed(clock, caplog):
     assert caplog.messages == [
         "evaluating: completion 1/200",
         "evaluating: completion 2/200",
-        "evaluating: completion 50/200: 02:39 left",
-        "evaluating: completion 100/200: 01:04 left",
+        "evaluating: completion 50/200: 00:33 left",
+        "evaluating: completion 100/200: 00:22 left",
     ]
 
 
