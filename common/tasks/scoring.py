@@ -41,6 +41,8 @@ def _call(
     name: str, function: Component, examples: Sequence[Example], completions: Sequence[str]
 ) -> list[float]:
     """Return what a function of the task's scores; its mistakes are worded."""
+    if not completions:
+        return []
     first = f"example {examples[0].id}, {completions[0][:80]!r}"
     advice = "A reward must score any text; give 0 where it cannot."
     with wording(name, f", on {len(completions)} completions (the first: {first})", advice):
