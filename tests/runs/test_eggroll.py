@@ -352,10 +352,8 @@ def fails(tmp_path: Path, task: object, *overrides: str, run=run_here) -> str:
 @pytest.mark.faults
 def test_a_reward_that_raises(tmp_path):
     said = fails(tmp_path, Letters(fault="raises", fault_id=FAULTY))
-    assert said.startswith(
-        "Letters.reward raised KeyError: 'no such letter', on 1 completions (the first: example"
-        f" {FAULTY}, "
-    )
+    assert said.startswith("Letters.reward raised KeyError: 'no such letter' (")
+    assert f"(the first: example {FAULTY}, " in said
     assert said.endswith("A reward must score any text; give 0 where it cannot.")
 
 
@@ -390,9 +388,7 @@ def test_a_batch_of_rewards(tmp_path):
         == "Batched.rewards returned 7 scores for 8 completions. Return one for each, in order."
     )
     said = fails(tmp_path, Batched(fault="batch raises"))
-    assert said.startswith(
-        "Batched.rewards raised ZeroDivisionError: by zero, on 8 completions (the first: example "
-    )
+    assert said.startswith("Batched.rewards raised ZeroDivisionError: by zero (")
 
 
 @pytest.mark.faults
@@ -401,10 +397,8 @@ def test_a_mistake_on_one_rank_ends_all(run_in_ranks, tmp_path, capfd):
     it.
     """
     said = fails(tmp_path, Letters(fault="raises", fault_id=FAULTY), run=run_in_ranks)
-    assert said.startswith(
-        "Letters.reward raised KeyError: 'no such letter', on 1 completions (the first: example"
-        f" {FAULTY}, "
-    )
+    assert said.startswith("Letters.reward raised KeyError: 'no such letter' (")
+    assert f"(the first: example {FAULTY}, " in said
     assert capfd.readouterr().err == ""
 
 
