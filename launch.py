@@ -26,7 +26,7 @@ from common.config.schema import HardwareConfig
 from common.distributed import slurm
 from common.early import build_early
 from common.exits import ending_command, ending_job
-from common.lock import check_free, held
+from common.lock import held, reserved
 
 
 def load(path: str) -> Any:
@@ -131,8 +131,9 @@ def main() -> None:
             return submit(arguments)
         if not {"--cfg", "-c", "--help", "-h", "--info", "-i"} & set(arguments):
             command.check_folder(arguments)
-            check_free(arguments)
-        with command.removing_empty_folders(arguments):
+        if "plan=true" in arguments:  # which leaves the files of a run in its folder alone
+            sys.argv.append("hydra.output_subdir=null")
+        with command.removing_empty_folders(arguments), reserved(arguments):
             _main()
 
 

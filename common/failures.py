@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import sys
+from contextlib import suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
@@ -24,7 +25,8 @@ def show_any_text() -> None:
     """Let a terminal that is not UTF-8 show what it can, and the rest as escapes."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            with suppress(OSError):  # one that reads and writes a terminal has no place to seek to
+                stream.reconfigure(errors="backslashreplace")
 
 
 def keep_early(log: logging.Logger) -> None:

@@ -142,7 +142,7 @@ def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
             "%s. Sizes are refitted to it and the run goes on (hardware.strict=true would stop).",
             what,
         )
-    if found.device.type == "cuda":
+    if found.device.type == "cuda" and not is_absent(found.device):
         major, minor = torch.cuda.get_device_capability(found.device)
         built = torch.cuda.get_arch_list()  # "sm_90a", "sm_100f"; "compute_90" is compiled later
         numbers = [int(arch[1]) for name in built if (arch := re.match(r"sm_(\d+)", name))]
@@ -170,7 +170,7 @@ def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
             f"opt=compile is not for hardware={config.name}: its compiler needs compute capability"
             " 8.0. Leave it out."
         )
-    if not config.p2p:
+    if not config.p2p and not found.planned:
         os.environ.setdefault("NCCL_P2P_DISABLE", "1")
 
 

@@ -49,16 +49,26 @@ def locked(folder: Path, shard: str | None = None) -> Iterator[None]:
         yield
 
 
-def check_free(arguments: Sequence[str]) -> None:
-    """Raise InUseError where the run folder that the arguments name is in use, before Hydra writes
-    its files there.
+@contextmanager
+def reserved(arguments: Sequence[str]) -> Iterator[None]:
+    """Hold the run folder that the arguments name for a command, from before Hydra writes its files
+    there. Shards of one run share it. Raises: InUseError where another process has it.
     """
-    given = [text.partition("=")[2] for text in arguments if text.startswith("hydra.run.dir=")]
-    path = Path(given[-1].strip("'\"")) / NAME if given else None
-    if path is None or os.environ.get("RANK", "0") != "0" or not path.is_file():
+    plain = [text.lstrip("+") for text in arguments]
+    given = [text.partition("=")[2] for text in plain if text.startswith("hydra.run.dir=")]
+    folder = Path(given[-1].strip("'\"")) if given else None
+    if folder is None or "${" in str(folder) or os.environ.get("RANK", "0") != "0":
+        yield
         return
-    with path.open("rb") as file:
-        _lock(file.fileno(), path, fcntl.LOCK_SH)
+    if (path := folder / NAME).is_file():  # a run from Python holds no other
+        with path.open("rb") as file:
+            _lock(file.fileno(), path, fcntl.LOCK_SH)
+    command = folder / f"{NAME}-command"
+    with held(command, shared=any(text.startswith("algo.shard=") for text in plain)):
+        try:
+            yield
+        finally:
+            command.unlink(missing_ok=True)  # the folder may be removed where nothing else is in it
 
 
 @contextmanager

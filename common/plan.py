@@ -5,9 +5,12 @@ need not be there. It goes as far as its own plan, and so the numbers are those 
 would print. Where they do not fit the device, what would make them fit is tried in order of cost.
 """
 
+import copy
 import importlib
 import logging
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -71,7 +74,7 @@ def show(entry: str, run: Run, task: Any = None) -> Plan:
     width = max(map(len, plan.rows))
     for key, value in plan.rows.items():
         print(f"{key:{width}}  {value}")
-    room = f"{plan.memory_gb:.0f} GB, of which a tenth is to spare"
+    room = f"{plan.memory_gb:.4g} GB, of which a tenth is to spare"
     if plan.fits:
         print(f"{'fits':{width}}  yes: {plan.peak_gb:.1f} of {room}")
         return plan
@@ -103,10 +106,10 @@ def make(entry: str, run: Run, task: Any = None) -> Plan:
         )
     module, _, name = entry.partition(":")
     train = getattr(importlib.import_module(module), name)
+    run = copy.deepcopy(run)  # lengths are filled in
     run.algo.check_run(run)
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # sizes that are fitted are in the plan
-    with hardware.planning(run.hardware) as device, TemporaryDirectory() as folder:
+    with hardware.planning(run.hardware) as device, TemporaryDirectory() as folder, _quiet():
+        hardware.check(run.hardware, run.opt, device)
         context = Context(0, workers.ranks or 1, device, Path(folder))
         try:
             train(run, context, task)
@@ -114,9 +117,20 @@ def make(entry: str, run: Run, task: Any = None) -> Plan:
             rows = made.rows | _estimate_speed(run, made.subject)
             rows.pop("folder", None)
             return Plan(rows, made.subject.peak / 2**30, context.memory_gb)
-        finally:
-            logging.disable(level)
     raise AssertionError("a run ends with its plan")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Say nothing in the block: sizes that are fitted are in the plan."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
 
 
 def _estimate_speed(run: Run, lm: Any) -> dict[str, str]:

@@ -46,7 +46,7 @@ def split_prompts(lm: LM) -> Prompts:
             f"all {len(examples)} training prompts are evaluation prompts too, so none is left to"
             " train on. Give other training or test rows."
         )
-    count = cfg.validation_prompts
+    count = min(cfg.validation_prompts, max(1, len(train) // 2))
     if count >= len(train):
         raise ConfigError(
             f"algo.validation_prompts={count} leaves none of the {len(train)} training prompts to"

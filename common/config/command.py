@@ -127,7 +127,7 @@ def check_folder(arguments: Sequence[str]) -> None:
     """Raise ConfigError for a run folder that cannot be made, or that is not used."""
     multirun = bool({"-m", "--multirun"} & set(arguments))
     for argument in arguments:
-        key, _, value = argument.partition("=")
+        key, _, value = argument.lstrip("+").partition("=")
         if key not in ("hydra.run.dir", "hydra.sweep.dir"):
             continue
         used = "hydra.sweep.dir" if multirun else "hydra.run.dir"
@@ -148,7 +148,8 @@ def check_folder(arguments: Sequence[str]) -> None:
 def removing_empty_folders(arguments: Sequence[str]) -> Iterator[None]:
     """Remove, after the block, the empty folders that it made for a run, up to the first ${...}."""
     keys = ("hydra.run.dir=", "hydra.sweep.dir=")
-    given = [argument.partition("=")[2] for argument in arguments if argument.startswith(keys)]
+    plain = [argument.lstrip("+") for argument in arguments]
+    given = [argument.partition("=")[2] for argument in plain if argument.startswith(keys)]
     default: Any = OmegaConf.to_container(OmegaConf.load(CONF / "hydra" / "clutch.yaml"))
     folder = Path([default["run"]["dir"], *given][-1].strip("'\"").partition("${")[0])
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -164,7 +165,7 @@ def is_unused(folder: Path) -> bool:
     """Return whether a run folder holds nothing but what Hydra wrote, and logs without a line."""
     with suppress(FileNotFoundError):  # another rank is done with it
         return all(
-            path.name == ".hydra" or (path.is_file() and not path.stat().st_size)
+            path.name in (".hydra", ".lock-command") or (path.is_file() and not path.stat().st_size)
             for path in folder.iterdir()
         )
     return False

@@ -12,7 +12,7 @@ import json
 import random
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +204,9 @@ def _attach(model: Any, config: AdapterConfig, context: Context) -> Any:
             target_modules=targets[0] if targets == ["all-linear"] else targets,
             task_type="CAUSAL_LM",
         )
-        found = peft.get_peft_model(model, settings)
+        here = torch.device("meta") if context.device.planned else nullcontext()
+        with here:
+            found = peft.get_peft_model(model, settings)
     _check_places(model, f"model.adapter.{'path' if config.path else 'targets'}")
     return found
 

@@ -93,7 +93,7 @@ def cache_bytes(config: Any, size: int) -> int:
 
 def logits_bytes(model: PreTrainedModel, tokens: int) -> float:
     """Return what the logits of `tokens` need at a time, and what comes of them."""
-    held = LOGITS[stands_for(model.device).type]
+    held = LOGITS["cpu" if stands_for(model.device).type == "cpu" else "cuda"]
     return 10.0 * min(tokens * model.config.vocab_size, held)
 
 

@@ -106,10 +106,10 @@ def on_two_ranks(run, context, _):
     with pytest.MonkeyPatch.context() as patch:
         if not context.main:
             patch.delattr(lm, "load_model")  # rank 0 alone reads
-        model, _ = lm.load_on_all_ranks(run, Letters("smooth"), context)
+        model, _ = lm.load_on_all_ranks(run, Letters("smooth"), context, torch.float32)
         found["loaded"] = context.gather_objects(fingerprint(model.parameters()))
         with pytest.raises(ConfigError) as caught:
-            lm.load_on_all_ranks(run, OtherRows("smooth"), context)
+            lm.load_on_all_ranks(run, OtherRows("smooth"), context, torch.float32)
         found["rows"] = str(caught.value)
     return found
 

@@ -37,7 +37,7 @@ def test_topics_reach_ninety_percent_in_seconds(tmp_path):
     )
     assert 90 < result.after < 100
     assert {path.name for path in tmp_path.iterdir()} == {
-        *("run.yaml", "run.log", "metrics.jsonl", "result.json", "checkpoints", "model"),
+        *("run.yaml", "run.log", "metrics.jsonl", "result.json", "checkpoints", "model", ".lock"),
         *("predictions.jsonl", "confusion.json", "report.md"),
     }
     log = events(tmp_path)

@@ -53,8 +53,8 @@ TOY = {
     **dict.fromkeys(("rft_a100_40g", "rft_a100_80g", "rft_rtx4090", "rft_v100"), RFT),
     "rft_smollm2_units": [s for s in RFT if not s.startswith("model")],
     **dict.fromkeys(("grpo_lora_7b_80gb", "grpo_lora_7b_24gb", "grpo_lora_3b_24gb"), LARGE_GRPO),
-    "eggroll_7b_40gb": [*LARGE, "opt=[amp]", "algo.members=8", "algo.steps=1"],
-    "rft_lora_8b_40gb": [*LARGE, *(s for s in RFT if not s.startswith("model"))],
+    "eggroll_7b_40gb": [*SMALL, *LARGE, "opt=[amp]", "algo.steps=1"],
+    "rft_lora_8b_40gb": [*LARGE, *RFT],
 }  # fmt: skip
 
 

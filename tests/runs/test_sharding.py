@@ -130,7 +130,7 @@ def load(run: Run, context: Context) -> dict[str, object]:
     """Load a model, and share it out. Return where its weights were before, and whether all is as
     in a plain one after.
     """
-    model, _ = load_on_all_ranks(run, Letters(), context)
+    model, _ = load_on_all_ranks(run, Letters(), context, torch.float32)
     tensors = [*model.parameters(), *model.buffers()]
     [before] = {tensor.device.type for tensor in tensors}
     fsdp.shard([model], run, context, Precision(torch.float32, scaler=False))
