@@ -116,6 +116,8 @@ def make(entry: str, run: Run, task: Any = None) -> Plan:
         except PlanMade as made:
             rows = made.rows | _estimate_speed(run, made.subject)
             rows.pop("folder", None)
+            if workers.enabled and workers.ranks is None:
+                rows["ranks"] += " (opt.ddp.ranks plans more)"
             return Plan(rows, made.subject.peak / 2**30, context.memory_gb)
     raise AssertionError("a run ends with its plan")
 

@@ -155,7 +155,7 @@ class ScalingConfig(ClassifyConfig):
     NO_EFFECT: ClassVar[dict[str, str]] = (
         ClassifyConfig.NO_EFFECT
         | {key: "it measures steps and keeps no model" for key in _OF_TRAINING}
-        | {"budget": "algo.steps ends it"}
+        | {"budget": "algo.steps ends it", "plan": "it is a plan, or a measurement, itself"}
     )
 
     ranks: list[int]

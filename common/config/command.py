@@ -124,8 +124,12 @@ def _find_given(reasons: Mapping[str, str], overrides: Sequence[str]) -> Iterato
 
 
 def check_folder(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for a run folder that cannot be made, or that is not used."""
+    """Raise ConfigError for a run folder that cannot be made, or that is not used; and for a plan
+    of a sweep, which would leave a folder for each job.
+    """
     multirun = bool({"-m", "--multirun"} & set(arguments))
+    if multirun and "plan=true" in arguments:
+        raise ConfigError("plan=true plans one run. Leave out -m, and plan the jobs one by one.")
     for argument in arguments:
         key, _, value = argument.lstrip("+").partition("=")
         if key not in ("hydra.run.dir", "hydra.sweep.dir"):

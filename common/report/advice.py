@@ -87,7 +87,10 @@ def _truncated(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None
 
 def _drift(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
     drift = max((event.get("drift") or 0.0 for event in recent), default=0.0)
-    if drift < 0.7:
+    rewards = [event["reward"] for event in recent if event.get("reward") is not None]
+    half = len(rewards) // 2
+    rises = half > 0 and fmean(rewards[half:]) > fmean(rewards[:half])
+    if drift < 0.7 or rises:  # a small model that learns moves far
         return None
     text = f"the weights have moved by {drift:.0%} of their own size, which few models survive."
     return Advice("drift", f"{text} Lower the step size.", _times(algo, "lr", 0.3))
@@ -191,22 +194,23 @@ def _reason(result: Any, events: Sequence[Numbers], algo: dict[str, Any]) -> tup
     if result.iteration == 0:
         text = "No iteration was better than the base model on the validation prompts."
         return text, _times(algo, "samples_per_prompt", 2)
-    if found := find_advice(events[-WINDOW:], algo):
-        return f"Likely reason: {found[0].text}", found[0].change
     rewards = [event["reward"] for event in events if event.get("reward") is not None]
     part = max(1, len(rewards) // 5)
+    first, last = 0.0, 0.0
     if len(rewards) >= LEAST:
         first, last = fmean(rewards[:part]), fmean(rewards[-part:])
-        if last - first >= RISEN:
-            return (
-                f"The reward of training samples rose from {first:.2f} to {last:.2f}, so it has"
-                " learnt its training rows, or what the reward counts, and not what is measured."
-                " Give more rows, and read completions/ for a reward that is gamed.",
-                "",
-            )
-        if first - last >= RISEN:
-            text = f"The reward of training samples fell from {first:.2f} to {last:.2f}."
-            return f"{text} It moves too fast.", _times(algo, "lr", 0.3)
+    if last - first >= RISEN:
+        return (
+            f"The reward of training samples rose from {first:.2f} to {last:.2f}, so it has"
+            " learnt its training rows, or what the reward counts, and not what is measured."
+            " Give more rows, and read completions/ for a reward that is gamed.",
+            "",
+        )
+    if found := find_advice(events[-WINDOW:], algo):
+        return f"Likely reason: {found[0].text}", found[0].change
+    if first - last >= RISEN:
+        text = f"The reward of training samples fell from {first:.2f} to {last:.2f}."
+        return f"{text} It moves too fast.", _times(algo, "lr", 0.3)
     text = "The reward of training samples hardly moved: it needs more steps, or larger ones."
     return text, _times(algo, "steps", 3) or _times(algo, "iterations", 2) or _times(algo, "lr", 3)
 

@@ -218,8 +218,9 @@ def finish_run(
     if count := len(subject.held_out or ()):
         algo, logged = asdict(run.algo), events(folder / "metrics.jsonl")
         result.verdict, change = advice.judge(result, count, logged, algo)
-        if change:
-            result.next_command = advice.command(page.arguments(folder), change)
+        if change:  # a run that Python began has no command to repeat
+            given = page.arguments(folder)
+            result.next_command = advice.command(given, change) if given else change
     result.save()
     samples = [
         {

@@ -1,5 +1,6 @@
 """plan=true: what a run would take, without making it. Counted peaks are in test_standin.py."""
 
+import copy
 import re
 import subprocess
 import sys
@@ -101,6 +102,30 @@ def test_from_the_command_line_it_leaves_nothing(tmp_path):
     assert not list(tmp_path.rglob("*.*"))
 
 
+def test_in_the_folder_of_a_run_it_changes_nothing(tmp_path):
+    ran = [sys.executable, str(ROOT / "launch.py"), *SMALL, "algo.steps=1", "hydra.run.dir=run"]
+    subprocess.run(ran, cwd=tmp_path, check=True, capture_output=True)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    done = subprocess.run([*ran, "plan=true"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    assert after == before
+    sweep = subprocess.run(
+        [*ran[:-1], "plan=true", "-m"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (sweep.returncode, sweep.stderr) == (
+        2,
+        "error: plan=true plans one run. Leave out -m, and plan the jobs one by one.\n",
+    )
+
+
+def test_a_plan_leaves_the_run_of_the_caller_alone():
+    run = compose([*SMALL, "plan=true"])
+    kept = copy.deepcopy(run)
+    train(run, "nowhere")
+    assert run == kept
+
+
 def test_what_would_make_it_fit(models, capsys):
     """Switches are added by what they cost, until the plan fits."""
     model = ["model=hf", f"model.path={models['7b']}", "algo=eggroll"]
@@ -147,6 +172,8 @@ def test_experiments_of_large_models_fit_their_card(name, models):
     [
         (["algo=classify"], "plan has no effect with algo=classify"),
         (["algo=grpo", "opt=[fsdp]"], "Leave fsdp out"),
+        (["algo=predict"], "is a plan, or a measurement, itself"),
+        (["algo=eggroll", "opt=[amp,offload]", "hardware=cpu"], "opt=offload has no effect"),
         (["algo=eggroll", "opt=[tf32]", "hardware=v100"], "compute capability 8.0"),
     ],
 )

@@ -77,11 +77,25 @@ def test_a_run_that_goes_well_is_not_talked_at():
     assert not any(adviser.look(certain) for _ in range(100)), "it is done, and knows it"
 
 
+def test_weights_may_move_far_while_a_model_learns():
+    adviser = advice.Adviser(ALGO)
+    moved = [{"drift": 0.8, **event} for event in moving(0.1, 0.6)]
+    assert not any(adviser.look(event) for event in moved)
+
+
 def test_every_rule_is_reached():
     names = set()
     for event, _, _ in LINES.values():
         names |= {found.name for found in advice.find_advice([event] * 3, ALGO | {"sigma": 0.1})}
     assert len(names) == len(advice.RULES)
+
+
+def test_rows_learnt_by_heart_come_before_groups_that_teach_nothing():
+    """By then most groups are all right, and harder prompts are not what it needs."""
+    events = [{**event, "dead_groups": 0.9, "dead_all_right": 0.9} for event in moving(0.2, 0.99)]
+    said, change = advice.judge(result(10, 12), 256, events, ALGO)
+    assert "has learnt its training rows" in said
+    assert change == ""
 
 
 def result(before: float, after: float, iteration: int | None = None) -> SimpleNamespace:
