@@ -101,5 +101,5 @@ def test_a_run_that_cannot_learn_says_why(in_cache, tmp_path, capsys):
     assert "Try algo.samples_per_prompt=16." in said
     assert "it has not measurably learnt: held-out exact 0.0 -> 0.0" in result.verdict
     assert f"Likely reason: {advice}" in result.verdict
-    assert result.next_command.endswith(" algo.samples_per_prompt=16")
+    assert result.next_command == "algo.samples_per_prompt=16", "no command began it"
     (tmp_path / "run" / "report.md").read_text().index("Try next:")
