@@ -11,7 +11,6 @@ Imports no torch: that happens in the worker, so `--help` and `--cfg job` answer
 import os
 import shlex
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,8 @@ from common.config.schema import HardwareConfig
 from common.distributed import slurm
 from common.early import build_early
 from common.exits import ending_command, ending_job
+from common.instance import load
 from common.lock import held, reserved
-
-
-def load(path: str) -> Any:
-    """Return what "module:name" names."""
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
-
 
 # The algorithms, a closed set: the dataclass of each one's settings, in a module without torch. The
 # train.py beside it has train(run, context, task) -> Result, unless the class names another
@@ -131,7 +124,7 @@ def main() -> None:
             return submit(arguments)
         if not {"--cfg", "-c", "--help", "-h", "--info", "-i"} & set(arguments):
             command.check_folder(arguments)
-        if "plan=true" in arguments:  # which leaves the files of a run in its folder alone
+        if command.asks_for_plan(arguments):  # which leaves the files of a run in its folder alone
             sys.argv.append("hydra.output_subdir=null")
         with command.removing_empty_folders(arguments), reserved(arguments):
             _main()

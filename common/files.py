@@ -168,4 +168,4 @@ def sync(path: Path) -> None:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or its type where it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")

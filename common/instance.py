@@ -12,6 +12,12 @@ from omegaconf.errors import OmegaConfBaseException
 from common.config import ConfigError, build
 
 
+def load(path: str) -> Any:
+    """Return what "module:name" names in this project."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def instantiate(
     key: str, node: dict[str, Any], methods: Sequence[str], see: str = "", **given: Any
 ) -> Any:

@@ -22,6 +22,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from common.config import ConfigError
+from common.config.command import find_folder
 
 log = logging.getLogger("clutch")
 
@@ -54,17 +55,18 @@ def reserved(arguments: Sequence[str]) -> Iterator[None]:
     """Hold the run folder that the arguments name for a command, from before Hydra writes its files
     there. Shards of one run share it. Raises: InUseError where another process has it.
     """
-    plain = [text.lstrip("+") for text in arguments]
-    given = [text.partition("=")[2] for text in plain if text.startswith("hydra.run.dir=")]
-    folder = Path(given[-1].strip("'\"")) if given else None
-    if folder is None or "${" in str(folder) or os.environ.get("RANK", "0") != "0":
+    given = find_folder(arguments, "hydra.run.dir")
+    if given is None or "${" in given or os.environ.get("RANK", "0") != "0":
         yield
         return
+    folder = Path(given)
     if (path := folder / NAME).is_file():  # a run from Python holds no other
         with path.open("rb") as file:
             _lock(file.fileno(), path, fcntl.LOCK_SH)
     command = folder / f"{NAME}-command"
-    with held(command, shared=any(text.startswith("algo.shard=") for text in plain)):
+    with held(
+        command, shared=any(text.lstrip("+").startswith("algo.shard=") for text in arguments)
+    ):
         try:
             yield
         finally:

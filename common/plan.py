@@ -6,7 +6,6 @@ would print. Where they do not fit the device, what would make them fit is tried
 """
 
 import copy
-import importlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from typing import Any
 from common import hardware
 from common.config import AdapterConfig, ConfigError, Run
 from common.distributed.context import Context
+from common.instance import load
 from common.model.memory import cache_bytes
 from common.report import summary
 from common.rows import FITTED
@@ -81,16 +81,16 @@ def show(entry: str, run: Run, task: Any = None) -> Plan:
     print(f"{'fits':{width}}  no: {plan.peak_gb:.1f} of {room}. One more at a time:")
     changed = run
     for change in WAYS:
-        more = change(changed)
+        if (more := change(changed)) == changed:
+            continue
         try:
             other = make(entry, more, task)
         except ConfigError:  # it has no effect here
             continue
-        if more != changed:
-            changed, answer = more, "fits" if other.fits else "does not fit"
-            print(f"{'':{width}}  {_describe(run, more)}: {other.peak_gb:.1f} GB, {answer}")
-            if other.fits:
-                return plan
+        changed, answer = more, "fits" if other.fits else "does not fit"
+        print(f"{'':{width}}  {_describe(run, more)}: {other.peak_gb:.1f} GB, {answer}")
+        if other.fits:
+            return plan
     print(f"{'':{width}}  Take a smaller model or a device with more memory, or share the model")
     print(f"{'':{width}}  out over several with opt=fsdp.")
     return plan
@@ -104,8 +104,7 @@ def make(entry: str, run: Run, task: Any = None) -> Plan:
             "plan=true does not count what opt=fsdp shares out. Leave fsdp out for the plan of one"
             " rank; weights and training state are then shared by the ranks."
         )
-    module, _, name = entry.partition(":")
-    train = getattr(importlib.import_module(module), name)
+    train = load(entry)
     run = copy.deepcopy(run)  # lengths are filled in
     run.algo.check_run(run)
     with hardware.planning(run.hardware) as device, TemporaryDirectory() as folder, _quiet():

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import BooleanNode, OmegaConf, ValidationError
 
 from common.config.checks import CONF, ConfigError
 from common.config.convert import no_secrets
@@ -68,6 +68,25 @@ def find_config_dir(arguments: Sequence[str]) -> str | None:
         if flag in ("--config-dir", "-cd"):
             return value or next(iter(arguments[position + 1 :]), None)
     return None
+
+
+def find_folder(arguments: Sequence[str], *keys: str) -> str | None:
+    """Return the folder that the last of `keys` among the overrides gives; None where none does."""
+    return next((value.strip("'\"") for value in _values(arguments, *keys)), None)
+
+
+def asks_for_plan(arguments: Sequence[str]) -> bool:
+    """Return whether the run is only to be planned, in any of the words for true."""
+    try:
+        return any(BooleanNode().validate_and_convert(v) for v in _values(arguments, "plan")[:1])
+    except ValidationError:  # the conversion says what is wrong with it
+        return False
+
+
+def _values(arguments: Sequence[str], *keys: str) -> list[str]:
+    """Return what overrides of `keys` say, the last one, which counts, first."""
+    plain = (argument.lstrip("+").partition("=") for argument in arguments)
+    return [value for key, _, value in plain if key in keys][::-1]
 
 
 # --- settings without effect
@@ -128,7 +147,7 @@ def check_folder(arguments: Sequence[str]) -> None:
     of a sweep, which would leave a folder for each job.
     """
     multirun = bool({"-m", "--multirun"} & set(arguments))
-    if multirun and "plan=true" in arguments:
+    if multirun and asks_for_plan(arguments):
         raise ConfigError("plan=true plans one run. Leave out -m, and plan the jobs one by one.")
     for argument in arguments:
         key, _, value = argument.lstrip("+").partition("=")
@@ -151,11 +170,9 @@ def check_folder(arguments: Sequence[str]) -> None:
 @contextmanager
 def removing_empty_folders(arguments: Sequence[str]) -> Iterator[None]:
     """Remove, after the block, the empty folders that it made for a run, up to the first ${...}."""
-    keys = ("hydra.run.dir=", "hydra.sweep.dir=")
-    plain = [argument.lstrip("+") for argument in arguments]
-    given = [argument.partition("=")[2] for argument in plain if argument.startswith(keys)]
+    given = find_folder(arguments, "hydra.run.dir", "hydra.sweep.dir")
     default: Any = OmegaConf.to_container(OmegaConf.load(CONF / "hydra" / "clutch.yaml"))
-    folder = Path([default["run"]["dir"], *given][-1].strip("'\"").partition("${")[0])
+    folder = Path((default["run"]["dir"] if given is None else given).partition("${")[0])
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield

@@ -7,7 +7,6 @@ one, spawned for `opt=ddp` and `opt=fsdp`, or the process that torchrun started.
 import copy
 import errno
 import hashlib
-import importlib
 import logging
 import os
 import re
@@ -36,6 +35,7 @@ from common.distributed.alarm import Alarm
 from common.distributed.context import Context
 from common.failures import show_any_text, take_early
 from common.files import CheckpointError
+from common.instance import load
 from common.lock import locked
 from common.signals import (
     EXIT_CONFIG,
@@ -351,8 +351,7 @@ def _train(job: _Job, context: Context) -> Any:
             switch,
             nothing if run.opt.fsdp.enabled else "the same as without it",
         )
-    module, function = job.entry.split(":")
-    train = getattr(importlib.import_module(module), function)
+    train = load(job.entry)
     try:
         return train(run, context, job.task)
     except (CheckpointError, OSError) as error:

@@ -26,6 +26,7 @@ from common.config import AdapterConfig, ConfigError
 from common.distributed import fsdp
 from common.distributed.context import Context
 from common.files import first_line, replacing
+from common.model.half import adapter_change
 from common.model.source import ADAPTER
 
 # What a peft adapter can be beside plain LoRA: the fields of its settings that say so.
@@ -140,10 +141,9 @@ class Adapter:
         found = {n: t.detach().to("cpu", torch.float32) for n, t in held.items() if n not in self}
         for layer in self.layers:
             name = names[id(layer)]
-            down, up = (held[f"{name}.lora_{part}.default.weight"].detach() for part in "AB")
-            change = (up.cpu().float() @ down.cpu().float()) * layer.scaling["default"]
+            down, up = (held[f"{name}.lora_{part}.default.weight"].cpu() for part in "AB")
             base = f"{name}.base_layer.weight"
-            found[base] = found[base] + (change.T if layer.fan_in_fan_out else change)
+            found[base] = found[base] + adapter_change(layer, down, up)
         return {name.replace(".base_layer.", "."): tensor for name, tensor in found.items()}
 
     def __contains__(self, name: str) -> bool:
@@ -277,6 +277,6 @@ def _read(model: Any, given: str, where: str, key: str) -> Any:
         *(SafetensorError, UserWarning),
     ) as error:
         raise ConfigError(
-            f"{key} does not go into {where}: {first_line(error)} It must be an adapter of this"
+            f"{key} does not go into {where}: {first_line(error)}. It must be an adapter of this"
             " very model, whole."
         ) from error

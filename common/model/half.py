@@ -144,11 +144,17 @@ def perturbed(layer: Any) -> bool:
 
 def merged_weight(layer: Any) -> Tensor:
     """Return the weight of an adapted layer with its adapter added, rounded to its own dtype."""
-    down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    change = (up.detach().float() @ down.detach().float()).mul_(layer.scaling["default"])
-    change = change.T if layer.fan_in_fan_out else change
     weight = layer.base_layer.weight.detach()
+    change = adapter_change(layer, layer.lora_A["default"].weight, layer.lora_B["default"].weight)
     return (weight.float() + change).to(weight.dtype)
+
+
+def adapter_change(layer: Any, down: Tensor, up: Tensor) -> Tensor:
+    """Return what the matrices of an adapter, [rank, in] and [out, rank], add to a layer's weight:
+    float32, laid out as that is.
+    """
+    change = (up.detach().float() @ down.detach().float()).mul_(layer.scaling["default"])
+    return change.T if layer.fan_in_fan_out else change
 
 
 def multiply(layer: Any, x: Tensor, add: Tensor | None = None) -> Tensor:

@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from common.config import ConfigError, ModelConfig
+from common.files import first_line
 from common.model.export import progress_bars
 from common.model.source import find_source
 from common.model.tiny import byte_tokenizer, tiny_model, untrained
@@ -239,7 +240,7 @@ def _tokenizer(
         ImportError,
         RuntimeError,
     ) as error:
-        reason = _first_line(error)
+        reason = f"{first_line(error)}."
     if reason:
         raise ConfigError(
             f"{where} has no tokenizer that can be loaded: {reason} Put its tokenizer files"
@@ -253,7 +254,8 @@ def _describe(error: Exception, path: str, where: str) -> ConfigError:
     # What a wrong config.json is told is in the cause: "Validation error for field
     # 'hidden_size':" says little.
     reason = (error.__cause__ if isinstance(error, StrictDataclassError) else None) or error
-    return ConfigError(f"{where} could not be loaded: {_first_line(reason)} {_advice(path, error)}")
+    told = f"{where} could not be loaded: {first_line(reason)}."
+    return ConfigError(f"{told} {_advice(path, error)}")
 
 
 def _advice(path: str, error: Exception) -> str:
@@ -271,7 +273,3 @@ def _advice(path: str, error: Exception) -> str:
         "Check the spelling and the network, log in for a gated model (hf auth login), or give a"
         " local folder."
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:") + "."

@@ -10,7 +10,7 @@ from transformers import (
 )
 
 from common.config import ConfigError
-from common.model.load import _first_line
+from common.files import first_line
 from common.tasks import Messages, plain
 
 
@@ -124,7 +124,7 @@ def _conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> lis
         roles = ", ".join(message["role"] for message in messages)
         raise ConfigError(
             f"the chat template of {tokenizer.name_or_path!r} refuses a prompt of the roles"
-            f" {roles}: {_first_line(error)} Leave out the system text (task.system='' in"
+            f" {roles}: {first_line(error)}. Leave out the system text (task.system='' in"
             " task=units), or give plain prompts (task.chat=false)."
         ) from None
     return list(made["input_ids"])

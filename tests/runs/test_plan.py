@@ -6,37 +6,21 @@ import subprocess
 import sys
 
 import pytest
-from transformers import Qwen2Config, Qwen3Config
+from transformers import Qwen3Config
 
-from common.config import ConfigError
+from common.config import ConfigError, command
 from common.model.tiny import byte_tokenizer
 from launch import compose, train
 from tests.support import CONF, ROOT, SMALL, SMALL_GRPO, SMALL_RFT
+from tests.support.models import configure_qwen
 
 SIZED = ("memory", "rollout", "training", "forwards", "generate", "fine-tune")
 
 
 # What tells Qwen2.5-7B, Qwen2.5-3B and Qwen3-8B apart.
 SHAPES = {
-    "7b": Qwen2Config(
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        vocab_size=152064,
-        architectures=["Qwen2ForCausalLM"],
-    ),
-    "3b": Qwen2Config(
-        hidden_size=2048,
-        intermediate_size=11008,
-        num_hidden_layers=36,
-        num_attention_heads=16,
-        num_key_value_heads=2,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-        architectures=["Qwen2ForCausalLM"],
-    ),
+    "7b": configure_qwen("7b"),
+    "3b": configure_qwen("3b"),
     "8b": Qwen3Config(
         hidden_size=4096,
         intermediate_size=12288,
@@ -117,6 +101,13 @@ def test_in_the_folder_of_a_run_it_changes_nothing(tmp_path):
         2,
         "error: plan=true plans one run. Leave out -m, and plan the jobs one by one.\n",
     )
+
+
+@pytest.mark.parametrize("value", ["true", "True", "yes", "1"])
+def test_every_word_for_true_asks_for_a_plan(value):
+    assert compose([*SMALL, f"plan={value}"]).plan
+    assert command.asks_for_plan(["seed=1", f"plan={value}"])
+    assert not command.asks_for_plan([f"plan={value}", "plan=false"])
 
 
 def test_a_plan_leaves_the_run_of_the_caller_alone():

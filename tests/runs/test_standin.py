@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM
 
 from common import checkpoint, lm, rows
 from common import plan as plans
@@ -37,7 +37,7 @@ from rft.config import SelectConfig
 from tests.support import CONF, SMALL, SMALL_CLASSIFY, SMALL_GRPO, SMALL_RFT, events, standin
 from tests.support.flash import emulated
 from tests.support.letters import Letters
-from tests.support.models import ARCHITECTURES, prompts, sampling, small_model
+from tests.support.models import ARCHITECTURES, configure_qwen, prompts, sampling, small_model
 from tests.support.traffic import Traffic
 
 pytestmark = pytest.mark.standin
@@ -478,15 +478,6 @@ class NotKept(dict):
         return torch.empty(super().__getitem__(name))
 
 
-# hidden size, intermediate size, layers, heads, key heads, vocabulary, tied head: of Qwen2.5
-SHAPES = {
-    "0.5b": (896, 4864, 24, 14, 2, 151936, True),
-    "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
-    "3b": (2048, 11008, 36, 16, 2, 151936, True),
-    "7b": (3584, 18944, 28, 28, 4, 152064, False),
-}
-
-
 SIZES = {
     "grpo": ["algo.steps=1", "algo.resample_rounds=0"],
     "eggroll": ["algo.steps=1", "algo.members=32"],
@@ -494,25 +485,10 @@ SIZES = {
 }
 
 
-def configure(shape):
-    """Return the configuration of a model of that shape."""
-    hidden, wide, layers, heads, key_heads, vocabulary, tied = SHAPES[shape]
-    return Qwen2Config(
-        hidden_size=hidden,
-        intermediate_size=wide,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
-        architectures=["Qwen2ForCausalLM"],
-    )
-
-
 def model_of(shape):
     """Return a model of that shape, of zeros, on the device."""
     with torch.device("cuda:0"):
-        return AutoModelForCausalLM.from_config(configure(shape)).eval()
+        return AutoModelForCausalLM.from_config(configure_qwen(shape)).eval()
 
 
 def measure_peak(shape, folder, arguments):
@@ -576,7 +552,7 @@ def check_plan(shape, algo, arguments, using):
     planned, peak = standin.call(measure_peak, shape, tmp_path, arguments)
     assert planned == pytest.approx(peak, rel=0.1)
     monkeypatch.setattr(varlen, "has_flash", lambda *_: False)  # as on that device
-    configure(shape).save_pretrained(tmp_path / "model")
+    configure_qwen(shape).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     arguments = [*arguments, "hardware=a100_80g", "hardware.memory_gb=400", "plan=true"]
     arguments += ["model=hf", f"model.path={tmp_path}/model"]

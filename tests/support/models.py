@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from common.config import SamplingConfig
 
@@ -17,6 +17,28 @@ KINDS = {
     "gpt2": dict(n_embd=32, n_layer=2, n_head=4, n_positions=128),
 }
 ARCHITECTURES = tuple(KINDS)
+# hidden size, intermediate size, layers, heads, key heads, vocabulary, tied head: of Qwen2.5
+QWEN = {
+    "0.5b": (896, 4864, 24, 14, 2, 151936, True),
+    "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
+    "3b": (2048, 11008, 36, 16, 2, 151936, True),
+    "7b": (3584, 18944, 28, 28, 4, 152064, False),
+}
+
+
+def configure_qwen(shape: str) -> Qwen2Config:
+    """Return the configuration of a Qwen2.5 of that many parameters."""
+    hidden, wide, layers, heads, key_heads, vocabulary, tied = QWEN[shape]
+    return Qwen2Config(
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
+        architectures=["Qwen2ForCausalLM"],
+    )
 
 
 def small_model(name: str, vocabulary: int = 97) -> torch.nn.Module:
