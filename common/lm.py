@@ -43,8 +43,9 @@ REASONING = 64  # tokens at least, for a model that was trained elsewhere and sh
 class LM:
     """The language model of a run.
 
-    Args: task: None = the one that the run names; population: its weights are perturbed and never
-    see a backward pass; rows may come in mirrored pairs; reference: keep a frozen copy.
+    Args: task: None = the one that the run names; population: how many perturbed copies of its
+    weights there are, which never see a backward pass; rows may come in mirrored pairs; rank: of their
+    noise; reference: keep a frozen copy.
     Raises: ConfigError for a model, a task or settings that cannot work.
     """
 
@@ -54,7 +55,8 @@ class LM:
         context: Context,
         task: Task | None = None,
         *,
-        population: bool = False,
+        population: int = 0,
+        rank: int = 1,
         reference: bool = False,
     ) -> None:
         self.run, self.context = run, context
@@ -63,7 +65,7 @@ class LM:
         self.name = run.model.path or run.model.name
         self.precision = precision.resolve(run.opt, self.device)
         self.half = self.precision.compute != torch.float32
-        self.population, self.skipped_prompts = population, 0
+        self.population, self.rank, self.skipped_prompts = population, rank, 0
         adapted = run.model.adapter
         # What is frozen has no masters.
         held = self.precision.compute if adapted else torch.float32
@@ -104,12 +106,16 @@ class LM:
         compiled = self.run.opt.compile
         setup = Setup(
             model=model,
+            context=self.context,
+            adapter=self.adapter,
             pad_id=self.tokenizer.pad_token_id,
             stop_ids=stop_ids(model, self.tokenizer),
             rows=self.run.algo.rollout_rows or ROLLOUT_ROWS[self.device.type],
             floor=floor,
             compile_mode=compiled.mode if compiled.enabled else None,
             autocast=autocast,
+            members=self.population,
+            rank=self.rank,
         )
         return open_engine(self.run, setup)
 
@@ -136,13 +142,22 @@ class LM:
 
     def open_copy(self) -> None:
         """Sample from a half-precision copy of the model as it is now; in float32, and where an
-        adapter lies on weights in half precision, from itself.
+        adapter lies on weights in half precision, from itself. An engine with weights of its own
+        takes them over.
         """
+        autocast = self.precision.compute if self.half else None
+        if self.engine is not None:
+            self.engine.model = self.model
+            return
         if self.adapter is not None:
-            autocast = self.precision.compute if self.half else None
             self.engine = self.open_engine(self.model, autocast=autocast)
             return
         self.engine = self.open_engine(narrowed(self.model, self.precision.compute))
+
+    def close_copy(self) -> None:
+        """Drop the copy that `open_copy` has made; an engine with weights of its own goes on."""
+        if self.engine is not None and not self.engine.separate:
+            self.engine = None
 
     def _longest_answer(self) -> int:
         """Return how many tokens the answers of the task ask for, with the one that ends them."""
@@ -267,12 +282,15 @@ class LM:
         """Count weights and training state. reference: a frozen copy beside it; copies: in half
         precision, of what has float32 weights.
         """
+        engine = self.engine.fixed_bytes(1) if self.engine.separate else 0.0
         if self.adapter is None:
             size = self.parameters
-            return StateMemory.of_training(size, size * trained, reference, copies)
+            state = StateMemory.of_training(size, size * trained, reference, copies)
+            return replace(state, engine=engine)
         parts = ((n, p) for n, p in self.model.named_parameters() if n not in self.adapter)
         frozen = sum(part.numel() * part.dtype.itemsize for _, part in parts)
-        return StateMemory.of_adapter(frozen, self.adapter.size, trained, copies)
+        state = StateMemory.of_adapter(frozen, self.adapter.size, trained, copies)
+        return replace(state, engine=engine)
 
     def fit_rollout(self, state: StateMemory, extra_bytes: float = 0.0) -> float:
         """Fit the engine's rows to the memory; return the bytes of a row. extra_bytes: what else is
@@ -352,8 +370,10 @@ class LM:
         return folder / "model"
 
     def close(self) -> None:
-        """End the workers that score."""
+        """End the workers that score, and an engine in another process."""
         self.scorer.close()
+        if self.engine is not None:
+            self.engine.close()
 
     @contextmanager
     def reference_on_device(self):

@@ -246,6 +246,29 @@ class Noise:
         finally:
             population.window = whole
 
+    def factors(
+        self, draw: int, members: range, sigma: float
+    ) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield what the noise of `members` adds to each matrix, as two factors: its name, left
+        [members, out, r], and right [members, r, in].
+
+        Raises: ConfigError for noise that has no such factors, or is of an embedding.
+        """
+        kinds = kind_of(self.model)
+        index = torch.tensor(list(members), device=self.device)
+        sign = torch.ones(len(members), device=self.device)
+        if self.mirrored:
+            index, sign = index // 2, 1.0 - 2 * (index % 2)
+        for address in self.addresses:
+            if address.policy == "full" or kinds[address.name] == "embeddings":
+                raise ConfigError(
+                    f"this engine samples from members as adapters, which {address.name} cannot"
+                    f" have. Set algo.noise.{kinds[address.name]}=frozen, or engine=native."
+                )
+            a, b = address.split(self.draw(draw, [address], index)[0])
+            scale = sign * (sigma / math.sqrt(address.rank))
+            yield address.name, a.transpose(1, 2) * scale[:, None, None], b
+
     def gradients(self, draw: int, fitness: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the ES gradient (to be descended) of each perturbed parameter: -1/N sum_i f_i s_i
         E_i, float32; of a sharded one for this rank's rows. fitness: [N], on every rank the same.

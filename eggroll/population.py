@@ -3,6 +3,7 @@
 import logging
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,7 +102,10 @@ class Population:
             made = []
             for part in split(members, self.cfg, rows):
                 with self.noise.members(draw, part, sigma):
-                    asked = replace(requests, groups=len(part), narrow=self.noise.narrow)
+                    factors = partial(self.noise.factors, draw, part, sigma)
+                    asked = replace(
+                        requests, groups=len(part), narrow=self.noise.narrow, factors=factors
+                    )
                     made.append(self.lm.generate(asked))
             return made
 

@@ -31,7 +31,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
     infinity.
     """
     cfg: EggrollConfig = run.algo
-    lm = LM(run, context, task, population=True)
+    lm = LM(run, context, task, population=cfg.members, rank=cfg.rank)
     how = {"rank": cfg.rank, "mirrored": cfg.mirrored, "seed": run.seed}
     noise = Noise(lm.model, cfg.noise, **how, only=lm.adapter)
     if cfg.rank != 1 and all(address.policy == "full" for address in noise.addresses):

@@ -51,7 +51,7 @@ class Work:
 
     def load(self, iteration: int, sampling: bool = True) -> None:
         """Load the model of an iteration, unless `lm` has it, and its engine if `sampling`."""
-        self.lm.engine = None  # and with it its copy of the weights
+        self.lm.close_copy()
         if self.loaded != iteration:
             folder = self.folder.trained(iteration) if iteration else None
             self.lm.reload(folder)

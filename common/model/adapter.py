@@ -70,11 +70,15 @@ class Adapter:
         """The number of its weights."""
         return sum(parameter.numel() for parameter in self.parameters.values())
 
+    @property
+    def rank(self) -> int:
+        """The rank of its matrices."""
+        return self.peft.peft_config["default"].r
+
     def describe(self) -> str:
         """Say for the plan what is trained."""
-        settings = self.peft.peft_config["default"]
         begun = f" from {self.config.path}" if self.config.path else ""
-        return f"adapter of rank {settings.r}{begun}, {self.size / 1e6:.2f}M parameters"
+        return f"adapter of rank {self.rank}{begun}, {self.size / 1e6:.2f}M parameters"
 
     @contextmanager
     def initially(self) -> Iterator[None]:
@@ -127,10 +131,15 @@ class Adapter:
 
     def save(self, folder: Path, tokenizer: Any) -> None:
         """Write a folder that peft and vLLM load; whole or not at all."""
-        with replacing(folder) as temporary, peft_of_today():
-            # Else peft asks the hub whether the embedding has grown.
-            self.peft.save_pretrained(str(temporary), save_embedding_layers=False)
+        with replacing(folder) as temporary:
+            self.write(temporary)
             tokenizer.save_pretrained(temporary)
+
+    def write(self, folder: Path) -> None:
+        """Write the matrices and their settings into a folder."""
+        with peft_of_today():
+            # Else peft asks the hub whether the embedding has grown.
+            self.peft.save_pretrained(str(folder), save_embedding_layers=False)
 
     def merged(self, held: dict[str, Tensor] | None) -> dict[str, Tensor]:
         """Return the weights of the plain model with the adapter merged into them, float32 on the

@@ -52,6 +52,14 @@ def empty_like(model: PreTrainedModel) -> PreTrainedModel:
     return found
 
 
+def write_weights(model: PreTrainedModel, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Write a folder without a tokenizer that a model loader reads: the settings of `model`, and
+    these weights under the names that it has without an adapter.
+    """
+    with _savable(model), progress_bars(False):
+        empty_like(model).save_pretrained(folder, state_dict=weights)
+
+
 @contextmanager
 def _savable(model: PreTrainedModel) -> Iterator[None]:
     """Some published generation configs set a temperature without do_sample, which transformers

@@ -22,12 +22,14 @@ class StateMemory:
         copies: half-precision copies, which only plain models have.
         gradients: what they are of the whole, or of the adapter.
         adapter: an adapter with all that belongs to it, which every rank has whole.
+        engine: what an engine in another process holds while the model is trained.
     """
 
     whole: float
     copies: float = 0.0
     gradients: float = 0.0
     adapter: float = 0.0
+    engine: float = 0.0
 
     @classmethod
     def of_training(
@@ -53,6 +55,7 @@ class StateMemory:
         """Return the bytes on one rank, with what is gathered of a sharded model meanwhile."""
         copies = 0.0 if fsdp.of(model) else self.copies
         held = self.whole / fsdp.share(model) + self.adapter + copies
+        held += self.engine * (not rollout)  # which counts it among its own needs then
         return held + fsdp.gathered_bytes(model, rollout)
 
     def describe(self, model: Any) -> str:

@@ -4,7 +4,7 @@ An engine is one module and one file in conf/engine: the file's `_target_` names
 takes a `Setup` and the file's other settings, and returns an `Engine`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,8 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from common.config import Run, SamplingConfig
+from common.config import ConfigError, Run, SamplingConfig
+from common.distributed.context import Context
 from common.instance import instantiate
+from common.model.adapter import Adapter
+from common.model.prompts import context_name
 from common.rows import RowLimit
 
 
@@ -31,6 +34,8 @@ class Requests:
         groups: how often the whole set is sampled, side by side. Rows of a group are adjacent in
             every forward, and every group has the same number of rows: that is what lets a
             population perturb each group on its own.
+        factors: None, or what yields the noise of a population: of each perturbed matrix the name,
+            and left [groups, out, r] and right [groups, r, in], whose product is added to it.
         narrow: None, or what lets a forward have the rows of some groups alone: a context for a
             range of them that begins and ends with a pair, 0-1, 2-3, ...
         logprobs: whether to return the log-probabilities of the sampled tokens.
@@ -43,6 +48,7 @@ class Requests:
     seed: int = 0
     draw: int = 0
     groups: int = 1
+    factors: Callable[[], Iterator[tuple[str, Tensor, Tensor]]] | None = None
     narrow: Callable[[range], AbstractContextManager[None]] | None = None
     logprobs: bool = False
 
@@ -88,12 +94,14 @@ class Engine(Protocol):
         limit: the rows of one forward; `generate` halves it when memory runs out.
         populations: whether rows of one call can belong to perturbed copies of the model.
         reproducible: whether a draw is a function of (seed, draw, prompt, sample, position).
+        separate: whether it has weights of its own, in another process.
     """
 
     context_length: int
     limit: RowLimit
     populations: bool
     reproducible: bool
+    separate: bool
 
     def generate(
         self, requests: Requests, sampling: SamplingConfig, watch: Watch | None = None
@@ -103,6 +111,10 @@ class Engine(Protocol):
 
     def refresh(self) -> None:
         """Take over the trainer's weights; nothing happens where they are shared."""
+        ...
+
+    def close(self) -> None:
+        """Give back processes and memory; the engine may be used again."""
         ...
 
     def fixed_bytes(self, prompt_tokens: int) -> float:
@@ -120,21 +132,44 @@ class Setup:
 
     Attributes:
         model: the model that is trained. pad_id, stop_ids: token ids.
+        context: of this rank. adapter: what is trained of the model, where it is not all.
         rows: rows of one forward at most. floor: the fewest that make sense.
         compile_mode: None, or a mode of torch.compile for the decode steps.
         autocast: None, or the dtype that float32 weights are used in.
+        members: perturbed copies of the model that are sampled from in one call at most, 0 where
+            there are none. rank: of their noise.
     """
 
     model: Any
     pad_id: int
     stop_ids: Sequence[int]
+    context: Context
+    adapter: Adapter | None = None
     rows: int
     floor: int = 1
     compile_mode: str | None = None
     autocast: torch.dtype | None = None
+    members: int = 0
+    rank: int = 1
 
 
 def open_engine(run: Run, setup: Setup) -> Engine:
     """Open the engine that the run names. Raises: ConfigError where it cannot be."""
-    needed = ("generate", "refresh", "fixed_bytes", "row_bytes")
+    needed = ("generate", "refresh", "close", "fixed_bytes", "row_bytes")
     return instantiate("engine", run.engine, needed, setup=setup)
+
+
+def check_prompts(requests: Requests, sampling: SamplingConfig, model: Any, room: int) -> None:
+    """Raise ConfigError where a prompt is empty, or does not fit the engine's `room` of tokens with
+    its completion.
+    """
+    for index, prompt in enumerate(requests.prompts):
+        if not prompt:
+            raise ConfigError(f"prompt {index} is empty. Give each prompt at least one token.")
+    longest = max(len(prompt) for prompt in requests.prompts)
+    if longest + sampling.max_new_tokens > room:
+        raise ConfigError(
+            f"a prompt of {longest} tokens and max_new_tokens={sampling.max_new_tokens} exceed the"
+            f" model's {context_name(model)} of {room}. Lower algo.sampling.max_new_tokens to"
+            f" {max(0, room - longest)}, or shorten prompts."
+        )

@@ -31,19 +31,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from common.config import ConfigError, SamplingConfig
+from common.config import SamplingConfig
 from common.distributed import fsdp
 from common.hardware import stands_for
 from common.model import logprobs, varlen
 from common.model.half import Narrow, compiled, is_adapted, packed, packs
 from common.model.masks import additive
 from common.model.memory import cache_bytes
-from common.model.prompts import context_length, context_name
+from common.model.prompts import context_length
 from common.model.transfer import to_device
 from common.profile import tracing_some
 from common.rows import RowLimit
 from common.sampling.cuda_graphs import CudaGraphs
-from common.sampling.engine import Completions, Requests, Setup, Watch
+from common.sampling.engine import Completions, Requests, Setup, Watch, check_prompts
 from common.sampling.flash import Board, halve, recorded_over
 from common.sampling.kv_cache import ATTENTION, Prefix, PromptCache, SlotCache
 from common.sampling.random import token_uniforms
@@ -96,6 +96,7 @@ class Sampler:
 
     populations = True
     reproducible = True
+    separate = False
 
     def __init__(
         self,
@@ -151,6 +152,9 @@ class Sampler:
         if self.narrowed is not None:
             self.narrowed.refresh()
 
+    def close(self) -> None:
+        """Nothing is held that does not go with the engine."""
+
     def fixed_bytes(self, prompt_tokens: int) -> float:
         """Return an estimate of the memory that does not depend on the rows: packed weights, and
         the activations and masks of a piece of a prefill.
@@ -188,17 +192,7 @@ class Sampler:
 
         Raises: ConfigError where a prompt is empty or does not fit the context with max_new_tokens.
         """
-        for index, prompt in enumerate(requests.prompts):
-            if not prompt:
-                raise ConfigError(f"prompt {index} is empty. Give each prompt at least one token.")
-        longest = max(len(prompt) for prompt in requests.prompts)
-        if longest + sampling.max_new_tokens > self.context_length:
-            what = context_name(self.model)
-            raise ConfigError(
-                f"a prompt of {longest} tokens and max_new_tokens={sampling.max_new_tokens} exceed"
-                f" the model's {what} of {self.context_length}. Lower algo.sampling.max_new_tokens"
-                f" to {max(0, self.context_length - longest)}, or shorten prompts."
-            )
+        check_prompts(requests, sampling, self.model, self.context_length)
         return self.limit.run(lambda rows: self._generate(requests, sampling, rows, watch))
 
     def open_board(self, rows: int, columns: int, length: int) -> Board:

@@ -17,6 +17,7 @@ class Echo:
 
     populations = True
     reproducible = False
+    separate = False
 
     def __init__(self, setup, token):
         self.token, self.refreshed = token, 0
@@ -34,6 +35,9 @@ class Echo:
     def refresh(self):
         """Count the calls."""
         self.refreshed += 1
+
+    def close(self):
+        """Hold nothing."""
 
     def fixed_bytes(self, prompt_tokens):
         """Return nothing."""

@@ -1,0 +1,1 @@
+"""Engines in a process of their own, with weights of their own."""

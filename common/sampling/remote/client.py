@@ -1,0 +1,304 @@
+"""vLLM as an engine (conf/engine/vllm.yaml): a process of its own samples from a copy of the
+weights.
+
+    python launch.py ... engine=vllm engine.python=~/vllm/bin/python
+
+vLLM pins other versions of what this project uses, so it has a Python environment of its own and is
+never imported here. The child (server.py) ends with this process, however that ends, and is started
+again once where it dies. Weights go there as files in shared memory whenever they have changed, an
+adapter alone where only an adapter is trained, and every answer says which weights it is from.
+
+A population is sampled as LoRA adapters, one per member: W + s sigma / sqrt(r) A B^T is exactly one
+(as in the code that the method's authors use for transformers); the float32 masters stay here.
+
+Draws depend on what is in a batch together, so a run does not repeat to the bit.
+"""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import load, save_file
+from torch import Tensor
+
+from common.config import ConfigError, SamplingConfig
+from common.distributed import fsdp
+from common.distributed.context import fingerprint
+from common.model.export import write_weights
+from common.model.prompts import context_length
+from common.model.source import ADAPTER
+from common.rows import RowLimit
+from common.sampling.engine import Completions, Requests, Setup, Watch, check_prompts
+from common.sampling.remote.link import INSTALL, EndedError, Link
+
+T = TypeVar("T")
+log = logging.getLogger("clutch")
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM has room for
+
+
+def open_vllm(
+    setup: Setup,
+    python: str | None,
+    url: str | None,
+    cache_gb: float,
+    settings: dict[str, Any] | None,
+) -> "Vllm":
+    """Open the engine (conf/engine/vllm.yaml); vLLM starts with the first call.
+
+    Raises: ConfigError where it cannot work.
+    """
+    context = setup.context
+    if (python is None) == (url is None):
+        raise ConfigError(
+            "engine=vllm needs one of engine.python, the Python of an environment that has vLLM,"
+            f" and engine.url, HOST:PORT of a server that waits. {INSTALL}"
+        )
+    if fsdp.of(setup.model):
+        raise ConfigError(
+            "engine=vllm does not go with opt=fsdp: each rank gives whole weights to a vLLM of its"
+            " own. Use engine=native, or opt=ddp."
+        )
+    if setup.compile_mode is not None:
+        raise ConfigError(
+            "opt=compile has no effect with engine=vllm, which compiles by itself. Leave it out."
+        )
+    urls = [one.strip() for one in url.split(",")] if url else [None] * context.world_size
+    if len(urls) != context.world_size:
+        raise ConfigError(
+            f"engine.url names {len(urls)} servers for {context.world_size} ranks. Give one per"
+            " rank, with commas between them."
+        )
+    path = context.out_dir / f"engine-{context.rank}.log"
+    link = Link(python, urls[context.rank], path, context.device.device)
+    return Vllm(setup, link, cache_gb, settings or {})
+
+
+class Vllm:
+    """Samples from a copy of the model that a vLLM in another process holds."""
+
+    populations = True
+    reproducible = False
+    separate = True
+
+    def __init__(self, setup: Setup, link: Link, cache_gb: float, settings: dict[str, Any]) -> None:
+        self.setup, self.link, self.cache_gb, self.settings = setup, link, cache_gb, settings
+        self.model, self.adapter = setup.model, setup.adapter
+        self.dtype = setup.autocast or fsdp.dtype(self.model)
+        self.context_length = context_length(self.model)
+        self.limit = RowLimit("algo.rollout_rows", setup.rows, setup.floor)
+        self.version = 0  # of what vLLM has
+        self.sent: list[int] = []  # the fingerprint of the weights that it has
+        self.sent_adapter: list[int] = []
+        self.adapter_folder: str | None = None  # where it finds the adapter
+
+    # --- weights
+
+    def refresh(self) -> None:
+        """Send the weights that have changed since the last time; where only an adapter is trained,
+        that alone.
+        """
+        self._try(self._send)
+
+    def close(self) -> None:
+        """End vLLM."""
+        self.link.close()
+
+    def _start(self) -> None:
+        """Start vLLM with the weights as they are, unless it runs."""
+        if self.link.running:
+            return
+        self.version += 1
+        self.sent, self.sent_adapter, self.adapter_folder = self._sum_up(), [], None
+        with self.link.shared(self._bytes) as folder:
+            write_weights(self.model, folder, self._weights())
+            began = time.perf_counter()
+            self.link.connect()
+            self._ask("open", settings=self._settings(self.link.bring(folder)))
+        log.info("vLLM is ready after %.0f s", time.perf_counter() - began)
+
+    def _send(self) -> None:
+        self._start()
+        if self.adapter is not None:
+            self._send_adapter()
+        elif (now := self._sum_up()) != self.sent:
+            self.version += 1
+            with self.link.shared(self._bytes) as folder:
+                write_weights(self.model, folder, self._weights())
+                self._ask("load", folder=self.link.bring(folder))
+            self.sent = now
+
+    def _send_adapter(self) -> None:
+        assert self.adapter is not None
+        if (now := fingerprint(self.adapter.parameters.values())) == self.sent_adapter:
+            return
+        self.version += 1
+        folder = self.link.folder / f"adapter-{self.version % 2}"  # replaced at every other time
+        self.adapter.write(folder)
+        self.adapter_folder = self.link.bring(folder)
+        self._ask("stamp")
+        self.sent_adapter = now
+
+    def _sum_up(self) -> list[int]:
+        return fingerprint(self.model.parameters())
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Return the weights of the plain model, on the CPU in the dtype of sampling."""
+        held = dict(self.model.state_dict())
+        if self.adapter is not None:
+            own = {n: t for n, t in held.items() if n not in self.adapter}
+            held = {name.replace(".base_layer.", "."): tensor for name, tensor in own.items()}
+        return {name: tensor.detach().to("cpu", self.dtype) for name, tensor in held.items()}
+
+    @property
+    def _bytes(self) -> int:
+        return fsdp.parameters(self.model) * self.dtype.itemsize
+
+    def _settings(self, folder: str) -> dict[str, Any]:
+        """Return the settings of vLLM for this run. Raises: ConfigError."""
+        ours: dict[str, Any] = {
+            "model": folder,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "max_num_seqs": self.setup.rows,
+            "kv_cache_memory_bytes": int(self.cache_gb * 2**30),
+            "skip_tokenizer_init": True,
+            "logprobs_mode": "processed_logprobs",  # of the tempered distribution
+        }
+        rank = self.setup.rank if self.adapter is None else self.adapter.rank
+        if rank:
+            room = next((room for room in RANKS if room >= rank), None)
+            if room is None:
+                raise ConfigError(
+                    f"engine=vllm has room for adapters of rank {RANKS[-1]} at most, not {rank}."
+                )
+            ours |= {"enable_lora": True, "max_lora_rank": room}
+            ours["max_loras"] = max(1, self.setup.members)
+        if own := sorted(ours.keys() & self.settings.keys()):
+            raise ConfigError(
+                f"engine.settings.{own[0]} has no effect: the run sets it. Leave it out."
+            )
+        usual = {
+            "max_model_len": -1,  # as many tokens as the cache holds
+            "enable_prefix_caching": True,
+            "generation_config": "vllm",  # no defaults of the model's own
+            "disable_log_stats": True,
+        }
+        return usual | self.settings | ours
+
+    # --- sampling
+
+    def generate(
+        self, requests: Requests, sampling: SamplingConfig, watch: Watch | None = None
+    ) -> Completions:
+        """Sample completions. Raises: ConfigError where a prompt is empty or too long, or where
+        vLLM refuses or has ended twice.
+        """
+        check_prompts(requests, sampling, self.model, self.context_length)
+        key = (requests.seed, requests.draw, requests.first_sample, list(requests.ids or ()))
+        work = {
+            "prompts": [list(prompt) for prompt in requests.prompts],
+            "samples": requests.samples,
+            "stop": list(self.setup.stop_ids),
+            "seed": int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:7], "little"),
+            "sampling": {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "max_tokens": sampling.max_new_tokens,
+            },
+        }
+
+        def attempt() -> bytes:
+            self._send()
+            with self.link.shared(0) as folder:
+                return self._ask(
+                    "generate", watch, **work, adapters=self._adapters(requests, folder)
+                )
+
+        found = load(self._try(attempt))
+        return self._completions(found, requests, sampling)
+
+    def _adapters(self, requests: Requests, folder: Path) -> list[str] | None:
+        """Return where vLLM finds the adapters to sample with, one per group; None = none."""
+        if requests.groups == 1 and requests.factors is None:
+            return [self.adapter_folder] if self.adapter_folder else None
+        assert requests.factors is not None, "groups without factors"
+        write_members(requests, folder, self.dtype)
+        there = self.link.bring(folder)
+        return [f"{there}/{member}" for member in range(requests.groups)]
+
+    def _completions(
+        self, found: dict[str, Tensor], requests: Requests, sampling: SamplingConfig
+    ) -> Completions:
+        """Lay the rows out, padded."""
+        device, lengths = fsdp.device(self.model), found["lengths"]
+        columns = torch.arange(sampling.max_new_tokens)
+        kept = columns < lengths[:, None]
+        tokens = torch.full(kept.shape, self.setup.pad_id)
+        tokens[kept] = found["tokens"]
+        logprobs = torch.zeros(kept.shape)
+        logprobs[kept] = found["logprobs"]
+        broken = ~logprobs.isfinite().all(1)
+        shown = logprobs.to(device) if requests.logprobs else None
+        finished = found["finished"].to(device)
+        return Completions(
+            tokens.to(device), lengths.to(device), finished, shown, broken.to(device)
+        )
+
+    def _try(self, action: Callable[[], T]) -> T:
+        """Return what an action does, done again with a new vLLM where it has ended meanwhile."""
+        try:
+            return action()
+        except EndedError:
+            self.link.fell()
+            return self._try(action)  # `fell` raises at the second time
+
+    def _ask(self, do: str, watch: Watch | None = None, **message: Any) -> bytes:
+        """Ask for something. Returns what comes beside the answer. Raises: RuntimeError where other
+        weights answer than those that were sent last.
+        """
+        asked = {"do": do, "version": self.version, **message}
+        told, data = self.link.ask(asked, watch=watch)
+        if told["version"] != self.version:
+            raise RuntimeError(f"vLLM has weights {told['version']}, not {self.version}")
+        if "context_length" in told:
+            self.context_length = min(self.context_length, told["context_length"])
+        return data
+
+    # --- the plan
+
+    def fixed_bytes(self, prompt_tokens: int) -> float:
+        """Return what the engine takes of this machine: its weights and its cache."""
+        return 0.0 if self.link.url else self._bytes + self.cache_gb * 2**30
+
+    def row_bytes(self, prompt_tokens: int, sampling: SamplingConfig) -> float:
+        """Return what one more row takes here: its prompt and its completion. Its cache is vLLM's,
+        which lets rows wait.
+        """
+        return 8.0 * prompt_tokens + 12.0 * sampling.max_new_tokens
+
+
+def write_members(requests: Requests, folder: Path, dtype: torch.dtype) -> None:
+    """Write each member of a population as a LoRA adapter, in folders 0, 1, 2, ..."""
+    assert requests.factors is not None
+    parts: list[dict[str, Tensor]] = [{} for _ in range(requests.groups)]
+    rank, modules = 1, set()
+    for name, left, right in requests.factors():
+        rank, module = left.shape[-1], name.removesuffix(".weight")
+        modules.add(module.rsplit(".", 1)[-1])
+        pairs = zip(left.to("cpu", dtype), right.to("cpu", dtype), strict=True)
+        for part, (b, a) in zip(parts, pairs, strict=True):
+            part[f"base_model.model.{module}.lora_A.weight"] = a.contiguous()
+            part[f"base_model.model.{module}.lora_B.weight"] = b.contiguous()
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
+    text = json.dumps(settings | {"target_modules": sorted(modules)})
+    for number, part in enumerate(parts):
+        place = folder / str(number)
+        place.mkdir()
+        (place / ADAPTER).write_text(text, encoding="utf-8")
+        save_file(part, place / "adapter_model.safetensors")

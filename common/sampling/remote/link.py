@@ -1,0 +1,240 @@
+"""The way to a vLLM: a process that is started here, or a server that waits elsewhere."""
+
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.config import ConfigError
+from common.sampling.engine import Watch
+from common.sampling.remote import server
+
+log = logging.getLogger("clutch")
+
+OLDEST = (0, 32)  # that this was tried with
+INSTALL = (
+    "Make an environment for it (python3 -m venv ~/vllm; ~/vllm/bin/pip install 'vllm>="
+    f"{'.'.join(map(str, OLDEST))}') and give engine.python=~/vllm/bin/python."
+)
+SHARED = Path("/dev/shm")
+
+
+class EndedError(Exception):
+    """The other side is gone."""
+
+
+class Link:
+    """A connection to a vLLM.
+
+    Args:
+        python: of the environment that has it, where it is started here.
+        url: HOST:PORT of a server, where one waits elsewhere.
+        path: of the log of a vLLM that is started here.
+        device: that it is to use.
+    """
+
+    def __init__(
+        self, python: str | None, url: str | None, path: Path, device: torch.device
+    ) -> None:
+        self.python, self.url, self.path, self.device = python, url, path, device
+        self.connection: socket.socket | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self.falls = 0
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    # --- the connection
+
+    def connect(self) -> None:
+        """Start the process, or reach the server, and check what answers. Raises: ConfigError."""
+        if self.url is not None:
+            self._reach(self.url)
+        else:
+            self._spawn()
+        try:
+            told = self._receive()[0]
+        except EndedError:
+            raise ConfigError(f"vLLM did not start{self._where()}.") from None
+        version = told["vllm"]
+        found = tuple(int(part) for part in version.split(".")[:2])
+        if found < OLDEST:
+            raise ConfigError(
+                f"engine=vllm needs vLLM {'.'.join(map(str, OLDEST))} or newer, and {self.name} has"
+                f" {version}. {INSTALL}"
+            )
+        log.info("vLLM %s (torch %s) is loading the model%s", *(version, told["torch"]), self._log)
+
+    def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        threads = str(torch.get_num_threads())
+        env = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+        env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        if self.device.type == "cuda":
+            env["CUDA_VISIBLE_DEVICES"] = _visible(self.device)
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            env.pop(name, None)  # of this run's ranks, not of vLLM's
+        fd, folder = str(theirs.fileno()), str(self.folder)
+        command = [str(Path(self.python or "").expanduser()), server.__file__, fd, folder]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with theirs, self.path.open("ab") as out:
+            try:
+                self.process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    env=env,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # Ctrl-C is for the run, which ends it in order
+                )
+            except OSError as error:
+                raise ConfigError(
+                    f"engine.python={self.python!r} cannot be started: {error.strerror}. {INSTALL}"
+                ) from error
+        self.connection = ours
+
+    def _reach(self, url: str) -> None:
+        host, _, port = url.rpartition(":")
+        key = os.environ.get(server.KEY, "")
+        start = f"PYTHON {Path(server.__file__).name} HOST:PORT (docs/engines.md)"
+        if not (host and port.isdigit()):
+            raise ConfigError(f"engine.url={url!r} is not HOST:PORT, where {start} waits.")
+        if not key:
+            raise ConfigError(
+                f"engine.url={url} needs the server's key. Set {server.KEY} in the environment to"
+                " what it is there."
+            )
+        try:
+            self.connection = socket.create_connection((host, int(port)))
+            server.send(self.connection, {"key": key})
+        except OSError as error:
+            raise ConfigError(
+                f"engine.url={url} cannot be reached: {error.strerror or error}. Start it there:"
+                f" {start}."
+            ) from error
+
+    @property
+    def running(self) -> bool:
+        """Whether there is somebody to talk to."""
+        return self.connection is not None
+
+    @property
+    def name(self) -> str:
+        """The setting that the user has chosen it by."""
+        return f"engine.url={self.url}" if self.url else f"engine.python={self.python}"
+
+    @property
+    def _log(self) -> str:
+        return "" if self.url else f"; its log: {self.path}"
+
+    def _where(self) -> str:
+        code = None if self.process is None else self.process.wait()
+        return f" ({self.name}" + (f", exit code {code})" if code else ")") + self._log
+
+    def ask(
+        self, message: dict[str, Any], data: bytes = b"", watch: Watch | None = None
+    ) -> tuple[dict[str, Any], bytes]:
+        """Send a message and return its answer. Raises: EndedError; ConfigError with what vLLM
+        says where it refuses.
+        """
+        assert self.connection is not None
+        try:
+            server.send(self.connection, message, data)
+        except OSError as error:
+            raise EndedError from error
+        while True:
+            told, data = self._receive()
+            if "finished" not in told:
+                return told, data
+            if watch is not None:
+                watch(told["finished"])
+
+    def _receive(self) -> tuple[dict[str, Any], bytes]:
+        assert self.connection is not None
+        try:
+            told, data = server.receive(self.connection)
+        except (EOFError, OSError) as error:
+            raise EndedError from error
+        if "error" in told:
+            self.close()
+            advice = f" {INSTALL}" if "import vllm" in told["error"] else ""
+            raise ConfigError(f"{self.name}: {told['error']}{self._log}.{advice}")
+        return told, data
+
+    def fell(self) -> None:
+        """Take note that the other side is gone. Raises: ConfigError at the second time."""
+        self.falls += 1
+        where = self._where()
+        self.close()
+        if self.falls > 1:
+            raise ConfigError(
+                f"vLLM has ended for the second time{where}. Where it ran out of memory, lower"
+                " engine.cache_gb or algo.rollout_rows; then go on with resume=auto."
+            )
+        log.warning("vLLM has ended%s; starting it again, once", where)
+
+    def close(self) -> None:
+        """End the connection, and with it the process that was started here."""
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
+        if self.process is not None:
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+            self.process = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    # --- files
+
+    @property
+    def folder(self) -> Path:
+        """A folder that lasts as long as the process, in shared memory where there is some."""
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(
+                prefix="clutch-engine-", dir=_shared(), ignore_cleanup_errors=True
+            )
+        return Path(self._folder.name)
+
+    @contextmanager
+    def shared(self, size: int) -> Iterator[Path]:
+        """Give the block a folder for `size` bytes that this machine's processes share."""
+        if shutil.disk_usage(self.folder).free > size * 1.1:
+            place = self.folder
+        else:
+            place = Path(tempfile.gettempdir())
+        with tempfile.TemporaryDirectory(prefix="part-", dir=place) as found:
+            yield Path(found)
+
+    def bring(self, folder: Path) -> str:
+        """Return where the other side finds the files of a folder."""
+        if self.url is None:
+            return str(folder)
+        there = ""
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            name = str(path.relative_to(folder.parent))
+            told, _ = self.ask({"do": "put", "path": name}, path.read_bytes())
+            there = told["folder"]
+        return f"{there}/{folder.name}"
+
+
+def _shared() -> str | None:
+    """Return the folder of the memory that processes share; None where there is none."""
+    return str(SHARED) if SHARED.is_dir() and os.access(SHARED, os.W_OK) else None
+
+
+def _visible(device: torch.device) -> str:
+    """Return the name of a CUDA device for a process that is to see no other."""
+    index, seen = device.index or 0, os.environ.get("CUDA_VISIBLE_DEVICES")
+    return seen.split(",")[index] if seen else str(index)

@@ -1,0 +1,246 @@
+"""vLLM behind a socket, the other side of client.py. A Python that has vLLM and nothing of this
+project runs it as a script.
+
+    PYTHON server.py FD FOLDER    # as a run starts it: its connection, its folder in shared memory
+    PYTHON server.py HOST:PORT    # on a machine of its own, for engine.url=HOST:PORT
+
+One run is served at a time. Whoever connects to HOST:PORT must send the key that stands in the
+environment as CLUTCH_ENGINE_KEY; nothing is encrypted, so let no stranger into that network, or go
+through ssh. When the connection ends, so do vLLM and all its processes, and its memory is free.
+
+A message is a JSON object, with tensors or bytes beside it or without.
+"""
+
+import hmac
+import json
+import os
+import queue
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+KEY = "CLUTCH_ENGINE_KEY"
+HEADER = struct.Struct("<IQ")  # bytes of the JSON, and of what comes after it
+
+
+def send(connection: socket.socket, message: dict[str, Any], data: bytes = b"") -> None:
+    """Send a message, with bytes beside it."""
+    text = json.dumps(message).encode()
+    connection.sendall(HEADER.pack(len(text), len(data)) + text)
+    connection.sendall(data)
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, Any], bytes]:
+    """Wait for a message and the bytes beside it. Raises: EOFError at the end, OSError."""
+    text, data = HEADER.unpack(_read(connection, HEADER.size))
+    return json.loads(_read(connection, text)), _read(connection, data)
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    buffer = bytearray(count)
+    view = memoryview(buffer)
+    while view:
+        got = connection.recv_into(view)
+        if not got:
+            raise EOFError
+        view = view[got:]
+    return bytes(buffer)
+
+
+class Server:
+    """One run's vLLM. `version` is that of the weights that answer."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self.version, self.adapters = connection, 0, 0
+        self.folder = tempfile.TemporaryDirectory(prefix="clutch-engine-")
+        self.llm: Any = None
+        self.made = 0  # requests
+
+    def open(self, settings: dict[str, Any], version: int) -> dict[str, Any]:
+        """Load the model."""
+        from vllm import LLM
+
+        self.llm, self.version = LLM(**settings), version
+        return {"context_length": self.llm.model_config.max_model_len}
+
+    def put(self, path: str, data: bytes) -> dict[str, Any]:
+        """Write a file that the other machine has."""
+        place = Path(self.folder.name) / path
+        if ".." in place.parts or Path(self.folder.name) not in place.parents:
+            raise ValueError(f"{path!r} is no place below the engine's folder")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(data)
+        return {"folder": self.folder.name}
+
+    def load(self, folder: str, version: int) -> dict[str, Any]:
+        """Take over the weights of a folder."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        self.llm.reset_prefix_cache()
+        return self.stamp(version)
+
+    def stamp(self, version: int) -> dict[str, Any]:
+        """Take note of the version of an adapter, which comes with the requests."""
+        self.version = version
+        return {}
+
+    def generate(self, version: int, **work: Any) -> tuple[dict[str, Any], bytes]:
+        """Complete prompts, in the order (adapter, prompt, sample); say now and then how many are
+        done.
+        """
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import RequestOutputKind
+
+        if version != self.version:
+            raise ValueError(f"these are weights {self.version}, not {version}")
+        # Seeds of each request take a path that fails on CPUs when a request is put off.
+        self.llm.collective_rpc(_seed, args=(work["seed"],))
+        params = SamplingParams(
+            n=work["samples"],
+            ignore_eos=True,  # what ends a row is among the stop tokens
+            stop_token_ids=work["stop"],
+            detokenize=False,
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **work["sampling"],
+        )
+        engine, places, made = self.llm.llm_engine, {}, {}
+        for path in work["adapters"] or [None]:  # one per group
+            chosen = None
+            if path is not None:
+                self.adapters += 1  # prompts are cached by the adapter's name
+                chosen = LoRARequest(str(self.adapters), self.adapters, path)
+            for prompt in work["prompts"]:
+                self.made += 1
+                places[str(self.made)] = len(places)
+                ids = {"prompt_token_ids": prompt}
+                engine.add_request(str(self.made), ids, params, lora_request=chosen)
+        while engine.has_unfinished_requests():
+            done = [output for output in engine.step() if output.finished]
+            made |= {places[output.request_id]: output.outputs for output in done}
+            if done:
+                send(self.connection, {"finished": sum(len(output.outputs) for output in done)})
+        rows = [row for place in sorted(made) for row in made[place]]
+        logprobs = [
+            held[token].logprob
+            for row in rows
+            for token, held in zip(row.token_ids, row.logprobs, strict=True)
+        ]
+        found = {
+            "tokens": torch.tensor([t for row in rows for t in row.token_ids], dtype=torch.int64),
+            "lengths": torch.tensor([len(row.token_ids) for row in rows]),
+            "finished": torch.tensor([row.finish_reason == "stop" for row in rows]),
+            "logprobs": torch.tensor(logprobs, dtype=torch.float32),
+        }
+        return {}, save(found)
+
+    def answer(self, message: dict[str, Any], data: bytes) -> None:
+        """Do what a message asks for, and answer it."""
+        verbs: list[Any] = [self.open, self.put, self.load, self.stamp, self.generate]
+        do = {verb.__name__: verb for verb in verbs}[message.pop("do")]
+        if data:
+            message["data"] = data
+        try:
+            told: Any = do(**message)
+        except Exception as error:  # the run says it, and ends
+            import traceback
+
+            traceback.print_exc()
+            told = {"error": f"{type(error).__name__}: {error}"}
+        told, beside = told if isinstance(told, tuple) else (told, b"")
+        send(self.connection, {"version": self.version, **told}, beside)
+
+
+def _seed(worker: Any, seed: int) -> None:
+    """Seed the draws of a worker."""
+    torch.manual_seed(seed)
+
+
+def serve(connection: socket.socket, folder: str | None) -> None:
+    """Answer messages until the connection ends; that ends this process and its children at once,
+    whatever they are doing. folder: of the run, in shared memory, which goes with it.
+    """
+    waiting: queue.Queue[tuple[dict[str, Any], bytes]] = queue.Queue()
+
+    def listen() -> None:
+        try:
+            while True:
+                waiting.put(receive(connection))
+        except (EOFError, OSError):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=listen, daemon=True).start()
+    send(connection, greet())
+    server = Server(connection)
+    while True:
+        server.answer(*waiting.get())
+
+
+def greet() -> dict[str, Any]:
+    """Import vLLM and say which it is."""
+    try:
+        import vllm
+    except Exception as error:  # whatever it is, the run says it
+        return {"error": f"cannot import vllm: {type(error).__name__}: {error}"}
+    return {"vllm": vllm.__version__, "python": sys.version.split()[0], "torch": torch.__version__}
+
+
+def listen(host: str, port: int) -> None:
+    """Wait for runs and serve one after the other, each in a process of its own."""
+    key = os.environ.get(KEY, "")
+    if not key:
+        sys.exit(f"error: set {KEY} to a secret of your own, here and where the run starts.")
+    with socket.create_server((host, port)) as door:
+        print(f"waiting on {host}:{door.getsockname()[1]}", flush=True)
+        while True:
+            connection, peer = door.accept()
+            with connection:
+                try:
+                    connection.settimeout(10)
+                    said = str(_greeting(connection).get("key", ""))
+                    connection.settimeout(None)
+                except (OSError, EOFError, ValueError):
+                    continue
+                if not hmac.compare_digest(said.encode(), key.encode()):
+                    send(connection, {"error": f"the key is another one: set {KEY}"})
+                    continue
+                print(f"serving {peer[0]}", flush=True)
+                fd = connection.fileno()
+                command = [sys.executable, __file__, str(fd)]
+                subprocess.run(command, pass_fds=[fd], start_new_session=True, check=False)
+                print(f"served {peer[0]}", flush=True)
+
+
+def _greeting(connection: socket.socket) -> dict[str, Any]:
+    """Read the first message of a stranger, who gets no more than a kilobyte of memory."""
+    text, data = HEADER.unpack(_read(connection, HEADER.size))
+    if text > 1024 or data:
+        raise ValueError("this is no run")
+    found = json.loads(_read(connection, text))
+    return found if isinstance(found, dict) else {}
+
+
+def main() -> None:
+    """Serve the connection that was given, or wait for some."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    host, _, port = sys.argv[1].rpartition(":")
+    if host:
+        return listen(host, int(port))
+    serve(socket.socket(fileno=int(port)), next(iter(sys.argv[2:]), None))
+
+
+if __name__ == "__main__":
+    main()
