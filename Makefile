@@ -1,5 +1,6 @@
 # make run     set up, then EGGROLL on the tiny model; overrides: make run ARGS="algo.steps=100 seed=1"
 # make test    set up, then the CPU test suite
+# make vllm    an environment with vLLM for engine=vllm on a CPU, and the tests that need one
 # make gpu     on a machine with a GPU: its tests and benchmarks, in parts of nine minutes (make gpu PART=2)
 # make check   set up, then formatter, linter and type checker
 # make lock    renew requirements.lock from pyproject.toml
@@ -8,13 +9,16 @@ BIN = .venv/bin
 ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal -m "not slow"
 
-.PHONY: run test gpu check lock
+.PHONY: run test vllm gpu check lock
 
 run: .venv/ready
 	$(BIN)/python launch.py algo=eggroll hardware=a100_40g $(ARGS)
 
 test: .venv/ready
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+vllm: .venv/ready .vllm/ready
+	$(BIN)/python -m pytest -n 2 -m "vllm and not slow"
 
 gpu: .venv/ready
 	$(BIN)/python -m benchmarks.on_gpu $(PART)
@@ -28,6 +32,10 @@ check: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --requirement requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+.vllm/ready: scripts/install_vllm.py
+	$(BIN)/python scripts/install_vllm.py .vllm
 	touch $@
 
 lock:

@@ -44,8 +44,8 @@ class LM:
     """The language model of a run.
 
     Args: task: None = the one that the run names; population: how many perturbed copies of its
-    weights there are, which never see a backward pass; rows may come in mirrored pairs; rank: of their
-    noise; reference: keep a frozen copy.
+    weights there are, which never see a backward pass, and whose rows may come in mirrored pairs;
+    rank: of their noise; reference: keep a frozen copy.
     Raises: ConfigError for a model, a task or settings that cannot work.
     """
 
@@ -93,6 +93,7 @@ class LM:
         autocast = self.precision.compute if self.half and not population else None
         self.engine: Any
         self.engine = self.open_engine(self.model, floor=2 if population else 1, autocast=autocast)
+        self.reproducible = self.engine.reproducible
         if population and not self.engine.populations:
             raise ConfigError(
                 f"{run.engine['_target_']} cannot sample from perturbed copies of a model, which"
@@ -396,7 +397,7 @@ def describe_engine(run: Run, engine: Engine) -> str:
     target = run.engine["_target_"]
     shipped = (path for path in CONF.glob("engine/*.yaml") if target in path.read_text())
     name = next((path.stem for path in shipped), target)
-    return name if engine.reproducible else f"{name}; its samples cannot be drawn again"
+    return name if engine.reproducible else f"{name}; the run cannot be repeated to the bit"
 
 
 def fit(limit: RowLimit, row_bytes: float, fixed_bytes: float, context: Context) -> None:

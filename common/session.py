@@ -58,6 +58,7 @@ class Subject(Protocol):
     model: Any
     precision: Any
     held_out: Any
+    reproducible: bool
 
     def evaluate(self) -> Evaluation:
         """Measure on the held-out examples; every rank returns the same."""
@@ -139,17 +140,16 @@ class Session:
 
         Raises: ConfigError where the run folder does not allow it.
         """
-        run, context, state = self.run, self.context, self.state
+        run, context, state, self.saved = self.run, self.context, self.state, saved
         tell(run, context, self.subject, plan | {"folder": str(context.out_dir)})
-        self.saved = saved
         resumed = resume.find(run, context)
         if resumed is not None:
             saved.load(resumed)
             state |= resumed.state["run"]
-        compute = self.subject.precision.compute
-        self.policy = NonFinitePolicy(run, context, compute, state["skipped"])
+        dtype = self.subject.precision.compute
+        self.policy = NonFinitePolicy(run, context, dtype, state["skipped"])
         if context.main:
-            summary.write_run(run, context.out_dir, context.device.name)
+            summary.write_run(run, context.out_dir, context.device.name, self.subject.reproducible)
         if "before" not in state and self.generates:
             before = self.subject.evaluate()
             state["before"] = {"metrics": before.metrics, "completions": before.completions}

@@ -42,6 +42,7 @@ class Classifier:
         self.task = task or made(run.task)
         self.name = f"encoder {cfg.model.layers}x{cfg.model.size}"
         self.held_out: Sequence[Any] = ()
+        self.reproducible = True
         self.precision = precision.resolve(run.opt, self.device)
         data, self.tokenizer = prepare(self.task, cfg.tokenizer, cfg.model.max_tokens, log.info)
         self.train_rows, self.test_rows = data["train"], data["test"]

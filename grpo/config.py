@@ -24,6 +24,7 @@ from common.config import (
 
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo")
 ADVANTAGES = ("group", "batch", "none")
+CORRECTIONS = ("auto", "off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 @dataclass(kw_only=True)
@@ -108,6 +109,7 @@ class GrpoConfig:
     delta: float | None
     cispo_max: Positive
     kl: KlConfig
+    correction: Annotated[str, (choice, CORRECTIONS)]
     entropy_bonus: float
     resample_rounds: Natural
     mask_truncated: bool

@@ -25,6 +25,9 @@ class Counts:
     micro_batches: int
 
 
+CAP = 3.0  # of the weights against the sampler's difference
+
+
 def advantages(rewards: Tensor, scale: str) -> Tensor:
     """Rewards [prompts, G] -> advantages of the same shape; 0 for a group of equal rewards.
 
@@ -61,6 +64,26 @@ def kl(logp: Tensor, ref: Tensor, estimator: str, clamp: float) -> Tensor:
     return torch.exp((-x).clamp(-clamp, clamp)) + x - 1
 
 
+def sampler_weights(
+    old: Tensor, sampled: Tensor, mask: Tensor, kind: str, cap: float = CAP
+) -> Tensor:
+    """Return importance weights against an engine whose probabilities are not quite the trainer's:
+    p_old / p_sampled of each token or each sequence, bounded. The names and the bound are TRL's.
+
+    Args: old, sampled: log-probabilities [B, T]; mask: bool [B, T], tokens that carry loss; kind:
+    token_truncate, token_mask, sequence_truncate, sequence_mask.
+    Returns: [B, T], of a sequence the same at each token.
+    """
+    level, _, bound = kind.partition("_")
+    difference = (old - sampled).masked_fill(~mask, 0.0)
+    if level == "sequence":
+        difference = difference.sum(1, keepdim=True).expand_as(difference)
+    weight = torch.exp(difference.clamp(-20.0, 20.0))
+    if bound == "truncate":
+        return weight.clamp(max=cap)
+    return weight.masked_fill(weight > cap, 0.0)
+
+
 def policy_loss(  # noqa: PLR0913 (the tensors of one formula)
     logp: Tensor,
     old: Tensor,
@@ -70,12 +93,13 @@ def policy_loss(  # noqa: PLR0913 (the tensors of one formula)
     settings: GrpoConfig,
     ref: Tensor | None = None,
     entropy: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of a micro-batch: its part of the optimizer step's loss. The parts add up.
 
     Args:
         logp, old, ref: [B, T], of the policy, of the policy that sampled, of the reference.
-        entropy: [B, T], of the distribution.
+        entropy: [B, T], of the distribution. weight: [B, T], of `sampler_weights`.
         advantage: [B]. mask: bool [B, T], tokens that carry loss.
         counts: of the whole optimizer step.
     Returns: a scalar, and sums over this micro-batch's tokens for the log.
@@ -102,7 +126,7 @@ def policy_loss(  # noqa: PLR0913 (the tensors of one formula)
             loss = torch.where(
                 advantage < 0, torch.minimum(loss, -settings.dual_clip * advantage), loss
             )
-    loss = loss.expand_as(logp)
+    loss = loss.expand_as(logp) if weight is None else loss * weight
 
     divergence = (
         kl(logp, ref, settings.kl.estimator, settings.kl.clamp) if ref is not None else None

@@ -16,7 +16,7 @@ from common.model.transfer import to_device
 from common.rows import RowLimit
 from common.step import Step
 from grpo.config import GrpoConfig
-from grpo.loss import Counts
+from grpo.loss import Counts, sampler_weights
 from grpo.rollouts import Rollouts
 
 # Completions in a training forward where algo.train_rows is null, before they are fitted to the
@@ -31,6 +31,9 @@ PER_TOKEN = {
     "kl": "kl",
     "gap": "sampler_gap",
 }
+
+# The same where weights correct for that gap. dropped: what is left out because of it.
+CORRECTED = {"weight": "sampler_weight", "dropped": "sampler_dropped"}
 
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
@@ -53,6 +56,9 @@ class Policy:
         self.recomputed = lm.run.opt.checkpointing.enabled
         if self.recomputed:
             optim.checkpoint_activations(self.model)
+        # An engine with weights of its own has other kernels, and so other probabilities.
+        automatic = "sequence_mask" if lm.engine.separate else "off"
+        self.correction = automatic if cfg.correction == "auto" else cfg.correction
         self._fit_rows()
 
     def step(
@@ -89,7 +95,8 @@ class Policy:
         with update.phase("update"):
             updated = self.updater.step(self.lr(update.index), totals["loss"])
         tokens = max(1.0, totals["tokens"])
-        return updated | {shown: totals[name] / tokens for name, shown in PER_TOKEN.items()}
+        shown = PER_TOKEN | (CORRECTED if self.correction != "off" else {})
+        return updated | {name: totals[key] / tokens for key, name in shown.items()}
 
     def check(self, numbers: dict[str, float], rollouts: Rollouts, update: Step) -> None:
         """Tell the update of numbers that are not finite, and of a guard that tripped."""
@@ -136,7 +143,7 @@ class Policy:
         # Summed on the device: reading a number after each micro-batch would wait for it.
         totals = {
             name: torch.zeros((), dtype=torch.float64, device=device)
-            for name in ("loss", "tokens", *PER_TOKEN)
+            for name in ("loss", "tokens", *PER_TOKEN, *CORRECTED)
         }
         lengths = rollouts.lengths.tolist()
         rows_of = [
@@ -166,13 +173,17 @@ class Policy:
             if self.cfg.kl.beta and self.cfg.kl.where == "loss":
                 assert rollouts.reference is not None
                 ref = rollouts.reference[index, :width]
-            value, sums = loss(
-                logp, old, mine[index], mask, counts, self.cfg, ref=ref, entropy=entropy
-            )
+            sampled, weight = rollouts.logprobs[index, :width], None
+            if self.correction != "off":
+                weight = sampler_weights(old, sampled, mask, self.correction)
+                totals["weight"] += (weight * mask).sum()
+                totals["dropped"] += ((weight == 0) & mask).sum()
+            more = {"ref": ref, "entropy": entropy, "weight": weight}
+            value, sums = loss(logp, old, mine[index], mask, counts, self.cfg, **more)
             self.updater.backward(value)
             totals["loss"] += value.detach()
             totals["tokens"] += mask.sum()
-            gap = (logp.detach() - rollouts.logprobs[index, :width]).abs() * mask
+            gap = (logp.detach() - sampled).abs() * mask
             totals["gap"] += gap.sum()
             for name, number in sums.items():
                 totals[name] += number

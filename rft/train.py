@@ -97,7 +97,7 @@ def prepare(session: Session, lm: LM) -> Work:
     train_limit, peak, state = fit_rows(lm, prompts)
     tell(run, lm.context, lm, plan(lm, prompts, train_limit, peak, state))
     if lm.context.main and not cfg.shard:
-        summary.write_run(run, lm.context.out_dir, lm.context.device.name)
+        summary.write_run(run, lm.context.out_dir, lm.context.device.name, lm.reproducible)
     optim.optimizer(cfg.optimizer, [torch.nn.Parameter(torch.zeros(1))], cfg.lr)
     journal = Journal(session, folder)
     sizes, rows = Sizes(folder), lm.engine.limit.rows

@@ -87,8 +87,10 @@ def print_plan(rows: dict[str, str]) -> None:
         log.info("%-*s  %s", width, key, value)
 
 
-def write_run(run: Run, out_dir: Path, device: str) -> None:
-    """Write RUN/run.yaml: the configuration, versions, commits of this code and of the model."""
+def write_run(run: Run, out_dir: Path, device: str, reproducible: bool = True) -> None:
+    """Write RUN/run.yaml: the configuration, versions, commits of this code and of the model, and
+    whether the same command gives the same numbers.
+    """
     record = {
         "config": asdict(run),
         "versions": {
@@ -99,6 +101,7 @@ def write_run(run: Run, out_dir: Path, device: str) -> None:
         "commit": find_commit(),
         "model_commit": model_commit(run.model),
         "device": device,
+        "reproducible": reproducible,
     }
     write_text(out_dir / "run.yaml", OmegaConf.to_yaml(OmegaConf.create(record)))
 

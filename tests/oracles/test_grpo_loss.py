@@ -1,10 +1,18 @@
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from common.config import ConfigError
-from grpo.loss import Counts, advantages, kl, overlong_penalty, policy_loss
+from grpo.loss import (
+    Counts,
+    advantages,
+    kl,
+    overlong_penalty,
+    policy_loss,
+    sampler_weights,
+)
 from launch import compose
 from tests.support.losses import BOUNDED, MASK, NEW, OLD, REF, REWARDS, SEQUENCE, settings
 
@@ -283,3 +291,34 @@ def test_settings_that_have_an_effect(overrides):
 @pytest.mark.parametrize("name", ["grpo_chess", "grpo_dapo", "grpo_fp32"])
 def test_experiments_compose(name):
     assert compose([f"experiment={name}"]).algo.name == "grpo"
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("bound", ["truncate", "mask"])
+def test_weights_of_the_sampler_are_those_of_a_plain_loop(level, bound):
+    sampled = OLD + 0.5 * torch.randn(OLD.shape, generator=torch.Generator().manual_seed(5))
+    found = sampler_weights(OLD, sampled, MASK, f"{level}_{bound}", 1.3)
+    cut = 0
+    for row, kept in enumerate(MASK.tolist()):
+        ratios = [
+            math.exp(OLD[row, i] - sampled[row, i]) if inside else 1.0
+            for i, inside in enumerate(kept)
+        ]
+        for i, inside in enumerate(kept):
+            if inside:
+                ratio = math.prod(ratios) if level == "sequence" else ratios[i]
+                cut += ratio > 1.3
+                bounded = min(ratio, 1.3) if bound == "truncate" else ratio * (ratio <= 1.3)
+                assert found[row, i].item() == pytest.approx(bounded, rel=1e-5)
+    assert cut
+
+
+def test_equal_probabilities_have_weights_of_one():
+    weight = sampler_weights(OLD, OLD, MASK, "sequence_mask", 3.0)
+    assert (weight == 1).all()
+    config = settings("dapo", 0.0)
+    advantage = advantages(REWARDS, "group").flatten()
+    both = [
+        policy_loss(NEW, OLD, advantage, MASK, COUNTS, config, weight=w)[0] for w in (None, weight)
+    ]
+    assert both[0].item() == both[1].item()

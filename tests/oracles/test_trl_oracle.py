@@ -16,11 +16,11 @@ with warnings.catch_warnings():
         pytest.skip(f"the oracle is TRL 1.16.0, here is {trl.__version__}", allow_module_level=True)
     from trl import GRPOTrainer
 
-from grpo.loss import Counts, advantages, policy_loss
+from grpo.loss import Counts, advantages, policy_loss, sampler_weights
 from tests.support.losses import BOUNDED, MASK, NEW, OLD, REF, REWARDS, SEQUENCE, settings
 
 
-def theirs(new, advantage, loss, beta, config):
+def theirs(new, advantage, loss, beta, config, weight=None):
     """TRL's loss of one optimizer batch without accumulation."""
     level, kind = ("sequence", "grpo") if loss == "gspo" else ("token", loss)
     identity = SimpleNamespace(
@@ -52,8 +52,8 @@ def theirs(new, advantage, loss, beta, config):
         current_gradient_accumulation_steps=1,
         accelerator=identity,
         model=SimpleNamespace(training=True),
-        use_vllm=False,
-        vllm_importance_sampling_correction=False,
+        use_vllm=weight is not None,
+        vllm_importance_sampling_correction=weight is not None,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         _entropy_bonus_enabled=False,
@@ -71,6 +71,7 @@ def theirs(new, advantage, loss, beta, config):
         "old_per_token_logps": OLD,
         "ref_per_token_logps": REF,
         "num_items_in_batch": MASK.sum(),
+        "importance_sampling_ratio": weight,
     }
     return GRPOTrainer._compute_loss(stub, None, inputs)
 
@@ -108,3 +109,19 @@ def test_equals_trl(loss, changes, beta, rewards):
             rtol=1e-4,
             atol=1e-6,
         )
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo"])
+@pytest.mark.parametrize("kind", ["token_truncate", "sequence_mask"])
+def test_weights_of_the_sampler_equal_trl(loss, kind):
+    """TRL has a weight per sequence in [B, 1], where it is the same at all of its tokens here."""
+    advantage = advantages(REWARDS, "group").flatten()
+    sampled = OLD + 0.3 * torch.randn(OLD.shape, generator=torch.Generator().manual_seed(4))
+    weight = sampler_weights(OLD, sampled, MASK, kind, 1.2)
+    assert (weight != 1).any()
+    config = settings(loss, 0.04)
+    counts = Counts(4, 13, 1)
+    ours, _ = policy_loss(NEW, OLD, advantage, MASK, counts, config, ref=REF, weight=weight)
+    given = weight if kind.startswith("token") else weight[:, :1]
+    expected = theirs(NEW, advantage, loss, 0.04, config, given)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)

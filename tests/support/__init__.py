@@ -4,10 +4,13 @@ No torch is imported here: worker processes unpickle tasks from this package.
 """
 
 import json
+import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
+# The Python of an environment with vLLM: scripts/install_vllm.py makes one.
+VLLM = Path(os.environ.get("VLLM_PYTHON", ROOT / ".vllm" / "bin" / "python"))
 CONF = str(ROOT / "tests" / "support" / "conf")
 
 # A model of a few thousand parameters, without pre-training: seconds for a whole run.

@@ -170,7 +170,7 @@ class Vllm:
             "logprobs_mode": "processed_logprobs",  # of the tempered distribution
         }
         rank = self.setup.rank if self.adapter is None else self.adapter.rank
-        if rank:
+        if self.setup.members or self.adapter is not None:
             room = next((room for room in RANKS if room >= rank), None)
             if room is None:
                 raise ConfigError(

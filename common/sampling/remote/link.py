@@ -95,6 +95,7 @@ class Link:
                     start_new_session=True,  # Ctrl-C is for the run, which ends it in order
                 )
             except OSError as error:
+                ours.close()
                 raise ConfigError(
                     f"engine.python={self.python!r} cannot be started: {error.strerror}. {INSTALL}"
                 ) from error

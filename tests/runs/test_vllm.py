@@ -1,0 +1,328 @@
+"""engine=vllm beside the native engine: the same tokens, log-probabilities and rewards from the
+same weights; what happens when it dies; whole runs. A vLLM is started for most of these.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import launch
+from common import hardware
+from common.config import ConfigError
+from common.distributed.context import Context
+from common.lm import LM
+from common.sampling.engine import Requests
+from common.sampling.remote import server
+from eggroll.noise import Noise
+from tests.support import CONF, ROOT, SMALL_RFT, VLLM, events
+from tests.support.models import sampling
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not VLLM.exists(), reason=f"there is no vLLM: {VLLM} (make vllm)"),
+]
+ENGINE = ["engine=vllm", "engine.cache_gb=0.25", "engine.settings={enforce_eager: true}"]
+LOCAL = [*ENGINE, f"engine.python={VLLM}"]
+# Heads of 32, which vLLM's kernels for CPUs want.
+MODEL = ["hardware=cpu", "model.tiny.hidden_size=64", "model.tiny.layers=2", "model.tiny.heads=2"]
+MODEL += ["model.tiny.intermediate_size=128", "model.tiny.pretrain_steps=150"]
+MODEL += ["task=translate", "evaluate.examples=8"]
+GRPO = ["algo=grpo", *MODEL, "algo.prompts_per_step=4", "algo.samples_per_prompt=4"]
+GRPO += ["algo.sampling.max_new_tokens=16"]
+GREEDY = sampling(new=16)
+
+
+@pytest.fixture
+def open_lm(in_cache, tmp_path):
+    """Make a language model with the settings of a run, which ends with the test."""
+    with ExitStack() as stack:
+
+        def make(*overrides, **more):
+            run = launch.compose([*GRPO, *overrides])
+            lm = LM(run, Context(0, 1, hardware.find(run.hardware), tmp_path / "run"), **more)
+            stack.callback(lm.close)
+            lm.read_examples()
+            return lm
+
+        yield make
+
+
+def both(lm, requests, sampling):
+    """The completions of vLLM and of the native engine with the weights of `lm`."""
+    theirs = lm.generate(requests, sampling)
+    lm.run.engine = yaml.safe_load((ROOT / "conf/engine/native.yaml").read_text())
+    return theirs, lm.open_engine(lm.model).generate(requests, sampling)
+
+
+def prompts(lm, count):
+    return lm.encode(lm.order.take(0, count))
+
+
+def shares_equal(one, other):
+    """The share of rows that are equal, and the largest difference of log-probabilities while they
+    are.
+    """
+    same = (one.tokens == other.tokens).all(1) & (one.lengths == other.lengths)
+    gap = 0.0
+    if one.logprobs is not None and other.logprobs is not None:
+        agree = (one.tokens == other.tokens).cumprod(1).bool()
+        inside = torch.arange(one.tokens.shape[1]) < one.lengths[:, None]
+        gap = (one.logprobs - other.logprobs)[agree & inside].abs().max().item()
+    return same.double().mean().item(), gap
+
+
+def test_greedy_tokens_and_log_probabilities_are_those_of_the_native_engine(open_lm):
+    lm = open_lm(*LOCAL)
+    requests = Requests(prompts=prompts(lm, 64), logprobs=True)
+    theirs, ours = both(lm, requests, GREEDY)
+    share, gap = shares_equal(theirs, ours)
+    print(f"{share:.1%} of 64 rows equal, log-probabilities within {gap:.1e}")
+    assert share >= 0.95
+    assert gap < 1e-3
+    assert (theirs.finished == ours.finished).double().mean() >= 0.95
+    assert not theirs.broken.any()
+
+
+def test_samples_have_the_log_probabilities_of_what_the_trainer_computes(open_lm):
+    """At a temperature of 0.7, of their own and of the trainer's forward."""
+    from common.model import logprobs
+
+    lm = open_lm(*LOCAL, "algo.sampling.temperature=0.7")
+    asked = prompts(lm, 4)
+    made = lm.generate(Requests(prompts=asked, samples=3, seed=1, logprobs=True))
+    assert made.tokens.shape[0] == 12
+    assert len({tuple(row) for row in made.tokens.tolist()}) > 4
+    rows = [[made.tokens[3 * i + j, : made.lengths[3 * i + j]] for j in range(3)] for i in range(4)]
+    laid = logprobs.group(asked, rows, torch.device("cpu"))
+    with torch.no_grad():
+        found, _ = logprobs.token_logprobs(lm.model, laid, 0.7)
+    gap = ((found - made.logprobs[:, : found.shape[1]]) * laid.mask).abs().max().item()
+    assert gap < 1e-3
+    again = lm.generate(Requests(prompts=asked, samples=3, seed=2, logprobs=True))
+    assert not torch.equal(again.tokens, made.tokens)
+
+
+def test_weights_that_changed_are_the_weights_that_answer(open_lm):
+    lm = open_lm(*LOCAL)
+    requests = Requests(prompts=prompts(lm, 16))
+    before = lm.generate(requests, GREEDY)
+    version = lm.engine.version
+    assert torch.equal(lm.generate(requests, GREEDY).tokens, before.tokens)
+    assert lm.engine.version == version  # nothing was sent
+    with torch.no_grad():
+        lm.model.model.layers[1].mlp.down_proj.weight.mul_(-1.0)
+    theirs, ours = both(lm, requests, GREEDY)
+    assert lm.engine.version == version + 1
+    assert not torch.equal(theirs.tokens, before.tokens)
+    assert shares_equal(theirs, ours)[0] >= 0.95
+    lm.engine.version += 1  # as if a change had not arrived
+    with pytest.raises(ConfigError, match=r"these are weights 2, not 3"):
+        lm.engine.generate(requests, GREEDY)
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_members_earn_what_those_of_the_native_engine_earn(open_lm, rank):
+    members = 16
+    lm = open_lm(*LOCAL, population=members, rank=rank)
+    config = launch.compose(["algo=eggroll", *MODEL]).algo.noise
+    noise = Noise(lm.model, config, rank=rank, mirrored=True, seed=3)
+
+    def request(part, sigma):
+        factors = noise.factors(1, part, sigma)
+        return Requests(
+            prompts=prompts(lm, 4),
+            groups=len(part),
+            factors=lambda: factors,
+            narrow=noise.narrow,
+        )
+
+    part = range(members)
+    theirs = lm.generate(request(part, 0.05), GREEDY)
+    lm.run.engine = yaml.safe_load((ROOT / "conf/engine/native.yaml").read_text())
+    native = lm.open_engine(lm.model, floor=2)
+    with noise.members(1, part, 0.05):
+        ours = native.generate(request(part, 0.05), GREEDY)
+    assert len({tuple(row) for row in ours.tokens.tolist()}) > members  # the noise moves them
+    examples = lm.order.take(0, 4) * members
+    rewards = [
+        lm.scorer.submit(examples, made.texts(lm.tokenizer)).result().rewards
+        for made in (theirs, ours)
+    ]
+    same = sum(a == b for a, b in zip(*rewards, strict=True)) / len(examples)
+    print(f"{same:.1%} of {len(examples)} rewards equal")
+    assert same >= 0.95
+    other = lm.generate(request(part, 0.1), GREEDY)
+    assert not torch.equal(other.tokens, theirs.tokens)  # new noise is a new adapter
+
+
+def test_only_an_adapter_is_sent(open_lm, tmp_path):
+    lm = open_lm(*LOCAL, "model.adapter.rank=4")
+    requests = Requests(prompts=prompts(lm, 16))
+    lm.generate(requests, GREEDY)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in lm.adapter.parameters.values():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    sent = []
+    ask = lm.engine.link.ask
+    lm.engine.link.ask = lambda message, **more: (sent.append(message["do"]), ask(message, **more))[
+        1
+    ]
+    changed = lm.generate(requests, GREEDY)
+    assert sent == ["stamp", "generate"]
+    native = lm.run.engine = yaml.safe_load((ROOT / "conf/engine/native.yaml").read_text())
+    assert native
+    ours = lm.open_engine(lm.model).generate(requests, GREEDY)
+    assert shares_equal(changed, ours)[0] >= 0.9
+
+
+def test_one_that_dies_is_started_again_once(open_lm, caplog):
+    lm = open_lm(*LOCAL)
+    requests = Requests(prompts=prompts(lm, 8), samples=2, seed=1)
+
+    def kill(_):
+        lm.engine.link.process.send_signal(signal.SIGKILL)
+
+    made = lm.generate(requests)
+    dying = lm.engine.generate(
+        requests, lm.run.algo.sampling, watch=lambda n: kill(n) or time.sleep(1)
+    )
+    assert dying.tokens.shape == made.tokens.shape
+    assert "starting it again, once" in caplog.text
+    lm.engine.link.process.send_signal(signal.SIGKILL)
+    with pytest.raises(ConfigError, match=r"ended for the second time .*resume=auto"):
+        lm.generate(requests)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (ENGINE, "needs one of engine.python"),
+        ([*ENGINE, "engine.python=/nowhere/python"], "cannot be started: No such file"),
+        ([*ENGINE, f"engine.python={sys.executable}"], r"cannot import vllm: .*pip install"),
+        ([*LOCAL, "engine.url=here:80"], "needs one of engine.python"),
+        ([*ENGINE, "engine.url=here"], "is not HOST:PORT"),
+        ([*LOCAL, "engine.settings={dtype: half}"], "engine.settings.dtype has no effect"),
+        ([*LOCAL, "engine.settings={speed: 9}"], "speed"),
+        ([*LOCAL, "opt=[compile]"], "opt=compile has no effect with engine=vllm"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_mistakes_are_told(open_lm, settings, text):
+    with pytest.raises(ConfigError, match=text):
+        open_lm(*settings).engine.refresh()
+
+
+def test_noise_that_adapters_cannot_carry_is_told(in_cache, tmp_path):
+    settings = ["algo=eggroll", *MODEL, *LOCAL, "algo.noise.vectors=full", "algo.members=2"]
+    with pytest.raises(
+        ConfigError, match=r"norm.weight cannot have. Set algo.noise.vectors=frozen"
+    ):
+        launch.train(launch.compose([*settings, "algo.steps=1"]), tmp_path / "run")
+
+
+# --- whole runs
+
+
+def children(log: Path) -> list[str]:
+    """The processes that write to the log."""
+    found = subprocess.run(["fuser", str(log)], capture_output=True, text=True)
+    return found.stdout.split()
+
+
+def test_grpo_goes_on_after_a_kill_and_nothing_is_left(begin, launch, tmp_path):
+    arguments = [*GRPO, *LOCAL, "algo.steps=5", "checkpoint.every=1", "hydra.run.dir=run"]
+    process = begin(*arguments)
+    metrics, log = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "engine-0.log"
+    deadline = time.monotonic() + 200
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
+        assert process.poll() is None, process.said()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    folders = set(Path("/dev/shm").glob("clutch-engine-*"))
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    for _ in range(100):
+        if not children(log):
+            break
+        time.sleep(0.1)
+    assert children(log) == []
+    assert not any(folder.exists() for folder in folders if str(os.getpid()) in folder.name)
+    launch(*arguments, "resume=auto")
+    steps = [event for event in events(tmp_path / "run") if "reward" in event]
+    assert [event["step"] for event in steps] == [1, 2, 3, 4, 5]
+    updated = [event for event in steps if "sampler_gap" in event]
+    assert updated
+    assert all(event["sampler_gap"] < 1e-3 for event in updated)
+    assert all(event["sampler_weight"] == pytest.approx(1, abs=1e-2) for event in updated)
+    assert yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["reproducible"] is False
+    assert "cannot be repeated to the bit" in (tmp_path / "run" / "run.log").read_text()
+
+
+def test_eggroll_learns_with_it(launch, tmp_path):
+    arguments = ["algo=eggroll", *MODEL, *LOCAL, "algo.members=8", "algo.prompts_per_step=2"]
+    arguments += ["algo.sampling.max_new_tokens=16", "algo.steps=3", "hydra.run.dir=run"]
+    launch(*arguments)
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["steps"] == 3
+    native = [text for text in arguments if not text.startswith(("engine", "hydra"))]
+    launch(*native, "hydra.run.dir=native")
+    one, other = (events(tmp_path / name) for name in ("run", "native"))
+    # the same population earns the same with either engine
+    assert one[1]["reward"] == pytest.approx(other[1]["reward"], abs=0.02)
+
+
+def test_rft_iterates_with_it(launch, tmp_path):
+    heads = ["model.tiny.hidden_size=64", "model.tiny.heads=2"]
+    launch(
+        "--config-dir", CONF, *SMALL_RFT, *heads, *LOCAL, "algo.iterations=1", "hydra.run.dir=run"
+    )
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["metrics"]["after"] if "metrics" in result else result["after"]
+    log = (tmp_path / "run" / "engine-0.log").read_text()
+    assert log.count("Initializing a V1 LLM engine") == 1  # one for all stages
+    assert "Reloading weights" in log
+
+
+def test_two_ranks_have_one_each(launch, tmp_path):
+    launch(*GRPO, *LOCAL, "algo.steps=2", "opt=[ddp]", "opt.ddp.ranks=2", "hydra.run.dir=run")
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["world_size"] == 2
+    assert all((tmp_path / "run" / f"engine-{rank}.log").exists() for rank in (0, 1))
+
+
+def test_a_server_elsewhere(open_lm, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [str(VLLM), server.__file__, url]
+    environment = os.environ | {server.KEY: "secret", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as waiting:
+        try:
+            assert "waiting on" in waiting.stdout.readline()
+            monkeypatch.delenv(server.KEY, raising=False)
+            with pytest.raises(ConfigError, match=f"Set {server.KEY}"):
+                open_lm(*ENGINE, f"engine.url={url}").engine.refresh()
+            monkeypatch.setenv(server.KEY, "guess")
+            with pytest.raises(ConfigError, match="the key is another one"):
+                open_lm(*ENGINE, f"engine.url={url}").engine.refresh()
+            monkeypatch.setenv(server.KEY, "secret")
+            lm = open_lm(*ENGINE, f"engine.url={url}")
+            requests = Requests(prompts=prompts(lm, 16))
+            before = lm.generate(requests, GREEDY)
+            with torch.no_grad():
+                lm.model.model.layers[1].mlp.down_proj.weight.mul_(-1.0)
+            theirs, ours = both(lm, requests, GREEDY)
+            assert not torch.equal(theirs.tokens, before.tokens)
+            assert shares_equal(theirs, ours)[0] >= 0.95
+        finally:
+            os.kill(waiting.pid, signal.SIGKILL)
