@@ -56,8 +56,10 @@ def write_weights(model: PreTrainedModel, folder: Path, weights: dict[str, torch
     """Write a folder without a tokenizer that a model loader reads: the settings of `model`, and
     these weights under the names that it has without an adapter.
     """
+    found = empty_like(model)
+    found.should_save_on_this_rank = lambda _: True  # each has an engine; else rank 0 alone saves
     with _savable(model), progress_bars(False):
-        empty_like(model).save_pretrained(folder, state_dict=weights)
+        found.save_pretrained(folder, state_dict=weights)
 
 
 @contextmanager

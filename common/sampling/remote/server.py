@@ -85,6 +85,7 @@ class Server:
     def load(self, folder: str, version: int) -> dict[str, Any]:
         """Take over the weights of a folder."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        self.llm.collective_rpc(_repack_head)
         self.llm.reset_prefix_cache()
         return self.stamp(version)
 
@@ -159,6 +160,17 @@ class Server:
             told = {"error": f"{type(error).__name__}: {error}"}
         told, beside = told if isinstance(told, tuple) else (told, b"")
         send(self.connection, {"version": self.version, **told}, beside)
+
+
+def _repack_head(worker: Any) -> None:
+    """Pack the head anew: vLLM 0.32 leaves one that is tied to the embedding, and whose packed copy
+    CPUs use, as it was.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for layer in worker.get_model().modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def _seed(worker: Any, seed: int) -> None:
