@@ -33,8 +33,11 @@ from benchmarks.eggroll import Sizes, Work, settings
 from benchmarks.measure import Case, Report, paired
 from benchmarks.models import build, generate
 from common.config import SamplingConfig
-from common.sampling.engine import Requests
+from common.distributed.context import Context
+from common.hardware import Device
+from common.sampling.engine import Requests, Setup
 from common.sampling.native import Sampler
+from common.sampling.remote.client import open_vllm
 from eggroll.config import EggrollConfig
 
 OURS, GENERATE, VLLM = "this project", "generate", "vLLM"
@@ -163,6 +166,8 @@ def run(options: argparse.Namespace) -> Report:
             report.compare(speeds, "tokens/s", next(iter(speeds)), less=False)
             add_figures(report, speeds, f"{prompts} x {samples}: ")
         compare_population(report, model, adapted, new)
+    if options.vllm is not None:
+        compare_engine(report, model, options.vllm, new)
     if not options.quick:
         work = Work(EVOLVED, report.device, torch.bfloat16, model=model, algo=warm(EVOLVED))
         took, _ = measure.seconds(lambda: (work.population(), work.update()), report.device)
@@ -194,6 +199,45 @@ def compare_population(report: Report, model: Any, adapted: Peer | None, new: in
     if adapted is not None:
         ratio = paired(speeds[POPULATION], speeds[ADAPTERS])
         report.figures.append(("population against vLLM's adapters", ">= 1.5x", f"{ratio:.2f}x"))
+
+
+def compare_engine(report: Report, model: Any, python: Path, new: int) -> None:
+    """Time engine=vllm as a run has it, and what it costs to send the weights there."""
+    sizes = Sizes("smollm2", 32, prompts=2, prompt_tokens=MEMBERS.prompt_tokens, new_tokens=new)
+    work = Work(sizes, report.device, torch.bfloat16, model=model, algo=warm(sizes))
+    sampling = SamplingConfig(max_new_tokens=new, **HEAT)
+    prompts, samples = SHAPES["8 x 8"]
+    plain = Requests(prompts=draw_prompts(prompts, MEMBERS.prompt_tokens), samples=samples)
+    measure.progress("loading engine=vllm, twice")
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        here = Device(report.device, "here", 0.0, matches=True)
+        setup = Setup(
+            model=model, pad_id=0, stop_ids=(), context=Context(0, 1, here, Path(folder)), rows=256
+        )
+        engine = open_vllm(setup, str(python), None, 4.0, None)
+        adapted = open_vllm(replace(setup, members=sizes.members), str(python), None, 4.0, None)
+        for one in (engine, adapted):
+            stack.callback(one.close)
+            one.refresh()
+        members = Requests(
+            prompts=draw_prompts(sizes.prompts, sizes.prompt_tokens),
+            groups=sizes.members,
+            factors=lambda: work.noise.factors(0, range(sizes.members), 0.01),
+        )
+        weight = next(model.parameters())
+
+        def send() -> None:
+            weight.data.neg_()
+            engine.refresh()
+
+        cases = [
+            Case("8 x 8: engine=vllm", lambda: engine.generate(plain, sampling).generated),
+            Case("population: engine=vllm", lambda: adapted.generate(members, sampling).generated),
+        ]
+        for name, timing in report.time(cases).items():
+            report.add(name, median(timing.speeds(float)), "tokens/s")
+        sent = [measure.seconds(send, report.device)[0] for _ in range(2 * report.repeats)]
+        report.add("engine=vllm: all weights sent", median(sent), "s")
 
 
 def compare_grpo(report: Report, options: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
     python -m common.chat outputs/mine                        # type prompts; Ctrl-D ends
     python -m common.chat outputs/mine --prompt "seven =>"
+    python -m common.chat outputs/mine --engine vllm --engine-python ~/vllm/bin/python
     cat prompts.txt | python -m common.chat FOLDER_OR_HUB_ID  # one prompt per line, but blank ones
 
 For the result of a run a prompt takes the form of those it was trained on: the same system text and
@@ -15,6 +16,7 @@ import logging
 import os
 import string
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,14 +25,17 @@ from typing import Any
 import torch
 
 from common.config import ConfigError, ModelConfig, SamplingConfig, build
+from common.distributed.context import Context
+from common.hardware import Device
 from common.model.adapter import merge_folder
 from common.model.load import load_model
 from common.model.prompts import encode_prompts, stop_ids
 from common.model.source import ADAPTER
 from common.precision import native_bf16
 from common.report import page
-from common.sampling.engine import Requests
+from common.sampling.engine import Engine, Requests, Setup
 from common.sampling.native import Sampler
+from common.sampling.remote.client import open_vllm
 from common.signals import EXIT_CONFIG, EXIT_INTERRUPTED
 from common.tasks import Messages, plain
 
@@ -120,11 +125,28 @@ def parser() -> argparse.ArgumentParser:
         "--max-new-tokens": {"type": int, "default": 256, "help": "longest answer (256)"},
         "--seed": {"type": int, "default": 0, "help": "of the draws (0)"},
         "--adapter": {"help": "folder of a LoRA adapter on top"},
+        "--engine": {"choices": ("native", "vllm"), "default": "native", "help": "(native)"},
+        "--engine-python": {"metavar": "PYTHON", "help": "of an environment that has vLLM"},
         "--device": {"choices": ("auto", "cpu", "cuda"), "default": "auto"},
     }
     for name, option in options.items():
         found.add_argument(name, **option)
     return found
+
+
+def open_sampler(
+    given: argparse.Namespace, model: Any, tokenizer: Any, device: torch.device
+) -> Engine:
+    """Open the engine that was chosen. Raises: ConfigError."""
+    about: Any = {"pad_id": tokenizer.pad_token_id, "stop_ids": stop_ids(model, tokenizer)}
+    if given.engine == "native":
+        if given.engine_python is not None:
+            raise ConfigError("--engine-python has no effect without --engine vllm. Leave it out.")
+        return Sampler(model, rows=1, **about)
+    here = Device(device, device.type, 0.0, matches=True)
+    context = Context(0, 1, here, Path(tempfile.mkdtemp(prefix="clutch-chat-")))  # of its log
+    setup = Setup(model=model, context=context, rows=1, **about)
+    return open_vllm(setup, given.engine_python, None, 1.0, {"enforce_eager": True})
 
 
 def answer_all(given: argparse.Namespace) -> None:
@@ -143,8 +165,7 @@ def answer_all(given: argparse.Namespace) -> None:
     model, tokenizer = load_model(config, None, dtype, device, progress=False)
     if (adapter := given.adapter or adapter) is not None:
         model = merge_folder(model, adapter, f"the model {path}", "--adapter")
-    stop = stop_ids(model, tokenizer)
-    sampler = Sampler(model, pad_id=tokenizer.pad_token_id, stop_ids=stop, rows=1)  # type: ignore[arg-type]
+    sampler = open_sampler(given, model, tokenizer, device)
     formed = shown is not None or tokenizer.chat_template is not None
     chat = formed and not given.plain and not isinstance(shown, str)
     chat = chat or given.system is not None

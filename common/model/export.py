@@ -57,7 +57,8 @@ def write_weights(model: PreTrainedModel, folder: Path, weights: dict[str, torch
     these weights under the names that it has without an adapter.
     """
     found = empty_like(model)
-    found.should_save_on_this_rank = lambda _: True  # each has an engine; else rank 0 alone saves
+    # Each rank has an engine; else rank 0 alone saves.
+    found.should_save_on_this_rank = lambda is_main_process: True
     with _savable(model), progress_bars(False):
         found.save_pretrained(folder, state_dict=weights)
 

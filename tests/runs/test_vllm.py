@@ -201,13 +201,14 @@ def test_one_that_dies_is_started_again_once(open_lm):
     lm = open_lm(*LOCAL)
     requests = Requests(prompts=prompts(lm, 8), samples=2, seed=1)
 
-    def kill(_):
-        lm.engine.link.process.send_signal(signal.SIGKILL)
-
     made = lm.generate(requests)
-    dying = lm.engine.generate(
-        requests, lm.run.algo.sampling, watch=lambda n: kill(n) or time.sleep(1)
-    )
+    first = lm.engine.link.process
+
+    def kill(_):  # while it is sampling
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+
+    dying = lm.engine.generate(requests, lm.run.algo.sampling, watch=kill)
     assert dying.tokens.shape == made.tokens.shape
     assert lm.engine.link.falls == 1
     assert torch.equal(dying.lengths, made.lengths)  # the same seed, and the same weights
@@ -307,6 +308,16 @@ def test_rft_iterates_with_it(launch, tmp_path):
     log = (tmp_path / "run" / "engine-0.log").read_text()
     assert log.count("Initializing a V1 LLM engine") == 1  # one for all stages
     assert "Reloading weights" in log
+
+
+def test_a_chat_with_it(launch, tmp_path):
+    launch(*GRPO, "algo.steps=1", "hydra.run.dir=run")
+    asked = ["run", "--prompt", "seven =>", "--max-new-tokens", "8"]
+    native = launch(*asked, module="common.chat")
+    made = launch(*asked, "--engine", "vllm", "--engine-python", str(VLLM), module="common.chat")
+    assert made.stdout == native.stdout
+    alone = launch(*asked, "--engine-python", str(VLLM), module="common.chat", code=2)
+    assert "--engine-python has no effect without --engine vllm" in alone.stderr
 
 
 def test_two_ranks_have_one_each(launch, tmp_path):
