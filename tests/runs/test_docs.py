@@ -210,6 +210,8 @@ def test_every_command_is_right(command, monkeypatch):
     elif found[1:3] == ["-m", "tests.support.soak"]:
         assert "--minutes" in found
         assert "--out" in found
+    elif found[1].endswith(".py"):
+        assert (ROOT / found[1]).is_file()
     elif found[1:2] == ["-m"] and found[2] != "venv":
         parsed(found[2], found[3:], monkeypatch)
     else:

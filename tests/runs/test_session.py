@@ -213,7 +213,7 @@ def test_a_new_loss_is_a_function(in_cache, tmp_path, monkeypatch):
     """REINFORCE instead of the clipped ratio: what `policy_loss` gets is all that a loss needs."""
     from grpo import train as module
 
-    def reinforce(logp, old, advantage, mask, counts, settings, ref=None, entropy=None):
+    def reinforce(logp, old, advantage, mask, counts, settings, **more):
         loss = -(advantage[:, None] * logp * mask).sum() / counts.tokens
         zero = logp.new_zeros(())
         return loss, {"clipped": zero, "ratio_kl": zero, "entropy": zero, "kl": zero}

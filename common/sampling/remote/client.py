@@ -1,7 +1,7 @@
 """vLLM as an engine (conf/engine/vllm.yaml): a process of its own samples from a copy of the
 weights.
 
-    python launch.py ... engine=vllm engine.python=~/vllm/bin/python
+    python launch.py ... engine=vllm engine.python=.vllm/bin/python
 
 vLLM pins other versions of what this project uses, so it has a Python environment of its own and is
 never imported here. The child (server.py) ends with this process, however that ends, and is started

@@ -21,8 +21,9 @@ log = logging.getLogger("clutch")
 
 OLDEST = (0, 32)  # that this was tried with
 INSTALL = (
-    "Make an environment for it (python3 -m venv ~/vllm; ~/vllm/bin/pip install 'vllm>="
-    f"{'.'.join(map(str, OLDEST))}') and give engine.python=~/vllm/bin/python."
+    "Make an environment for it (python3 -m venv .vllm; .vllm/bin/pip install 'vllm>="
+    f"{'.'.join(map(str, OLDEST))}') and give engine.python=.vllm/bin/python; docs/engines.md"
+    " says how without a GPU."
 )
 SHARED = Path("/dev/shm")
 
