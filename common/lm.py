@@ -397,6 +397,8 @@ def describe_engine(run: Run, engine: Engine) -> str:
     target = run.engine["_target_"]
     shipped = (path for path in CONF.glob("engine/*.yaml") if target in path.read_text())
     name = next((path.stem for path in shipped), target)
+    if engine.separate:
+        name += f" in a process of its own, {engine.fixed_bytes(0) / 2**30:.1f} GB"
     return name if engine.reproducible else f"{name}; the run cannot be repeated to the bit"
 
 

@@ -39,6 +39,7 @@ from common.sampling.remote.link import INSTALL, EndedError, Link
 T = TypeVar("T")
 log = logging.getLogger("clutch")
 
+OVERHEAD_GB = 2.0  # of vLLM on a GPU, beside weights and cache: kernels, activations, graphs
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM has room for
 
 
@@ -178,6 +179,12 @@ class Vllm:
                 )
             ours |= {"enable_lora": True, "max_lora_rank": room}
             ours["max_loras"] = max(1, self.setup.members)
+        device = self.setup.context.device
+        if (
+            device.device.type == "cuda"
+        ):  # else vLLM wants nearly all of it, and the trainer has some
+            share = (self.fixed_bytes(0) / 2**30 + OVERHEAD_GB) / device.memory_gb
+            ours["gpu_memory_utilization"] = round(min(share, 0.95), 3)
         if own := sorted(ours.keys() & self.settings.keys()):
             raise ConfigError(
                 f"engine.settings.{own[0]} has no effect: the run sets it. Leave it out."
