@@ -32,7 +32,7 @@ from common.model.load import load_model
 from common.model.prompts import encode_prompts, stop_ids
 from common.model.source import ADAPTER
 from common.precision import native_bf16
-from common.report import page
+from common.report import story
 from common.sampling.engine import Engine, Requests, Setup
 from common.sampling.native import Sampler
 from common.sampling.remote.client import open_vllm
@@ -67,7 +67,7 @@ def model_of(given: str) -> tuple[str, str | None, str | Messages | None]:
 def template_of(given: str) -> tuple[str, str] | None:
     """Return the text before and after the only field of the run's task.template, if it has one."""
     path = Path(given).expanduser() / "run.yaml"
-    saved = page.read_run(path.parent, "config") if path.is_file() else {}
+    saved = story.read_run(path.parent, "config") if path.is_file() else {}
     template = (saved["config"].get("task") or {}).get("template") if saved else None
     parts = list(string.Formatter().parse(template or ""))
     fields = [number for number, (_, name, _, _) in enumerate(parts, start=1) if name]

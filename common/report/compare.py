@@ -24,7 +24,7 @@ from common.config import ConfigError, flat
 from common.exits import ending_tool
 from common.failures import FAILED
 from common.files import write_text
-from common.report import page
+from common.report import story
 from common.report.events import events, markdown_table
 from common.report.plots import COLOURS, STYLE
 from common.report.summary import side_by_side
@@ -105,7 +105,7 @@ def _read(folder: Path) -> Run | Failure:
         given = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else []
         overrides = _settings(dict(text.lstrip("+").split("=", 1) for text in given if "=" in text))
         if (folder / "run.yaml").exists():
-            config = page.read_run(folder, "config")["config"]
+            config = story.read_run(folder, "config")["config"]
             seed = config["seed"]
         if (folder / FAILED).exists():
             why = json.loads((folder / FAILED).read_text(encoding="utf-8"))

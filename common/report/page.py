@@ -1,5 +1,5 @@
-"""RUN/report.md and RUN/plots: what a run did, for people. A function of the files of the run
-folder alone.
+"""RUN/report.md, RUN/plots and RUN/report.html: what a run did, for people. A function of the files
+of the run folder alone.
 
     python -m common.report outputs/mine
 
@@ -8,23 +8,31 @@ was killed.
 """
 
 import itertools
-import json
 import logging
-import math
 import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from common.config import ConfigError
-from common.config.checks import CONF
-from common.files import first_line, write_text
-from common.report import panels, plots
-from common.report.events import EVALUATIONS, events, markdown_table, numbers
+from common.files import write_text
+from common.report import panels, plots, web
+from common.report.events import EVALUATIONS, events, markdown_table
 from common.report.panels import Panel
+from common.report.story import (
+    arguments,
+    columns,
+    find_facts,
+    find_measures,
+    find_phases,
+    find_points,
+    find_title,
+    find_warnings,
+    load,
+    read_rows,
+    read_run,
+)
 from common.tasks import plain
 
 log = logging.getLogger("clutch")
@@ -55,7 +63,8 @@ def write_or_warn(folder: Path) -> bool:
 
 
 def write_report(folder: Path, figures: bool = True) -> Path:
-    """Write FOLDER/report.md and, with `figures`, FOLDER/plots/*.png; return the page's path.
+    """Write FOLDER/report.md, FOLDER/report.html and, with `figures`, FOLDER/plots/*.png. Returns
+    the first one's path.
 
     Raises: ConfigError where `folder` is no run folder.
     """
@@ -64,51 +73,25 @@ def write_report(folder: Path, figures: bool = True) -> Path:
             f"{folder} has no run.yaml, so it is no run folder. Give one, for example outputs/mine."
         )
     saved = read_run(folder, "config", "versions", "commit", "device")
-    result = _load(folder / "result.json")
+    result = load(folder / "result.json")
     history, evaluations = events(folder / "metrics.jsonl"), events(folder / EVALUATIONS)
     algo = saved["config"]["algo"]["name"]
     drawn = draw(folder / "plots", algo, history, evaluations) if figures else []
     parts = [
         _head(folder, saved, result, history),
-        _facts(saved, result, history),
-        _measures(result, evaluations),
+        _facts(find_facts(saved, result, history)),
+        _section("Held-out measures", find_measures(result, evaluations)),
         _figures(drawn),
-        _time(history),
+        _section("Time", find_phases(history)),
         _completions(folder / "completions"),
         _confusion(folder / "confusion.json"),
-        _warnings(folder / "run.log"),
+        _warnings(find_warnings(folder / "run.log")),
         _files(folder),
     ]
     path = folder / "report.md"
     write_text(path, "\n\n".join(part for part in parts if part) + "\n")
+    web.write_page(folder, saved, result, history, evaluations)
     return path
-
-
-def read_run(folder: Path, *keys: str) -> dict[str, Any]:
-    """Return what FOLDER/run.yaml says. Raises: ConfigError where that is damaged: no `keys`."""
-    path, loader = folder / "run.yaml", getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        saved = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
-        if set(keys) <= saved.keys():
-            return saved
-        problem = "it has not all that a run writes there"
-    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
-        problem = "it is empty" if isinstance(error, AttributeError) else first_line(error)
-    raise ConfigError(
-        f"{path} is damaged: {problem}. The command of the run with hydra.run.dir={folder}"
-        " resume=auto writes it again."
-    )
-
-
-def _load(path: Path) -> Any:
-    """Return what a file of a run holds, None where there is none. Raises: ConfigError."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    except ValueError as error:
-        raise ConfigError(
-            f"{path} is damaged: {first_line(error)}. Remove it; the command of the run with"
-            f" hydra.run.dir={path.parent} resume=auto writes it again."
-        ) from None
 
 
 # --- figures
@@ -126,7 +109,7 @@ def draw(
     for panel in panels.find_panels().get(algo, ()):
         points = measured if any("metrics/" in name for name in panel.curves) else logged
         series = {
-            legend: _points(panel, points[name])
+            legend: find_points(panel, points[name])
             for name, legend in panel.found(list(points)).items()
         }
         series = {legend: xy for legend, xy in series.items() if xy[0]}
@@ -175,28 +158,6 @@ def _draw(
         axis.xaxis.get_major_locator().set_params(integer=True)
 
 
-def columns(history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[dict[str, Any], float]]]:
-    """Return by name, in order of appearance, each event that has the measure, and its value."""
-    found: dict[str, list[tuple[dict[str, Any], float]]] = {}
-    for event in history:
-        for name, value in numbers(event).items():
-            found.setdefault(name, []).append((event, value))
-    return found
-
-
-def _points(
-    panel: Panel, column: list[tuple[dict[str, Any], float]]
-) -> tuple[list[float], list[float]]:
-    """Return x and y of a measure, where it is finite."""
-    key = "step" if panel.x == "event" else panel.x
-    kept = [
-        (float(n if panel.x == "order" else event[key]), panel.scale * value)
-        for n, (event, value) in enumerate(column, 1)
-        if math.isfinite(value)
-    ]
-    return [x for x, _ in kept], [y for _, y in kept]
-
-
 # --- text
 
 
@@ -206,15 +167,8 @@ def _head(
     result: dict[str, Any] | None,
     history: list[dict[str, Any]],
 ) -> str:
-    config = saved["config"]
-    kinds = ("prediction", "scaling")
-    measured = next((name for name in kinds if (folder / f"{name}.json").exists()), None)
-    algo, task = config["algo"]["name"], str(config["task"]["_target_"]).rsplit(".", 1)[-1]
-    came = measured or "not finished"
-    if result:
-        algo, task = result["algo"], result["task"]
-        came = f"{result['metric']} {result['before']:.2f} → {result['after']:.2f}"
-    lines = [f"# {algo} on {task}: {came}"]
+    title, measured = find_title(folder, saved, result)
+    lines = [f"# {title}"]
     if result and (verdict := result.get("verdict")):
         lines.append(f"{verdict[0].upper()}{verdict[1:]}")
         if result["next_command"]:
@@ -225,7 +179,7 @@ def _head(
     elif measured:
         lines.append(f"The times are in {measured}.json.")
     elif not result:
-        steps, done = config["algo"].get("steps"), history[-1]["step"] if history else 0
+        steps, done = saved["config"]["algo"].get("steps"), history[-1]["step"] if history else 0
         lines.append(
             f"{done}{f' of {steps}' if steps else ''} steps are logged. Go on with"
             f" `hydra.run.dir={shlex.quote(str(folder))} resume=auto`."
@@ -235,69 +189,12 @@ def _head(
     return "\n\n".join(lines)
 
 
-def arguments(folder: Path) -> list[str]:
-    """Return the arguments of the command that made a run, with its own folders of YAML files."""
-
-    def kept(name: str) -> Any:
-        path = folder / ".hydra" / name
-        return yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
-
-    settings: Any = (kept("hydra.yaml") or {}).get("hydra")
-    found: list[str] = []
-    for source in settings["runtime"]["config_sources"] if settings else []:
-        if source["provider"] == "command-line":
-            found += ["--config-dir", source["path"]]
-        elif source["provider"] == "main" and Path(source["path"]) != CONF:
-            found += ["-cp", source["path"], "-cn", settings["job"]["config_name"]]
-    # again is a run of its own, which does not go on with this one
-    given = [text for text in kept("overrides.yaml") or [] if not text.startswith("resume=")]
-    return [*found, *given]
+def _facts(facts: dict[str, str]) -> str:
+    return markdown_table([{"": key, " ": value} for key, value in facts.items()])
 
 
-def _facts(
-    saved: dict[str, Any], result: dict[str, Any] | None, history: list[dict[str, Any]]
-) -> str:
-    config = saved["config"]
-    ranks = result["world_size"] if result else 1
-    rows = {
-        "model": result["model"] if result else config["model"]["path"] or config["model"]["name"],
-        "device": saved["device"] + (f", {ranks} ranks" if ranks > 1 else ""),
-    }
-    if result:
-        rows["numbers"] = result["dtype"]
-        rows["steps"] = f"{result['steps']:,} in {_duration(result['seconds'])}"
-        if result["generated_tokens"]:
-            rewards = f"{result['reward_evaluations']:,} rewards"
-            rows["generated"] = f"{result['generated_tokens']:,} tokens, {rewards}"
-        if result["iteration"] is not None:
-            rows["best iteration"] = str(result["iteration"] or "0, the base model")
-    speeds = [event["tokens_per_second"] for event in history if event.get("tokens_per_second")]
-    if speeds:
-        rows["speed"] = f"{sorted(speeds)[len(speeds) // 2]:,.0f} tokens/s (median of the events)"
-    if memory := [event["peak_memory_gb"] for event in history if "peak_memory_gb" in event]:
-        rows["peak memory"] = f"{max(memory):.2f} GB, measured"
-    names = (("torch", "torch"), ("transformers", "transformers"), ("Python", "python"))
-    rows["made with"] = ", ".join(f"{name} {saved['versions'][key]}" for name, key in names)
-    rows["commit"] = saved["commit"] or "outside a checkout"
-    rows["seed"] = str(config["seed"])
-    return markdown_table([{"": key, " ": value} for key, value in rows.items()])
-
-
-def _measures(result: dict[str, Any] | None, evaluations: list[dict[str, Any]]) -> str:
-    if result:
-        before, after = result["metrics"]["before"], result["metrics"]["after"]
-        heads = ("before", "after")
-    elif evaluations:
-        before, after = evaluations[0]["metrics"], evaluations[-1]["metrics"]
-        heads = ("first", f"last (step {evaluations[-1]['step']})")
-    else:
-        return ""
-    rows = []
-    for name in dict.fromkeys((*before, *after)):
-        shown = [f"{found[name]:.2f}" if name in found else "" for found in (before, after)]
-        change = f"{after[name] - before[name]:+.2f}" if all(shown) else ""
-        rows.append({"held-out": name, **dict(zip(heads, shown, strict=True)), "change": change})
-    return "## Held-out measures\n\n" + markdown_table(rows)
+def _section(title: str, rows: list[dict[str, str]]) -> str:
+    return f"## {title}\n\n{markdown_table(rows)}" if rows else ""
 
 
 def _figures(figures: list[tuple[Panel, Path]]) -> str:
@@ -309,28 +206,12 @@ def _figures(figures: list[tuple[Panel, Path]]) -> str:
     return head + "\n".join(" ".join(images[i : i + 2]) + "<br>" for i in range(0, len(images), 2))
 
 
-def _time(history: list[dict[str, Any]]) -> str:
-    seconds: dict[str, float] = {}
-    for event in history:
-        for name, value in event.get("phase_seconds", {}).items():
-            key = f"{event['stage']}: {name}" if "stage" in event else name
-            seconds[key] = seconds.get(key, 0.0) + value
-    total = sum(seconds.values())
-    if not total:
-        return ""
-    rows = [
-        {"phase": name, "seconds": f"{value:.1f}", "share": f"{100 * value / total:.1f} %"}
-        for name, value in sorted(seconds.items(), key=lambda item: -item[1])
-    ]
-    return "## Time\n\n" + markdown_table(rows)
-
-
 def _completions(folder: Path) -> str:
-    first = _rows(folder / "before.jsonl")
+    first = read_rows(folder / "before.jsonl", SAMPLES)
     if not first:
         return ""
     last = [*sorted(folder.glob("step-*.jsonl")), *folder.glob("after.jsonl")][-1:]
-    later = _rows(last[0]) if last else []
+    later = read_rows(last[0], SAMPLES) if last else []
     name = "after" if last and last[0].stem == "after" else "last"
     rows = [
         {"prompt": _short(plain(old["prompt"])), "before": _short(old["completion"])}
@@ -342,19 +223,12 @@ def _completions(folder: Path) -> str:
     return f"## Held-out completions\n\n{head}\n\n{markdown_table(rows)}"
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line, _ in zip(file, range(SAMPLES), strict=False)]
-
-
 def _short(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
 
 
 def _confusion(path: Path) -> str:
-    found = _load(path)
+    found = load(path)
     if found is None or len(found["classes"]) > 12:
         return ""
     rows = [
@@ -364,9 +238,7 @@ def _confusion(path: Path) -> str:
     return "## Confusion of the test rows\n\n" + markdown_table(rows)
 
 
-def _warnings(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    found = dict.fromkeys(line.split(" WARNING ", 1)[1] for line in lines if " WARNING " in line)
+def _warnings(found: list[str]) -> str:
     return "## Warnings\n\n" + "\n".join(f"- {text}" for text in found) if found else ""
 
 
@@ -384,10 +256,3 @@ def _files(folder: Path) -> str:
     }
     there = {name: what for name, what in known.items() if (folder / name).exists()}
     return "## Files\n\n" + "\n".join(f"- [{name}]({name}): {what}" for name, what in there.items())
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes, hours = round(seconds / 60), int(seconds // 3600)
-    return f"{minutes} min" if hours < 2 else f"{hours} h {round(seconds / 60) % 60:02d} min"

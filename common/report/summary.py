@@ -23,7 +23,7 @@ from common.config import Run
 from common.distributed.context import Context
 from common.files import write_text
 from common.model.load import model_commit
-from common.report import advice, page
+from common.report import advice, page, story
 from common.report.events import events
 from common.report.tracker import Tracker
 from common.tasks import Example, Task, plain, task_name
@@ -222,7 +222,7 @@ def finish_run(
         algo, logged = asdict(run.algo), events(folder / "metrics.jsonl")
         result.verdict, change = advice.judge(result, count, logged, algo)
         if change:  # a run that Python began has no command to repeat
-            given = page.arguments(folder)
+            given = story.arguments(folder)
             result.next_command = advice.command(given, change) if given else change
     result.save()
     samples = [
@@ -264,7 +264,7 @@ def _print_summary(result: Result, samples: list[dict[str, str]], what: str, mod
         rows["try next"] = result.next_command
     rows["written to"] = folder
     if reported:
-        rows["  report"] = f"{folder}/report.md (curves in plots/)"
+        rows["  report"] = f"{folder}/report.html, and report.md with plots/"
     rows[f"  {what}"] = model
     rows |= {"  metrics": f"{folder}/metrics.jsonl", "  result": f"{folder}/result.json"}
     print_plan(rows)

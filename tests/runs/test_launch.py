@@ -168,7 +168,7 @@ def test_a_run_puts_everything_into_its_folder(launch, in_cache, tmp_path):
             "completions",
             "model",
         ),
-        *("report.md", "plots", "evaluations.jsonl"),
+        *("report.md", "report.html", "plots", "evaluations.jsonl"),
     }
     result = json.loads((out / "result.json").read_text())
     assert set(result) >= {

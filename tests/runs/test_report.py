@@ -5,6 +5,7 @@ end.
 import json
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from matplotlib.image import imread
 from matplotlib.transforms import Bbox
 
 from common.config import ConfigError
-from common.report import __main__, dashboard, page, panels, plots
+from common.report import __main__, dashboard, panels, plots, story
 from common.report.events import EVALUATIONS, markdown_table, numbers
 from common.report.page import write_report
 from common.signals import RunStopped
@@ -123,6 +124,87 @@ def test_a_run_leaves_a_report(finished, algo):
         assert f"| {first['prompt']} |" in page
 
 
+def embedded(folder):
+    """The numbers in report.html."""
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    (text,) = re.findall(
+        r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL
+    )
+    return json.loads(text)
+
+
+def browse(folder, width, *more):
+    """The page as a browser without a network makes it."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("there is no Chromium")
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--window-size={width},900", *more]
+    command += ["--enable-logging=stderr", f"--user-data-dir={folder / 'browser'}"]
+    done = subprocess.run(
+        [*command, (folder / "report.html").as_uri()], capture_output=True, text=True, timeout=120
+    )
+    assert "CONSOLE" not in done.stderr, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("algo", RUNS)
+def test_a_run_leaves_a_page_for_browsers(finished, algo):
+    folder = finished[algo]
+    data, result = embedded(folder), json.loads((folder / "result.json").read_text())
+    assert data["title"] == (folder / "report.md").read_text().splitlines()[0].removeprefix("# ")
+    assert {row[0] for row in data["measures"]["rows"]} == set(result["metrics"]["after"])
+    drawn = {panel["title"] for panel in data["panels"] if panel["series"]}
+    assert len(drawn) > 4
+    for panel in data["panels"]:
+        for series in panel["series"]:
+            assert len(series["step"]) == len(series["y"]) == len(series.get("tokens", series["y"]))
+    if algo != "classify":
+        rows = (folder / "completions" / "after.jsonl").read_text().splitlines()
+        last = data["completions"]["evaluations"][-1]
+        assert last["name"] == "after"
+        assert last["texts"] == [json.loads(row)["completion"] for row in rows]
+    page = (folder / "report.html").read_text()
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", page), "nothing is fetched"
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_a_browser_shows_it_without_a_network(finished, width):
+    dom = browse(finished["grpo"], width)
+    assert dom.count("<canvas") == sum(
+        bool(p["series"]) for p in embedded(finished["grpo"])["panels"]
+    )
+    assert dom.count('class="row"') == 8
+    assert '<h1 id="title">grpo on' in dom
+
+
+def test_what_a_model_wrote_stays_text(finished, tmp_path):
+    folder = shutil.copytree(finished["grpo"], tmp_path / "run")
+    path = folder / "completions" / "after.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0]["completion"] = hostile = "</script><script>document.title='taken'</script><b>&amp;"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_report(folder, figures=False)
+    assert embedded(folder)["completions"]["evaluations"][-1]["texts"][0] == hostile
+    dom = browse(folder, 800)
+    assert "<title>taken" not in dom
+    assert "&lt;/script&gt;" in dom
+
+
+def test_a_long_run_is_a_small_page(finished, tmp_path):
+    folder = shutil.copytree(finished["eggroll"], tmp_path / "run")
+    (event, *_) = [e for e in events(folder) if "reward" in e]
+    lines = (json.dumps(event | {"step": n, "reward": n / 20_000}) for n in range(1, 20_001))
+    (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    write_report(folder, figures=False)
+    assert (folder / "report.html").stat().st_size < 5e6
+    (reward,) = [p for p in embedded(folder)["panels"] if p["title"].startswith("Reward")]
+    curve = reward["series"][0]
+    assert 1000 < len(curve["y"]) <= 1500
+    assert curve["y"][0] == pytest.approx(7.5 / 20_000, rel=1e-3)  # a mean of the first 14
+    assert curve["step"][-1] == 20_000
+
+
 @pytest.mark.parametrize("algo", RUNS)
 def test_every_panel_shows_what_is_logged(finished, algo):
     """Of the report and of the dashboard alike: no panel is of a name that no run has."""
@@ -151,15 +233,15 @@ def test_points_are_what_was_logged(finished):
     history = events(finished["eggroll"])
     drift = next(panel for panel in panels.find_panels()["eggroll"] if panel.name == "drift")
     idle = next(panel for panel in panels.find_panels()["eggroll"] if panel.name == "zero_fitness")
-    points = page.columns(history)
-    x, y = page._points(drift, points["drift"])
+    points = story.columns(history)
+    x, y = story.find_points(drift, points["drift"])
     assert x == [1, 2, 3, 4]
     assert y == [event["drift"] for event in history]
-    assert page._points(idle, points["zero_fitness"])[1] == [
+    assert story.find_points(idle, points["zero_fitness"])[1] == [
         100 * event["zero_fitness"] for event in history
     ]
     points["drift"][1] = (history[1], float("nan"))
-    assert page._points(drift, points["drift"])[0] == [1, 3, 4]
+    assert story.find_points(drift, points["drift"])[0] == [1, 3, 4]
 
 
 def test_a_resumed_run_has_one_report_of_the_whole(in_cache, tmp_path):

@@ -1,0 +1,185 @@
+"""Read a run folder: what its files say, as the data that the pages of a run are made of."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.config import ConfigError
+from common.config.checks import CONF
+from common.files import first_line
+from common.report.events import numbers
+from common.report.panels import Panel
+
+
+def read_run(folder: Path, *keys: str) -> dict[str, Any]:
+    """Return what FOLDER/run.yaml says. Raises: ConfigError where that is damaged: no `keys`."""
+    path, loader = folder / "run.yaml", getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        saved = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+        if set(keys) <= saved.keys():
+            return saved
+        problem = "it has not all that a run writes there"
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        problem = "it is empty" if isinstance(error, AttributeError) else first_line(error)
+    raise ConfigError(
+        f"{path} is damaged: {problem}. The command of the run with hydra.run.dir={folder}"
+        " resume=auto writes it again."
+    )
+
+
+def load(path: Path) -> Any:
+    """Return what a file of a run holds, None where there is none. Raises: ConfigError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is damaged: {first_line(error)}. Remove it; the command of the run with"
+            f" hydra.run.dir={path.parent} resume=auto writes it again."
+        ) from None
+
+
+def find_title(
+    folder: Path, saved: dict[str, Any], result: dict[str, Any] | None
+) -> tuple[str, str | None]:
+    """Return the headline, and what the run has measured in place of training, if it has."""
+    config = saved["config"]
+    kinds = ("prediction", "scaling")
+    measured = next((name for name in kinds if (folder / f"{name}.json").exists()), None)
+    algo, task = config["algo"]["name"], str(config["task"]["_target_"]).rsplit(".", 1)[-1]
+    came = measured or "not finished"
+    if result:
+        algo, task = result["algo"], result["task"]
+        came = f"{result['metric']} {result['before']:.2f} → {result['after']:.2f}"
+    return f"{algo} on {task}: {came}", measured
+
+
+def arguments(folder: Path) -> list[str]:
+    """Return the arguments of the command that made a run, with its own folders of YAML files."""
+
+    def kept(name: str) -> Any:
+        path = folder / ".hydra" / name
+        return yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    settings: Any = (kept("hydra.yaml") or {}).get("hydra")
+    found: list[str] = []
+    for source in settings["runtime"]["config_sources"] if settings else []:
+        if source["provider"] == "command-line":
+            found += ["--config-dir", source["path"]]
+        elif source["provider"] == "main" and Path(source["path"]) != CONF:
+            found += ["-cp", source["path"], "-cn", settings["job"]["config_name"]]
+    # again is a run of its own, which does not go on with this one
+    given = [text for text in kept("overrides.yaml") or [] if not text.startswith("resume=")]
+    return [*found, *given]
+
+
+def find_facts(
+    saved: dict[str, Any], result: dict[str, Any] | None, history: list[dict[str, Any]]
+) -> dict[str, str]:
+    """Return the model, the device, how much was done, and with what."""
+    config = saved["config"]
+    ranks = result["world_size"] if result else 1
+    rows = {
+        "model": result["model"] if result else config["model"]["path"] or config["model"]["name"],
+        "device": saved["device"] + (f", {ranks} ranks" if ranks > 1 else ""),
+    }
+    if result:
+        rows["numbers"] = result["dtype"]
+        rows["steps"] = f"{result['steps']:,} in {_duration(result['seconds'])}"
+        if result["generated_tokens"]:
+            rewards = f"{result['reward_evaluations']:,} rewards"
+            rows["generated"] = f"{result['generated_tokens']:,} tokens, {rewards}"
+        if result["iteration"] is not None:
+            rows["best iteration"] = str(result["iteration"] or "0, the base model")
+    speeds = [event["tokens_per_second"] for event in history if event.get("tokens_per_second")]
+    if speeds:
+        rows["speed"] = f"{sorted(speeds)[len(speeds) // 2]:,.0f} tokens/s (median of the events)"
+    if memory := [event["peak_memory_gb"] for event in history if "peak_memory_gb" in event]:
+        rows["peak memory"] = f"{max(memory):.2f} GB, measured"
+    names = (("torch", "torch"), ("transformers", "transformers"), ("Python", "python"))
+    rows["made with"] = ", ".join(f"{name} {saved['versions'][key]}" for name, key in names)
+    rows["commit"] = saved["commit"] or "outside a checkout"
+    rows["seed"] = str(config["seed"])
+    return rows
+
+
+def find_measures(
+    result: dict[str, Any] | None, evaluations: list[dict[str, Any]]
+) -> list[dict[str, str]]:
+    """Return a row per held-out measure: before, after, the change."""
+    if result:
+        before, after = result["metrics"]["before"], result["metrics"]["after"]
+        heads = ("before", "after")
+    elif evaluations:
+        before, after = evaluations[0]["metrics"], evaluations[-1]["metrics"]
+        heads = ("first", f"last (step {evaluations[-1]['step']})")
+    else:
+        return []
+    rows = []
+    for name in dict.fromkeys((*before, *after)):
+        shown = [f"{found[name]:.2f}" if name in found else "" for found in (before, after)]
+        change = f"{after[name] - before[name]:+.2f}" if all(shown) else ""
+        rows.append({"held-out": name, **dict(zip(heads, shown, strict=True)), "change": change})
+    return rows
+
+
+def find_phases(history: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Return a row per phase: its seconds and its share, the longest first."""
+    seconds: dict[str, float] = {}
+    for event in history:
+        for name, value in event.get("phase_seconds", {}).items():
+            key = f"{event['stage']}: {name}" if "stage" in event else name
+            seconds[key] = seconds.get(key, 0.0) + value
+    total = sum(seconds.values())
+    return [
+        {"phase": name, "seconds": f"{value:.1f}", "share": f"{100 * value / total:.1f} %"}
+        for name, value in sorted(seconds.items(), key=lambda item: -item[1])
+        if total
+    ]
+
+
+def columns(history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[dict[str, Any], float]]]:
+    """Return by name, in order of appearance, each event that has the measure, and its value."""
+    found: dict[str, list[tuple[dict[str, Any], float]]] = {}
+    for event in history:
+        for name, value in numbers(event).items():
+            found.setdefault(name, []).append((event, value))
+    return found
+
+
+def find_points(
+    panel: Panel, column: list[tuple[dict[str, Any], float]]
+) -> tuple[list[float], list[float]]:
+    """Return x and y of a measure, where it is finite."""
+    key = "step" if panel.x == "event" else panel.x
+    kept = [
+        (float(n if panel.x == "order" else event[key]), panel.scale * value)
+        for n, (event, value) in enumerate(column, 1)
+        if math.isfinite(value)
+    ]
+    return [x for x, _ in kept], [y for _, y in kept]
+
+
+def read_rows(path: Path, count: int) -> list[dict[str, Any]]:
+    """Return the first rows of a JSON Lines file, none where there is no file."""
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line, _ in zip(file, range(count), strict=False)]
+
+
+def find_warnings(path: Path) -> list[str]:
+    """Return the warnings of a log, each once."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    found = (line.split(" WARNING ", 1)[1] for line in lines if " WARNING " in line)
+    return list(dict.fromkeys(found))
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes, hours = round(seconds / 60), int(seconds // 3600)
+    return f"{minutes} min" if hours < 2 else f"{hours} h {round(seconds / 60) % 60:02d} min"
