@@ -18,7 +18,7 @@ from common.config.checks import CONF
 from common.distributed import fsdp
 from common.distributed.context import Context
 from common.evaluation import Evaluation, check_logits
-from common.model import logprobs
+from common.model import logprobs, quantized
 from common.model.adapter import Adapter
 from common.model.export import empty_like, export_model
 from common.model.half import keep_wide, narrowed
@@ -261,7 +261,16 @@ class LM:
     @property
     def parameters(self) -> int:
         """The number of the model's own weights."""
-        return fsdp.parameters(self.model) - (self.adapter.size if self.adapter else 0)
+        held = fsdp.parameters(self.model) + quantized.packed_away(self.model)
+        return held - (self.adapter.size if self.adapter else 0)
+
+    @property
+    def frozen_bytes(self) -> int:
+        """What the model's own weights take under an adapter."""
+        assert self.adapter is not None
+        parts = [p for n, p in self.model.named_parameters() if n not in self.adapter]
+        parts += [layer.scale for layer in quantized.layers(self.model).values()]
+        return sum(part.numel() * part.dtype.itemsize for part in parts)
 
     def state_memory(self, trained: bool, reference: bool = False, copies: int = 0) -> StateMemory:
         """Count weights and training state. reference: a frozen copy beside it; copies: in half
@@ -270,9 +279,7 @@ class LM:
         if self.adapter is None:
             size = self.parameters
             return StateMemory.of_training(size, size * trained, reference, copies)
-        parts = ((n, p) for n, p in self.model.named_parameters() if n not in self.adapter)
-        frozen = sum(part.numel() * part.dtype.itemsize for _, part in parts)
-        return StateMemory.of_adapter(frozen, self.adapter.size, trained, copies)
+        return StateMemory.of_adapter(self.frozen_bytes, self.adapter.size, trained, copies)
 
     def fit_rollout(self, state: StateMemory, extra_bytes: float = 0.0) -> float:
         """Fit the engine's rows to the memory; return the bytes of a row. extra_bytes: what else is

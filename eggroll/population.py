@@ -34,7 +34,8 @@ class Population:
             self.state = StateMemory(4.0 * parameters)
         else:
             masters = lm.half and not lm.run.opt.offload.enabled
-            weights = parameters * lm.precision.compute.itemsize
+            size = lm.precision.compute.itemsize
+            weights = parameters * size if lm.adapter is None else lm.frozen_bytes
             self.state = StateMemory(weights + 4.0 * perturbed * masters)
         directions = len(self._chunks()[0]) // cfg.pair
         drawn = 4.0 * sum(4 * a.blocks for a in noise.addresses) * directions

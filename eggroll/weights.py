@@ -100,7 +100,8 @@ class Weights:
                 for n in names
             }
             for parameter in model.parameters():  # buffers stay: rotary frequencies need float32
-                parameter.data = parameter.data.to(compute)
+                if parameter.is_floating_point():  # and not in few bits
+                    parameter.data = parameter.data.to(compute)
         self.used = {n: dict(model.named_parameters())[n] for n in names}
         kind = optim.optimizer_class(cfg.optimizer)
         try:

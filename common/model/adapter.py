@@ -26,6 +26,7 @@ from common.config import AdapterConfig, ConfigError
 from common.distributed import fsdp
 from common.distributed.context import Context
 from common.files import first_line, replacing
+from common.model import quantized
 from common.model.half import adapter_change
 from common.model.source import ADAPTER
 
@@ -139,6 +140,8 @@ class Adapter:
         held = dict(self.model.named_parameters()) if held is None else held
         names = {id(module): name for name, module in self.model.named_modules()}
         found = {n: t.detach().to("cpu", torch.float32) for n, t in held.items() if n not in self}
+        for name, layer in quantized.layers(self.model).items():
+            found[f"{name}.weight"] = layer.plain(torch.float32).cpu()
         for layer in self.layers:
             name = names[id(layer)]
             down, up = (held[f"{name}.lora_{part}.default.weight"].cpu() for part in "AB")
