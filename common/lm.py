@@ -266,7 +266,7 @@ class LM:
 
     @property
     def frozen_bytes(self) -> int:
-        """What the model's own weights take under an adapter."""
+        """The bytes of the model's own weights, where there is an adapter."""
         assert self.adapter is not None
         parts = [p for n, p in self.model.named_parameters() if n not in self.adapter]
         parts += [layer.scale for layer in quantized.layers(self.model).values()]

@@ -71,11 +71,18 @@ class StateMemory:
 
 
 def training_peak(
-    model: Any, state: StateMemory, row: float, rows: int, share: int, once: float = 0.0
+    model: Any,
+    state: StateMemory,
+    row: float,
+    rows: int,
+    share: int,
+    once: float = 0.0,
+    passing: float = 0.0,
 ) -> float:
     """Return the most bytes that a rank holds while it trains on `share` rows, `rows` at a time.
 
-    Args: row: bytes of a row in a forward; once: bytes of a forward, however many it has.
+    Args: row: bytes of a row in a forward; once: bytes of a forward, however many it has, which are
+    gone when the blocks go backward; passing: of `row`, what is there only while one of them does.
     """
     fixed, config = state.on_rank(model, rollout=False), getattr(model, "config", None)
     missing = 0.0
@@ -83,7 +90,9 @@ def training_peak(
         # The only backward pass of a step begins without gradients but for a language model's head.
         head = 4.0 * config.vocab_size * config.hidden_size if config and not state.adapter else 0.0
         missing = state.gradients_on_rank(model) - head / fsdp.share(model)
-    return max(fixed, fixed - missing + once + min(rows, share) * row)
+    some = min(rows, share)
+    begun = fixed - missing + some * (row - passing) + max(once, some * passing)
+    return max(begun, fixed + some * passing)  # the last block goes backward beside all gradients
 
 
 def cache_bytes(config: Any, size: int) -> int:
@@ -115,6 +124,42 @@ def activation_bytes(
     Qwen3 and GPT-2 from the tensors that autograd saves (tests/oracles/test_logprobs.py) and from
     whole runs (tests/runs/test_standin.py).
     """
+    config, sizes = model.config, (prompts, prompt_tokens, rows, new_tokens)
+    tokens = prompts * prompt_tokens + rows * new_tokens
+    if recomputed:  # of a block its input alone is kept
+        kept = config.num_hidden_layers * tokens * config.hidden_size * 4
+        kept += passing_bytes(model, *sizes, compute)
+    else:
+        kept = config.num_hidden_layers * _block_bytes(model, *sizes, compute)
+    if rows and varlen.has_flash(config, stands_for(model.device), compute):
+        return kept
+    masks = rows * new_tokens * (prompt_tokens + new_tokens) or prompts * prompt_tokens**2
+    return kept + masks * (1 + compute.itemsize)
+
+
+def passing_bytes(
+    model: PreTrainedModel,
+    prompts: float,
+    prompt_tokens: int,
+    rows: int,
+    new_tokens: int,
+    compute: torch.dtype,
+) -> float:
+    """Return what of `activation_bytes` is there only while a block that is recomputed goes
+    backward: two whole blocks.
+    """
+    return 2 * _block_bytes(model, prompts, prompt_tokens, rows, new_tokens, compute)
+
+
+def _block_bytes(
+    model: PreTrainedModel,
+    prompts: float,
+    prompt_tokens: int,
+    rows: int,
+    new_tokens: int,
+    compute: torch.dtype,
+) -> float:
+    """Return what one block keeps for its backward pass."""
     config, narrow = model.config, compute.itemsize
     hidden, layers = config.hidden_size, config.num_hidden_layers
     wide = getattr(config, "intermediate_size", None) or 4 * hidden
@@ -136,8 +181,4 @@ def activation_bytes(
     if flash:  # the queries, the keys and values that heads share, and the sums of the softmax
         shared = 2 * varlen.key_heads(config) * head_size(config)
         copied = tokens * ((heads + shared) * narrow + 4 * config.num_attention_heads)
-    block = tokens * (kept * hidden + (4 * wide + ranks / layers) * narrow) + copied
-    # A block that is recomputed keeps its input alone; two are whole while one goes backward.
-    blocks = layers * tokens * hidden * 4 + 2 * block if recomputed else layers * block
-    masks = rows * new_tokens * (prompt_tokens + new_tokens) or prompts * prompt_tokens**2
-    return blocks + masks * (1 + narrow) * (not flash)
+    return tokens * (kept * hidden + (4 * wide + ranks / layers) * narrow) + copied

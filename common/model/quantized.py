@@ -87,7 +87,7 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the weight: out and in."""
+        """The shape of the weight: out and in."""
         return self.out_features, self.in_features
 
     def plain(self, dtype: torch.dtype) -> Tensor:
@@ -175,7 +175,7 @@ def _pairs(device: torch.device) -> Tensor:
 
 @register_quantization_config(METHOD)
 class Quantization(QuantizationConfigMixin):
-    """What `from_pretrained` is told. kind: int8 | nf4; key: the setting, for errors."""
+    """Tells `from_pretrained` what to do. kind: int8 | nf4; key: the setting, for errors."""
 
     def __init__(self, kind: str, key: str) -> None:
         self.quant_method: Any = METHOD

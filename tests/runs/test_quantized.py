@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 
 from common.config import ConfigError
 from common.model.quantized import dequantize, layers, quantize
-from common.plan import show
 from launch import compose, train
 from tests.support import CONF, MOVING, SMALL_GRPO, SMALL_RFT, events
 
@@ -110,7 +109,3 @@ def test_two_ranks_make_the_adapter_of_one(launch, tmp_path):
 def test_settings_that_do_not_go_together(overrides, text):
     with pytest.raises(ConfigError, match=re.escape(text)):
         compose([*overrides, "hardware=cpu"], CONF)
-
-
-def test_few_bits_are_among_the_ways_to_make_a_run_fit(tmp_path, capsys):
-    from tests.support.models import configure_qwen

@@ -112,7 +112,9 @@ def test_a_model_is_loaded_in_few_bits_one_weight_at_a_time(tmp_path, in_cache, 
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     largest = max(m.in_features * m.out_features for m in layers(model).values())
     assert peak < held + 5 * 4 * largest
-    assert held + 5 * 4 * largest < sum(p.nbytes for p in plain.parameters()), "else it says nothing"
+    assert held + 5 * 4 * largest < sum(p.nbytes for p in plain.parameters()), (
+        "else it says nothing"
+    )
     count = sum(p.numel() for p in plain.parameters())
     replace_layers(plain, kind, "model.quantize")
     wanted = plain.state_dict()
