@@ -151,6 +151,11 @@ def replace_layers(model: PreTrainedModel, kind: str, key: str) -> None:
         model.set_submodule(name, QuantizedLinear(module, kind))
 
 
+def shape_of(layer: Any) -> tuple[int, int]:
+    """Return the sizes of a linear layer's weight, however few bits it takes."""
+    return layer.shape if isinstance(layer, QuantizedLinear) else tuple(layer.weight.shape)
+
+
 def layers(model: nn.Module) -> dict[str, QuantizedLinear]:
     """Return the layers in few bits by their names."""
     return {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
