@@ -21,7 +21,7 @@ from common.evaluation import Evaluation, check_logits
 from common.model import logprobs, quantized
 from common.model.adapter import Adapter
 from common.model.export import empty_like, export_model
-from common.model.half import keep_wide, narrowed
+from common.model.half import keep_wide, narrowed, round_layers
 from common.model.load import load_model
 from common.model.memory import StateMemory, head_size
 from common.model.prompts import context_length, context_name, encode_prompts, stop_ids
@@ -76,6 +76,8 @@ class LM:
         self.reference: Any = None
         if reference and adapted is None:
             self.reference = copy.deepcopy(self.model).requires_grad_(False)
+            if self.half and context.mesh is None:
+                round_layers(self.reference, self.precision.compute)
             if run.opt.offload.enabled and not context.device.planned:
                 self.reference.to("cpu")
         fsdp.shard([self.reference], run, context, self.precision)
@@ -272,14 +274,25 @@ class LM:
         parts += [layer.scale for layer in quantized.layers(self.model).values()]
         return sum(part.numel() * part.dtype.itemsize for part in parts)
 
+    @property
+    def reference_bytes(self) -> int:
+        """The bytes of a reference model that has weights of its own."""
+        assert self.adapter is None
+        parts = () if self.reference is None else self.reference.parameters()
+        return sum(part.numel() * part.dtype.itemsize for part in parts)
+
     def state_memory(self, trained: bool, reference: bool = False, copies: int = 0) -> StateMemory:
         """Count weights and training state. reference: a frozen copy beside it; copies: in half
         precision, of what has float32 weights.
         """
+        moments = optim.state_bytes(self.run.algo.optimizer)
         if self.adapter is None:
             size = self.parameters
-            return StateMemory.of_training(size, size * trained, reference, copies)
-        return StateMemory.of_adapter(self.frozen_bytes, self.adapter.size, trained, copies)
+            frozen = self.reference_bytes if reference else 0
+            return StateMemory.of_training(size, size * trained, frozen, copies, moments)
+        return StateMemory.of_adapter(
+            self.frozen_bytes, self.adapter.size, trained, copies, moments
+        )
 
     def fit_rollout(self, state: StateMemory, extra_bytes: float = 0.0) -> float:
         """Fit the engine's rows to the memory; return the bytes of a row. extra_bytes: what else is

@@ -222,7 +222,7 @@ class Policy:
         share = -(-cfg.prompts_per_step // lm.context.world_size) * cfg.samples_per_prompt
         self.completions = share  # of this rank per step
         once = logits_bytes(lm.model, min(self.limit.rows, share) * cfg.sampling.max_new_tokens)
-        reference = 4 * lm.parameters if own and not kept else 0
+        reference = lm.reference_bytes if own and not kept else 0
         # No gradients are there in a rollout.
         rollout = lm.rollout_fixed - self.state.gradients_on_rank(lm.model)
         self.peak = max(

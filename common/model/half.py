@@ -39,6 +39,19 @@ def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return copied
 
 
+def round_layers(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Round the weights of linear layers in place, of a model whose forwards are under autocast in
+    `dtype`: it would round them at each product, so that results stay the same to the bit. What is
+    the embedding as well stays.
+    """
+    embedding = model.get_input_embeddings().weight
+    for module in model.modules():
+        if type(module) in (nn.Linear, Conv1D):
+            for parameter in module.parameters(recurse=False):
+                if parameter is not embedding:
+                    parameter.data = parameter.data.to(dtype)
+
+
 def keep_wide(model: PreTrainedModel) -> None:
     """Let a model whose weights are in half precision go on as float32 weights do under autocast:
     between its layers states are float32. A sharded model is as autocast leaves it.

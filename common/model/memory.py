@@ -21,33 +21,45 @@ class StateMemory:
         whole: what opt=fsdp shares out between ranks.
         copies: half-precision copies, which only plain models have.
         gradients: what they are of the whole, or of the adapter.
+        optimizer: what it keeps, of the whole or of the adapter.
         adapter: an adapter with all that belongs to it, which every rank has whole.
     """
 
     whole: float
     copies: float = 0.0
     gradients: float = 0.0
+    optimizer: float = 0.0
     adapter: float = 0.0
 
     @classmethod
     def of_training(
-        cls, parameters: int, trained: int, frozen_copies: int = 0, half_copies: int = 0
+        cls,
+        parameters: int,
+        trained: int,
+        frozen: float = 0.0,
+        half_copies: int = 0,
+        moments: float = 8.0,
     ) -> "StateMemory":
-        """Count float32 weights and frozen copies, and the gradients and Adam's two moments of what
-        is trained; half_copies: of the weights, 2 bytes per parameter.
+        """Count float32 weights, and the gradients and optimizer state of what is trained.
+
+        frozen: bytes of a copy of the model; half_copies: of the weights, 2 bytes per parameter;
+        moments: bytes per parameter that the optimizer keeps.
         """
-        whole = 4 * parameters * (1 + frozen_copies) + 12 * trained
-        return cls(whole, 2.0 * half_copies * parameters, 4.0 * trained)
+        optimizer = moments * trained
+        whole = 4 * parameters + frozen + 4 * trained + optimizer
+        return cls(whole, 2.0 * half_copies * parameters, 4.0 * trained, optimizer)
 
     @classmethod
     def of_adapter(
-        cls, frozen_bytes: float, size: int, trained: bool, copies: int
+        cls, frozen_bytes: float, size: int, trained: bool, copies: int, moments: float = 8.0
     ) -> "StateMemory":
         """Count frozen weights as they are, and the `size` float32 weights of an adapter, with
-        gradients and Adam's two moments if it is `trained`; copies: of it, in half precision.
+        gradients and optimizer state if it is `trained`; copies: of it, in half precision; moments:
+        as for `of_training`.
         """
-        adapter = (16.0 if trained else 4.0) * size + 2.0 * copies * size
-        return cls(frozen_bytes, gradients=4.0 * size * trained, adapter=adapter)
+        gradients, optimizer = 4.0 * size * trained, moments * size * trained
+        adapter = (4.0 + 2.0 * copies) * size + gradients + optimizer
+        return cls(frozen_bytes, 0.0, gradients, optimizer, adapter)
 
     def on_rank(self, model: Any, rollout: bool) -> float:
         """Return the bytes on one rank, with what is gathered of a sharded model meanwhile."""
@@ -58,12 +70,13 @@ class StateMemory:
     def describe(self, model: Any) -> str:
         """Say what weights, with their copies, gradients and optimizer state take on one rank."""
         gradients = self.gradients_on_rank(model)
-        weights = self.on_rank(model, rollout=True) - 3 * gradients
+        optimizer = self.optimizer / (1 if self.adapter else fsdp.share(model))
+        weights = self.on_rank(model, rollout=True) - gradients - optimizer
         said = f"weights {weights / 2**30:.2f} GB"
         if not gradients:
             return said
-        state = 2 * gradients / 2**30
-        return f"{said}, gradients {gradients / 2**30:.2f} GB, optimizer state {state:.2f} GB"
+        state = f"optimizer state {optimizer / 2**30:.2f} GB"
+        return f"{said}, gradients {gradients / 2**30:.2f} GB, {state}"
 
     def gradients_on_rank(self, model: Any) -> float:
         """Return the bytes of gradients on one rank."""
