@@ -267,10 +267,9 @@ class LM:
         return held - (self.adapter.size if self.adapter else 0)
 
     @property
-    def frozen_bytes(self) -> int:
-        """The bytes of the model's own weights, where there is an adapter."""
-        assert self.adapter is not None
-        parts = [p for n, p in self.model.named_parameters() if n not in self.adapter]
+    def own_bytes(self) -> int:
+        """The bytes of the model's own weights, without an adapter."""
+        parts = [p for n, p in self.model.named_parameters() if n not in (self.adapter or ())]
         parts += [layer.scale for layer in quantized.layers(self.model).values()]
         return sum(part.numel() * part.dtype.itemsize for part in parts)
 
@@ -290,9 +289,7 @@ class LM:
             size = self.parameters
             frozen = self.reference_bytes if reference else 0
             return StateMemory.of_training(size, size * trained, frozen, copies, moments)
-        return StateMemory.of_adapter(
-            self.frozen_bytes, self.adapter.size, trained, copies, moments
-        )
+        return StateMemory.of_adapter(self.own_bytes, self.adapter.size, trained, copies, moments)
 
     def fit_rollout(self, state: StateMemory, extra_bytes: float = 0.0) -> float:
         """Fit the engine's rows to the memory; return the bytes of a row. extra_bytes: what else is
@@ -368,6 +365,10 @@ class LM:
                 merged = self.adapter.merged(weights)
                 export_model(empty_like(self.model), self.tokenizer, folder / "model", merged)
             return folder / "adapter"
+        if self.run.model.quantize is not None:
+            plain = quantized.plain_weights(self.model)
+            export_model(empty_like(self.model), self.tokenizer, folder / "model", plain)
+            return folder / "model"
         export_model(self.model, self.tokenizer, folder / "model", weights)
         return folder / "model"
 

@@ -128,7 +128,8 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradient of x; everything else is frozen."""
-        return grad @ dequantize(*ctx.saved_tensors, ctx.shape, grad.dtype), None, None, None, None
+        whole, scale = ctx.saved_tensors
+        return grad @ dequantize(whole, scale, ctx.shape, grad.dtype), None, None, None, None
 
 
 def replace_layers(model: PreTrainedModel, kind: str, key: str) -> None:
@@ -161,6 +162,14 @@ def layers(model: nn.Module) -> dict[str, QuantizedLinear]:
     return {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
 
 
+def plain_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return all weights of a model, float32 on the CPU; those in few bits as they are rounded."""
+    found = {n: p.detach().to("cpu", torch.float32) for n, p in model.named_parameters()}
+    for name, layer in layers(model).items():
+        found[f"{name}.weight"] = layer.plain(torch.float32).cpu()
+    return found
+
+
 def packed_away(model: nn.Module) -> int:
     """Return how many weights more there are than numbers in the model's parameters."""
     found = layers(model).values()
@@ -191,7 +200,7 @@ class Quantization(QuantizationConfigMixin):
 class Quantizer(HfQuantizer):
     """Quantises each weight as it is read, so that one alone is there in its own dtype."""
 
-    quantization_config: Quantization
+    quantization_config: Any
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         replace_layers(model, self.quantization_config.kind, self.quantization_config.key)

@@ -473,7 +473,7 @@ class NotKept(dict):
     """In place of a file with all initial weights."""
 
     def __init__(self, tensors, folder):
-        super().__init__((name, tensor.shape) for name, tensor in tensors.items())
+        super().__init__((name, tensor.shape) for name, tensor in tensors)
 
     def __getitem__(self, name):
         return torch.empty(super().__getitem__(name))
