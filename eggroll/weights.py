@@ -135,9 +135,8 @@ class Weights:
             self.masters = {n: parameters[n] for n in plain}
         else:
             self.masters = {
-                n: parameters[n]
-                .detach()
-                .to("cpu" if offload and held else parameters[n].device, copy=True)
+                # What was loaded, as the forward's are made anew below.
+                n: parameters[n].detach().to("cpu" if offload and held else parameters[n].device)
                 for n in plain
             }
             for parameter in model.parameters():  # buffers stay: rotary frequencies need float32

@@ -192,8 +192,8 @@ class ModelConfig:
     revision: str | None  # git revision on the hub; pin it for a run worth repeating
     gguf_file: str | None  # file name inside `path`
     attention: Annotated[str, (choice, ("sdpa", "eager"))]  # attn_implementation of transformers
-    # Bits of linear layers, frozen under an adapter or moved by EGGROLL; null = they stay as they
-    # are.
+    # Bits of linear layers, frozen under an adapter or moved by an algorithm that can; null = they
+    # stay as they are.
     quantize: Annotated[str, (choice, ("int8", "nf4"))] | None
     adapter: AdapterConfig | None = field(default_factory=AdapterConfig)  # null without a rank
     tiny: TinyConfig | None = None

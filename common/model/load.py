@@ -141,7 +141,9 @@ def _model(
         options = {"quantization_config": Quantization(config.quantize, QUANTIZE)}
     try:
         if not config.gguf_file:
-            _check_causal(AutoConfig.from_pretrained(path, **origin), where)
+            architecture = AutoConfig.from_pretrained(path, **origin)
+            _check_causal(architecture, where)
+            _check_plain(architecture, config, where)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
@@ -179,6 +181,7 @@ def _shapes(
     try:
         architecture = AutoConfig.from_pretrained(path, **origin)
         _check_causal(architecture, where)
+        _check_plain(architecture, config, where)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 architecture, dtype=dtype, attn_implementation=config.attention
@@ -211,6 +214,15 @@ def _check_causal(config: Any, where: str) -> None:
             f"{where} is not a causal language model: its config.json says {kind}. Give a model"
             " that predicts the next token, such as gpt2, a Llama or a Qwen (architectures:"
             " ...ForCausalLM)."
+        )
+
+
+def _check_plain(architecture: Any, config: ModelConfig, where: str) -> None:
+    """Raise ConfigError where weights are to be quantised that are so already."""
+    if config.quantize is not None and hasattr(architecture, "quantization_config"):
+        raise ConfigError(
+            f"{where} is quantised already, so {QUANTIZE}={config.quantize} does not go with it."
+            " Give the folder or hub id of the model that it was made from."
         )
 
 

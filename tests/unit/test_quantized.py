@@ -1,6 +1,7 @@
 """model.quantize: linear layers in few bits."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -147,3 +148,14 @@ def test_packed_weights_are_the_rounded_ones(kind):
 def test_layers_of_another_kind_are_told():
     with pytest.raises(ConfigError, match=r"model\.quantize=nf4 has no effect on GPT2LMHeadModel"):
         replace_layers(small_model("gpt2"), "nf4", "model.quantize")
+
+
+def test_what_is_quantised_already_is_told(tmp_path, in_cache):
+    small_model("llama").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    given = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "gptq"}}
+    path.write_text(json.dumps(given))
+    own = ["algo=grpo", "model=hf", f"model.path={tmp_path}", "model.adapter.rank=2"]
+    config = compose([*own, "model.quantize=nf4", "hardware=cpu"], CONF).model
+    with pytest.raises(ConfigError, match=r"is quantised already, so model\.quantize=nf4 does not"):
+        load_model(config, None, torch.bfloat16, torch.device("cpu"))
