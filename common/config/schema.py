@@ -194,7 +194,7 @@ class ModelConfig:
     attention: Annotated[str, (choice, ("sdpa", "eager"))]  # attn_implementation of transformers
     # Bits of linear layers, frozen under an adapter or moved by an algorithm that can; null = they
     # stay as they are.
-    quantize: Annotated[str, (choice, ("int8", "nf4"))] | None
+    quantize: Annotated[str, (choice, ("int8", "nf4"))] | None = None
     adapter: AdapterConfig | None = field(default_factory=AdapterConfig)  # null without a rank
     tiny: TinyConfig | None = None
 
