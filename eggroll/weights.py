@@ -132,7 +132,7 @@ class Weights:
         self.started = float(sum(parts))  # read once
         plain = [name for name in names if name not in self.fixed]
         if compute == torch.float32 or fsdp.of(model):
-            self.masters = {n: parameters[n] for n in plain}
+            self.masters: dict[str, Tensor] = {n: parameters[n] for n in plain}
         else:
             self.masters = {
                 # What was loaded, as the forward's are made anew below.

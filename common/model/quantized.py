@@ -67,6 +67,8 @@ def dequantize(whole: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torc
 class QuantizedLinear(nn.Linear):
     """A frozen linear layer in few bits. kind: int8 | nf4."""
 
+    scale: Tensor
+
     def __init__(self, layer: nn.Linear, kind: str) -> None:
         nn.Module.__init__(self)
         self.kind = kind
@@ -187,7 +189,6 @@ def _pairs(device: torch.device) -> Tensor:
 # --- while a model is loaded, layer by layer
 
 
-@register_quantization_config(METHOD)
 class Quantization(QuantizationConfigMixin):
     """Tells `from_pretrained` what to do. kind: int8 | nf4; key: the setting, for errors."""
 
@@ -196,7 +197,6 @@ class Quantization(QuantizationConfigMixin):
         self.kind, self.key = kind, key
 
 
-@register_quantizer(METHOD)
 class Quantizer(HfQuantizer):
     """Quantises each weight as it is read, so that one alone is there in its own dtype."""
 
@@ -227,6 +227,10 @@ class Quantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         """Return True: with an adapter."""
         return True
+
+
+register_quantization_config(METHOD)(Quantization)
+register_quantizer(METHOD)(Quantizer)
 
 
 class _Quantize(ConversionOps):
