@@ -18,10 +18,10 @@ from common.config.checks import CONF
 from common.distributed import fsdp
 from common.distributed.context import Context
 from common.evaluation import Evaluation, check_logits
-from common.model import logprobs
+from common.model import logprobs, quantized
 from common.model.adapter import Adapter
 from common.model.export import empty_like, export_model
-from common.model.half import keep_wide, narrowed
+from common.model.half import keep_wide, narrowed, round_layers
 from common.model.load import load_model
 from common.model.memory import StateMemory, head_size
 from common.model.prompts import context_length, context_name, encode_prompts, stop_ids
@@ -78,6 +78,8 @@ class LM:
         self.reference: Any = None
         if reference and adapted is None:
             self.reference = copy.deepcopy(self.model).requires_grad_(False)
+            if self.half and context.mesh is None:
+                round_layers(self.reference, self.precision.compute)
             if run.opt.offload.enabled and not context.device.planned:
                 self.reference.to("cpu")
         fsdp.shard([self.reference], run, context, self.precision)
@@ -277,20 +279,36 @@ class LM:
     @property
     def parameters(self) -> int:
         """The number of the model's own weights."""
-        return fsdp.parameters(self.model) - (self.adapter.size if self.adapter else 0)
+        held = fsdp.parameters(self.model) + quantized.packed_away(self.model)
+        return held - (self.adapter.size if self.adapter else 0)
+
+    @property
+    def own_bytes(self) -> int:
+        """The bytes of the model's own weights, without an adapter."""
+        parts = [p for n, p in self.model.named_parameters() if n not in (self.adapter or ())]
+        parts += [layer.scale for layer in quantized.layers(self.model).values()]
+        return sum(part.numel() * part.dtype.itemsize for part in parts)
+
+    @property
+    def reference_bytes(self) -> int:
+        """The bytes of a reference model that has weights of its own."""
+        assert self.adapter is None
+        parts = () if self.reference is None else self.reference.parameters()
+        return sum(part.numel() * part.dtype.itemsize for part in parts)
 
     def state_memory(self, trained: bool, reference: bool = False, copies: int = 0) -> StateMemory:
         """Count weights and training state. reference: a frozen copy beside it; copies: in half
         precision, of what has float32 weights.
         """
         engine = self.engine.fixed_bytes(1) if self.engine.separate else 0.0
+        moments = optim.state_bytes(self.run.algo.optimizer)
         if self.adapter is None:
             size = self.parameters
-            state = StateMemory.of_training(size, size * trained, reference, copies)
-            return replace(state, engine=engine)
-        parts = ((n, p) for n, p in self.model.named_parameters() if n not in self.adapter)
-        frozen = sum(part.numel() * part.dtype.itemsize for _, part in parts)
-        state = StateMemory.of_adapter(frozen, self.adapter.size, trained, copies)
+            frozen = self.reference_bytes if reference else 0
+            state = StateMemory.of_training(size, size * trained, frozen, copies, moments)
+        else:
+            held = self.own_bytes, self.adapter.size
+            state = StateMemory.of_adapter(*held, trained, copies, moments)
         return replace(state, engine=engine)
 
     def fit_rollout(self, state: StateMemory, extra_bytes: float = 0.0) -> float:
@@ -367,6 +385,10 @@ class LM:
                 merged = self.adapter.merged(weights)
                 export_model(empty_like(self.model), self.tokenizer, folder / "model", merged)
             return folder / "adapter"
+        if self.run.model.quantize is not None:
+            plain = quantized.plain_weights(self.model)
+            export_model(empty_like(self.model), self.tokenizer, folder / "model", plain)
+            return folder / "model"
         export_model(self.model, self.tokenizer, folder / "model", weights)
         return folder / "model"
 

@@ -2,6 +2,7 @@
 recomputation.
 """
 
+import importlib.util
 import inspect
 import math
 from collections.abc import Iterable
@@ -19,10 +20,14 @@ from common.precision import Precision
 
 # Gradients of all ranks are added in pieces of this many bytes.
 BUCKET = 64 << 20
+# Adam with two moments of 8 bits each (arXiv:2110.02861), of bitsandbytes.
+EIGHT_BITS = ("Adam8bit", "AdamW8bit")
 
 
 def optimizer_class(config: OptimizerConfig) -> Any:
-    """Return the class that is named. Raises: ConfigError where torch.optim has none."""
+    """Return the class that is named. Raises: ConfigError where there is none."""
+    if config.name in EIGHT_BITS:
+        return _with_eight_bits(config.name)
     kind = getattr(torch.optim, config.name, None)
     if config.name in ("LBFGS", "SparseAdam"):
         why = "wants the loss as a function" if config.name == "LBFGS" else "wants sparse gradients"
@@ -32,9 +37,26 @@ def optimizer_class(config: OptimizerConfig) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise ConfigError(
             f"algo.optimizer.name={config.name!r} is not in torch.optim. Use for example SGD, Adam"
-            " or AdamW."
+            " or AdamW, or one whose state takes 8 bits: Adam8bit or AdamW8bit."
         )
     return kind
+
+
+def _with_eight_bits(name: str) -> Any:
+    """Return an optimizer of bitsandbytes. Raises: ConfigError where that is not installed."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"algo.optimizer.name={name} needs a package: pip install 'clutch[adam8bit]'. Or use"
+            f" {name.removesuffix('8bit')}."
+        )
+    import bitsandbytes.optim
+
+    return getattr(bitsandbytes.optim, name)
+
+
+def state_bytes(config: OptimizerConfig) -> float:
+    """Return the bytes per parameter that an optimizer keeps at most: two moments."""
+    return 2 * (1 + 4 / 256) if config.name in EIGHT_BITS else 8.0  # 256 numbers share a scale
 
 
 def optimizer(
@@ -43,12 +65,17 @@ def optimizer(
     """Make the optimizer, fused where it can be. Raises: ConfigError for arguments that it does
     not take.
     """
-    kind = optimizer_class(config)
+    kind, parameters = optimizer_class(config), list(parameters)
+    if config.name in EIGHT_BITS and isinstance(parameters[0], DTensor):
+        raise ConfigError(
+            f"algo.optimizer.name={config.name} does not go with opt=fsdp, which shares the state"
+            f" out. Use {config.name.removesuffix('8bit')}, or opt=ddp."
+        )
     options: dict[str, Any] = {"lr": lr, **config.kwargs}
     if "fused" in inspect.signature(kind).parameters and "foreach" not in config.kwargs:
         options.setdefault("fused", True)
     try:
-        return kind(list(parameters), **options)
+        return kind(parameters, **options)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"algo.optimizer.kwargs={config.kwargs}: {error}") from None
 
@@ -105,13 +132,13 @@ class Updater:
     ) -> None:
         self.parameters, self.grad_clip, self.numbers = parameters, settings.grad_clip, numbers
         self.optimizer = optimizer(settings.optimizer, parameters, settings.lr)
-        adam = isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW))
+        adam = settings.optimizer.name in ("Adam", "AdamW", *EIGHT_BITS)
         if adam and not any(parameter.is_meta for parameter in parameters):
             # Now, before the first rollout: made later, the state would lie scattered in what the
             # sampler's cache has left.
             step_nowhere(self.optimizer)
             for state in self.optimizer.state.values():
-                state["step"].zero_()
+                state["step"] *= 0  # a tensor of torch's, a number of bitsandbytes'
         self.scaler = torch.amp.GradScaler(device.type, enabled=numbers.scaler)  # type: ignore[attr-defined]
         self.memory_gb: float | None = (
             None  # of weights, gradients and optimizer state on this rank

@@ -173,14 +173,21 @@ def _adapt(run: Run) -> Run:
     return _switch(replace(run, model=model), "offload", False)
 
 
+def _quantize(run: Run, kind: str) -> Run:
+    """Return the run with its frozen weights in few bits."""
+    return replace(run, model=replace(run.model, quantize=kind))
+
+
 # By what they cost: nothing, a third of the training time, copies to and from the host, another
-# objective, and other weights that are trained.
+# objective, other weights that are trained, and frozen weights that are rounded.
 WAYS: tuple[Callable[[Run], Run], ...] = (
     lambda run: _switch(run, "amp"),
     lambda run: _switch(run, "checkpointing"),
     lambda run: _switch(run, "offload"),
     _drop_reference,
     _adapt,
+    lambda run: _quantize(run, "int8"),
+    lambda run: _quantize(run, "nf4"),
 )
 
 
@@ -192,6 +199,8 @@ def _describe(run: Run, changed: Run) -> str:
         words.append(f"'opt=[{','.join(switches)}]'")
     if changed.algo != run.algo:
         words.append("algo.kl.beta=0")
-    if changed.model != run.model:
+    if changed.model.adapter != run.model.adapter:
         words.append(f"model.adapter.rank={ADAPTER_RANK}")
+    if changed.model.quantize != run.model.quantize:
+        words.append(f"model.quantize={changed.model.quantize}")
     return " ".join(words)

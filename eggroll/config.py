@@ -68,6 +68,8 @@ class EggrollConfig:
     }
     # Settings that a run that is resumed may change.
     RESUME_MAY_CHANGE: ClassVar = ("steps", "rollout_rows")
+    # Of model.quantize, what is trained itself (eggroll/weights.py).
+    WHOLE_NUMBERS: ClassVar = ("int8",)
     RENAMED: ClassVar = {"rows_per_forward": "algo.rollout_rows"}
 
     name: str

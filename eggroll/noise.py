@@ -32,7 +32,8 @@ from transformers.pytorch_utils import Conv1D
 
 from common.config import ConfigError
 from common.distributed import fsdp
-from common.model.half import multiply
+from common.model.half import multiply, plain_weight
+from common.model.quantized import QuantizedLinear
 from common.sampling.random import normals
 from eggroll.config import NoiseConfig
 
@@ -447,7 +448,7 @@ class _LowRankLinear:
         # way round, and one output.
         if "packed" in self.module.__dict__:
             return multiply(self.module, x, noise.view(shape))
-        weight, bias = self.module.weight, self.module.bias
+        weight, bias = plain_weight(self.module, x.dtype), self.module.bias
         weight_t = weight if self.transposed else weight.T  # [in, out]
         y = noise.view(-1, self.out_features).addmm_(x.reshape(-1, self.in_features), weight_t)
         return (y if bias is None else y.add_(bias)).view(shape)
@@ -648,7 +649,7 @@ def _sites(model: nn.Module, wanted: list[Address]) -> list[_Site]:
             continue
         # A subclass with a forward of its own may scale or cap: noise would be added to something
         # else.
-        kinds = (nn.Linear, Conv1D, nn.Embedding, nn.LayerNorm)
+        kinds = (nn.Linear, Conv1D, nn.Embedding, nn.LayerNorm, QuantizedLinear)
         plain = type(module).forward in [kind.forward for kind in kinds]
         norm = "RMSNorm" in type(module).__name__ and set(module._parameters) == {"weight"}
         if not plain and not norm:

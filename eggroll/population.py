@@ -35,8 +35,10 @@ class Population:
             self.state = StateMemory(4.0 * parameters)
         else:
             masters = lm.half and not lm.run.opt.offload.enabled
-            weights = parameters * lm.precision.compute.itemsize
-            self.state = StateMemory(weights + 4.0 * perturbed * masters)
+            beside = 4.0 * perturbed * masters
+            if lm.adapter is None and lm.run.model.quantize is not None:
+                beside = 2.0 * perturbed * (not lm.run.opt.offload.enabled)  # what rounding left
+            self.state = StateMemory(lm.own_bytes + beside)
         directions = len(self._chunks()[0]) // cfg.pair
         drawn = 4.0 * sum(4 * a.blocks for a in noise.addresses) * directions
         lm.fit_rollout(self.state, drawn)

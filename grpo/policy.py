@@ -11,7 +11,7 @@ from common.checkpoint import Checkpoint
 from common.distributed import fsdp
 from common.lm import LM, fit
 from common.model import logprobs
-from common.model.memory import activation_bytes, logits_bytes, training_peak
+from common.model.memory import activation_bytes, logits_bytes, passing_bytes, training_peak
 from common.model.transfer import to_device
 from common.rows import RowLimit
 from common.step import Step
@@ -223,20 +223,22 @@ class Policy:
 
         once = logits_bytes(lm.model, self.limit.rows * cfg.sampling.max_new_tokens)
         state = self.state.on_rank(lm.model, rollout=False)
-        sizes = 1 / cfg.samples_per_prompt, lm.longest_prompt, 1, cfg.sampling.max_new_tokens
-        row = activation_bytes(lm.model, *sizes, lm.precision.compute, self.recomputed)
+        new, compute = cfg.sampling.max_new_tokens, lm.precision.compute
+        sizes = 1 / cfg.samples_per_prompt, lm.longest_prompt, 1, new
+        row = activation_bytes(lm.model, *sizes, compute, self.recomputed)
         fit(self.limit, row, state + once, lm.context)
+        passing = passing_bytes(lm.model, *sizes, compute) if self.recomputed else 0.0
         # Ranks cut micro-batches alike: see `step`.
         self.limit.rows = min(lm.context.gather_objects(self.limit.rows))
         share = -(-cfg.prompts_per_step // lm.context.world_size) * cfg.samples_per_prompt
         self.completions = share  # of this rank per step
         once = logits_bytes(lm.model, min(self.limit.rows, share) * cfg.sampling.max_new_tokens)
-        reference = 4 * lm.parameters if own and not kept else 0
+        reference = lm.reference_bytes if own and not kept else 0
         # No gradients are there in a rollout.
         rollout = lm.rollout_fixed - self.state.gradients_on_rank(lm.model)
         self.peak = max(
             rollout + min(lm.engine.limit.rows, share) * lm.rollout_row,
-            training_peak(lm.model, self.state, row, self.limit.rows, share, once),
+            training_peak(lm.model, self.state, row, self.limit.rows, share, once, passing),
             rollout + reference,
         )
 

@@ -6,7 +6,13 @@ from common.budget import describe_length
 from common.config.resolvers import from_environment
 from common.distributed import fsdp
 from common.lm import LM, fit
-from common.model.memory import StateMemory, activation_bytes, logits_bytes, training_peak
+from common.model.memory import (
+    StateMemory,
+    activation_bytes,
+    logits_bytes,
+    passing_bytes,
+    training_peak,
+)
 from common.rows import RowLimit
 from common.tasks import task_name
 from rft.config import ENVIRONMENT, RftConfig
@@ -33,7 +39,9 @@ def fit_rows(lm: LM, prompts: Prompts) -> tuple[RowLimit, float, StateMemory]:
     # Autocast's casts, which go block by block where activations are recomputed.
     recomputed, compute = lm.run.opt.checkpointing.enabled, lm.precision.compute
     training = lm.state_memory(True, copies=lm.half and not recomputed)
-    row = activation_bytes(lm.model, 1, prompts.longest + tokens, 0, 0, compute, recomputed)
+    sizes = 1, prompts.longest + tokens, 0, 0
+    row = activation_bytes(lm.model, *sizes, compute, recomputed)
+    passing = passing_bytes(lm.model, *sizes, compute) if recomputed else 0.0
     once = logits_bytes(lm.model, limit.rows * tokens)
     fit(limit, row, training.on_rank(lm.model, rollout=False) + once, lm.context)
     chunk = min(lm.engine.limit.rows, cfg.prompts_per_batch * cfg.chunk_size)
@@ -41,7 +49,7 @@ def fit_rows(lm: LM, prompts: Prompts) -> tuple[RowLimit, float, StateMemory]:
     once = logits_bytes(lm.model, min(limit.rows, share) * tokens)
     peak = max(
         lm.rollout_fixed + chunk * lm.rollout_row,
-        training_peak(lm.model, training, row, limit.rows, share, once),
+        training_peak(lm.model, training, row, limit.rows, share, once, passing),
     )
     return limit, peak, training
 

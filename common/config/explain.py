@@ -167,6 +167,11 @@ def explain(
 
     if match := re.search(r"Could not override '(@?[\w.@/]+)'", text):
         path = match.group(1)
+        inside = re.search(
+            r"full_key: ([\w.]+)", str(error.__cause__)
+        )  # of a group given in braces
+        if inside and inside[1].startswith(f"{path}."):
+            path = inside[1]
         schema, inner, prefix = path_to(path)
         if renamed := find_renamed(schema, inner, prefix):
             return renamed

@@ -192,6 +192,9 @@ class ModelConfig:
     revision: str | None  # git revision on the hub; pin it for a run worth repeating
     gguf_file: str | None  # file name inside `path`
     attention: Annotated[str, (choice, ("sdpa", "eager"))]  # attn_implementation of transformers
+    # Bits of linear layers, frozen under an adapter or moved by an algorithm that can; null = they
+    # stay as they are.
+    quantize: Annotated[str, (choice, ("int8", "nf4"))] | None = None
     adapter: AdapterConfig | None = field(default_factory=AdapterConfig)  # null without a rank
     tiny: TinyConfig | None = None
 
@@ -202,6 +205,11 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.adapter is not None and self.adapter.rank is None and self.adapter.path is None:
             self.adapter = None
+        if self.quantize is not None and self.gguf_file is not None:
+            raise ConfigError(
+                f"model.quantize={self.quantize} does not go with model.gguf_file. Give the folder"
+                " or hub id of the model that the file was made from: model=hf model.path=..."
+            )
         if self.path is None and self.tiny is None:
             raise ConfigError(
                 "model.path is not set. Give a hub id or a local folder, for example "
@@ -465,6 +473,19 @@ class Run:
             no_effect("config.yaml", "scoring.timeout_seconds", self.scoring.timeout_seconds, alone)
             if self.scoring.workers != self.hardware.scoring_workers:
                 raise ConfigError(f"scoring.workers={self.scoring.workers} has no effect {alone}")
+        trained = getattr(self.algo, "WHOLE_NUMBERS", ())
+        if self.model.quantize not in (None, *trained) and self.model.adapter is None:
+            also = f" Or use model.quantize={trained[0]}, which is moved itself." if trained else ""
+            raise ConfigError(
+                f"model.quantize={self.model.quantize} needs model.adapter.rank, for example 16:"
+                " weights in few bits are frozen, and an adapter beside them is trained. Set it, or"
+                f" leave model.quantize out.{also}"
+            )
+        if self.model.quantize is not None and self.opt.fsdp.enabled:
+            raise ConfigError(
+                f"model.quantize={self.model.quantize} does not go with opt=fsdp, which shares out"
+                " weights of one kind. Use opt=ddp: every rank holds the few bits."
+            )
         for key in ("steps", "iterations"):
             if getattr(self.algo, key, 0) is None and not self.budget.given:
                 raise ConfigError(

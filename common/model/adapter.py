@@ -9,6 +9,7 @@ it is.
 
 import importlib.util
 import json
+import logging
 import random
 import warnings
 from collections.abc import Iterator
@@ -21,13 +22,17 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
 
 from common.config import AdapterConfig, ConfigError
 from common.distributed import fsdp
 from common.distributed.context import Context
 from common.files import first_line, replacing
+from common.model import quantized
 from common.model.half import adapter_change
 from common.model.source import ADAPTER
+
+log = logging.getLogger("clutch")
 
 # What a peft adapter can be beside plain LoRA: the fields of its settings that say so.
 BEYOND_LORA = ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters")
@@ -148,6 +153,8 @@ class Adapter:
         held = dict(self.model.named_parameters()) if held is None else held
         names = {id(module): name for name, module in self.model.named_modules()}
         found = {n: t.detach().to("cpu", torch.float32) for n, t in held.items() if n not in self}
+        for name, layer in quantized.layers(self.model).items():
+            found[f"{name}.weight"] = layer.plain(torch.float32).cpu()
         for layer in self.layers:
             name = names[id(layer)]
             down, up = (held[f"{name}.lora_{part}.default.weight"].cpu() for part in "AB")
@@ -213,6 +220,7 @@ def _attach(model: Any, config: AdapterConfig, context: Context) -> Any:
             target_modules=targets[0] if targets == ["all-linear"] else targets,
             task_type="CAUSAL_LM",
         )
+        _check_rank(model, config)
         here = torch.device("meta") if context.device.planned else nullcontext()
         with here:
             found = peft.get_peft_model(model, settings)
@@ -229,6 +237,34 @@ def _check_targets(model: Any, targets: list[str], given: str) -> None:
                 f"model.adapter.targets={given!r}: the model has no module {target!r} with a"
                 f" matrix. Modules: {', '.join(sorted(linear))}."
             )
+
+
+def _check_rank(model: Any, config: AdapterConfig) -> None:
+    """Raise ConfigError where the rank is more than a linear layer of the model has."""
+    ends = [target.strip().rsplit(".", 1)[-1] for target in config.targets.split(",")]
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        last = name.rsplit(".", 1)[-1]
+        wanted = last in ends or (ends == ["all-linear"] and module is not head)
+        if not (wanted and isinstance(module, (nn.Linear, Conv1D))):
+            continue
+        sizes = quantized.shape_of(module)
+        if (config.rank or 0) > min(sizes):
+            raise ConfigError(
+                f"model.adapter.rank={config.rank} is more than {name} can have, a matrix of"
+                f" {sizes[0]} x {sizes[1]}. Give at most {min(sizes)}; 8 to 64 is usual."
+            )
+
+
+def _check_base(saved: dict[str, Any], model: Any, key: str) -> None:
+    """Warn where an adapter says that it was trained beside the weights of another model."""
+    then, now = saved.get("base_model_name_or_path"), model.name_or_path
+    if then and now and Path(then).name != Path(now).name:
+        log.warning(
+            "%s was trained beside the weights of %s, and this model is %s. If these are other"
+            " weights, the adapter fits them in shape alone.",
+            *(key, then, now),
+        )
 
 
 def _is_matrix(module: nn.Module) -> bool:
@@ -278,6 +314,7 @@ def _read(model: Any, given: str, where: str, key: str) -> Any:
     if kind != "LORA" or beyond:
         kind = f"with {', '.join(beyond)}" if kind == "LORA" else f"of the kind {kind}"
         raise ConfigError(f"{key} holds an adapter {kind}. Give a plain LoRA adapter.")
+    _check_base(saved, model, key)
     try:
         warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
         return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common.distributed import fsdp
+from common.model.quantized import QuantizedLinear
 
 # Rows for which weights are packed; products of other numbers of rows are right, too.
 PACKED_ROWS = 64
@@ -36,6 +37,19 @@ def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     for parameter in copied.parameters():
         parameter.data = parameter.data.to(dtype)
     return copied
+
+
+def round_layers(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Round the weights of linear layers in place, of a model whose forwards are under autocast in
+    `dtype`: it would round them at each product, so that results stay the same to the bit. What is
+    the embedding as well stays.
+    """
+    embedding = model.get_input_embeddings().weight
+    for module in model.modules():
+        if type(module) in (nn.Linear, Conv1D):
+            for parameter in module.parameters(recurse=False):
+                if parameter is not embedding:
+                    parameter.data = parameter.data.to(dtype)
 
 
 def keep_wide(model: PreTrainedModel) -> None:
@@ -104,19 +118,21 @@ def packed(model: nn.Module) -> Iterator[None]:
     them: otherwise every product, of a few rows at each token, lays them out anew.
 
     They may not change meanwhile. 2 bytes per parameter; products are equal up to rounding. An
-    adapter is merged into what is packed, unless it is perturbed.
+    adapter is merged into what is packed, unless it is perturbed. Layers in few bits are packed as
+    well: to make their weights at each token would take longer than the products.
     """
     modules: list[Any] = list(model.modules())
-    linear = [module for module in modules if type(module) in (nn.Linear, Conv1D)]
+    linear = [m for m in modules if type(m) in (nn.Linear, Conv1D, QuantizedLinear)]
     merged = [module for module in modules if is_adapted(module) and not perturbed(module)]
     inside = {id(part) for layer in merged for part in layer.modules()}
     layers = [layer for layer in linear if id(layer) not in inside] + merged
-    layers = [layer for layer in layers if packs(layer.weight.device, layer.weight.dtype)]
+    layers = [layer for layer in layers if packs(layer.weight.device, _dtype(layer, model))]
     plain = [layer for layer in layers if "forward" not in layer.__dict__]  # unperturbed
     try:
         for layer in layers:
-            weight = merged_weight(layer) if is_adapted(layer) else layer.weight
             base = layer.base_layer if is_adapted(layer) else layer
+            weight = plain_weight(base, torch.bfloat16)
+            weight = merged_weight(layer, weight) if is_adapted(layer) else weight
             weight = weight.T if isinstance(base, Conv1D) else weight
             layer.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_ROWS)
         for layer in plain:
@@ -142,9 +158,21 @@ def perturbed(layer: Any) -> bool:
     return any("forward" in part.__dict__ for part in parts)
 
 
-def merged_weight(layer: Any) -> Tensor:
+def plain_weight(layer: Any, dtype: torch.dtype) -> Tensor:
+    """Return the weight of a linear layer; of one in few bits in `dtype`."""
+    if isinstance(layer, QuantizedLinear):
+        return layer.plain(dtype)
+    return layer.weight.detach()
+
+
+def _dtype(layer: Any, model: nn.Module) -> torch.dtype:
+    """Return the dtype that a layer multiplies in: weights in few bits follow the model's own."""
+    dtype = layer.weight.dtype
+    return dtype if dtype.is_floating_point else fsdp.dtype(model)
+
+
+def merged_weight(layer: Any, weight: Tensor) -> Tensor:
     """Return the weight of an adapted layer with its adapter added, rounded to its own dtype."""
-    weight = layer.base_layer.weight.detach()
     change = adapter_change(layer, layer.lora_A["default"].weight, layer.lora_B["default"].weight)
     return (weight.float() + change).to(weight.dtype)
 
@@ -159,7 +187,8 @@ def adapter_change(layer: Any, down: Tensor, up: Tensor) -> Tensor:
 
 def multiply(layer: Any, x: Tensor, add: Tensor | None = None) -> Tensor:
     """Return what a packed layer makes of x [..., in], plus `add` [..., out]."""
-    x, weight, bias = x.to(layer.weight.dtype), layer.packed, layer.bias
+    x, weight, bias = x.to(torch.bfloat16), layer.packed, layer.bias
+    bias = None if bias is None else bias.to(torch.bfloat16)
     if add is None:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return torch.ops.mkldnn._linear_pointwise.binary(x, add, weight, bias, "add")

@@ -33,10 +33,12 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from common.config import ConfigError, ModelConfig
 from common.files import first_line
 from common.model.export import progress_bars
+from common.model.quantized import Quantization, replace_layers
 from common.model.source import find_source
 from common.model.tiny import byte_tokenizer, tiny_model, untrained
 
 log = logging.getLogger("clutch")
+QUANTIZE = "model.quantize"
 # What transformers raises for a model that it cannot load.
 UNLOADABLE = (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError)
 UNLOADABLE += (SafetensorError, StrictDataclassError)
@@ -62,7 +64,10 @@ def load_model(
     shapes = device.type == "meta"
     if shapes and config.path is None:
         with device:
-            return untrained(config.tiny).eval(), byte_tokenizer()  # type: ignore[arg-type]
+            model = untrained(config.tiny).eval()  # type: ignore[arg-type]
+        if config.quantize is not None:
+            replace_layers(model, config.quantize, QUANTIZE)
+        return model, byte_tokenizer()
     if config.path is None:
         assert config.tiny is not None  # ModelConfig checks it
         path, where = str(tiny_model(config.tiny, task, progress=progress)), "model=tiny"
@@ -132,9 +137,13 @@ def _model(
             "gguf_file": config.gguf_file,
             "quantization_config": GgufConfig(dequantize=True),
         }
+    elif config.quantize is not None:
+        options = {"quantization_config": Quantization(config.quantize, QUANTIZE)}
     try:
         if not config.gguf_file:
-            _check_causal(AutoConfig.from_pretrained(path, **origin), where)
+            architecture = AutoConfig.from_pretrained(path, **origin)
+            _check_causal(architecture, where)
+            _check_plain(architecture, config, where)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
@@ -172,14 +181,18 @@ def _shapes(
     try:
         architecture = AutoConfig.from_pretrained(path, **origin)
         _check_causal(architecture, where)
+        _check_plain(architecture, config, where)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
+            model = AutoModelForCausalLM.from_config(
                 architecture, dtype=dtype, attn_implementation=config.attention
             )
     except ConfigError:
         raise
     except UNLOADABLE as error:
         raise _describe(error, path, where) from error
+    if config.quantize is not None:
+        replace_layers(model, config.quantize, QUANTIZE)
+    return model
 
 
 def _check_causal(config: Any, where: str) -> None:
@@ -201,6 +214,15 @@ def _check_causal(config: Any, where: str) -> None:
             f"{where} is not a causal language model: its config.json says {kind}. Give a model"
             " that predicts the next token, such as gpt2, a Llama or a Qwen (architectures:"
             " ...ForCausalLM)."
+        )
+
+
+def _check_plain(architecture: Any, config: ModelConfig, where: str) -> None:
+    """Raise ConfigError where weights are to be quantised that are so already."""
+    if config.quantize is not None and hasattr(architecture, "quantization_config"):
+        raise ConfigError(
+            f"{where} is quantised already, so {QUANTIZE}={config.quantize} does not go with it."
+            " Give the folder or hub id of the model that it was made from."
         )
 
 

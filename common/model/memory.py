@@ -21,6 +21,7 @@ class StateMemory:
         whole: what opt=fsdp shares out between ranks.
         copies: half-precision copies, which only plain models have.
         gradients: what they are of the whole, or of the adapter.
+        optimizer: what it keeps, of the whole or of the adapter.
         adapter: an adapter with all that belongs to it, which every rank has whole.
         engine: what an engine in another process holds while the model is trained.
     """
@@ -28,28 +29,39 @@ class StateMemory:
     whole: float
     copies: float = 0.0
     gradients: float = 0.0
+    optimizer: float = 0.0
     adapter: float = 0.0
     engine: float = 0.0
 
     @classmethod
     def of_training(
-        cls, parameters: int, trained: int, frozen_copies: int = 0, half_copies: int = 0
+        cls,
+        parameters: int,
+        trained: int,
+        frozen: float = 0.0,
+        half_copies: int = 0,
+        moments: float = 8.0,
     ) -> "StateMemory":
-        """Count float32 weights and frozen copies, and the gradients and Adam's two moments of what
-        is trained; half_copies: of the weights, 2 bytes per parameter.
+        """Count float32 weights, and the gradients and optimizer state of what is trained.
+
+        frozen: bytes of a copy of the model; half_copies: of the weights, 2 bytes per parameter;
+        moments: bytes per parameter that the optimizer keeps.
         """
-        whole = 4 * parameters * (1 + frozen_copies) + 12 * trained
-        return cls(whole, 2.0 * half_copies * parameters, 4.0 * trained)
+        optimizer = moments * trained
+        whole = 4 * parameters + frozen + 4 * trained + optimizer
+        return cls(whole, 2.0 * half_copies * parameters, 4.0 * trained, optimizer)
 
     @classmethod
     def of_adapter(
-        cls, frozen_bytes: float, size: int, trained: bool, copies: int
+        cls, frozen_bytes: float, size: int, trained: bool, copies: int, moments: float = 8.0
     ) -> "StateMemory":
         """Count frozen weights as they are, and the `size` float32 weights of an adapter, with
-        gradients and Adam's two moments if it is `trained`; copies: of it, in half precision.
+        gradients and optimizer state if it is `trained`; copies: of it, in half precision; moments:
+        as for `of_training`.
         """
-        adapter = (16.0 if trained else 4.0) * size + 2.0 * copies * size
-        return cls(frozen_bytes, gradients=4.0 * size * trained, adapter=adapter)
+        gradients, optimizer = 4.0 * size * trained, moments * size * trained
+        adapter = (4.0 + 2.0 * copies) * size + gradients + optimizer
+        return cls(frozen_bytes, 0.0, gradients, optimizer, adapter)
 
     def on_rank(self, model: Any, rollout: bool) -> float:
         """Return the bytes on one rank, with what is gathered of a sharded model meanwhile."""
@@ -61,12 +73,13 @@ class StateMemory:
     def describe(self, model: Any) -> str:
         """Say what weights, with their copies, gradients and optimizer state take on one rank."""
         gradients = self.gradients_on_rank(model)
-        weights = self.on_rank(model, rollout=True) - 3 * gradients
+        optimizer = self.optimizer / (1 if self.adapter else fsdp.share(model))
+        weights = self.on_rank(model, rollout=True) - gradients - optimizer
         said = f"weights {weights / 2**30:.2f} GB"
         if not gradients:
             return said
-        state = 2 * gradients / 2**30
-        return f"{said}, gradients {gradients / 2**30:.2f} GB, optimizer state {state:.2f} GB"
+        state = f"optimizer state {optimizer / 2**30:.2f} GB"
+        return f"{said}, gradients {gradients / 2**30:.2f} GB, {state}"
 
     def gradients_on_rank(self, model: Any) -> float:
         """Return the bytes of gradients on one rank."""
@@ -74,11 +87,18 @@ class StateMemory:
 
 
 def training_peak(
-    model: Any, state: StateMemory, row: float, rows: int, share: int, once: float = 0.0
+    model: Any,
+    state: StateMemory,
+    row: float,
+    rows: int,
+    share: int,
+    once: float = 0.0,
+    passing: float = 0.0,
 ) -> float:
     """Return the most bytes that a rank holds while it trains on `share` rows, `rows` at a time.
 
-    Args: row: bytes of a row in a forward; once: bytes of a forward, however many it has.
+    Args: row: bytes of a row in a forward; once: bytes of a forward, however many it has, which are
+    gone when the blocks go backward; passing: of `row`, what is there only while one of them does.
     """
     fixed, config = state.on_rank(model, rollout=False), getattr(model, "config", None)
     missing = 0.0
@@ -86,7 +106,9 @@ def training_peak(
         # The only backward pass of a step begins without gradients but for a language model's head.
         head = 4.0 * config.vocab_size * config.hidden_size if config and not state.adapter else 0.0
         missing = state.gradients_on_rank(model) - head / fsdp.share(model)
-    return max(fixed, fixed - missing + once + min(rows, share) * row)
+    some = min(rows, share)
+    begun = fixed - missing + some * (row - passing) + max(once, some * passing)
+    return max(begun, fixed + some * passing)  # the last block goes backward beside all gradients
 
 
 def cache_bytes(config: Any, size: int) -> int:
@@ -118,6 +140,42 @@ def activation_bytes(
     Qwen3 and GPT-2 from the tensors that autograd saves (tests/oracles/test_logprobs.py) and from
     whole runs (tests/runs/test_standin.py).
     """
+    config, sizes = model.config, (prompts, prompt_tokens, rows, new_tokens)
+    tokens = prompts * prompt_tokens + rows * new_tokens
+    if recomputed:  # of a block its input alone is kept
+        kept = config.num_hidden_layers * tokens * config.hidden_size * 4
+        kept += passing_bytes(model, *sizes, compute)
+    else:
+        kept = config.num_hidden_layers * _block_bytes(model, *sizes, compute)
+    if rows and varlen.has_flash(config, stands_for(model.device), compute):
+        return kept
+    masks = rows * new_tokens * (prompt_tokens + new_tokens) or prompts * prompt_tokens**2
+    return kept + masks * (1 + compute.itemsize)
+
+
+def passing_bytes(
+    model: PreTrainedModel,
+    prompts: float,
+    prompt_tokens: int,
+    rows: int,
+    new_tokens: int,
+    compute: torch.dtype,
+) -> float:
+    """Return what of `activation_bytes` is there only while a block that is recomputed goes
+    backward: two whole blocks.
+    """
+    return 2 * _block_bytes(model, prompts, prompt_tokens, rows, new_tokens, compute)
+
+
+def _block_bytes(
+    model: PreTrainedModel,
+    prompts: float,
+    prompt_tokens: int,
+    rows: int,
+    new_tokens: int,
+    compute: torch.dtype,
+) -> float:
+    """Return what one block keeps for its backward pass."""
     config, narrow = model.config, compute.itemsize
     hidden, layers = config.hidden_size, config.num_hidden_layers
     wide = getattr(config, "intermediate_size", None) or 4 * hidden
@@ -139,8 +197,4 @@ def activation_bytes(
     if flash:  # the queries, the keys and values that heads share, and the sums of the softmax
         shared = 2 * varlen.key_heads(config) * head_size(config)
         copied = tokens * ((heads + shared) * narrow + 4 * config.num_attention_heads)
-    block = tokens * (kept * hidden + (4 * wide + ranks / layers) * narrow) + copied
-    # A block that is recomputed keeps its input alone; two are whole while one goes backward.
-    blocks = layers * tokens * hidden * 4 + 2 * block if recomputed else layers * block
-    masks = rows * new_tokens * (prompt_tokens + new_tokens) or prompts * prompt_tokens**2
-    return blocks + masks * (1 + narrow) * (not flash)
+    return tokens * (kept * hidden + (4 * wide + ranks / layers) * narrow) + copied

@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 from common.config import SamplingConfig
 from common.distributed import fsdp
 from common.hardware import stands_for
-from common.model import logprobs, varlen
+from common.model import logprobs, quantized, varlen
 from common.model.half import Narrow, compiled, is_adapted, packed, packs
 from common.model.masks import additive
 from common.model.memory import cache_bytes
@@ -168,7 +168,8 @@ class Sampler:
         # An adapter beside the weights adds its product to theirs; merged it takes nothing.
         wides = 5 if not packing and any(map(is_adapted, self.used.modules())) else 3
         piece = rows * prompt_tokens * ((wides * wide + 6 * config.hidden_size) * size + mask)
-        return 2.0 * fsdp.parameters(self.model) * packing + piece
+        weights = fsdp.parameters(self.model) + quantized.packed_away(self.model)
+        return 2.0 * weights * packing + piece
 
     def row_bytes(self, prompt_tokens: int, sampling: SamplingConfig) -> float:
         """Return an estimate of the memory that one more row needs: its prompt and its cache side

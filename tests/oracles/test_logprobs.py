@@ -213,6 +213,17 @@ def test_a_model_that_scales_its_logits_is_refused():
         prepare(model)
 
 
+def test_large_logits_in_half_precision_are_no_reason_to_refuse():
+    """They are rounded by more than small ones; what is scaled shows all the same."""
+    model = small_model("llama").bfloat16()
+    model.lm_head.weight.data *= 30
+    prepare(model)
+    forward = model.forward
+    model.forward = lambda **inputs: type("Out", (), {"logits": 1.2 * forward(**inputs).logits})
+    with pytest.raises(ConfigError, match="scales its logits"):
+        prepare(model)
+
+
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "llama with an adapter"])

@@ -340,6 +340,10 @@ def test_sharded_weights_in_half_precision(launch, tmp_path):
             "algo=eggroll with model.adapter does not go with opt=[fsdp,amp]",
         ),
         (["algo=grpo", "model.adapter={rank: 0}"], "model.adapter.rank=0 is too small"),
+        (
+            ["algo=grpo", "model.adapter={rnk: 4}"],
+            "model.adapter.rnk is not a setting. Did you mean 'rank'?",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together(overrides, text):
@@ -362,6 +366,25 @@ def test_settings_that_do_not_go_together(overrides, text):
 def test_targets_that_cannot_be(tmp_path, in_cache, targets, text):
     with pytest.raises(ConfigError, match=re.escape(text)):
         lm_of(tmp_path, *SMALL_GRPO, f"model.adapter={{rank: 4, targets: '{targets}'}}")
+
+
+def test_a_rank_above_that_of_a_layer(tmp_path, in_cache):
+    text = "model.adapter.rank=200 is more than model.layers.0.self_attn.q_proj can have, a matrix"
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        lm_of(tmp_path, *SMALL_GRPO, "model.adapter={rank: 200}")
+
+
+def test_an_adapter_of_other_weights_is_told(tmp_path, in_cache, caplog):
+    lm = lm_of(tmp_path, *SMALL_GRPO, ADAPTER)
+    lm.adapter.save(tmp_path / "adapter", lm.tokenizer)
+    again = [*SMALL_GRPO, f"model.adapter.path={tmp_path / 'adapter'}"]
+    lm_of(tmp_path, *again)
+    assert "beside the weights of" not in caplog.text
+    settings = tmp_path / "adapter" / "adapter_config.json"
+    saved = json.loads(settings.read_text()) | {"base_model_name_or_path": "other/model-1b"}
+    settings.write_text(json.dumps(saved))
+    lm_of(tmp_path, *again)
+    assert "was trained beside the weights of other/model-1b, and this model is" in caplog.text
 
 
 def test_without_peft_the_package_is_named(tmp_path, in_cache, monkeypatch):

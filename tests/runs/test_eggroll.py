@@ -482,6 +482,19 @@ def test_drift_is_measured_from_the_first_weights(tmp_path, compute, offload):
         assert torch.equal(parameter, expected.to(compute))
 
 
+def test_what_was_loaded_becomes_the_masters(tmp_path):
+    """In half precision the forward's weights are new; float32 weights are never there twice."""
+    model = small_model("llama")
+    given = compose(["algo=eggroll", *SMALL]).algo
+    noise = Noise(model, given.noise, rank=1, mirrored=True, seed=0)
+    loaded = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    weights = Weights(model, noise, given, torch.bfloat16, offload=False, folder=tmp_path)
+    assert weights.masters
+    for name, master in weights.masters.items():
+        assert (master.data_ptr(), master.dtype) == (loaded[name], torch.float32)
+        assert weights.used[name].dtype == torch.bfloat16
+
+
 def test_initial_weights_are_read_only_where_something_asks(tmp_path, monkeypatch):
     """They lie in a file, which takes longer to read than the rest of an update."""
     read, inner = [], DiskTensors.__getitem__

@@ -1,6 +1,8 @@
 """GRPO end to end: real runs of a model of a few thousand parameters."""
 
+import copy
 import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -11,12 +13,14 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from common import checkpoint, hardware
-from common.config import ConfigError, ScoringConfig
+from common.config import ConfigError, OptimizerConfig, ScoringConfig
 from common.lm import LM
 from common.model import logprobs
-from common.optim import Guards
+from common.model.half import round_layers
+from common.optim import Guards, optimizer_class, state_bytes
 from common.rows import RowLimit
 from common.sampling.native import Sampler
 from common.signals import RunStopped
@@ -29,6 +33,7 @@ from launch import compose, train
 from tests.support import ROOT, SMALL_GRPO, events
 from tests.support.commands import Begin, Launch
 from tests.support.hanging import Deadly
+from tests.support.models import small_model
 
 LOSSES = ("dapo", "grpo", "dr_grpo", "gspo", "cispo")
 
@@ -499,6 +504,52 @@ def test_rows_are_fitted_to_the_memory(tmp_path, in_cache, monkeypatch):
     assert fitted["roomy"] == {}
     assert set(fitted["tight"]) == {"rollout_rows", "train_rows"}
     assert 1 <= fitted["tight"]["train_rows"] < fitted["recomputed"].get("train_rows", 12)
+
+
+@pytest.mark.parametrize("more", [[], ["model.adapter.rank=16", "opt=[amp]"]])
+def test_adam_with_eight_bits_takes_less_and_goes_on_to_the_bit(more, tmp_path, in_cache):
+    pytest.importorskip("bitsandbytes")
+    settings = [*SMALL_GRPO, "algo.lr=1e-2", "algo.resample_rounds=0", "evaluate.every=0", *more]
+    small = [*settings, "algo.optimizer.name=AdamW8bit"]
+    train(compose([*small]), tmp_path / "whole")
+    train(compose([*small, "algo.steps=2"]), tmp_path / "parts")
+    train(compose([*small, "resume=auto"]), tmp_path / "parts")
+    found = [trained(tmp_path / name) for name in ("whole", "parts")]
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+    train(compose([*settings]), tmp_path / "plain")
+    taken = [events(tmp_path / name)[0]["state_memory_gb"] for name in ("whole", "plain")]
+    assert taken[0] < taken[1]  # matrices of less than 4,096 numbers keep 32 bits
+
+
+def trained(folder):
+    found = [*folder.glob("model/*.safetensors"), *folder.glob("adapter/*.safetensors")]
+    return load_file(found[0])
+
+
+def test_without_bitsandbytes_the_package_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    config = OptimizerConfig(name="AdamW8bit", kwargs={})
+    with pytest.raises(ConfigError, match=r"AdamW8bit needs a package: pip install 'clutch\[adam8"):
+        optimizer_class(config)
+    assert state_bytes(config) < 2.1 < state_bytes(OptimizerConfig(name="AdamW", kwargs={}))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reference_in_half_precision_is_the_float32_one_to_the_bit(tied):
+    """Where autocast rounds the same weights; the embedding alone stays float32."""
+    plain = small_model("qwen2" if tied else "llama")
+    logprobs.prepare(plain)
+    rounded = copy.deepcopy(plain)
+    round_layers(rounded, torch.bfloat16)
+    laid = logprobs.group([[5, 6, 7], [8, 9]], [[[3, 4, 5]] * 2] * 2, torch.device("cpu"))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        wanted, found = (logprobs.token_logprobs(model, laid, 1.0)[0] for model in (plain, rounded))
+    assert torch.equal(found, wanted)
+    wide = {name for name, p in rounded.named_parameters() if p.ndim == 2 and p.itemsize == 4}
+    assert wide == {"model.embed_tokens.weight"}
+    assert sum(p.nbytes for p in rounded.parameters()) < 0.8 * sum(
+        p.nbytes for p in plain.parameters()
+    )
 
 
 @pytest.mark.faults

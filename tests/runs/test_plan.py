@@ -140,6 +140,18 @@ def test_an_adapter_makes_it_fit(models, capsys):
     assert re.search(r"'opt=\[amp,checkpointing\]' model.adapter.rank=16: [0-9.]+ GB, fits$", last)
 
 
+def test_few_bits_make_it_fit(models, capsys):
+    model = ["model=hf", f"model.path={models['7b']}", "hardware=rtx4090", "hardware.memory_gb=12"]
+    assert not plan("algo=grpo", *model).fits
+    *_, other, last = capsys.readouterr().out.strip().splitlines()
+    more = r"'opt=\[amp,checkpointing\]' model.adapter.rank=16 model.quantize="
+    assert re.search(more + r"int8: [0-9.]+ GB, does not fit$", other)
+    assert re.search(more + r"nf4: [0-9.]+ GB, fits$", last)
+    promised = float(re.findall(r"([0-9.]+) GB, fits", last)[0])
+    taken = ["opt=[amp,checkpointing]", "model.adapter.rank=16", "model.quantize=nf4"]
+    assert plan("algo=grpo", *model, *taken).peak_gb == pytest.approx(promised, abs=0.05)
+
+
 def test_a_model_that_nothing_makes_fit(models, capsys):
     model = ["model=hf", f"model.path={models['7b']}", "hardware=rtx4090", "hardware.memory_gb=8"]
     assert not plan("algo=grpo", *model).fits

@@ -20,6 +20,7 @@ from common import plan as plans
 from common.config import ConfigError, SamplingConfig
 from common.distributed.workers import launch
 from common.model import logprobs, varlen
+from common.model.quantized import replace_layers
 from common.model.tiny import byte_tokenizer
 from common.report import summary
 from common.sampling import native
@@ -472,7 +473,7 @@ class NotKept(dict):
     """In place of a file with all initial weights."""
 
     def __init__(self, tensors, folder):
-        super().__init__((name, tensor.shape) for name, tensor in tensors.items())
+        super().__init__((name, tensor.shape) for name, tensor in tensors)
 
     def __getitem__(self, name):
         return torch.empty(super().__getitem__(name))
@@ -498,7 +499,10 @@ def measure_peak(shape, folder, arguments):
     device.compute_below(1 << 20)
 
     def load(run, task, context, dtype):
-        return model_of(shape).to(dtype), byte_tokenizer()
+        model = model_of(shape).to(dtype)
+        if run.model.quantize is not None:
+            replace_layers(model, run.model.quantize, "model.quantize")
+        return model, byte_tokenizer()
 
     def stop(*_):
         raise Measured
@@ -583,6 +587,24 @@ def test_the_plan_knows_that_an_adapter_alone_has_state(
     arguments = [*one_step(algo, "amp"), "model.adapter.rank=16"]
     arguments += ["algo.kl.beta=0.01"] if algo == "grpo" else []
     check_plan(shape, algo, arguments, (standin, tmp_path, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "switches"),
+    [
+        ("nf4", "0.5b", "amp,checkpointing"),
+        pytest.param("int8", "0.5b", "amp,checkpointing", marks=pytest.mark.slow),
+        pytest.param("nf4", "7b", "amp", marks=pytest.mark.slow),
+    ],
+)
+def test_the_plan_knows_how_few_bits_weights_take(
+    kind, shape, switches, standin, tmp_path, monkeypatch
+):
+    """Without recordings: the tape holds whatever a step makes until it ends, weights among it."""
+    pytest.importorskip("peft")
+    arguments = [*one_step("grpo", switches), "model.adapter.rank=16", f"model.quantize={kind}"]
+    arguments += ["engine.cuda_graphs=false"]
+    check_plan(shape, "grpo", arguments, (standin, tmp_path, monkeypatch))
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,10 @@ def test_one_that_dies_is_started_again_once(open_lm):
             "engine.settings.dtype has no effect",
         ),
         ([*BARE, f"engine.python={VLLM}", "engine.settings={speed: 9}"], "speed"),
+        (
+            [*LOCAL, "model.quantize=int8", "model.adapter.rank=4"],
+            "does not go with model.quantize",
+        ),
         ([*LOCAL, "opt=[compile]"], "opt=compile has no effect with engine=vllm"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -31,6 +31,7 @@ from common.distributed import fsdp
 from common.distributed.context import fingerprint
 from common.model.export import write_weights
 from common.model.prompts import context_length
+from common.model.quantized import layers
 from common.model.source import ADAPTER
 from common.rows import RowLimit
 from common.sampling.engine import Completions, Requests, Setup, Watch, check_prompts
@@ -64,6 +65,11 @@ def open_vllm(
         raise ConfigError(
             "engine=vllm does not go with opt=fsdp: each rank gives whole weights to a vLLM of its"
             " own. Use engine=native, or opt=ddp."
+        )
+    if layers(setup.model):
+        raise ConfigError(
+            "engine=vllm does not go with model.quantize: it would hold the weights whole. Use"
+            " engine=native, or leave out model.quantize."
         )
     if setup.compile_mode is not None:
         raise ConfigError(

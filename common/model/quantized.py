@@ -1,0 +1,244 @@
+"""Linear layers whose frozen weights take a few bits, under an adapter.
+
+int8: a row of W is q * scale, with whole numbers q from -127 to 127. nf4 (QLoRA, arXiv:2305.14314):
+W is cut into blocks of 64 numbers; each is one of 16 quantiles of a normal distribution times the
+largest number of its block, and two of them share a byte. A product makes the weight again in the
+dtype of its inputs, and the backward pass makes it once more, so that the few bits are all that is
+kept. Embeddings and the head stay as they are.
+
+It is plain PyTorch, not bitsandbytes or torchao, because a sample may not depend on its neighbours
+(LLM.int8() takes other columns with other rows), and a plan needs layers that have shapes alone.
+The numbers of nf4 are those of bitsandbytes (tests/unit/test_quantized.py).
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from common.config import ConfigError
+
+BLOCK = 64  # numbers of nf4 that share a scale
+METHOD = "clutch"  # our name among transformers' ways to quantise
+# The quantiles of nf4, as in QLoRA, appendix E.
+NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453)
+NF4 += (-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0)
+NF4 += (0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224)
+NF4 += (0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
+
+
+def quantize(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return the whole numbers and the scales of a weight [out, in]: int8 [out, in] and float32
+    [out, 1], or of nf4 uint8 [blocks, 32] and float32 [blocks, 1].
+    """
+    weight = weight.float()
+    if kind == "int8":
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        return (weight / scale.clamp(min=1e-30)).round_().to(torch.int8), scale
+    flat = weight.flatten()
+    blocks = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    scale = blocks.abs().amax(1, keepdim=True)
+    table = torch.tensor(NF4, device=weight.device)
+    nearest = torch.bucketize(
+        blocks / scale.clamp(min=1e-30), (table[1:] + table[:-1]) / 2, out_int32=True
+    )
+    high, low = nearest.to(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
+    return high * 16 + low, scale
+
+
+def dequantize(whole: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return the weight [out, in] that `quantize` has rounded, in `dtype`. shape: out and in."""
+    if whole.dtype == torch.int8:
+        return torch.mul(whole, scale, out=torch.empty(shape, dtype=dtype, device=whole.device))
+    numbers = _pairs(whole.device)[whole.int()].flatten(1)  # [blocks, 64]
+    made = torch.empty(numbers.shape, dtype=dtype, device=whole.device)
+    torch.mul(numbers, scale, out=made)
+    return made.flatten()[: shape[0] * shape[1]].view(shape)
+
+
+class QuantizedLinear(nn.Linear):
+    """A frozen linear layer in few bits. kind: int8 | nf4."""
+
+    scale: Tensor
+
+    def __init__(self, layer: nn.Linear, kind: str) -> None:
+        nn.Module.__init__(self)
+        self.kind = kind
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        weight = layer.weight
+        if weight.is_meta:  # as `quantize` would return them
+            blocks = -(-weight.numel() // BLOCK)
+            int8 = kind == "int8"
+            shape = tuple(weight.shape) if int8 else (blocks, BLOCK // 2)
+            whole = torch.empty(shape, dtype=torch.int8 if int8 else torch.uint8, device="meta")
+            scale = torch.empty(shape[0], 1, dtype=torch.float32, device="meta")
+        else:
+            whole, scale = quantize(weight.detach(), kind)
+        self.weight = nn.Parameter(whole, requires_grad=False)
+        # As a buffer it stays float32 where parameters change their dtype.
+        self.register_buffer("scale", scale)
+        self.bias = layer.bias
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the weight: out and in."""
+        return self.out_features, self.in_features
+
+    def plain(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [out, in] in `dtype`."""
+        return dequantize(self.weight, self.scale, self.shape, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x W^T + b, in the dtype that autocast asks for."""
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        return _Product.apply(x, self.weight, self.scale, self.shape, self.bias)
+
+    def extra_repr(self) -> str:
+        """Say its kind beside its sizes."""
+        return f"{super().extra_repr()}, {self.kind}"
+
+
+class _Product(torch.autograd.Function):
+    """x W^T + b, whose backward pass makes W anew: autograd would keep it from the forward."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: Tensor,
+        whole: Tensor,
+        scale: Tensor,
+        shape: tuple[int, int],
+        bias: Tensor | None,
+    ) -> Tensor:
+        """x [..., in] -> [..., out]; shape: of W."""
+        ctx.save_for_backward(whole, scale)
+        ctx.shape = shape
+        bias = None if bias is None else bias.to(x.dtype)
+        return F.linear(x, dequantize(whole, scale, shape, x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradient of x; everything else is frozen."""
+        whole, scale = ctx.saved_tensors
+        return grad @ dequantize(whole, scale, ctx.shape, grad.dtype), None, None, None, None
+
+
+def replace_layers(model: PreTrainedModel, kind: str, key: str) -> None:
+    """Put layers in few bits in the place of the linear layers of `model`, but for its head.
+
+    key: the setting, for the error. Raises: ConfigError where there are none.
+    """
+    head = model.get_output_embeddings()
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not head
+    ]
+    if not found:
+        raise ConfigError(
+            f"{key}={kind} has no effect on {type(model).__name__}: it has no plain linear layers"
+            " beside its head (GPT-2 has layers of its own kind). Leave it out."
+        )
+    for name, module in found:
+        model.set_submodule(name, QuantizedLinear(module, kind))
+
+
+def shape_of(layer: Any) -> tuple[int, int]:
+    """Return the sizes of a linear layer's weight, however few bits it takes."""
+    return layer.shape if isinstance(layer, QuantizedLinear) else tuple(layer.weight.shape)
+
+
+def layers(model: nn.Module) -> dict[str, QuantizedLinear]:
+    """Return the layers in few bits by their names."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+
+
+def plain_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return all weights of a model, float32 on the CPU; those in few bits as they are rounded."""
+    found = {n: p.detach().to("cpu", torch.float32) for n, p in model.named_parameters()}
+    for name, layer in layers(model).items():
+        found[f"{name}.weight"] = layer.plain(torch.float32).cpu()
+    return found
+
+
+def packed_away(model: nn.Module) -> int:
+    """Return how many weights more there are than numbers in the model's parameters."""
+    found = layers(model).values()
+    return sum(x.in_features * x.out_features - x.weight.numel() for x in found)
+
+
+@cache
+def _pairs(device: torch.device) -> Tensor:
+    """The two numbers of each byte of nf4: float32 [256, 2]."""
+    with torch.inference_mode(False):
+        table = torch.tensor(NF4, device=device)
+        return torch.stack((table.repeat_interleave(16), table.repeat(16)), dim=1)
+
+
+# --- while a model is loaded, layer by layer
+
+
+class Quantization(QuantizationConfigMixin):
+    """Tells `from_pretrained` what to do. kind: int8 | nf4; key: the setting, for errors."""
+
+    def __init__(self, kind: str, key: str) -> None:
+        self.quant_method: Any = METHOD
+        self.kind, self.key = kind, key
+
+
+class Quantizer(HfQuantizer):
+    """Quantises each weight as it is read, so that one alone is there in its own dtype."""
+
+    quantization_config: Any
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        replace_layers(model, self.quantization_config.kind, self.quantization_config.key)
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Return whether a parameter is the weight of a layer in few bits."""
+        name, _, own = param_name.rpartition(".")
+        return own == "weight" and isinstance(model.get_submodule(name), QuantizedLinear)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """Return what is done with such a weight."""
+        return _Quantize(self.quantization_config.kind)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        for scale in (layer.scale for layer in layers(model).values()):
+            assert not scale.is_meta, "each weight has been read"
+        self.remove_quantization_config(model)  # what is exported is plain
+
+    def is_serializable(self) -> bool:
+        """Return False: the model's own weights are never written."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """Return True: with an adapter."""
+        return True
+
+
+register_quantization_config(METHOD)(Quantization)
+register_quantizer(METHOD)(Quantizer)
+
+
+class _Quantize(ConversionOps):
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the parts of a layer for its weight. input_dict: the weight, by its name."""
+        ((name, found),) = input_dict.items()
+        whole, scale = quantize(found[0] if isinstance(found, list) else found, self.kind)
+        return {name: whole, f"{name.removesuffix('weight')}scale": scale}
