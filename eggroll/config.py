@@ -19,6 +19,7 @@ from common.config import (
 )
 
 Policy = Annotated[str, (choice, ("lowrank", "full", "frozen"))]
+LOOK_EVERY = 10  # steps, one of which is looked at closely for the log
 FITNESS = ("zscore", "prompt_zscore", "centered_rank", "pair_sign")
 
 

@@ -31,6 +31,13 @@ def fitness(rewards: Tensor, shaping: str, samples: int = 1) -> Tensor:
     return torch.stack((sign, -sign), dim=1).flatten()
 
 
+def by_direction(fitness: Tensor, mirrored: bool) -> Tensor:
+    """Fitness [members] -> the weight of each direction [directions]: mirrored members share one,
+    f+ E - f- E. Equal fitness gives exactly 0.
+    """
+    return fitness[0::2] - fitness[1::2] if mirrored else fitness
+
+
 def _over_deviation(centred: Tensor, values: Tensor) -> Tensor:
     """Return centred / std(values); exactly 0 where all values are equal to rounding."""
     deviation = values.std(correction=0)

@@ -14,11 +14,8 @@ from common import optim
 from common.checkpoint import Checkpoint
 from common.config import ConfigError
 from common.distributed import fsdp
-from eggroll.config import EggrollConfig
+from eggroll.config import LOOK_EVERY, EggrollConfig
 from eggroll.noise import Noise
-
-# Steps of which one compares the weights with the initial ones where nothing but the log asks.
-DRIFT_EVERY = 10
 
 
 class DiskTensors:
@@ -85,9 +82,9 @@ class Weights:
         # What this rank holds of them; the model of a plan has none.
         held = {n: fsdp.local(parameters[n]) for n in names if not parameters[n].is_meta}
         self.initial = DiskTensors(held, folder)
-        # |W0|^2 and, while a step is made, |W|^2 and |W - W0|^2; None where that is not compared.
+        # |W0|^2 and, while a step is made, |W|^2 and the sums of what is compared: see `movement`.
         self.size: Tensor | float = 0.0
-        self.moved: Tensor | float | None = None
+        self.moved: Tensor | None = None
         parts = [tensor.detach().square().sum().double() for tensor in held.values()]
         self.started = float(sum(parts))  # read once
         if compute == torch.float32 or fsdp.of(model):
@@ -113,19 +110,20 @@ class Weights:
 
     def compares(self, step: int) -> bool:
         """Return whether a 0-based step compares the weights with the initial ones: each step where
-        something depends on it, else one in `DRIFT_EVERY`, for the log.
+        something depends on it, else one in `LOOK_EVERY`, for the log.
         """
         asked = self.cfg.weight_decay > 0 or self.cfg.stop_at.drift is not None
-        return asked or step % DRIFT_EVERY == 0
+        return asked or step % LOOK_EVERY == 0
 
     @torch.no_grad()
     def descend(self, name: str, gradient: Tensor, lr: float, compare: bool) -> None:
         """Make an optimizer step of one parameter against `gradient`, which is used up; `compare`
-        what comes of it with the initial weights.
+        what comes of it with what was, and with the initial weights.
         """
         master, optimizer = self.masters[name], self.optimizers[name]
         gradient = gradient.to(master.device)
         initial = self.initial[name].to(master.device) if compare else None
+        before = fsdp.local(master).clone() if compare else None
         if self.cfg.weight_decay:
             assert initial is not None, "weight decay pulls towards the initial weights"
             gradient.add_(fsdp.local(master) - initial, alpha=self.cfg.weight_decay)
@@ -137,24 +135,41 @@ class Weights:
         if self.used[name] is not master:
             self.used[name].copy_(master)
         self.size += torch.linalg.vector_norm(fsdp.local(master)).double().square()
-        if initial is not None:
-            moved = initial.sub_(fsdp.local(master)).square_().sum().double()
-            self.moved = moved if self.moved is None else self.moved + moved
+        if initial is not None and before is not None:
+            used = None if self.used[name] is master else self.used[name].dtype
+            sums = movement(fsdp.local(master), before, initial, used)
+            self.moved = sums if self.moved is None else self.moved + sums
 
-    def measure(self) -> tuple[bool, float | None]:
-        """Return whether all perturbed weights are finite, and their drift |W - W0| / |W0|, None
-        where it was not compared; once all of them have been stepped.
+    def measure(self) -> tuple[bool, dict[str, float]]:
+        """Return whether all perturbed weights are finite and, once all of them have been stepped,
+        what came of it where that was compared:
+
+        drift               |W - W0| / |W0|
+        update_norm         |W - W before| / |W0|
+        applied_share       the share of the forward's weights that are not what they were
+        applied_cosine      the cosine of their movement with that of the float32 masters
+        applied_cosine_all  the same of all movement since the start of the run
         """
         if self.memory_gb is None:
             parts = [list(self.model.parameters()), self.masters, self.extra()]
             self.memory_gb = fsdp.measured(parts)
-        compared, size = self.moved is not None, torch.as_tensor(self.size)
-        sums = torch.stack((size, torch.as_tensor(self.moved) if compared else size))
-        sums = torch.cat((sums, sums.new_tensor([self.started]))).to(fsdp.device(self.model))
+        compared, size = self.moved, torch.as_tensor(self.size)
+        sums = [size[None], size.new_tensor([self.started])]
+        sums = torch.cat(sums if compared is None else [*sums, compared])
         self.size, self.moved = 0.0, None
-        size, moved, started = fsdp.total(self.model, sums).tolist()
-        drift = math.sqrt(moved / max(started, 1e-30)) if compared else None
-        return math.isfinite(size), drift
+        sums = fsdp.total(self.model, sums.to(fsdp.device(self.model))).tolist()
+        finite, started = math.isfinite(sums[0]), max(sums[1], 1e-30)
+        if compared is None:
+            return finite, {}
+        moved, stepped, changed, count, *cosines = sums[2:]
+        step, whole = cosines[:2], cosines[2:]
+        return finite, {
+            "drift": math.sqrt(moved / started),
+            "update_norm": math.sqrt(stepped / started),
+            "applied_share": changed / count,
+            "applied_cosine": step[0] / math.sqrt(max(step[1] * stepped, 1e-60)),
+            "applied_cosine_all": whole[0] / math.sqrt(max(whole[1] * moved, 1e-60)),
+        }
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the masters, for a checkpoint."""
@@ -185,3 +200,32 @@ class Weights:
         for name, master in self.masters.items():
             self.used[name].copy_(master)
             self.optimizers[name].load_state_dict(extra["optimizers"][name])
+
+
+def movement(master: Tensor, before: Tensor, initial: Tensor, used: torch.dtype | None) -> Tensor:
+    """Return sums over one parameter, float64: |W - W0|^2, |W - before|^2, how many of the
+    forward's weights changed, how many there are, and of its movement in this step, then of that
+    since the start, the product with the masters' movement and its square. `before` and `initial`
+    are used up.
+
+    Args: used: the dtype of the forward's weights; None = the masters themselves.
+    """
+    if used is None:
+        changed = (master != before).sum()
+        step, whole = before.sub_(master).square_().sum(), initial.sub_(master).square_().sum()
+        parts = [whole, step, changed, changed.new_tensor(master.numel()), step, step, whole, whole]
+        return torch.stack([part.double() for part in parts])
+    rounded = master.to(used).float()
+    applied, since = rounded - before.to(used).float(), rounded - initial.to(used).float()
+    step, whole = before.neg_().add_(master), initial.neg_().add_(master)
+    parts = [
+        whole.square().sum(),
+        step.square().sum(),
+        (applied != 0).sum(),
+        torch.tensor(master.numel(), device=master.device),
+        (applied * step).sum(),
+        applied.square().sum(),
+        (since * whole).sum(),
+        since.square().sum(),
+    ]
+    return torch.stack([part.double() for part in parts])

@@ -129,8 +129,51 @@ def _unsolved(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
     return Advice("unsolved", f"{text} {advice}", _times(algo, "samples_per_prompt", 2))
 
 
+def _identical(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
+    share = _mean(recent, "identical_pairs")
+    if share is None or share < 0.7:
+        return None
+    text = f"{share:.0%} of the answers of mirrored members are the same text and teach nothing."
+    return Advice("identical pairs", f"{text} Raise the noise.", _times(algo, "sigma", 2))
+
+
+def _broken(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
+    looked = [event for event in recent if event.get("reward_centre") is not None]
+    reward, centre = _mean(looked, "reward"), _mean(looked, "reward_centre")
+    if reward is None or centre is None or centre < RISEN or reward > centre / 2:
+        return None
+    text = f"members earn {reward:.2f} where the model without noise earns {centre:.2f}."
+    return Advice("broken", f"{text} Lower the noise.", _times(algo, "sigma", 0.5))
+
+
+def _luck(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
+    agreement = _mean(recent, "prompt_agreement")
+    if agreement is None or agreement > 0.05:
+        return None
+    text = f"two halves of a step's prompts disagree on the members (cosine {agreement:.2f})."
+    advice = "What a member earns is mostly luck: give a step more prompts."
+    return Advice("luck", f"{text} {advice}", _times(algo, "prompts_per_step", 2))
+
+
+def _one_sided(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
+    looked = [event["component_cosine"] for event in recent if event.get("component_cosine")]
+    names = {name for cosines in looked for name in cosines}
+    means = {name: fmean(c.get(name, 0.0) for c in looked) for name in names}
+    if not means:
+        return None
+    most, least = (pick(means, key=lambda name: means[name]) for pick in (max, min))
+    if means[most] < 0.7 or means[least] > 0.2:
+        return None
+    return Advice(
+        "one component",
+        f"the updates follow the component {most} of the reward (cosine {means[most]:.2f}) and"
+        f" hardly {least} ({means[least]:.2f}). If that is what counts, give it more weight.",
+    )
+
+
 Rule = Callable[[Sequence[Numbers], dict[str, Any]], Advice | None]
 RULES: tuple[Rule, ...] = (_dead_groups, _truncated, _drift, _pull, _spread, _entropy, _unsolved)
+RULES += (_broken, _identical, _luck, _one_sided)
 
 
 class Adviser:

@@ -19,8 +19,8 @@ from common import checkpoint, precision, profile
 from common.config import ConfigError
 from common.sampling.native import Sampler
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
+from eggroll.instruments import idle_share
 from eggroll.noise import Noise
-from eggroll.population import idle_share
 from eggroll.weights import DiskTensors, Weights
 from launch import compose, train
 from tests.support import MOVING, ROOT, SMALL, events
@@ -385,7 +385,7 @@ def test_a_batch_of_rewards(tmp_path):
     assert same_bits(tmp_path / "one", tmp_path / "many")
     assert (
         fails(tmp_path, Batched(fault="short"))
-        == "Batched.rewards returned 7 scores for 8 completions. Return one for each, in order."
+        == "Batched.rewards returned 1 scores for 2 completions. Return one for each, in order."
     )
     said = fails(tmp_path, Batched(fault="batch raises"))
     assert said.startswith("Batched.rewards raised ZeroDivisionError: by zero (")
@@ -469,14 +469,14 @@ def test_drift_is_measured_from_the_first_weights(tmp_path, compute, offload):
     for step in range(2):
         for name, gradient in noise.gradients(step, torch.tensor([1.0, -1.0, 0.5, 0.0])):
             weights.descend(name, gradient, 0.5, compare=True)
-        finite, drift = weights.measure()
+        finite, moved_by = weights.measure()
         assert finite
         moved = sum(
             (master - first[name]).square().sum().double()
             for name, master in weights.masters.items()
         )
         began = sum(first[name].square().sum().double() for name in weights.masters)
-        assert drift == pytest.approx(float((moved / began).sqrt()), rel=1e-6)
+        assert moved_by["drift"] == pytest.approx(float((moved / began).sqrt()), rel=1e-6)
     for name, parameter in model.named_parameters():
         expected = weights.masters[name] if name in weights.masters else first[name]
         assert torch.equal(parameter, expected.to(compute))
