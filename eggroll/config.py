@@ -12,6 +12,7 @@ from common.config import (
     Run,
     SamplingConfig,
     ScheduleConfig,
+    above,
     at_least,
     choice,
     no_effect,
@@ -19,8 +20,20 @@ from common.config import (
 )
 
 Policy = Annotated[str, (choice, ("lowrank", "full", "frozen"))]
+AUTO = "auto"  # of sigma and lr: a probe chooses
 LOOK_EVERY = 10  # steps, one of which is looked at closely for the log
 FITNESS = ("zscore", "prompt_zscore", "centered_rank", "pair_sign")
+
+
+def positive_or_auto(key: str, value: float | str) -> None:
+    """Raise ConfigError unless `value` is a number above 0, or auto."""
+    if isinstance(value, str) and value != AUTO:
+        raise ConfigError(f"{key}={value} is no number. Give one above 0, or auto.")
+    if not isinstance(value, str):
+        above(key, float(value), 0)
+
+
+Tuned = Annotated[int | float | str, (positive_or_auto,)]
 
 
 @dataclass(kw_only=True)
@@ -69,6 +82,7 @@ class EggrollConfig:
     }
     # Settings that a run that is resumed may change.
     RESUME_MAY_CHANGE: ClassVar = ("steps", "rollout_rows")
+    PROBES: ClassVar = True
     RENAMED: ClassVar = {"rows_per_forward": "algo.rollout_rows"}
 
     name: str
@@ -78,8 +92,8 @@ class EggrollConfig:
     samples_per_prompt: Count
     rollout_rows: int | None
     rank: Count
-    sigma: Positive
-    lr: Positive
+    sigma: Tuned
+    lr: Tuned
     mirrored: bool
     noise_reuse: Count
     fitness: Annotated[str, (choice, FITNESS)]

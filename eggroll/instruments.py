@@ -16,7 +16,9 @@ from eggroll.noise import Noise
 from eggroll.population import Tried
 
 
-def look(tried: Tried, shaped: Tensor, noise: Noise, draw: int, closely: bool) -> dict[str, Any]:
+def look(
+    tried: Tried, shaped: Tensor, noise: Noise, draw: int, samples: int, closely: bool
+) -> dict[str, Any]:
     """Return what a step's fitness [members] and its update tell; what cannot be told is left out.
 
     zero_fitness      the share of members that move nothing
@@ -29,7 +31,7 @@ def look(tried: Tried, shaped: Tensor, noise: Noise, draw: int, closely: bool) -
     """
     found: dict[str, Any] = {
         "zero_fitness": idle_share(shaped, noise.mirrored),
-        "prompt_agreement": agree_prompts(tried.rewards, noise.mirrored),
+        "prompt_agreement": agree_prompts(tried.rewards, noise.mirrored, samples),
     }
     weights = by_direction(shaped, noise.mirrored).double().cpu()
     gram = noise.gram(draw, len(weights)) if closely else None
@@ -51,16 +53,26 @@ def idle_share(shaped: Tensor, mirrored: bool) -> float:
     return (by_direction(shaped, mirrored) == 0).double().mean().item()
 
 
-def agree_prompts(rewards: Tensor, mirrored: bool) -> float | None:
-    """Return the cosine of the weights that two halves of the columns give the directions; None
-    where a half cannot tell the members apart.
+def agree_prompts(rewards: Tensor, mirrored: bool, samples: int = 1) -> float | None:
+    """Return the cosine of the updates of two halves of the prompts, on average over all ways to
+    halve them; None where rewards do not differ, or there is one prompt and one sample.
 
-    It is that of the halves' updates to the accuracy 1 / sqrt(dimensions). Where members differ by
-    what they are and not by luck, it is near 1. rewards: [members, prompts * samples].
+    It is told from the weights of the directions alone, to an accuracy of 1 / sqrt(directions).
+    Where members differ by what they are and not by luck, it is near 1.
+
+    Args: rewards: [members, prompts * samples]; samples: of a prompt; with one prompt its samples
+    are halved.
     """
-    centred = rewards - rewards.mean(0)
-    halves = (by_direction(centred[:, half::2].mean(1), mirrored) for half in (0, 1))
-    return cosine(*halves) if rewards.shape[1] > 1 else None
+    if rewards.shape[1] > samples:
+        rewards = rewards.unflatten(1, (-1, samples)).mean(2)
+    count = rewards.shape[1]
+    weights = by_direction(rewards - rewards.mean(0), mirrored)  # [directions, prompts]
+    square = weights.square().mean().item()
+    if count < 2 or square < 1e-30:
+        return None
+    # The product of two different prompts' weights: what they have in common.
+    common = (weights.sum(1).square().mean().item() / count - square) / (count - 1)
+    return common / (common + (square - common) * 2 / count)
 
 
 def cosine(u: Tensor, v: Tensor, gram: Tensor | None = None) -> float | None:

@@ -22,10 +22,14 @@ log = logging.getLogger("clutch")
 
 @dataclass(frozen=True)
 class Centre:
-    """The unperturbed model's completions of a step's prompts; their rewards, float64 [rows]."""
+    """The unperturbed model's completions of a step's prompts: their rewards, float64 [rows], and
+    the shares of them that are cut off, and that hold an answer.
+    """
 
     texts: list[str]
     rewards: Tensor
+    cut: float
+    answered: float | None
 
 
 @dataclass(frozen=True)
@@ -35,17 +39,18 @@ class Tried:
     Attributes:
         rewards: NaN where a row's logits or its reward were not finite. components: the parts of
         the reward by name, where the task has some. cut: 1 where a completion was cut off. twins:
-        1 where the text is that of the mirrored member; None without mirrored noise. changed: 1
-        where the text is not the unperturbed model's; centre: that model's rewards [prompts *
-        samples]; None where it was not asked.
+        1 where the text is that of the mirrored member; None without mirrored noise.
+        centre: what the unperturbed model came to; changed: 1 where a text is not its; answered: 1
+        where a text holds an answer. None where that model was not asked, or the task cannot tell.
     """
 
     rewards: Tensor
     components: dict[str, Tensor]
     cut: Tensor
     twins: Tensor | None
-    changed: Tensor | None
-    centre: Tensor | None
+    changed: Tensor | None = None
+    answered: Tensor | None = None
+    centre: Centre | None = None
 
     @property
     def finite(self) -> bool:
@@ -67,7 +72,9 @@ class Tried:
             found["identical_pairs"] = self.twins.mean().item()
         if self.changed is not None and self.centre is not None:
             found["changed"] = self.changed.mean().item()
-            found["reward_centre"] = self.centre.mean().item()
+            found["reward_centre"] = self.centre.rewards.mean().item()
+        if self.answered is not None:
+            found["answered"] = self.answered.mean().item()
         return found
 
 
@@ -111,9 +118,9 @@ class Population:
         """
         cfg, context = self.cfg, self.lm.context
         repeated = [example for example in examples for _ in range(cfg.samples_per_prompt)]
-        # Rewards, what Tried has beside them, and the components; 0 for the members of other ranks.
+        # What Tried has of each row, in its order; 0 for the members of other ranks.
         names = list(getattr(self.lm.scorer.task, "components", None) or {})
-        found = torch.zeros(4 + len(names), cfg.members, len(repeated), dtype=torch.float64)
+        found = torch.zeros(5 + len(names), cfg.members, len(repeated), dtype=torch.float64)
         generated, self.offending, centre = 0, [], None
         requests = self.request(examples, step.index)
         mine = self._chunks()[context.rank :: context.world_size]
@@ -133,30 +140,41 @@ class Population:
                     cut = [not done for part in made for done in part.finished.tolist()]
                     plain = centre.texts * len(members) if centre else texts
                     changed = [text != other for text, other in zip(texts, plain, strict=True)]
-                    rows = [scored.rewards, cut, self._compare_pairs(texts), changed]
+                    whole = self._answered(texts) if closely else cut
+                    rows = [scored.rewards, cut, self._compare_pairs(texts), changed, whole]
                     rows += [scored.components[name] for name in names]
                     here = torch.tensor(rows, dtype=torch.float64).unflatten(1, (len(members), -1))
                     found[:, members.start : members.stop] = here
         with step.phase("exchange"):
             found, generated = self._exchange(found, generated)
         step.used(tokens=generated, samples=found[0].numel())
-        rewards, cut, twins, changed, *parts = found
+        rewards, cut, twins, changed, whole, *parts = found
         return Tried(
             rewards=rewards,
             components=dict(zip(names, parts, strict=True)),
             cut=cut,
             twins=twins if cfg.mirrored else None,
             changed=changed if centre else None,
-            centre=centre.rewards if centre else None,
+            answered=whole if centre and centre.answered is not None else None,
+            centre=centre,
         )
 
     def ask_centre(self, requests: Requests, repeated: list[Example]) -> Centre:
         """Return what the unperturbed model completes with the draws that every member has, and
         earns; each rank asks it.
         """
-        texts = self.lm.generate(requests).texts(self.lm.tokenizer)
+        made = self.lm.generate(requests)
+        texts = made.texts(self.lm.tokenizer)
         rewards = self.lm.scorer.submit(repeated, texts).result().rewards
-        return Centre(texts, torch.tensor(rewards, dtype=torch.float64))
+        cut = 1 - made.finished.double().mean().item()
+        known = getattr(self.lm.task, "answer", None) is not None
+        answered = sum(self._answered(texts)) / len(texts) if known else None
+        return Centre(texts, torch.tensor(rewards, dtype=torch.float64), cut, answered)
+
+    def _answered(self, texts: list[str]) -> list[bool]:
+        """Return for each text whether the task finds an answer in it, if it looks for one."""
+        read = getattr(self.lm.task, "answer", None)
+        return [read is not None and read(text) is not None for text in texts]
 
     def _mark(
         self,
@@ -212,7 +230,7 @@ class Population:
     def rehearse(self, examples: list[Example]) -> None:
         """Sample the first chunk of a step and throw it away: compilation happens here."""
         with fsdp.forwards(self.lm.model):
-            self.sample(self._chunks()[0], self.request(examples, 0), 0, self.cfg.sigma)
+            self.sample(self._chunks()[0], self.request(examples, 0), 0, 1e-3)
 
     def plan(self) -> dict[str, str]:
         """Say what a step will do, with sizes."""
@@ -224,7 +242,7 @@ class Population:
         drawn = f"sampled (temperature {heat:g})" if heat else "greedy"
         return {
             "algorithm": f"eggroll, {describe_length(lm.run, cfg.steps, 'steps')}, rank {cfg.rank},"
-            f" sigma {cfg.sigma:g}, lr {cfg.lr:g}",
+            f" sigma {show(cfg.sigma)}, lr {show(cfg.lr)}",
             **facts,
             "model": f"{facts['model']}, {self.perturbed / 1e6:.2f}M perturbed",
             "population": f"{cfg.members} members x {cfg.prompts_per_step} prompts x"
@@ -252,6 +270,11 @@ class Population:
 
     def _chunks(self) -> list[range]:
         return share_out(self.cfg, self.lm.engine.limit.rows, self.lm.context.world_size)
+
+
+def show(value: float | str) -> str:
+    """Return a setting that may be auto as the plan has it."""
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def share_out(cfg: EggrollConfig, rows: int, ranks: int) -> list[range]:

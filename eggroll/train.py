@@ -15,7 +15,7 @@ from common.lm import LM
 from common.report.summary import Result
 from common.session import Session
 from common.tasks import Task
-from eggroll import instruments
+from eggroll import instruments, probe
 from eggroll.config import LOOK_EVERY, EggrollConfig
 from eggroll.fitness import fitness
 from eggroll.noise import Noise
@@ -23,7 +23,7 @@ from eggroll.population import Population
 from eggroll.weights import Weights
 
 
-def train(run: Run, context: Context, task: Task | None = None) -> Result:
+def train(run: Run, context: Context, task: Task | None = None) -> Result | probe.Findings:
     """Evolve a model on a task. Every rank returns the same numbers; rank 0 writes.
 
     Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN or
@@ -43,13 +43,16 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
     weights = Weights(lm.model, noise, cfg, compute, offload=offload, folder=folder)
     lm.read_examples()
     population = Population(lm, noise, cfg)
+    if run.probe:
+        return probe.show(population, weights)
     with Session(run, context, lm, steps=cfg.steps) as session:
         session.start(weights, population.plan())
+        tuned = probe.tune(population, weights, session)  # sigma and lr, as set or as measured
         if not session.over:
             session.warm_up(lambda: population.rehearse(lm.order.take(0, cfg.prompts_per_step)))
         for step in session.steps():
-            sigma = cfg.sigma * cfg.sigma_schedule.factor(step.index, cfg.steps)
-            lr = cfg.lr * cfg.lr_schedule.factor(step.index, cfg.steps)
+            sigma = tuned.sigma * cfg.sigma_schedule.factor(step.index, cfg.steps)
+            lr = tuned.lr * cfg.lr_schedule.factor(step.index, cfg.steps)
             draw = step.index // cfg.noise_reuse
             examples = lm.order.take(step.index * cfg.prompts_per_step, cfg.prompts_per_step)
 
@@ -66,7 +69,10 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
                     weights.descend(name, gradient, lr, compare)  # W <- W - lr * gradient
                     del gradient  # before the next one is made
                 finite, moved = weights.measure()
-            step.log(**moved, **instruments.look(tried, shaped, noise, draw, closely))
+            step.log(
+                **moved,
+                **instruments.look(tried, shaped, noise, draw, cfg.samples_per_prompt, closely),
+            )
             step.stop_if(None if finite else "weights are not finite.")
             step.stop_if(cfg.stop_at.crossed(moved.get("drift", 0.0)))
             step.log(state_memory_gb=weights.memory_gb)

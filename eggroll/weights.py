@@ -103,10 +103,16 @@ class Weights:
         try:
             # One for each parameter, so that a gradient is used and dropped before the next is
             # made.
-            options: dict[str, Any] = {"lr": cfg.lr, **cfg.optimizer.kwargs}
+            options: dict[str, Any] = {"lr": 1.0, **cfg.optimizer.kwargs}  # each step sets its own
             self.optimizers = {n: kind([m], **options) for n, m in self.masters.items()}
         except (TypeError, ValueError) as error:
             raise ConfigError(f"algo.optimizer.kwargs={cfg.optimizer.kwargs}: {error}") from None
+
+    def root_mean_square(self) -> float:
+        """Return that of the perturbed weights as they were at the start of the run."""
+        count = sum(math.prod(master.shape) for master in self.masters.values())
+        started = torch.tensor([self.started], dtype=torch.float64, device=fsdp.device(self.model))
+        return math.sqrt(fsdp.total(self.model, started).item() / count)
 
     def compares(self, step: int) -> bool:
         """Return whether a 0-based step compares the weights with the initial ones: each step where

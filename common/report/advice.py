@@ -48,7 +48,7 @@ def _times(algo: dict[str, Any], key: str, factor: float) -> str:
     value: Any = algo
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
-    if not value:
+    if not isinstance(value, (int, float)) or not value:  # a word stands for a number to be found
         return ""
     new = round(value * factor) if isinstance(value, int) else value * factor
     return f"algo.{key}={new:.3g}" if isinstance(new, float) else f"algo.{key}={new}"

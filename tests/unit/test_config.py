@@ -136,12 +136,13 @@ MISTAKES = {
         " stop_at, sampling."
     ),
     "sede=1": (
-        "sede is not a setting. Did you mean 'seed'? Settings here: seed, resume, plan, budget,"
-        " prompts, evaluate, checkpoint, scoring, not_finite, hardware, model, opt, tracker, slurm,"
-        " engine, algo, task."
+        "sede is not a setting. Did you mean 'seed'? Settings here: seed, resume, plan, probe,"
+        " budget, prompts, evaluate, checkpoint, scoring, not_finite, hardware, model, opt,"
+        " tracker, slurm, engine, algo, task."
     ),
-    "algo.sigma=high": (
-        "algo.sigma=high: Value 'high' of type 'str' could not be converted to Float. Give a"
+    "algo.sigma=high": "algo.sigma=high is no number. Give one above 0, or auto.",
+    "algo.weight_decay=high": (
+        "algo.weight_decay=high: Value 'high' of type 'str' could not be converted to Float. Give a"
         " number."
     ),
     "algo.steps=1.5": (

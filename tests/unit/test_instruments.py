@@ -24,7 +24,7 @@ def some_noise(rank: int, mirrored: bool, *policies: str) -> Noise:
 
 
 def tried(rewards: torch.Tensor, **components: torch.Tensor) -> Tried:
-    return Tried(rewards, components, torch.zeros_like(rewards), None, None, None)
+    return Tried(rewards, components, torch.zeros_like(rewards), None)
 
 
 def update(noise: Noise, shaped: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ def test_cosines_are_those_of_the_updates(rank, policies, mirrored, monkeypatch)
     one, other = (torch.rand(16, 4, generator=draw).double() for _ in range(2))
     rewards = 0.8 * one + 0.2 * other
     shaped = fitness(rewards, "zscore")
-    found = instruments.look(tried(rewards, one=one, other=other), shaped, noise, 3, True)
+    found = instruments.look(tried(rewards, one=one, other=other), shaped, noise, 3, 1, True)
     whole = update(noise, shaped)
     for name, part in (("one", one), ("other", other)):
         own = update(noise, fitness(part, "zscore"))
@@ -70,13 +70,29 @@ def test_prompts_agree_where_members_differ_by_what_they_are():
     assert instruments.agree_prompts(member + 0.5 * luck + prompts, mirrored=True) > 0.8
     assert abs(instruments.agree_prompts(luck + prompts, mirrored=True) or 0) < 0.4
     assert instruments.agree_prompts(member, mirrored=True) is None, "one prompt has no halves"
+    twice = torch.stack((member + luck, member + 0.5 * luck), 2).flatten(1)
+    both = instruments.agree_prompts((member + 0.75 * luck), mirrored=True)
+    assert instruments.agree_prompts(twice, mirrored=True, samples=2) == pytest.approx(both)
+
+
+def test_agreement_is_the_cosine_of_halves():
+    draw = torch.Generator().manual_seed(1)
+    rewards = (torch.randn(4000, 1, generator=draw) + torch.randn(4000, 6, generator=draw)).double()
+    weights = rewards[0::2] - rewards[1::2]
+    half = [weights[:, [0, 2, 4]].sum(1), weights[:, [1, 3, 5]].sum(1)]
+    found = instruments.agree_prompts(rewards, mirrored=True)
+    assert found == pytest.approx(cosine(*half), abs=0.03)
+    assert found == pytest.approx(3 / 4, abs=0.03), "variances of 1, and of 1 / 3 of luck"
+
+
+def test_rewards_that_are_equal_agree_on_nothing():
     assert instruments.agree_prompts(torch.ones(8, 4).double(), mirrored=False) is None
 
 
 def test_a_step_without_differences_says_nothing_of_them():
     noise = some_noise(1, True, "lowrank", "frozen", "frozen", "frozen")
     rewards = torch.ones(8, 2).double()
-    assert instruments.look(tried(rewards), fitness(rewards, "zscore"), noise, 0, True) == {
+    assert instruments.look(tried(rewards), fitness(rewards, "zscore"), noise, 0, 1, True) == {
         "zero_fitness": 1.0
     }
 
