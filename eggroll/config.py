@@ -12,6 +12,7 @@ from common.config import (
     Run,
     SamplingConfig,
     ScheduleConfig,
+    Share,
     above,
     at_least,
     choice,
@@ -22,7 +23,8 @@ from common.config import (
 Policy = Annotated[str, (choice, ("lowrank", "full", "frozen"))]
 AUTO = "auto"  # of sigma and lr: a probe chooses
 LOOK_EVERY = 10  # steps, one of which is looked at closely for the log
-FITNESS = ("zscore", "prompt_zscore", "centered_rank", "pair_sign")
+FITNESS = ("zscore", "prompt_zscore", "component_zscore", "centered")
+FITNESS += ("centered_rank", "pair_sign")
 
 
 def positive_or_auto(key: str, value: float | str) -> None:
@@ -97,6 +99,7 @@ class EggrollConfig:
     mirrored: bool
     noise_reuse: Count
     fitness: Annotated[str, (choice, FITNESS)]
+    sample_quantile: Share | None
     noise: NoiseConfig
     optimizer: OptimizerConfig
     lr_schedule: ScheduleConfig
@@ -116,6 +119,11 @@ class EggrollConfig:
         if self.fitness == "pair_sign" and not self.mirrored:
             raise ConfigError(
                 "algo.fitness=pair_sign compares pairs. Set algo.mirrored=true, or use zscore."
+            )
+        if self.sample_quantile is not None and self.samples_per_prompt == 1:
+            raise ConfigError(
+                f"algo.sample_quantile={self.sample_quantile:g} has no effect with"
+                " algo.samples_per_prompt=1. Take more samples, or leave it out."
             )
         if self.samples_per_prompt > 1 and self.sampling.temperature == 0:
             raise ConfigError(

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from common.budget import describe_length
+from common.config import ConfigError
 from common.distributed import fsdp
 from common.lm import LM
 from common.model.memory import StateMemory
 from common.sampling.engine import Completions, Requests
 from common.tasks import Example
 from eggroll.config import EggrollConfig
+from eggroll.fitness import fitness, over_samples
 from eggroll.noise import Noise
 
 log = logging.getLogger("clutch")
@@ -56,6 +58,24 @@ class Tried:
     def finite(self) -> bool:
         """Whether every reward is a number."""
         return bool(torch.isfinite(self.rewards).all())
+
+    def shaped(self, cfg: EggrollConfig) -> Tensor:
+        """Return the fitness of the members, [members]. Raises: ConfigError for components of a
+        reward that has none.
+        """
+        if cfg.fitness == "component_zscore" and not self.components:
+            raise ConfigError(
+                "algo.fitness=component_zscore needs a reward with components, and this task's has"
+                " none. Use algo.fitness=zscore, or task=custom with several rewards."
+            )
+        samples = cfg.samples_per_prompt
+        counted = [self.rewards, *self.components.values()]
+        rewards, *parts = [over_samples(part, samples, cfg.sample_quantile) for part in counted]
+        if cfg.sample_quantile is not None:
+            samples = 1
+        return fitness(
+            rewards, cfg.fitness, samples, dict(zip(self.components, parts, strict=True))
+        )
 
     def numbers(self) -> dict[str, Any]:
         """Return what goes into the log."""

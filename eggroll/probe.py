@@ -31,7 +31,7 @@ from common.files import write_text
 from common.report import plots
 from common.session import Session
 from eggroll.config import AUTO, EggrollConfig
-from eggroll.fitness import by_direction, fitness
+from eggroll.fitness import by_direction
 from eggroll.instruments import agree_prompts
 from eggroll.population import Population
 from eggroll.weights import Weights
@@ -206,7 +206,7 @@ class Probe:
         survived &= cut <= tried.centre.cut + LOSS
         if whole is not None and tried.centre.answered is not None:
             survived &= whole.mean().item() >= tried.centre.answered - LOSS
-        shaped = fitness(tried.rewards, self.cfg.fitness, self.cfg.samples_per_prompt)
+        shaped = tried.shaped(self.cfg)
         directions = by_direction(shaped, pair)
         variance = directions.square().mean().item() * self.cfg.directions()
         row = Row(

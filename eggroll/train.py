@@ -17,7 +17,6 @@ from common.session import Session
 from common.tasks import Task
 from eggroll import instruments, probe
 from eggroll.config import LOOK_EVERY, EggrollConfig
-from eggroll.fitness import fitness
 from eggroll.noise import Noise
 from eggroll.population import Population
 from eggroll.weights import Weights
@@ -62,7 +61,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
             if not tried.finite:
                 step.non_finite("NaN or infinity in a reward or logits", population.offending)
                 continue
-            shaped = fitness(tried.rewards, cfg.fitness, cfg.samples_per_prompt)  # [members]
+            shaped = tried.shaped(cfg)  # fitness [members]
             compare = weights.compares(step.index)
             with step.phase("update"):
                 for name, gradient in noise.gradients(draw, shaped):  # -1/N sum_i fitness_i E_i

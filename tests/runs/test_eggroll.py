@@ -770,3 +770,34 @@ def test_a_pair_with_equal_rewards_moves_nothing():
     shaped = torch.tensor([1.7, 1.7, -0.5, -0.5, 0.3, -0.4])
     assert idle_share(shaped, mirrored=True) == pytest.approx(2 / 3)
     assert idle_share(torch.tensor([0.0, 1.0]), mirrored=False) == 0.5
+
+
+# --- fitness
+
+
+def test_the_best_of_the_samples_counts(tmp_path):
+    """And is not what their mean teaches."""
+    two = ("algo.steps=2", "algo.samples_per_prompt=2")
+    run_here(tmp_path / "mean", *two)
+    run_here(tmp_path / "best", *two, "algo.sample_quantile=1")
+    assert events(tmp_path / "mean")[0]["reward"] == events(tmp_path / "best")[0]["reward"]
+    assert not same_bits(tmp_path / "mean", tmp_path / "best")
+    with pytest.raises(ConfigError, match=r"algo\.sample_quantile=1 has no effect with"):
+        compose(["algo.sample_quantile=1"])
+
+
+def test_components_are_logged_and_normalised_apart(tmp_path):
+    countdown = compose(
+        [*MOVING, "task=countdown", "algo.steps=2", "algo.fitness=component_zscore"]
+    )
+    train(countdown, tmp_path / "run")
+    first, second = events(tmp_path / "run")
+    names = {"right", "numbers", "valid", "close"}
+    assert set(first["components"]) == set(second["components"]) == names
+    weights = countdown.task["weights"]
+    whole = sum(weights[name] * first["components"][name] for name in names)
+    assert first["reward"] == pytest.approx(whole / sum(weights.values()))
+    assert "reward_centre" in first
+    assert "reward_centre" not in second, "one step in ten is looked at closely"
+    with pytest.raises(ConfigError, match="component_zscore needs a reward with components"):
+        run_here(tmp_path / "letters", "algo.fitness=component_zscore")
