@@ -88,6 +88,7 @@ class EggrollConfig:
     RENAMED: ClassVar = {"rows_per_forward": "algo.rollout_rows"}
 
     name: str
+    method: Annotated[str, (choice, ("eggroll", "randopt", "corp"))]
     steps: Count | None
     members: Annotated[int, (at_least, 2)]
     prompts_per_step: Count
@@ -120,6 +121,11 @@ class EggrollConfig:
             raise ConfigError(
                 "algo.fitness=pair_sign compares pairs. Set algo.mirrored=true, or use zscore."
             )
+        if self.method != "eggroll":
+            no = f"with algo.method={self.method}, which takes the best members. Leave it out."
+            for key in ("fitness", "noise_reuse", "weight_decay", "optimizer.name"):
+                value = self.optimizer.name if "." in key else getattr(self, key)
+                no_effect("algo/eggroll.yaml", key, value, no)
         if self.sample_quantile is not None and self.samples_per_prompt == 1:
             raise ConfigError(
                 f"algo.sample_quantile={self.sample_quantile:g} has no effect with"

@@ -32,6 +32,7 @@ class Centre:
     rewards: Tensor
     cut: float
     answered: float | None
+    generated: int
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,9 @@ class Population:
         cut = 1 - made.finished.double().mean().item()
         known = getattr(self.lm.task, "answer", None) is not None
         answered = sum(self._answered(texts)) / len(texts) if known else None
-        return Centre(texts, torch.tensor(rewards, dtype=torch.float64), cut, answered)
+        return Centre(
+            texts, torch.tensor(rewards, dtype=torch.float64), cut, answered, made.generated
+        )
 
     def _answered(self, texts: list[str]) -> list[bool]:
         """Return for each text whether the task finds an answer in it, if it looks for one."""

@@ -108,6 +108,13 @@ class Weights:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"algo.optimizer.kwargs={cfg.optimizer.kwargs}: {error}") from None
 
+    @torch.no_grad()
+    def put_back(self, tensors: dict[str, Tensor]) -> None:
+        """Take over weights that `tensors` had."""
+        for name, master in self.masters.items():
+            master.copy_(tensors[name])
+            self.used[name].copy_(master)
+
     def root_mean_square(self) -> float:
         """Return that of the perturbed weights as they were at the start of the run."""
         count = sum(math.prod(master.shape) for master in self.masters.values())
@@ -203,8 +210,8 @@ class Weights:
                 f"{saved.path} holds other parameters than this run perturbs. Start with resume=no."
             )
         extra = fsdp.restore(saved, dict(self.masters), self.fresh)
-        for name, master in self.masters.items():
-            self.used[name].copy_(master)
+        self.put_back(dict(self.masters))
+        for name in self.masters:
             self.optimizers[name].load_state_dict(extra["optimizers"][name])
 
 

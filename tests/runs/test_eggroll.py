@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from common import checkpoint, precision, profile
 from common.config import ConfigError
+from common.lm import LM
 from common.sampling.native import Sampler
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
 from eggroll.instruments import idle_share
@@ -801,3 +802,75 @@ def test_components_are_logged_and_normalised_apart(tmp_path):
     assert "reward_centre" not in second, "one step in ten is looked at closely"
     with pytest.raises(ConfigError, match="component_zscore needs a reward with components"):
         run_here(tmp_path / "letters", "algo.fitness=component_zscore")
+
+
+# --- baselines
+
+
+def test_randopt_lets_the_best_vote_and_leaves_the_weights(tmp_path):
+    result = run_here(tmp_path, "algo.method=randopt", "algo.steps=3")
+    assert set(result.metrics) == {"before", "after", "voted"}
+    assert result.metrics["before"] == result.metrics["after"]
+    best = saved(tmp_path).state["run"]["best"]
+    assert len(best) == 8
+    assert best == sorted(best, reverse=True)
+    top = max(event["reward_best"] for event in events(tmp_path))
+    assert best[0][0] == top
+    kept = [event["reward_kept"] for event in events(tmp_path)]
+    assert kept == sorted(kept), "the least of the best only rises"
+
+
+def test_the_best_members_vote(tmp_path, monkeypatch):
+    """What is measured is the text of most of them, by the answer that the task reads."""
+
+    class Counting(Letters):
+        def answer(self, completion):
+            return completion[:1]
+
+        def metrics(self, examples, completions):
+            measured.append(list(completions))
+            return super().metrics(examples, completions)
+
+    measured: list[list[str]] = []
+    monkeypatch.setattr("eggroll.baselines.BEST", 3)
+    said = iter(
+        [[text] * 8 for text in ("xa", "xb", "yc", "yd", "ye", "yf")]
+    )  # pairs: a-b, c-d, e-f
+    run = compose([*MOVING, "algo.method=randopt", "algo.steps=1"])
+    generate = LM.generate
+
+    def answer(lm, requests, sampling=None):
+        made = generate(lm, requests, sampling)
+        if sampling is not None:  # the members of a pair, who vote
+            texts = [*next(said), *next(said)]
+            made.texts = lambda _: texts
+        return made
+
+    monkeypatch.setattr(LM, "generate", answer)
+    train(run, tmp_path, Counting("smooth"))
+    voted = measured[-2]
+    assert set(map(str, voted)) <= {"yc", "yd", "xa", "xb"}
+    assert len(set(voted)) == 1
+    best = saved(tmp_path).state["run"]["best"]
+    first, second, third = [
+        pair[member % 2] for pair, (_, _, member) in zip(("ab", "cd", "ef"), best, strict=True)
+    ]
+    assert voted[0] == f"y{second}", "two say y, and the better of the two is read"
+    assert {first, third} <= set("abef")
+
+
+def test_corp_moves_only_through_the_gate(tmp_path):
+    run_here(
+        tmp_path, "algo.method=corp", "algo.steps=6", "checkpoint.every=1", "checkpoint.keep=9"
+    )
+    passed = [event["passed"] for event in events(tmp_path)]
+    assert set(passed) == {0.0, 1.0}, "otherwise this says nothing"
+    folders = [tmp_path / "checkpoints" / f"step-{step:08d}" for step in range(1, 7)]
+    weights = [load_file(folder / "tensors.safetensors") for folder in folders]
+    for gate, before, after in zip(passed[1:], weights, weights[1:], strict=False):
+        same = all(torch.equal(before[name], after[name]) for name in before)
+        assert same == (gate == 0)
+    with pytest.raises(
+        ConfigError, match=r"algo\.fitness=pair_sign has no effect with algo\.method"
+    ):
+        compose(["algo.method=corp", "algo.fitness=pair_sign"])
