@@ -106,6 +106,7 @@ class EggrollConfig:
     lr_schedule: ScheduleConfig
     sigma_schedule: ScheduleConfig
     weight_decay: Nonnegative
+    max_update: Positive | None
     stop_at: StopAtConfig
     sampling: SamplingConfig
 
@@ -123,9 +124,14 @@ class EggrollConfig:
             )
         if self.method != "eggroll":
             no = f"with algo.method={self.method}, which takes the best members. Leave it out."
-            for key in ("fitness", "noise_reuse", "weight_decay", "optimizer.name"):
+            for key in ("fitness", "noise_reuse", "weight_decay", "max_update", "optimizer.name"):
                 value = self.optimizer.name if "." in key else getattr(self, key)
                 no_effect("algo/eggroll.yaml", key, value, no)
+        if self.max_update is not None and (self.optimizer.name != "SGD" or self.optimizer.kwargs):
+            raise ConfigError(
+                f"algo.max_update={self.max_update:g} goes with plain SGD, whose step is lr times"
+                " the gradient. Leave out algo.optimizer, or algo.max_update."
+            )
         if self.sample_quantile is not None and self.samples_per_prompt == 1:
             raise ConfigError(
                 f"algo.sample_quantile={self.sample_quantile:g} has no effect with"

@@ -274,6 +274,14 @@ class Noise:
                 yield share.address.name, total
                 del total  # none is held while the next is made
 
+    def expected_norm(self, fitness: Tensor) -> float:
+        """Return the norm of the gradient that `fitness` [N] is expected to make, as directions are
+        almost orthogonal: exact to about 1 / sqrt(the smaller side of a matrix).
+        """
+        weights = by_direction(fitness, self.mirrored) / len(fitness)
+        dimensions = sum(math.prod(address.shape) for address in self.addresses)
+        return math.sqrt(dimensions) * weights.square().sum().sqrt().item()
+
     def gram(self, draw: int, count: int) -> Tensor | None:
         """Return the inner products <E_i, E_j> of the first `count` directions over all that is
         perturbed, float64 [count, count]: what products of updates come to, without the updates.

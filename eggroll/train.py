@@ -59,22 +59,20 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
 
             closely = step.index % LOOK_EVERY == 0
             tried = population.try_out(examples, draw, sigma, step, closely)
-            step.log(**tried.numbers(), sigma=sigma, lr=lr)
+            step.log(**tried.numbers(), sigma=sigma)
             if not tried.finite:
                 step.non_finite("NaN or infinity in a reward or logits", population.offending)
                 continue
             shaped = tried.shaped(cfg)  # fitness [members]
+            lr = weights.trusted(lr, noise.expected_norm(shaped))
             compare = weights.compares(step.index)
             with step.phase("update"):
                 for name, gradient in noise.gradients(draw, shaped):  # -1/N sum_i fitness_i E_i
                     weights.descend(name, gradient, lr, compare)  # W <- W - lr * gradient
                     del gradient  # before the next one is made
                 finite, moved = weights.measure()
-            step.log(
-                **moved,
-                **instruments.look(tried, shaped, noise, draw, cfg.samples_per_prompt, closely),
-            )
+            looked = instruments.look(tried, shaped, noise, draw, cfg.samples_per_prompt, closely)
+            step.log(lr=lr, **moved, **looked, state_memory_gb=weights.memory_gb)
             step.stop_if(None if finite else "weights are not finite.")
             step.stop_if(cfg.stop_at.crossed(moved.get("drift", 0.0)))
-            step.log(state_memory_gb=weights.memory_gb)
         return session.finish()

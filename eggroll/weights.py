@@ -118,8 +118,18 @@ class Weights:
     def root_mean_square(self) -> float:
         """Return that of the perturbed weights as they were at the start of the run."""
         count = sum(math.prod(master.shape) for master in self.masters.values())
+        return math.sqrt(self.size_at_start() / count)
+
+    def size_at_start(self) -> float:
+        """Return |W0|^2 of the perturbed weights, on all ranks together."""
         started = torch.tensor([self.started], dtype=torch.float64, device=fsdp.device(self.model))
-        return math.sqrt(fsdp.total(self.model, started).item() / count)
+        return fsdp.total(self.model, started).item()
+
+    def trusted(self, lr: float, gradient_norm: float) -> float:
+        """Return lr, or the one whose update is as long as algo.max_update allows."""
+        if self.cfg.max_update is None or gradient_norm == 0:
+            return lr
+        return min(lr, self.cfg.max_update * math.sqrt(self.size_at_start()) / gradient_norm)
 
     def compares(self, step: int) -> bool:
         """Return whether a 0-based step compares the weights with the initial ones: each step where
