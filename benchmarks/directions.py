@@ -50,11 +50,11 @@ class Sizes:
     """The work. sigma: of the noise; halves: members of the last part."""
 
     task: str = "translate"
-    prompts: int = 8
-    samples: int = 8
+    prompts: int = 4
+    samples: int = 4
     members: int = 64
     sigma: float = 0.005
-    halves: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048)
+    halves: tuple[int, ...] = (32, 64, 128, 256, 512, 1024)
     overrides: tuple[str, ...] = ()
 
 
@@ -257,8 +257,8 @@ def add_halves(
     name, weight = min(objective.weights.items(), key=lambda item: item[1].numel())
     objective.weights = {name: weight}
     found: dict[int, list[float]] = {members: [] for members in sizes.halves}
-    for repeat in range(report.repeats):
-        measure.progress(f"{repeat + 1} of {report.repeats}: halves")
+    for repeat in range(repeats := max(1, report.repeats // 2)):
+        measure.progress(f"{repeat + 1} of {repeats}: halves")
         most = max(sizes.halves) // 2
         directions = draw("gaussian", 1, most, objective, spans, 1000 + repeat)
         weights, kept = estimate(objective, directions, sizes.sigma, antithetic=True)

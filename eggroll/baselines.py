@@ -45,8 +45,9 @@ def run_baseline(run: Run, population: Population, weights: Weights) -> Result:
                 step.non_finite("NaN or infinity in a reward or logits", population.offending)
                 continue
             act(step, tried.rewards.mean(1), tuned, population, weights)
-        voted = {"voted": vote(population, session.state["best"], tuned.sigma)} if randopt else {}
-        return session.finish(**voted)
+        if not randopt:
+            return session.finish()
+        return session.finish(voted=vote(population, session.state["best"], tuned.sigma))
 
 
 # --- RandOpt
