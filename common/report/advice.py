@@ -85,12 +85,15 @@ def _truncated(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None
     return Advice("truncation", text, _times(algo, "sampling.max_new_tokens", 2))
 
 
-def _drift(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
-    drift = max((event.get("drift") or 0.0 for event in recent), default=0.0)
+def _rises(recent: Sequence[Numbers]) -> bool:
     rewards = [event["reward"] for event in recent if event.get("reward") is not None]
     half = len(rewards) // 2
-    rises = half > 0 and fmean(rewards[half:]) > fmean(rewards[:half])
-    if drift < 0.7 or rises:  # a small model that learns moves far
+    return half > 0 and fmean(rewards[half:]) > fmean(rewards[:half])
+
+
+def _drift(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
+    drift = max((event.get("drift") or 0.0 for event in recent), default=0.0)
+    if drift < 0.7 or _rises(recent):  # a small model that learns moves far
         return None
     text = f"the weights have moved by {drift:.0%} of their own size, which few models survive."
     return Advice("drift", f"{text} Lower the step size.", _times(algo, "lr", 0.3))
@@ -147,9 +150,9 @@ def _broken(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
 
 
 def _luck(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
-    agreement = _mean(recent, "prompt_agreement")
-    if agreement is None or agreement > 0.05:
-        return None
+    agreement, reward = _mean(recent, "prompt_agreement"), _mean(recent, "reward")
+    if agreement is None or agreement > 0.03 or (reward or 0) > 0.9 or _rises(recent):
+        return None  # a run that learns averages luck out over its steps
     text = f"two halves of a step's prompts disagree on the members (cosine {agreement:.2f})."
     advice = "What a member earns is mostly luck: give a step more prompts."
     return Advice("luck", f"{text} {advice}", _times(algo, "prompts_per_step", 2))
