@@ -11,8 +11,8 @@ between members, and not how they break.
 
 Lr. Most of an update is luck (of D directions in d dimensions, all but a share D / d), so the
 updates of a run are a random walk with a drift. Lr is such that its random part, after all steps,
-comes to WALK times sigma per weight: further away than sigma nothing was measured. Two published
-runs are there: arXiv:2509.24372 has 2.0 (500 steps, 30 members, lr = sigma / 2).
+comes to WALK times sigma per weight: further away than that nothing was measured. (A published run,
+arXiv:2509.24372, has 2.0: 500 steps, 30 members, lr = sigma / 2. LOG.md has where 1.25 is from.)
 """
 
 import copy
@@ -41,7 +41,7 @@ log = logging.getLogger("clutch")
 SMALLEST, LARGEST, FACTOR, HALVINGS = 1 / 1024, 1.0, 4.0, 2  # of the weights' root mean square
 MEMBERS = 16  # that try a sigma, or fewer; the prompts are as many as fill a step of the run
 LOSS = 0.1  # of the reward, and of the share of whole answers: more is broken
-WALK = 1.75
+WALK = 1.25
 DRAW = 2**31 - 1  # of the probe's noise, which no step has
 UNMEASURED_STEPS = 100  # of a run that a budget of seconds ends
 
