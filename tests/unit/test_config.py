@@ -124,16 +124,16 @@ def test_the_rows_of_the_document():
 
 MISTAKES = {
     "algo.sgima=1": (
-        "algo.sgima is not a setting. Did you mean 'sigma'? Settings here: name, steps, members,"
-        " prompts_per_step, samples_per_prompt, rollout_rows, rank, sigma, lr, mirrored,"
-        " noise_reuse, fitness, noise, optimizer, lr_schedule, sigma_schedule, weight_decay,"
-        " stop_at, sampling."
+        "algo.sgima is not a setting. Did you mean 'sigma'? Settings here: name, method, steps,"
+        " members, prompts_per_step, samples_per_prompt, rollout_rows, rank, sigma, lr, mirrored,"
+        " noise_reuse, fitness, sample_quantile, noise, optimizer, lr_schedule, sigma_schedule,"
+        " weight_decay, max_update, stop_at, sampling."
     ),
     "+algo.lrr=3": (
-        "algo.lrr is not a setting. Did you mean 'lr'? Settings here: name, steps, members,"
-        " prompts_per_step, samples_per_prompt, rollout_rows, rank, sigma, lr, mirrored,"
-        " noise_reuse, fitness, noise, optimizer, lr_schedule, sigma_schedule, weight_decay,"
-        " stop_at, sampling."
+        "algo.lrr is not a setting. Did you mean 'lr'? Settings here: name, method, steps,"
+        " members, prompts_per_step, samples_per_prompt, rollout_rows, rank, sigma, lr, mirrored,"
+        " noise_reuse, fitness, sample_quantile, noise, optimizer, lr_schedule, sigma_schedule,"
+        " weight_decay, max_update, stop_at, sampling."
     ),
     "sede=1": (
         "sede is not a setting. Did you mean 'seed'? Settings here: seed, resume, plan, probe,"
