@@ -199,7 +199,7 @@ MISTAKES = {
     ),
     "algo.fitness=zscor": (
         "algo.fitness='zscor' is not a choice. Did you mean 'zscore'? Choices: zscore,"
-        " prompt_zscore, centered_rank, pair_sign."
+        " prompt_zscore, component_zscore, centered, centered_rank, pair_sign."
     ),
     "algo.sigma=-1": "algo.sigma=-1.0 is out of range. Give a value above 0.",
     "algo.samples_per_prompt=2": (
