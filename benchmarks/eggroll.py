@@ -141,7 +141,7 @@ class Work:
         """Put the weights of one member in place of the model's, and these back afterwards."""
         kept = {a.name: self.parameters[a.name].detach().clone() for a in self.noise.addresses}
         direction = torch.tensor([member // 2], device=self.device)
-        scale = (-1) ** member * self.settings.sigma / math.sqrt(self.settings.rank)
+        scale = (-1) ** member * float(self.settings.sigma) / math.sqrt(self.settings.rank)
         try:
             drawn = self.noise.draw(0, self.noise.addresses, direction)
             for address, noise in zip(self.noise.addresses, drawn, strict=True):
@@ -180,12 +180,12 @@ class Work:
 
     def population(self) -> Tensor:
         """Sample all members in one forward; their noise is made here too."""
-        with self.noise.members(0, range(self.sizes.members), self.settings.sigma):
+        with self.noise.members(0, range(self.sizes.members), float(self.settings.sigma)):
             return self.plain(self.noise.narrow)
 
     def draw_noise(self) -> None:
         """Draw the noise as `population` does before it samples."""
-        with self.noise.members(0, range(self.sizes.members), self.settings.sigma):
+        with self.noise.members(0, range(self.sizes.members), float(self.settings.sigma)):
             pass
 
     @cached_property
@@ -199,7 +199,7 @@ class Work:
         """Make new weights of the rewards, as the training loop does it."""
         shaped = fitness(self.rewards, self.settings.fitness)
         for name, gradient in self.noise.gradients(0, shaped):
-            self.weights.descend(name, gradient, self.settings.lr, compare=False)
+            self.weights.descend(name, gradient, float(self.settings.lr), compare=False)
             del gradient
         self.weights.measure()
 

@@ -95,10 +95,10 @@ def prepare(
             if what == INFERENCE:
                 sample()
                 continue
-            with noise.members(step, range(sizes.members), algo.sigma):
+            with noise.members(step, range(sizes.members), float(algo.sigma)):
                 sample()
             for name, gradient in noise.gradients(step, fitness(rewards, algo.fitness)):
-                weights.descend(name, gradient, algo.lr, compare=False)
+                weights.descend(name, gradient, float(algo.lr), compare=False)
                 del gradient  # before the next one is made
             weights.measure()
 

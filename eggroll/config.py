@@ -12,6 +12,8 @@ from common.config import (
     Run,
     SamplingConfig,
     ScheduleConfig,
+    Share,
+    above,
     at_least,
     choice,
     no_effect,
@@ -19,7 +21,21 @@ from common.config import (
 )
 
 Policy = Annotated[str, (choice, ("lowrank", "full", "frozen"))]
-FITNESS = ("zscore", "prompt_zscore", "centered_rank", "pair_sign")
+AUTO = "auto"  # of sigma and lr: a probe chooses
+LOOK_EVERY = 10  # steps, one of which is looked at closely for the log
+FITNESS = ("zscore", "prompt_zscore", "component_zscore", "centered")
+FITNESS += ("centered_rank", "pair_sign")
+
+
+def positive_or_auto(key: str, value: float | str) -> None:
+    """Raise ConfigError unless `value` is a number above 0, or auto."""
+    if isinstance(value, str) and value != AUTO:
+        raise ConfigError(f"{key}={value} is no number. Give one above 0, or auto.")
+    if not isinstance(value, str):
+        above(key, float(value), 0)
+
+
+Tuned = Annotated[int | float | str, (positive_or_auto,)]
 
 
 @dataclass(kw_only=True)
@@ -70,25 +86,29 @@ class EggrollConfig:
     RESUME_MAY_CHANGE: ClassVar = ("steps", "rollout_rows")
     # Of model.quantize, what is trained itself (eggroll/weights.py).
     WHOLE_NUMBERS: ClassVar = ("int8",)
+    PROBES: ClassVar = True
     RENAMED: ClassVar = {"rows_per_forward": "algo.rollout_rows"}
 
     name: str
+    method: Annotated[str, (choice, ("eggroll", "randopt", "corp"))]
     steps: Count | None
     members: Annotated[int, (at_least, 2)]
     prompts_per_step: Count
     samples_per_prompt: Count
     rollout_rows: int | None
     rank: Count
-    sigma: Positive
-    lr: Positive
+    sigma: Tuned
+    lr: Tuned
     mirrored: bool
     noise_reuse: Count
     fitness: Annotated[str, (choice, FITNESS)]
+    sample_quantile: Share | None
     noise: NoiseConfig
     optimizer: OptimizerConfig
     lr_schedule: ScheduleConfig
     sigma_schedule: ScheduleConfig
     weight_decay: Nonnegative
+    max_update: Positive | None
     stop_at: StopAtConfig
     sampling: SamplingConfig
 
@@ -103,6 +123,21 @@ class EggrollConfig:
         if self.fitness == "pair_sign" and not self.mirrored:
             raise ConfigError(
                 "algo.fitness=pair_sign compares pairs. Set algo.mirrored=true, or use zscore."
+            )
+        if self.method != "eggroll":
+            no = f"with algo.method={self.method}, which takes the best members. Leave it out."
+            for key in ("fitness", "noise_reuse", "weight_decay", "max_update", "optimizer.name"):
+                value = self.optimizer.name if "." in key else getattr(self, key)
+                no_effect("algo/eggroll.yaml", key, value, no)
+        if self.max_update is not None and (self.optimizer.name != "SGD" or self.optimizer.kwargs):
+            raise ConfigError(
+                f"algo.max_update={self.max_update:g} goes with plain SGD, whose step is lr times"
+                " the gradient. Leave out algo.optimizer, or algo.max_update."
+            )
+        if self.sample_quantile is not None and self.samples_per_prompt == 1:
+            raise ConfigError(
+                f"algo.sample_quantile={self.sample_quantile:g} has no effect with"
+                " algo.samples_per_prompt=1. Take more samples, or leave it out."
             )
         if self.samples_per_prompt > 1 and self.sampling.temperature == 0:
             raise ConfigError(

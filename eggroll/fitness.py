@@ -1,23 +1,36 @@
 """Rewards -> fitness. Pure functions; what they return multiplies the noise in the update."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 
-def fitness(rewards: Tensor, shaping: str, samples: int = 1) -> Tensor:
+def fitness(
+    rewards: Tensor, shaping: str, samples: int = 1, components: Mapping[str, Tensor] | None = None
+) -> Tensor:
     """Shape rewards [members, prompts * samples] into fitness [members], float64 throughout. Equal
     rewards give exactly 0.
 
-    zscore          mean over prompts, then (f - mean) / deviation
-    prompt_zscore   minus each prompt's mean over members, over one deviation of all, then the mean
-                    over prompts (paper, 6.3)
-    centered_rank   rank of the mean in [-0.5, 0.5], ties share their mean rank
-    pair_sign       members 2j and 2j+1 get the sign of their difference, and its negative
+    zscore            mean over prompts, then (f - mean) / deviation
+    prompt_zscore     minus each prompt's mean over members, over one deviation of all, then the
+                      mean over prompts (paper, 6.3)
+    component_zscore  the mean of the components' own zscores, [members, prompts * samples] each, so
+                      that one that differs little between members counts as much as the others
+    centered          mean over prompts, then f - mean: an update grows and falls with the spread
+    centered_rank     rank of the mean in [-0.5, 0.5], ties share their mean rank
+    pair_sign         members 2j and 2j+1 get the sign of their difference, and its negative
     """
     rewards = rewards.double()
     mean = rewards.mean(1)
     if shaping == "zscore":
         return _over_deviation(mean - mean.mean(), mean)
+    if shaping == "component_zscore":
+        means = [part.double().mean(1) for part in (components or {}).values()]
+        scores = torch.stack([_over_deviation(m - m.mean(), m) for m in means])
+        return scores.mean(0)
+    if shaping == "centered":
+        return _over_deviation(mean - mean.mean(), mean) * mean.std(correction=0)
     if shaping == "prompt_zscore":
         by_prompt = rewards.unflatten(1, (-1, samples))  # [members, prompts, samples]
         centred = (by_prompt - by_prompt.mean((0, 2), keepdim=True)).flatten(1)
@@ -29,6 +42,23 @@ def fitness(rewards: Tensor, shaping: str, samples: int = 1) -> Tensor:
     assert shaping == "pair_sign", shaping
     sign = torch.sign(mean[0::2] - mean[1::2])
     return torch.stack((sign, -sign), dim=1).flatten()
+
+
+def over_samples(rewards: Tensor, samples: int, quantile: float | None) -> Tensor:
+    """Return for rewards [members, prompts * samples] those that count: a quantile of the samples
+    of each prompt, [members, prompts]. 1 is the best of them, so that what is learnt is to be right
+    once in `samples` tries (pass@k); None = every sample counts, as they are.
+    """
+    if quantile is None:
+        return rewards
+    return rewards.unflatten(1, (-1, samples)).quantile(quantile, dim=2)
+
+
+def by_direction(fitness: Tensor, mirrored: bool) -> Tensor:
+    """Fitness [members] -> the weight of each direction [directions]: mirrored members share one,
+    f+ E - f- E. Equal fitness gives exactly 0.
+    """
+    return fitness[0::2] - fitness[1::2] if mirrored else fitness
 
 
 def _over_deviation(centred: Tensor, values: Tensor) -> Tensor:

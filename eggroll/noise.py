@@ -36,11 +36,14 @@ from common.model.half import multiply, plain_weight
 from common.model.quantized import QuantizedLinear
 from common.sampling.random import normals
 from eggroll.config import NoiseConfig
+from eggroll.fitness import by_direction
 
 T = TypeVar("T")
 
 # Floats of noise that are drawn at a time: 16 MB.
 BUFFER = 1 << 22
+# Rows of a matrix of products, directions x rank, at most: 32 MB of float64.
+PRODUCTS = 2048
 
 
 @dataclass(frozen=True)
@@ -277,9 +280,7 @@ class Noise:
         Noise is made again, for as many parameters or directions as fit `BUFFER`.
         """
         fitness = fitness.to(device=self.device, dtype=torch.float32)
-        # Mirrored members share E: f_+ E - f_- E. Equal fitness gives exactly zero.
-        # [D]
-        weights = (fitness[0::2] - fitness[1::2] if self.mirrored else fitness) / -len(fitness)
+        weights = by_direction(fitness, self.mirrored) / -len(fitness)  # [D]
         directions = torch.arange(len(weights), device=self.device)
         floats = [4 * len(share.block) * len(weights) for share in self._shares]
         for batch in in_parts(self._shares, floats):
@@ -296,6 +297,35 @@ class Noise:
                     total.add_(_weighted_sum(share.address, share.pick(more), weights[part]))
                 yield share.address.name, total
                 del total  # none is held while the next is made
+
+    def expected_norm(self, fitness: Tensor) -> float:
+        """Return the norm of the gradient that `fitness` [N] is expected to make, as directions are
+        almost orthogonal: exact to about 1 / sqrt(the smaller side of a matrix).
+        """
+        weights = by_direction(fitness, self.mirrored) / len(fitness)
+        dimensions = sum(math.prod(address.shape) for address in self.addresses)
+        return math.sqrt(dimensions) * weights.square().sum().sqrt().item()
+
+    def gram(self, draw: int, count: int) -> Tensor | None:
+        """Return the inner products <E_i, E_j> of the first `count` directions over all that is
+        perturbed, float64 [count, count]: what products of updates come to, without the updates.
+
+        None where the weights are sharded, or where it would take longer than it is worth.
+        """
+        ranks = [address.rank for address in self.addresses if address.policy == "lowrank"]
+        if fsdp.of(self.model) or count * max(ranks, default=1) > PRODUCTS:
+            return None
+        directions = torch.arange(count, device=self.device)
+        total = torch.zeros(count, count, dtype=torch.float64, device=self.device)
+        for address in self.addresses:
+            blocks = self._blocks[address.name]
+            # A full parameter's products add up over its elements.
+            step = max(1, BUFFER // (4 * count)) if address.policy == "full" else len(blocks)
+            for start in range(0, len(blocks), step):
+                part = blocks[start : start + step]
+                (noise,) = self._normals(draw, [address], [part], directions)
+                total += _products(address, noise[:, : address.numbers - 4 * start])
+        return total
 
 
 def in_parts(items: Sequence[T], floats: Sequence[int]) -> Iterator[list[T]]:
@@ -320,6 +350,15 @@ def _weighted_sum(address: Address, noise: Tensor, weights: Tensor) -> Tensor:
     a, b = address.split(noise)  # [D, r, m], [D, r, n]
     a = (a * (weights / math.sqrt(address.rank))[:, None, None]).flatten(0, 1)  # [D r, m]
     return a.T @ b.reshape(-1, b.shape[-1])  # [m, n]
+
+
+def _products(address: Address, noise: Tensor) -> Tensor:
+    """<E_i, E_j> of one parameter, [D, D]; of a full one over the elements in `noise`."""
+    if address.policy == "full":
+        return noise @ noise.T
+    a, b = (part.flatten(0, 1) for part in address.split(noise))  # [D r, m], [D r, n]
+    by_column = ((a @ a.T) * (b @ b.T)).unflatten(1, (-1, address.rank)).sum(2)
+    return by_column.unflatten(0, (-1, address.rank)).sum(1) / address.rank
 
 
 class _Perturbed:

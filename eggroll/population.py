@@ -2,7 +2,7 @@
 
 import logging
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,16 +10,94 @@ import torch
 from torch import Tensor
 
 from common.budget import describe_length
+from common.config import ConfigError
 from common.distributed import fsdp
 from common.lm import LM
 from common.model.memory import StateMemory
 from common.sampling.engine import Completions, Requests
-from common.step import Step
 from common.tasks import Example
 from eggroll.config import EggrollConfig
+from eggroll.fitness import fitness, over_samples
 from eggroll.noise import Noise
 
 log = logging.getLogger("clutch")
+
+
+@dataclass(frozen=True)
+class Centre:
+    """The unperturbed model's completions of a step's prompts: their rewards, float64 [rows], and
+    the shares of them that are cut off, and that hold an answer.
+    """
+
+    texts: list[str]
+    rewards: Tensor
+    cut: float
+    answered: float | None
+    generated: int
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The outcome of all members, float64 [members, prompts * samples] each; equal on every rank.
+
+    Attributes:
+        rewards: NaN where a row's logits or its reward were not finite. components: the parts of
+        the reward by name, where the task has some. cut: 1 where a completion was cut off. twins:
+        1 where the text is that of the mirrored member; None without mirrored noise.
+        centre: what the unperturbed model came to; changed: 1 where a text is not its; answered: 1
+        where a text holds an answer. None where that model was not asked, or the task cannot tell.
+    """
+
+    rewards: Tensor
+    components: dict[str, Tensor]
+    cut: Tensor
+    twins: Tensor | None
+    changed: Tensor | None = None
+    answered: Tensor | None = None
+    centre: Centre | None = None
+
+    @property
+    def finite(self) -> bool:
+        """Whether every reward is a number."""
+        return bool(torch.isfinite(self.rewards).all())
+
+    def shaped(self, cfg: EggrollConfig) -> Tensor:
+        """Return the fitness of the members, [members]. Raises: ConfigError for components of a
+        reward that has none.
+        """
+        if cfg.fitness == "component_zscore" and not self.components:
+            raise ConfigError(
+                "algo.fitness=component_zscore needs a reward with components, and this task's has"
+                " none. Use algo.fitness=zscore, or task=custom with several rewards."
+            )
+        samples = cfg.samples_per_prompt
+        counted = [self.rewards, *self.components.values()]
+        rewards, *parts = [over_samples(part, samples, cfg.sample_quantile) for part in counted]
+        if cfg.sample_quantile is not None:
+            samples = 1
+        return fitness(
+            rewards, cfg.fitness, samples, dict(zip(self.components, parts, strict=True))
+        )
+
+    def numbers(self) -> dict[str, Any]:
+        """Return what goes into the log."""
+        means = self.rewards.mean(1)
+        found: dict[str, Any] = {
+            "reward": self.rewards.mean().item(),
+            "reward_best": means.max().item(),
+            "reward_std": means.std(correction=0).item(),
+            "truncated": self.cut.mean().item(),
+        }
+        if self.components:
+            found["components"] = {n: part.mean().item() for n, part in self.components.items()}
+        if self.twins is not None:
+            found["identical_pairs"] = self.twins.mean().item()
+        if self.changed is not None and self.centre is not None:
+            found["changed"] = self.changed.mean().item()
+            found["reward_centre"] = self.centre.rewards.mean().item()
+        if self.answered is not None:
+            found["answered"] = self.answered.mean().item()
+        return found
 
 
 class Population:
@@ -53,37 +131,102 @@ class Population:
                 len(self._chunks()),
             )
 
-    def rewards(self, examples: list[Example], draw: int, sigma: float, step: Step) -> Tensor:
-        """Return rewards, float64 [members, prompts * samples], on every rank the same.
+    def try_out(
+        self, examples: list[Example], draw: int, sigma: float, step: Any, closely: bool = False
+    ) -> Tried:
+        """Sample and score every member. `offending` then describes the rows of this rank that are
+        not finite.
 
-        A row whose logits were not finite has NaN; `offending` describes such rows of this rank.
+        Args: step: common.step.Step, or what takes the same calls outside of one; closely: ask the
+        unperturbed model too, which counts as an evaluation.
         """
         cfg, context = self.cfg, self.lm.context
         repeated = [example for example in examples for _ in range(cfg.samples_per_prompt)]
-        rewards = torch.zeros(cfg.members, len(repeated), dtype=torch.float64)
-        generated, self.offending = 0, []
+        # What Tried has of each row, in its order; 0 for the members of other ranks.
+        names = list(getattr(self.lm.scorer.task, "components", None) or {})
+        found = torch.zeros(5 + len(names), cfg.members, len(repeated), dtype=torch.float64)
+        generated, self.offending, centre = 0, [], None
         requests = self.request(examples, step.index)
         mine = self._chunks()[context.rank :: context.world_size]
-        for members in fsdp.each(self.lm.model, mine):
-            with step.phase("rollout"):
-                made = self.sample(members, requests, draw, sigma)
-                texts = [text for part in made for text in part.texts(self.lm.tokenizer)]
-                generated += sum(part.generated for part in made)
-            with step.phase("reward"):
-                scores = self.lm.scorer.submit(repeated * len(members), texts).result().rewards
-                broken = [bad for part in made for bad in part.broken.tolist()]
-                for row, (score, bad) in enumerate(zip(scores, broken, strict=True)):
-                    if bad or not math.isfinite(score):
-                        member, place = divmod(row, len(repeated))
-                        found = self.lm.offending_row(repeated[place], texts[row], score, bad)
-                        self.offending.append({"member": members[member], **found})
-                        scores[row] = math.nan
-                shaped = torch.tensor(scores, dtype=torch.float64).view(len(members), -1)
-                rewards[members.start : members.stop] = shaped
+        with fsdp.forwards(self.lm.model):
+            if closely:
+                with step.untimed():
+                    centre = self.ask_centre(requests, repeated)
+            for members in mine:
+                with step.phase("rollout"):
+                    made = self.sample(members, requests, draw, sigma)
+                    texts = [text for part in made for text in part.texts(self.lm.tokenizer)]
+                    generated += sum(part.generated for part in made)
+                with step.phase("reward"):
+                    scored = self.lm.scorer.submit(repeated * len(members), texts).result()
+                    broken = [bad for part in made for bad in part.broken.tolist()]
+                    self._mark(scored.rewards, broken, texts, repeated, members)
+                    cut = [not done for part in made for done in part.finished.tolist()]
+                    plain = centre.texts * len(members) if centre else texts
+                    changed = [text != other for text, other in zip(texts, plain, strict=True)]
+                    whole = self._answered(texts) if closely else cut
+                    rows = [scored.rewards, cut, self._compare_pairs(texts), changed, whole]
+                    rows += [scored.components[name] for name in names]
+                    here = torch.tensor(rows, dtype=torch.float64).unflatten(1, (len(members), -1))
+                    found[:, members.start : members.stop] = here
         with step.phase("exchange"):
-            rewards, generated = self._exchange(rewards, generated)
-        step.used(tokens=generated, samples=rewards.numel())
-        return rewards
+            found, generated = self._exchange(found, generated)
+        step.used(tokens=generated, samples=found[0].numel())
+        rewards, cut, twins, changed, whole, *parts = found
+        return Tried(
+            rewards=rewards,
+            components=dict(zip(names, parts, strict=True)),
+            cut=cut,
+            twins=twins if cfg.mirrored else None,
+            changed=changed if centre else None,
+            answered=whole if centre and centre.answered is not None else None,
+            centre=centre,
+        )
+
+    def ask_centre(self, requests: Requests, repeated: list[Example]) -> Centre:
+        """Return what the unperturbed model completes with the draws that every member has, and
+        earns; each rank asks it.
+        """
+        made = self.lm.generate(requests)
+        texts = made.texts(self.lm.tokenizer)
+        rewards = self.lm.scorer.submit(repeated, texts).result().rewards
+        cut = 1 - made.finished.double().mean().item()
+        known = getattr(self.lm.task, "answer", None) is not None
+        answered = sum(self._answered(texts)) / len(texts) if known else None
+        return Centre(
+            texts, torch.tensor(rewards, dtype=torch.float64), cut, answered, made.generated
+        )
+
+    def _answered(self, texts: list[str]) -> list[bool]:
+        """Return for each text whether the task finds an answer in it, if it looks for one."""
+        read = getattr(self.lm.task, "answer", None)
+        return [read is not None and read(text) is not None for text in texts]
+
+    def _mark(
+        self,
+        rewards: list[float],
+        broken: list[bool],
+        texts: list[str],
+        repeated: list[Example],
+        members: range,
+    ) -> None:
+        """Put NaN for rewards whose row says nothing, and keep those rows in `offending`."""
+        for row, (score, bad) in enumerate(zip(rewards, broken, strict=True)):
+            if bad or not math.isfinite(score):
+                member, place = divmod(row, len(repeated))
+                found = self.lm.offending_row(repeated[place], texts[row], score, bad)
+                self.offending.append({"member": members[member], **found})
+                rewards[row] = math.nan
+
+    def _compare_pairs(self, texts: list[str]) -> list[bool]:
+        """Return for each text whether it is that of the mirrored member, or of the member itself
+        without mirrored noise.
+        """
+        each, pair = self.cfg.rows_per_member, self.cfg.pair
+        return [
+            text == texts[(row // each ^ (pair - 1)) * each + row % each]
+            for row, text in enumerate(texts)
+        ]
 
     def request(self, examples: list[Example], step: int) -> Requests:
         """Ask for what every member is to complete in a step."""
@@ -116,7 +259,7 @@ class Population:
     def rehearse(self, examples: list[Example]) -> None:
         """Sample the first chunk of a step and throw it away: compilation happens here."""
         with fsdp.forwards(self.lm.model):
-            self.sample(self._chunks()[0], self.request(examples, 0), 0, self.cfg.sigma)
+            self.sample(self._chunks()[0], self.request(examples, 0), 0, 1e-3)
 
     def plan(self) -> dict[str, str]:
         """Say what a step will do, with sizes."""
@@ -128,7 +271,7 @@ class Population:
         drawn = f"sampled (temperature {heat:g})" if heat else "greedy"
         return {
             "algorithm": f"eggroll, {describe_length(lm.run, cfg.steps, 'steps')}, rank {cfg.rank},"
-            f" sigma {cfg.sigma:g}, lr {cfg.lr:g}",
+            f" sigma {show(cfg.sigma)}, lr {show(cfg.lr)}",
             **facts,
             "model": f"{facts['model']}, {self.perturbed / 1e6:.2f}M perturbed",
             "population": f"{cfg.members} members x {cfg.prompts_per_step} prompts x"
@@ -139,8 +282,8 @@ class Population:
             **lm.describe_memory(memory, used, self.state),
         }
 
-    def _exchange(self, rewards: Tensor, generated: int) -> tuple[Tensor, int]:
-        """Add up the rewards and tokens of all ranks: fitness is all that they exchange.
+    def _exchange(self, found: Tensor, generated: int) -> tuple[Tensor, int]:
+        """Add up what was found and the tokens of all ranks: fitness is all that they exchange.
 
         A rank whose memory ran out takes fewer rows from now on, and so must all, because members
         are shared out by them.
@@ -149,13 +292,18 @@ class Population:
         held = torch.zeros(context.world_size, dtype=torch.float64)
         held[context.rank] = limit.rows
         tokens = torch.tensor([generated], dtype=torch.float64)
-        totals = torch.cat((rewards.flatten(), tokens, held))
+        totals = torch.cat((found.flatten(), tokens, held))
         totals = context.sum(totals.to(self.lm.device)).cpu()
-        limit.rows = int(totals[rewards.numel() + 1 :].min())
-        return totals[: rewards.numel()].view_as(rewards), int(totals[rewards.numel()])
+        limit.rows = int(totals[found.numel() + 1 :].min())
+        return totals[: found.numel()].view_as(found), int(totals[found.numel()])
 
     def _chunks(self) -> list[range]:
         return share_out(self.cfg, self.lm.engine.limit.rows, self.lm.context.world_size)
+
+
+def show(value: float | str) -> str:
+    """Return a setting that may be auto as the plan has it."""
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def share_out(cfg: EggrollConfig, rows: int, ranks: int) -> list[range]:
@@ -173,11 +321,3 @@ def split(members: range, cfg: EggrollConfig, rows: int) -> list[range]:
     """Cut `members` into parts of as many whole pairs as `rows` holds, one pair at least."""
     size = max(cfg.pair, rows // cfg.rows_per_member // cfg.pair * cfg.pair)
     return [members[start : start + size] for start in range(0, len(members), size)]
-
-
-def idle_share(shaped: Tensor, mirrored: bool) -> float:
-    """Return the share of members that move nothing: their fitness [members] is 0, or equal to that
-    of their mirrored one.
-    """
-    idle = shaped[0::2] == shaped[1::2] if mirrored else shaped == 0
-    return idle.double().mean().item()

@@ -9,22 +9,20 @@ prompts of a step; weight decay pulls towards the initial weights (arXiv:2605.30
 members out and exchange rewards alone; all make the same update.
 """
 
-import torch
-
 from common.config import ConfigError, Run
 from common.distributed.context import Context
 from common.lm import LM
 from common.report.summary import Result
 from common.session import Session
 from common.tasks import Task
-from eggroll.config import EggrollConfig
-from eggroll.fitness import fitness
+from eggroll import baselines, instruments, probe
+from eggroll.config import LOOK_EVERY, EggrollConfig
 from eggroll.noise import Noise
-from eggroll.population import Population, idle_share
+from eggroll.population import Population
 from eggroll.weights import Weights
 
 
-def train(run: Run, context: Context, task: Task | None = None) -> Result:
+def train(run: Run, context: Context, task: Task | None = None) -> Result | probe.Findings:
     """Evolve a model on a task. Every rank returns the same numbers; rank 0 writes.
 
     Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN or
@@ -44,41 +42,37 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
     weights = Weights(lm.model, noise, cfg, compute, offload=offload, folder=folder)
     lm.read_examples()
     population = Population(lm, noise, cfg)
+    if run.probe:
+        return probe.show(population, weights)
+    if cfg.method != "eggroll":
+        return baselines.run_baseline(run, population, weights)
     with Session(run, context, lm, steps=cfg.steps) as session:
         session.start(weights, population.plan())
+        tuned = probe.tune(population, weights, session)  # sigma and lr, as set or as measured
         if not session.over:
             session.warm_up(lambda: population.rehearse(lm.order.take(0, cfg.prompts_per_step)))
         for step in session.steps():
-            sigma = cfg.sigma * cfg.sigma_schedule.factor(step.index, cfg.steps)
-            lr = cfg.lr * cfg.lr_schedule.factor(step.index, cfg.steps)
+            sigma = tuned.sigma * cfg.sigma_schedule.factor(step.index, cfg.steps)
+            lr = tuned.lr * cfg.lr_schedule.factor(step.index, cfg.steps)
             draw = step.index // cfg.noise_reuse
             examples = lm.order.take(step.index * cfg.prompts_per_step, cfg.prompts_per_step)
 
-            rewards = population.rewards(examples, draw, sigma, step)  # [members, rows per member]
-            means = rewards.mean(1)
-            step.log(
-                reward=rewards.mean().item(),
-                reward_best=means.max().item(),
-                reward_std=means.std(correction=0).item(),
-                sigma=sigma,
-                lr=lr,
-            )
-            if not torch.isfinite(rewards).all():
+            closely = step.index % LOOK_EVERY == 0
+            tried = population.try_out(examples, draw, sigma, step, closely)
+            step.log(**tried.numbers(), sigma=sigma)
+            if not tried.finite:
                 step.non_finite("NaN or infinity in a reward or logits", population.offending)
                 continue
-            shaped = fitness(rewards, cfg.fitness, cfg.samples_per_prompt)  # [members]
+            shaped = tried.shaped(cfg)  # fitness [members]
+            lr = weights.trusted(lr, noise.expected_norm(shaped))
             compare = weights.compares(step.index)
             with step.phase("update"):
                 for name, gradient in noise.gradients(draw, shaped):  # -1/N sum_i fitness_i E_i
                     weights.descend(name, gradient, lr, compare)  # W <- W - lr * gradient
                     del gradient  # before the next one is made
-                finite, drift = weights.measure()
+                finite, moved = weights.measure()
+            looked = instruments.look(tried, shaped, noise, draw, cfg.samples_per_prompt, closely)
+            step.log(lr=lr, **moved, **looked, state_memory_gb=weights.memory_gb)
             step.stop_if(None if finite else "weights are not finite.")
-            if drift is not None:
-                step.stop_if(cfg.stop_at.crossed(drift))
-                step.log(drift=drift)
-            step.log(
-                zero_fitness=idle_share(shaped, cfg.mirrored),
-                state_memory_gb=weights.memory_gb,
-            )
+            step.stop_if(cfg.stop_at.crossed(moved.get("drift", 0.0)))
         return session.finish()

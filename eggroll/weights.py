@@ -3,7 +3,7 @@
 import math
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,8 @@ from common.checkpoint import Checkpoint
 from common.config import ConfigError
 from common.distributed import fsdp
 from common.model.quantized import QuantizedLinear, layers
-from eggroll.config import EggrollConfig
+from eggroll.config import LOOK_EVERY, EggrollConfig
 from eggroll.noise import Noise
-
-# Steps of which one compares the weights with the initial ones where nothing but the log asks.
-DRIFT_EVERY = 10
 
 
 class Fixed:
@@ -43,6 +40,11 @@ class Fixed:
         """Return the master, float32."""
         whole = self.layer.weight.float()
         return whole.add_(self.rest.to(whole.device), alpha=1 / self.STEP).mul_(self.layer.scale)
+
+    def rounded(self, master: Tensor) -> Tensor:
+        """Return what a forward makes of a master."""
+        scale = self.layer.scale.clamp(min=1e-30)
+        return (master / scale).round_().clamp_(-127, 127).mul_(self.layer.scale)
 
     def write(self, master: Tensor) -> None:
         """Keep a master."""
@@ -125,9 +127,9 @@ class Weights:
         # What this rank holds of them; the model of a plan has none.
         held = [name for name in names if not parameters[name].is_meta]
         self.initial = DiskTensors(((n, self._now(parameters[n], n)) for n in held), folder)
-        # |W0|^2 and, while a step is made, |W|^2 and |W - W0|^2; None where that is not compared.
+        # |W0|^2 and, while a step is made, |W|^2 and the sums of what is compared: see `movement`.
         self.size: Tensor | float = 0.0
-        self.moved: Tensor | float | None = None
+        self.moved: Tensor | None = None
         parts = [self._now(parameters[n], n).square().sum().double() for n in held]
         self.started = float(sum(parts))  # read once
         plain = [name for name in names if name not in self.fixed]
@@ -149,7 +151,7 @@ class Weights:
         try:
             # One for each parameter, so that a gradient is used and dropped before the next is
             # made.
-            options: dict[str, Any] = {"lr": cfg.lr, **cfg.optimizer.kwargs}
+            options: dict[str, Any] = {"lr": 1.0, **cfg.optimizer.kwargs}  # each step sets its own
             self.optimizers = {n: kind([m], **options) for n, m in self.masters.items()}
         except (TypeError, ValueError) as error:
             raise ConfigError(f"algo.optimizer.kwargs={cfg.optimizer.kwargs}: {error}") from None
@@ -171,17 +173,42 @@ class Weights:
         fixed.write(master)
         master.data = master.new_empty(0)
 
+    @torch.no_grad()
+    def put_back(self, tensors: dict[str, Tensor]) -> None:
+        """Take over weights that `tensors` had."""
+        for name, held in self.tensors().items():
+            held.copy_(tensors[name])
+        for name, master in self.masters.items():
+            if name not in self.fixed:
+                self.used[name].copy_(master)
+
+    def root_mean_square(self) -> float:
+        """Return that of the perturbed weights as they were at the start of the run."""
+        count = sum(math.prod(used.shape) for used in self.used.values())
+        return math.sqrt(self.size_at_start() / count)
+
+    def size_at_start(self) -> float:
+        """Return |W0|^2 of the perturbed weights, on all ranks together."""
+        started = torch.tensor([self.started], dtype=torch.float64, device=fsdp.device(self.model))
+        return fsdp.total(self.model, started).item()
+
+    def trusted(self, lr: float, gradient_norm: float) -> float:
+        """Return lr, or the one whose update is as long as algo.max_update allows."""
+        if self.cfg.max_update is None or gradient_norm == 0:
+            return lr
+        return min(lr, self.cfg.max_update * math.sqrt(self.size_at_start()) / gradient_norm)
+
     def compares(self, step: int) -> bool:
         """Return whether a 0-based step compares the weights with the initial ones: each step where
-        something depends on it, else one in `DRIFT_EVERY`, for the log.
+        something depends on it, else one in `LOOK_EVERY`, for the log.
         """
         asked = self.cfg.weight_decay > 0 or self.cfg.stop_at.drift is not None
-        return asked or step % DRIFT_EVERY == 0
+        return asked or step % LOOK_EVERY == 0
 
     @torch.no_grad()
     def descend(self, name: str, gradient: Tensor, lr: float, compare: bool) -> None:
         """Make an optimizer step of one parameter against `gradient`, which is used up; `compare`
-        what comes of it with the initial weights.
+        what comes of it with what was, and with the initial weights.
         """
         with self._opened(name) as master:
             self._descend(name, master, gradient, lr, compare)
@@ -192,6 +219,7 @@ class Weights:
         optimizer = self.optimizers[name]
         gradient = gradient.to(master.device)
         initial = self.initial[name].to(master.device) if compare else None
+        before = fsdp.local(master).clone() if compare else None
         if self.cfg.weight_decay:
             assert initial is not None, "weight decay pulls towards the initial weights"
             gradient.add_(fsdp.local(master) - initial, alpha=self.cfg.weight_decay)
@@ -203,24 +231,47 @@ class Weights:
         if self.used[name] is not master and name not in self.fixed:
             self.used[name].copy_(master)
         self.size += torch.linalg.vector_norm(fsdp.local(master)).double().square()
-        if initial is not None:
-            moved = initial.sub_(fsdp.local(master)).square_().sum().double()
-            self.moved = moved if self.moved is None else self.moved + moved
+        if initial is not None and before is not None:
+            sums = movement(fsdp.local(master), before, initial, self._rounding(name))
+            self.moved = sums if self.moved is None else self.moved + sums
 
-    def measure(self) -> tuple[bool, float | None]:
-        """Return whether all perturbed weights are finite, and their drift |W - W0| / |W0|, None
-        where it was not compared; once all of them have been stepped.
+    def _rounding(self, name: str) -> Callable[[Tensor], Tensor] | None:
+        """Return what makes the forward's weight of a master; None where they are one."""
+        if name in self.fixed:
+            return self.fixed[name].rounded
+        dtype = self.used[name].dtype
+        return None if self.used[name] is self.masters[name] else lambda m: m.to(dtype).float()
+
+    def measure(self) -> tuple[bool, dict[str, float]]:
+        """Return whether all perturbed weights are finite and, once all of them have been stepped,
+        what came of it where that was compared:
+
+        drift               |W - W0| / |W0|
+        update_norm         |W - W before| / |W0|
+        applied_share       the share of the forward's weights that are not what they were
+        applied_cosine      the cosine of their movement with that of the float32 masters
+        applied_cosine_all  the same of all movement since the start of the run
         """
         if self.memory_gb is None:
             parts = [list(self.model.parameters()), self.tensors(), self.extra()]
             self.memory_gb = fsdp.measured(parts)
-        compared, size = self.moved is not None, torch.as_tensor(self.size)
-        sums = torch.stack((size, torch.as_tensor(self.moved) if compared else size))
-        sums = torch.cat((sums, sums.new_tensor([self.started]))).to(fsdp.device(self.model))
+        compared, size = self.moved, torch.as_tensor(self.size)
+        sums = [size[None], size.new_tensor([self.started])]
+        sums = torch.cat(sums if compared is None else [*sums, compared])
         self.size, self.moved = 0.0, None
-        size, moved, started = fsdp.total(self.model, sums).tolist()
-        drift = math.sqrt(moved / max(started, 1e-30)) if compared else None
-        return math.isfinite(size), drift
+        sums = fsdp.total(self.model, sums.to(fsdp.device(self.model))).tolist()
+        finite, started = math.isfinite(sums[0]), max(sums[1], 1e-30)
+        if compared is None:
+            return finite, {}
+        moved, stepped, changed, count, *cosines = sums[2:]
+        step, whole = cosines[:2], cosines[2:]
+        return finite, {
+            "drift": math.sqrt(moved / started),
+            "update_norm": math.sqrt(stepped / started),
+            "applied_share": changed / count,
+            "applied_cosine": step[0] / math.sqrt(max(step[1] * stepped, 1e-60)),
+            "applied_cosine_all": whole[0] / math.sqrt(max(whole[1] * moved, 1e-60)),
+        }
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the masters, for a checkpoint; those of whole numbers in two parts."""
@@ -253,7 +304,37 @@ class Weights:
                 f"{saved.path} holds other parameters than this run perturbs. Start with resume=no."
             )
         extra = fsdp.restore(saved, tensors, self.fresh)
-        for name, master in self.masters.items():
-            if name not in self.fixed:
-                self.used[name].copy_(master)
+        self.put_back(tensors)
+        for name in self.masters:
             self.optimizers[name].load_state_dict(extra["optimizers"][name])
+
+
+def movement(
+    master: Tensor, before: Tensor, initial: Tensor, rounding: Callable[[Tensor], Tensor] | None
+) -> Tensor:
+    """Return sums over one parameter, float64: |W - W0|^2, |W - before|^2, how many of the
+    forward's weights changed, how many there are, and of its movement in this step, then of that
+    since the start, the product with the masters' movement and its square. `before` and `initial`
+    are used up.
+
+    Args: rounding: makes the forward's weights of masters; None = they are the masters themselves.
+    """
+    if rounding is None:
+        changed = (master != before).sum()
+        step, whole = before.sub_(master).square_().sum(), initial.sub_(master).square_().sum()
+        parts = [whole, step, changed, changed.new_tensor(master.numel()), step, step, whole, whole]
+        return torch.stack([part.double() for part in parts])
+    rounded = rounding(master)
+    applied, since = rounded - rounding(before), rounded - rounding(initial)
+    step, whole = before.neg_().add_(master), initial.neg_().add_(master)
+    parts = [
+        whole.square().sum(),
+        step.square().sum(),
+        (applied != 0).sum(),
+        torch.tensor(master.numel(), device=master.device),
+        (applied * step).sum(),
+        applied.square().sum(),
+        (since * whole).sum(),
+        since.square().sum(),
+    ]
+    return torch.stack([part.double() for part in parts])

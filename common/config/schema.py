@@ -449,6 +449,7 @@ class Run:
     seed: Annotated[Natural, (below, 2**63)]
     resume: str  # no | auto | a run folder
     plan: bool
+    probe: bool
     budget: BudgetConfig
     prompts: PromptsConfig
     evaluate: EvaluateConfig
@@ -465,6 +466,13 @@ class Run:
     task: dict[str, Any]
 
     def __post_init__(self) -> None:
+        if self.probe and not getattr(self.algo, "PROBES", False):
+            raise ConfigError(
+                f"probe=true has no effect with algo={self.algo.name}, which has no noise on its"
+                " weights. Leave it out."
+            )
+        if self.probe and self.plan:
+            raise ConfigError("plan=true and probe=true do not go together. Leave out one of them.")
         if self.scoring.kind == "serial":
             alone = (
                 "with scoring.kind=serial: this process scores. Add scoring.kind=threads or"

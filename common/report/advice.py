@@ -48,7 +48,7 @@ def _times(algo: dict[str, Any], key: str, factor: float) -> str:
     value: Any = algo
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
-    if not value:
+    if not isinstance(value, (int, float)) or not value:  # a word stands for a number to be found
         return ""
     new = round(value * factor) if isinstance(value, int) else value * factor
     return f"algo.{key}={new:.3g}" if isinstance(new, float) else f"algo.{key}={new}"
@@ -85,12 +85,15 @@ def _truncated(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None
     return Advice("truncation", text, _times(algo, "sampling.max_new_tokens", 2))
 
 
-def _drift(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
-    drift = max((event.get("drift") or 0.0 for event in recent), default=0.0)
+def _rises(recent: Sequence[Numbers]) -> bool:
     rewards = [event["reward"] for event in recent if event.get("reward") is not None]
     half = len(rewards) // 2
-    rises = half > 0 and fmean(rewards[half:]) > fmean(rewards[:half])
-    if drift < 0.7 or rises:  # a small model that learns moves far
+    return half > 0 and fmean(rewards[half:]) > fmean(rewards[:half])
+
+
+def _drift(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
+    drift = max((event.get("drift") or 0.0 for event in recent), default=0.0)
+    if drift < 0.7 or _rises(recent):  # a small model that learns moves far
         return None
     text = f"the weights have moved by {drift:.0%} of their own size, which few models survive."
     return Advice("drift", f"{text} Lower the step size.", _times(algo, "lr", 0.3))
@@ -129,8 +132,51 @@ def _unsolved(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
     return Advice("unsolved", f"{text} {advice}", _times(algo, "samples_per_prompt", 2))
 
 
+def _identical(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
+    share = _mean(recent, "identical_pairs")
+    if share is None or share < 0.7:
+        return None
+    text = f"{share:.0%} of the answers of mirrored members are the same text and teach nothing."
+    return Advice("identical pairs", f"{text} Raise the noise.", _times(algo, "sigma", 2))
+
+
+def _broken(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
+    looked = [event for event in recent if event.get("reward_centre") is not None]
+    reward, centre = _mean(looked, "reward"), _mean(looked, "reward_centre")
+    if reward is None or centre is None or centre < RISEN or reward > centre / 2:
+        return None
+    text = f"members earn {reward:.2f} where the model without noise earns {centre:.2f}."
+    return Advice("broken", f"{text} Lower the noise.", _times(algo, "sigma", 0.5))
+
+
+def _luck(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
+    agreement, reward = _mean(recent, "prompt_agreement"), _mean(recent, "reward")
+    if agreement is None or agreement > 0.03 or (reward or 0) > 0.9 or _rises(recent):
+        return None  # a run that learns averages luck out over its steps
+    text = f"two halves of a step's prompts disagree on the members (cosine {agreement:.2f})."
+    advice = "What a member earns is mostly luck: give a step more prompts."
+    return Advice("luck", f"{text} {advice}", _times(algo, "prompts_per_step", 2))
+
+
+def _one_sided(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
+    looked = [event["component_cosine"] for event in recent if event.get("component_cosine")]
+    names = {name for cosines in looked for name in cosines}
+    means = {name: fmean(c.get(name, 0.0) for c in looked) for name in names}
+    if not means:
+        return None
+    most, least = (pick(means, key=lambda name: means[name]) for pick in (max, min))
+    if means[most] < 0.7 or means[least] > 0.2:
+        return None
+    return Advice(
+        "one component",
+        f"the updates follow the component {most} of the reward (cosine {means[most]:.2f}) and"
+        f" hardly {least} ({means[least]:.2f}). If that is what counts, give it more weight.",
+    )
+
+
 Rule = Callable[[Sequence[Numbers], dict[str, Any]], Advice | None]
 RULES: tuple[Rule, ...] = (_dead_groups, _truncated, _drift, _pull, _spread, _entropy, _unsolved)
+RULES += (_broken, _identical, _luck, _one_sided)
 
 
 class Adviser:

@@ -10,7 +10,7 @@ from common.sampling.engine import Requests
 from common.sampling.native import Sampler
 from eggroll import noise as noise_module
 from eggroll.config import NoiseConfig
-from eggroll.fitness import fitness
+from eggroll.fitness import fitness, over_samples
 from eggroll.noise import Noise
 from tests.support.models import ARCHITECTURES, small_model
 
@@ -302,6 +302,31 @@ def test_prompt_zscore_ignores_how_hard_a_prompt_is():
     )
 
 
+def test_components_count_alike():
+    """Whatever their spread; one that is equal for all members counts for nothing."""
+    draw = torch.Generator().manual_seed(0)
+    wide, equal = torch.rand(6, 3, generator=draw), torch.full((6, 3), 0.3)
+    narrow = 0.01 * torch.rand(6, 3, generator=draw)
+    parts = {"wide": wide, "narrow": narrow, "equal": equal}
+    f = fitness(wide + narrow + equal, "component_zscore", components=parts)
+    torch.testing.assert_close(f, (fitness(wide, "zscore") + fitness(narrow, "zscore")) / 3)
+
+
+def test_centered_fitness_keeps_the_scale_of_rewards():
+    rewards = torch.rand(6, 3, generator=torch.Generator().manual_seed(0)).double()
+    f = fitness(rewards, "centered")
+    torch.testing.assert_close(f, rewards.mean(1) - rewards.mean())
+    torch.testing.assert_close(fitness(0.1 * rewards, "centered"), 0.1 * f)
+
+
+def test_a_quantile_of_the_samples_counts():
+    rewards = torch.tensor([[0.0, 1.0, 0.2, 0.4], [0.3, 0.5, 0.0, 0.0]]).double()
+    assert over_samples(rewards, 2, None) is rewards
+    best = torch.tensor([[1.0, 0.4], [0.5, 0.0]]).double()
+    torch.testing.assert_close(over_samples(rewards, 2, 1.0), best)
+    torch.testing.assert_close(over_samples(rewards, 2, 0.5), rewards.view(2, 2, 2).mean(2))
+
+
 def test_centered_rank_shares_ties():
     f = fitness(torch.tensor([[3.0], [1.0], [3.0], [0.0], [9.0]]), "centered_rank")
     assert f.tolist() == [0.125, -0.25, 0.125, -0.5, 0.5]
@@ -312,7 +337,9 @@ def test_pair_sign():
     assert f.tolist() == [1, -1, 0, 0, -1, 1]
 
 
-@pytest.mark.parametrize("shaping", ["zscore", "prompt_zscore", "centered_rank", "pair_sign"])
+@pytest.mark.parametrize(
+    "shaping", ["zscore", "prompt_zscore", "centered", "centered_rank", "pair_sign"]
+)
 def test_equal_rewards_give_zero(shaping):
     assert (fitness(torch.full((8, 3), 0.1), shaping) == 0).all()
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import eggroll, grpo, measure
+from benchmarks import directions, eggroll, grpo, measure
 from benchmarks.measure import Case
 from benchmarks.together import RUNS
 from tests.support import ROOT
@@ -320,3 +320,36 @@ def test_memory_is_that_of_the_case_alone():
 
 def buffer(numbers):
     return lambda: torch.ones(numbers).sum()
+
+
+def test_kinds_of_noise_have_unit_variance():
+    objective = directions.Objective(directions.QUICK, torch.device("cpu"))
+    spans = objective.spans()
+    for name, basis in spans.items():
+        torch.testing.assert_close(basis @ basis.T, torch.eye(len(basis)), atol=1e-4, rtol=0)
+        assert 0 < len(basis) <= objective.weights[name].shape[1]
+    for kind, rank, _ in directions.KINDS.values():
+        for one in directions.draw(kind, rank, 4, objective, spans, seed=0):
+            assert one.keys() == objective.weights.keys()
+            flat = torch.cat([part.flatten() for part in one.values()])
+            assert flat.square().mean().item() == pytest.approx(1, abs=0.25), kind
+
+
+def test_the_exact_gradient_is_what_the_value_does():
+    objective = directions.Objective(directions.QUICK, torch.device("cpu"))
+    gradient = objective.gradient()
+    size = sum(part.square().sum().item() for part in gradient.values())
+    before = {name: weight.clone() for name, weight in objective.weights.items()}
+    step = 1e-2 / size**0.5
+    slope = (objective.at(gradient, step) - objective.at(gradient, -step)) / (2 * step)
+    assert slope == pytest.approx(size, rel=0.05)
+    for name, weight in objective.weights.items():
+        torch.testing.assert_close(weight, before[name])
+
+
+def test_directions_by_command(benchmark, tmp_path):
+    path = tmp_path / "out.json"
+    benchmark("directions", "--quick", "--json", str(path))
+    content = json.loads(path.read_text())
+    assert set(content["conditions"]["cosines"]) == set(directions.KINDS)
+    assert all(abs(row["value"] or 0) <= 1 for row in content["rows"])

@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 
 from common import checkpoint, precision, profile
 from common.config import ConfigError
+from common.lm import LM
 from common.sampling.native import Sampler
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
+from eggroll.instruments import idle_share
 from eggroll.noise import Noise
-from eggroll.population import idle_share
 from eggroll.weights import DiskTensors, Weights
 from launch import compose, train
 from tests.support import MOVING, ROOT, SMALL, events
@@ -385,7 +386,7 @@ def test_a_batch_of_rewards(tmp_path):
     assert same_bits(tmp_path / "one", tmp_path / "many")
     assert (
         fails(tmp_path, Batched(fault="short"))
-        == "Batched.rewards returned 7 scores for 8 completions. Return one for each, in order."
+        == "Batched.rewards returned 1 scores for 2 completions. Return one for each, in order."
     )
     said = fails(tmp_path, Batched(fault="batch raises"))
     assert said.startswith("Batched.rewards raised ZeroDivisionError: by zero (")
@@ -469,14 +470,14 @@ def test_drift_is_measured_from_the_first_weights(tmp_path, compute, offload):
     for step in range(2):
         for name, gradient in noise.gradients(step, torch.tensor([1.0, -1.0, 0.5, 0.0])):
             weights.descend(name, gradient, 0.5, compare=True)
-        finite, drift = weights.measure()
+        finite, moved_by = weights.measure()
         assert finite
         moved = sum(
             (master - first[name]).square().sum().double()
             for name, master in weights.masters.items()
         )
         began = sum(first[name].square().sum().double() for name in weights.masters)
-        assert drift == pytest.approx(float((moved / began).sqrt()), rel=1e-6)
+        assert moved_by["drift"] == pytest.approx(float((moved / began).sqrt()), rel=1e-6)
     for name, parameter in model.named_parameters():
         expected = weights.masters[name] if name in weights.masters else first[name]
         assert torch.equal(parameter, expected.to(compute))
@@ -783,3 +784,121 @@ def test_a_pair_with_equal_rewards_moves_nothing():
     shaped = torch.tensor([1.7, 1.7, -0.5, -0.5, 0.3, -0.4])
     assert idle_share(shaped, mirrored=True) == pytest.approx(2 / 3)
     assert idle_share(torch.tensor([0.0, 1.0]), mirrored=False) == 0.5
+
+
+# --- fitness
+
+
+def test_the_best_of_the_samples_counts(tmp_path):
+    """And is not what their mean teaches."""
+    two = ("algo.steps=2", "algo.samples_per_prompt=2")
+    run_here(tmp_path / "mean", *two)
+    run_here(tmp_path / "best", *two, "algo.sample_quantile=1")
+    assert events(tmp_path / "mean")[0]["reward"] == events(tmp_path / "best")[0]["reward"]
+    assert not same_bits(tmp_path / "mean", tmp_path / "best")
+    with pytest.raises(ConfigError, match=r"algo\.sample_quantile=1 has no effect with"):
+        compose(["algo.sample_quantile=1"])
+
+
+def test_components_are_logged_and_normalised_apart(tmp_path):
+    countdown = compose(
+        [*MOVING, "task=countdown", "algo.steps=2", "algo.fitness=component_zscore"]
+    )
+    train(countdown, tmp_path / "run")
+    first, second = events(tmp_path / "run")
+    names = {"right", "numbers", "valid", "close"}
+    assert set(first["components"]) == set(second["components"]) == names
+    weights = countdown.task["weights"]
+    whole = sum(weights[name] * first["components"][name] for name in names)
+    assert first["reward"] == pytest.approx(whole / sum(weights.values()))
+    assert "reward_centre" in first
+    assert "reward_centre" not in second, "one step in ten is looked at closely"
+    with pytest.raises(ConfigError, match="component_zscore needs a reward with components"):
+        run_here(tmp_path / "letters", "algo.fitness=component_zscore")
+
+
+# --- baselines
+
+
+def test_randopt_lets_the_best_vote_and_leaves_the_weights(tmp_path):
+    result = run_here(tmp_path, "algo.method=randopt", "algo.steps=3")
+    assert set(result.metrics) == {"before", "after", "voted"}
+    assert result.metrics["before"] == result.metrics["after"]
+    best = saved(tmp_path).state["run"]["best"]
+    assert len(best) == 8
+    assert best == sorted(best, reverse=True)
+    top = max(event["reward_best"] for event in events(tmp_path))
+    assert best[0][0] == top
+    kept = [event["reward_kept"] for event in events(tmp_path)]
+    assert kept == sorted(kept), "the least of the best only rises"
+
+
+def test_the_best_members_vote(tmp_path, monkeypatch):
+    """What is measured is the text of most of them, by the answer that the task reads."""
+
+    class Counting(Letters):
+        def answer(self, completion):
+            return completion[:1]
+
+        def metrics(self, examples, completions):
+            measured.append(list(completions))
+            return super().metrics(examples, completions)
+
+    measured: list[list[str]] = []
+    monkeypatch.setattr("eggroll.baselines.BEST", 3)
+    said = iter(
+        [[text] * 8 for text in ("xa", "xb", "yc", "yd", "ye", "yf")]
+    )  # pairs: a-b, c-d, e-f
+    run = compose([*MOVING, "algo.method=randopt", "algo.steps=1"])
+    generate = LM.generate
+
+    def answer(lm, requests, sampling=None):
+        made = generate(lm, requests, sampling)
+        if sampling is not None:  # the members of a pair, who vote
+            texts = [*next(said), *next(said)]
+            made.texts = lambda _: texts
+        return made
+
+    monkeypatch.setattr(LM, "generate", answer)
+    train(run, tmp_path, Counting("smooth"))
+    voted = measured[-2]
+    assert set(map(str, voted)) <= {"yc", "yd", "xa", "xb"}
+    assert len(set(voted)) == 1
+    best = saved(tmp_path).state["run"]["best"]
+    first, second, third = [
+        pair[member % 2] for pair, (_, _, member) in zip(("ab", "cd", "ef"), best, strict=True)
+    ]
+    assert voted[0] == f"y{second}", "two say y, and the better of the two is read"
+    assert {first, third} <= set("abef")
+
+
+def test_corp_moves_only_through_the_gate(tmp_path):
+    run_here(
+        tmp_path, "algo.method=corp", "algo.steps=6", "checkpoint.every=1", "checkpoint.keep=9"
+    )
+    passed = [event["passed"] for event in events(tmp_path)]
+    assert set(passed) == {0.0, 1.0}, "otherwise this says nothing"
+    folders = [tmp_path / "checkpoints" / f"step-{step:08d}" for step in range(1, 7)]
+    weights = [load_file(folder / "tensors.safetensors") for folder in folders]
+    for gate, before, after in zip(passed[1:], weights, weights[1:], strict=False):
+        same = all(torch.equal(before[name], after[name]) for name in before)
+        assert same == (gate == 0)
+    with pytest.raises(
+        ConfigError, match=r"algo\.fitness=pair_sign has no effect with algo\.method"
+    ):
+        compose(["algo.method=corp", "algo.fitness=pair_sign"])
+
+
+def test_a_trust_region_bounds_each_update(tmp_path):
+    settings = ("algo.steps=3", "algo.fitness=centered", "algo.lr=20", "algo.stop_at.drift=1e9")
+    run_here(tmp_path / "free", *settings)
+    free = [event["update_norm"] for event in events(tmp_path / "free")]
+    bound = free[0] / 2
+    run_here(tmp_path / "bound", *settings, f"algo.max_update={bound}")
+    first = events(tmp_path / "bound")[0]
+    assert first["update_norm"] == pytest.approx(bound, rel=0.2)
+    assert first["lr"] == pytest.approx(10, rel=0.2)
+    run_here(tmp_path / "wide", *settings, f"algo.max_update={10 * max(free)}")
+    assert same_bits(tmp_path / "wide", tmp_path / "free")
+    with pytest.raises(ConfigError, match=r"max_update=0\.1 goes with plain SGD"):
+        compose(["algo.max_update=0.1", "algo.optimizer.name=Adam"])

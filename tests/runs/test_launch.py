@@ -53,9 +53,9 @@ def test_answers_without_importing_torch(tmp_path, arguments, shown):
 
 
 ALGO = (
-    "name, steps, members, prompts_per_step, samples_per_prompt, rollout_rows, rank, sigma, lr,"
-    " mirrored, noise_reuse, fitness, noise, optimizer, lr_schedule, sigma_schedule, weight_decay,"
-    " stop_at, sampling"
+    "name, method, steps, members, prompts_per_step, samples_per_prompt, rollout_rows, rank, sigma,"
+    " lr, mirrored, noise_reuse, fitness, sample_quantile, noise, optimizer, lr_schedule,"
+    " sigma_schedule, weight_decay, max_update, stop_at, sampling"
 )
 TASK = (
     "reward, template, share_right, source, target, test_source, test_target, path, test_path,"

@@ -75,7 +75,7 @@ RUNS = {
     ],
 }
 # Of a run without a reference model, and whose groups are all alive, and with one reward.
-CONDITIONAL = {"dead", "components"}
+CONDITIONAL = {"dead", "components", "component_cosine"}
 
 
 @pytest.fixture(scope="module", autouse=True)

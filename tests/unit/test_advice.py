@@ -52,6 +52,26 @@ LINES = {
         "the model hardly varies any more (entropy 0.001), at a reward of 0.40.",
         "algo.lr=0.03",
     ),
+    "identical pairs": (
+        {"identical_pairs": 0.9},
+        "90% of the answers of mirrored members are the same text",
+        "algo.sigma=0.02",
+    ),
+    "broken": (
+        {"reward": 0.1, "reward_centre": 0.5},
+        "members earn 0.10 where the model without noise earns 0.50.",
+        "algo.sigma=0.005",
+    ),
+    "luck": (
+        {"prompt_agreement": 0.01},
+        "two halves of a step's prompts disagree on the members (cosine 0.01)",
+        "algo.prompts_per_step=16",
+    ),
+    "one component": (
+        {"component_cosine": {"answered": 0.95, "right": 0.05}},
+        "the updates follow the component answered of the reward (cosine 0.95) and hardly right",
+        "",
+    ),
     "unsolved": ({"solved": 0.02}, "only 2% of the prompts are ever", "algo.samples_per_prompt=16"),
 }
 
@@ -59,7 +79,8 @@ LINES = {
 @pytest.mark.parametrize("name", LINES)
 def test_each_line_is_said_once(name):
     event, words, change = LINES[name]
-    algo = ALGO | ({"sigma": 0.01} if name == "zero spread" else {})
+    of_population = ("zero spread", "identical pairs", "broken", "luck")
+    algo = ALGO | ({"sigma": 0.01, "prompts_per_step": 8} if name in of_population else {})
     adviser = advice.Adviser(algo)
     assert not any(adviser.look(event) for _ in range(advice.WINDOW - 1)), "not so soon"
     (said,) = adviser.look(event)

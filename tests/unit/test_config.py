@@ -124,24 +124,25 @@ def test_the_rows_of_the_document():
 
 MISTAKES = {
     "algo.sgima=1": (
-        "algo.sgima is not a setting. Did you mean 'sigma'? Settings here: name, steps, members,"
-        " prompts_per_step, samples_per_prompt, rollout_rows, rank, sigma, lr, mirrored,"
-        " noise_reuse, fitness, noise, optimizer, lr_schedule, sigma_schedule, weight_decay,"
-        " stop_at, sampling."
+        "algo.sgima is not a setting. Did you mean 'sigma'? Settings here: name, method, steps,"
+        " members, prompts_per_step, samples_per_prompt, rollout_rows, rank, sigma, lr, mirrored,"
+        " noise_reuse, fitness, sample_quantile, noise, optimizer, lr_schedule, sigma_schedule,"
+        " weight_decay, max_update, stop_at, sampling."
     ),
     "+algo.lrr=3": (
-        "algo.lrr is not a setting. Did you mean 'lr'? Settings here: name, steps, members,"
-        " prompts_per_step, samples_per_prompt, rollout_rows, rank, sigma, lr, mirrored,"
-        " noise_reuse, fitness, noise, optimizer, lr_schedule, sigma_schedule, weight_decay,"
-        " stop_at, sampling."
+        "algo.lrr is not a setting. Did you mean 'lr'? Settings here: name, method, steps,"
+        " members, prompts_per_step, samples_per_prompt, rollout_rows, rank, sigma, lr, mirrored,"
+        " noise_reuse, fitness, sample_quantile, noise, optimizer, lr_schedule, sigma_schedule,"
+        " weight_decay, max_update, stop_at, sampling."
     ),
     "sede=1": (
-        "sede is not a setting. Did you mean 'seed'? Settings here: seed, resume, plan, budget,"
-        " prompts, evaluate, checkpoint, scoring, not_finite, hardware, model, opt, tracker, slurm,"
-        " engine, algo, task."
+        "sede is not a setting. Did you mean 'seed'? Settings here: seed, resume, plan, probe,"
+        " budget, prompts, evaluate, checkpoint, scoring, not_finite, hardware, model, opt,"
+        " tracker, slurm, engine, algo, task."
     ),
-    "algo.sigma=high": (
-        "algo.sigma=high: Value 'high' of type 'str' could not be converted to Float. Give a"
+    "algo.sigma=high": "algo.sigma=high is no number. Give one above 0, or auto.",
+    "algo.weight_decay=high": (
+        "algo.weight_decay=high: Value 'high' of type 'str' could not be converted to Float. Give a"
         " number."
     ),
     "algo.steps=1.5": (
@@ -198,7 +199,7 @@ MISTAKES = {
     ),
     "algo.fitness=zscor": (
         "algo.fitness='zscor' is not a choice. Did you mean 'zscore'? Choices: zscore,"
-        " prompt_zscore, centered_rank, pair_sign."
+        " prompt_zscore, component_zscore, centered, centered_rank, pair_sign."
     ),
     "algo.sigma=-1": "algo.sigma=-1.0 is out of range. Give a value above 0.",
     "algo.samples_per_prompt=2": (

@@ -1,0 +1,326 @@
+"""Choose sigma and lr by trying a few sigmas on the run's own model and task.
+
+    python launch.py algo=eggroll probe=true                    # look, and end
+    python launch.py algo=eggroll algo.sigma=auto algo.lr=auto  # look, and train
+
+Sigma. The noise that a model survives differs a hundredfold between models, so it is looked for
+between 1/1000 of the weights' root mean square and all of it: sigma grows until the members earn
+less than the model without noise, or write broken answers, then the last interval is halved twice.
+A run takes half of the largest sigma that was survived: what is measured there is a difference
+between members, and not how they break.
+
+Lr. Most of an update is luck (of D directions in d dimensions, all but a share D / d), so the
+updates of a run are a random walk with a drift. Lr is such that its random part, after all steps,
+comes to WALK times sigma per weight: further away than that nothing was measured. (A published run,
+arXiv:2509.24372, has 2.0: 500 steps, 30 members, lr = sigma / 2. LOG.md has where 1.25 is from.)
+"""
+
+import copy
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from common.config import ConfigError
+from common.files import write_text
+from common.report import plots
+from common.session import Session
+from eggroll.config import AUTO, EggrollConfig
+from eggroll.fitness import by_direction
+from eggroll.instruments import agree_prompts
+from eggroll.population import Population
+from eggroll.weights import Weights
+
+log = logging.getLogger("clutch")
+
+SMALLEST, LARGEST, FACTOR, HALVINGS = 1 / 1024, 1.0, 4.0, 2  # of the weights' root mean square
+MEMBERS = 16  # that try a sigma, or fewer; the prompts are as many as fill a step of the run
+LOSS = 0.1  # of the reward, and of the share of whole answers: more is broken
+WALK = 1.25
+DRAW = 2**31 - 1  # of the probe's noise, which no step has
+UNMEASURED_STEPS = 100  # of a run that a budget of seconds ends
+
+
+@dataclass(frozen=True)
+class Row:
+    """The outcome of one sigma; shares of completions, and rewards. answered: where the task knows;
+    step: the root mean square, per weight, of the update at lr 1, of as many members as a run has.
+    """
+
+    sigma: float
+    changed: float
+    identical_pairs: float | None
+    truncated: float
+    answered: float | None
+    reward: float
+    reward_std: float
+    prompt_agreement: float | None
+    step: float
+    survived: bool
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The outcome of a probe. centre: the unperturbed model's reward; why: the choice in words."""
+
+    sigma: float
+    lr: float
+    why: str
+    centre: float
+    rows: list[Row]
+    tokens: int
+    evaluations: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The numbers that a run goes by."""
+
+    sigma: float
+    lr: float
+
+
+def tune(population: Population, weights: Weights, session: Session) -> Tuned:
+    """Return sigma and lr as they are set; where one is auto as the probe at the start of the run
+    chose them, which checkpoints keep. What it took counts as training.
+    """
+    cfg, state = population.cfg, session.state
+    if AUTO not in (cfg.sigma, cfg.lr):
+        return Tuned(float(cfg.sigma), float(cfg.lr))
+    if "tuned" not in state:
+        found = show(population, weights)
+        state["tuned"] = {"sigma": found.sigma, "lr": found.lr}
+        state["generated"] += found.tokens
+        state["evaluations"] += found.evaluations
+        state["seconds"] += found.seconds
+        session.budget.add(state["generated"], state["seconds"])
+    return Tuned(**state["tuned"])
+
+
+def show(population: Population, weights: Weights) -> Findings:
+    """Probe; on rank 0 print a table and write RUN/probe.json and RUN/probe.png."""
+    found = Probe(population, weights).look()
+    context = population.lm.context
+    if context.main:
+        tell(found, context.out_dir)
+    return found
+
+
+class Attempt:
+    """The calls that a population makes of a step, outside of one."""
+
+    def __init__(self) -> None:
+        self.index, self.tokens, self.samples = 0, 0, 0
+
+    def phase(self, name: str) -> Any:
+        """Time nothing."""
+        return nullcontext()
+
+    def untimed(self) -> Any:
+        """Time nothing."""
+        return nullcontext()
+
+    def used(self, *, tokens: int, samples: int) -> None:
+        """Count what was generated."""
+        self.tokens += tokens
+        self.samples += samples
+
+
+class Probe:
+    """Tries sigmas. The weights stay as they are, and so does the population of the run."""
+
+    def __init__(self, population: Population, weights: Weights) -> None:
+        cfg = population.cfg
+        members = min(cfg.members, MEMBERS)
+        prompts = -(-cfg.members * cfg.prompts_per_step // members)
+        self.cfg, self.context, self.run = cfg, population.lm.context, population.lm.run
+        self.population = copy.copy(population)
+        self.population.cfg = replace(
+            cfg, members=members, prompts_per_step=prompts, sigma=1.0, lr=1.0
+        )
+        self.examples = population.lm.order.take(0, prompts)
+        self.size = weights.root_mean_square()
+        self.attempt = Attempt()
+        self.centre = 0.0
+
+    def look(self) -> Findings:
+        """Try sigmas and choose. Returns the same on every rank."""
+        began = time.perf_counter()
+        if self.context.main:
+            log.info(HEAD)
+        if self.run.probe or self.cfg.sigma == AUTO:
+            rows = sorted(self._search(), key=lambda row: row.sigma)
+            sigma, why = choose_sigma(rows, self.size)
+        else:
+            rows = [self._try(float(self.cfg.sigma))]
+            sigma, why = rows[0].sigma, f"sigma {rows[0].sigma:g} is set"
+        nearest = min(rows, key=lambda row: abs(math.log(row.sigma / sigma)))
+        seconds, used = time.perf_counter() - began, self.attempt
+        lr = self.cfg.lr
+        if self.run.probe or lr == AUTO:
+            steps = self._count_steps(used.tokens / len(rows))
+            lr, reason = choose_lr(self.cfg, sigma, nearest.step, steps)
+            why += f"; {reason}"
+        return Findings(
+            sigma, float(lr), why, self.centre, rows, used.tokens, used.samples, seconds
+        )
+
+    def _search(self) -> Iterator[Row]:
+        sigma, survived = self.size * SMALLEST, 0.0
+        while True:
+            row = self._try(sigma)
+            yield row
+            if not row.survived:
+                break
+            survived = sigma
+            if sigma >= self.size * LARGEST * 0.99:
+                return
+            sigma *= FACTOR
+        for _ in range(HALVINGS if survived else 0):
+            row = self._try(middle := math.sqrt(survived * sigma))
+            yield row
+            survived, sigma = (middle, sigma) if row.survived else (survived, middle)
+
+    def _try(self, sigma: float) -> Row:
+        population, pair = self.population, self.cfg.mirrored
+        tried = population.try_out(self.examples, DRAW, sigma, self.attempt, closely=True)
+        assert tried.centre is not None
+        assert tried.changed is not None
+        if not tried.finite:
+            raise ConfigError(
+                "the probe met NaN or infinity in a reward or in logits. Mend the reward, or set"
+                " algo.sigma and algo.lr."
+            )
+        self.centre = tried.centre.rewards.mean().item()
+        means = tried.rewards.mean(1)
+        spread = means.std(correction=0).item()
+        least = (1 - LOSS) * self.centre - spread / math.sqrt(len(means))
+        cut, whole = tried.cut.mean().item(), tried.answered
+        survived = means.mean().item() >= least
+        survived &= cut <= tried.centre.cut + LOSS
+        if whole is not None and tried.centre.answered is not None:
+            survived &= whole.mean().item() >= tried.centre.answered - LOSS
+        shaped = tried.shaped(self.cfg)
+        directions = by_direction(shaped, pair)
+        variance = directions.square().mean().item() * self.cfg.directions()
+        row = Row(
+            sigma=sigma,
+            changed=tried.changed.mean().item(),
+            identical_pairs=None if tried.twins is None else tried.twins.mean().item(),
+            truncated=cut,
+            answered=None if whole is None else whole.mean().item(),
+            reward=means.mean().item(),
+            reward_std=spread,
+            prompt_agreement=agree_prompts(tried.rewards, pair, self.cfg.samples_per_prompt),
+            step=math.sqrt(variance) / self.cfg.members,
+            survived=survived,
+        )
+        if self.context.main:
+            log.info("%s", describe(row))
+        return row
+
+    def _count_steps(self, tokens: float) -> int:
+        """Return the steps that the run is expected to make, of which one takes so many tokens."""
+        if self.cfg.steps is not None:
+            return self.cfg.steps
+        limit = self.run.budget.tokens
+        return UNMEASURED_STEPS if limit is None else max(1, round(limit / max(1.0, tokens)))
+
+
+def choose_sigma(rows: list[Row], size: float) -> tuple[float, str]:
+    """Return half of the largest sigma that was survived, and why. rows: by sigma."""
+    survivors = [row for row in rows if row.survived]
+    if not survivors:
+        smallest = rows[0].sigma
+        why = f"members break at the smallest sigma that was tried, {smallest:.3g}; half of it"
+        return smallest / 2, why
+    largest = survivors[-1].sigma
+    why = f"members survive up to sigma {largest:.3g} ({largest / size:.2g} of the weights' size)"
+    return largest / 2, f"{why}; half of it is used"
+
+
+def choose_lr(cfg: EggrollConfig, sigma: float, step: float, steps: int) -> tuple[float, str]:
+    """Return the lr at which `steps` random updates come to WALK * sigma, and why.
+
+    step: the root mean square of an update at lr 1. Raises: ConfigError for an optimizer whose
+    steps are not known.
+    """
+    name, kwargs = cfg.optimizer.name, cfg.optimizer.kwargs
+    if name in ("Adam", "AdamW"):
+        step = 1.0  # of each weight, whatever the gradient
+    elif name == "SGD":
+        step /= 1 - kwargs.get("momentum", 0.0)
+    else:
+        raise ConfigError(
+            f"algo.lr=auto does not know the steps of algo.optimizer.name={name}. Use SGD, Adam or"
+            " AdamW, or give algo.lr."
+        )
+    if step == 0:
+        raise ConfigError(
+            f"algo.lr=auto finds no difference between the members at sigma {sigma:.3g}: all earn"
+            " the same. Use a finer reward or more prompts (algo.prompts_per_step), or give"
+            " algo.sigma and algo.lr."
+        )
+    walk = sigma * WALK / math.sqrt(steps)
+    return walk / step, f"lr moves a weight by {walk / sigma:.2g} sigma per step, for {steps} steps"
+
+
+# --- what people see
+
+
+HEAD = "   sigma  changed  same pairs  cut off  answered  reward  spread  agreement"
+
+
+def describe(row: Row) -> str:
+    """Return a row as text, below HEAD."""
+    shares = (row.changed, row.identical_pairs, row.truncated, row.answered)
+    cells = [f"{'-' if share is None else f'{share:.0%}':>8}" for share in shares]
+    agreement = "-" if row.prompt_agreement is None else f"{row.prompt_agreement:.2f}"
+    return (
+        f"{row.sigma:8.2g} {cells[0]} {cells[1]:>11} {cells[2]} {cells[3]:>9} {row.reward:7.3f}"
+        f" {row.reward_std:7.3f} {agreement:>10}{'' if row.survived else '  broken'}"
+    )
+
+
+def draw(found: Findings, path: Path) -> None:
+    """Draw what the sigmas did, and the one that was chosen."""
+    rows = found.rows
+    curves = {
+        "reward": [row.reward for row in rows],
+        "answers changed": [row.changed for row in rows],
+        "pairs identical": [row.identical_pairs for row in rows],
+        "answers cut off": [row.truncated for row in rows],
+    }
+    series = {
+        name: (
+            [r.sigma for r, v in zip(rows, values, strict=True) if v is not None],
+            [v for v in values if v is not None],
+        )
+        for name, values in curves.items()
+    }
+    with plots.saved(path) as axis:
+        plots.lines(axis, {name: xy for name, xy in series.items() if xy[0]}, exact=True)
+        axis.axhline(found.centre, color="0.4", linestyle=":", linewidth=1.5)
+        axis.axvline(found.sigma, color="0.4", linestyle="--", linewidth=1.5)
+        axis.set_xscale("log")
+        plots.finished(
+            axis,
+            "What sigma does",
+            "sigma (dashed: chosen; dotted: reward without noise)",
+            "share, reward or cosine",
+            zero=False,
+        )
+
+
+def tell(found: Findings, folder: Path) -> None:
+    """Print the choice, and write FOLDER/probe.json and FOLDER/probe.png."""
+    log.info("without noise: reward %.3f", found.centre)
+    log.info("probe: algo.sigma=%.3g algo.lr=%.3g: %s.", found.sigma, found.lr, found.why)
+    write_text(folder / "probe.json", json.dumps(asdict(found), indent=2) + "\n")
+    draw(found, folder / "probe.png")

@@ -1,0 +1,116 @@
+"""The sigma and lr that a probe chooses: probe=true, and auto in a run that is resumed."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import checkpoint
+from common.config import ConfigError
+from eggroll import probe
+from eggroll.probe import Row, choose_lr, choose_sigma
+from launch import compose, train
+from tests.support import CONF, MOVING, events
+from tests.support.commands import Warm
+from tests.support.letters import Letters
+
+pytestmark = pytest.mark.usefixtures("in_cache")
+
+AUTO = [*MOVING, "algo.sigma=auto", "algo.lr=auto"]
+
+
+def row(sigma: float, survived: bool, step: float = 0.1) -> Row:
+    return Row(sigma, 0.1, 0.5, 0.0, None, 0.4, 0.1, 0.2, step, survived)
+
+
+def test_half_of_the_largest_sigma_that_is_survived():
+    rows = [row(0.01, True), row(0.02, True), row(0.04, False), row(0.08, False)]
+    sigma, why = choose_sigma(rows, size=0.1)
+    assert sigma == 0.01
+    assert why == (
+        "members survive up to sigma 0.02 (0.2 of the weights' size); half of it is used"
+    )
+    assert choose_sigma([row(0.01, False)], size=0.1)[0] == 0.005
+
+
+def test_lr_makes_all_steps_a_walk_of_some_sigma():
+    cfg = compose([]).algo
+    lr, _ = choose_lr(cfg, sigma=0.01, step=0.1, steps=49)
+    assert math.sqrt(49) * 0.1 * lr == pytest.approx(probe.WALK * 0.01)
+    momentum = replace(cfg, optimizer=replace(cfg.optimizer, kwargs={"momentum": 0.9}))
+    assert choose_lr(momentum, 0.01, 0.1, 49)[0] == pytest.approx(lr / 10)
+    adam = replace(cfg, optimizer=replace(cfg.optimizer, name="Adam"))
+    assert choose_lr(adam, 0.01, 0.1, 49)[0] == pytest.approx(lr / 10)
+    with pytest.raises(ConfigError, match=r"does not know the steps of algo\.optimizer.name=Rprop"):
+        choose_lr(replace(cfg, optimizer=replace(cfg.optimizer, name="Rprop")), 0.01, 0.1, 49)
+    with pytest.raises(
+        ConfigError, match=r"all earn the same\. Use a finer reward or more prompts"
+    ):
+        choose_lr(cfg, 0.01, 0.0, 49)
+
+
+def test_a_probe_trains_nothing(launch, tmp_path):
+    out = tmp_path / "run"
+    overrides = (*MOVING, "task=letters", "task.scoring=smooth", "probe=true")
+    said = launch("--config-dir", CONF, f"hydra.run.dir={out}", *overrides)
+    found = json.loads((out / "probe.json").read_text())
+    assert f"probe: algo.sigma={found['sigma']:.3g} algo.lr={found['lr']:.3g}: " in said.stdout
+    assert (out / "probe.png").stat().st_size > 10_000
+    assert not (out / "metrics.jsonl").exists()
+    assert not (out / "checkpoints").exists()
+    assert len(found["rows"]) >= 4
+    assert [r["sigma"] for r in found["rows"]] == sorted(r["sigma"] for r in found["rows"])
+
+
+def test_two_ranks_find_the_same(warm: Warm, tmp_path):
+    one = train(compose([*MOVING, "probe=true"]), tmp_path / "one", Letters("smooth"))
+    two = warm.call(
+        train, compose([*MOVING, "probe=true", "opt=[ddp]"]), tmp_path / "two", Letters("smooth")
+    )
+    assert (one.sigma, one.lr, one.rows) == (two.sigma, two.lr, two.rows)
+    assert one.tokens == two.tokens
+
+
+def last(folder: Path) -> checkpoint.Checkpoint:
+    found = checkpoint.latest(folder / "checkpoints")
+    assert found is not None
+    return found
+
+
+@pytest.mark.faults
+def test_auto_goes_on_with_what_it_chose(tmp_path, monkeypatch):
+    train(compose([*AUTO, "algo.steps=4"]), tmp_path / "whole", Letters("smooth"))
+    found = json.loads((tmp_path / "whole" / "probe.json").read_text())
+    logged = events(tmp_path / "whole")
+    assert {(e["sigma"], e["lr"]) for e in logged} == {(found["sigma"], found["lr"])}
+    own = logged[0]["generated_tokens"]
+    assert own > found["tokens"] > 0, "what a probe generates counts"
+
+    train(
+        compose([*AUTO, "algo.steps=4", "checkpoint.every=2"]), tmp_path / "cut", Letters("smooth")
+    )
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-00000004")
+    monkeypatch.setattr(probe.Probe, "look", lambda _: pytest.fail("it has been looked for"))
+    resumed = compose([*AUTO, "algo.steps=4", "checkpoint.every=2", "resume=auto"])
+    train(resumed, tmp_path / "cut", Letters("smooth"))
+    one, other = last(tmp_path / "whole").tensors, last(tmp_path / "cut").tensors
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    with pytest.raises(ConfigError, match=r"algo\.sigma was 'auto', is 0\.1"):
+        train(compose([*AUTO, "algo.sigma=0.1", "resume=auto"]), tmp_path / "cut", Letters())
+
+
+def test_words_for_settings_that_do_not_go_together():
+    with pytest.raises(
+        ConfigError, match=r"algo\.sigma=much is no number\. Give one above 0, or auto"
+    ):
+        compose(["algo.sigma=much"])
+    with pytest.raises(ConfigError, match="probe=true has no effect with algo=grpo"):
+        compose(["algo=grpo", "probe=true"])
+    with pytest.raises(ConfigError, match="plan=true and probe=true do not go together"):
+        compose(["plan=true", "probe=true"])
+    with pytest.raises(ConfigError, match=r"algo\.lr=-1\.0 is out of range"):
+        compose(["algo.lr=-1"])
