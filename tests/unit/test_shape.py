@@ -15,7 +15,8 @@ from tests.support import ROOT
 
 ALGORITHMS = ("eggroll", "grpo", "rft", "ddp_bench")
 PARTS = ("launch.py", "conf", "common", *ALGORITHMS, "benchmarks", "scripts", "examples")
-LINES, PARAMETERS, SETTINGS = 70, 7, 165
+LINES, PARAMETERS = 70, 7
+SETTINGS = 170  # 160 of the frame, and what engines, few bits and the tuning of EGGROLL ask for
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
