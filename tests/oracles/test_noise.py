@@ -228,6 +228,34 @@ def test_the_gradient_points_uphill():
     assert abs(torch.cosine_similarity(flat, true, dim=0) - expected) < 0.03
 
 
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("mirrored", [True, False])
+def test_factors_are_the_noise_of_members(rank, mirrored):
+    """What engines with adapters are given; of some members, as a chunk of a population has."""
+    model = small_model("llama")
+    noise = Noise(model, policy(), rank=rank, mirrored=mirrored, seed=2)
+    expected = dense(noise, model, 5, 8)
+    part = range(2, 6)
+    found = {name: (left, right) for name, left, right in noise.factors(5, part, 0.02)}
+    assert found.keys() == expected.keys()
+    for name, (left, right) in found.items():
+        torch.testing.assert_close(left @ right, 0.02 * expected[name][2:6], rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("choices", "text"),
+    [
+        ({"vectors": "full"}, "norm.weight cannot have. Set algo.noise.vectors=frozen"),
+        ({"embeddings": "lowrank"}, "embed_tokens.weight cannot have. Set algo.noise.embeddings"),
+        ({"matrices": "full"}, "cannot have. Set algo.noise.matrices=frozen"),
+    ],
+)
+def test_noise_without_factors_is_told(choices, text):
+    noise = Noise(small_model("llama"), policy(**choices), rank=1, mirrored=True, seed=2)
+    with pytest.raises(ConfigError, match=text):
+        list(noise.factors(0, range(2), 0.02))
+
+
 def test_policies_choose_parameters():
     model = small_model("qwen2")
     names = [a.name for a in Noise(model, policy(), rank=1, mirrored=True, seed=0).addresses]
