@@ -81,6 +81,10 @@ def _option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
+# What ranks of EGGROLL exchange of a row: its reward, and four marks for the log, in float64.
+ROW_BYTES = 5 * 8
+
+
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """The work of a step, the same for all algorithms, and how devices are connected."""
@@ -220,7 +224,7 @@ def estimate_step(algorithm: str, model: Model, work: Work, here: Device, device
         drawn = 4 * model.sides * directions / here.bandwidth
         # Masters, initial and used weights.
         update = product + drawn + 18 * model.matrices / here.bandwidth
-        sent = 8.0 * rows if devices > 1 else 0.0
+        sent = float(ROW_BYTES * rows) if devices > 1 else 0.0
         sample = _estimate_sampling(model, work, here, own, own)  # a member prefills each row
         waited = here.seconds(sent, devices)
         return Step(algorithm, devices, rows, sample, 0.0, update, waited, sent)

@@ -283,7 +283,7 @@ class Population:
         }
 
     def _exchange(self, found: Tensor, generated: int) -> tuple[Tensor, int]:
-        """Add up what was found and the tokens of all ranks: fitness is all that they exchange.
+        """Add up what was found of each row and the tokens of all ranks: that is all they exchange.
 
         A rank whose memory ran out takes fewer rows from now on, and so must all, because members
         are shared out by them.

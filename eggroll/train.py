@@ -6,7 +6,7 @@
 After "Evolution Strategies at the Hyperscale" (arXiv:2511.16652), algorithm 1. Departures: any
 Hugging Face decoder with a key-value cache and a parallel prefill; all members answer the same
 prompts of a step; weight decay pulls towards the initial weights (arXiv:2605.30148). Ranks share
-members out and exchange rewards alone; all make the same update.
+members out and exchange rewards, and a few marks per row for the log; all make the same update.
 """
 
 from common.config import ConfigError, Run

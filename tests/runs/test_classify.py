@@ -38,7 +38,7 @@ def test_topics_reach_ninety_percent_in_seconds(tmp_path):
     assert 90 < result.after < 100
     assert {path.name for path in tmp_path.iterdir()} == {
         *("run.yaml", "run.log", "metrics.jsonl", "result.json", "checkpoints", "model", ".lock"),
-        *("predictions.jsonl", "confusion.json", "report.md"),
+        *("predictions.jsonl", "confusion.json", "report.md", "report.html"),
     }
     log = events(tmp_path)
     assert [event["step"] for event in log] == list(range(1, result.steps + 1))
