@@ -11,9 +11,11 @@ template. Each prompt stands alone; the sampler is that of the runs.
 """
 
 import argparse
+import atexit
 import json
 import logging
 import os
+import shutil
 import string
 import sys
 import tempfile
@@ -144,7 +146,9 @@ def open_sampler(
             raise ConfigError("--engine-python has no effect without --engine vllm. Leave it out.")
         return Sampler(model, rows=1, **about)
     here = Device(device, device.type, 0.0, matches=True)
-    context = Context(0, 1, here, Path(tempfile.mkdtemp(prefix="clutch-chat-")))  # of its log
+    folder = tempfile.mkdtemp(prefix="clutch-chat-")  # of its log
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    context = Context(0, 1, here, Path(folder))
     setup = Setup(model=model, context=context, rows=1, **about)
     return open_vllm(setup, given.engine_python, None, 1.0, {"enforce_eager": True})
 

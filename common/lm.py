@@ -159,7 +159,9 @@ class LM:
 
     def close_copy(self) -> None:
         """Drop the copy that `open_copy` has made; an engine with weights of its own goes on."""
-        if self.engine is not None and not self.engine.separate:
+        if self.engine is not None and self.engine.separate:
+            self.engine.model = None  # else it would keep the model that `reload` replaces
+        else:
             self.engine = None
 
     def _longest_answer(self) -> int:

@@ -11,6 +11,8 @@ reward of one step's prompts.
 """
 
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +49,8 @@ def run_baseline(run: Run, population: Population, weights: Weights) -> Result:
             act(step, tried.rewards.mean(1), tuned, population, weights)
         if not randopt:
             return session.finish()
+        if not session.state["best"]:  # a budget that the probe has used up
+            return session.finish()
         return session.finish(voted=vote(population, session.state["best"], tuned.sigma))
 
 
@@ -74,8 +78,11 @@ def vote(population: Population, best: list[list[Any]], sigma: float) -> dict[st
     with fsdp.forwards(lm.model):
         for _, draw, member in best:
             first = member - member % cfg.pair
-            with population.noise.members(draw, range(first, first + cfg.pair), sigma):
-                texts = lm.generate(asked, greedy).texts(lm.tokenizer)
+            pair, noise = range(first, first + cfg.pair), population.noise
+            with noise.members(draw, pair, sigma):
+                factors = partial(noise.factors, draw, pair, sigma)
+                made = lm.generate(replace(asked, factors=factors), greedy)
+            texts = made.texts(lm.tokenizer)
             own = (member - first) * len(held_out)
             answers.append(texts[own : own + len(held_out)])
     read = getattr(lm.task, "answer", None) or str.strip

@@ -1,5 +1,6 @@
 """Names, types and checks of conf/algo/eggroll.yaml."""
 
+import operator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -126,8 +127,11 @@ class EggrollConfig:
             )
         if self.method != "eggroll":
             no = f"with algo.method={self.method}, which takes the best members. Leave it out."
-            for key in ("fitness", "noise_reuse", "weight_decay", "max_update", "optimizer.name"):
-                value = self.optimizer.name if "." in key else getattr(self, key)
+            idle = ["fitness", "noise_reuse", "weight_decay", "max_update", "sample_quantile"]
+            idle += ["optimizer.name", "optimizer.kwargs", "stop_at.drift"]
+            idle += ["lr_schedule.kind", "sigma_schedule.kind"]
+            for key in idle:
+                value = operator.attrgetter(key)(self)
                 no_effect("algo/eggroll.yaml", key, value, no)
         if self.max_update is not None and (self.optimizer.name != "SGD" or self.optimizer.kwargs):
             raise ConfigError(

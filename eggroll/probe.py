@@ -28,6 +28,7 @@ from typing import Any
 
 from common.config import ConfigError
 from common.files import write_text
+from common.optim import EIGHT_BITS
 from common.report import plots
 from common.session import Session
 from eggroll.config import AUTO, EggrollConfig
@@ -44,6 +45,7 @@ LOSS = 0.1  # of the reward, and of the share of whole answers: more is broken
 WALK = 1.25
 DRAW = 2**31 - 1  # of the probe's noise, which no step has
 UNMEASURED_STEPS = 100  # of a run that a budget of seconds ends
+ADAMS = ("Adam", "AdamW", *EIGHT_BITS)  # whose steps are lr for each weight
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,11 @@ class Probe:
         )
         self.examples = population.lm.order.take(0, prompts)
         self.size = weights.root_mean_square()
+        if self.size == 0 and AUTO in (cfg.sigma, cfg.lr):
+            raise ConfigError(
+                "algo.sigma=auto and algo.lr=auto measure sigma by the size of the weights, and all"
+                " that are perturbed here are 0. Give both, or perturb others too."
+            )
         self.attempt = Attempt()
         self.centre = 0.0
 
@@ -160,12 +167,14 @@ class Probe:
         else:
             rows = [self._try(float(self.cfg.sigma))]
             sigma, why = rows[0].sigma, f"sigma {rows[0].sigma:g} is set"
-        nearest = min(rows, key=lambda row: abs(math.log(row.sigma / sigma)))
+        chosen = next((row for row in rows if math.isclose(row.sigma, sigma)), None)
+        if chosen is None:  # lr is of what was seen there
+            rows = sorted([*rows, chosen := self._try(sigma)], key=lambda row: row.sigma)
         seconds, used = time.perf_counter() - began, self.attempt
         lr = self.cfg.lr
         if self.run.probe or lr == AUTO:
             steps = self._count_steps(used.tokens / len(rows))
-            lr, reason = choose_lr(self.cfg, sigma, nearest.step, steps)
+            lr, reason = choose_lr(self.cfg, sigma, chosen.step, steps)
             why += f"; {reason}"
         return Findings(
             sigma, float(lr), why, self.centre, rows, used.tokens, used.samples, seconds
@@ -252,10 +261,16 @@ def choose_lr(cfg: EggrollConfig, sigma: float, step: float, steps: int) -> tupl
     steps are not known.
     """
     name, kwargs = cfg.optimizer.name, cfg.optimizer.kwargs
-    if name in ("Adam", "AdamW"):
+    if name in ADAMS:
         step = 1.0  # of each weight, whatever the gradient
     elif name == "SGD":
-        step /= 1 - kwargs.get("momentum", 0.0)
+        momentum = kwargs.get("momentum", 0.0)
+        if not 0 <= momentum < 1:
+            raise ConfigError(
+                f"algo.lr=auto with algo.optimizer.kwargs.momentum={momentum:g}: it must be at"
+                " least 0 and below 1."
+            )
+        step /= 1 - momentum
     else:
         raise ConfigError(
             f"algo.lr=auto does not know the steps of algo.optimizer.name={name}. Use SGD, Adam or"

@@ -132,6 +132,13 @@ class Weights:
         self.moved: Tensor | None = None
         parts = [self._now(parameters[n], n).square().sum().double() for n in held]
         self.started = float(sum(parts))  # read once
+        scaled = {"max_update": cfg.max_update, "stop_at.drift": cfg.stop_at.drift}
+        bound = next((key for key, value in scaled.items() if value is not None), None)
+        if held and bound is not None and self.size_at_start() == 0:
+            raise ConfigError(
+                f"algo.{bound} is a share of the weights' size, and all that are perturbed here"
+                " begin at 0. Leave it out, or perturb others too."
+            )
         plain = [name for name in names if name not in self.fixed]
         if compute == torch.float32 or fsdp.of(model):
             self.masters: dict[str, Tensor] = {n: parameters[n] for n in plain}

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from common import optim
 from common.checkpoint import Checkpoint
+from common.config import ConfigError
 from common.distributed import fsdp
 from common.lm import LM, fit
 from common.model import logprobs
@@ -59,6 +60,13 @@ class Policy:
         # An engine with weights of its own has other kernels, and so other probabilities.
         automatic = "sequence_mask" if lm.engine.separate else "off"
         self.correction = automatic if cfg.correction == "auto" else cfg.correction
+        if lm.engine.separate and cfg.sampling.cuts and self.correction != "off":
+            raise ConfigError(
+                "algo.sampling.top_p and top_k do not go with algo.correction and this engine: its"
+                " probabilities are those among the tokens that are kept, the trainer's are not,"
+                " and the weights between them vanish. Leave out top_p and top_k, or set"
+                " algo.correction=off."
+            )
         self._fit_rows()
 
     def step(

@@ -14,12 +14,22 @@ from common import hardware
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> list[int]:
-    """Return one number per tensor: the sum of its bits, which other contents share by a rare
-    chance only.
+    """Return one number per tensor: a sum of its bits, weighted by row and by column, which other
+    contents, or the same in another order, share by a rare chance only.
     """
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    parts = [t.detach().view(kinds[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
+    parts = [_sum_up(tensor.detach()) for tensor in tensors]
     return torch.stack([part.to(parts[0].device) for part in parts]).tolist() if parts else []
+
+
+def _sum_up(tensor: Tensor) -> Tensor:
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.view(kinds[tensor.element_size()])
+    bits = bits.flatten(1) if bits.ndim > 1 else bits.reshape(1, -1)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for sums in (bits.sum(0, dtype=torch.int64), bits.sum(1, dtype=torch.int64)):
+        odd = torch.arange(1, 2 * len(sums), 2, device=bits.device)
+        total += (sums * odd).sum()
+    return total
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +168,12 @@ def read_rows(path: Path, count: int) -> list[dict[str, Any]]:
     """Return the first rows of a JSON Lines file, none where there is no file."""
     if not path.exists():
         return []
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line, _ in zip(file, range(count), strict=False)]
+    found = []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line, _ in zip(file, range(count), strict=False):
+            with suppress(ValueError):  # the last line of a run that was killed
+                found.append(json.loads(line))
+    return found
 
 
 def find_warnings(path: Path) -> list[str]:

@@ -31,6 +31,8 @@ POINTS = 1500  # of a curve; more lie side by side on no screen
 ROWS = 200  # held-out completions of an evaluation
 EVALUATIONS = 12  # whose completions can be looked at, the first and the last among them
 LONGEST = 4000  # characters of a completion
+CHARACTERS = 1_500_000  # of all of them
+LARGEST = 1e300  # of a value; sums of more are infinite
 
 Events = Sequence[dict[str, Any]]
 
@@ -71,6 +73,7 @@ def write_page(
         page = page.replace(f"{{{{{name}}}}}", (ASSETS / name).read_text(encoding="utf-8"))
     # No text of a model can end the script element that it stands in.
     text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    text = text.encode("utf-8", "replace").decode()  # without halves of characters
     path = folder / "report.html"
     write_text(path, page.replace("{{data}}", text))
     return path
@@ -103,7 +106,8 @@ def find_places(history: Events) -> dict[int, tuple[float | None, float]]:
     found: dict[int, tuple[float | None, float]] = {0: (0.0, 0.0)}
     seconds = 0.0
     for event in history:
-        seconds += event.get("seconds") or 0.0
+        took = event.get("seconds") or 0.0
+        seconds += took if math.isfinite(took) else 0.0
         found[event["step"]] = (event.get("generated_tokens"), seconds)
     return found
 
@@ -118,15 +122,15 @@ def find_curve(
     """
     counts = panel.x in ("event", "order")  # steps begin anew in each stage there
     kept = [
-        (float(n if counts else event.get(panel.x, event["step"])), event["step"], value)
+        (float(n if counts else event.get(panel.x, event["step"])), event["step"], y)
         for n, (event, value) in enumerate(column, 1)
-        if math.isfinite(value)
+        if abs(y := panel.scale * value) < LARGEST
     ]
     width = -(-len(kept) // POINTS) or 1
     parts = [kept[i : i + width] for i in range(0, len(kept), width)]
     found: dict[str, Any] = {
         "step": [part[-1][0] for part in parts],
-        "y": [_short(panel.scale * sum(v for _, _, v in part) / len(part)) for part in parts],
+        "y": [_short(sum(y for _, _, y in part) / len(part)) for part in parts],
     }
     known = [places.get(part[-1][1]) for part in parts]
     if not counts and all(place is not None and place[0] is not None for place in known):
@@ -146,19 +150,25 @@ def find_completions(folder: Path) -> dict[str, Any]:
     first = next(iter(read.values()), [])
     ids = [row["id"] for row in first]
     same = {name: rows for name, rows in read.items() if [row["id"] for row in rows] == ids}
+    longest = min(LONGEST, CHARACTERS // max(1, len(ids) * (len(same) + 2)))
     prompts = [
-        {"prompt": _cut(plain(row["prompt"])), "answer": _cut(str(row["answer"]))} for row in first
+        {"prompt": _cut(plain(row["prompt"]), longest), "answer": _cut(str(row["answer"]), longest)}
+        for row in first
     ]
     evaluations = [
         {"name": _name(name), "texts": texts}
         for name, rows in same.items()
-        if (texts := [_cut(row["completion"]) for row in rows])
+        if (texts := [_cut(row["completion"], longest) for row in rows])
     ]
-    return {"prompts": prompts, "evaluations": evaluations}
+    total = 0
+    if paths:
+        with paths[0].open("rb") as file:
+            total = sum(1 for _ in file)
+    return {"prompts": prompts, "evaluations": evaluations, "total": total}
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[:longest]} ..."
 
 
 def _short(value: float) -> float:

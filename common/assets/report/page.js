@@ -177,7 +177,8 @@ function list() {
     box.append(row);
   }
   const last = Math.min(start + PAGE, kept.length);
-  at("count").textContent = kept.length ? `${start + 1} to ${last} of ${kept.length}` : "none";
+  const whole = data.completions.total > prompts.length ? `, the first ${prompts.length} of ${data.completions.total} held out` : "";
+  at("count").textContent = (kept.length ? `${start + 1} to ${last} of ${kept.length}` : "none") + whole;
   at("less").disabled = start === 0;
   at("more").disabled = last === kept.length;
 }

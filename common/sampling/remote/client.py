@@ -19,6 +19,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +41,7 @@ from common.sampling.remote.link import INSTALL, EndedError, Link
 T = TypeVar("T")
 log = logging.getLogger("clutch")
 
+MOST_ROWS = 1024  # side by side; others wait
 OVERHEAD_GB = 2.0  # of vLLM on a GPU, beside weights and cache: kernels, activations, graphs
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM has room for
 
@@ -82,7 +84,8 @@ def open_vllm(
             " rank, with commas between them."
         )
     path = context.out_dir / f"engine-{context.rank}.log"
-    link = Link(python, urls[context.rank], path, context.device.device)
+    device, ranks = context.device.device, context.world_size
+    link = Link(python, urls[context.rank], path, device, ranks)
     return Vllm(setup, link, cache_gb, settings or {})
 
 
@@ -94,7 +97,8 @@ class Vllm:
     separate = True
 
     def __init__(self, setup: Setup, link: Link, cache_gb: float, settings: dict[str, Any]) -> None:
-        self.setup, self.link, self.cache_gb, self.settings = setup, link, cache_gb, settings
+        self.link, self.cache_gb, self.settings = link, cache_gb, settings
+        self.setup = replace(setup, model=None)  # `model` may be replaced, and is not to be kept
         self.model, self.adapter = setup.model, setup.adapter
         self.dtype = setup.autocast or fsdp.dtype(self.model)
         self.context_length = context_length(self.model)
@@ -152,7 +156,7 @@ class Vllm:
         self.sent_adapter = now
 
     def _sum_up(self) -> list[int]:
-        return fingerprint(self.model.parameters())
+        return fingerprint([*self.model.parameters(), *self.model.buffers()])
 
     def _weights(self) -> dict[str, Tensor]:
         """Return the weights of the plain model, on the CPU in the dtype of sampling."""
@@ -171,7 +175,7 @@ class Vllm:
         ours: dict[str, Any] = {
             "model": folder,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "max_num_seqs": self.setup.rows,
+            "max_num_seqs": min(self.setup.rows, MOST_ROWS),
             "kv_cache_memory_bytes": int(self.cache_gb * 2**30),
             "skip_tokenizer_init": True,
             "logprobs_mode": "processed_logprobs",  # of the tempered distribution
@@ -228,13 +232,21 @@ class Vllm:
 
         def attempt() -> bytes:
             self._send()
-            with self.link.shared(0) as folder:
+            with self.link.shared(self._bytes_of_members(requests)) as folder:
                 return self._ask(
                     "generate", watch, **work, adapters=self._adapters(requests, folder)
                 )
 
         found = load(self._try(attempt))
         return self._completions(found, requests, sampling)
+
+    def _bytes_of_members(self, requests: Requests) -> int:
+        """Return what the files of a population take at most."""
+        if requests.factors is None:
+            return 0
+        sides = sum(sum(p.shape) for p in self.model.parameters() if p.ndim == 2)
+        names = 256 * sum(1 for _ in self.model.parameters())
+        return requests.groups * (sides * self.setup.rank * self.dtype.itemsize + names)
 
     def _adapters(self, requests: Requests, folder: Path) -> list[str] | None:
         """Return where vLLM finds the adapters to sample with, one per group; None = none."""

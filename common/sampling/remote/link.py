@@ -26,6 +26,7 @@ INSTALL = (
     " says how without a GPU."
 )
 SHARED = Path("/dev/shm")
+LEAST = 1 << 28  # bytes free there, for adapters and their files
 
 
 class EndedError(Exception):
@@ -39,12 +40,13 @@ class Link:
         python: of the environment that has it, where it is started here.
         url: HOST:PORT of a server, where one waits elsewhere.
         path: of the log of a vLLM that is started here.
-        device: that it is to use.
+        device: that it is to use, where several `ranks` have one each.
     """
 
     def __init__(
-        self, python: str | None, url: str | None, path: Path, device: torch.device
+        self, python: str | None, url: str | None, path: Path, device: torch.device, ranks: int
     ) -> None:
+        self.ranks = ranks
         self.python, self.url, self.path, self.device = python, url, path, device
         self.connection: socket.socket | None = None
         self.process: subprocess.Popen[bytes] | None = None
@@ -77,7 +79,7 @@ class Link:
         threads = str(torch.get_num_threads())
         env = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self.ranks > 1:
             env["CUDA_VISIBLE_DEVICES"] = _visible(self.device)
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             env.pop(name, None)  # of this run's ranks, not of vLLM's
@@ -115,6 +117,7 @@ class Link:
             )
         try:
             self.connection = socket.create_connection((host, int(port)))
+            server.keep_alive(self.connection)
             server.send(self.connection, {"key": key})
         except OSError as error:
             raise ConfigError(
@@ -167,6 +170,8 @@ class Link:
         if "error" in told:
             self.close()
             advice = f" {INSTALL}" if "import vllm" in told["error"] else ""
+            if "KV cache" in told["error"]:
+                advice = " Raise engine.cache_gb."
             raise ConfigError(f"{self.name}: {told['error']}{self._log}.{advice}")
         return told, data
 
@@ -218,6 +223,8 @@ class Link:
             place = Path(tempfile.gettempdir())
         with tempfile.TemporaryDirectory(prefix="part-", dir=place) as found:
             yield Path(found)
+            if self.url is not None:
+                self.ask({"do": "drop", "path": Path(found).name})
 
     def bring(self, folder: Path) -> str:
         """Return where the other side finds the files of a folder."""
@@ -233,7 +240,8 @@ class Link:
 
 def _shared() -> str | None:
     """Return the folder of the memory that processes share; None where there is none."""
-    return str(SHARED) if SHARED.is_dir() and os.access(SHARED, os.W_OK) else None
+    usable = SHARED.is_dir() and os.access(SHARED, os.W_OK)
+    return str(SHARED) if usable and shutil.disk_usage(SHARED).free > LEAST else None
 
 
 def _visible(device: torch.device) -> str:

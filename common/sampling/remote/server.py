@@ -23,6 +23,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +62,9 @@ def _read(connection: socket.socket, count: int) -> bytes:
 class Server:
     """One run's vLLM. `version` is that of the weights that answer."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection, self.version, self.adapters = connection, 0, 0
-        self.folder = tempfile.TemporaryDirectory(prefix="clutch-engine-")
+    def __init__(self, connection: socket.socket, folder: Path) -> None:
+        self.connection, self.folder = connection, folder
+        self.version, self.adapters = 0, 0
         self.llm: Any = None
         self.made = 0  # requests
 
@@ -73,14 +75,23 @@ class Server:
         self.llm, self.version = LLM(**settings), version
         return {"context_length": self.llm.model_config.max_model_len}
 
-    def put(self, path: str, data: bytes) -> dict[str, Any]:
+    def put(self, path: str, data: bytes = b"") -> dict[str, Any]:
         """Write a file that the other machine has."""
-        place = Path(self.folder.name) / path
-        if ".." in place.parts or Path(self.folder.name) not in place.parents:
-            raise ValueError(f"{path!r} is no place below the engine's folder")
+        place = self._place(path)
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(data)
-        return {"folder": self.folder.name}
+        return {"folder": str(self.folder)}
+
+    def drop(self, path: str) -> dict[str, Any]:
+        """Remove a folder of such files, which was read."""
+        shutil.rmtree(self._place(path), ignore_errors=True)
+        return {}
+
+    def _place(self, path: str) -> Path:
+        place = self.folder / path
+        if ".." in place.parts or self.folder not in place.parents:
+            raise ValueError(f"{path!r} is no place below the engine's folder")
+        return place
 
     def load(self, folder: str, version: int) -> dict[str, Any]:
         """Take over the weights of a folder."""
@@ -147,7 +158,7 @@ class Server:
 
     def answer(self, message: dict[str, Any], data: bytes) -> None:
         """Do what a message asks for, and answer it."""
-        verbs: list[Any] = [self.open, self.put, self.load, self.stamp, self.generate]
+        verbs: list[Any] = [self.open, self.put, self.drop, self.load, self.stamp, self.generate]
         do = {verb.__name__: verb for verb in verbs}[message.pop("do")]
         if data:
             message["data"] = data
@@ -183,19 +194,19 @@ def serve(connection: socket.socket, folder: str | None) -> None:
     whatever they are doing. folder: of the run, in shared memory, which goes with it.
     """
     waiting: queue.Queue[tuple[dict[str, Any], bytes]] = queue.Queue()
+    files = folder or tempfile.mkdtemp(prefix="clutch-engine-")
 
     def listen() -> None:
         try:
             while True:
                 waiting.put(receive(connection))
         except (EOFError, OSError):
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(files, ignore_errors=True)
             os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=listen, daemon=True).start()
     send(connection, greet())
-    server = Server(connection)
+    server = Server(connection, Path(files))
     while True:
         server.answer(*waiting.get())
 
@@ -214,34 +225,46 @@ def listen(host: str, port: int) -> None:
     key = os.environ.get(KEY, "")
     if not key:
         sys.exit(f"error: set {KEY} to a secret of your own, here and where the run starts.")
+    serving: subprocess.Popen[bytes] | None = None
     with socket.create_server((host, port)) as door:
         print(f"waiting on {host}:{door.getsockname()[1]}", flush=True)
         while True:
             connection, peer = door.accept()
-            with connection:
-                try:
-                    connection.settimeout(10)
-                    said = str(_greeting(connection).get("key", ""))
-                    connection.settimeout(None)
-                except (OSError, EOFError, ValueError):
-                    continue
-                if not hmac.compare_digest(said.encode(), key.encode()):
+            # A stranger may send anything, or go away at any time.
+            with connection, suppress(OSError, EOFError, ValueError, RecursionError):
+                said = _greeting(connection)
+                if not hmac.compare_digest(said, key.encode()):
                     send(connection, {"error": f"the key is another one: set {KEY}"})
-                    continue
-                print(f"serving {peer[0]}", flush=True)
-                fd = connection.fileno()
-                command = [sys.executable, __file__, str(fd)]
-                subprocess.run(command, pass_fds=[fd], start_new_session=True, check=False)
-                print(f"served {peer[0]}", flush=True)
+                elif serving is not None and serving.poll() is None:
+                    send(connection, {"error": "another run has this server. Wait for its end"})
+                else:
+                    print(f"serving {peer[0]}", flush=True)
+                    keep_alive(connection)
+                    fd = connection.fileno()
+                    command = [sys.executable, __file__, str(fd)]
+                    serving = subprocess.Popen(command, pass_fds=[fd], start_new_session=True)
 
 
-def _greeting(connection: socket.socket) -> dict[str, Any]:
-    """Read the first message of a stranger, who gets no more than a kilobyte of memory."""
-    text, data = HEADER.unpack(_read(connection, HEADER.size))
-    if text > 1024 or data:
-        raise ValueError("this is no run")
-    found = json.loads(_read(connection, text))
-    return found if isinstance(found, dict) else {}
+def _greeting(connection: socket.socket) -> bytes:
+    """Return the key that a stranger sends, who gets a kilobyte of memory and ten seconds."""
+    end = time.monotonic() + 10
+    buffer = b""
+    while len(buffer) < HEADER.size or len(buffer) < HEADER.size + HEADER.unpack_from(buffer)[0]:
+        connection.settimeout(max(0.01, end - time.monotonic()))
+        got = connection.recv(1024)
+        buffer += got
+        if not got or len(buffer) > 1024:
+            raise ValueError("this is no run")
+    connection.settimeout(None)
+    found = json.loads(buffer[HEADER.size :])
+    return str(found.get("key", "") if isinstance(found, dict) else "").encode(errors="replace")
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let the system find out within minutes that a machine at the other end is gone."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
 
 
 def main() -> None:
