@@ -148,10 +148,10 @@ class Probe:
         )
         self.examples = population.lm.order.take(0, prompts)
         self.size = weights.root_mean_square()
-        if self.size == 0 and AUTO in (cfg.sigma, cfg.lr):
+        if self.size == 0 and (self.run.probe or AUTO in (cfg.sigma, cfg.lr)):
             raise ConfigError(
-                "algo.sigma=auto and algo.lr=auto measure sigma by the size of the weights, and all"
-                " that are perturbed here are 0. Give both, or perturb others too."
+                "probe=true, algo.sigma=auto and algo.lr=auto measure sigma by the size of the"
+                " weights, and all that are perturbed here are 0. Give both, or perturb others too."
             )
         self.attempt = Attempt()
         self.centre = 0.0
@@ -201,21 +201,23 @@ class Probe:
         tried = population.try_out(self.examples, DRAW, sigma, self.attempt, closely=True)
         assert tried.centre is not None
         assert tried.changed is not None
-        if not tried.finite:
+        if not tried.centre.rewards.isfinite().all():
             raise ConfigError(
-                "the probe met NaN or infinity in a reward or in logits. Mend the reward, or set"
-                " algo.sigma and algo.lr."
+                "the probe met NaN or infinity in a reward or in logits of the model without noise."
+                " Mend the reward, or the model."
             )
+        finite = tried.finite  # what is not earns nothing, and that sigma is too large
+        rewards = tried.rewards.nan_to_num(0.0, 0.0, 0.0)
         self.centre = tried.centre.rewards.mean().item()
-        means = tried.rewards.mean(1)
+        means = rewards.mean(1)
         spread = means.std(correction=0).item()
         least = (1 - LOSS) * self.centre - spread / math.sqrt(len(means))
         cut, whole = tried.cut.mean().item(), tried.answered
-        survived = means.mean().item() >= least
+        survived = finite and means.mean().item() >= least
         survived &= cut <= tried.centre.cut + LOSS
         if whole is not None and tried.centre.answered is not None:
             survived &= whole.mean().item() >= tried.centre.answered - LOSS
-        shaped = tried.shaped(self.cfg)
+        shaped = replace(tried, rewards=rewards).shaped(self.cfg)
         directions = by_direction(shaped, pair)
         variance = directions.square().mean().item() * self.cfg.directions()
         row = Row(
@@ -226,7 +228,7 @@ class Probe:
             answered=None if whole is None else whole.mean().item(),
             reward=means.mean().item(),
             reward_std=spread,
-            prompt_agreement=agree_prompts(tried.rewards, pair, self.cfg.samples_per_prompt),
+            prompt_agreement=agree_prompts(rewards, pair, self.cfg.samples_per_prompt),
             step=math.sqrt(variance) / self.cfg.members,
             survived=survived,
         )
