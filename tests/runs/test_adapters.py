@@ -21,9 +21,10 @@ from common.model.load import load_model
 from common.tasks import build
 from grpo.loss import kl
 from grpo.policy import Policy
-from launch import compose, train
+from launch import compose
 from rft.finetune import Finetuner
-from tests.support import CONF, MOVING, SMALL_GRPO, SMALL_RFT, events
+from tests.support import CONF, SMALL_GRPO, adapters, events
+from tests.support.adapters import ADAPTER, AMP, EGGROLL, RFT, matrices, run, same
 from tests.support.models import small_model
 
 peft = pytest.importorskip("peft")
@@ -31,26 +32,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )
 
-ADAPTER = "model.adapter={rank: 4}"
-GRPO = [*SMALL_GRPO, ADAPTER, "algo.lr=1e-2", "algo.kl.beta=0.1", "evaluate.every=2"]
-GRPO += ["algo.resample_rounds=0"]
-EGGROLL = [*MOVING, ADAPTER]
-RFT = [*SMALL_RFT, ADAPTER, "algo.iterations=1", "algo.lr=5e-3"]
-AMP, LEAN = "opt=[amp]", "opt=[amp,checkpointing]"
-
-
-def run(folder, *overrides):
-    return train(compose([*overrides, "hardware=cpu"], CONF), folder)
-
-
-def matrices(folder):
-    return load_file(folder / "adapter" / "adapter_model.safetensors")
-
-
-def same(one, other):
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
+GRPO = [*adapters.GRPO, "evaluate.every=2"]
+LEAN = "opt=[amp,checkpointing]"
 
 
 @pytest.mark.parametrize("settings", [GRPO, [*GRPO, LEAN], EGGROLL, [*EGGROLL, AMP], [*RFT, LEAN]])

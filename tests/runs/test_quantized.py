@@ -19,35 +19,17 @@ from common.model.quantized import (
     quantize,
 )
 from eggroll.weights import Fixed
-from launch import compose, train
-from tests.support import CONF, MOVING, SMALL, SMALL_GRPO, SMALL_RFT, events
+from launch import compose
+from tests.support import CONF, SMALL, adapters, events
+from tests.support.adapters import ADAPTER, AMP, EGGROLL, RFT, matrices, run, same
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )
 
-ADAPTER = "model.adapter={rank: 4}"
-GRPO = [*SMALL_GRPO, ADAPTER, "algo.lr=1e-2", "algo.kl.beta=0.1", "evaluate.every=0"]
-GRPO += ["algo.resample_rounds=0"]
-EGGROLL = [*MOVING, ADAPTER]
-RFT = [*SMALL_RFT, ADAPTER, "algo.iterations=1", "algo.lr=5e-3"]
-AMP = "opt=[amp]"
+GRPO = [*adapters.GRPO, "evaluate.every=0"]
 INT8, NF4 = "model.quantize=int8", "model.quantize=nf4"
-
-
-def run(folder, *overrides):
-    return train(compose([*overrides, "hardware=cpu"], CONF), folder)
-
-
-def matrices(folder):
-    return load_file(folder / "adapter" / "adapter_model.safetensors")
-
-
-def same(one, other):
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
 
 
 @pytest.mark.parametrize("settings", [[*GRPO, NF4], [*RFT, INT8, AMP], [*EGGROLL, NF4]])

@@ -190,9 +190,8 @@ class Vllm:
             ours |= {"enable_lora": True, "max_lora_rank": room}
             ours["max_loras"] = max(1, self.setup.members)
         device = self.setup.context.device
-        if (
-            device.device.type == "cuda"
-        ):  # else vLLM wants nearly all of it, and the trainer has some
+        # vLLM wants nearly all of a GPU by itself, and the trainer has some of it.
+        if device.device.type == "cuda":
             share = (self.fixed_bytes(0) / 2**30 + OVERHEAD_GB) / device.memory_gb
             ours["gpu_memory_utilization"] = round(min(share, 0.95), 3)
         if own := sorted(ours.keys() & self.settings.keys()):
