@@ -12,7 +12,13 @@ from common.config import ConfigError
 from common.distributed import fsdp
 from common.lm import LM, fit
 from common.model import logprobs
-from common.model.memory import activation_bytes, logits_bytes, passing_bytes, training_peak
+from common.model.memory import (
+    Batch,
+    activation_bytes,
+    logits_bytes,
+    passing_bytes,
+    training_peak,
+)
 from common.model.transfer import to_device
 from common.rows import RowLimit
 from common.step import Step
@@ -232,10 +238,10 @@ class Policy:
         once = logits_bytes(lm.model, self.limit.rows * cfg.sampling.max_new_tokens)
         state = self.state.on_rank(lm.model, rollout=False)
         new, compute = cfg.sampling.max_new_tokens, lm.precision.compute
-        sizes = 1 / cfg.samples_per_prompt, lm.longest_prompt, 1, new
-        row = activation_bytes(lm.model, *sizes, compute, self.recomputed)
+        one = Batch(1 / cfg.samples_per_prompt, lm.longest_prompt, 1, new, compute)
+        row = activation_bytes(lm.model, one, self.recomputed)
         fit(self.limit, row, state + once, lm.context)
-        passing = passing_bytes(lm.model, *sizes, compute) if self.recomputed else 0.0
+        passing = passing_bytes(lm.model, one) if self.recomputed else 0.0
         # Ranks cut micro-batches alike: see `step`.
         self.limit.rows = min(lm.context.gather_objects(self.limit.rows))
         share = -(-cfg.prompts_per_step // lm.context.world_size) * cfg.samples_per_prompt
