@@ -243,6 +243,8 @@ def judge(
 
 def _reason(result: Any, events: Sequence[Numbers], algo: dict[str, Any]) -> tuple[str, str]:
     """Return the likely reason why nothing was learnt, and the override to try next."""
+    if result.steps == 0:
+        return "No step was made: what came before the first one used up the budget.", ""
     if result.before >= SOLVED:
         return "There was nothing left to learn: give harder prompts.", ""
     if result.iteration == 0:
