@@ -75,11 +75,9 @@ class StateMemory:
         gradients = self.gradients_on_rank(model)
         optimizer = self.optimizer / (1 if self.adapter else fsdp.share(model))
         weights = self.on_rank(model, rollout=True) - gradients - optimizer
-        said = f"weights {weights / 2**30:.2f} GB"
-        if not gradients:
-            return said
-        state = f"optimizer state {optimizer / 2**30:.2f} GB"
-        return f"{said}, gradients {gradients / 2**30:.2f} GB, {state}"
+        parts = {"weights": weights, "gradients": gradients, "optimizer state": optimizer}
+        shown = {name: size for name, size in parts.items() if size or name == "weights"}
+        return ", ".join(f"{name} {size / 2**30:.2f} GB" for name, size in shown.items())
 
     def gradients_on_rank(self, model: Any) -> float:
         """Return the bytes of gradients on one rank."""
