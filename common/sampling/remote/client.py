@@ -51,7 +51,7 @@ def open_vllm(
     python: str | None,
     url: str | None,
     cache_gb: float,
-    settings: dict[str, Any] | None,
+    settings: dict[str, Any],
 ) -> "Vllm":
     """Open the engine (conf/engine/vllm.yaml); vLLM starts with the first call.
 
@@ -86,7 +86,7 @@ def open_vllm(
     path = context.out_dir / f"engine-{context.rank}.log"
     device, ranks = context.device.device, context.world_size
     link = Link(python, urls[context.rank], path, device, ranks)
-    return Vllm(setup, link, cache_gb, settings or {})
+    return Vllm(setup, link, cache_gb, settings)
 
 
 class Vllm:
