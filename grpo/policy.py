@@ -35,10 +35,10 @@ PER_TOKEN = {
     "entropy": "entropy",
     "clipped": "clipped",
     "ratio_kl": "ratio_kl",
-    "kl": "kl",
     "gap": "sampler_gap",
 }
-
+# The same where the loss pulls towards a reference model.
+PULLED = {"kl": "kl"}
 # The same where weights correct for that gap. dropped: what is left out because of it.
 CORRECTED = {"weight": "sampler_weight", "dropped": "sampler_dropped"}
 
@@ -109,7 +109,9 @@ class Policy:
         with update.phase("update"):
             updated = self.updater.step(self.lr(update.index), totals["loss"])
         tokens = max(1.0, totals["tokens"])
-        shown = PER_TOKEN | (CORRECTED if self.correction != "off" else {})
+        pulled = self.cfg.kl.beta and self.cfg.kl.where == "loss"
+        shown = PER_TOKEN | (PULLED if pulled else {})
+        shown |= CORRECTED if self.correction != "off" else {}
         return updated | {name: totals[key] / tokens for key, name in shown.items()}
 
     def check(self, numbers: dict[str, float], rollouts: Rollouts, update: Step) -> None:
@@ -157,7 +159,7 @@ class Policy:
         # Summed on the device: reading a number after each micro-batch would wait for it.
         totals = {
             name: torch.zeros((), dtype=torch.float64, device=device)
-            for name in ("loss", "tokens", *PER_TOKEN, *CORRECTED)
+            for name in ("loss", "tokens", *PER_TOKEN, *PULLED, *CORRECTED)
         }
         lengths = rollouts.lengths.tolist()
         rows_of = [
