@@ -26,7 +26,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from tqdm import tqdm
 
 from common import hardware
 from common.config import ConfigError, Run, flat
@@ -37,6 +36,7 @@ from common.failures import show_any_text, take_early
 from common.files import CheckpointError
 from common.instance import load
 from common.lock import locked
+from common.screen import printing
 from common.signals import (
     EXIT_CONFIG,
     EXIT_CRASH,
@@ -422,10 +422,10 @@ def _logging(context: Context) -> None:
 
 
 class _Printed(logging.StreamHandler[TextIO]):
-    """Prints above a progress bar, not into it."""
+    """Prints above what is live on a terminal, not into it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with tqdm.external_write_mode(self.stream):
+        with printing():
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:

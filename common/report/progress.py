@@ -2,13 +2,11 @@
 
 import logging
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from tqdm import tqdm
+from common.screen import find_screen
 
 log = logging.getLogger("clutch")
 
@@ -32,58 +30,64 @@ class Progress:
         self.said = brief
         self.first: float | None = None  # when the first observation came
         self.first_done = done
-        self.bar: Any = None
-        if sys.stderr.isatty():
-            self.width = 10 if terminal_columns() >= 100 else 6
-            counts = "{n_fmt}/{total_fmt}"
-            self.layout = f"{self.name} {counts} |{{bar:{self.width}}}| %s{{postfix}}"
-            options: Any = {
-                "bar_format": self.layout % "? left",
-                "dynamic_ncols": True,
-                "smoothing": 0,
-            }
-            self.bar = tqdm(total=total, initial=done, leave=not brief, **options)
+        self.done, self.shown = done, ""
+        self.screen = find_screen()
+        if self.screen:
+            self.screen.open(self)
 
     def to(self, done: int, text: str = "", always: bool = False) -> None:
         """Move to `done` of `total`. always: say it even if a line was printed a moment ago."""
         now = time.monotonic()
         if self.first is None and done > self.start:
             self.first, self.first_done = now, done
-        known = done == self.total or (self.first is not None and now - self.first >= self.SPAN)
-        if self.bar is not None:
-            if known:
-                self.bar.bar_format = self.layout % "{remaining} left"
-            self.bar.set_postfix_str(self._cut(text), refresh=False)
-            self.bar.update(done - self.bar.n)
+        self.done, self.shown = done, text
+        if self.screen:
+            self.screen.draw(now=always)
             return
         # seconds; days of training are not a million lines
         due = now - self.printed > max(10, (now - self.began) / 50)
         if due or not self.said or always or (done == self.total and not self.brief):
             self.printed, self.said = now, True
-            left = self._left(now, done)
-            parts = [f"{tqdm.format_interval(left)} left"] if known else []
-            tail = ", ".join([*parts, *([text] if text else [])])
+            tail = ", ".join(self._parts(now))
             log.info("%s %d/%d%s", self.name, done, self.total, f": {tail}" if tail else "")
 
-    def _left(self, now: float, done: int) -> float:
+    def text(self) -> str:
+        """Return the line with a bar, and as many whole parts as the terminal has room for."""
+        columns = terminal_columns()
+        width = 10 if columns >= 100 else 6
+        filled = "█" * (width * self.done // max(1, self.total))
+        head = f"{self.name} {self.done}/{self.total} |{filled:<{width}}| "
+        parts = self._parts(time.monotonic())
+        while len(parts) > 1 and len(head) + len(", ".join(parts)) >= columns:
+            parts.pop()
+        return (head + ", ".join(parts))[: columns - 1]
+
+    def _parts(self, now: float) -> list[str]:
+        """Return the time left, where it is known, and what the line says."""
+        known = self.done == self.total
+        known |= self.first is not None and now - self.first >= self.SPAN
+        left = [f"{format_seconds(self._left(now))} left"] if known else []
+        return [*left, *filter(None, self.shown.split(", "))]
+
+    def _left(self, now: float) -> float:
         """Return the seconds left, at the mean speed since the first observation, which took the
         time of starting up.
         """
-        if self.first is None or done <= self.first_done:
-            return (now - self.began) / max(1, done - self.start) * (self.total - done)
-        return (now - self.first) / (done - self.first_done) * (self.total - done)
-
-    def _cut(self, text: str) -> str:
-        """Return as many whole parts of `text` as the terminal has room for."""
-        head = f"{self.name} {self.total}/{self.total} |{' ' * self.width}| 0:00:00 left, "
-        while len(head) + len(text) >= terminal_columns() and ", " in text:
-            text = text.rpartition(", ")[0]
-        return text
+        if self.first is None or self.done <= self.first_done:
+            return (now - self.began) / max(1, self.done - self.start) * (self.total - self.done)
+        return (now - self.first) / (self.done - self.first_done) * (self.total - self.done)
 
     def close(self) -> None:
-        """End the line."""
-        if self.bar is not None:
-            self.bar.close()
+        """End the line; a brief one goes."""
+        if self.screen:
+            self.screen.close(self, keep=not self.brief)
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a time as 01:23, or as 1:02:03 from an hour on."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes:02d}:{rest:02d}"
 
 
 def terminal_columns() -> int:

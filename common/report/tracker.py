@@ -14,6 +14,7 @@ from common.report.advice import Adviser
 from common.report.events import EVALUATIONS, cut_events, events, jsonable, numbers, write_jsonl
 from common.report.progress import Progress
 from common.report.sinks import open_sink
+from common.screen import find_screen
 from common.tasks import plain
 
 log = logging.getLogger("clutch")
@@ -49,6 +50,11 @@ class Tracker:
         self.sink = open_sink(run, out_dir, resumed, state or {})
         self.held: list[dict[str, Any]] = events(out_dir / EVALUATIONS)
         self.line: Progress | None = None
+        self.screen = find_screen()
+        if self.screen:
+            self.screen.clear()
+            for record in self.held:
+                self.screen.add(record["metric_name"], record["metric"])
         self.adviser = Adviser(asdict(run.algo))
         if steps is not None:
             self.begin("", steps, resumed, "step")
@@ -66,6 +72,8 @@ class Tracker:
         self.file.flush()
         if self.sink:
             self.sink.log(numbers(event), event["step"])
+        if self.screen:
+            self.screen.look(event)
         if "metrics" in event:
             self._evaluated({key: event[key] for key in event if key in KEPT})
         for advice in self.adviser.look(event):
@@ -100,6 +108,8 @@ class Tracker:
 
     def _evaluated(self, record: dict[str, Any]) -> None:
         """Keep one line per step in RUN/evaluations.jsonl."""
+        if self.screen:
+            self.screen.add(record["metric_name"], record["metric"])
         others = (held for held in self.held if held["step"] != record["step"])
         self.held = sorted((*others, record), key=lambda held: held["step"])
         write_jsonl(self.out_dir / EVALUATIONS, self.held)

@@ -415,15 +415,15 @@ def test_wandb_sweeps_compose(path):
 
 
 @pytest.mark.parametrize("columns", [80, 160])
-def test_one_progress_line_on_a_terminal(in_cache, warm, tmp_path, columns):
-    """On a real terminal: it is rewritten in place, is never wider than the terminal, and other
-    lines stay whole.
+def test_a_terminal_shows_one_live_screen(in_cache, warm, tmp_path, columns):
+    """On a real terminal: it is drawn in place, is never wider than the terminal, and other lines
+    stay whole.
     """
     mine, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     environment = {
         key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")
-    }
+    } | {"TERM": "xterm-256color"}
     arguments = [*SMALL, "evaluate.every=2", f"hydra.run.dir={tmp_path}/run"]
     arguments.append("algo.stop_at.drift=1e9")  # so that each step measures it
     terminal = dict.fromkeys(("stdin", "stdout", "stderr"), os.ttyname(its))
@@ -435,18 +435,23 @@ def test_one_progress_line_on_a_terminal(in_cache, warm, tmp_path, columns):
     assert process.returncode == 0, written
     os.close(mine)
     os.close(its)
-    lines = written.decode().replace("\r\n", "\n").split("\n")
-    states = [[re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", s) for s in line.split("\r")] for line in lines]
-    steps = [state for line in states for state in line if state.startswith("step ")]
+    plain = re.sub(r"\x1b\[\??[0-9;]*[A-Za-z]", "", written.decode())
+    lines = [line for line in re.split(r"[\r\n]+", plain) if line]
+    live = [line for line in lines if line.startswith(("step ", "reward ", "time: ", "evaluating"))]
+    assert max(map(len, live)) < columns
+    steps = [line for line in lines if line.startswith("step ")]
     assert steps[0].startswith("step 0/4 |")
-    assert all(len(state) < columns for state in steps), max(map(len, steps))
     last = steps[-1]
     for text in ("step 4/4 |", "left, reward ", ", bleu 0.0 @2, ", " tokens/s"):
         assert text in last
     assert ("drift" in last) == (columns == 160), "what has no room is left out whole"
-    assert any(state.startswith("evaluating: completion ") for line in states for state in line)
-    (before,) = (line for line in lines if "before: held-out" in line)
-    assert re.fullmatch(
-        r"before: held-out bleu \d+\.\d\d", before.rpartition("\r")[2].replace("\x1b[A", "")
-    )
+    assert any(line.startswith("evaluating: completion ") for line in lines)
+    assert any(re.fullmatch(r"before: held-out bleu \d+\.\d\d", line) for line in lines)
+    (reward,) = [line for line in lines if line.startswith("reward ")][-1:]
+    logged = [event["reward"] for event in events(tmp_path / "run")]
+    curve = reward.split()[1]
+    assert len(curve) == len(logged) == 4
+    assert f"{logged[0]:.4g} → {logged[-1]:.4g}" in reward
+    assert curve[logged.index(max(logged))] == ("█" if max(logged) > min(logged) else "▁")
+    assert any(line.startswith("time: rollout ") for line in lines)
     assert any(line.startswith("  report ") for line in lines)

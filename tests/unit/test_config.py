@@ -239,7 +239,7 @@ MISTAKES = {
     ),
     "tracker=wandbb": (
         "tracker='wandbb' is not a choice. Did you mean 'wandb'? Choices: jsonl, tensorboard,"
-        " wandb."
+        " trackio, wandb."
     ),
 }
 
