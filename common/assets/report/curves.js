@@ -1,0 +1,68 @@
+"use strict";
+// Charts of uPlot, from panels {title, unit, zero, series}.
+const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
+
+// The running mean over a share of all values. Of a curve that was thinned each pair of values
+// stands for the mean of its neighbours, which is given.
+function smoothed(one, share) {
+  const values = one.mean ?? one.y, width = Math.max(1, Math.round(share * values.length));
+  let sum = 0;
+  const means = values.map((value, i) => {
+    sum += value - (i >= width ? values[i - width] : 0);
+    return sum / Math.min(i + 1, width);
+  });
+  return one.mean ? means.flatMap((mean) => [null, mean]) : means;
+}
+
+function look() {
+  const style = getComputedStyle(document.documentElement);
+  const grid = { stroke: style.getPropertyValue("--line"), width: 1 };
+  return { stroke: style.getPropertyValue("--quiet"), grid, ticks: grid };
+}
+
+// A box with a head, where `draw` puts the chart.
+function box(panel, place) {
+  const found = make("div", undefined, "chart"), head = make("h3", panel.title + " ");
+  head.append(make("span", panel.unit, "unit"));
+  found.append(head);
+  place.append(found);
+  return found;
+}
+
+// What stands at a place of an axis whose places are `step` apart.
+function say(tick, step) {
+  if (!tick) return tick === 0 ? "0" : "";
+  if (Math.abs(tick) < 1e-3) return tick.toExponential(1);
+  return tick.toFixed(Math.min(6, Math.max(0, Math.ceil(-Math.log10(step) - 1e-9))));
+}
+
+// curves: [{label, colour, dash, x, y, raw: faint, low, high: a band between two others}].
+function draw(place, curves, { label, zero, log, sync }) {
+  const tables = [], series = [{ label, value: (u, v) => short(v) }], bands = [];
+  const value = (u, v, i, at) => {
+    const under = u.series[i].under;
+    return v === null || v === undefined ? "" : short(v) + (under && at !== null && u.data[under][at] !== undefined ? ` (${short(u.data[under][at])})` : "");
+  };
+  for (const one of curves) {
+    tables.push([one.x, one.y]);
+    const line = { label: one.label, stroke: one.colour + (one.raw ? "50" : ""), width: one.raw ? 1 : 2, dash: one.dash, value };
+    line.points = { show: !one.hidden && !one.line && one.y.length < 30 };
+    line.spanGaps = true;
+    if (one.raw || one.hidden) line.class = "raw";
+    if (one.hidden) line.width = 0;
+    if (one.under) line.under = series.length - 1;
+    if (one.band) bands.push({ series: [series.length, series.length + 1], fill: one.colour + "28" });
+    series.push(line);
+  }
+  const axis = look();
+  const range = zero && !log ? (u, low, high) => [Math.min(0, low), high * 1.05 || 1] : undefined;
+  const options = {
+    width: place.clientWidth, height: 230, series, bands,
+    scales: { x: { time: false }, y: { distr: log ? 3 : 1, ...(range ? { range } : {}) } },
+    axes: [axis, { ...axis, size: 64, values: (u, ticks, i, space, step) => ticks.map((tick) => say(tick, step)) }],
+    cursor: { sync: { key: sync } },
+    legend: { live: true },
+  };
+  place.querySelector(".uplot")?.remove();
+  return new uPlot(options, uPlot.join(tables, tables.map(() => [2, 2])), place);
+}
