@@ -33,7 +33,8 @@ function box(panel, place) {
 function say(tick, step) {
   if (!tick) return tick === 0 ? "0" : "";
   if (Math.abs(tick) < 1e-3) return tick.toExponential(1);
-  return tick.toFixed(Math.min(6, Math.max(0, Math.ceil(-Math.log10(step) - 1e-9))));
+  const digits = [0, 1, 2, 3, 4, 5, 6].find((d) => Math.abs(step * 10 ** d - Math.round(step * 10 ** d)) < 1e-6);
+  return tick.toFixed(digits ?? 6);
 }
 
 // curves: [{label, colour, dash, x, y, raw: faint, low, high: a band between two others}].

@@ -10,12 +10,14 @@ function make(tag, text, kind) {
   return found;
 }
 
+// A table of texts and numbers; columns of numbers are set to the right.
 function table(heads, rows) {
   const found = make("table");
   const kinds = heads.map((_, i) => (rows.every((row) => i && /^[+\-−]?[\d.,]*( %)?$/.test(row[i])) ? "number" : ""));
+  rows = rows.map((row) => row.map(String));
   const add = (cells, tag) => {
     const line = found.insertRow();
-    cells.forEach((cell, i) => line.append(make(tag, cell, kinds[i])));
+    cells.forEach((cell, i) => line.append(make(tag, cell, kinds[i] || (cell.length < 18 ? "short" : ""))));
   };
   if (heads.some((head) => head)) add(heads, "th");
   rows.forEach((row) => add(row, "td"));
