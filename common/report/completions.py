@@ -54,8 +54,11 @@ def find_held_out(folder: Path) -> dict[str, Any]:
         {
             "name": _name(name),
             "texts": texts,
-            # what the task gives each of them, where the run has kept it
-            "scores": [row.get("reward") for row in rows] if "reward" in rows[0] else None,
+            # what each adds to a measure, of 100, where the run has kept it
+            "scores": {
+                measure: [row["scores"][measure] for row in rows]
+                for measure in rows[0].get("scores") or {}
+            },
         }
         for name, rows in same.items()
         if (texts := [_cut(row["completion"], longest) for row in rows])

@@ -85,7 +85,7 @@ def find_settings(folder: Path, config: dict[str, Any]) -> list[list[str]]:
     chosen = text["hydra"]["runtime"]["choices"] if text else {}
     defaults = flat({k: v for k, v in shipped("config.yaml").items() if k != "defaults"})
     for group in GROUPS:
-        name = chosen.get(group) or config[group].get("name")
+        name = chosen.get(group) or config.get(group, {}).get("name")
         if (CONF / group / f"{name}.yaml").exists():
             values = {k: v for k, v in shipped(f"{group}/{name}.yaml").items() if k != "defaults"}
             defaults |= flat(values, f"{group}.")

@@ -168,36 +168,45 @@ function compare(old, fresh) {
   return [left, right];
 }
 
+// What each completion of an evaluation adds to the measure that is chosen, of 100.
+function scoresOf(one) {
+  return one.scores[at("measure").value];
+}
+
 function marked(parts, score) {
-  const found = make("div", undefined, score === undefined ? "" : score >= 1 ? "right" : score > 0 ? "part" : "wrong");
+  const known = score !== undefined;
+  const found = make("div", undefined, !known ? "" : score >= 100 ? "right" : score > 0 ? "part" : "wrong");
   for (const [tag, text] of parts) found.append(tag ? make(tag, text) : text);
-  if (score !== undefined) found.prepend(make("p", `score ${short(score)}`, "about"));
+  if (known) found.prepend(make("p", `${at("measure").value} ${short(score)}`, "about"));
   return found;
 }
 
 const BECAME = {
   "": ["any", () => true],
-  right: ["right on the right side", (one, other) => other >= 1],
-  wrong: ["wrong on the right side", (one, other) => !(other >= 1)],
-  learnt: ["wrong, then right", (one, other) => !(one >= 1) && other >= 1],
-  lost: ["right, then wrong", (one, other) => one >= 1 && !(other >= 1)],
+  right: ["right on the right side", (one, other) => other >= 100],
+  wrong: ["wrong on the right side", (one, other) => other < 100],
+  learnt: ["wrong, then right", (one, other) => one < 100 && other >= 100],
+  lost: ["right, then wrong", (one, other) => one >= 100 && other < 100],
+  better: ["better", (one, other) => other > one],
+  worse: ["worse", (one, other) => other < one],
 };
 let start = 0;
 
 function listHeldOut() {
   const { prompts, evaluations, total } = run.completions;
   const one = evaluations[Number(at("left").value)], other = evaluations[Number(at("other").value)];
-  const text = at("text").value.toLowerCase(), became = BECAME[at("became").value]?.[1];
+  const text = at("text").value.toLowerCase(), became = BECAME[at("became").value][1];
+  const before = scoresOf(one), after = scoresOf(other);
   const kept = prompts.map((_, i) => i).filter((i) => {
     if (at("changed").checked && one.texts[i] === other.texts[i]) return false;
-    if (became && one.scores && other.scores && !became(one.scores[i], other.scores[i])) return false;
+    if (before && after && !became(before[i], after[i])) return false;
     return !text || [prompts[i].prompt, prompts[i].answer, one.texts[i], other.texts[i]].some((t) => t.toLowerCase().includes(text));
   });
   start = Math.max(0, Math.min(start, kept.length - 1));
   const rows = kept.slice(start, start + PAGE).map((i) => {
     const row = make("div", undefined, "row"), pair = make("div", undefined, "pair");
     const [left, right] = compare(one.texts[i], other.texts[i]);
-    pair.append(marked(left, one.scores?.[i]), marked(right, other.scores?.[i]));
+    pair.append(marked(left, before?.[i]), marked(right, after?.[i]));
     row.append(make("p", prompts[i].prompt, "prompt"), pair, make("span", `answer: ${prompts[i].answer}`, "answer"));
     return row;
   });
@@ -211,16 +220,16 @@ function listHeldOut() {
 
 // Each held-out prompt's score in each evaluation.
 function showGrid() {
-  const { prompts, evaluations } = run.completions, known = evaluations.filter((one) => one.scores);
-  at("grid").hidden = at("changes").hidden = !known.length;
+  const { prompts, evaluations } = run.completions, known = evaluations.filter(scoresOf);
+  at("grid").hidden = !known.length;
   if (!known.length) return;
-  const share = (i) => known.reduce((sum, one) => sum + (one.scores[i] ?? 0), 0) / known.length;
-  const rows = prompts.map((prompt, i) => [prompt.prompt.trim().slice(0, 60), ...known.map((one) => short(one.scores[i])), short(share(i))]);
-  const found = table(["prompt", ...known.map((one) => one.name), "mean"], rows);
+  const all = known.map(scoresOf);
+  const rows = prompts.map((prompt, i) => [prompt.prompt.trim().slice(0, 60), ...all.map((scores) => short(scores[i]))]);
+  const found = table([`prompt, its ${at("measure").value}`, ...known.map((one) => one.name)], rows);
   [...found.rows].slice(1).forEach((line, i) =>
-    known.forEach((one, k) => {
+    all.forEach((scores, k) => {
       line.cells[k + 1].className = "number share";
-      line.cells[k + 1].style.setProperty("--share", one.scores[i] ?? 0);
+      line.cells[k + 1].style.setProperty("--share", Math.max(0, Math.min(1, scores[i] / 100)));
     }),
   );
   at("grid").querySelector(".wide").replaceChildren(found);
@@ -233,6 +242,9 @@ function showHeldOut() {
   const names = evaluations.map((one, i) => [String(i), one.name]);
   choose("left", names, "0");
   choose("other", names, String(evaluations.length - 1));
+  const measures = [...new Set(evaluations.flatMap((one) => Object.keys(one.scores)))];
+  at("changes").hidden = !measures.length;
+  choose("measure", measures.map((name) => [name, name]), measures[0]);
   choose("became", Object.entries(BECAME).map(([key, [name]]) => [key, name]), "");
   showGrid();
   listHeldOut();
@@ -243,5 +255,6 @@ const restart = () => {
   listHeldOut();
 };
 listen(["left", "other", "became", "changed", "text"], restart);
+listen(["measure"], () => { showGrid(); restart(); });
 at("less").addEventListener("click", () => { start -= PAGE; listHeldOut(); });
 at("more").addEventListener("click", () => { start += PAGE; listHeldOut(); });

@@ -87,6 +87,19 @@ function fill() {
   redraw();
   showTraining();
   showHeldOut();
+  point();
+}
+
+// Links to the parts of the page that this run has.
+function point() {
+  const parts = [...document.querySelectorAll("main > section")].filter((one) => !one.hidden);
+  document.querySelector("nav").replaceChildren(
+    ...parts.map((one) => {
+      const link = make("a", one.querySelector("h2").textContent);
+      link.href = `#${one.id}`;
+      return link;
+    }),
+  );
 }
 
 // Asks whether a file of a run has changed, and shows what has.
