@@ -6,7 +6,9 @@ has changed, and gets the data anew then; the curves of several runs lie in the 
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,41 +21,51 @@ from common.report.page import check_folder
 log = logging.getLogger("clutch")
 
 HOST = "127.0.0.1"
+REST = 9  # seconds without reading files, for each second that was spent on it
 # The files of a run folder that its page is made of.
 FILES = ("run.yaml", "result.json", "metrics.jsonl", "evaluations.jsonl", "run.log")
 FILES += ("completions/*.jsonl", "shard-*/completions/*.jsonl")
 
 
 class Board:
-    """The data of some runs, made anew when their files have changed."""
+    """The data of some runs, made anew when their files have changed, but not so often that it
+    would keep the machine from training.
+    """
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        self.folders, self.lock = folders, threading.Lock()
+        self.folders, self.lock, self.rested = folders, threading.Lock(), 0.0
         self.made: dict[Path, tuple[str, dict[str, Any]]] = {}  # by folder: the mark, the data
-
-    def mark(self) -> str:
-        """Return what changes when a file of a run does."""
-        return "-".join(_mark(folder) for folder in self.folders)
 
     def data(self) -> dict[str, Any]:
         """Return what the page shows. A run whose file is just being written stays as it was."""
         with self.lock:
-            marks = [_mark(folder) for folder in self.folders]
-            for folder, mark in zip(self.folders, marks, strict=True):
-                if folder not in self.made or self.made[folder][0] != mark:
-                    try:
-                        self.made[folder] = mark, web.read_data(folder)
-                    except ConfigError as error:
-                        if folder not in self.made:
-                            raise
-                        log.warning("%s", error)
-            runs = [self.made[folder][1] for folder in self.folders]
-            return {"live": True, "mark": "-".join(marks), "runs": _named(runs, self.folders)}
+            if (began := time.monotonic()) >= self.rested:
+                for folder in self.folders:
+                    self._look(folder)
+                self.rested = time.monotonic() + REST * (time.monotonic() - began)
+            marks, runs = zip(*(self.made[folder] for folder in self.folders), strict=True)
+            runs = _named(list(runs), self.folders)
+            return {"live": True, "mark": "-".join(marks), "runs": runs}
+
+    def _look(self, folder: Path) -> None:
+        mark, last = _mark(folder), self.made.get(folder)
+        if last and last[0] == mark:
+            return
+        try:
+            self.made[folder] = mark, web.read_data(folder)
+        except (ConfigError, OSError) as error:
+            if not last:
+                raise
+            log.warning("%s is shown as it was: %s", folder, error)
+            self.made[folder] = mark, last[1]
 
 
 def _mark(folder: Path) -> str:
-    stats = [path.stat() for pattern in FILES for path in sorted(folder.glob(pattern))]
-    return f"{hash(tuple((one.st_size, one.st_mtime_ns) for one in stats)) & (1 << 64) - 1:x}"
+    found = []
+    for path in (path for pattern in FILES for path in sorted(folder.glob(pattern))):
+        with suppress(FileNotFoundError):  # a file that is just being replaced
+            found.append((path.stat().st_size, path.stat().st_mtime_ns))
+    return f"{hash(tuple(found)) & (1 << 64) - 1:x}"
 
 
 def _named(runs: list[dict[str, Any]], folders: Sequence[Path]) -> list[dict[str, Any]]:
@@ -71,15 +83,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer / and /data?since=MARK; there is nothing else."""
-        asked = urlsplit(self.path)
+        asked, port = urlsplit(self.path), self.server.server_address[1]
+        if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
+            return self._answer(403, "text/plain", f"The page is at http://{HOST}:{port}/.")
         if asked.path not in ("/", "/data"):
             return self._answer(404, "text/plain", "There is nothing here. The page is at /.")
-        if asked.path == "/data" and parse_qs(asked.query).get("since") == [self.board.mark()]:
+        data = self.board.data()
+        if asked.path == "/data" and parse_qs(asked.query).get("since") == [data["mark"]]:
             return self._answer(204, "application/json", "")
-        try:
-            data = self.board.data()
-        except ConfigError as error:
-            return self._answer(500, "text/plain", str(error))
         if asked.path == "/":
             return self._answer(200, "text/html", web.render("page", data))
         return self._answer(200, "application/json", web.encode(data))

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
@@ -503,6 +504,9 @@ def test_runs_that_go_on_are_followed_in_one_page(finished, tmp_path):
             mark = json.load(answer)["mark"]
         with urllib.request.urlopen(f"{address}data?since={mark}") as answer:
             assert answer.status == 204
+        stranger = urllib.request.Request(f"{address}data", headers={"Host": "elsewhere.example"})
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(stranger)
 
 
 def test_a_server_says_what_is_wrong_and_ends_at_ctrl_c(finished, tmp_path, begin, launch):
