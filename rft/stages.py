@@ -160,7 +160,8 @@ def _keep_wave(
         f"{len(prompts)} of {prompts_in_all} prompts, {100 * len(solved) / len(prompts):.0f} %"
         f" solved, {speed:,.0f} tokens/s, {memory:.1f} GB"
     )
-    journal.show(_rows(work, fresh))
+    with wave.timer("write"):
+        journal.show(_rows(work, fresh))
     journal.log(event, done, shown)
     work.sizes.keep("rollout_rows", work.lm.engine.limit.rows)
     if work.stopping():

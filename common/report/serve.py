@@ -83,7 +83,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer / and /data?since=MARK; there is nothing else."""
-        asked, port = urlsplit(self.path), self.server.server_address[1]
+        asked, port = urlsplit(self.path), self.connection.getsockname()[1]
         if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
             return self._answer(403, "text/plain", f"The page is at http://{HOST}:{port}/.")
         if asked.path not in ("/", "/data"):

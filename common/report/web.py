@@ -169,9 +169,8 @@ def find_curve(
     Each value is one that was logged. Of more than `most`, the lowest and the highest of each few
     neighbours are kept, in pairs; `mean` then has the mean of each pair's neighbours.
     """
-    counts = panel.x in ("event", "order")  # steps begin anew in each stage there
     kept = [
-        (float(n if counts else event.get(panel.x, event["step"])), event["step"], y)
+        (float(n if panel.x == "order" else event.get(panel.x, event["step"])), event["step"], y)
         for n, (event, value) in enumerate(column, 1)
         if abs(y := panel.scale * value) < LARGEST
     ]

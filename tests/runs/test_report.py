@@ -355,12 +355,14 @@ def test_what_a_model_wrote_stays_text(finished, tmp_path):
     write_report(folder, figures=False)
     kept = folder / "completions" / "training.jsonl"
     lines = [json.loads(line) for line in kept.read_text().splitlines()]
+    lines[-1]["prompt"] = 100 * "W" + hostile
     lines[-1]["rows"][0] |= {"completion": hostile, "ends": [3], "logprobs": [-1.0]}
     kept.write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_report(folder, figures=False)
     (data,) = embedded(folder)["runs"]
     assert data["completions"]["evaluations"][-1]["texts"][0] == hostile
-    with opened(folder / "report.html", 800) as browser:
+    with opened(folder / "report.html", 390) as browser:
+        assert browser.run("[document.documentElement.scrollWidth, innerWidth]") == [390, 390]
         assert browser.run("document.title") == data["title"]
         assert hostile in browser.run("document.querySelector('#completions .rows').textContent")
         assert hostile in browser.run("document.querySelector('#training .rows').textContent")

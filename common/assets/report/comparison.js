@@ -16,7 +16,7 @@ function curves(cost) {
 }
 
 function redraw() {
-  for (const [place, cost] of boxes) draw(place, curves(cost), { label: cost.title, sync: cost.title });
+  for (const [place, cost] of boxes) draw(place, curves(cost), { label: cost.title, sync: cost.title, counts: !cost.title.startsWith("seconds") });
 }
 
 for (const kind of data.kinds) {

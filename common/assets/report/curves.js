@@ -1,5 +1,7 @@
 "use strict";
 // Charts of uPlot, from panels {title, unit, zero, series}.
+// Of an axis that counts: whole numbers.
+const WHOLE = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((one) => one * 10 ** power)).flat();
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
 
 // The running mean over a share of all values. Of a curve that was thinned each pair of values
@@ -32,13 +34,13 @@ function box(panel, place) {
 // What stands at a place of an axis whose places are `step` apart.
 function say(tick, step) {
   if (!tick) return tick === 0 ? "0" : "";
-  if (Math.abs(tick) < 1e-3) return tick.toExponential(1);
+  if (step < 5e-4) return tick.toExponential(1);
   const digits = [0, 1, 2, 3, 4, 5, 6].find((d) => Math.abs(step * 10 ** d - Math.round(step * 10 ** d)) < 1e-6);
   return tick.toFixed(digits ?? 6);
 }
 
 // curves: [{label, colour, dash, x, y, raw: faint, low, high: a band between two others}].
-function draw(place, curves, { label, zero, log, sync }) {
+function draw(place, curves, { label, zero, log, sync, counts }) {
   const tables = [], series = [{ label, value: (u, v) => short(v) }], bands = [];
   const value = (u, v, i, at) => {
     const under = u.series[i].under;
@@ -60,7 +62,7 @@ function draw(place, curves, { label, zero, log, sync }) {
   const options = {
     width: place.clientWidth, height: 230, series, bands,
     scales: { x: { time: false }, y: { distr: log ? 3 : 1, ...(range ? { range } : {}) } },
-    axes: [axis, { ...axis, size: 64, values: (u, ticks, i, space, step) => ticks.map((tick) => say(tick, step)) }],
+    axes: [{ ...axis, ...(counts ? { incrs: WHOLE } : {}) }, { ...axis, size: 64, values: (u, ticks, i, space, step) => ticks.map((tick) => say(tick, step)) }],
     cursor: { sync: { key: sync } },
     legend: { live: true },
   };
