@@ -67,7 +67,11 @@ def write_run(folder: Path, steps: int = STEPS, completions: int = COMPLETIONS) 
     for step in every:
         name = f"step-{step:08d}" if step else "before"
         rows = [{**_asked(n), "completion": _text(draw)} for n in range(count)]
-        write_jsonl(out / f"{name}.jsonl", [{**r, "scores": {"exact": 100.0}} for r in rows])
+        scores = [100.0 * (draw.random() < 0.2 + 0.6 * step / steps) for _ in rows]
+        write_jsonl(
+            out / f"{name}.jsonl",
+            [r | {"scores": {"exact": s}} for r, s in zip(rows, scores, strict=True)],
+        )
     left = completions - count * len(every)
     lines = [
         _line(draw, step, step * steps // (left // MEMBERS)) for step in range(left // MEMBERS)

@@ -39,16 +39,26 @@ function say(tick, step) {
   return tick.toFixed(digits ?? 6);
 }
 
+// The place of the value nearest to place `i`: curves have their values at places of their own.
+function nearest(values, i) {
+  const known = (at) => values[at] !== null && values[at] !== undefined;
+  for (let by = 0; by < values.length; by++) {
+    if (i - by >= 0 && known(i - by)) return i - by;
+    if (i + by < values.length && known(i + by)) return i + by;
+  }
+  return i;
+}
+
 // curves: [{label, colour, dash, x, y, raw: faint, low, high: a band between two others}].
 function draw(place, curves, { label, zero, log, sync, counts }) {
   const tables = [], series = [{ label, value: (u, v) => short(v) }], bands = [];
   const value = (u, v, i, at) => {
-    const under = u.series[i].under;
-    return v === null || v === undefined ? "" : short(v) + (under && at !== null && u.data[under][at] !== undefined ? ` (${short(u.data[under][at])})` : "");
+    const under = u.data[u.series[i].under];
+    return v === null || v === undefined ? "" : short(v) + (under && at !== null ? ` (${short(under[nearest(under, at)])})` : "");
   };
   for (const one of curves) {
     tables.push([one.x, one.y]);
-    const line = { label: one.label, stroke: one.colour + (one.raw ? "50" : ""), width: one.raw ? 1 : 2, dash: one.dash, value };
+    const line = { label: one.label, stroke: one.colour + (one.raw ? (one.y.length > 400 ? "28" : "50") : ""), width: one.raw ? 1 : 2, dash: one.dash, value };
     line.points = { show: !one.hidden && !one.line && one.y.length < 30 };
     line.spanGaps = true;
     if (one.raw || one.hidden) line.class = "raw";
@@ -63,7 +73,7 @@ function draw(place, curves, { label, zero, log, sync, counts }) {
     width: place.clientWidth, height: 230, series, bands,
     scales: { x: { time: false }, y: { distr: log ? 3 : 1, ...(range ? { range } : {}) } },
     axes: [{ ...axis, ...(counts ? { incrs: WHOLE } : {}) }, { ...axis, size: 64, values: (u, ticks, i, space, step) => ticks.map((tick) => say(tick, step)) }],
-    cursor: { sync: { key: sync } },
+    cursor: { sync: { key: sync }, dataIdx: (u, i, at) => (i ? nearest(u.data[i], at) : at) },
     legend: { live: true },
   };
   place.querySelector(".uplot")?.remove();
