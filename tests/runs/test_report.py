@@ -335,6 +335,24 @@ def test_held_out_prompts_are_found_by_what_became_of_them(finished, tmp_path):
         assert wide <= window
 
 
+def test_the_cursor_reads_what_was_logged(finished):
+    folder = finished["eggroll"]
+    with opened(folder / "report.html") as browser:
+        x, y = browser.run(
+            "(box => [box.right - 1, box.top + 9])"
+            "(document.querySelector('.u-over').getBoundingClientRect())"
+        )
+        browser.ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        browser.run("new Promise(done => setTimeout(done, 100))")
+        heads = ".chart:first-child .u-legend .u-value"
+        step, mean, best = texts(browser, heads)
+        last = events(folder)[-1]
+        assert (int(step), float(mean)) == (last["step"], pytest.approx(last["reward"], rel=1e-3))
+        assert float(best) == pytest.approx(last["reward_best"], rel=1e-3)
+        other = texts(browser, ".chart:nth-child(3) .u-legend .u-value")
+        assert int(other[0]) == last["step"], "panels that count the same share the cursor"
+
+
 def test_the_curves_go_by_tokens_and_seconds_too(finished):
     for algo, axes in (("classify", ["at", "seconds"]), ("rft", ["at", "tokens", "seconds"])):
         with opened(finished[algo] / "report.html") as browser:
