@@ -151,6 +151,7 @@ class LM:
         autocast = self.precision.compute if self.half else None
         if self.engine is not None:
             self.engine.model = self.model
+            self.engine.refresh()
             return
         if self.adapter is not None:
             self.engine = self.open_engine(self.model, autocast=autocast)

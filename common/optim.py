@@ -55,7 +55,9 @@ def _with_eight_bits(name: str) -> Any:
 
 
 def state_bytes(config: OptimizerConfig) -> float:
-    """Return the bytes per parameter that an optimizer keeps at most: two moments."""
+    """Return the bytes per parameter that an optimizer keeps at most: two moments, of SGD one."""
+    if config.name == "SGD":
+        return 4.0 * bool(config.kwargs.get("momentum"))
     return 2 * (1 + 4 / 256) if config.name in EIGHT_BITS else 8.0  # 256 numbers share a scale
 
 

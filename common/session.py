@@ -112,12 +112,13 @@ class Session:
         self.run, self.context, self.subject = run, context, subject
         self.generates, self.total_steps = generates, steps
         self.state: dict[str, Any] = {"step": 0, "seconds": 0.0, "generated": 0, "evaluations": 0}
-        self.state |= {"skipped": 0, "tracker": {}}
+        self.state |= {"skipped": 0, "tracker": {}, "reproducible": subject.reproducible}
         self.stack = ExitStack()
         self.tracker: Tracker | None = None
         self.warmed_up: dict[str, float] = {}
         self.timer = Timer()
         self.ending: str | None = None
+        self.signal: StopSignal | None = None
         self.writer = Writer()
 
     def __enter__(self) -> "Session":
@@ -146,10 +147,11 @@ class Session:
         if resumed is not None:
             saved.load(resumed)
             state |= resumed.state["run"]
+            state["reproducible"] &= self.subject.reproducible
         dtype = self.subject.precision.compute
         self.policy = NonFinitePolicy(run, context, dtype, state["skipped"])
         if context.main:
-            summary.write_run(run, context.out_dir, context.device.name, self.subject.reproducible)
+            summary.write_run(run, context.out_dir, context.device.name, state["reproducible"])
         if "before" not in state and self.generates:
             before = self.subject.evaluate()
             state["before"] = {"metrics": before.metrics, "completions": before.completions}
@@ -160,9 +162,7 @@ class Session:
         self.budget = Budget(run.budget, context, state["generated"], state["seconds"])
 
     def warm_up(self, rehearse: Callable[[], Any]) -> None:
-        """With opt=compile, call `rehearse` and throw its result away, so that the first step's
-        time is that of a step.
-        """
+        """With opt=compile, call `rehearse`, so that the first step's time is that of a step."""
         if self.run.opt.compile.enabled:
             began = time.perf_counter()
             rehearse()
@@ -198,13 +198,14 @@ class Session:
 
     def listen(self) -> None:
         """From now on, take note of signals, and trace steps with opt=profile."""
-        self.signal = self.stack.enter_context(StopSignal())
-        self.trace = self.stack.enter_context(profile_steps(self.run, self.context))
+        if self.signal is None:
+            self.signal = self.stack.enter_context(StopSignal())
+            self.trace = self.stack.enter_context(profile_steps(self.run, self.context))
 
     @property
     def stopping(self) -> bool:
         """Whether a signal has come on any rank."""
-        return self.context.any(self.signal.name is not None)
+        return self.context.any(self.signal is not None and self.signal.name is not None)
 
     def _keep(self, step: Step) -> None:
         """Write a checkpoint if one is due, and stop after a signal."""
@@ -270,8 +271,7 @@ class Session:
     # --- inside
 
     def _open_tracker(self) -> None:
-        run, state, context = self.run, self.state, self.context
-        total = self.total_steps
+        run, state, context, total = self.run, self.state, self.context, self.total_steps
         self.tracker = Tracker(run, context.out_dir, total, state["step"], state["tracker"])
         if total is None:  # the progress line counts what is used of the budget
             unit = "token" if run.budget.tokens is not None else "second"

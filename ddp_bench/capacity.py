@@ -32,7 +32,7 @@ from common.config import HardwareConfig, SamplingConfig, above, at_least, build
 from common.config.checks import share, shipped
 from common.exits import ending_tool
 from common.files import write_text
-from common.model.memory import StateMemory, activation_bytes, head_size, logits_bytes
+from common.model.memory import Batch, StateMemory, activation_bytes, head_size, logits_bytes
 from common.report import plots
 from common.sampling.native import Sampler
 from ddp_bench.link import ARITHMETIC, LAUNCH, MEMORY, Link, find_link
@@ -311,8 +311,9 @@ def total_bytes(algorithm: str, model: Model, work: Work, shards: int, rows: int
         sampling += sampler.fixed_bytes(work.prompt_tokens)
     if algorithm != "eggroll":
         sizes = rows / work.samples, work.prompt_tokens, rows, work.new_tokens
+        batch = Batch(*sizes, torch.bfloat16)
         logits = logits_bytes(model.model, rows * work.new_tokens)
-        training = activation_bytes(model.model, *sizes, torch.bfloat16, True) + logits
+        training = activation_bytes(model.model, batch, True) + logits
     fixed = fixed_bytes(algorithm, model.parameters, shards, model.block)
     return fixed + max(sampling, training)
 

@@ -114,15 +114,15 @@ def fold(
     chosen[best] = len(rewards) / len(best)  # gradients are -1/N sum_i f_i E_i
     with fsdp.forwards(lm.model):
         before = population.ask_centre(requests, repeated)
-    kept = {name: master.detach().clone() for name, master in weights.tensors().items()}
+    kept = weights.copy()
     with step.phase("update"):
         for name, gradient in population.noise.gradients(step.index, chosen):
             weights.descend(name, gradient, tuned.lr, compare=False)
-        weights.measure()
+        finite, _ = weights.measure()
     with fsdp.forwards(lm.model):
         after = population.ask_centre(requests, repeated)
-    passed = bool(after.rewards.mean() > before.rewards.mean())
+    passed = finite and bool(after.rewards.mean() > before.rewards.mean())
     if not passed:
-        weights.put_back(kept)
+        weights.put_back(*kept)
     step.used(tokens=before.generated + after.generated, samples=2 * len(repeated))
     step.log(passed=float(passed), lr=tuned.lr)

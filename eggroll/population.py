@@ -13,7 +13,6 @@ from common.budget import describe_length
 from common.config import ConfigError
 from common.distributed import fsdp
 from common.lm import LM
-from common.model.memory import StateMemory
 from common.report import samples
 from common.sampling.engine import Completions, Requests
 from common.tasks import Example
@@ -21,6 +20,7 @@ from common.tasks.scoring import Scored
 from eggroll.config import EggrollConfig
 from eggroll.fitness import fitness, over_samples
 from eggroll.noise import Noise
+from eggroll.weights import count_state
 
 log = logging.getLogger("clutch")
 
@@ -110,22 +110,14 @@ class Population:
         self.offending: list[dict[str, Any]] = []  # this rank's rows of the step, not finite
         self.shown: list[samples.Row] = []  # those that the run keeps
         lm.engine.limit.floor = cfg.pair
-        parameters, ranks = lm.parameters, lm.context.world_size
-        perturbed = sum(math.prod(address.shape) for address in noise.addresses)
-        if fsdp.of(lm.model):  # the model's own weights are the masters
-            self.state = StateMemory(4.0 * parameters)
-        else:
-            masters = lm.half and not lm.run.opt.offload.enabled
-            beside = 4.0 * perturbed * masters
-            if lm.adapter is None and lm.run.model.quantize is not None:
-                beside = 2.0 * perturbed * (not lm.run.opt.offload.enabled)  # what rounding left
-            self.state = StateMemory(lm.own_bytes + beside)
+        ranks = lm.context.world_size
+        self.state = count_state(lm, noise, cfg)
         directions = len(self._chunks()[0]) // cfg.pair
         drawn = 4.0 * sum(4 * a.blocks for a in noise.addresses) * directions
         lm.fit_rollout(self.state, drawn)
         # Members are shared out by the rows, so ranks with unlike memory must agree on them.
         lm.engine.limit.rows = min(lm.context.gather_objects(lm.engine.limit.rows))
-        self.perturbed = perturbed
+        self.perturbed = sum(math.prod(address.shape) for address in noise.addresses)
         if ranks > len(self._chunks()) and lm.context.main:
             log.warning(
                 "%d ranks share %d forward(s) per step, so some are idle. Use more members, or"

@@ -20,17 +20,19 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from common.config import ConfigError
+from common.distributed.context import Context
 from common.files import write_text
 from common.optim import EIGHT_BITS
 from common.report import plots
 from common.session import Session
+from common.signals import EXIT_SIGNAL, RunStopped
 from eggroll.config import AUTO, EggrollConfig
 from eggroll.fitness import by_direction
 from eggroll.instruments import agree_prompts
@@ -68,10 +70,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Findings:
-    """The outcome of a probe. centre: the unperturbed model's reward; why: the choice in words."""
+    """The outcome of a probe. lr: None where no member differs; why: the choice in words; centre:
+    the unperturbed model's reward.
+    """
 
     sigma: float
-    lr: float
+    lr: float | None
     why: str
     centre: float
     rows: list[Row]
@@ -96,7 +100,9 @@ def tune(population: Population, weights: Weights, session: Session) -> Tuned:
     if AUTO not in (cfg.sigma, cfg.lr):
         return Tuned(float(cfg.sigma), float(cfg.lr))
     if "tuned" not in state:
-        found = show(population, weights)
+        session.listen()
+        found = Probe(population, weights, lambda: session.stopping).look()
+        tell(found, population.lm.context)
         state["tuned"] = {"sigma": found.sigma, "lr": found.lr}
         state["generated"] += found.tokens
         state["evaluations"] += found.evaluations
@@ -106,11 +112,15 @@ def tune(population: Population, weights: Weights, session: Session) -> Tuned:
 
 
 def show(population: Population, weights: Weights) -> Findings:
-    """Probe; on rank 0 print a table and write RUN/probe.json and RUN/probe.png."""
-    found = Probe(population, weights).look()
+    """Probe without training. Raises: ConfigError where the run folder holds a run."""
     context = population.lm.context
-    if context.main:
-        tell(found, context.out_dir)
+    folder = context.out_dir
+    if (folder / "result.json").exists() or any(folder.glob("checkpoints/step-*")):
+        raise ConfigError(
+            f"{folder} holds a run, whose probe.json would be lost. Use another hydra.run.dir."
+        )
+    found = Probe(population, weights).look()
+    tell(found, context)
     return found
 
 
@@ -135,10 +145,20 @@ class Attempt:
 
 
 class Probe:
-    """Tries sigmas. The weights stay as they are, and so does the population of the run."""
+    """Tries sigmas. The weights stay as they are, and so does the population of the run.
 
-    def __init__(self, population: Population, weights: Weights) -> None:
-        cfg = population.cfg
+    Args: stopping: says whether to stop before the next sigma.
+    """
+
+    def __init__(
+        self,
+        population: Population,
+        weights: Weights,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        cfg, self.stopping = population.cfg, stopping
+        if cfg.lr == AUTO:
+            scale_step(cfg, 1.0)  # what cannot be chosen is told at once
         members = min(cfg.members, MEMBERS)
         prompts = -(-cfg.members * cfg.prompts_per_step // members)
         self.cfg, self.context, self.run = cfg, population.lm.context, population.lm.run
@@ -174,11 +194,15 @@ class Probe:
         lr = self.cfg.lr
         if self.run.probe or lr == AUTO:
             steps = self._count_steps(used.tokens / len(rows))
-            lr, reason = choose_lr(self.cfg, sigma, chosen.step, steps)
+            try:
+                lr, reason = choose_lr(self.cfg, sigma, chosen.step, steps)
+            except ConfigError as error:
+                if not self.run.probe:
+                    raise
+                lr, reason = None, str(error).rstrip(".")  # what was seen is told all the same
             why += f"; {reason}"
-        return Findings(
-            sigma, float(lr), why, self.centre, rows, used.tokens, used.samples, seconds
-        )
+        lr = None if lr is None else float(lr)
+        return Findings(sigma, lr, why, self.centre, rows, used.tokens, used.samples, seconds)
 
     def _search(self) -> Iterator[Row]:
         sigma, survived = self.size * SMALLEST, 0.0
@@ -197,6 +221,11 @@ class Probe:
             survived, sigma = (middle, sigma) if row.survived else (survived, middle)
 
     def _try(self, sigma: float) -> Row:
+        if self.stopping():
+            raise RunStopped(
+                "stopped in the probe, before the first step. The same command begins anew.",
+                EXIT_SIGNAL,
+            )
         population, pair = self.population, self.cfg.mirrored
         tried = population.try_out(self.examples, DRAW, sigma, self.attempt, closely=True)
         assert tried.centre is not None
@@ -259,25 +288,10 @@ def choose_sigma(rows: list[Row], size: float) -> tuple[float, str]:
 def choose_lr(cfg: EggrollConfig, sigma: float, step: float, steps: int) -> tuple[float, str]:
     """Return the lr at which `steps` random updates come to WALK * sigma, and why.
 
-    step: the root mean square of an update at lr 1. Raises: ConfigError for an optimizer whose
-    steps are not known.
+    step: the root mean square of an update at lr 1. Raises: ConfigError where no member differs,
+    and for an optimizer whose steps are not known.
     """
-    name, kwargs = cfg.optimizer.name, cfg.optimizer.kwargs
-    if name in ADAMS:
-        step = 1.0  # of each weight, whatever the gradient
-    elif name == "SGD":
-        momentum = kwargs.get("momentum", 0.0)
-        if not 0 <= momentum < 1:
-            raise ConfigError(
-                f"algo.lr=auto with algo.optimizer.kwargs.momentum={momentum:g}: it must be at"
-                " least 0 and below 1."
-            )
-        step /= 1 - momentum
-    else:
-        raise ConfigError(
-            f"algo.lr=auto does not know the steps of algo.optimizer.name={name}. Use SGD, Adam or"
-            " AdamW, or give algo.lr."
-        )
+    step = scale_step(cfg, step)
     if step == 0:
         raise ConfigError(
             f"algo.lr=auto finds no difference between the members at sigma {sigma:.3g}: all earn"
@@ -286,6 +300,27 @@ def choose_lr(cfg: EggrollConfig, sigma: float, step: float, steps: int) -> tupl
         )
     walk = sigma * WALK / math.sqrt(steps)
     return walk / step, f"lr moves a weight by {walk / sigma:.2g} sigma per step, for {steps} steps"
+
+
+def scale_step(cfg: EggrollConfig, step: float) -> float:
+    """Return the root mean square of what the optimizer makes of an update, at lr 1, where `step`
+    is that of the update itself. Raises: ConfigError for an optimizer whose steps are not known.
+    """
+    name, kwargs = cfg.optimizer.name, cfg.optimizer.kwargs
+    if name in ADAMS:
+        return 1.0  # of each weight, whatever the gradient
+    if name == "SGD":
+        momentum = kwargs.get("momentum", 0.0)
+        if not 0 <= momentum < 1:
+            raise ConfigError(
+                f"algo.lr=auto with algo.optimizer.kwargs.momentum={momentum:g}: it must be at"
+                " least 0 and below 1."
+            )
+        return step / (1 - momentum)
+    raise ConfigError(
+        f"algo.lr=auto does not know the steps of algo.optimizer.name={name}. Use SGD, Adam or"
+        " AdamW, or give algo.lr."
+    )
 
 
 # --- what people see
@@ -335,9 +370,12 @@ def draw(found: Findings, path: Path) -> None:
         )
 
 
-def tell(found: Findings, folder: Path) -> None:
-    """Print the choice, and write FOLDER/probe.json and FOLDER/probe.png."""
+def tell(found: Findings, context: Context) -> None:
+    """Print the choice, and write RUN/probe.json and RUN/probe.png, on rank 0."""
+    if not context.main:
+        return
+    lr = "" if found.lr is None else f" algo.lr={found.lr:.3g}"
     log.info("without noise: reward %.3f", found.centre)
-    log.info("probe: algo.sigma=%.3g algo.lr=%.3g: %s.", found.sigma, found.lr, found.why)
-    write_text(folder / "probe.json", json.dumps(asdict(found), indent=2) + "\n")
-    draw(found, folder / "probe.png")
+    log.info("probe: algo.sigma=%.3g%s: %s.", found.sigma, lr, found.why)
+    write_text(context.out_dir / "probe.json", json.dumps(asdict(found), indent=2) + "\n")
+    draw(found, context.out_dir / "probe.png")

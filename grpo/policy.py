@@ -12,7 +12,13 @@ from common.config import ConfigError
 from common.distributed import fsdp
 from common.lm import LM, fit
 from common.model import logprobs
-from common.model.memory import activation_bytes, logits_bytes, passing_bytes, training_peak
+from common.model.memory import (
+    Batch,
+    activation_bytes,
+    logits_bytes,
+    passing_bytes,
+    training_peak,
+)
 from common.model.transfer import to_device
 from common.rows import RowLimit
 from common.step import Step
@@ -29,10 +35,10 @@ PER_TOKEN = {
     "entropy": "entropy",
     "clipped": "clipped",
     "ratio_kl": "ratio_kl",
-    "kl": "kl",
     "gap": "sampler_gap",
 }
-
+# The same where the loss pulls towards a reference model.
+PULLED = {"kl": "kl"}
 # The same where weights correct for that gap. dropped: what is left out because of it.
 CORRECTED = {"weight": "sampler_weight", "dropped": "sampler_dropped"}
 
@@ -103,7 +109,9 @@ class Policy:
         with update.phase("update"):
             updated = self.updater.step(self.lr(update.index), totals["loss"])
         tokens = max(1.0, totals["tokens"])
-        shown = PER_TOKEN | (CORRECTED if self.correction != "off" else {})
+        pulled = self.cfg.kl.beta and self.cfg.kl.where == "loss"
+        shown = PER_TOKEN | (PULLED if pulled else {})
+        shown |= CORRECTED if self.correction != "off" else {}
         return updated | {name: totals[key] / tokens for key, name in shown.items()}
 
     def check(self, numbers: dict[str, float], rollouts: Rollouts, update: Step) -> None:
@@ -151,7 +159,7 @@ class Policy:
         # Summed on the device: reading a number after each micro-batch would wait for it.
         totals = {
             name: torch.zeros((), dtype=torch.float64, device=device)
-            for name in ("loss", "tokens", *PER_TOKEN, *CORRECTED)
+            for name in ("loss", "tokens", *PER_TOKEN, *PULLED, *CORRECTED)
         }
         lengths = rollouts.lengths.tolist()
         rows_of = [
@@ -232,10 +240,10 @@ class Policy:
         once = logits_bytes(lm.model, self.limit.rows * cfg.sampling.max_new_tokens)
         state = self.state.on_rank(lm.model, rollout=False)
         new, compute = cfg.sampling.max_new_tokens, lm.precision.compute
-        sizes = 1 / cfg.samples_per_prompt, lm.longest_prompt, 1, new
-        row = activation_bytes(lm.model, *sizes, compute, self.recomputed)
+        one = Batch(1 / cfg.samples_per_prompt, lm.longest_prompt, 1, new, compute)
+        row = activation_bytes(lm.model, one, self.recomputed)
         fit(self.limit, row, state + once, lm.context)
-        passing = passing_bytes(lm.model, *sizes, compute) if self.recomputed else 0.0
+        passing = passing_bytes(lm.model, one) if self.recomputed else 0.0
         # Ranks cut micro-batches alike: see `step`.
         self.limit.rows = min(lm.context.gather_objects(self.limit.rows))
         share = -(-cfg.prompts_per_step // lm.context.world_size) * cfg.samples_per_prompt

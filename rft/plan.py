@@ -7,6 +7,7 @@ from common.config.resolvers import from_environment
 from common.distributed import fsdp
 from common.lm import LM, fit
 from common.model.memory import (
+    Batch,
     StateMemory,
     activation_bytes,
     logits_bytes,
@@ -39,9 +40,9 @@ def fit_rows(lm: LM, prompts: Prompts) -> tuple[RowLimit, float, StateMemory]:
     # Autocast's casts, which go block by block where activations are recomputed.
     recomputed, compute = lm.run.opt.checkpointing.enabled, lm.precision.compute
     training = lm.state_memory(True, copies=lm.half and not recomputed)
-    sizes = 1, prompts.longest + tokens, 0, 0
-    row = activation_bytes(lm.model, *sizes, compute, recomputed)
-    passing = passing_bytes(lm.model, *sizes, compute) if recomputed else 0.0
+    one = Batch(1, prompts.longest + tokens, 0, 0, compute)
+    row = activation_bytes(lm.model, one, recomputed)
+    passing = passing_bytes(lm.model, one) if recomputed else 0.0
     once = logits_bytes(lm.model, limit.rows * tokens)
     fit(limit, row, training.on_rank(lm.model, rollout=False) + once, lm.context)
     chunk = min(lm.engine.limit.rows, cfg.prompts_per_batch * cfg.chunk_size)

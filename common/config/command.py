@@ -149,30 +149,51 @@ def check_folder(arguments: Sequence[str]) -> None:
     multirun = bool({"-m", "--multirun"} & set(arguments))
     if multirun and asks_for_plan(arguments):
         raise ConfigError("plan=true plans one run. Leave out -m, and plan the jobs one by one.")
+    used = "hydra.sweep.dir" if multirun else "hydra.run.dir"
+    own = {"-cp", "-cn", "--config-path", "--config-name"} & set(arguments)
+    if find_folder(arguments, used) is None and not own:
+        folder = _default_folder(multirun)
+        _try_to_make(folder / "0", f"a run folder in {folder.resolve()}", f"Give {used}.")
     for argument in arguments:
         key, _, value = argument.lstrip("+").partition("=")
         if key not in ("hydra.run.dir", "hydra.sweep.dir"):
             continue
-        used = "hydra.sweep.dir" if multirun else "hydra.run.dir"
         if key != used:
             when = "with" if multirun else "without"
             raise ConfigError(f"{key}={value} has no effect {when} -m. Use {used}.")
-        if value and "${" not in value and os.environ.get("RANK", "0") == "0":
-            with removing_empty_folders([argument]):
-                try:
-                    Path(value.strip("'\"")).mkdir(parents=True, exist_ok=True)
-                except OSError as error:
-                    raise ConfigError(
-                        f"{key}={value} cannot be made: {error.strerror}. Choose another folder."
-                    ) from None
+        if value and "${" not in value:
+            _try_to_make(Path(value.strip("'\"")), f"{key}={value}", "Choose another folder.")
+
+
+def _try_to_make(folder: Path, name: str, advice: str) -> None:
+    """Raise ConfigError where a folder cannot be made; leave none that was not there."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    with _removing(folder):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{name} cannot be made: {error.strerror}. {advice}") from None
+
+
+def _default_folder(multirun: bool) -> Path:
+    """Return the folder of runs, or of sweeps, where none is given, up to the first ${...}."""
+    default: Any = OmegaConf.to_container(OmegaConf.load(CONF / "hydra" / "clutch.yaml"))
+    return Path(default["sweep" if multirun else "run"]["dir"].partition("${")[0])
 
 
 @contextmanager
 def removing_empty_folders(arguments: Sequence[str]) -> Iterator[None]:
     """Remove, after the block, the empty folders that it made for a run, up to the first ${...}."""
     given = find_folder(arguments, "hydra.run.dir", "hydra.sweep.dir")
-    default: Any = OmegaConf.to_container(OmegaConf.load(CONF / "hydra" / "clutch.yaml"))
-    folder = Path((default["run"]["dir"] if given is None else given).partition("${")[0])
+    default = _default_folder(bool({"-m", "--multirun"} & set(arguments)))
+    with _removing(default if given is None else Path(given.partition("${")[0])):
+        yield
+
+
+@contextmanager
+def _removing(folder: Path) -> Iterator[None]:
+    """Remove, after the block, the folders up to `folder` that it made and left empty."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield

@@ -176,6 +176,13 @@ def explain(
         if renamed := find_renamed(schema, inner, prefix):
             return renamed
         names = list_settings(path.split(".")[:-1], arguments, algorithms, config_dir)
+        if others := find_owners(path, config_dir):
+            group = path.partition(".")[0]
+            chosen = find_choice(arguments, group, config_dir)
+            return (
+                f"{path} has no effect with {group}={chosen}. It is a setting of"
+                f" {group}={'|'.join(others)}. Leave it out, or choose that."
+            )
         if names:
             return unknown_key(path, names, reduce(nested_schema, inner[:-1], schema))
         if "No match in the defaults list" in text:
@@ -237,7 +244,7 @@ def open_dicts(arguments: Sequence[str], algorithms: Mapping[str, type]) -> list
     algo.optimizer.kwargs: Hydra takes a key that no file has for a mistake.
     """
     dicts = {f"algo.{name}" for schema in algorithms.values() for name in list_dicts(schema)}
-    more = ("slurm.options", "task.rewards")
+    more = ("slurm.options", "task.rewards", "engine.settings")
     opened = re.compile("|".join(rf"{name}[.=]" for name in (*dicts, *more)))
     return [f"++{argument}" if opened.match(argument) else argument for argument in arguments]
 
@@ -271,18 +278,33 @@ def find_choice(arguments: Sequence[str], group: str, config_dir: str | None = N
     return ""
 
 
+def read_keys(group: str, name: str, config_dir: str | None) -> list[str]:
+    """Return the settings in the file of a choice, none where there is no such file."""
+    file = f"{group}/{name}.yaml"
+    found = [f / file for f in (Path(config_dir or CONF), CONF) if (f / file).is_file()]
+    keys = OmegaConf.load(found[0]) if found else {}
+    return [str(key) for key in keys if key not in ("_target_", "defaults")]
+
+
+def find_owners(path: str, config_dir: str | None) -> list[str]:
+    """Return the engines that have a setting, whose dotted path is given."""
+    group, key, *_ = [*path.split("."), ""]
+    if group != "engine":  # tasks share most of their names
+        return []
+    return [n for n in list_options(group, config_dir) if key in read_keys(group, n, config_dir)]
+
+
 def list_settings(
     path: list[str],
     arguments: Sequence[str],
     algorithms: Mapping[str, type],
     config_dir: str | None,
 ) -> list[str]:
-    """Return the names that may stand under a dotted path: the schema's, or a task file's."""
-    if path == ["task"]:
-        file = f"task/{find_choice(arguments, 'task', config_dir)}.yaml"
-        found = [f / file for f in (Path(config_dir or CONF), CONF) if (f / file).is_file()]
-        keys = OmegaConf.load(found[0]) if found else {}
-        return [str(key) for key in keys if key not in ("_target_", "defaults")]
+    """Return the names that may stand under a dotted path: the schema's, or those of the file of a
+    task or an engine.
+    """
+    if path in (["task"], ["engine"]):
+        return read_keys(path[0], find_choice(arguments, path[0], config_dir), config_dir)
     schema: Any = Run
     if path[:1] == ["algo"]:
         schema, path = algorithms.get(find_choice(arguments, "algo", config_dir)), path[1:]

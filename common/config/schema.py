@@ -393,18 +393,19 @@ class OptConfig:
 class TrackerConfig:
     """The places where metrics go beside metrics.jsonl."""
 
-    name: Annotated[str, (choice, ("jsonl", "wandb", "tensorboard"))]
-    project: str | None = None
+    name: Annotated[str, (choice, ("jsonl", "wandb", "trackio", "tensorboard"))]
+    project: str | None = None  # wandb and trackio
     entity: str | None = None  # wandb: user or team; null = the one of the key
     # wandb; null = online if a key is there
     mode: Annotated[str, (choice, ("online", "offline"))] | None = None
-    group: str | None = None  # wandb: null = the folder of the sweep, if the run is a job of one
+    group: str | None = None  # both: null = the folder of the sweep, if the run is a job of one
     job_type: str | None = None  # wandb: null = the algorithm
     artifacts: bool = False  # wandb: upload checkpoints and the trained model
 
     def __post_init__(self) -> None:
         for key, value in vars(self).items():
-            if key != "name" and value and self.name != "wandb":
+            shared = self.name == "trackio" and key in ("project", "group")
+            if key != "name" and value and self.name != "wandb" and not shared:
                 raise ConfigError(
                     f"tracker.{key}={value!r} has no effect with tracker={self.name}. Use"
                     " tracker=wandb."

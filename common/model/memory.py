@@ -75,11 +75,9 @@ class StateMemory:
         gradients = self.gradients_on_rank(model)
         optimizer = self.optimizer / (1 if self.adapter else fsdp.share(model))
         weights = self.on_rank(model, rollout=True) - gradients - optimizer
-        said = f"weights {weights / 2**30:.2f} GB"
-        if not gradients:
-            return said
-        state = f"optimizer state {optimizer / 2**30:.2f} GB"
-        return f"{said}, gradients {gradients / 2**30:.2f} GB, {state}"
+        parts = {"weights": weights, "gradients": gradients, "optimizer state": optimizer}
+        shown = {name: size for name, size in parts.items() if size or name == "weights"}
+        return ", ".join(f"{name} {size / 2**30:.2f} GB" for name, size in shown.items())
 
     def gradients_on_rank(self, model: Any) -> float:
         """Return the bytes of gradients on one rank."""
@@ -122,69 +120,61 @@ def logits_bytes(model: PreTrainedModel, tokens: int) -> float:
     return 10.0 * min(tokens * model.config.vocab_size, held)
 
 
-def activation_bytes(
-    model: PreTrainedModel,
-    prompts: float,
-    prompt_tokens: int,
-    rows: int,
-    new_tokens: int,
-    compute: torch.dtype,
-    recomputed: bool,
-) -> float:
-    """Return an estimate of what a training forward of `rows` completions keeps for its backward
-    pass.
-
-    Linear in prompts and rows; the logits (`logits_bytes`) are not in it.
-    Args: prompts: how many the rows share; rows: 0 = what is trained on is part of the prompts;
-    compute: dtype under autocast; recomputed: blocks are checkpointed. Counted for Llama, Qwen2,
-    Qwen3 and GPT-2 from the tensors that autograd saves (tests/oracles/test_logprobs.py) and from
-    whole runs (tests/runs/test_standin.py).
+@dataclass(frozen=True)
+class Batch:
+    """The rows of a training forward: `rows` completions of `new_tokens`, which share `prompts` of
+    `prompt_tokens`. rows = 0: what is trained on is part of the prompts. compute: dtype under
+    autocast.
     """
-    config, sizes = model.config, (prompts, prompt_tokens, rows, new_tokens)
-    tokens = prompts * prompt_tokens + rows * new_tokens
+
+    prompts: float
+    prompt_tokens: int
+    rows: int
+    new_tokens: int
+    compute: torch.dtype
+
+    @property
+    def tokens(self) -> float:
+        """All tokens, prompts once."""
+        return self.prompts * self.prompt_tokens + self.rows * self.new_tokens
+
+
+def activation_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> float:
+    """Return an estimate of what a training forward keeps for its backward pass.
+
+    Linear in prompts and rows; the logits (`logits_bytes`) are not in it. recomputed: blocks are
+    checkpointed. Counted for Llama, Qwen2, Qwen3 and GPT-2 from the tensors that autograd saves
+    (tests/oracles/test_logprobs.py) and from whole runs (tests/runs/test_standin.py).
+    """
+    config, rows = model.config, batch.rows
     if recomputed:  # of a block its input alone is kept
-        kept = config.num_hidden_layers * tokens * config.hidden_size * 4
-        kept += passing_bytes(model, *sizes, compute)
+        kept = config.num_hidden_layers * batch.tokens * config.hidden_size * 4
+        kept += passing_bytes(model, batch)
     else:
-        kept = config.num_hidden_layers * _block_bytes(model, *sizes, compute)
-    if rows and varlen.has_flash(config, stands_for(model.device), compute):
+        kept = config.num_hidden_layers * _block_bytes(model, batch)
+    if rows and varlen.has_flash(config, stands_for(model.device), batch.compute):
         return kept
-    masks = rows * new_tokens * (prompt_tokens + new_tokens) or prompts * prompt_tokens**2
-    return kept + masks * (1 + compute.itemsize)
+    masks = rows * batch.new_tokens * (batch.prompt_tokens + batch.new_tokens)
+    return kept + (masks or batch.prompts * batch.prompt_tokens**2) * (1 + batch.compute.itemsize)
 
 
-def passing_bytes(
-    model: PreTrainedModel,
-    prompts: float,
-    prompt_tokens: int,
-    rows: int,
-    new_tokens: int,
-    compute: torch.dtype,
-) -> float:
+def passing_bytes(model: PreTrainedModel, batch: Batch) -> float:
     """Return what of `activation_bytes` is there only while a block that is recomputed goes
     backward: two whole blocks.
     """
-    return 2 * _block_bytes(model, prompts, prompt_tokens, rows, new_tokens, compute)
+    return 2 * _block_bytes(model, batch)
 
 
-def _block_bytes(
-    model: PreTrainedModel,
-    prompts: float,
-    prompt_tokens: int,
-    rows: int,
-    new_tokens: int,
-    compute: torch.dtype,
-) -> float:
+def _block_bytes(model: PreTrainedModel, batch: Batch) -> float:
     """Return what one block keeps for its backward pass."""
-    config, narrow = model.config, compute.itemsize
+    config, narrow, rows, tokens = model.config, batch.compute.itemsize, batch.rows, batch.tokens
     hidden, layers = config.hidden_size, config.num_hidden_layers
     wide = getattr(config, "intermediate_size", None) or 4 * hidden
     heads = config.num_attention_heads * head_size(config)
-    tokens = prompts * prompt_tokens + rows * new_tokens
     # Bytes per token and hidden number: the float32 residual and norms, the casts of what goes into
     # each linear layer, queries, and the norms of queries and keys where there are any.
     kept = 42 if narrow == 4 else 35
-    flash = rows > 0 and varlen.has_flash(config, stands_for(model.device), compute)
+    flash = rows > 0 and varlen.has_flash(config, stands_for(model.device), batch.compute)
     if rows and not flash:
         kept += 5 * narrow  # queries and outputs, laid out by prompt and completion
     kept += 10 * any("q_norm" in name for name, _ in model.named_parameters())
@@ -193,7 +183,7 @@ def _block_bytes(
     kept -= 8 * (ranks > 0)
     # With masks every completion has its own copy of its prompt's keys and values, and every head
     # its own; fused attention has none, and is counted alike.
-    copied = (rows * (prompt_tokens + new_tokens) or tokens) * 2 * heads * narrow
+    copied = (rows * (batch.prompt_tokens + batch.new_tokens) or tokens) * 2 * heads * narrow
     if flash:  # the queries, the keys and values that heads share, and the sums of the softmax
         shared = 2 * varlen.key_heads(config) * head_size(config)
         copied = tokens * ((heads + shared) * narrow + 4 * config.num_attention_heads)

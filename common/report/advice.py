@@ -32,6 +32,7 @@ class Advice:
 
 def find_advice(recent: Sequence[Numbers], algo: dict[str, Any]) -> list[Advice]:
     """Return what the rules find in the latest events. algo: the settings of the algorithm."""
+    algo = _with_measured(algo, recent)
     return [found for rule in RULES if (found := rule(recent, algo)) is not None]
 
 
@@ -43,12 +44,18 @@ def _mean(recent: Sequence[Numbers], name: str) -> float | None:
     return fmean(values) if len(values) >= min(LEAST, len(recent)) and values else None
 
 
+def _with_measured(algo: dict[str, Any], events: Sequence[Numbers]) -> dict[str, Any]:
+    """Return the settings, each number that the run had to find as an event has it."""
+    found = [key for key, value in algo.items() if value == "auto" and events and key in events[-1]]
+    return algo | {key: events[-1][key] for key in found}
+
+
 def _times(algo: dict[str, Any], key: str, factor: float) -> str:
     """Return the override that multiplies a setting; "" where the algorithm has it not."""
     value: Any = algo
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
-    if not isinstance(value, (int, float)) or not value:  # a word stands for a number to be found
+    if not isinstance(value, (int, float)) or not value:
         return ""
     new = round(value * factor) if isinstance(value, int) else value * factor
     return f"algo.{key}={new:.3g}" if isinstance(new, float) else f"algo.{key}={new}"
@@ -134,7 +141,7 @@ def _unsolved(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
 
 def _identical(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
     share = _mean(recent, "identical_pairs")
-    if share is None or share < 0.7:
+    if share is None or share < 0.7 or _rises(recent):  # the others teach enough
         return None
     text = f"{share:.0%} of the answers of mirrored members are the same text and teach nothing."
     return Advice("identical pairs", f"{text} Raise the noise.", _times(algo, "sigma", 2))
@@ -220,6 +227,7 @@ def judge(
 
     Args: result: the summary's; examples: held out, at least 1.
     """
+    algo = _with_measured(algo, events)
     gain, half = result.after - result.before, interval(result.before, result.after, examples)
     what = (
         f"held-out {result.metric} {result.before:.1f} -> {result.after:.1f}, {gain:+.1f} points"
@@ -235,6 +243,8 @@ def judge(
 
 def _reason(result: Any, events: Sequence[Numbers], algo: dict[str, Any]) -> tuple[str, str]:
     """Return the likely reason why nothing was learnt, and the override to try next."""
+    if result.steps == 0:
+        return "No step was made: what came before the first one used up the budget.", ""
     if result.before >= SOLVED:
         return "There was nothing left to learn: give harder prompts.", ""
     if result.iteration == 0:

@@ -1,12 +1,14 @@
-"""Trackers beside metrics.jsonl: Weights & Biases and TensorBoard."""
+"""Trackers beside metrics.jsonl: Weights & Biases, Trackio and TensorBoard."""
 
+import io
 import logging
 import os
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.config import ConfigError, Run
+from common.config import ConfigError, Run, flat
 from common.files import first_line
 from common.report.events import markdown_table
 
@@ -17,9 +19,19 @@ def open_sink(run: Run, out_dir: Path, resumed: int, state: dict[str, Any]) -> A
     """Open the tracker that the run names, or return None for jsonl."""
     if run.tracker.name == "wandb":
         return Wandb(run, out_dir, resumed, state)
+    if run.tracker.name == "trackio":
+        return Trackio(run, out_dir, resumed, state)
     if run.tracker.name == "tensorboard":
         return TensorBoard(out_dir, resumed)
     return None
+
+
+def _names(run: Run, out_dir: Path) -> tuple[str, str | None]:
+    """Return the name of a run and its group: the sweep that it is a job of, if no other is set."""
+    multiruns = (path for path in out_dir.parents if (path / "multirun.yaml").exists())
+    sweep = next(multiruns, None)
+    name = str(out_dir.relative_to(sweep.parent)) if sweep else out_dir.name
+    return name, run.tracker.group or (sweep.name if sweep else None)
 
 
 class Wandb:
@@ -31,8 +43,7 @@ class Wandb:
         import wandb  # seconds to import, so only when asked for
 
         self.wandb, settings = wandb, run.tracker
-        multiruns = (path for path in out_dir.parents if (path / "multirun.yaml").exists())
-        sweep = next(multiruns, None)  # the folder of the sweep that this is a job of
+        name, group = _names(run, out_dir)
         wandb.setup(wandb.Settings(silent=True))  # what matters of its chatter is logged below
         mode = settings.mode or os.environ.get("WANDB_MODE")
         mode = mode or ("online" if wandb.login(prompt=False, verify=False) else "offline")
@@ -41,8 +52,8 @@ class Wandb:
         options: dict[str, Any] = dict(
             project=settings.project,
             entity=settings.entity,
-            name=str(out_dir.relative_to(sweep.parent)) if sweep else out_dir.name,
-            group=settings.group or (sweep.name if sweep else None),
+            name=name,
+            group=group,
             job_type=settings.job_type or run.algo.name,
             id=state.get("id"),
             resume=(None if offline else "allow"),
@@ -95,6 +106,57 @@ class Wandb:
     def close(self, code: int) -> None:
         """End the record."""
         self.run.finish(exit_code=code)
+
+
+class Trackio:
+    """One Trackio run a job, in a database of the user's own, or where Trackio's environment
+    variables say (TRACKIO_DIR, TRACKIO_SERVER_URL, TRACKIO_SPACE_ID).
+    """
+
+    def __init__(self, run: Run, out_dir: Path, resumed: int, state: dict[str, Any]) -> None:
+        try:
+            import trackio  # pyright: ignore[reportMissingImports] (optional, slow to import)
+        except ImportError:
+            raise ConfigError(
+                "tracker=trackio needs a package: pip install 'clutch[trackio]'. Or use"
+                " tracker=jsonl."
+            ) from None
+        self.trackio, project = trackio, run.tracker.project
+        name, group = _names(run, out_dir)
+        with redirect_stdout(io.StringIO()):  # what matters of its chatter is logged below
+            self.run = trackio.init(
+                project=project,
+                name=state.get("id", name),
+                group=group,
+                config=flat(asdict(run)),
+                resume="allow" if "id" in state else "never",
+                embed=False,
+            )
+        self.id = self.run.name
+        # What it has of steps after the checkpoint is not sent again.
+        self.known = self.run._next_step if resumed else 0
+        log.info("Trackio: %s in project %s; look at it with: trackio show", self.id, project)
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """Send the numbers of a step."""
+        if step >= self.known:
+            self.run.log(values, step=step)
+
+    def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
+        """Send rows as a table."""
+        columns = list(rows[0])
+        data = [list(row.values()) for row in rows]
+        self.log({name: self.trackio.Table(columns=columns, data=data)}, step)
+
+    def summary(self, values: dict[str, Any]) -> None:
+        """Send the headline numbers of the run, which Trackio has no place of their own for."""
+        numbers = {k: v for k, v in values.items() if isinstance(v, (int, float))}
+        self.run.log({f"summary/{name}": value for name, value in numbers.items()})
+
+    def close(self, code: int) -> None:
+        """End the record."""
+        with redirect_stdout(io.StringIO()):
+            self.run.finish()
 
 
 class TensorBoard:

@@ -9,7 +9,7 @@ from common.model import attention, logprobs
 from common.model.adapter import peft_of_today
 from common.model.logprobs import group, prepare, token_logprobs
 from common.model.masks import additive
-from common.model.memory import activation_bytes
+from common.model.memory import Batch, activation_bytes
 from common.optim import checkpoint_activations
 from tests.support.models import ARCHITECTURES, small_model
 
@@ -252,9 +252,10 @@ def test_activations_are_estimated(name, compute, recomputed):
     ):
         token_logprobs(model, laid, 1.0)
     counted = sum(size for size, _ in kept.values())
-    estimate = activation_bytes(model, 2, 30, 8, 25, compute, recomputed)
+    batch = Batch(2, 30, 8, 25, compute)
+    estimate = activation_bytes(model, batch, recomputed)
     if recomputed:  # two whole blocks more, of the backward pass
-        assert counted < estimate < activation_bytes(model, 2, 30, 8, 25, compute, False) * 1.2
+        assert counted < estimate < activation_bytes(model, batch, False) * 1.2
     else:
         if compute == torch.bfloat16:  # autocast's copies of the weights are counted elsewhere
             counted -= 2 * sum(parameter.numel() for parameter in model.parameters())
@@ -271,9 +272,8 @@ def adapted(model):
 
 def test_estimated_activations_add_up():
     model = small_model("llama")
-    sizes = (40, 30, torch.float32, False)
 
     def estimate(prompts, rows):
-        return activation_bytes(model, prompts, sizes[0], rows, *sizes[1:])
+        return activation_bytes(model, Batch(prompts, 40, rows, 30, torch.float32), False)
 
     assert estimate(2, 8) == pytest.approx(2 * estimate(1, 3) + 2 * estimate(0, 1))

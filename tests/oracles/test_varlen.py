@@ -7,7 +7,7 @@ import torch
 
 from common.model import logprobs, varlen
 from common.model.logprobs import group, prepare, token_logprobs
-from common.model.memory import activation_bytes
+from common.model.memory import Batch, activation_bytes
 from common.model.varlen import Sequences, attend, attend_in_groups, has_flash, span
 from common.optim import checkpoint_activations, no_dropout
 from tests.oracles.test_logprobs import CPU, check_unpadded, data
@@ -125,7 +125,7 @@ def test_activations_are_estimated(name, flash):
         token_logprobs(model, laid, 1.0)
     counted = sum(size for size, _ in kept.values())
     counted -= 2 * sum(parameter.numel() for parameter in model.parameters())  # autocast's copies
-    assert counted < activation_bytes(model, 2, 30, 8, 25, BF16, False) < 1.4 * counted
+    assert counted < activation_bytes(model, Batch(2, 30, 8, 25, BF16), False) < 1.4 * counted
 
 
 def test_dropout_is_refused(flash):

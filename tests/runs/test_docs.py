@@ -33,11 +33,12 @@ PROGRAMS = (
     "make",
     "pip",
     "tensorboard",
+    "trackio",
     "wandb",
     "pytest",
     "clutch",
 )
-FOREIGN = ("pip", "tensorboard", "wandb")  # of other projects
+FOREIGN = ("pip", "tensorboard", "trackio", "wandb")  # of other projects
 
 
 @dataclass(frozen=True)

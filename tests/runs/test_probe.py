@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,9 @@ import torch
 
 from common import checkpoint
 from common.config import ConfigError
+from common.signals import EXIT_SIGNAL, RunStopped
 from eggroll import probe
+from eggroll.population import Population
 from eggroll.probe import Row, choose_lr, choose_sigma
 from launch import compose, train
 from tests.support import CONF, MOVING, events
@@ -64,6 +68,57 @@ def test_a_probe_trains_nothing(launch, tmp_path):
     assert not (out / "checkpoints").exists()
     assert len(found["rows"]) >= 4
     assert [r["sigma"] for r in found["rows"]] == sorted(r["sigma"] for r in found["rows"])
+
+
+def test_where_nothing_is_right_the_table_is_shown_all_the_same(tmp_path):
+    run = compose([*MOVING, "probe=true"])
+    found = train(run, tmp_path, Letters("right"))
+    assert found.lr is None
+    assert "finds no difference between the members" in found.why
+    assert json.loads((tmp_path / "probe.json").read_text())["lr"] is None
+    (tmp_path / "result.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds a run, whose probe\.json would be lost"):
+        train(run, tmp_path, Letters("right"))
+
+
+@pytest.mark.faults
+def test_a_signal_ends_the_probe_of_a_run_before_its_next_sigma(tmp_path, monkeypatch):
+    tried, attempt = [], probe.Probe._try
+
+    def interrupted(self, sigma):
+        tried.append(sigma)
+        if len(tried) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return attempt(self, sigma)
+
+    monkeypatch.setattr(probe.Probe, "_try", interrupted)
+    with pytest.raises(RunStopped, match="stopped in the probe, before the first step") as stop:
+        train(compose([*AUTO, "algo.steps=4"]), tmp_path, Letters("smooth"))
+    assert stop.value.code == EXIT_SIGNAL
+    assert len(tried) <= 3
+
+
+def test_a_sigma_whose_rewards_are_no_numbers_is_too_large(tmp_path, monkeypatch):
+    try_out = Population.try_out
+
+    def overflowing(self, examples, draw, sigma, *args, **kwargs):
+        tried = try_out(self, examples, draw, sigma, *args, **kwargs)
+        if sigma > 0.01:
+            tried.rewards[0] = torch.nan
+        return tried
+
+    monkeypatch.setattr(Population, "try_out", overflowing)
+    found = train(compose([*MOVING, "probe=true"]), tmp_path, Letters("smooth"))
+    assert found.rows[-1].sigma > 0.01
+    assert not found.rows[-1].survived
+    assert found.sigma <= 0.005
+
+
+def test_an_optimizer_without_known_steps_is_told_before_anything_is_tried(tmp_path, monkeypatch):
+    monkeypatch.setattr(probe.Probe, "_try", lambda *_: pytest.fail("it has been tried"))
+    run = compose([*AUTO, "algo.optimizer.name=RMSprop", "algo.steps=2"])
+    with pytest.raises(ConfigError, match=r"does not know the steps of algo\.optimizer"):
+        train(run, tmp_path, Letters("smooth"))
 
 
 def test_two_ranks_find_the_same(warm: Warm, tmp_path):

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import struct
 import termios
 
@@ -124,6 +125,28 @@ def test_tensorboard_shows_the_same_numbers(in_cache, tmp_path):
         for name in ("before", "step-00000001", "step-00000003", "after")
     }
     assert tables <= set(seen.Tags()["tensors"])
+
+
+def test_trackio_shows_the_same_numbers(in_cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    run, given = tmp_path / "run", ("tracker=trackio", "tracker.project=mine", "checkpoint.every=2")
+    result = run_here(run, *given, "algo.steps=4")
+    shutil.rmtree(run / "checkpoints" / "step-00000004")  # as if it had been killed after step 4
+    run_here(run, *given, "algo.steps=4", "resume=auto")
+    (one,) = SQLiteStorage.get_run_records("mine")
+    assert one["name"] == "run"
+    shown = SQLiteStorage.get_logs("mine", run="run")
+    for name, of in (("reward", 4), ("metric", 3)):
+        values = [(row["step"], row[name]) for row in shown if name in row]
+        expected = {s: v[name] for s, v in by_step(run).items() if name in v}
+        assert len(values) == len(expected) >= of
+        assert dict(values) == pytest.approx(expected)
+    assert [r["summary/after"] for r in shown if "summary/after" in r][-1] == result.after
+    assert {"completions/before", "completions/after"} <= {name for row in shown for name in row}
+    assert SQLiteStorage.get_run_config("mine", "run")["algo.name"] == "eggroll"
 
 
 def test_completions_of_each_evaluation_are_kept_and_those_after_the_checkpoint_cut(

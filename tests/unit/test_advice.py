@@ -98,10 +98,19 @@ def test_a_run_that_goes_well_is_not_talked_at():
     assert not any(adviser.look(certain) for _ in range(100)), "it is done, and knows it"
 
 
-def test_weights_may_move_far_while_a_model_learns():
-    adviser = advice.Adviser(ALGO)
-    moved = [{"drift": 0.8, **event} for event in moving(0.1, 0.6)]
-    assert not any(adviser.look(event) for event in moved)
+@pytest.mark.parametrize("sign", [{"drift": 0.8}, {"identical_pairs": 0.8}])
+def test_what_is_a_bad_sign_elsewhere_is_none_while_a_model_learns(sign):
+    adviser = advice.Adviser(ALGO | {"sigma": 0.01})
+    assert not any(adviser.look(event | sign) for event in moving(0.1, 0.6))
+
+
+def test_a_setting_that_was_measured_is_changed_from_what_it_came_to():
+    event = {"identical_pairs": 0.9, "sigma": 0.004, "lr": 0.1}
+    (said,) = advice.find_advice([event] * 3, ALGO | {"sigma": "auto"})
+    assert said.change == "algo.sigma=0.008"
+    worse = moving(0.6, 0.1)
+    _, change = advice.judge(result(60, 10), 256, [e | event for e in worse], ALGO | {"lr": "auto"})
+    assert change == "algo.lr=0.03"
 
 
 def test_every_rule_is_reached():
@@ -120,7 +129,8 @@ def test_rows_learnt_by_heart_come_before_groups_that_teach_nothing():
 
 
 def result(before: float, after: float, iteration: int | None = None) -> SimpleNamespace:
-    return SimpleNamespace(metric="exact", before=before, after=after, iteration=iteration)
+    numbers = {"metric": "exact", "before": before, "after": after, "steps": 50}
+    return SimpleNamespace(**numbers, iteration=iteration)
 
 
 def moving(first: float, last: float) -> list[dict[str, float]]:

@@ -135,6 +135,14 @@ MISTAKES = {
         " noise_reuse, fitness, sample_quantile, noise, optimizer, lr_schedule, sigma_schedule,"
         " weight_decay, max_update, stop_at, sampling."
     ),
+    "engine.python=.vllm/bin/python": (
+        "engine.python has no effect with engine=native. It is a setting of engine=vllm. Leave it"
+        " out, or choose that."
+    ),
+    "engine.cuda_graph=false": (
+        "engine.cuda_graph is not a setting. Did you mean 'cuda_graphs'? Settings here:"
+        " cuda_graphs."
+    ),
     "sede=1": (
         "sede is not a setting. Did you mean 'seed'? Settings here: seed, resume, plan, probe,"
         " budget, prompts, evaluate, completions, checkpoint, scoring, not_finite, hardware, model,"

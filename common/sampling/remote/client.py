@@ -51,7 +51,7 @@ def open_vllm(
     python: str | None,
     url: str | None,
     cache_gb: float,
-    settings: dict[str, Any] | None,
+    settings: dict[str, Any],
 ) -> "Vllm":
     """Open the engine (conf/engine/vllm.yaml); vLLM starts with the first call.
 
@@ -86,7 +86,7 @@ def open_vllm(
     path = context.out_dir / f"engine-{context.rank}.log"
     device, ranks = context.device.device, context.world_size
     link = Link(python, urls[context.rank], path, device, ranks)
-    return Vllm(setup, link, cache_gb, settings or {})
+    return Vllm(setup, link, cache_gb, settings)
 
 
 class Vllm:
@@ -211,8 +211,8 @@ class Vllm:
     def generate(
         self, requests: Requests, sampling: SamplingConfig, watch: Watch | None = None
     ) -> Completions:
-        """Sample completions. Raises: ConfigError where a prompt is empty or too long, or where
-        vLLM refuses or has ended twice.
+        """Sample completions with the weights of the last `refresh`. Raises: ConfigError where a
+        prompt is empty or too long, or where vLLM refuses or has ended twice.
         """
         check_prompts(requests, sampling, self.model, self.context_length)
         key = (requests.seed, requests.draw, requests.first_sample, list(requests.ids or ()))
@@ -230,7 +230,8 @@ class Vllm:
         }
 
         def attempt() -> bytes:
-            self._send()
+            if not self.link.running:
+                self._send()
             with self.link.shared(self._bytes_of_members(requests)) as folder:
                 return self._ask(
                     "generate", watch, **work, adapters=self._adapters(requests, folder)
