@@ -21,6 +21,7 @@ CHARACTERS = 1_500_000  # of all held-out completions
 KEPT = 1_200_000  # bytes of the completions of training
 STEPS = 12  # of training at least, however long the completions are
 WINDOWS = 10  # of the run, in the table of prompts
+RIGHT = 1 - 1e-9  # a weighted mean of components is rounded
 # The columns of that table: the share right, or the mean reward, of a prompt's completions.
 SHARES = ("none", "to a quarter", "to a half", "to three quarters", "below all", "all")
 
@@ -128,7 +129,7 @@ def find_prompts(lines: Sequence[Line]) -> dict[str, Any] | None:
 def _bucket(share: float) -> int:
     if share <= 0:
         return 0
-    return len(SHARES) - 1 if share >= 1 else 1 + min(3, int(4 * share))
+    return len(SHARES) - 1 if share >= RIGHT else 1 + min(3, int(4 * share))
 
 
 def read_training(folder: Path) -> list[Line]:

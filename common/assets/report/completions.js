@@ -1,7 +1,7 @@
 "use strict";
 // The browsers of completions: of training, and held-out ones before beside after. `run` is the
 // one that is shown.
-const PAGE = 20;
+const PAGE = 20, RIGHT = 1 - 1e-9; // of a score; a weighted mean of components is rounded
 
 // --- of training
 
@@ -13,7 +13,7 @@ function scoreOf(row) {
 
 function wanted(row) {
   const score = scoreOf(row), right = at("right").value, cut = at("cut").value;
-  const kind = score >= 1 ? "all" : score > 0 ? "part" : "none";
+  const kind = score >= RIGHT ? "all" : score > 0 ? "part" : "none";
   return (!right || kind === right) && (!cut || row.cut === (cut === "yes"));
 }
 
@@ -51,7 +51,7 @@ function textOf(row) {
 
 function cell(row) {
   const score = row.reward ?? 0, found = make("div", undefined, wanted(row) ? "cell" : "cell other");
-  found.classList.add(score >= 1 ? "right" : score > 0 ? "part" : "wrong");
+  found.classList.add(score >= RIGHT ? "right" : score > 0 ? "part" : "wrong");
   found.append(make("p", about(row), "about"), textOf(row));
   return found;
 }
@@ -91,7 +91,7 @@ function listTraining() {
   asked.replaceChildren(
     make("span", line.prompt, "prompt"),
     make("span", `answer: ${line.answer}`, "answer"),
-    make("span", `${count} of ${line.rows.length} completions; mean reward ${short(mean)}, ${rewards.filter((one) => one >= 1).length} right, ${line.rows.filter((row) => row.cut).length} cut off` +
+    make("span", `${count} of ${line.rows.length} completions; mean reward ${short(mean)}, ${rewards.filter((one) => one >= RIGHT).length} right, ${line.rows.filter((row) => row.cut).length} cut off` +
       (steps.length < total ? `. ${steps.length} of the ${total} ${run.unit}s that the run has kept are on this page.` : "."), "quiet"),
   );
   const rows = found.slice(0, shown).map((pair) => {
