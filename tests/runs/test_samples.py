@@ -90,9 +90,10 @@ def test_nothing_is_there_twice_after_a_resume(in_cache, tmp_path):
     assert names == ["steps-00000001-00000002.parquet", "steps-00000003-00000004.parquet"]
 
 
-def test_two_ranks_keep_what_one_keeps(in_cache, launch, tmp_path):
+@pytest.mark.parametrize("settings", [MOVING, SMALL_GRPO], ids=["population", "groups"])
+def test_two_ranks_keep_what_one_keeps(settings, launch, tmp_path):
     for name, more in {"one": (), "two": ("opt=[ddp]", "opt.ddp.ranks=2")}.items():
-        launch(*SMALL_GRPO, "completions=all", *more, f"hydra.run.dir={tmp_path / name}")
+        launch(*settings, "completions=all", *more, f"hydra.run.dir={tmp_path / name}")
     one, two = read_steps(tmp_path / "one"), read_steps(tmp_path / "two")
     assert [line["id"] for line in one] == [line["id"] for line in two]
     assert one[0] == two[0]

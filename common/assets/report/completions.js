@@ -78,7 +78,9 @@ const ORDERS = {
 function listTraining() {
   const { steps, total } = run.training, of = at("prompt").value;
   const kept = steps.filter((line) => !of || String(line.id) === of);
+  const select = at("step"), follows = select.selectedIndex === select.options.length - 1;
   choose("step", kept.map((line) => [String(line.step), String(line.step)]), String(kept[kept.length - 1].step));
+  if (follows) select.selectedIndex = kept.length - 1; // of a run that goes on the newest
   const place = kept.findIndex((line) => String(line.step) === at("step").value), line = kept[place];
   at("before").disabled = place === 0;
   at("after").disabled = place === kept.length - 1;
@@ -92,7 +94,7 @@ function listTraining() {
     make("span", line.prompt, "prompt"),
     make("span", `answer: ${line.answer}`, "answer"),
     make("span", `${count} of ${line.rows.length} completions; mean reward ${short(mean)}, ${rewards.filter((one) => one >= RIGHT).length} right, ${line.rows.filter((row) => row.cut).length} cut off` +
-      (steps.length < total ? `. ${steps.length} of the ${total} ${run.unit}s that the run has kept are on this page.` : "."), "quiet"),
+      (steps.length < total ? `. ${steps.length} of the ${total} ${run.unit}s that the run has kept are on this page.` : ".") + (line.rows.some((row) => row.fitness !== undefined) ? " Fitness is of all prompts of the step." : ""), "quiet"),
   );
   const rows = found.slice(0, shown).map((pair) => {
     const row = make("div", undefined, pair.length > 1 ? "sampled pair" : "sampled");
