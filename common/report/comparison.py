@@ -23,8 +23,9 @@ def describe_kind(
 ) -> dict[str, Any]:
     """Return what the page shows of the runs with one held-out metric.
 
-    Args: tables: a row for each setting, and for each run; curves: by the title of the cost's axis;
-    runs: by that title, then by setting, (cost, value) of each measurement of each run.
+    Args: tables: rows of settings, and last a row for each run, which is folded; curves: by the
+    title of the cost's axis; runs: by that title, then by setting, (cost, value) of each
+    measurement of each run.
     """
     return {
         "title": title,

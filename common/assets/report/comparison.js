@@ -22,13 +22,13 @@ function redraw() {
 for (const kind of data.kinds) {
   const section = make("section"), charts = make("div", undefined, "charts");
   section.append(make("h2", `Held-out ${kind.title}`));
-  for (const { heads, rows } of kind.tables.slice(0, 1)) {
+  for (const { heads, rows } of kind.tables.slice(0, -1)) {
     const wide = make("div", undefined, "wide");
     wide.append(table(heads, rows));
     section.append(wide);
   }
   section.append(charts);
-  for (const { heads, rows } of kind.tables.slice(1)) {
+  for (const { heads, rows } of kind.tables.slice(-1)) {
     const folded = make("details"), wide = make("div", undefined, "wide");
     wide.append(table(heads, rows));
     folded.append(make("summary", `each of the ${rows.length} runs`), wide);
