@@ -19,6 +19,7 @@ BENCHMARKS = {
     "grpo": "a GRPO step: one prompt at a time, TRL, this project and its switches",
     "rft": "sampling for RFT: one question at a time, batched `generate`, this project",
     "sharding": "opt=fsdp beside opt=ddp: a rollout, a training step and memory, two ranks",
+    "report": "the page of a long run: made, opened in a headless Chromium, its size",
     "directions": "kinds of noise: cosine of their update with the exact policy gradient",
     "loader": "a training iteration on sequences of varying length: lists and loops, then without",
 }

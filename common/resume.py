@@ -20,7 +20,7 @@ log = logging.getLogger("clutch")
 # What may differ between a run and its continuation, beside the algorithm's RESUME_MAY_CHANGE;
 # anything else would make another run of it.
 FREE = ("resume", "budget", "evaluate", "checkpoint", "tracker", "scoring", "not_finite")
-FREE += ("opt", "hardware", "slurm", "engine", "model.adapter.merge")
+FREE += ("opt", "hardware", "slurm", "engine", "model.adapter.merge", "completions")
 
 
 def check_algorithm(run: Run, out_dir: Path) -> None:

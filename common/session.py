@@ -6,8 +6,8 @@
             ...                        # the algorithm; it tells `step` what it did
         return session.finish()
 
-An algorithm tells a step numbers (`log`), cost (`used`), trouble (`non_finite`, `stop_if`) and
-phases (`phase`), nothing else. When its block ends, the session does in this order:
+An algorithm tells a step numbers (`log`), cost (`used`), trouble (`non_finite`, `stop_if`), phases
+(`phase`) and completions (`show`), nothing else. When its block ends, the session does in order:
 
 1. it counts the step, its seconds and what it used, and looks at the budget;
 2. evaluates on held-out examples, if that is due and the run neither ends here nor is in trouble;

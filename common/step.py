@@ -67,6 +67,17 @@ class Step:
         """Add numbers to the event of this step."""
         self.numbers |= numbers
 
+    def show(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Keep completions of this step in the run folder; rows: of this rank, each as
+        common.report.samples has them.
+        """
+        with self.phase("keep"):
+            parts = self.session.context.gather_objects(rows)
+            if self.session.tracker:
+                self.session.tracker.samples.add(
+                    self.index + 1, [r for part in parts for r in part]
+                )
+
     def judge(self, what: str, rows: Sequence[dict[str, Any]], advice: str = "") -> str | None:
         """Keep the rows behind numbers that are not finite. Returns why the run must stop; None =
         the step is left out.

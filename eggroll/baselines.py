@@ -46,6 +46,7 @@ def run_baseline(run: Run, population: Population, weights: Weights) -> Result:
             if not tried.finite:
                 step.non_finite("NaN or infinity in a reward or logits", population.offending)
                 continue
+            step.show(population.rows())
             act(step, tried.rewards.mean(1), tuned, population, weights)
         if not randopt:
             return session.finish()

@@ -13,8 +13,10 @@ from common.budget import describe_length
 from common.config import ConfigError
 from common.distributed import fsdp
 from common.lm import LM
+from common.report import samples
 from common.sampling.engine import Completions, Requests
 from common.tasks import Example
+from common.tasks.scoring import Scored
 from eggroll.config import EggrollConfig
 from eggroll.fitness import fitness, over_samples
 from eggroll.noise import Noise
@@ -106,6 +108,7 @@ class Population:
     def __init__(self, lm: LM, noise: Noise, cfg: EggrollConfig) -> None:
         self.lm, self.noise, self.cfg = lm, noise, cfg
         self.offending: list[dict[str, Any]] = []  # this rank's rows of the step, not finite
+        self.shown: list[samples.Row] = []  # those that the run keeps
         lm.engine.limit.floor = cfg.pair
         ranks = lm.context.world_size
         self.state = count_state(lm, noise, cfg)
@@ -127,7 +130,7 @@ class Population:
         self, examples: list[Example], draw: int, sigma: float, step: Any, closely: bool = False
     ) -> Tried:
         """Sample and score every member. `offending` then describes the rows of this rank that are
-        not finite.
+        not finite, and `shown` those that the run keeps.
 
         Args: step: common.step.Step, or what takes the same calls outside of one; closely: ask the
         unperturbed model too, which counts as an evaluation.
@@ -137,7 +140,7 @@ class Population:
         # What Tried has of each row, in its order; 0 for the members of other ranks.
         names = list(getattr(self.lm.scorer.task, "components", None) or {})
         found = torch.zeros(5 + len(names), cfg.members, len(repeated), dtype=torch.float64)
-        generated, self.offending, centre = 0, [], None
+        generated, self.offending, self.shown, centre = 0, [], [], None
         requests = self.request(examples, step.index)
         mine = self._chunks()[context.rank :: context.world_size]
         with fsdp.forwards(self.lm.model):
@@ -161,6 +164,8 @@ class Population:
                     rows += [scored.components[name] for name in names]
                     here = torch.tensor(rows, dtype=torch.float64).unflatten(1, (len(members), -1))
                     found[:, members.start : members.stop] = here
+                with step.phase("keep"):
+                    self._keep(members, repeated, texts, made, scored)
         with step.phase("exchange"):
             found, generated = self._exchange(found, generated)
         step.used(tokens=generated, samples=found[0].numel())
@@ -174,6 +179,47 @@ class Population:
             answered=whole if centre and centre.answered is not None else None,
             centre=centre,
         )
+
+    def rows(self, fitness: Tensor | None = None) -> list[samples.Row]:
+        """Return the rows that the run keeps, with the fitness of their members [members]."""
+        values = None if fitness is None else fitness.tolist()
+        return [row | {"fitness": values and values[row["member"]]} for row in self.shown]
+
+    def _keep(
+        self,
+        members: range,
+        repeated: list[Example],
+        texts: list[str],
+        made: list[Completions],
+        scored: Scored,
+    ) -> None:
+        """Put the rows of some members that the run keeps into `shown`."""
+        cfg, run, each = self.cfg, self.lm.run, self.cfg.samples_per_prompt
+        prompts = samples.kept(run, len(repeated) // each)
+        everything = run.completions == "all"
+        most = cfg.members if everything else max(cfg.pair, samples.ROWS // each)
+        lengths = [length for part in made for length in part.lengths.tolist()]
+        cut = [not done for part in made for done in part.finished.tolist()]
+        asked = [
+            samples.describe(self.lm.task, repeated[place * each], place)
+            for place in range(prompts)
+        ]
+        for i, member in enumerate(members[: max(0, most - members.start)]):
+            for place in range(prompts * each):
+                row = i * len(repeated) + place
+                self.shown.append(
+                    {
+                        **asked[place // each],
+                        "member": member,
+                        "sample": place % each,
+                        "sign": (-1) ** member if cfg.mirrored else 1,
+                        "completion": texts[row],
+                        "tokens": lengths[row],
+                        "cut": cut[row],
+                        "reward": scored.rewards[row],
+                        "components": {n: v[row] for n, v in scored.components.items()} or None,
+                    }
+                )
 
     def ask_centre(self, requests: Requests, repeated: list[Example]) -> Centre:
         """Return what the unperturbed model completes with the draws that every member has, and

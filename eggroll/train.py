@@ -64,6 +64,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
                 step.non_finite("NaN or infinity in a reward or logits", population.offending)
                 continue
             shaped = tried.shaped(cfg)  # fitness [members]
+            step.show(population.rows(shaped))
             lr = weights.trusted(lr, noise.expected_norm(shaped))
             compare = weights.compares(step.index)
             with step.phase("update"):

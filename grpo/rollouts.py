@@ -17,13 +17,14 @@ from common.distributed import fsdp
 from common.lm import LM
 from common.model import logprobs
 from common.model.transfer import to_device
+from common.report import samples
 from common.rows import RowLimit
 from common.sampling.engine import Completions, Requests
 from common.step import Step
 from common.tasks import Example
 from common.tasks.scoring import Scored
 from grpo.config import GrpoConfig
-from grpo.loss import kl, overlong_penalty
+from grpo.loss import advantages, kl, overlong_penalty
 
 log = logging.getLogger("clutch")
 
@@ -112,6 +113,7 @@ class Collector:
         self.limit = RowLimit("algo.train_rows", train_limit.rows, fixed=fixed)
         self.numbers: dict[str, Any] = {}
         self.offending: list[dict[str, Any]] = []
+        self.ends = samples.TokenEnds(lm.tokenizer)
 
     def collect(self, step: Step) -> Rollouts | None:
         """Sample the groups of one step, from where the last one ended in the training order.
@@ -153,11 +155,12 @@ class Collector:
             samples=len(every) * cfg.samples_per_prompt,
         )
         self.finite = all(math.isfinite(r) for g in every for r in (*g.scores, *g.rewards))
-        if not self.finite or all(group.dead for _, group in live):
-            self.numbers["live_groups"] = 0
-            return None
-        self.numbers["live_groups"] = len(live)
-        return self._assemble(live, rounds)
+        learns = self.finite and not all(group.dead for _, group in live)
+        self.numbers["live_groups"] = len(live) if learns else 0
+        rollouts = self._assemble(live, rounds) if learns else None
+        if self.finite:
+            step.show(self._rows(live, seen, rounds, rollouts, step))
+        return rollouts
 
     def nothing_to_learn(self) -> str:
         """Say why there was no group to learn from."""
@@ -290,6 +293,52 @@ class Collector:
             "truncated": 1 - finished / scores.numel(),
             "length": lengths.mean().item(),
         }
+
+    def _rows(
+        self,
+        live: list[tuple[int, Group]],
+        seen: list[tuple[int, Group]],
+        rounds: list[Any],
+        rollouts: Rollouts | None,
+        step: Step,
+    ) -> list[samples.Row]:
+        """Return this rank's completions that the run keeps: those of live groups come first, with
+        their advantages.
+        """
+        lm, size = self.lm, self.cfg.samples_per_prompt
+        known = (
+            [] if rollouts is None else advantages(rollouts.rewards, self.cfg.advantage).tolist()
+        )
+        alive = {id(group) for _, group in live}
+        ordered = [*live, *(pair for pair in seen if id(pair[1]) not in alive)]
+        found: list[samples.Row] = []
+        with step.phase("keep"):
+            for place, (number, group) in enumerate(ordered[: samples.kept(lm.run, len(ordered))]):
+                if group.rank != lm.context.rank:
+                    continue
+                sampled, first = rounds[number], group.place * size
+                shared = samples.describe(lm.task, sampled.examples[group.place], place)
+                tokens = sampled.made.tokens[first : first + size].tolist()
+                tokens = [row[:n] for row, n in zip(tokens, group.lengths, strict=True)]
+                texts = lm.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+                drawn = sampled.made.logprobs[first : first + size].tolist()
+                parts = sampled.scored.components.items()
+                for row, text in enumerate(texts):
+                    found.append(
+                        {
+                            **shared,
+                            "sample": row,
+                            "completion": text,
+                            "tokens": group.lengths[row],
+                            "cut": not group.finished[row],
+                            "reward": group.scores[row],
+                            "components": {n: v[first + row] for n, v in parts} or None,
+                            "advantage": known[place][row] if place < len(known) else None,
+                            "ends": self.ends.find(tokens[row], text),
+                            "logprobs": [round(p, 3) for p in drawn[row][: group.lengths[row]]],
+                        }
+                    )
+        return found
 
     def _assemble(self, live: list[tuple[int, Group]], rounds: list[Any]) -> Rollouts:
         """Put this rank's groups among `live` side by side."""

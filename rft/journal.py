@@ -66,6 +66,14 @@ class Journal:
         self.session.warmed_up = {}
         self.session.trace()
 
+    def show(self, rows: list[dict[str, Any]]) -> None:
+        """Keep samples of the event that comes next, all in a file of their own: a kill may come
+        between any two events.
+        """
+        if self.tracker:
+            self.tracker.samples.add(self.step + 1, rows)
+            self.tracker.samples.flush()
+
     def sync(self) -> None:
         """Bring what is logged to the disk, before a file that tells that it is logged."""
         if self.tracker:

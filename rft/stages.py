@@ -16,7 +16,7 @@ from common.files import write_text
 from common.lm import LM
 from common.model.export import export_model
 from common.model.prompts import encode_prompts
-from common.report import summary
+from common.report import samples, summary
 from common.rows import RowLimit
 from common.signals import EXIT_NUMBERS, RunStopped
 from common.timer import Timer
@@ -160,10 +160,33 @@ def _keep_wave(
         f"{len(prompts)} of {prompts_in_all} prompts, {100 * len(solved) / len(prompts):.0f} %"
         f" solved, {speed:,.0f} tokens/s, {memory:.1f} GB"
     )
+    with wave.timer("write"):
+        journal.show(_rows(work, fresh))
     journal.log(event, done, shown)
     work.sizes.keep("rollout_rows", work.lm.engine.limit.rows)
     if work.stopping():
         raise journal.stop(iteration, "generate")
+
+
+def _rows(work: Work, fresh: list[Record]) -> list[samples.Row]:
+    """Return the samples of a wave that the run keeps beside its own files of them."""
+    ids = list(dict.fromkeys(record["prompt"] for record in fresh))
+    places = {one: place for place, one in enumerate(ids[: samples.kept(work.lm.run, len(ids))])}
+    return [
+        {
+            "id": record["prompt"],
+            "group": places[record["prompt"]],
+            "prompt": record["question"],
+            "answer": record["answer"],
+            "sample": record["sample"],
+            "completion": record["completion"],
+            "tokens": len(record["tokens"]),
+            "cut": not record["finished"],
+            "reward": record["reward"],
+        }
+        for record in fresh
+        if record["prompt"] in places
+    ]
 
 
 # --- select

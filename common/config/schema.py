@@ -6,6 +6,7 @@ A field without a default must be set by a YAML file. No torch in here, so that 
 import math
 import re
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from common.config.checks import (
@@ -454,6 +455,7 @@ class Run:
     budget: BudgetConfig
     prompts: PromptsConfig
     evaluate: EvaluateConfig
+    completions: Annotated[str, (choice, ("sample", "all"))]
     checkpoint: CheckpointConfig
     scoring: ScoringConfig
     not_finite: NotFiniteConfig
@@ -472,6 +474,17 @@ class Run:
                 f"probe=true has no effect with algo={self.algo.name}, which has no noise on its"
                 " weights. Leave it out."
             )
+        if self.completions == "all":
+            if not hasattr(self.algo, "sampling"):
+                raise ConfigError(
+                    f"completions=all has no effect with algo={self.algo.name}, which samples none."
+                    " Leave it out."
+                )
+            if find_spec("pyarrow") is None:
+                raise ConfigError(
+                    "completions=all writes Parquet, which needs a package: pip install"
+                    " 'clutch[parquet]'. Or leave it out."
+                )
         if self.probe and self.plan:
             raise ConfigError("plan=true and probe=true do not go together. Leave out one of them.")
         if self.scoring.kind == "serial":

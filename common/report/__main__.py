@@ -1,22 +1,40 @@
-"""Make the reports of run folders again: python -m common.report RUN."""
+"""Make the reports of run folders again, or serve them: python -m common.report RUN [--serve]."""
 
 import argparse
 from pathlib import Path
 
 from common.exits import ending_tool
-from common.report import page
+from common.report import page, serve
+
+PORT = 8640
 
 
 def main() -> None:
-    """Make the reports of run folders again. Exit codes: 0 done, 2 a mistake."""
+    """Make the reports of run folders again, or serve them. Exit codes: 0 done, 2 a mistake."""
     parser = argparse.ArgumentParser(
-        "python -m common.report", description="Write RUN/report.md and RUN/plots again."
+        "python -m common.report",
+        description="Write RUN/report.md, RUN/report.html and RUN/plots again, or serve the pages.",
     )
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="a run folder, of a killed run too"
     )
+    parser.add_argument(
+        "--serve",
+        action="store_true",
+        help="follow the runs in a browser on this machine, all of them in the same curves",
+    )
+    port = f"of --serve; 0 = any that is free; default: {PORT}"
+    parser.add_argument("--port", type=int, metavar="N", help=port)
+    given = parser.parse_args()
+    if given.port is not None and not given.serve:
+        parser.error("--port has no effect without --serve. Add it, or leave --port out.")
+    if given.port is not None and not 0 <= given.port < 2**16:
+        parser.error(f"--port {given.port} is no port. Give a number from 0 to 65535.")
     with ending_tool():
-        for folder in parser.parse_args().runs:
+        if given.serve:
+            serve.serve(given.runs, PORT if given.port is None else given.port)
+            return
+        for folder in given.runs:
             print(page.write_report(folder))
 
 

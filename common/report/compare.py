@@ -3,8 +3,8 @@
     python -m common.compare multirun/2026-11-20_12-00-00-000000        # a sweep that has ended
     python -m common.compare outputs/one outputs/two --out comparison   # any runs
 
-Writes comparison.md, comparison.csv and comparison.png. A setting is what differs between the runs,
-without the seed.
+Writes comparison.html, comparison.md, comparison.csv and comparison.png. A setting is what differs
+between the runs, without the seed.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from common.config import ConfigError, flat
 from common.exits import ending_tool
 from common.failures import FAILED
 from common.files import write_text
-from common.report import story
+from common.report import comparison, story
 from common.report.events import events, markdown_table
 from common.report.plots import COLOURS, STYLE
 from common.report.summary import side_by_side
@@ -262,7 +262,42 @@ def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> 
     _write_csv(runs, out / "comparison.csv")
     figure(runs, out / "comparison.png")
     write_text(out / "comparison.md", write_page(runs, failures, out))
-    print(f"written to {out}/comparison.md, .csv and .png")
+    kinds = [_describe(kind, settings, out) for kind, settings in _measures(runs).items()]
+    comparison.write_comparison(out / "comparison.html", kinds, [str(one) for one in failures])
+    print(f"written to {out}/comparison.html, .md, .csv and .png")
+
+
+def _describe(kind: str, settings: dict[str, list[Run]], out: Path) -> dict[str, Any]:
+    """Return what comparison.html shows of the runs with one metric."""
+    costs = [c for c in COSTS if any(run.points[-1][c] for of in settings.values() for run in of)]
+    curves = {
+        COSTS[cost]: [(name, len(group), *curve(group, cost)) for name, group in settings.items()]
+        for cost in costs
+    }
+    runs = {
+        COSTS[cost]: {
+            name: [[(point[cost], point["value"]) for point in run.points] for run in group]
+            for name, group in settings.items()
+        }
+        for cost in costs
+    }
+    return comparison.describe_kind(kind, (table(settings), _each(settings, out)), curves, runs)
+
+
+def _each(settings: dict[str, list[Run]], out: Path) -> list[dict[str, str]]:
+    """Return a row a run."""
+    return [
+        {
+            "setting": run.setting,
+            "seed": "" if run.seed is None else str(run.seed),
+            "before": f"{run.result['before']:.2f}",
+            "after": f"{run.result['after']:.2f}",
+            "ended by": run.result.get("ended_by") or "all steps done",
+            "folder": os.path.relpath(run.folder, out),
+        }
+        for group in settings.values()
+        for run in group
+    ]
 
 
 def write_page(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> str:
@@ -270,19 +305,7 @@ def write_page(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> s
     lines = ["# Comparison", "", "![held-out metric against cost](comparison.png)", ""]
     for kind, settings in _measures(runs).items():
         lines += [f"## Held-out {kind}", "", markdown_table(table(settings)), ""]
-        each = [
-            {
-                "setting": run.setting,
-                "seed": "" if run.seed is None else str(run.seed),
-                "before": f"{run.result['before']:.2f}",
-                "after": f"{run.result['after']:.2f}",
-                "ended by": run.result.get("ended_by") or "all steps done",
-                "folder": os.path.relpath(run.folder, out),
-            }
-            for group in settings.values()
-            for run in group
-        ]
-        lines += [markdown_table(each), ""]
+        lines += [markdown_table(_each(settings, out)), ""]
     lines += [
         "Mean ± standard deviation (n - 1) over the runs of a setting. Costs are of training,"
         " without evaluation and pre-training. All measurements: [comparison.csv](comparison.csv).",
@@ -345,7 +368,7 @@ def figure(runs: Sequence[Run], path: Path) -> None:
 def main() -> None:
     """Run the command. Exit codes: 0 done, 2 a mistake."""
     parser = argparse.ArgumentParser(
-        "python -m common.compare", description="Compare runs: comparison.md, .csv and .png."
+        "python -m common.compare", description="Compare runs: comparison.html, .md, .csv and .png."
     )
     folders = "run folders, or folders that hold some"
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=folders)

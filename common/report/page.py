@@ -19,7 +19,7 @@ from common.config import ConfigError
 from common.files import write_text
 from common.report import panels, plots, web
 from common.report.events import EVALUATIONS, events, markdown_table
-from common.report.panels import Panel
+from common.report.panels import AXES, ORDERS, Panel
 from common.report.story import (
     arguments,
     columns,
@@ -37,14 +37,6 @@ from common.tasks import plain
 
 log = logging.getLogger("clutch")
 
-AXES = {
-    "step": "optimizer step",
-    "epoch": "epoch",
-    "iteration": "iteration (0 = base model)",
-    "event": "event of the log",
-}
-# by stage, counted over all iterations
-ORDERS = {"generate": "chunk of samples", "finetune": "fine-tuning step"}
 SAMPLES = 5  # completions shown
 LONGEST = 600  # characters of a completion shown; the files have all
 
@@ -68,10 +60,7 @@ def write_report(folder: Path, figures: bool = True) -> Path:
 
     Raises: ConfigError where `folder` is no run folder.
     """
-    if not (folder / "run.yaml").exists():
-        raise ConfigError(
-            f"{folder} has no run.yaml, so it is no run folder. Give one, for example outputs/mine."
-        )
+    check_folder(folder)
     saved = read_run(folder, "config", "versions", "commit", "device")
     result = load(folder / "result.json")
     history, evaluations = events(folder / "metrics.jsonl"), events(folder / EVALUATIONS)
@@ -92,6 +81,14 @@ def write_report(folder: Path, figures: bool = True) -> Path:
     write_text(path, "\n\n".join(part for part in parts if part) + "\n")
     web.write_page(folder, saved, result, history, evaluations)
     return path
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ConfigError where `folder` is no run folder."""
+    if not (folder / "run.yaml").exists():
+        raise ConfigError(
+            f"{folder} has no run.yaml, so it is no run folder. Give one, for example outputs/mine."
+        )
 
 
 # --- figures
@@ -247,7 +244,7 @@ def _files(folder: Path) -> str:
         "model": "the trained model",
         "metrics.jsonl": "every step",
         EVALUATIONS: "every held-out measure",
-        "completions": "held-out completions of each evaluation",
+        "completions": "held-out completions of each evaluation, and some of training",
         "predictions.jsonl": "the class of each test row",
         "checkpoints": "to go on from",
         "result.json": "the outcome",

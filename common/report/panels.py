@@ -5,12 +5,23 @@ Names are those that `common.report.events.numbers` makes of the events. A panel
 curves were logged.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 PERCENT = 100.0
+# The x axes of panels.
+AXES = {
+    "step": "optimizer step",
+    "epoch": "epoch",
+    "iteration": "iteration (0 = base model)",
+    "event": "event of the log",
+}
+# by stage, counted over all iterations
+ORDERS = {"generate": "chunk of samples", "finetune": "fine-tuning step"}
 
 
 @dataclass(frozen=True)
@@ -27,6 +38,14 @@ class Panel:
     scale: float = 1.0  # of values, for `unit`; the dashboard shows them as they are
     zero: bool = False  # the y axis starts at 0
     exact: bool = False  # no running mean
+
+    def axis(self, history: Sequence[dict[str, Any]]) -> str:
+        """Return what its x axis counts in a run with these events."""
+        if self.x == "order":  # the measures of a panel are of one stage
+            return ORDERS[next(iter(self.curves)).split("/")[0]]
+        if self.x == "step" and any("stage" in event for event in history):
+            return AXES["event"]
+        return AXES[self.x]
 
     def found(self, names: list[str]) -> dict[str, str]:
         """Return the measures among `names` that it shows, with their legends."""

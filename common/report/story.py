@@ -9,11 +9,14 @@ from typing import Any
 
 import yaml
 
-from common.config import ConfigError
-from common.config.checks import CONF
+from common.config import ConfigError, flat
+from common.config.checks import CONF, shipped
 from common.files import first_line
 from common.report.events import numbers
 from common.report.panels import Panel
+
+# Groups of conf/ with a file for each choice, that has its defaults.
+GROUPS = ("algo", "task", "model", "engine", "hardware", "tracker")
 
 
 def read_run(folder: Path, *keys: str) -> dict[str, Any]:
@@ -60,12 +63,7 @@ def find_title(
 
 def arguments(folder: Path) -> list[str]:
     """Return the arguments of the command that made a run, with its own folders of YAML files."""
-
-    def kept(name: str) -> Any:
-        path = folder / ".hydra" / name
-        return yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
-
-    settings: Any = (kept("hydra.yaml") or {}).get("hydra")
+    settings: Any = (_kept(folder, "hydra.yaml") or {}).get("hydra")
     found: list[str] = []
     for source in settings["runtime"]["config_sources"] if settings else []:
         if source["provider"] == "command-line":
@@ -73,8 +71,39 @@ def arguments(folder: Path) -> list[str]:
         elif source["provider"] == "main" and Path(source["path"]) != CONF:
             found += ["-cp", source["path"], "-cn", settings["job"]["config_name"]]
     # again is a run of its own, which does not go on with this one
-    given = [text for text in kept("overrides.yaml") or [] if not text.startswith("resume=")]
+    given = [
+        text for text in _kept(folder, "overrides.yaml") or [] if not text.startswith("resume=")
+    ]
     return [*found, *given]
+
+
+def find_settings(folder: Path, config: dict[str, Any]) -> list[list[str]]:
+    """Return each setting and its value, and the default as well where the run has another: that of
+    the files in conf/ that its groups name, or what its command says is no default.
+    """
+    text = _kept(folder, "hydra.yaml")
+    chosen = text["hydra"]["runtime"]["choices"] if text else {}
+    defaults = flat({k: v for k, v in shipped("config.yaml").items() if k != "defaults"})
+    for group in GROUPS:
+        name = chosen.get(group) or config.get(group, {}).get("name")
+        if (CONF / group / f"{name}.yaml").exists():
+            values = {k: v for k, v in shipped(f"{group}/{name}.yaml").items() if k != "defaults"}
+            defaults |= flat(values, f"{group}.")
+    given = {one.lstrip("+").partition("=")[0] for one in _kept(folder, "overrides.yaml") or []}
+    given -= {*GROUPS, "opt", "experiment"}
+    found = []
+    for key, value in flat(config).items():
+        default = defaults.get(key)
+        known = key in defaults and not (isinstance(default, str) and "${" in default)
+        asked = any(key == one or key.startswith(f"{one}.") for one in given)
+        differs = value != default if known else asked
+        found.append([key, str(value), *([str(default) if known else ""] if differs else [])])
+    return found
+
+
+def _kept(folder: Path, name: str) -> Any:
+    path = folder / ".hydra" / name
+    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def find_facts(

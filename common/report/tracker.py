@@ -13,6 +13,7 @@ from common.config import Run
 from common.report.advice import Adviser
 from common.report.events import EVALUATIONS, cut_events, events, jsonable, numbers, write_jsonl
 from common.report.progress import Progress
+from common.report.samples import Samples
 from common.report.sinks import open_sink
 from common.screen import find_screen
 from common.tasks import plain
@@ -46,6 +47,7 @@ class Tracker:
         for path in (out_dir / "completions").glob("step-*.jsonl"):
             if int(path.stem.removeprefix("step-")) > resumed:
                 path.unlink()
+        self.samples = Samples(out_dir, run.completions == "all", resumed)
         self.file = open(out_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (closed in `close`)
         self.sink = open_sink(run, out_dir, resumed, state or {})
         self.held: list[dict[str, Any]] = events(out_dir / EVALUATIONS)
@@ -83,6 +85,7 @@ class Tracker:
     def sync(self) -> None:
         """Bring what is logged to the disk: before a checkpoint, in case of a power cut."""
         os.fsync(self.file.fileno())
+        self.samples.flush()
 
     def log(self, event: dict[str, Any], done: int | None = None, shown: str | None = None) -> None:
         """Write an event and move the progress line.
@@ -145,6 +148,7 @@ class Tracker:
         if self.line:
             self.line.close()
         self.file.close()
+        self.samples.flush()
         if self.sink:
             self.sink.close(code)
             self.sink = None

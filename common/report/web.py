@@ -1,7 +1,8 @@
 """RUN/report.html: the same run as a page to click through, in one file that needs no network.
 
-The template, its style, its script and uPlot (MIT), which draws the curves, are in
-common/assets/report; the numbers stand in the file as JSON.
+The template, its style, its scripts and uPlot (MIT), which draws the curves, are in
+common/assets/report; the numbers stand in the file as JSON. `common.report.serve` shows the same
+page of runs that go on.
 """
 
 import json
@@ -11,48 +12,71 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.config import flat
 from common.files import write_text
-from common.report import panels
+from common.report import completions, panels
+from common.report.events import EVALUATIONS, events
 from common.report.story import (
     arguments,
     columns,
     find_facts,
     find_measures,
     find_phases,
+    find_settings,
     find_title,
     find_warnings,
-    read_rows,
+    load,
+    read_run,
 )
-from common.tasks import plain
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets" / "report"
-POINTS = 1500  # of a curve; more lie side by side on no screen
-ROWS = 200  # held-out completions of an evaluation
-EVALUATIONS = 12  # whose completions can be looked at, the first and the last among them
-LONGEST = 4000  # characters of a completion
-CHARACTERS = 1_500_000  # of all of them
+STYLES = ("uPlot.css", "page.css")
+POINTS = 1500  # of a curve at most; more lie side by side on no screen
+ALL_POINTS = 40_000  # of all curves
 LARGEST = 1e300  # of a value; sums of more are infinite
 
 Events = Sequence[dict[str, Any]]
+Data = dict[str, Any]
 
 
 def write_page(
     folder: Path,
-    saved: dict[str, Any],
-    result: dict[str, Any] | None,
-    history: list[dict[str, Any]],
-    evaluations: list[dict[str, Any]],
+    saved: Data,
+    result: Data | None,
+    history: list[Data],
+    evaluations: list[Data],
 ) -> Path:
     """Write FOLDER/report.html.
 
     Args: saved: of run.yaml; result: of result.json, None where the run has not ended; history,
     evaluations: the events of the log and of the held-out measures.
     """
+    path = folder / "report.html"
+    data = find_data(folder, saved, result, history, evaluations)
+    write_text(path, render("page", {"live": False, "runs": [data]}))
+    return path
+
+
+def read_data(folder: Path) -> Data:
+    """Return all that the page shows of a run folder. Raises: ConfigError where it is damaged."""
+    saved = read_run(folder, "config", "versions", "commit", "device")
+    history, evaluations = events(folder / "metrics.jsonl"), events(folder / EVALUATIONS)
+    return find_data(folder, saved, load(folder / "result.json"), history, evaluations)
+
+
+def find_data(
+    folder: Path,
+    saved: Data,
+    result: Data | None,
+    history: list[Data],
+    evaluations: list[Data],
+) -> Data:
+    """Return all that the page shows of a run; the arguments are those of `write_page`."""
     title, _ = find_title(folder, saved, result)
     measures = find_measures(result, evaluations)
     given = (folder / ".hydra" / "overrides.yaml").exists()
-    data = {
+    kept = completions.read_training(folder)
+    return {
+        "name": folder.resolve().name,
         "title": title,
         "verdict": (result or {}).get("verdict") or "",
         "next": (result or {}).get("next_command") or "",
@@ -65,116 +89,113 @@ def write_page(
         "phases": [list(row.values()) for row in find_phases(history)],
         "facts": [list(pair) for pair in find_facts(saved, result, history).items()],
         "warnings": find_warnings(folder / "run.log"),
-        "settings": [[key, str(value)] for key, value in flat(saved["config"]).items()],
-        "completions": find_completions(folder / "completions"),
+        "settings": find_settings(folder, saved["config"]),
+        "completions": completions.find_held_out(folder / "completions"),
+        "training": completions.find_training(kept),
+        "prompts": completions.find_prompts(kept),
+        "unit": "event" if any("stage" in event for event in history) else "step",
     }
-    page = (ASSETS / "page.html").read_text(encoding="utf-8")
-    for name in ("page.css", "uPlot.css", "page.js", "uPlot.js"):
-        page = page.replace(f"{{{{{name}}}}}", (ASSETS / name).read_text(encoding="utf-8"))
-    # No text of a model can end the script element that it stands in.
+
+
+def render(template: str, data: Data) -> str:
+    """Return a page of common/assets/report with its style, its scripts and `data` in it."""
+    page = (ASSETS / f"{template}.html").read_text(encoding="utf-8")
+    scripts = ("uPlot.js", "parts.js", "curves.js", "completions.js", f"{template}.js")
+    for name in (*STYLES, *scripts):
+        if (mark := f"{{{{{name}}}}}") in page:
+            page = page.replace(mark, (ASSETS / name).read_text(encoding="utf-8"))
+    return page.replace("{{data}}", encode(data))
+
+
+def encode(data: Data) -> str:
+    """Return data as JSON for a page: no text of a model can end the element that it stands in."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
-    text = text.encode("utf-8", "replace").decode()  # without halves of characters
-    path = folder / "report.html"
-    write_text(path, page.replace("{{data}}", text))
-    return path
+    return text.encode("utf-8", "replace").decode()  # without halves of characters
 
 
-def find_curves(algo: str, history: Events, evaluations: Events) -> list[dict[str, Any]]:
-    """Return the panels of an algorithm with their curves: values against steps, generated tokens
-    and seconds of training, as far as the events say them.
+# --- curves
+
+
+def find_curves(algo: str, history: Events, evaluations: Events) -> list[Data]:
+    """Return the panels of an algorithm with their curves: values against what the panel counts,
+    generated tokens and seconds of training, as far as the events say them.
     """
     logged, measured, places = columns(history), columns(evaluations), find_places(history)
+    shown = [
+        (panel, measured if any("metrics/" in name for name in panel.curves) else logged)
+        for panel in panels.find_panels().get(algo, ())
+        if panel.kind != "bars"
+    ]
+    count = sum(len(panel.found(list(points))) for panel, points in shown)
+    most = min(POINTS, ALL_POINTS // max(1, count))
     found = []
-    for panel in panels.find_panels().get(algo, ()):
-        if panel.kind == "bars":
-            continue
-        points = measured if any("metrics/" in name for name in panel.curves) else logged
+    for panel, points in shown:
         series = [
-            {"name": legend, **find_curve(points[name], panel, places)}
+            {"name": legend, **find_curve(points[name], panel, places, most)}
             for name, legend in panel.found(list(points)).items()
         ]
         if panel.kind == "stack":  # lines that stay at nothing would fill the legend
             least = 0.002 * sum(sum(one["y"]) for one in series)
             series = [one for one in series if sum(one["y"]) > least]
         about = {"title": panel.title, "unit": panel.unit, "zero": panel.zero, "exact": panel.exact}
-        found.append({**about, "series": [one for one in series if one["y"]]})
+        about |= {"x": panel.axis(history), "series": [one for one in series if one["y"]]}
+        found.append(about)
     return found
 
 
 def find_places(history: Events) -> dict[int, tuple[float | None, float]]:
-    """Return by step the tokens generated until then, and the seconds of training."""
-    found: dict[int, tuple[float | None, float]] = {0: (0.0, 0.0)}
-    seconds = 0.0
+    """Return by step the tokens generated until then, None where none are counted, and the seconds
+    of training.
+    """
+    counts = any("generated_tokens" in event for event in history)
+    tokens, seconds = (0.0 if counts else None), 0.0
+    found: dict[int, tuple[float | None, float]] = {0: (tokens, seconds)}
     for event in history:
         took = event.get("seconds") or 0.0
         seconds += took if math.isfinite(took) else 0.0
-        found[event["step"]] = (event.get("generated_tokens"), seconds)
+        tokens = event.get("generated_tokens", tokens)
+        found[event["step"]] = (tokens, seconds)
     return found
 
 
 def find_curve(
-    column: list[tuple[dict[str, Any], float]],
+    column: list[tuple[Data, float]],
     panel: panels.Panel,
     places: dict[int, tuple[float | None, float]],
+    most: int = POINTS,
 ) -> dict[str, list[float]]:
-    """Return the values of a measure where they are finite, at most `POINTS` means of neighbours,
-    and where they lie.
+    """Return the values of a measure where they are finite, and where they lie.
+
+    Each value is one that was logged. Of more than `most`, the lowest and the highest of each few
+    neighbours are kept, in pairs; `mean` then has the mean of each pair's neighbours.
     """
-    counts = panel.x in ("event", "order")  # steps begin anew in each stage there
     kept = [
-        (float(n if counts else event.get(panel.x, event["step"])), event["step"], y)
+        (float(n if panel.x == "order" else event.get(panel.x, event["step"])), event["step"], y)
         for n, (event, value) in enumerate(column, 1)
         if abs(y := panel.scale * value) < LARGEST
     ]
-    width = -(-len(kept) // POINTS) or 1
-    parts = [kept[i : i + width] for i in range(0, len(kept), width)]
-    found: dict[str, Any] = {
-        "step": [part[-1][0] for part in parts],
-        "y": [_short(sum(y for _, _, y in part) / len(part)) for part in parts],
-    }
-    known = [places.get(part[-1][1]) for part in parts]
-    if not counts and all(place is not None and place[0] is not None for place in known):
-        found["tokens"] = [place[0] for place in known if place]
-        found["seconds"] = [_short(place[1]) for place in known if place]
+    found: dict[str, Any] = {}
+    if len(kept) > most:
+        width = -(-2 * len(kept) // most)
+        parts = [kept[i : i + width] for i in range(0, len(kept), width)]
+        parts = [part for part in parts if len(part) > 1]
+        found["mean"] = [_short(sum(y for _, _, y in part) / len(part)) for part in parts]
+        kept = [point for part in parts for point in _extremes(part)]
+    found |= {"at": [x for x, _, _ in kept], "y": [y for _, _, y in kept]}
+    known = [places.get(step) for _, step, _ in kept]
+    if all(place is not None for place in known):
+        found["seconds"] = [_short(place[1], 7) for place in known if place]
+        if all(place[0] is not None for place in known if place):
+            found["tokens"] = [place[0] for place in known if place]
     return found
 
 
-def find_completions(folder: Path) -> dict[str, Any]:
-    """Return the held-out prompts and, of some evaluations, the completions."""
-    paths = [folder / "before.jsonl", *sorted(folder.glob("step-*.jsonl")), folder / "after.jsonl"]
-    paths = [path for path in paths if path.exists()]
-    if len(paths) > EVALUATIONS:
-        places = [i * (len(paths) - 1) // (EVALUATIONS - 1) for i in range(EVALUATIONS)]
-        paths = [paths[place] for place in places]
-    read = {path.stem: read_rows(path, ROWS) for path in paths}
-    first = next(iter(read.values()), [])
-    ids = [row["id"] for row in first]
-    same = {name: rows for name, rows in read.items() if [row["id"] for row in rows] == ids}
-    longest = min(LONGEST, CHARACTERS // max(1, len(ids) * (len(same) + 2)))
-    prompts = [
-        {"prompt": _cut(plain(row["prompt"]), longest), "answer": _cut(str(row["answer"]), longest)}
-        for row in first
-    ]
-    evaluations = [
-        {"name": _name(name), "texts": texts}
-        for name, rows in same.items()
-        if (texts := [_cut(row["completion"], longest) for row in rows])
-    ]
-    total = 0
-    if paths:
-        with paths[0].open("rb") as file:
-            total = sum(1 for _ in file)
-    return {"prompts": prompts, "evaluations": evaluations, "total": total}
+def _extremes(part: list[tuple[float, int, float]]) -> list[tuple[float, int, float]]:
+    """Return the lowest and the highest point of two or more, in order."""
+    low = min(range(len(part)), key=lambda i: part[i][2])
+    high = max((i for i in range(len(part)) if i != low), key=lambda i: part[i][2])
+    return [part[i] for i in sorted((low, high))]
 
 
-def _cut(text: str, longest: int) -> str:
-    return text if len(text) <= longest else f"{text[:longest]} ..."
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.5g}")
-
-
-def _name(stem: str) -> str:
-    word, _, number = stem.partition("-")
-    return f"{word} {int(number)}" if number else stem
+def _short(value: float, digits: int = 5) -> float:
+    return float(f"{value:.{digits}g}")

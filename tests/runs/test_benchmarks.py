@@ -353,3 +353,14 @@ def test_directions_by_command(benchmark, tmp_path):
     content = json.loads(path.read_text())
     assert set(content["conditions"]["cosines"]) == set(directions.KINDS)
     assert all(abs(row["value"] or 0) <= 1 for row in content["rows"])
+
+
+def test_the_page_of_a_long_run_is_measured(benchmark, tmp_path):
+    path = tmp_path / "out.json"
+    benchmark("report", "--quick", "--device", "cpu", "--json", str(path))
+    content = json.loads(path.read_text())
+    figures = content["conditions"]["figures"]
+    assert {"made in", "size"} <= figures.keys()
+    assert content["conditions"]["sizes"] == {"steps": 200, "completions": 2000}
+    if "requests that leave it" in figures:  # there is a Chromium
+        assert figures["requests that leave it"]["measured"] == "0"

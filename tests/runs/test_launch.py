@@ -202,7 +202,7 @@ def test_a_run_puts_everything_into_its_folder(launch, in_cache, tmp_path):
             "tokens_per_second",
             "peak_memory_gb",
         }
-        assert set(event["phase_seconds"]) == {"rollout", "reward", "exchange", "update"}
+        assert set(event["phase_seconds"]) == {"rollout", "reward", "keep", "exchange", "update"}
         assert sum(event["phase_seconds"].values()) <= event["seconds"]
         assert event["peak_memory_gb"] > 0.05
     # The plan, the measure, three completions side by side, and where everything is.

@@ -3,11 +3,18 @@ end.
 """
 
 import json
+import math
 import re
 import shutil
-import subprocess
+import signal
 import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -15,8 +22,10 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.transforms import Bbox
 
+from benchmarks import report as long_run
+from benchmarks.browser import Browser, find_browser
 from common.config import ConfigError
-from common.report import __main__, dashboard, panels, plots, story
+from common.report import __main__, compare, dashboard, panels, plots, serve, story
 from common.report.events import EVALUATIONS, markdown_table, numbers
 from common.report.page import write_report
 from common.signals import RunStopped
@@ -133,49 +142,226 @@ def embedded(folder):
     return json.loads(text)
 
 
-def browse(folder, width, *more):
-    """The page as a browser without a network makes it."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
+@contextmanager
+def opened(page, width=1280, dark=False):
+    """A page in a browser without a network, which has asked for nothing and complained of nothing
+    when the block ends.
+    """
+    if find_browser() is None:
         pytest.skip("there is no Chromium")
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--window-size={width},900", *more]
-    command += ["--enable-logging=stderr", f"--user-data-dir={folder / 'browser'}"]
-    done = subprocess.run(
-        [*command, (folder / "report.html").as_uri()], capture_output=True, text=True, timeout=120
+    with Browser(width, 900, dark) as browser:
+        browser.open(page.as_uri() if isinstance(page, Path) else page)
+        yield browser
+        assert browser.errors == []
+        assert browser.requests == []
+
+
+def select(browser, name, value):
+    """Choose in a list of the page, as a hand does."""
+    browser.run(
+        f"(one => {{ one.value = {json.dumps(value)};"
+        f" one.dispatchEvent(new Event('change')); }})(at('{name}'))"
     )
-    assert "CONSOLE" not in done.stderr, done.stderr
-    return done.stdout
+
+
+def texts(browser, selector):
+    """The texts of all elements that are seen."""
+    return browser.run(
+        f"[...document.querySelectorAll({json.dumps(selector)})]"
+        ".filter(one => one.checkVisibility()).map(one => one.innerText)"
+    )
 
 
 @pytest.mark.parametrize("algo", RUNS)
 def test_a_run_leaves_a_page_for_browsers(finished, algo):
     folder = finished[algo]
-    data, result = embedded(folder), json.loads((folder / "result.json").read_text())
+    (data,), result = embedded(folder)["runs"], json.loads((folder / "result.json").read_text())
     assert data["title"] == (folder / "report.md").read_text().splitlines()[0].removeprefix("# ")
     assert {row[0] for row in data["measures"]["rows"]} == set(result["metrics"]["after"])
     drawn = {panel["title"] for panel in data["panels"] if panel["series"]}
     assert len(drawn) > 4
     for panel in data["panels"]:
         for series in panel["series"]:
-            assert len(series["step"]) == len(series["y"]) == len(series.get("tokens", series["y"]))
+            assert len(series["at"]) == len(series["y"]) == len(series["seconds"])
+            assert ("tokens" in series) == (algo != "classify")
     if algo != "classify":
         rows = (folder / "completions" / "after.jsonl").read_text().splitlines()
         last = data["completions"]["evaluations"][-1]
         assert last["name"] == "after"
         assert last["texts"] == [json.loads(row)["completion"] for row in rows]
+        kept = (folder / "completions" / "training.jsonl").read_text().splitlines()
+        assert data["training"]["steps"] == [json.loads(line) for line in kept]
+    if algo == "rft":
+        names = [one["name"] for one in data["completions"]["evaluations"]]
+        assert names == ["before", "iteration 1", "after"]
+        axes = {panel["title"]: panel["x"] for panel in data["panels"]}
+        assert axes["Fine-tuning"] == "fine-tuning step"
+        assert axes["Sampling"] == "chunk of samples"
+        assert axes["Held-out measures"] == "iteration (0 = base model)"
     page = (folder / "report.html").read_text()
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", page), "nothing is fetched"
 
 
-@pytest.mark.parametrize("width", [400, 1280])
-def test_a_browser_shows_it_without_a_network(finished, width):
-    dom = browse(finished["grpo"], width)
-    assert dom.count("<canvas") == sum(
-        bool(p["series"]) for p in embedded(finished["grpo"])["panels"]
-    )
-    assert dom.count('class="row"') == 8
-    assert '<h1 id="title">grpo on' in dom
+@pytest.mark.parametrize("algo", RUNS)
+def test_every_number_of_a_curve_is_one_that_was_logged(finished, algo):
+    folder = finished[algo]
+    (data,) = embedded(folder)["runs"]
+    measured = folder / EVALUATIONS
+    lines = measured.read_text().splitlines() if measured.exists() else []
+    known = {panel.title: panel for panel in panels.find_panels()[algo]}
+    logged = story.columns(events(folder))
+    held = story.columns([json.loads(line) for line in lines])
+    checked = 0
+    for shown in data["panels"]:
+        panel = known[shown["title"]]
+        points = held if any("metrics/" in name for name in panel.curves) else logged
+        expected = {
+            legend: [panel.scale * value for _, value in points[name]]
+            for name, legend in panel.found(list(points)).items()
+        }
+        for series in shown["series"]:
+            finite = [value for value in expected[series["name"]] if math.isfinite(value)]
+            assert series["y"] == finite
+            checked += len(finite)
+            if panel.x == "step" and points is logged and "tokens" in series and algo != "rft":
+                tokens = {event["step"]: event["generated_tokens"] for event in events(folder)}
+                assert series["tokens"] == [tokens[step] for step in series["at"]]
+    assert checked > 40
+    result = json.loads((folder / "result.json").read_text())
+    for row in data["measures"]["rows"]:
+        for kind, text in (("before", row[1]), ("after", row[2])):
+            if text:
+                assert text.split()[0] == f"{result['metrics'][kind][row[0]]:.2f}"
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_browser_shows_it_without_a_network(finished, width, dark):
+    folder = finished["grpo" if dark else "eggroll"]
+    with opened(folder / "report.html", width, dark) as browser:
+        wide, window = browser.run("[document.documentElement.scrollWidth, innerWidth]")
+        assert wide <= window == width
+        (data,) = embedded(folder)["runs"]
+        drawn = browser.run("document.querySelectorAll('canvas').length")
+        assert drawn == sum(bool(panel["series"]) for panel in data["panels"])
+        assert len(texts(browser, "#completions .row")) == 8
+        assert texts(browser, "#title") == [data["title"]]
+        paper = browser.run("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", paper))) < 200) == dark
+        assert texts(browser, "#runs") == [], "there is one run to choose"
+        links = browser.run("[...document.querySelectorAll('nav a')].map(one => one.hash)")
+        assert {"#curves", "#training", "#completions", "#settings"} <= set(links)
+        asked = [row[0] for row in data["settings"] if len(row) > 2]
+        shown = texts(browser, "#differing tr td:first-child")
+        assert shown == asked
+        assert not texts(browser, "#same td"), "the others are folded"
+
+
+def test_the_browser_of_a_population_has_pairs_beside_each_other(finished):
+    folder = finished["eggroll"]
+    (data,) = embedded(folder)["runs"]
+    last = data["training"]["steps"][-1]
+    with opened(folder / "report.html") as browser:
+        pairs = browser.run(
+            "[...document.querySelectorAll('#training .sampled.pair')].map(one =>"
+            " [...one.querySelectorAll('.about')].map(a => a.textContent))"
+        )
+        assert len(pairs) == len(last["rows"]) / 2 == 4
+        for number, (one, other) in enumerate(pairs):
+            assert one.startswith(f"member {2 * number} +E · reward")
+            assert other.startswith(f"member {2 * number + 1} −E · reward")
+            assert "fitness" in one
+        left, right = browser.run(
+            "[...document.querySelector('#training .sampled').children]"
+            ".map(one => one.getBoundingClientRect().top)"
+        )
+        assert left == right
+        assert texts(browser, "#asked .prompt")[0].strip() == last["prompt"].strip()
+        browser.run("at('before').click()")
+        earlier = data["training"]["steps"][-2]
+        assert texts(browser, "#asked .prompt")[0].strip() == earlier["prompt"].strip()
+        select(browser, "cut", "no")
+        pairs = list(zip(earlier["rows"][::2], earlier["rows"][1::2], strict=True))
+        left = [pair for pair in pairs if not all(row["cut"] for row in pair)]
+        assert len(texts(browser, "#training .sampled")) == len(left)
+
+
+def test_the_browser_of_groups_has_advantages_and_probabilities(finished):
+    folder = finished["grpo"]
+    (data,) = embedded(folder)["runs"]
+    rows = data["training"]["steps"][-1]["rows"]
+    with opened(folder / "report.html") as browser:
+        shown = texts(browser, "#training .about")
+        assert len(shown) == len(rows) == 4
+        assert all("advantage" in text for text in shown)
+        cells = browser.run(
+            "[...document.querySelectorAll('#training .text')].map(one => one.textContent)"
+        )
+        assert cells == [row["completion"] for row in rows], "tokens lose no letter"
+        tokens = browser.run("[...document.querySelectorAll('.token')].map(one => one.title)")
+        logged = {f"log-probability {p:g}" for row in rows for p in row["logprobs"]}
+        assert tokens
+        assert {title.split(",")[0] for title in tokens} <= logged
+        browser.run("at('colour').click()")
+        assert browser.run("document.querySelectorAll('.token').length") == 0
+        select(browser, "order", "fitness or advantage")
+        found = [float(re.search(r"advantage ([^ ]+)", t)[1]) for t in texts(browser, ".about")[:4]]
+        assert found == sorted(found, reverse=True)
+        for right, wanted in (("all", lambda r: r >= 1), ("none", lambda r: r <= 0)):
+            select(browser, "right", right)
+            count = sum(wanted(row["reward"]) for row in rows)
+            assert len(texts(browser, "#training .cell")) == count
+
+
+def test_held_out_prompts_are_found_by_what_became_of_them(finished, tmp_path):
+    """With the scores that a run keeps of its completions."""
+    folder = shutil.copytree(finished["grpo"], tmp_path / "run")
+    for name, scores in (("before", [0, 0, 100, 100] * 2), ("after", [0, 100, 0, 100] * 2)):
+        path = folder / "completions" / f"{name}.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = (
+            json.dumps({**row, "scores": {"exact": score}})
+            for row, score in zip(rows, scores, strict=True)
+        )
+        path.write_text("".join(line + "\n" for line in lines))
+    write_report(folder, figures=False)
+    with opened(folder / "report.html", 390) as browser:
+        for became, count in (("learnt", 2), ("lost", 2), ("right", 4), ("", 8)):
+            select(browser, "became", became)
+            assert len(texts(browser, "#completions .row")) == count
+        browser.run("at('grid').open = true")
+        assert len(texts(browser, "#grid tr")) == 9
+        wide, window = browser.run("[document.documentElement.scrollWidth, innerWidth]")
+        assert wide <= window
+
+
+def test_the_cursor_reads_what_was_logged(finished):
+    folder = finished["eggroll"]
+    with opened(folder / "report.html") as browser:
+        x, y = browser.run(
+            "(box => [box.right - 1, box.top + 9])"
+            "(document.querySelector('.u-over').getBoundingClientRect())"
+        )
+        browser.ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        browser.run("new Promise(done => setTimeout(done, 100))")
+        heads = ".chart:first-child .u-legend .u-value"
+        step, mean, best = texts(browser, heads)
+        last = events(folder)[-1]
+        assert (int(step), float(mean)) == (last["step"], pytest.approx(last["reward"], rel=1e-3))
+        assert float(best) == pytest.approx(last["reward_best"], rel=1e-3)
+        other = texts(browser, ".chart:nth-child(3) .u-legend .u-value")
+        assert int(other[0]) == last["step"], "panels that count the same share the cursor"
+
+
+def test_the_curves_go_by_tokens_and_seconds_too(finished):
+    for algo, axes in (("classify", ["at", "seconds"]), ("rft", ["at", "tokens", "seconds"])):
+        with opened(finished[algo] / "report.html") as browser:
+            offered = browser.run("[...at('axis').options].map(one => one.value)")
+            assert offered == axes
+            select(browser, "axis", "seconds")
+            heads = texts(browser, ".chart .u-legend tr:first-child th")
+            assert len(heads) > 4
+            assert all(text.startswith("seconds of training") for text in heads)
 
 
 def test_what_a_model_wrote_stays_text(finished, tmp_path):
@@ -185,24 +371,43 @@ def test_what_a_model_wrote_stays_text(finished, tmp_path):
     rows[0]["completion"] = hostile = "</script><script>document.title='taken'</script><b>&amp;"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_report(folder, figures=False)
-    assert embedded(folder)["completions"]["evaluations"][-1]["texts"][0] == hostile
-    dom = browse(folder, 800)
-    assert "<title>taken" not in dom
-    assert "&lt;/script&gt;" in dom
+    kept = folder / "completions" / "training.jsonl"
+    lines = [json.loads(line) for line in kept.read_text().splitlines()]
+    lines[-1]["prompt"] = 100 * "W" + hostile
+    lines[-1]["rows"][0] |= {"completion": hostile, "ends": [3], "logprobs": [-1.0]}
+    kept.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_report(folder, figures=False)
+    (data,) = embedded(folder)["runs"]
+    assert data["completions"]["evaluations"][-1]["texts"][0] == hostile
+    with opened(folder / "report.html", 390) as browser:
+        assert browser.run("[document.documentElement.scrollWidth, innerWidth]") == [390, 390]
+        assert browser.run("document.title") == data["title"]
+        assert hostile in browser.run("document.querySelector('#completions .rows').textContent")
+        assert hostile in browser.run("document.querySelector('#training .rows').textContent")
 
 
-def test_a_long_run_is_a_small_page(finished, tmp_path):
-    folder = shutil.copytree(finished["eggroll"], tmp_path / "run")
-    (event, *_) = [e for e in events(folder) if "reward" in e]
-    lines = (json.dumps(event | {"step": n, "reward": n / 20_000}) for n in range(1, 20_001))
-    (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+def test_a_long_run_is_a_small_page(tmp_path):
+    """Of 20,000 steps and 100,000 completions. python -m benchmarks report times it."""
+    folder = tmp_path / "run"
+    long_run.write_run(folder)
     write_report(folder, figures=False)
     assert (folder / "report.html").stat().st_size < 5e6
-    (reward,) = [p for p in embedded(folder)["panels"] if p["title"].startswith("Reward")]
-    curve = reward["series"][0]
-    assert 1000 < len(curve["y"]) <= 1500
-    assert curve["y"][0] == pytest.approx(7.5 / 20_000, rel=1e-3)  # a mean of the first 14
-    assert curve["step"][-1] == 20_000
+    (data,) = embedded(folder)["runs"]
+    logged = {event["step"]: event for event in events(folder)}
+    (reward,) = [panel for panel in data["panels"] if panel["title"].startswith("Reward")]
+    for series, name in zip(reward["series"], ("reward", "reward_best"), strict=True):
+        assert 1000 < len(series["y"]) <= 1500
+        assert series["y"] == [logged[step][name] for step in series["at"]]
+        every = [event[name] for event in logged.values()]
+        assert max(series["y"]) == max(every)
+        assert min(series["y"]) == min(every)
+        assert len(series["mean"]) == len(series["y"]) / 2
+        assert fmean(series["mean"]) == pytest.approx(fmean(every), rel=1e-2)
+    steps = [line["step"] for line in data["training"]["steps"]]
+    assert len(steps) >= 12
+    assert steps[0] == 1
+    assert steps[-1] > 19_000
+    assert sum(sum(row[1:]) for row in data["prompts"]["rows"]) == data["training"]["total"]
 
 
 @pytest.mark.parametrize("algo", RUNS)
@@ -278,6 +483,103 @@ def test_a_killed_run_gets_its_report_by_command(finished, tmp_path, monkeypatch
     with pytest.raises(SystemExit, match="2"):
         __main__.main()
     assert "is no run folder" in capsys.readouterr().err
+
+
+@contextmanager
+def serving(*folders):
+    """The address of a server of runs."""
+    server = serve.open_server(folders, 0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_runs_that_go_on_are_followed_in_one_page(finished, tmp_path):
+    one = shutil.copytree(finished["eggroll"], tmp_path / "one")
+    other = shutil.copytree(finished["grpo"], tmp_path / "other")
+    log = one / "metrics.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:2]) + lines[2][:40])  # half a line: it is being written
+    with serving(one, other) as address, opened(address) as browser:
+        legend = " ".join(texts(browser, ".chart:first-child .u-legend th"))
+        assert "one: mean" in legend
+        assert "other: mean" in legend
+        assert browser.run("data.runs[0].panels[0].series[0].y.length") == 2
+        select(browser, "smooth", "0")
+        log.write_text("".join(lines))
+        for _ in range(100):
+            if browser.run("data.runs[0].panels[0].series[0].y.length") == 4:
+                break
+            time.sleep(0.1)
+        assert browser.run("data.runs[0].panels[0].series[0].y.length") == 4
+        assert browser.run("at('smooth').value") == "0", "what was chosen stays"
+        select(browser, "run", "1")
+        assert texts(browser, "#title")[0].startswith("grpo on")
+        with urllib.request.urlopen(f"{address}data") as answer:
+            mark = json.load(answer)["mark"]
+        with urllib.request.urlopen(f"{address}data?since={mark}") as answer:
+            assert answer.status == 204
+        stranger = urllib.request.Request(f"{address}data", headers={"Host": "elsewhere.example"})
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(stranger)
+
+
+def test_a_server_says_what_is_wrong_and_ends_at_ctrl_c(finished, tmp_path, begin, launch):
+    folder = str(finished["grpo"])
+    started = begin(folder, "--serve", "--port", "0", module="common.report")
+    for _ in range(300):
+        if found := re.search(r"http://127\.0\.0\.1:(\d+)/", "".join(started.said())):
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("it has not said where it is")
+    taken = found[1]
+    with pytest.raises(ConfigError, match=f"--port {taken} cannot be used"):
+        serve.open_server([Path(folder)], int(taken))
+    with pytest.raises(ConfigError, match="no run folder"):
+        serve.open_server([tmp_path], 0)
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"{found[0]}run.yaml")
+    started.send_signal(signal.SIGINT)
+    started.communicate(30)
+    assert started.returncode == 0
+    done = launch(folder, "--port", "1", module="common.report", code=2)
+    assert "--port has no effect without --serve" in done.stderr
+
+
+def test_a_comparison_has_bands_over_seeds(finished, tmp_path):
+    for seed in range(3):
+        folder = shutil.copytree(finished["eggroll"], tmp_path / "sweep" / str(seed))
+        text = (folder / "run.yaml").read_text()
+        (folder / "run.yaml").write_text(text.replace("  seed: 0\n", f"  seed: {seed}\n"))
+        result = json.loads((folder / "result.json").read_text())
+        (folder / "result.json").write_text(json.dumps(result | {"after": 10.0 * seed}))
+    shutil.copytree(finished["grpo"], tmp_path / "sweep" / "grpo")
+    runs, failures = compare.read_runs([tmp_path / "sweep"])
+    compare.report_runs(runs, failures, tmp_path / "sweep")
+    for width, dark in ((390, True), (1280, False)):
+        with opened(tmp_path / "sweep" / "comparison.html", width, dark) as browser:
+            wide, window = browser.run("[document.documentElement.scrollWidth, innerWidth]")
+            assert wide <= window
+            cells = texts(browser, "main td")
+            assert "10.00 ± 10.00" in cells
+            kinds = browser.run("data.kinds")
+            assert browser.run("document.querySelectorAll('canvas').length") == sum(
+                len(kind["costs"]) for kind in kinds
+            )
+            (setting,) = [
+                one
+                for kind in kinds
+                for one in kind["costs"][0]["settings"]
+                if "mean of 3" in one["name"]
+            ]
+            assert [setting[name][-1] for name in ("low", "y", "high")] == [0, 10, 20]
+            assert len(setting["runs"]) == 3
 
 
 def test_a_run_that_was_stopped_has_a_report(in_cache, tmp_path):

@@ -484,6 +484,7 @@ def test_the_command_compares_any_folders(launch, tmp_path, monkeypatch, capsys)
     )
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert {path.name for path in (tmp_path / "here").iterdir()} == {
+        "comparison.html",
         "comparison.md",
         "comparison.csv",
         "comparison.png",

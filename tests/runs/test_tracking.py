@@ -162,6 +162,7 @@ def test_completions_of_each_evaluation_are_kept_and_those_after_the_checkpoint_
     kept = {
         path.stem: path.read_text().splitlines() for path in (tmp_path / "completions").iterdir()
     }
+    assert len(kept.pop("training")) == 4, "a line for each step"
     assert kept.keys() == {"before", "after", "step-00000001"}
     assert {len(rows) for rows in kept.values()} == {8}
     assert json.loads(kept["after"][0]).keys() == {"id", "prompt", "answer", "completion"}

@@ -238,7 +238,10 @@ def _kept(folder: Path, metrics: bool) -> dict[str, Any]:
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for pattern in FILES
         for path in folder.glob(pattern)
+        if metrics or path.name != "training.jsonl"  # by event of the log
     }
+    if metrics:
+        found |= _rows(folder / "completions" / "training")
     for name in ("metrics.jsonl", "evaluations.jsonl") if metrics else ():
         if (folder / name).exists():
             lines = (folder / name).read_text(encoding="utf-8").splitlines()
@@ -254,6 +257,16 @@ def _kept(folder: Path, metrics: bool) -> dict[str, Any]:
     return found
 
 
+def _rows(folder: Path) -> dict[str, Any]:
+    """All rows of a folder's files of Parquet, wherever one of them ends and the next begins."""
+    if not folder.is_dir():
+        return {}
+    from pyarrow.parquet import read_table
+
+    rows = [row for path in folder.glob("*.parquet") for row in read_table(path).to_pylist()]
+    return {"completions/training": sorted(json.dumps(row) for row in rows)}
+
+
 def _timeless(event: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in event.items() if key not in TIMES}
 
@@ -262,6 +275,7 @@ def _timeless(event: dict[str, Any]) -> dict[str, Any]:
 # step, drawn tokens, evaluations on the way, the best weights so far, several epochs.
 RUNS = {
     "eggroll": [
+        "completions=all",
         *(
             "algo=eggroll",
             "task=letters",
@@ -283,6 +297,7 @@ RUNS = {
         *("checkpoint.every=2", "evaluate.every=7"),
     ],
     "grpo": [
+        "completions=all",
         *(
             "algo=grpo",
             "task=letters",
@@ -306,6 +321,7 @@ RUNS = {
         "evaluate.examples=8",
     ],
     "rft": [
+        "completions=all",
         *(
             "algo=rft",
             "task=letters",

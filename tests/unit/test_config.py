@@ -145,8 +145,8 @@ MISTAKES = {
     ),
     "sede=1": (
         "sede is not a setting. Did you mean 'seed'? Settings here: seed, resume, plan, probe,"
-        " budget, prompts, evaluate, checkpoint, scoring, not_finite, hardware, model, opt,"
-        " tracker, slurm, engine, algo, task."
+        " budget, prompts, evaluate, completions, checkpoint, scoring, not_finite, hardware, model,"
+        " opt, tracker, slurm, engine, algo, task."
     ),
     "algo.sigma=high": "algo.sigma=high is no number. Give one above 0, or auto.",
     "algo.weight_decay=high": (

@@ -1,0 +1,155 @@
+"""The completions of a run as the data of its page: held-out ones of each evaluation, those of
+training that the run keeps, and its prompts by how often they were answered right.
+
+All of them together stay within a number of characters, so that a page is small whatever the run.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common.report.events import jsonable
+from common.report.samples import read_steps
+from common.report.story import read_rows
+from common.tasks import plain
+
+ROWS = 200  # held-out completions of an evaluation
+EVALUATIONS = 12  # whose completions can be looked at, the first and the last among them
+LONGEST = 4000  # characters of a completion
+CHARACTERS = 1_500_000  # of all held-out completions
+KEPT = 1_200_000  # bytes of the completions of training
+STEPS = 12  # of training at least, however long the completions are
+WINDOWS = 10  # of the run, in the table of prompts
+RIGHT = 1 - 1e-9  # a weighted mean of components is rounded
+# The columns of that table: the share right, or the mean reward, of a prompt's completions.
+SHARES = ("none", "to a quarter", "to a half", "to three quarters", "below all", "all")
+
+Line = dict[str, Any]
+
+
+def find_held_out(folder: Path) -> dict[str, Any]:
+    """Return the held-out prompts and, of some evaluations, the completions. folder:
+    RUN/completions.
+    """
+    paths = [folder / "before.jsonl", *sorted(folder.glob("step-*.jsonl"))]
+    iterations = sorted(folder.glob("iteration-*.jsonl"), key=lambda path: _number(path.stem))
+    paths = [p for p in (*paths, *iterations, folder / "after.jsonl") if p.exists()]
+    if len(paths) > EVALUATIONS:
+        places = [i * (len(paths) - 1) // (EVALUATIONS - 1) for i in range(EVALUATIONS)]
+        paths = [paths[place] for place in places]
+    read = {path.stem: read_rows(path, ROWS) for path in paths}
+    first = next(iter(read.values()), [])
+    ids = [row["id"] for row in first]
+    same = {name: rows for name, rows in read.items() if [row["id"] for row in rows] == ids}
+    longest = min(LONGEST, CHARACTERS // max(1, len(ids) * (len(same) + 2)))
+    prompts = [
+        {
+            "id": row["id"],
+            "prompt": _cut(plain(row["prompt"]), longest),
+            "answer": _cut(str(row["answer"]), longest),
+        }
+        for row in first
+    ]
+    evaluations = [
+        {
+            "name": _name(name),
+            "texts": texts,
+            # what each adds to a measure, of 100, where the run has kept it
+            "scores": {
+                measure: [row["scores"][measure] for row in rows]
+                for measure in rows[0].get("scores") or {}
+            },
+        }
+        for name, rows in same.items()
+        if (texts := [_cut(row["completion"], longest) for row in rows])
+    ]
+    total = 0
+    if paths:
+        with paths[0].open("rb") as file:
+            total = sum(1 for _ in file)
+    return {"prompts": prompts, "evaluations": evaluations, "total": total}
+
+
+def find_training(lines: Sequence[Line]) -> dict[str, Any]:
+    """Return some of the steps whose completions the run has kept, evenly spread over it. lines:
+    of read_steps.
+    """
+    most = max((len(line["rows"]) for line in lines), default=1)
+    longest = min(LONGEST, max(200, KEPT // (STEPS * max(1, most))))
+    texts = [_shortened(line, longest) for line in lines]
+    count = len(texts)
+    while count > 1 and sum(len(texts[i]) for i in _spread(len(texts), count)) > KEPT:
+        count = count * 3 // 4
+    places = _spread(len(texts), count)
+    parts = sorted({name for line in lines for row in line["rows"] for name in _components(row)})
+    return {"steps": [json.loads(texts[i]) for i in places], "total": len(lines), "parts": parts}
+
+
+def _shortened(line: Line, longest: int) -> str:
+    rows = []
+    for row in line["rows"]:
+        text, ends = row["completion"], row.get("ends")
+        row = {**row, "completion": _cut(text, longest)}
+        if ends and len(text) > longest:
+            shown = sum(end <= longest for end in ends)
+            row |= {"ends": ends[:shown], "logprobs": row["logprobs"][:shown]}
+        rows.append(row)
+    asked = {key: _cut(str(line[key]), longest) for key in ("prompt", "answer")}
+    return json.dumps(jsonable({**line, **asked, "rows": rows}), ensure_ascii=False)
+
+
+def _spread(total: int, count: int) -> list[int]:
+    """Return `count` places among `total`, the first and the last among them."""
+    if count < 2:
+        return list(range(count))
+    return [i * (total - 1) // (count - 1) for i in range(count)]
+
+
+def find_prompts(lines: Sequence[Line]) -> dict[str, Any] | None:
+    """Return how many of the prompts that were kept had none of their completions right, some, all:
+    a row for each of some windows of the run. None where nothing was kept.
+    """
+    lines = [line for line in lines if line["rows"]]
+    if not lines:
+        return None
+    size = -(-len(lines) // WINDOWS)
+    rows = []
+    for start in range(0, len(lines), size):
+        part = lines[start : start + size]
+        counts = [0] * len(SHARES)
+        for line in part:
+            rewards = [row["reward"] or 0.0 for row in line["rows"]]
+            counts[_bucket(sum(rewards) / len(rewards))] += 1
+        first, last = part[0]["step"], part[-1]["step"]
+        rows.append([f"{first} to {last}" if last > first else str(first), *counts])
+    return {"heads": list(SHARES), "rows": rows}
+
+
+def _bucket(share: float) -> int:
+    if share <= 0:
+        return 0
+    return len(SHARES) - 1 if share >= RIGHT else 1 + min(3, int(4 * share))
+
+
+def read_training(folder: Path) -> list[Line]:
+    """Return the lines that a run has kept; those of shards that were run apart too."""
+    shards = sorted(folder.glob("shard-*-of-*"))
+    return [line for part in (folder, *shards) for line in read_steps(part)]
+
+
+def _components(row: Line) -> dict[str, float]:
+    return row.get("components") or {}
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[:longest]} ..."
+
+
+def _number(stem: str) -> int:
+    return int(stem.rpartition("-")[2])
+
+
+def _name(stem: str) -> str:
+    word, _, number = stem.partition("-")
+    return f"{word} {int(number)}" if number else stem

@@ -1,0 +1,136 @@
+"""The pages of runs that go on: python -m common.report RUN... --serve.
+
+It serves on this machine alone (127.0.0.1). The page asks every two seconds whether a file of a run
+has changed, and gets the data anew then; the curves of several runs lie in the same panels.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from common.config import ConfigError
+from common.report import web
+from common.report.page import check_folder
+
+log = logging.getLogger("clutch")
+
+HOST = "127.0.0.1"
+REST = 9  # seconds without reading files, for each second that was spent on it
+# The files of a run folder that its page is made of.
+FILES = ("run.yaml", "result.json", "metrics.jsonl", "evaluations.jsonl", "run.log")
+FILES += ("completions/*.jsonl", "shard-*/completions/*.jsonl")
+
+
+class Board:
+    """The data of some runs, made anew when their files have changed, but not so often that it
+    would keep the machine from training.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.folders, self.lock, self.rested = folders, threading.Lock(), 0.0
+        self.made: dict[Path, tuple[str, dict[str, Any]]] = {}  # by folder: the mark, the data
+
+    def data(self) -> dict[str, Any]:
+        """Return what the page shows. A run whose file is just being written stays as it was."""
+        with self.lock:
+            if (began := time.monotonic()) >= self.rested:
+                for folder in self.folders:
+                    self._look(folder)
+                self.rested = time.monotonic() + REST * (time.monotonic() - began)
+            marks, runs = zip(*(self.made[folder] for folder in self.folders), strict=True)
+            runs = _named(list(runs), self.folders)
+            return {"live": True, "mark": "-".join(marks), "runs": runs}
+
+    def _look(self, folder: Path) -> None:
+        mark, last = _mark(folder), self.made.get(folder)
+        if last and last[0] == mark:
+            return
+        try:
+            self.made[folder] = mark, web.read_data(folder)
+        except (ConfigError, OSError) as error:
+            if not last:
+                raise
+            log.warning("%s is shown as it was: %s", folder, error)
+            self.made[folder] = mark, last[1]
+
+
+def _mark(folder: Path) -> str:
+    found = []
+    for path in (path for pattern in FILES for path in sorted(folder.glob(pattern))):
+        with suppress(FileNotFoundError):  # a file that is just being replaced
+            found.append((path.stat().st_size, path.stat().st_mtime_ns))
+    return f"{hash(tuple(found)) & (1 << 64) - 1:x}"
+
+
+def _named(runs: list[dict[str, Any]], folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """Give runs whose folders have one name the names of the folders that these are in."""
+    names = [run["name"] for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(Path(*folder.resolve().parts[-2:])) for folder in folders]
+    return [{**run, "name": name} for run, name in zip(runs, names, strict=True)]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers with the page, or with its data where they are not those that it has."""
+
+    board: Board
+
+    def do_GET(self) -> None:
+        """Answer / and /data?since=MARK; there is nothing else."""
+        asked, port = urlsplit(self.path), self.connection.getsockname()[1]
+        if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
+            return self._answer(403, "text/plain", f"The page is at http://{HOST}:{port}/.")
+        if asked.path not in ("/", "/data"):
+            return self._answer(404, "text/plain", "There is nothing here. The page is at /.")
+        data = self.board.data()
+        if asked.path == "/data" and parse_qs(asked.query).get("since") == [data["mark"]]:
+            return self._answer(204, "application/json", "")
+        if asked.path == "/":
+            return self._answer(200, "text/html", web.render("page", data))
+        return self._answer(200, "application/json", web.encode(data))
+
+    def _answer(self, code: int, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(code)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print no line for each request."""
+
+
+def open_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
+    """Return a server that is bound, not yet serving. port: 0 = any that is free.
+
+    Raises: ConfigError where the port is taken, or a folder is that of no run.
+    """
+    for folder in folders:
+        check_folder(folder)
+    handler = type("Bound", (Handler,), {"board": Board(list(dict.fromkeys(folders)))})
+    handler.board.data()
+    try:
+        return ThreadingHTTPServer((HOST, port), handler)
+    except OSError as error:
+        raise ConfigError(
+            f"--port {port} cannot be used: {error.strerror}. Give another one, or --port 0 for"
+            " one that is free."
+        ) from None
+
+
+def serve(folders: Sequence[Path], port: int) -> None:
+    """Serve until Ctrl-C."""
+    with open_server(folders, port) as server:
+        print(f"http://{HOST}:{server.server_address[1]}/ (Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()

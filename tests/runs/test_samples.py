@@ -1,0 +1,149 @@
+"""The completions of training that a run keeps: what is in them, after a resume, on two ranks."""
+
+import json
+
+import pytest
+
+from common.config import ConfigError
+from common.report import samples
+from common.report.samples import Samples, TokenEnds, read_steps, stride
+from launch import compose, train
+from tests.support import CONF, MOVING, SMALL_GRPO, SMALL_RFT, events
+from tests.support import samples as sampled
+
+ROW = {"id": 3, "group": 0, "prompt": "2 + 2 =", "answer": "4", "completion": "4", "reward": 1.0}
+
+
+def table(folder):
+    """All rows of the files of Parquet, one file after the other."""
+    pq = pytest.importorskip("pyarrow.parquet")
+    files = sorted((folder / "completions" / "training").glob("*.parquet"))
+    return [row for path in files for row in pq.read_table(path).to_pylist()]
+
+
+def test_a_run_of_a_population_keeps_its_members(in_cache, tmp_path):
+    train(compose([*MOVING, "completions=all", "algo.samples_per_prompt=2"]), tmp_path)
+    kept, rows = read_steps(tmp_path), table(tmp_path)
+    assert [line["step"] for line in kept] == [1, 2, 3, 4]
+    for line in kept:
+        assert [(r["member"], r["sample"]) for r in line["rows"]] == [
+            (m, s) for m in range(8) for s in range(2)
+        ]
+        assert [row["sign"] for row in line["rows"]] == 4 * [1, 1, -1, -1]
+    for event in events(tmp_path):
+        own = [row for row in rows if row["step"] == event["step"]]
+        assert len(own) == 8 * 2 * 2
+        assert sum(row["reward"] for row in own) / 32 == pytest.approx(event["reward"])
+        assert sum(row["cut_off"] for row in own) / 32 == pytest.approx(event["truncated"])
+        fitness = {row["member"]: row["fitness"] for row in own}
+        assert sum(fitness.values()) == pytest.approx(0, abs=1e-9)
+    prompts = [row["prompt_id"] for row in rows]
+    assert prompts == sorted(prompts), "rows of a prompt lie together"
+    assert all(row["token_logprobs"] is None for row in rows)
+
+
+def test_a_run_of_groups_keeps_advantages_and_probabilities(in_cache, tmp_path):
+    train(compose([*SMALL_GRPO, "completions=all"]), tmp_path)
+    lines, rows = read_steps(tmp_path), table(tmp_path)
+    for event in events(tmp_path):
+        own = [row for row in rows if row["step"] == event["step"]]
+        assert sum(row["reward"] for row in own) / len(own) == pytest.approx(event["reward"])
+        assert sum(row["tokens"] for row in own) / len(own) == pytest.approx(event["length"])
+    for row in rows:
+        assert len(row["token_logprobs"]) == len(row["token_ends"]) == row["tokens"]
+        assert max(row["token_logprobs"]) <= 0
+        assert row["token_ends"] == sorted(row["token_ends"])
+        assert row["token_ends"][-1] <= len(row["completion"])
+    for line in lines:
+        assert sum(row["advantage"] for row in line["rows"]) == pytest.approx(0, abs=1e-9)
+        rewards = [row["reward"] for row in line["rows"]]
+        best = max(line["rows"], key=lambda row: row["advantage"])
+        assert best["reward"] == max(rewards) > min(rewards), "of a group that teaches something"
+
+
+def test_rejection_sampling_keeps_its_waves(in_cache, tmp_path):
+    train(compose([*SMALL_RFT, "completions=all", "algo.iterations=1"], CONF), tmp_path)
+    rows = table(tmp_path)
+    made = {(r["prompt"], r["sample"]): r for r in map(json.loads, sampled(tmp_path))}
+    assert len(rows) == len(made)
+    for row in rows:
+        record = made[row["prompt_id"], row["sample"]]
+        assert (row["completion"], row["reward"]) == (record["completion"], record["reward"])
+        assert row["cut_off"] is not record["finished"]
+    waves = {e["step"] for e in events(tmp_path) if e["stage"] == "generate"}
+    assert {line["step"] for line in read_steps(tmp_path)} == waves
+
+
+def test_nothing_is_there_twice_after_a_resume(in_cache, tmp_path):
+    settings = [*MOVING, "completions=all", "checkpoint.every=2"]
+    train(compose(settings), tmp_path / "whole")
+    train(compose([*settings, "algo.steps=2"]), tmp_path / "resumed")
+    path = tmp_path / "resumed" / "completions" / "training.jsonl"
+    samples_of_a_step = Samples(tmp_path / "resumed", True, 2)  # as a run that was killed leaves it
+    samples_of_a_step.add(3, [ROW])
+    samples_of_a_step.flush()
+    path.write_text(path.read_text() + '{"step": 4, "ro')
+    train(compose([*settings, "resume=auto"]), tmp_path / "resumed")
+    assert path.read_text() == (tmp_path / "whole/completions/training.jsonl").read_text()
+    assert table(tmp_path / "resumed") == table(tmp_path / "whole")
+    names = sorted(p.name for p in (tmp_path / "resumed/completions/training").iterdir())
+    assert names == ["steps-00000001-00000002.parquet", "steps-00000003-00000004.parquet"]
+
+
+@pytest.mark.parametrize("settings", [MOVING, SMALL_GRPO], ids=["population", "groups"])
+def test_two_ranks_keep_what_one_keeps(settings, launch, tmp_path):
+    for name, more in {"one": (), "two": ("opt=[ddp]", "opt.ddp.ranks=2")}.items():
+        launch(*settings, "completions=all", *more, f"hydra.run.dir={tmp_path / name}")
+    one, two = read_steps(tmp_path / "one"), read_steps(tmp_path / "two")
+    assert [line["id"] for line in one] == [line["id"] for line in two]
+    assert one[0] == two[0]
+    assert len(table(tmp_path / "one")) == len(table(tmp_path / "two"))
+
+
+def test_a_long_run_keeps_a_sample_of_its_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(samples, "STEPS", 8)
+    whole, broken = Samples(tmp_path / "a", False, 0), Samples(tmp_path / "b", False, 0)
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+    for step in range(1, 101):
+        whole.add(step, [{**ROW, "sample": n} for n in range(100)])
+        if step <= 60:
+            broken.add(step, [{**ROW, "sample": n} for n in range(100)])
+        assert len(read_steps(tmp_path / "a")) <= 8
+    resumed = Samples(tmp_path / "b", False, 40)
+    for step in range(41, 101):
+        resumed.add(step, [{**ROW, "sample": n} for n in range(100)])
+    assert read_steps(tmp_path / "a") == read_steps(tmp_path / "b")
+    kept = [line["step"] for line in read_steps(tmp_path / "a")]
+    assert kept == list(range(1, 101, stride(100)))
+    assert {len(line["rows"]) for line in read_steps(tmp_path / "a")} == {samples.ROWS}
+
+
+def test_a_file_of_rows_is_cut_at_a_step(tmp_path):
+    pytest.importorskip("pyarrow")
+    kept = Samples(tmp_path, True, 0)
+    for step in (1, 2, 3):
+        kept.add(step, [ROW])
+    kept.flush()
+    Samples(tmp_path, True, 2)
+    assert [row["step"] for row in table(tmp_path)] == [1, 2]
+
+
+def test_tokens_end_where_their_texts_do():
+    class Words:
+        """Gives the pieces of a vocabulary; 9 is left out of texts, as an end is."""
+
+        def batch_decode(self, rows):
+            return [" ".join({1: "two", 2: " and", 3: "�", 9: ""}[i] for i in row) for row in rows]
+
+    ends = TokenEnds(Words())
+    assert ends.find([1, 2, 1, 9], "two and two") == [3, 7, 11, 11]
+    assert ends.find([1, 3, 3, 2], "twoé and") == [3, 3, 3, 8]
+
+
+def test_parquet_needs_its_package_and_completions(monkeypatch):
+    with pytest.raises(ConfigError, match="completions=all has no effect with algo=classify"):
+        compose(["algo=classify", "completions=all"])
+    monkeypatch.setattr("common.config.schema.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'clutch\[parquet\]'"):
+        compose(["algo=eggroll", "completions=all"])
