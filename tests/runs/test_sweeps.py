@@ -48,7 +48,7 @@ OF = {
         *(
             "algo.prompts_per_batch=4",
             "algo.chunk_size=4",
-            "algo.pass_samples=0",
+            "evaluate.samples=null",
             "algo.patience=9",
         ),
     ],
