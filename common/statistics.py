@@ -219,9 +219,10 @@ def _parts(rows: int, width: int) -> list[int]:
 def find_difference(one: np.ndarray, other: np.ndarray) -> tuple[float, Interval, float]:
     """Return by how much `other` is above `one` on the same examples, its interval, and p.
 
-    Examples and seeds are both drawn, so the spread of each counts, with the degrees of freedom of
-    Satterthwaite (1946); what is of both counts twice, so the interval is rather too wide. One seed
-    of each tells nothing of other seeds: then it is `find_change`.
+    Examples and seeds are both drawn, so the spread of each counts (two-way analysis of variance),
+    with the degrees of freedom of Satterthwaite (1946). Shares get an example that is gained and
+    one that is lost (after Bonett and Price 2012), as all that agree are not without spread either.
+    One seed of each tells nothing of others: it is `find_change`.
     Args: one, other: scores [seeds, examples], of runs of two settings.
     """
     apart = other.mean(0) - one.mean(0)
@@ -231,17 +232,32 @@ def find_difference(one: np.ndarray, other: np.ndarray) -> tuple[float, Interval
         assert interval is not None
         assert p is not None
         return gap, interval, p
-    terms = [(float(apart.var(ddof=1)) / count, count - 1)]
+    if _are_shares(one) and _are_shares(other):
+        step = 100.0 / max(len(one), len(other))
+        apart, count = np.append(apart, (step, -step)), count + 2
+    variance = float(apart.var(ddof=1)) / count
+    uncertain = variance**2 / (count - 1)
     for runs in (one, other):
         if len(runs) > 1:
-            terms.append((float(runs.mean(1).var(ddof=1)) / len(runs), len(runs) - 1))
-    variance = sum(term for term, _ in terms)
+            seeds = float(runs.mean(1).var(ddof=1)) / len(runs)
+            rest = runs - runs.mean(0) - runs.mean(1, keepdims=True) + runs.mean()
+            noise = float(np.sum(rest**2)) / ((len(runs) - 1) * (one.shape[1] - 1) * runs.size)
+            variance += max(0.0, seeds - noise)  # which the examples have counted
+            uncertain += seeds**2 / (len(runs) - 1)
     if variance == 0:
         return gap, (gap, gap), 1.0 if gap == 0 else 0.0
-    freedom = variance**2 / sum(term**2 / degrees for term, degrees in terms if term)
-    error = math.sqrt(variance)
+    freedom = round(min(max(variance**2 / uncertain, 1.0), 1e6), 1)
+    error, centre = math.sqrt(variance), float(apart.mean())
     half = find_t(freedom) * error
-    return gap, (gap - half, gap + half), 2 * (1 - student(abs(gap) / error, freedom))
+    return gap, (centre - half, centre + half), 2 * (1 - student(abs(centre) / error, freedom))
+
+
+def find_pooled(runs: np.ndarray) -> Interval | None:
+    """Return the interval of a measure over seeds and examples. runs: scores [seeds, examples]."""
+    if len(runs) == 1:
+        return find_interval(runs[0])
+    _, (low, high), _ = find_difference(np.zeros((1, runs.shape[1])), runs)
+    return (max(low, 0.0), min(high, 100.0)) if _are_shares(runs) else (low, high)
 
 
 def student(t: float, freedom: float) -> float:

@@ -218,7 +218,7 @@ def test_an_evaluation_of_other_settings_is_made_again(letters, tmp_path):
     )
     after = json.loads((tmp_path / "run/iteration-0/evaluation.json").read_text())
     assert (len(before["completions"]), len(after["completions"])) == (16, 8)
-    assert set(result.metrics["after"]) == {"exact", "characters", "pass@1", "pass@3"}
+    assert set(result.metrics["after"]) == {"exact", "characters", "pass@1", "pass@2", "pass@3"}
 
 
 @pytest.mark.usefixtures("iterated")

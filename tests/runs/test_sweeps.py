@@ -1,6 +1,7 @@
 """Budgets, sweeps and their comparison, repeating a run, tab completion."""
 
 import csv
+import itertools
 import json
 import re
 import shlex
@@ -449,6 +450,49 @@ def test_a_setting_is_what_differs_and_its_curve_the_mean_over_seeds(tmp_path):
     assert (x.tolist(), mean.tolist()) == ([0, 125, 250], [10, 23, 36])
 
 
+def answers(folder: Path, right: list[bool], prompt: str = "{} =>") -> None:
+    """The scored completions of a run."""
+    rows = [
+        {"id": i, "prompt": prompt.format(i), "completion": "", "scores": {"exact": 100.0 * good}}
+        for i, good in enumerate(right)
+    ]
+    (folder / "completions").mkdir()
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "completions" / "after.jsonl").write_text(text)
+
+
+def test_settings_are_told_apart_prompt_by_prompt_with_their_seeds(tmp_path):
+    """The same shares right: told apart where it is the same prompts that both get wrong."""
+    for number, (seed, rate) in enumerate(itertools.product((1, 2), ("0.1", "0.2"))):
+        folder = job(tmp_path, number, seed, 50.0 + 20 * (rate == "0.2"), 100, algo__lr=rate)
+        answers(folder, [i % 10 < (7 if rate == "0.2" else 5) for i in range(100)])
+    runs, _ = compare.read_runs([tmp_path])
+    settings = {
+        name: [r for r in runs if r.setting == name] for name in sorted({r.setting for r in runs})
+    }
+    ((row,), remarks) = compare.tell_apart(settings)
+    assert (row["best"], row["against"]) == ("algo.lr=0.2", "algo.lr=0.1")
+    assert (row["ahead by"], row["told apart"], remarks) == ("+20.00", "yes", [])
+    assert row["test"] == "p < 0.001"
+    low, high = compare.find_interval(settings["algo.lr=0.2"])
+    assert low < 70 < high
+    assert compare.table(settings)[1]["95 %"] == f"{low:.1f} to {high:.1f}"
+
+    one = {"one": [settings["algo.lr=0.1"][0]], "two": [settings["algo.lr=0.2"][0]]}
+    ((row,), _) = compare.tell_apart(one)
+    assert row["95 %"] == "+13.3 to +28.9", "of one seed each: Tango's, of 20 gained and 0 lost"
+
+    path = settings["algo.lr=0.2"][0].folder
+    shutil.rmtree(path / "completions")
+    answers(path, [True] * 100, prompt="Now {} =>")
+    runs, _ = compare.read_runs([tmp_path])
+    settings = {name: [r for r in runs if r.setting == name] for name in settings}
+    rows, (remark,) = compare.tell_apart(settings)
+    assert rows == []
+    assert "the held-out prompts differ: " in remark
+    assert "and 0 are the same. Give both the same task" in remark
+
+
 def test_the_points_of_rft_count_its_fine_tuning_steps_alone():
     cost = {"generated_tokens": 60, "reward_evaluations": 6}
     log = [
@@ -482,7 +526,9 @@ def test_the_command_compares_any_folders(launch, tmp_path, monkeypatch, capsys)
     assert re.search(
         r"^algo=eggroll +1 +10\.00 +31\.00 +2 +1\.23M +10 +2$", done.stdout, flags=re.M
     )
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    lines = done.stdout.splitlines()
+    (remark,) = (line for line in lines if "has no scores of its prompts" in line)
+    assert max(len(line) for line in lines if line != remark) <= 80
     assert {path.name for path in (tmp_path / "here").iterdir()} == {
         "comparison.md",
         "comparison.csv",

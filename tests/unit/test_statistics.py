@@ -102,6 +102,21 @@ def test_seeds_and_examples_both_count():
         assert np.mean(found) > 0.92, (seeds, spread)
 
 
+def test_shares_of_several_seeds():
+    """Pooled, and their difference: not far below 95 %, with examples that are hard or easy."""
+    draw, pooled, apart = np.random.default_rng(6), [], []
+    for mean, _ in itertools.product((0.3, 0.8, 0.95), range(200)):
+        hard = draw.beta(4 * mean, 4 * (1 - mean), 100)
+        one, other = (100.0 * (draw.random((3, 100)) < hard) for _ in range(2))
+        low, high = sure.find_pooled(one)
+        pooled.append(low <= 100 * mean <= high)
+        _, (low, high), _ = sure.find_difference(one, other)
+        apart.append(low <= 0 <= high)
+    assert np.mean(pooled) > 0.93
+    assert np.mean(apart) > 0.94
+    assert sure.find_pooled(np.full((2, 40), 100.0))[0] < 99, "all right is not without doubt"
+
+
 def test_gains_of_luck_are_claimed_as_seldom_as_is_said():
     draw, claimed = np.random.default_rng(7), 0
     for _ in range(1000):
