@@ -292,7 +292,7 @@ def _measures(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
 
 
 def table(settings: dict[str, list[Run]], narrow: bool = False) -> list[dict[str, str]]:
-    """Return a row a setting. narrow: for a terminal, costs without their spread."""
+    """Return a row per setting. narrow: for a terminal, without intervals and spread of costs."""
     rows = []
     for setting, runs in settings.items():
         row = {"setting": setting, "runs": str(len(runs))}
@@ -300,7 +300,7 @@ def table(settings: dict[str, list[Run]], narrow: bool = False) -> list[dict[str
             values = [run.result[key] for run in runs]
             short = narrow and key in COSTS
             row[name] = text(statistics.fmean(values)) if short else spread(values, text)
-            if name == "after":
+            if name == "after" and not narrow:
                 row["95 %"] = certainty.show_interval(find_interval(runs))
         rows.append(row)
     return rows

@@ -2,8 +2,10 @@
 torch in here, so that a mistake in their files is told at once.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from common.config import ConfigError
@@ -16,8 +18,14 @@ def build_others(nodes: dict[str, dict[str, Any]]) -> dict[str, Task]:
     found = {}
     for name, node in nodes.items():
         with naming(name):
-            found[name] = build(node)
+            found[name] = _made(json.dumps(node))
     return found
+
+
+@lru_cache(maxsize=8)
+def _made(node: str) -> Task:
+    """Make a task once: the early look at its files is not for nothing."""
+    return build(json.loads(node))
 
 
 @contextmanager
