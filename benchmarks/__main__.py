@@ -20,6 +20,7 @@ BENCHMARKS = {
     "rft": "sampling for RFT: one question at a time, batched `generate`, this project",
     "sharding": "opt=fsdp beside opt=ddp: a rollout, a training step and memory, two ranks",
     "directions": "kinds of noise: cosine of their update with the exact policy gradient",
+    "forgetting": "what EGGROLL, GRPO and RFT forget at an equal gain, with and without a pull",
     "loader": "a training iteration on sequences of varying length: lists and loops, then without",
 }
 SAMPLED = {"choices": ("small", "gpt2", "0.5b"), "help": "default: small on a CPU, 0.5b on CUDA"}
