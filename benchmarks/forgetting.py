@@ -1,5 +1,5 @@
-"""What a model forgets while it learns: EGGROLL, GRPO and RFT on one task, measured on another one
-and on a text, at an equal gain, with and without a pull towards the start.
+"""The part of what a model knew that it loses while it learns: EGGROLL, GRPO and RFT on one task,
+measured on another one and on a text, at an equal gain, with and without a pull towards the start.
 
     python -m benchmarks forgetting
 

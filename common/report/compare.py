@@ -26,7 +26,8 @@ from common.exits import ending_tool
 from common.failures import FAILED
 from common.files import write_text
 from common.report import story
-from common.report.events import events, markdown_table
+from common.report.events import EVALUATIONS, events, markdown_table
+from common.report.forgetting import find_others
 from common.report.plots import COLOURS, STYLE
 from common.report.summary import side_by_side
 
@@ -316,6 +317,10 @@ def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> 
         print(side_by_side(table(settings, narrow=True)) + "\n")
         rows, remarks = tell_apart(settings)
         print("\n".join([*([side_by_side(rows) + "\n"] if rows else []), *remarks]))
+        rows, told = _find_others(settings)
+        print(
+            "\n\n".join([*([told] if told else []), *([side_by_side(rows) + "\n"] if rows else [])])
+        )
     for failure in failures:
         print(failure)
     if not runs:
@@ -328,6 +333,15 @@ def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> 
     print(f"written to {out}/comparison.md, .csv and .png")
 
 
+def _find_others(settings: dict[str, list[Run]]) -> tuple[list[dict[str, str]], str]:
+    """Return what else changed, at an equal gain, and a sentence on it."""
+    logged = {
+        setting: [events(run.folder / EVALUATIONS) for run in runs]
+        for setting, runs in settings.items()
+    }
+    return find_others(logged)
+
+
 def write_page(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> str:
     """Return the text of comparison.md."""
     lines = ["# Comparison", "", "![held-out metric against cost](comparison.png)", ""]
@@ -335,6 +349,8 @@ def write_page(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> s
         lines += [f"## Held-out {kind}", "", markdown_table(table(settings)), ""]
         rows, remarks = tell_apart(settings)
         lines += [*([markdown_table(rows), ""] if rows else []), *(f"- {r}" for r in remarks), ""]
+        rows, told = _find_others(settings)
+        lines += [*([told, ""] if told else []), *([markdown_table(rows), ""] if rows else [])]
         each = [
             {
                 "setting": run.setting,

@@ -1,4 +1,4 @@
-"""What else changed while runs learnt: the measures of other tasks and of a text (evaluate.also,
+"""The other changes while runs learnt: measures of other tasks and of a text (evaluate.also,
 evaluate.text), read where each run had gained as much on its own task.
 """
 

@@ -15,6 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from common.config import BudgetConfig, ConfigError
 from common.report import compare
+from common.report.forgetting import find_others
 from launch import compose, train
 from tests.support import CONF, ROOT, SMALL, events
 from tests.support.killing import differing
@@ -492,6 +493,28 @@ def test_settings_are_told_apart_prompt_by_prompt_with_their_seeds(tmp_path):
     assert rows == []
     assert "the held-out prompts differ: " in remark
     assert "and 0 are the same. Give both the same task" in remark
+
+
+def test_what_else_changed_is_read_where_all_had_gained_as_much():
+    def run(*measured: tuple[float, float]) -> list[dict]:
+        return [
+            {"step": 5 * i, "metric": own, "metrics": {"exact": own, "units/accuracy": other}}
+            for i, (own, other) in enumerate(measured)
+        ]
+
+    slow, quick = run((10, 50), (20, 45), (30, 40)), run((10, 50), (60, 20), (90, 0))
+    rows, told = find_others({"slow": [slow], "quick": [quick, quick]})
+    assert "first gained 20.0 points" in told
+    assert rows == [
+        {"setting": "slow", "gain": "+20.0", "step": "10", "units/accuracy": "-10.0"},
+        {"setting": "quick", "gain": "+50.0", "step": "5", "units/accuracy": "-30.0"},
+    ]
+    rows, told = find_others({"slow": [slow], "never": [run((10, 50), (5, 50))]})
+    assert rows == []
+    assert "gained nothing" in told
+    assert (
+        find_others({"alone": [[{"step": 0, "metric": 1.0, "metrics": {"exact": 1.0}}]]})[0] == []
+    )
 
 
 def test_the_points_of_rft_count_its_fine_tuning_steps_alone():
