@@ -2,14 +2,14 @@
 evaluate.text), read where each run had gained as much on its own task.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 Evaluations = Sequence[dict[str, Any]]  # the lines of RUN/evaluations.jsonl
 
 
-def find_others(runs: dict[str, list[Evaluations]]) -> tuple[list[dict[str, str]], str]:
+def find_others(runs: Mapping[str, Sequence[Evaluations]]) -> tuple[list[dict[str, str]], str]:
     """Return a row per setting, and a sentence on them: the change of each other measure since the
     start, at the first evaluation by which the run's own measure had gained what all runs gained.
     Nothing where nothing else was measured.
