@@ -60,6 +60,7 @@ def measure(
     """Return by task and measure what lm-eval finds of each model: {"before": {"value", "stderr"},
     "after": ...}. Raises: ConfigError for a task that it does not know or has no data for.
     """
+    import torch
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -70,7 +71,8 @@ def measure(
     found: dict[str, dict[str, Any]] = {}
     for when, (path, adapter) in models.items():
         more: dict[str, Any] = {} if adapter is None else {"peft": adapter}
-        lm = HFLM(pretrained=path, batch_size=batch, **more)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        lm = HFLM(pretrained=path, batch_size=batch, device=device, **more)
         try:
             results: Any = evaluator.simple_evaluate(
                 lm, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=1000
