@@ -19,6 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from common.config import ConfigError, Run, choice, command, resolvers, store, typed
+from common.config.also import resolve_also
 from common.config.checks import CONF
 from common.config.explain import HYDRA_ERRORS, check_groups, explain, open_dicts
 from common.config.schema import HardwareConfig
@@ -52,11 +53,12 @@ def register() -> None:
     resolvers.register()
 
 
-def to_run(config: DictConfig, overrides: list[str]) -> Run:
+def to_run(config: DictConfig, overrides: list[str], config_dir: str | None = None) -> Run:
     """Return the typed run. Raises: ConfigError, for overrides without effect too."""
     name = config.algo.get("name") if OmegaConf.is_config(config.algo) else config.algo
     choice("algo", name, tuple(ALGORITHMS))
     command.check_effect(name, ALGORITHMS[name], overrides)
+    resolve_also(config, config_dir)
     run = typed(config, ALGORITHMS[name])
     command.check_run(run, ALGORITHMS, overrides)
     return run
@@ -75,7 +77,8 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Run:
         overrides = open_dicts(overrides, ALGORITHMS)
         check_groups(overrides)
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-            return to_run(hydra.compose("config", overrides=[*search, *overrides]), overrides)
+            config = hydra.compose("config", overrides=[*search, *overrides])
+            return to_run(config, overrides, config_dir)
     except HYDRA_ERRORS as error:
         raise ConfigError(explain(error, overrides, ALGORITHMS, config_dir)) from None
 
@@ -104,7 +107,8 @@ def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
 @hydra.main(config_path="conf", config_name="config", version_base="1.3")
 def _main(config: DictConfig) -> None:
     with ending_job() as folder:
-        run = to_run(config, list(HydraConfig.get().overrides.task))
+        given = HydraConfig.get()
+        run = to_run(config, list(given.overrides.task), command.given_dir(given))
         if run.slurm.script is not None:  # main has dealt with that of the command line
             sweeps = "Sweeps: hydra/launcher=submitit_slurm."
             raise ConfigError(f"slurm.script goes on the command line, and not with -m. {sweeps}")

@@ -21,6 +21,7 @@ BENCHMARKS = {
     "sharding": "opt=fsdp beside opt=ddp: a rollout, a training step and memory, two ranks",
     "report": "the page of a long run: made, opened in a headless Chromium, its size",
     "directions": "kinds of noise: cosine of their update with the exact policy gradient",
+    "forgetting": "what EGGROLL, GRPO and RFT forget at an equal gain, with and without a pull",
     "loader": "a training iteration on sequences of varying length: lists and loops, then without",
 }
 SAMPLED = {"choices": ("small", "gpt2", "0.5b"), "help": "default: small on a CPU, 0.5b on CUDA"}

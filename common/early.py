@@ -11,13 +11,14 @@ from common.config import Run
 from common.failures import keep_early
 from common.model.source import find_source
 from common.tasks import build
+from common.tasks.others import build_others, read_text
 
 log = logging.getLogger("clutch")
 
 
 def build_early(run: Run, maker: Callable[[dict[str, Any]], Any] = build) -> Any:
-    """Look at the model's folder and build the run's task, with its rows. Returns: the task; None
-    where ranks build it, each for itself.
+    """Look at the model's folder, the other tasks and the text that are measured, and build the
+    run's task, with its rows. Returns: the task; None where ranks build it, each for itself.
 
     What is said meanwhile is kept for the log, which is not open yet. Raises: ConfigError.
     """
@@ -27,4 +28,7 @@ def build_early(run: Run, maker: Callable[[dict[str, Any]], Any] = build) -> Any
         find_source(run.model)
     keep_early(log)
     task = maker(run.task)
+    build_others(run.evaluate.also)
+    if run.evaluate.text is not None:
+        read_text(run.evaluate.text)
     return None if run.opt.workers[1].enabled else task

@@ -1,21 +1,46 @@
-"""A held-out measurement: what it found, and the check of the model's logits."""
+"""A held-out measurement: greedy completions of the task and of other tasks, samples for pass@k,
+and the log-probability of a text; each with the scores of its examples (common/statistics.py).
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+pass@k is the unbiased estimate of arXiv:2107.03374.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
+from common import statistics
+from common.config import ConfigError, SamplingConfig
+from common.distributed import fsdp
+from common.model.prompts import context_length, encode_prompts
+from common.report.progress import watch_completions
+from common.sampling.engine import Requests
 from common.signals import EXIT_NUMBERS, RunStopped
+from common.tasks import Example, class_name
+from common.tasks.checked import Checked
+from common.tasks.others import build_others, naming, read_text
+
+WINDOW = 1024  # tokens of a text at a time, or the model's context where that is shorter
+RIGHT = 1 - 1e-9  # the reward of a right sample; the slack is that of a weighted mean's rounding
+BATCHES = 20  # sets of examples, where a measure cannot be told of one
+
+# the reward of a sample, and whether it ended by itself -> whether it is right
+Accepts = Callable[[float, bool], bool]
 
 
 @dataclass
 class Evaluation:
-    """metrics: all measures, the headline first. completions: one for each example, in order."""
+    """metrics: all measures, the headline first. completions: one for each example, in order.
+    scores: by measure what each example adds, where that can be told: their mean is the measure.
+    """
 
     metrics: dict[str, float]
     completions: list[str]
     generated: int
+    scores: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -27,6 +52,28 @@ class Evaluation:
         """The headline measure."""
         return self.metrics[self.name]
 
+    def kept(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of it."""
+        names = ("metrics", "completions", "scores")
+        return {name: getattr(self, name) for name in names}
+
+    def add(self, measures: dict[str, tuple[float, list[float]]]) -> None:
+        """Add measures, each with its scores."""
+        self.metrics |= {name: value for name, (value, _) in measures.items()}
+        self.scores |= {name: scores for name, (_, scores) in measures.items()}
+
+
+@dataclass(frozen=True)
+class Other:
+    """A task that is measured beside the one that is trained on (evaluate.also). tokens: new ones
+    at most.
+    """
+
+    name: str
+    task: Any
+    examples: list[Example]
+    tokens: int
+
 
 # Models trained in bfloat16 may have activations beyond what float16 holds.
 OVERFLOW = (
@@ -35,15 +82,263 @@ OVERFLOW = (
 )
 
 
-def check_logits(broken: Sequence[Any], count: int, compute: torch.dtype) -> None:
+def check_logits(
+    broken: Sequence[Any], count: int, compute: torch.dtype, of: str = "test examples"
+) -> None:
     """Raise RunStopped where logits were not finite: `broken` holds the ids of such examples, of
     `count` in all.
     """
     if broken:
         advice = OVERFLOW if compute == torch.float16 else ""
         raise RunStopped(
-            f"evaluation: the model's logits are not finite, on {len(broken)} of {count} test"
-            f" examples (the first: {broken[0]}). The model is broken: go back to a checkpoint with"
+            f"evaluation: the model's logits are not finite, on {len(broken)} of {count} {of}"
+            f" (the first: {broken[0]}). The model is broken: go back to a checkpoint with"
             f" a lower algo.lr, or leave out opt=amp.{advice}",
             EXIT_NUMBERS,
         )
+
+
+def earns_all(reward: float, ended: bool) -> bool:
+    """Return whether a sample is right: it earns the whole reward, cut off or not."""
+    return reward >= RIGHT
+
+
+def evaluate(lm: Any, accepts: Accepts = earns_all) -> Evaluation:
+    """Measure a language model (common.lm.LM) on all that the run asks for; every rank returns the
+    same. accepts: which samples are right.
+
+    Raises: RunStopped where the model's logits are NaN or infinite.
+    """
+    found = measure(lm, lm.task, lm.held_out, lm.run.algo.sampling.max_new_tokens)
+    if count := lm.run.evaluate.samples or 0:
+        found.add(find_pass_rates(draw_samples(lm, count, accepts), count))
+    for other in lm.others:
+        also = measure(lm, other.task, other.examples, other.tokens, other.name)
+        found.metrics |= {f"{other.name}/{name}": value for name, value in also.metrics.items()}
+        found.scores |= {f"{other.name}/{name}": values for name, values in also.scores.items()}
+    if lm.windows:
+        found.add({"text/bits_per_byte": measure_text(lm)})
+    return found
+
+
+def measure(
+    lm: Any, task: Any, examples: Sequence[Example], tokens: int, what: str = ""
+) -> Evaluation:
+    """Complete the examples of a task greedily, shared out over the ranks, and measure. what: the
+    name of a task that is not the run's own.
+    """
+    context = lm.context
+    mine = examples[context.rank :: context.world_size]
+    texts, generated, broken = [], 0, []
+    with fsdp.forwards(lm.model):
+        if not what:  # the weights stay the same for what else is measured
+            lm.engine.refresh()
+        if mine:
+            greedy = SamplingConfig(max_new_tokens=tokens, temperature=0.0, top_p=1.0, top_k=0)
+            prompts = encode_prompts(lm.tokenizer, [task.prompt(example) for example in mine])
+            line = f"evaluating {what}".strip()
+            with watch_completions(line, len(mine), context.main) as watch:
+                made = lm.engine.generate(Requests(prompts=prompts), greedy, watch)
+            texts, generated = made.texts(lm.tokenizer), made.generated
+            pairs = zip(mine, made.broken.tolist(), strict=True)
+            broken = [example.id for example, bad in pairs if bad]
+    parts = context.gather_objects((texts, generated, broken))
+    broken = [example for _, _, found in parts for example in found]
+    check_logits(broken, len(examples), lm.precision.compute)
+    completions = [""] * len(examples)
+    for rank, (part, _, _) in enumerate(parts):
+        completions[rank :: context.world_size] = part
+    counted = sum(count for _, count, _ in parts)
+    metrics = task.metrics(examples, completions)
+    scores = score(task, examples, completions, metrics)
+    return Evaluation(metrics, completions, counted, scores)
+
+
+# --- scores of examples
+
+
+def score(
+    task: Any, examples: Sequence[Example], completions: Sequence[str], metrics: dict[str, float]
+) -> dict[str, list[float]]:
+    """Return by measure the scores of the examples: what the task says itself, or else what it
+    says of each alone where these average to the measure, or else of batches of them. A measure of
+    which nothing of this can be told is left out.
+
+    Raises: ConfigError where the task's own do not average to its measures.
+    """
+    kept = {}
+    if own := getattr(task, "scores", None):
+        kept = {n: list(v) for n, v in own(examples, completions).items() if n in metrics}
+    for name, values in kept.items():
+        if not _average_to(values, metrics[name], len(examples)):
+            raise ConfigError(
+                f"{class_name(task)}.scores returned {len(values)} values for {name!r} with a mean"
+                f" of {math.fsum(values) / max(1, len(values)):.6g}, and metrics says"
+                f" {metrics[name]:.6g} of {len(examples)} examples. Return a value for each"
+                " example, so that their mean is the measure; see docs/tasks.md."
+            )
+    alone = [range(place, place + 1) for place in range(len(examples))]
+    batches = [range(first, len(examples), BATCHES) for first in range(BATCHES)]
+    for parts in (alone, batches if len(examples) >= 2 * BATCHES else []):
+        rest = [name for name in metrics if name not in kept]
+        found = _of_parts(task, examples, completions, parts if rest else [])
+        for name in rest:
+            values = found.get(name, [])
+            if parts is batches and len(values) == BATCHES:
+                mean = math.fsum(values) / BATCHES
+                values = [metrics[name] + value - mean for value in values]
+            if parts and _average_to(values, metrics[name], len(parts)):
+                kept[name] = values
+    return kept
+
+
+def _average_to(values: list[float], value: float, count: int) -> bool:
+    mean = math.fsum(values) / max(1, len(values))
+    return len(values) == count and math.isclose(mean, value, rel_tol=1e-6, abs_tol=1e-6)
+
+
+def _of_parts(
+    task: Any, examples: Sequence[Example], completions: Sequence[str], parts: Sequence[range]
+) -> dict[str, list[float]]:
+    """Return the measures of parts of the examples, part by part; nothing where the task cannot
+    measure so few.
+    """
+    found: dict[str, list[float]] = {}
+    for part in parts:
+        try:
+            measured = task.metrics([examples[i] for i in part], [completions[i] for i in part])
+        except (ConfigError, RunStopped):  # as a deviation of one example, or a mean of none
+            return {}
+        for name, value in measured.items():
+            found.setdefault(name, []).append(value)
+    return found
+
+
+# --- samples
+
+
+def draw_samples(lm: Any, count: int, accepts: Accepts) -> list[int]:
+    """Return of each held-out example how many of `count` samples are right. A draw is a function
+    of (seed, example, sample, position): neither ranks nor batches change it.
+    """
+    context, examples = lm.context, lm.held_out
+    mine, right = examples[context.rank :: context.world_size], []
+    sampling = sampled_with(lm.run.algo.sampling)
+    with fsdp.forwards(lm.model):
+        if mine:
+            ids = [example.id for example in mine]
+            asked = Requests(prompts=lm.encode(mine), ids=ids, samples=count, seed=lm.run.seed)
+            with watch_completions(f"pass@{count}", len(mine) * count, context.main) as watch:
+                made = lm.engine.generate(asked, sampling, watch)
+            repeated = [example for example in mine for _ in range(count)]
+            rewards = lm.scorer.submit(repeated, made.texts(lm.tokenizer)).result().rewards
+            pairs = zip(rewards, made.finished.tolist(), strict=True)
+            good = [accepts(reward, ended) for reward, ended in pairs]
+            right = [sum(good[i : i + count]) for i in range(0, len(good), count)]
+    everyone = [0] * len(examples)
+    for rank, part in enumerate(context.gather_objects(right)):
+        everyone[rank :: context.world_size] = part
+    return everyone
+
+
+def sampled_with(sampling: SamplingConfig) -> SamplingConfig:
+    """Return how samples are drawn for pass@k: as in training, or at temperature 1 where that is
+    greedy.
+    """
+    if sampling.temperature:
+        return sampling
+    return SamplingConfig(
+        max_new_tokens=sampling.max_new_tokens, temperature=1.0, top_p=1.0, top_k=0
+    )
+
+
+def find_pass_rates(right: Sequence[int], of: int) -> dict[str, tuple[float, list[float]]]:
+    """Return pass@1, 2, 4, ... and pass@`of` in percent, with the scores of the examples, from how
+    many of the `of` samples of each are right.
+    """
+    sizes = sorted({of, *(2**i for i in range(of.bit_length()))})
+    found = {f"pass@{k}": [100 * pass_at(n, of, k) for n in right] for k in sizes}
+    return {name: (sum(scores) / len(scores), scores) for name, scores in found.items()}
+
+
+def pass_at(right: int, of: int, k: int) -> float:
+    """Return an unbiased estimate of the chance that one of `k` samples is right, from `right` of
+    `of` (arXiv:2107.03374).
+    """
+    if of - right < k:
+        return 1.0
+    return 1 - math.prod(1 - k / i for i in range(of - right + 1, of + 1))
+
+
+# --- other tasks
+
+
+def read_others(lm: Any) -> list[Other]:
+    """Return the tasks of evaluate.also with their held-out examples. Raises: ConfigError, with the
+    key and the name of the task.
+    """
+    found, nodes = [], lm.run.evaluate.also
+    for name, own in build_others(nodes).items():
+        with naming(name):
+            task: Any = Checked(own)
+            tokens = nodes[name].get("max_new_tokens") or lm.longest_answer(task)
+            found.append(Other(name, task, lm.hold_out(task, tokens), tokens))
+    return found
+
+
+# --- a text
+
+
+def read_windows(lm: Any) -> tuple[list[tuple[list[int], list[int]]], float]:
+    """Return the windows of evaluate.text, each what stands before it and its tokens, and the bytes
+    of a token; at most evaluate.examples of them, evenly spread over the file.
+    """
+    if lm.run.evaluate.text is None:
+        return [], 0.0
+    text = read_text(lm.run.evaluate.text)
+    # what the tokenizer puts in front of any text
+    framed, bare = (lm.tokenizer("a", add_special_tokens=own)["input_ids"] for own in (True, False))
+    start = next(i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
+    front = framed[:start]
+    ids = encode_prompts(lm.tokenizer, [text])[0][start:]
+    size = min(WINDOW, context_length(lm.model)) - max(1, start)
+    windows = [
+        (front or ids[max(0, at - 1) : at], ids[at : at + size]) for at in range(0, len(ids), size)
+    ]
+    windows = [(before, part) for before, part in windows if len(before) + len(part) > 1]
+    most = lm.run.evaluate.examples
+    if len(windows) > most:
+        windows = [windows[i * len(windows) // most] for i in range(most)]
+    return windows, len(text.encode()) / max(1, len(ids))
+
+
+def measure_text(lm: Any) -> tuple[float, list[float]]:
+    """Return the bits per byte of evaluate.text, and the scores of its windows. The ranks share the
+    windows out; each goes through the model alone, so that the result is that of one rank.
+    """
+    context = lm.context
+    mine = range(context.rank, len(lm.windows), context.world_size)
+    with fsdp.forwards(lm.model):
+        found = [(place, *_bits(lm, *lm.windows[place])) for place in mine]
+    everyone = sorted(row for part in context.gather_objects(found) for row in part)
+    broken = [place for place, bits, _ in everyone if not math.isfinite(bits)]
+    check_logits(broken, len(everyone), lm.precision.compute, "windows of evaluate.text")
+    sums = np.array([(bits, tokens) for _, bits, tokens in everyone])
+    return statistics.contributions(sums, lambda rows: rows[:, 0] / rows[:, 1] / lm.token_bytes)
+
+
+@torch.no_grad()
+def _bits(lm: Any, before: list[int], tokens: list[int]) -> tuple[float, int]:
+    """Return the bits of the tokens of a window, and how many of them were foretold."""
+    ids = torch.tensor([[*before, *tokens]], device=lm.device)
+    half = lm.half and not lm.population
+    training = lm.model.training
+    lm.model.eval()
+    with torch.autocast(lm.device.type, lm.precision.compute, enabled=half):
+        logits = lm.model(input_ids=ids, use_cache=False).logits[0, max(0, len(before) - 1) : -1]
+    lm.model.train(training)
+    wanted, nats = ids[0, max(1, len(before)) :], 0.0
+    for part, target in zip(logits.split(256), wanted.split(256), strict=True):
+        logp = torch.log_softmax(part.float(), dim=1).gather(1, target[:, None])
+        nats -= float(logp.double().sum())
+    return nats / math.log(2), len(wanted)

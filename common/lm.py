@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from common import hardware, optim, precision
+from common import evaluation, hardware, optim, precision
 from common.config import ConfigError, Run, SamplingConfig
 from common.config.checks import CONF
 from common.distributed import fsdp
 from common.distributed.context import Context
-from common.evaluation import Evaluation, check_logits
+from common.evaluation import Accepts, Evaluation
 from common.model import logprobs, quantized
 from common.model.adapter import Adapter
 from common.model.export import empty_like, export_model
@@ -25,7 +25,6 @@ from common.model.half import keep_wide, narrowed, round_layers
 from common.model.load import load_model
 from common.model.memory import StateMemory, head_size
 from common.model.prompts import context_length, context_name, encode_prompts, stop_ids
-from common.report.progress import watch_completions
 from common.rows import RowLimit
 from common.sampling.engine import Completions, Engine, Requests, Setup, open_engine
 from common.tasks import Example, Task, build, task_name
@@ -72,8 +71,11 @@ class LM:
         self.model: Any
         self.model, self.tokenizer = load_on_all_ranks(run, self.task, context, held)
         if not run.algo.sampling.max_new_tokens:
-            run.algo.sampling.max_new_tokens = self._longest_answer()
+            run.algo.sampling.max_new_tokens = self.longest_answer(self.task)
             run.algo.__post_init__()  # what could not be checked before
+        self.others = evaluation.read_others(self)
+        self.windows, self.token_bytes = evaluation.read_windows(self)
+        self._check_others()
         self._prepare()
         self.reference: Any = None
         if reference and adapted is None:
@@ -165,14 +167,21 @@ class LM:
         else:
             self.engine = None
 
-    def _longest_answer(self) -> int:
-        """Return how many tokens the answers of the task ask for, with the one that ends them."""
-        splits = [self.task.examples(split) for split in ("train", "test")]
+    def longest_answer(self, task: Any) -> int:
+        """Return how many tokens the answers of a task ask for, with the one that ends them."""
+        splits = [task.examples(split) for split in ("train", "test")]
         texts = list({example.answer for examples in splits for example in examples})
         ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         longest = 2 * max((len(one) for one in ids), default=0) + 1  # room for what is wrong, too
         # a model that was trained elsewhere may reason, or say more than the answer
         return longest if self.run.model.path is None else max(REASONING, longest)
+
+    def _check_others(self) -> None:
+        """Raise ConfigError where a rank measures other examples, or another text, than rank 0."""
+        if self.others or self.windows:
+            rows = [_rows(other.examples) for other in self.others]
+            digest = _digest([rows, self.windows])
+            same_on_all_ranks(self.context, "rows of evaluate.also and evaluate.text", digest)
 
     def _prepare(self) -> None:
         if self.population:
@@ -197,15 +206,32 @@ class LM:
         skip = self.run.prompts.too_long == "skip"
         return hold_out(self.task, None if skip else self.run.evaluate.examples)
 
-    def fit_prompts(
-        self, ask: Callable[[Example], Any], splits: dict[str, list[Example]]
-    ) -> tuple[dict[str, list[Example]], int]:
-        """Return the examples whose prompts fit the context, and the tokens of the longest. ask:
-        makes the prompt of an example.
+    def hold_out(self, task: Any, tokens: int) -> list[Example]:
+        """Return the held-out examples of another task, whose completions have `tokens` at most.
 
+        Raises: ConfigError where a prompt does not fit the context.
+        """
+        count, skipped = self.run.evaluate.examples, self.skipped_prompts
+        found = hold_out(task, None if self.run.prompts.too_long == "skip" else count)
+        kept, _ = self.fit_prompts(task.prompt, {"test": found}, tokens)
+        self.skipped_prompts = skipped  # those of the run's own task
+        return kept["test"][:count]
+
+    def fit_prompts(
+        self,
+        ask: Callable[[Example], Any],
+        splits: dict[str, list[Example]],
+        tokens: int | None = None,
+    ) -> tuple[dict[str, list[Example]], int]:
+        """Return the examples whose prompts fit the context, and the tokens of the longest.
+
+        Args: ask: makes the prompt of an example; tokens: of a completion, None =
+        algo.sampling.max_new_tokens.
         Raises: ConfigError where one does not fit with prompts.too_long=error, or none does.
         """
-        tokens, context = self.run.algo.sampling.max_new_tokens, context_length(self.model)
+        key = "max_new_tokens" if tokens else "algo.sampling.max_new_tokens"
+        tokens = tokens or self.run.algo.sampling.max_new_tokens
+        context = context_length(self.model)
         kept: dict[str, list[Example]] = {split: [] for split in splits}
         misfits, fitting, longest = [], 0, 0
         for split, examples in splits.items():
@@ -227,9 +253,8 @@ class LM:
             other = " so that some fit" if self.run.prompts.too_long == "skip" else other
             raise ConfigError(
                 f"{len(misfits)} of {count} prompts do not fit the model's {what} of {context}"
-                f" tokens with algo.sampling.max_new_tokens={tokens}: the first is {split} example"
-                f" {first} with {length} tokens, the longest has {longest}. {advice} the"
-                f" prompts{other}."
+                f" tokens with {key}={tokens}: the first is {split} example {first} with {length}"
+                f" tokens, the longest has {longest}. {advice} the prompts{other}."
             )
         if misfits and self.context.main:
             log.warning(
@@ -250,32 +275,18 @@ class LM:
         self.engine.refresh()
         return self.engine.generate(requests, sampling or self.run.algo.sampling)
 
-    def evaluate(self, examples: Sequence[Example] | None = None) -> Evaluation:
-        """Complete examples (None = the held-out ones) greedily, shared out over the ranks, and
-        measure. Raises: RunStopped where the model's logits are NaN or infinite.
+    def evaluate(self, accepts: Accepts = evaluation.earns_all) -> Evaluation:
+        """Measure all that the run asks for on held-out examples; every rank returns the same.
+        accepts: which samples are right, for evaluate.samples.
+
+        Raises: RunStopped where the model's logits are NaN or infinite.
         """
-        examples, context = self.held_out if examples is None else examples, self.context
-        mine = examples[context.rank :: context.world_size]
-        texts, generated, broken = [], 0, []
-        with fsdp.forwards(self.model):
-            if mine:
-                tokens = self.run.algo.sampling.max_new_tokens
-                greedy = SamplingConfig(max_new_tokens=tokens, temperature=0.0, top_p=1.0, top_k=0)
-                self.engine.refresh()
-                requests = Requests(prompts=self.encode(mine))
-                with watch_completions("evaluating", len(mine), context.main) as watch:
-                    made = self.engine.generate(requests, greedy, watch)
-                texts, generated = made.texts(self.tokenizer), made.generated
-                pairs = zip(mine, made.broken.tolist(), strict=True)
-                broken = [example.id for example, bad in pairs if bad]
-        parts = context.gather_objects((texts, generated, broken))
-        broken = [example for _, _, found in parts for example in found]
-        check_logits(broken, len(examples), self.precision.compute)
-        completions = [""] * len(examples)
-        for rank, (part, _, _) in enumerate(parts):
-            completions[rank :: context.world_size] = part
-        counted = sum(count for _, count, _ in parts)
-        return Evaluation(self.task.metrics(examples, completions), completions, counted)
+        return evaluation.evaluate(self, accepts)
+
+    def measure(self, examples: Sequence[Example]) -> Evaluation:
+        """Complete other examples of the task greedily, and measure. Raises: RunStopped."""
+        tokens = self.run.algo.sampling.max_new_tokens
+        return evaluation.measure(self, self.task, examples, tokens)
 
     # --- the plan and the ends of a run
 
@@ -453,12 +464,19 @@ def load_on_all_ranks(
     told = context.gather_objects(loaded and (fsdp.without_weights(loaded[0]), loaded[1]))
     model, tokenizer = loaded or told[0]
     splits = [task.examples(split) for split in ("train", "test")]
-    rows = [(e.id, e.question, e.answer) for examples in splits for e in examples]
-    digest = hashlib.sha256(repr(rows).encode("utf-8", "replace")).hexdigest()
+    digest = _digest([row for examples in splits for row in _rows(examples)])
     same_on_all_ranks(context, "rows of the task", digest)
     if context.mesh is None:
         fsdp.send_weights(model, context)
     return model, tokenizer
+
+
+def _rows(examples: Sequence[Example]) -> list[Any]:
+    return [(example.id, example.question, example.answer) for example in examples]
+
+
+def _digest(rows: list[Any]) -> str:
+    return hashlib.sha256(repr(rows).encode("utf-8", "replace")).hexdigest()
 
 
 def same_on_all_ranks(context: Context, what: str, found: Any) -> None:

@@ -154,7 +154,7 @@ class Session:
             summary.write_run(run, context.out_dir, context.device.name, state["reproducible"])
         if "before" not in state and self.generates:
             before = self.subject.evaluate()
-            state["before"] = {"metrics": before.metrics, "completions": before.completions}
+            state["before"] = before.kept()
             if context.main:
                 log.info("before: held-out %s %.2f", before.name, before.value)
         if context.main:
@@ -254,17 +254,17 @@ class Session:
         """
         context, state, subject = self.context, self.state, self.subject
         last, before = subject.evaluate(), state["before"]
-        metrics = {"before": before["metrics"], "after": last.metrics, **metrics}
         ended_by = self.ending or self.budget.ended_by
-        result = summary.make_result(self.run, context, subject, state, metrics, ended_by)
+        measured = before, last.kept()
+        result = summary.make_result(self.run, context, subject, state, measured, ended_by)
+        result.metrics |= metrics
         weights = fsdp.whole(subject.model)
         if self.tracker:
             if self.generates:
                 self.tracker.measured(state["step"], last.name, last.metrics)
             seconds = self.timer.seconds.get("checkpoint", 0.0)
             self.tracker.summary({"last_checkpoint_seconds": seconds})
-            texts = before["completions"], last.completions
-            summary.finish_run(self.run, self.tracker, result, subject, texts, weights, model)
+            summary.finish_run(self.run, self.tracker, result, subject, measured, weights, model)
         context.barrier()
         return result
 
@@ -281,12 +281,12 @@ class Session:
             metrics = state["before"]["metrics"]
             headline = next(iter(metrics))
             self.tracker.measured(0, headline, metrics, generated_tokens=0, reward_evaluations=0)
-            self._keep_completions("before", 0, state["before"]["completions"])
+            self._keep_completions("before", 0, state["before"])
 
-    def _keep_completions(self, name: str, step: int, completions: list[str]) -> None:
+    def _keep_completions(self, name: str, step: int, measured: dict[str, Any]) -> None:
         if self.tracker:
             subject = self.subject
-            rows = summary.completion_rows(subject.task, subject.held_out, completions)
+            rows = summary.completion_rows(subject.task, subject.held_out, measured)
             self.tracker.completions(name, step, rows)
 
     def _budget_used(self) -> int | None:

@@ -129,7 +129,7 @@ class Step:
         if due and session.generates and not self.trouble:
             with self.phase("evaluate"):
                 found = session.subject.evaluate()
-            session._keep_completions(f"step-{done:08d}", done, found.completions)
+            session._keep_completions(f"step-{done:08d}", done, found.kept())
             self.log(metric=found.value, metric_name=found.name, metrics=found.metrics)
         self._write_event(seconds)
         self._stop(self.trouble)

@@ -81,14 +81,14 @@ class Classifier:
         labels = torch.from_numpy(self.train_rows.labels[self.validation])
         return measures(labels, self.probabilities(self.train_rows, self.validation))
 
-    def guess(self) -> dict[str, float]:
+    def guess(self) -> Evaluation:
         """Measure what naming the most frequent training class would get on the test rows."""
         labels = torch.from_numpy(self.test_rows.labels)
         sure = torch.zeros(len(labels), len(self.task.classes), dtype=torch.float64)
         sure[:, majority(self.task.rows("train"))] = 1
         found = measures(labels, sure)
         found.pop("loss")  # infinite
-        return found
+        return Evaluation(found, [], 0, self._scores(sure))
 
     def evaluate(self) -> Evaluation:
         """Measure the best weights on the test rows, with which nothing was chosen."""
@@ -99,7 +99,13 @@ class Classifier:
         labels = torch.from_numpy(self.test_rows.labels)
         self.tested = self.probabilities(self.test_rows, range(len(self.test_rows)))
         found = measures(labels, self.tested)
-        return Evaluation({"accuracy": found.pop("accuracy"), **found}, [], 0)
+        metrics = {"accuracy": found.pop("accuracy"), **found}
+        return Evaluation(metrics, [], 0, self._scores(self.tested))
+
+    def _scores(self, probabilities: Tensor) -> dict[str, list[float]]:
+        """Return what each test row adds to the accuracy."""
+        right = probabilities.argmax(1) == torch.from_numpy(self.test_rows.labels)
+        return {"accuracy": (100.0 * right).tolist()}
 
     def offending(self, chosen: Sequence[int]) -> list[dict[str, Any]]:
         """Describe the rows of `chosen` whose probabilities are not finite, or else all."""

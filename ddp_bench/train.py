@@ -34,7 +34,7 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
     with Session(run, context, subject, steps=total, generates=False) as session:
         state = session.state
         state |= {"waited": 0, "best": None, "rows": subject.digest}
-        state["before"] = {"metrics": subject.guess(), "completions": []}
+        state["before"] = subject.guess().kept()
         session.start(subject, subject.plan())
         if state["waited"] == cfg.patience:
             session.end(f"algo.patience={cfg.patience}")

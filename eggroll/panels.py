@@ -1,12 +1,23 @@
 """The curves of a run of EGGROLL: its report and its W&B dashboard show them."""
 
-from common.report.panels import LR, MEMORY, METRIC, PERCENT, PHASES, REWARD, THROUGHPUT, Panel
+from common.report.panels import (
+    LR,
+    MEMORY,
+    METRIC,
+    PERCENT,
+    PHASES,
+    REWARD,
+    TEXT,
+    THROUGHPUT,
+    Panel,
+)
 
 ALGORITHM = "eggroll"
 
 PANELS = (
     REWARD,
     METRIC,
+    TEXT,
     THROUGHPUT,
     PHASES,
     MEMORY,

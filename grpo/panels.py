@@ -8,6 +8,7 @@ from common.report.panels import (
     PERCENT,
     PHASES,
     REWARD,
+    TEXT,
     THROUGHPUT,
     Panel,
 )
@@ -17,6 +18,7 @@ ALGORITHM = "grpo"
 PANELS = (
     REWARD,
     METRIC,
+    TEXT,
     THROUGHPUT,
     PHASES,
     MEMORY,

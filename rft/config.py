@@ -61,6 +61,7 @@ class RftConfig:
         "batch_rows": "algo.batch_size (completions per optimizer step) and algo.train_rows",
         "accumulate": "algo.batch_size, the completions per optimizer step",
         "empty_cache_every": None,
+        "pass_samples": "evaluate.samples, of every algorithm",
         "lora.rank": "model.adapter.rank, where null is no adapter",
         "lora.alpha": "model.adapter.alpha",
         "lora.targets": "model.adapter.targets",
@@ -91,7 +92,6 @@ class RftConfig:
     warmup: Annotated[Nonnegative, (below, 1)]
     optimizer: OptimizerConfig
     grad_clip: Positive
-    pass_samples: Natural
     patience: Count
 
     def __post_init__(self) -> None:

@@ -48,7 +48,9 @@ def evaluated_with(run: Run, prompts: Prompts) -> dict[str, Any]:
         "task": run.task,
         "examples": len(prompts.held_out),
         "validation_prompts": len(prompts.validation),
-        "pass_samples": cfg.pass_samples,
+        "samples": run.evaluate.samples,
+        "also": run.evaluate.also,
+        "text": run.evaluate.text,
         "accept": cfg.select.accept,
         "sampling": asdict(cfg.sampling),
     }

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from common.report.panels import PERCENT, Panel
+from common.report.panels import PERCENT, TEXTS, Panel
 
 ALGORITHM = "rft"
 
@@ -19,7 +19,12 @@ _Ordered = partial(Panel, x="order", zero=True)
 _Stack = partial(Panel, x="order", kind="stack")
 
 PANELS = (
-    Panel("metric", "Held-out measures", "percent, or points of 100", MEASURES, x="iteration"),
+    Panel(
+        *("metric", "Held-out measures", "percent, or points of 100", MEASURES),
+        x="iteration",
+        but=TEXTS,
+    ),
+    Panel("text", "Held-out text", "bits per byte", {TEXTS: ""}, x="iteration"),
     _Ordered("accepted", "Sampling", "%", ACCEPTED, scale=PERCENT),
     Panel("by_prompt", "Acceptance by prompt", "prompts", SHARES, x="iteration", kind="bars"),
     Panel("reward", "Reward of training samples", "reward", {"generate/reward": "mean"}, x="order"),

@@ -21,7 +21,6 @@ from common.rows import RowLimit
 from common.signals import EXIT_NUMBERS, RunStopped
 from common.timer import Timer
 from rft.config import RftConfig
-from rft.evaluate import pass_rates
 from rft.finetune import Finetuner, Tree
 from rft.folder import RunFolder, Sizes, read_json, write_json
 from rft.generate import Generator, Record, Store, Wave, missing, shard_counts
@@ -366,32 +365,28 @@ def evaluate(work: Work, iteration: int) -> dict[str, Any]:
     lm.context.barrier()  # no rank looks after rank 0 has written
     started = time.perf_counter()
     work.load(iteration)
-    held_out = lm.evaluate(prompts.held_out)
-    rates = pass_rates(lm, prompts.held_out)
-    validation = lm.evaluate(prompts.validation).value if prompts.validation else None
-    metrics = dict(held_out.metrics)
-    if "answered" not in metrics and hasattr(lm.task, "answer"):
-        given = [lm.task.answer(text) is not None for text in held_out.completions]  # type: ignore[attr-defined]
-        metrics["answered"] = 100 * sum(given) / len(given)
-    metrics |= rates
+    held_out = lm.evaluate(work.cfg.select.accepts)
+    validation = lm.measure(prompts.validation).value if prompts.validation else None
+    if "answered" not in held_out.metrics and hasattr(lm.task, "answer"):
+        given = [100.0 * (lm.task.answer(text) is not None) for text in held_out.completions]  # type: ignore[attr-defined]
+        held_out.add({"answered": (sum(given) / len(given), given)})
     found = {
         "made_with": evaluated_with(lm.run, prompts),
         "iteration": iteration,
         "metric": held_out.name,
-        "metrics": metrics,
         "validation": validation,
-        "completions": held_out.completions,
+        **held_out.kept(),
     }
     event = {
         "evaluate_seconds": time.perf_counter() - started,
         "metric": held_out.value,
         "metric_name": held_out.name,
-        "metrics": metrics,
+        "metrics": held_out.metrics,
         "validation": validation,
     }
     journal.write("evaluate", iteration, **event, **journal.used)
     if journal.tracker:
-        rows = summary.completion_rows(lm.task, prompts.held_out, held_out.completions)
+        rows = summary.completion_rows(lm.task, prompts.held_out, held_out.kept())
         name = f"iteration-{iteration}" if iteration else "before"
         journal.tracker.completions(name, journal.step, rows)
         journal.sync()

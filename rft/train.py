@@ -136,13 +136,11 @@ def finish(work: Work, best: int, ended_by: str | None) -> summary.Result:
         "evaluations": max(len(samples), journal.used["reward_evaluations"]),
         "skipped": journal.policy.skipped,
     }
-    metrics = {"before": first["metrics"], "after": last["metrics"]}
-    result = summary.make_result(lm.run, lm.context, lm, state, metrics, ended_by)
+    result = summary.make_result(lm.run, lm.context, lm, state, (first, last), ended_by)
     result.iteration = best
     work.load(best, sampling=False)
     weights = fsdp.whole(lm.model)
     if journal.tracker:
-        texts = first["completions"], last["completions"]
-        summary.finish_run(lm.run, journal.tracker, result, lm, texts, weights)
+        summary.finish_run(lm.run, journal.tracker, result, lm, (first, last), weights)
     lm.context.barrier()
     return result

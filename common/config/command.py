@@ -70,6 +70,12 @@ def find_config_dir(arguments: Sequence[str]) -> str | None:
     return None
 
 
+def given_dir(hydra: Any) -> str | None:
+    """Return the folder of --config-dir as Hydra has it (HydraConfig), in a job of a sweep too."""
+    sources = hydra.runtime.config_sources
+    return next((one.path for one in sources if one.provider == "command-line"), None)
+
+
 def find_folder(arguments: Sequence[str], *keys: str) -> str | None:
     """Return the folder that the last of `keys` among the overrides gives; None where none does."""
     return next((value.strip("'\"") for value in _values(arguments, *keys)), None)
@@ -119,13 +125,18 @@ def check_run(run: Run, algorithms: Mapping[str, type], overrides: Sequence[str]
     def kind_of(target: str) -> str | None:
         return next((kind for kind, package in kinds if target.startswith(package)), None)
 
-    if kind_of(target) not in (None, wanted):
-        paths = sorted((CONF / "task").glob("*.yaml"))
-        fitting = [p.stem for p in paths if kind_of(OmegaConf.load(p)["_target_"]) == wanted]  # type: ignore[index]
-        raise ConfigError(
-            f"algo={run.algo.name} needs a {wanted} task, and {target} is a {kind_of(target)} task."
-            f" Use one of task={', '.join(fitting)}."
-        )
+    def check_kind(target: str, wanted: str, who: str, key: str) -> None:
+        if kind_of(target) not in (None, wanted):
+            paths = sorted((CONF / "task").glob("*.yaml"))
+            fitting = [p.stem for p in paths if kind_of(OmegaConf.load(p)["_target_"]) == wanted]  # type: ignore[index]
+            raise ConfigError(
+                f"{who} needs a {wanted} task, and {target} is a {kind_of(target)} task."
+                f" Use one of {key}={', '.join(fitting)}."
+            )
+
+    check_kind(target, wanted, f"algo={run.algo.name}", "task")
+    for name, node in run.evaluate.also.items():
+        check_kind(node["_target_"], REWARD_TASKS[0], f"evaluate.also={name}", "evaluate.also")
     with_task = getattr(type(run.algo), "NO_EFFECT_WITH_TASK", {}).get(target, {})
     for key, reason in _find_given(with_task, overrides):
         raise ConfigError(f"{key} has no effect with {reason}. Leave it out.")

@@ -103,6 +103,9 @@ class EvaluateConfig:
 
     every: Natural | None  # steps; 0 = only before and after; null = at each tenth of the budget
     examples: Count  # how many held-out examples
+    samples: Count | None  # of each, for pass@k; null = greedy alone
+    also: Any  # names of tasks; from `common.config.also` on, their settings by name
+    text: str | None  # file whose bits per byte are measured
 
 
 @dataclass(kw_only=True)

@@ -5,7 +5,6 @@ the run if it goes on like this, with the setting to change. docs/quickstart.md 
 list: "It does not learn: what now".
 """
 
-import math
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,10 @@ from statistics import fmean
 from typing import Any
 
 from common.report.events import Numbers
+from common.statistics import is_supported, show_interval, show_p
 
 WINDOW = 20  # events that a rule looks at
 LEAST = 3  # events at the end of a run that is shorter
-LEVEL = 1.96  # standard errors of a 95 % interval
 SOLVED = 97.0  # held-out points from which on there is nothing left to learn
 RISEN = 0.1  # of the training reward, in [0, 1], that is a rise
 
@@ -205,21 +204,6 @@ class Adviser:
 # --- the end of a run
 
 
-def interval(before: float, after: float, examples: int) -> float:
-    """Return the half width, in points, of the 95 % interval of a change between two means of
-    `examples` scores in [0, 1], given as points of 100. It holds for any such scores: none spread
-    more than right and wrong.
-    """
-
-    def variance(points: float) -> float:
-        share = min(1.0, max(0.0, points / 100))
-        return share * (1 - share) / examples
-
-    # a measure at 0 or 100 is not known without doubt either
-    least = 1 / examples**2
-    return 100 * LEVEL * math.sqrt(max(variance(before) + variance(after), least))
-
-
 def judge(
     result: Any, examples: int, events: Sequence[Numbers], algo: dict[str, Any]
 ) -> tuple[str, str]:
@@ -228,15 +212,17 @@ def judge(
     Args: result: the summary's; examples: held out, at least 1.
     """
     algo = _with_measured(algo, events)
-    gain, half = result.after - result.before, interval(result.before, result.after, examples)
+    gain, sure = result.after - result.before, result.intervals.get(result.metric, {})
+    within, p = sure.get("change"), sure.get("p_value")
+    known = f"95 % {show_interval(within, signed=True)}, {show_p(p)}, " if within else ""
     what = (
         f"held-out {result.metric} {result.before:.1f} -> {result.after:.1f}, {gain:+.1f} points"
-        f" (± {half:.1f} at 95 %, {examples} examples)"
+        f" ({known}{examples} examples)"
     )
-    if gain > half:
+    if gain > 0 and is_supported(within, p):
         return f"it has learnt: {what}.", ""
     reason, change = _reason(result, events, algo)
-    if gain < -half:
+    if gain < 0 and is_supported(within, p):
         return f"it has got worse: {what}. {reason}", change or _times(algo, "lr", 0.3)
     return f"it has not measurably learnt: {what}. {reason}", change
 

@@ -13,19 +13,21 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
+from common import statistics as certainty
 from common.config import ConfigError, flat
 from common.exits import ending_tool
 from common.failures import FAILED
 from common.files import write_text
 from common.report import comparison, story
-from common.report.events import events, markdown_table
+from common.report.events import EVALUATIONS, events, markdown_table
+from common.report.forgetting import find_others
 from common.report.plots import COLOURS, STYLE
 from common.report.summary import side_by_side
 
@@ -56,6 +58,8 @@ class Run:
     result: dict[str, Any]
     points: list[dict[str, float]]
     setting: str = ""
+    prompts: list[Any] = field(default_factory=list)  # held out, each with its id
+    scores: list[float] = field(default_factory=list)  # of its metric after training, by prompt
 
 
 @dataclass
@@ -125,7 +129,12 @@ def _read(folder: Path) -> Run | Failure:
     except (ValueError, KeyError, TypeError) as error:
         why = f"its result.json or metrics.jsonl is damaged: {error!r:.80}"
         return Failure(folder, overrides, 0, why)
-    return Run(folder, seed, named | overrides, _settings(flat(config)), result, measured)
+    run = Run(folder, seed, named | overrides, _settings(flat(config)), result, measured)
+    rows = events(folder / "completions" / "after.jsonl")
+    run.prompts = [[row.get("id"), row.get("prompt")] for row in rows]
+    scores = [row.get("scores", {}).get(result["metric"]) for row in rows]
+    run.scores = [] if None in scores else scores
+    return run
 
 
 def _settings(given: dict[str, Any]) -> dict[str, Any]:
@@ -199,6 +208,57 @@ def spread(values: Sequence[float], text: Callable[[float], str]) -> str:
     return f"{mean} ± {text(statistics.stdev(values))}" if len(values) > 1 else mean
 
 
+def find_interval(runs: Sequence[Run]) -> tuple[float, float] | None:
+    """Return the 95 % interval of a setting's metric after training, over examples, and over seeds
+    where there are several; None where the runs do not say it.
+    """
+    if _why_not(runs):
+        return None
+    return certainty.find_pooled(np.array([run.scores for run in runs]))
+
+
+def _why_not(runs: Sequence[Run]) -> str | None:
+    """Return why runs cannot be compared prompt by prompt; None = they can."""
+    first = runs[0]
+    for run in runs:
+        if len(run.scores) < 2:
+            return f"{run.folder} has no scores of its prompts in completions/after.jsonl"
+        if run.prompts != first.prompts:
+            shared = len(
+                {json.dumps(p) for p in run.prompts} & {json.dumps(p) for p in first.prompts}
+            )
+            return (
+                f"the held-out prompts differ: {first.folder} has {len(first.prompts)},"
+                f" {run.folder} has {len(run.prompts)}, and {shared} are the same. Give both the"
+                " same task and the same evaluate.examples"
+            )
+    return None
+
+
+def tell_apart(settings: dict[str, list[Run]]) -> tuple[list[dict[str, str]], list[str]]:
+    """Return a row for each setting but the best: by how much it is below that, prompt by prompt,
+    the interval and the test; and why others have none.
+    """
+    means = {
+        name: statistics.fmean(r.result["after"] for r in runs) for name, runs in settings.items()
+    }
+    best = max(means, key=lambda name: means[name])
+    rows, remarks = [], []
+    for name, runs in settings.items():
+        if name == best:
+            continue
+        if why := _why_not([*settings[best], *runs]):
+            remarks.append(f"{name} and {best} are not compared prompt by prompt: {why}.")
+            continue
+        scores = [np.array([run.scores for run in group]) for group in (runs, settings[best])]
+        gap, interval, p = certainty.find_difference(*scores)
+        told = "yes" if certainty.is_supported(interval, p) else "no"
+        shown = certainty.show_interval(interval, signed=True)
+        row = {"best": best, "against": name, "ahead by": f"{gap:+.2f}", "95 %": shown}
+        rows.append(row | {"test": certainty.show_p(p), "told apart": told})
+    return rows, remarks
+
+
 def _short(count: float) -> str:
     """Return 1.23M for 1234567."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -233,7 +293,7 @@ def _measures(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
 
 
 def table(settings: dict[str, list[Run]], narrow: bool = False) -> list[dict[str, str]]:
-    """Return a row a setting. narrow: for a terminal, costs without their spread."""
+    """Return a row per setting. narrow: for a terminal, without intervals and spread of costs."""
     rows = []
     for setting, runs in settings.items():
         row = {"setting": setting, "runs": str(len(runs))}
@@ -241,6 +301,8 @@ def table(settings: dict[str, list[Run]], narrow: bool = False) -> list[dict[str
             values = [run.result[key] for run in runs]
             short = narrow and key in COSTS
             row[name] = text(statistics.fmean(values)) if short else spread(values, text)
+            if name == "after" and not narrow:
+                row["95 %"] = certainty.show_interval(find_interval(runs))
         rows.append(row)
     return rows
 
@@ -253,6 +315,12 @@ def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> 
     for kind, settings in _measures(runs).items():
         print(f"held-out {kind}, mean ± deviation over the runs of a setting\n")
         print(side_by_side(table(settings, narrow=True)) + "\n")
+        rows, remarks = tell_apart(settings)
+        print("\n".join([*([side_by_side(rows) + "\n"] if rows else []), *remarks]))
+        rows, told = _find_others(settings)
+        print(
+            "\n\n".join([*([told] if told else []), *([side_by_side(rows) + "\n"] if rows else [])])
+        )
     for failure in failures:
         print(failure)
     if not runs:
@@ -300,15 +368,30 @@ def _each(settings: dict[str, list[Run]], out: Path) -> list[dict[str, str]]:
     ]
 
 
+def _find_others(settings: dict[str, list[Run]]) -> tuple[list[dict[str, str]], str]:
+    """Return what else changed, at an equal gain, and a sentence on it."""
+    logged = {
+        setting: [events(run.folder / EVALUATIONS) for run in runs]
+        for setting, runs in settings.items()
+    }
+    return find_others(logged)
+
+
 def write_page(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> str:
     """Return the text of comparison.md."""
     lines = ["# Comparison", "", "![held-out metric against cost](comparison.png)", ""]
     for kind, settings in _measures(runs).items():
         lines += [f"## Held-out {kind}", "", markdown_table(table(settings)), ""]
+        rows, remarks = tell_apart(settings)
+        lines += [*([markdown_table(rows), ""] if rows else []), *(f"- {r}" for r in remarks), ""]
+        rows, told = _find_others(settings)
+        lines += [*([told, ""] if told else []), *([markdown_table(rows), ""] if rows else [])]
         lines += [markdown_table(_each(settings, out)), ""]
     lines += [
-        "Mean ± standard deviation (n - 1) over the runs of a setting. Costs are of training,"
-        " without evaluation and pre-training. All measurements: [comparison.csv](comparison.csv).",
+        "Mean ± standard deviation (n - 1) over the runs of a setting; 95 %: the interval of the"
+        " metric after training, over prompts and, where there are several, seeds. Ahead by: the"
+        " best setting against the others, on the same prompts. Costs are of training, without"
+        " evaluation and pre-training. All measurements: [comparison.csv](comparison.csv).",
         "",
     ]
     if failures:

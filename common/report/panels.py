@@ -38,6 +38,7 @@ class Panel:
     scale: float = 1.0  # of values, for `unit`; the dashboard shows them as they are
     zero: bool = False  # the y axis starts at 0
     exact: bool = False  # no running mean
+    but: str = ""  # a pattern of measures that it leaves out
 
     def axis(self, history: Sequence[dict[str, Any]]) -> str:
         """Return what its x axis counts in a run with these events."""
@@ -50,17 +51,21 @@ class Panel:
     def found(self, names: list[str]) -> dict[str, str]:
         """Return the measures among `names` that it shows, with their legends."""
         return {
-            name: legend or name.rsplit("/", 1)[-1]
+            name: legend or name.removeprefix(pattern.rstrip("*"))
             for pattern, legend in self.curves.items()
             for name in names
-            if fnmatchcase(name, pattern)
+            if fnmatchcase(name, pattern) and not fnmatchcase(name, self.but)
         }
 
 
 # Panels that several algorithms show.
 REWARDS = {"reward": "mean", "reward_best": "best member"}
 REWARD = Panel("reward", "Reward of training samples", "reward", REWARDS)
-METRIC = Panel("metric", "Held-out measures", "percent, or points of 100", {"metrics/*": ""})
+TEXTS = "metrics/text/*"
+METRIC = Panel(
+    "metric", "Held-out measures", "percent, or points of 100", {"metrics/*": ""}, but=TEXTS
+)
+TEXT = Panel("text", "Held-out text", "bits per byte", {TEXTS: ""})
 THROUGHPUT = Panel(
     "throughput", "Throughput", "tokens/s", {"tokens_per_second": "tokens"}, zero=True
 )

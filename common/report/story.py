@@ -14,6 +14,7 @@ from common.config.checks import CONF, shipped
 from common.files import first_line
 from common.report.events import numbers
 from common.report.panels import Panel
+from common.statistics import show_interval, show_p
 
 # Groups of conf/ with a file for each choice, that has its defaults.
 GROUPS = ("algo", "task", "model", "engine", "hardware", "tracker")
@@ -139,7 +140,7 @@ def find_facts(
 def find_measures(
     result: dict[str, Any] | None, evaluations: list[dict[str, Any]]
 ) -> list[dict[str, str]]:
-    """Return a row per held-out measure: before, after, the change."""
+    """Return a row per held-out measure: before, after, the change, each with its interval."""
     if result:
         before, after = result["metrics"]["before"], result["metrics"]["after"]
         heads = ("before", "after")
@@ -152,8 +153,21 @@ def find_measures(
     for name in dict.fromkeys((*before, *after)):
         shown = [f"{found[name]:.2f}" if name in found else "" for found in (before, after)]
         change = f"{after[name] - before[name]:+.2f}" if all(shown) else ""
-        rows.append({"held-out": name, **dict(zip(heads, shown, strict=True)), "change": change})
+        row = {"held-out": name, **dict(zip(heads, shown, strict=True)), "change": change}
+        rows.append(add_intervals(row, (result or {}).get("intervals", {}).get(name)))
     return rows
+
+
+def add_intervals(row: dict[str, str], sure: dict[str, Any] | None) -> dict[str, str]:
+    """Return a row of measures with their intervals, and the test of the change. sure: of
+    result.json; None where there is none.
+    """
+    if sure is None:
+        return row
+    for when in ("before", "after", "change"):
+        if (interval := sure[when]) is not None and row[when]:
+            row[when] += f" ({show_interval(interval, signed=when == 'change')})"
+    return row | {"test": "" if sure["p_value"] is None else show_p(sure["p_value"])}
 
 
 def find_phases(history: list[dict[str, Any]]) -> list[dict[str, str]]:

@@ -19,6 +19,7 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 
+from common import statistics
 from common.config import Run
 from common.distributed.context import Context
 from common.files import write_text
@@ -29,6 +30,8 @@ from common.report.tracker import Tracker
 from common.tasks import Example, Task, plain, task_name
 
 log = logging.getLogger("clutch")
+
+WHEN = ("before", "after")
 
 
 @dataclass
@@ -55,6 +58,9 @@ class Result:
     folder: str
     # All measures, before and after.
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    # By measure: the 95 % intervals before, after and of the change, [low, high], and the p_value
+    # of a paired test of the change; null where it cannot be told. docs/uncertainty.md
+    intervals: dict[str, dict[str, Any]] = field(default_factory=dict)
     # The iteration whose model this is, where there are any; 0 = the base: none was better.
     iteration: int | None = None
     # The setting that ended the run, such as budget.tokens=200000; None = it did all its steps.
@@ -120,13 +126,36 @@ def find_commit() -> str | None:
 
 
 def completion_rows(
-    task: Task, examples: Sequence[Example], texts: Sequence[str]
+    task: Task, examples: Sequence[Example], measured: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return what is kept of held-out completions, one row per example."""
+    """Return what is kept of held-out completions, one row per example, with its scores: what it
+    adds to each measure of the task. measured: what `Evaluation.kept` returns.
+    """
+    texts, count = measured["completions"], len(examples)
+    scores = {
+        name: values
+        for name, values in measured.get("scores", {}).items()
+        if "/" not in name and len(values) == count  # not of another task, nor of batches
+    }
     return [
         {"id": e.id, "prompt": task.prompt(e), "answer": e.answer, "completion": text}
-        for e, text in zip(examples, texts, strict=True)
+        | {"scores": {name: round(values[place], 6) for name, values in scores.items()}}
+        for place, (e, text) in enumerate(zip(examples, texts, strict=True))
     ]
+
+
+def find_intervals(before: dict[str, Any], after: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return by measure how sure it is. before, after: what `Evaluation.kept` returns."""
+    found = {}
+    for name in dict.fromkeys((*before["metrics"], *after["metrics"])):
+        old, new = (kept.get("scores", {}).get(name, []) for kept in (before, after))
+        found[name] = {
+            "before": statistics.find_interval(old),
+            "after": statistics.find_interval(new),
+            "change": statistics.find_change(old, new),
+            "p_value": statistics.find_p(old, new),
+        }
+    return found
 
 
 def side_by_side(rows: list[dict[str, str]]) -> str:
@@ -162,13 +191,15 @@ def make_result(
     context: Context,
     subject: Any,
     state: dict[str, Any],
-    metrics: dict[str, dict[str, float]],
+    measured: tuple[dict[str, Any], dict[str, Any]],
     ended_by: str | None,
 ) -> Result:
     """Put together the outcome of a run.
 
-    Args: subject: what was trained (common.session.Subject); state: what the session counted.
+    Args: subject: what was trained (common.session.Subject); state: what the session counted;
+    measured: before and after, as `Evaluation.kept` returns it.
     """
+    metrics = {when: kept["metrics"] for when, kept in zip(WHEN, measured, strict=True)}
     name = next(iter(metrics["after"]))
     return Result(
         algo=run.algo.name,
@@ -186,6 +217,7 @@ def make_result(
         dtype=subject.precision.name,
         folder=str(context.out_dir),
         metrics=metrics,
+        intervals=find_intervals(*measured),
         ended_by=ended_by,
         skipped_steps=state["skipped"],
     )
@@ -196,18 +228,18 @@ def finish_run(
     tracker: Tracker,
     result: Result,
     subject: Any,
-    texts: tuple[list[str], list[str]],
+    measured: tuple[dict[str, Any], dict[str, Any]],
     weights: dict[str, Any] | None,
     model: str | None = None,
 ) -> None:
     """Export the model, close the tracker, write result.json and print the end; on rank 0.
 
-    Args: texts: held-out completions before and after; weights: gathered ones, where the model is
-    sharded; model: where it is and how to load it, None = a language model.
+    Args: measured: before and after, as `Evaluation.kept` returns it; weights: gathered ones, where
+    the model is sharded; model: where it is and how to load it, None = a language model.
     """
     folder = Path(result.folder)
-    before, after = texts
-    rows = completion_rows(subject.task, subject.held_out, after) if after else []
+    before, after = (kept["completions"] for kept in measured)
+    rows = completion_rows(subject.task, subject.held_out, measured[1]) if after else []
     if rows:
         tracker.completions("after", tracker.step, rows)
     kept = ("before", "after", "steps", "seconds", "generated_tokens", "reward_evaluations")
@@ -238,6 +270,14 @@ def finish_run(
     _print_summary(result, samples, exported.name, model or tried)
 
 
+def _show_change(result: Result, name: str) -> str:
+    """Return a measure before and after, its change and the interval of that."""
+    before, after = (result.metrics[when][name] for when in WHEN)
+    interval = result.intervals[name]["change"]
+    sure = f", 95 % {statistics.show_interval(interval, signed=True)}" if interval else ""
+    return f"{before:.2f} -> {after:.2f} ({after - before:+.2f}{sure})"
+
+
 def _print_summary(result: Result, samples: list[dict[str, str]], what: str, model: str) -> None:
     folder, after = result.folder, result.metrics["after"]
     reported = page.write_or_warn(Path(folder))
@@ -245,11 +285,8 @@ def _print_summary(result: Result, samples: list[dict[str, str]], what: str, mod
     if samples:
         log.info(side_by_side(samples))
         log.info("")
-    change = f"{result.before:.2f} -> {result.after:.2f} ({result.after - result.before:+.2f})"
-    rows = {f"held-out {result.metric}": change}
-    for name, value in result.metrics["before"].items():
-        if name != result.metric and name in after:
-            rows[f"held-out {name}"] = f"{value:.2f} -> {after[name]:.2f}"
+    names = [n for n in result.metrics["before"] if n in after and n != result.metric]
+    rows = {f"held-out {n}": _show_change(result, n) for n in (result.metric, *names)}
     rows["steps"] = f"{result.steps} in {result.seconds:.0f} s"
     if result.ended_by:
         rows["steps"] += f", ended by {result.ended_by}"

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from common.config import resolvers
 from common.failures import FAILED, is_main
+from common.statistics import show_interval
 
 
 class Sweep(Callback):
@@ -76,5 +77,7 @@ def _outcome(folder: Path) -> str:
         return f"done, in {folder}"
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     change = f"{result['metric']} {result['before']:.2f} -> {result['after']:.2f}"
+    sure = result.get("intervals", {}).get(result["metric"], {}).get("change")
+    change += f" (change at 95 %: {show_interval(sure, signed=True)})" if sure else ""
     ended = f", ended by {result['ended_by']}" if result.get("ended_by") else ""
     return f"{change}, {result['steps']} steps, {result['seconds']:.0f} s{ended}"

@@ -42,7 +42,9 @@ class Task(Protocol):
     batched; `pretraining(example, draw) -> tuple[str, str]`: prompt and completion to teach the
     `tiny` model, the right behaviour among others; `answer(completion) -> str | None`: the answer
     that was read from a completion; `path_key(completion) -> str`: the same for completions that
-    reason alike, "" where that cannot be told; `hint(example)`: the prompt with the answer told.
+    reason alike, "" where that cannot be told; `hint(example)`: the prompt with the answer told;
+    `scores(examples, completions) -> dict[str, list[float]]`: what each example adds to measures
+    that are no means over the examples.
     """
 
     def examples(self, split: str) -> Sequence[Example]:

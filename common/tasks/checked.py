@@ -140,6 +140,17 @@ def _measures(value: Any) -> str | None:
     return None
 
 
+def _scores(value: Any) -> str | None:
+    if not isinstance(value, Mapping):
+        return f'{_show(value)}, which is no dict of lists such as {{"exact": [0.0, 100.0]}}'
+    for name, numbers in value.items():
+        if not isinstance(name, str) or not isinstance(numbers, Sequence):
+            return f"{_show(numbers)} as {_show(name)}, which is no list"
+        if odd := [n for n in numbers if not isinstance(n, Real) or not math.isfinite(n)]:
+            return f"{_show(odd[0])} among the values of {name!r}, which is no finite number"
+    return None
+
+
 def _finite(what: str, found: Mapping[str, Any]) -> dict[str, float]:
     """Return measures as plain numbers. Raises: RunStopped where one is not finite."""
     for name, value in found.items():
@@ -161,4 +172,5 @@ _PROBLEMS: dict[str, Callable[[Any], str | None]] = {
     "answer": _text_or_none,
     "path_key": _text,
     "metrics": _measures,
+    "scores": _scores,
 }

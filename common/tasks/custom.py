@@ -24,7 +24,7 @@ from common.config import ConfigError, Nonnegative, Share, below, build, choice,
 from common.tasks import Example, Messages, answers, gsm8k, plain
 from common.tasks.data import Row, read_csv, read_dataset, read_jsonl, read_parquet, read_tsv
 from common.tasks.rows import Component, Rows, converse, percent, tell, weighted
-from common.tasks.similarity import SIMILARITIES, text_metrics
+from common.tasks.similarity import SIMILARITIES, text_metrics, text_scores
 
 LONGEST = 1000  # characters of an answer whose likeness is measured
 MOST_HELD_OUT = 1000  # rows, where task.test_share does not say
@@ -153,11 +153,12 @@ class Custom(Rows):
         return self.prompt(tell(example))
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
-        """Return the right answer with probability task.share_right, else the same twice, which
-        is wrong and yet teaches the answer.
+        """Return the right answer with probability task.share_right, else the same with a question
+        mark behind it, which is wrong and yet teaches the answer. (A longer wrong answer takes the
+        lesson's place: shown twice in a row, two-digit sums were learnt or not by luck. LOG.md)
         """
         right = draw.random() < self.config.share_right
-        return plain(self.prompt(example)), example.answer * (1 if right else 2)
+        return plain(self.prompt(example)), example.answer + ("" if right else "?")
 
     def _weigh(self, more: dict[str, float]) -> None:
         """Keep task.reward and the functions of task.rewards as components. Raises: ConfigError."""
@@ -254,6 +255,15 @@ class Custom(Rows):
         if first == "bleu" and short:  # always 0 then
             first = "exact"
         return {first: found.pop(first), **found}
+
+    def scores(
+        self, examples: Sequence[Example], completions: Sequence[str]
+    ) -> dict[str, list[float]]:
+        """Return what each example adds to BLEU and chrF, which are of a whole set."""
+        if self.config.reward in NUMERIC:
+            return {}
+        given = [_whole(text) for text in completions]
+        return text_scores(given, [example.answer for example in examples])
 
     # --- rows
 

@@ -23,7 +23,7 @@ from common.config import ConfigError, Count, Share, build, choice, holds
 from common.tasks import Example
 from common.tasks.data import Row, read_dataset, read_jsonl, read_parallel, read_tsv
 from common.tasks.rows import Rows
-from common.tasks.similarity import SIMILARITIES, text_metrics
+from common.tasks.similarity import SIMILARITIES, text_metrics, text_scores
 
 NUMBERS = 1000  # the embedded rows: 0 to 999
 
@@ -171,6 +171,13 @@ class Translate(Rows):
         return text_metrics(
             [completion.strip() for completion in completions], [e.answer for e in examples]
         )
+
+    def scores(
+        self, examples: Sequence[Example], completions: Sequence[str]
+    ) -> dict[str, list[float]]:
+        """Return what each example adds to the measures."""
+        given = [completion.strip() for completion in completions]
+        return text_scores(given, [example.answer for example in examples])
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
         """Return the right target with probability task.share_right, else the German word, or

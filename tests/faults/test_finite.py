@@ -261,7 +261,7 @@ def test_rft_counts_a_sample_without_a_finite_reward_as_wrong(tmp_path, monkeypa
         "algo.second_round_samples=0",
         "algo.epochs=2",
         "algo.batch_size=8",
-        "algo.pass_samples=0",
+        "evaluate.samples=null",
         "algo.iterations=1",
     ]
     rft = [

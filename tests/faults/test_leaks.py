@@ -54,7 +54,7 @@ RUNS = {
         ),
         *(
             "algo.iterations=1",
-            "algo.pass_samples=0",
+            "evaluate.samples=null",
             "evaluate.examples=2",
             "algo.sampling.max_new_tokens=4",
         ),

@@ -400,7 +400,7 @@ def test_a_run_on_the_example_rows(algo, in_cache, tmp_path):
         ],
     }
     more = (
-        ["algo.epochs=1", "algo.select.accept=0.1", "algo.pass_samples=2"] if algo == "rft" else []
+        ["algo.epochs=1", "algo.select.accept=0.1", "evaluate.samples=2"] if algo == "rft" else []
     )
     run = compose(
         [

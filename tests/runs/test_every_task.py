@@ -27,7 +27,7 @@ OWN = {
             "algo.samples_per_prompt=4",
             "algo.iterations=1",
         ),
-        *("algo.epochs=1", "algo.select.accept=0.05", "algo.pass_samples=2"),
+        *("algo.epochs=1", "algo.select.accept=0.05", "evaluate.samples=2"),
         *(
             "model.tiny.hidden_size=64",
             "model.tiny.pretrain_steps=75",

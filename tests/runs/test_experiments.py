@@ -26,7 +26,7 @@ RFT = [
         "algo.iterations=1",
         "algo.epochs=1",
     ),
-    *("algo.select.accept=0.05", "algo.pass_samples=2", "algo.sampling.max_new_tokens=48"),
+    *("algo.select.accept=0.05", "evaluate.samples=2", "algo.sampling.max_new_tokens=48"),
     *(s for s in TINY if "pretrain" not in s and "hidden" not in s),
     *(
         "model.tiny.context=512",

@@ -55,7 +55,7 @@ RUNS = {
             *TINY,
             "task.scoring=smooth",
             "algo.select.accept=0.3",
-            "algo.pass_samples=2",
+            "evaluate.samples=2",
         ),
         *(
             "algo.prompts=12",

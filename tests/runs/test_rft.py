@@ -214,11 +214,11 @@ def test_an_optimizer_that_is_not_there_is_named(letters):
 def test_an_evaluation_of_other_settings_is_made_again(letters, tmp_path):
     before = json.loads((tmp_path / "run/iteration-0/evaluation.json").read_text())
     result = letters(
-        "algo.iterations=1", "resume=auto", "evaluate.examples=8", "algo.pass_samples=3"
+        "algo.iterations=1", "resume=auto", "evaluate.examples=8", "evaluate.samples=3"
     )
     after = json.loads((tmp_path / "run/iteration-0/evaluation.json").read_text())
     assert (len(before["completions"]), len(after["completions"])) == (16, 8)
-    assert set(result.metrics["after"]) == {"exact", "characters", "pass@1", "pass@3"}
+    assert set(result.metrics["after"]) == {"exact", "characters", "pass@1", "pass@2", "pass@3"}
 
 
 @pytest.mark.usefixtures("iterated")

@@ -179,7 +179,7 @@ def test_prompts_that_do_not_fit_are_an_error_or_left_out(algo, toy, in_cache, t
         "grpo": ["algo.steps=1", "algo.prompts_per_step=1"],
         "rft": [
             *("algo.iterations=1", "algo.prompts=4", "algo.validation_prompts=2"),
-            *("algo.epochs=1", "algo.select.accept=1e-9", "algo.pass_samples=0"),
+            *("algo.epochs=1", "algo.select.accept=1e-9", "evaluate.samples=null"),
         ],
     }
 

@@ -1,6 +1,7 @@
 """Budgets, sweeps and their comparison, repeating a run, tab completion."""
 
 import csv
+import itertools
 import json
 import re
 import shlex
@@ -14,6 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from common.config import BudgetConfig, ConfigError
 from common.report import compare
+from common.report.forgetting import find_others
 from launch import compose, train
 from tests.support import CONF, ROOT, SMALL, events
 from tests.support.killing import differing
@@ -48,7 +50,7 @@ OF = {
         *(
             "algo.prompts_per_batch=4",
             "algo.chunk_size=4",
-            "algo.pass_samples=0",
+            "evaluate.samples=null",
             "algo.patience=9",
         ),
     ],
@@ -277,7 +279,8 @@ def test_algorithms_at_an_equal_budget_in_one_command_and_a_run_again(launch, tm
         assert result["ended_by"] == "budget.tokens=2000"
         assert 2000 <= result["generated_tokens"] < 6000
     for number, result in enumerate(results):
-        said = f"{result['before']:.2f} -> {result['after']:.2f}, {result['steps']} steps"
+        said = rf"{result['before']:.2f} -> {result['after']:.2f} \(change at 95 %: .*\),"
+        said += f" {result['steps']} steps"
         assert re.search(
             rf"^=== job {number} algo={result['algo']} seed=\d: exact {said}",
             done.stdout,
@@ -449,6 +452,71 @@ def test_a_setting_is_what_differs_and_its_curve_the_mean_over_seeds(tmp_path):
     assert (x.tolist(), mean.tolist()) == ([0, 125, 250], [10, 23, 36])
 
 
+def answers(folder: Path, right: list[bool], prompt: str = "{} =>") -> None:
+    """The scored completions of a run."""
+    rows = [
+        {"id": i, "prompt": prompt.format(i), "completion": "", "scores": {"exact": 100.0 * good}}
+        for i, good in enumerate(right)
+    ]
+    (folder / "completions").mkdir()
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "completions" / "after.jsonl").write_text(text)
+
+
+def test_settings_are_told_apart_prompt_by_prompt_with_their_seeds(tmp_path):
+    """The same shares right: told apart where it is the same prompts that both get wrong."""
+    for number, (seed, rate) in enumerate(itertools.product((1, 2), ("0.1", "0.2"))):
+        folder = job(tmp_path, number, seed, 50.0 + 20 * (rate == "0.2"), 100, algo__lr=rate)
+        answers(folder, [i % 10 < (7 if rate == "0.2" else 5) for i in range(100)])
+    runs, _ = compare.read_runs([tmp_path])
+    settings = {
+        name: [r for r in runs if r.setting == name] for name in sorted({r.setting for r in runs})
+    }
+    ((row,), remarks) = compare.tell_apart(settings)
+    assert (row["best"], row["against"]) == ("algo.lr=0.2", "algo.lr=0.1")
+    assert (row["ahead by"], row["told apart"], remarks) == ("+20.00", "yes", [])
+    assert row["test"] == "p < 0.001"
+    low, high = compare.find_interval(settings["algo.lr=0.2"])
+    assert low < 70 < high
+    assert compare.table(settings)[1]["95 %"] == f"{low:.1f} to {high:.1f}"
+
+    one = {"one": [settings["algo.lr=0.1"][0]], "two": [settings["algo.lr=0.2"][0]]}
+    ((row,), _) = compare.tell_apart(one)
+    assert row["95 %"] == "+13.3 to +28.9", "of one seed each: Tango's, of 20 gained and 0 lost"
+
+    path = settings["algo.lr=0.2"][0].folder
+    shutil.rmtree(path / "completions")
+    answers(path, [True] * 100, prompt="Now {} =>")
+    runs, _ = compare.read_runs([tmp_path])
+    settings = {name: [r for r in runs if r.setting == name] for name in settings}
+    rows, (remark,) = compare.tell_apart(settings)
+    assert rows == []
+    assert "the held-out prompts differ: " in remark
+    assert "and 0 are the same. Give both the same task" in remark
+
+
+def test_what_else_changed_is_read_where_all_had_gained_as_much():
+    def run(*measured: tuple[float, float]) -> list[dict]:
+        return [
+            {"step": 5 * i, "metric": own, "metrics": {"exact": own, "units/accuracy": other}}
+            for i, (own, other) in enumerate(measured)
+        ]
+
+    slow, quick = run((10, 50), (20, 45), (30, 40)), run((10, 50), (60, 20), (90, 0))
+    rows, told = find_others({"slow": [slow], "quick": [quick, quick]})
+    assert "first gained 20.0 points" in told
+    assert rows == [
+        {"setting": "slow", "gain": "+20.0", "step": "10", "units/accuracy": "-10.0"},
+        {"setting": "quick", "gain": "+50.0", "step": "5", "units/accuracy": "-30.0"},
+    ]
+    rows, told = find_others({"slow": [slow], "never": [run((10, 50), (5, 50))]})
+    assert rows == []
+    assert "gained nothing" in told
+    assert (
+        find_others({"alone": [[{"step": 0, "metric": 1.0, "metrics": {"exact": 1.0}}]]})[0] == []
+    )
+
+
 def test_the_points_of_rft_count_its_fine_tuning_steps_alone():
     cost = {"generated_tokens": 60, "reward_evaluations": 6}
     log = [
@@ -482,7 +550,9 @@ def test_the_command_compares_any_folders(launch, tmp_path, monkeypatch, capsys)
     assert re.search(
         r"^algo=eggroll +1 +10\.00 +31\.00 +2 +1\.23M +10 +2$", done.stdout, flags=re.M
     )
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    lines = done.stdout.splitlines()
+    (remark,) = (line for line in lines if "has no scores of its prompts" in line)
+    assert max(len(line) for line in lines if line != remark) <= 80
     assert {path.name for path in (tmp_path / "here").iterdir()} == {
         "comparison.html",
         "comparison.md",

@@ -300,7 +300,7 @@ def test_wandb_shows_the_stages_of_rft(launch, tmp_path):
             "task=letters",
             "task.scoring=smooth",
             "algo.select.accept=0.2",
-            "algo.pass_samples=0",
+            "evaluate.samples=null",
         )
     ]
     rft += [

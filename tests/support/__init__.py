@@ -69,7 +69,7 @@ SMALL_RFT = [
     "algo.train_rows=32",
     "algo.sampling.max_new_tokens=8",
     "algo.epochs=2",
-    "algo.pass_samples=2",
+    "evaluate.samples=2",
     "evaluate.examples=16",
     "checkpoint.every=2",
 ]

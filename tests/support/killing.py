@@ -350,7 +350,7 @@ RUNS = {
             "algo.sampling.max_new_tokens=8",
             "algo.epochs=2",
             "algo.batch_size=8",
-            "algo.pass_samples=2",
+            "evaluate.samples=2",
         ),
         *("evaluate.examples=16", "checkpoint.every=2", "algo.iterations=2", "algo.patience=2"),
     ],

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from common.report import advice
+from common.report.summary import find_intervals
 
 ALGO: dict[str, Any] = {
     "lr": 0.1,
@@ -129,8 +130,20 @@ def test_rows_learnt_by_heart_come_before_groups_that_teach_nothing():
 
 
 def result(before: float, after: float, iteration: int | None = None) -> SimpleNamespace:
-    numbers = {"metric": "exact", "before": before, "after": after, "steps": 50}
-    return SimpleNamespace(**numbers, iteration=iteration)
+    """Of 256 examples of which as few as can be have changed."""
+    old, new = (
+        [100.0] * round(2.56 * x) + [0.0] * (256 - round(2.56 * x)) for x in (before, after)
+    )
+    kept = [{"metrics": {"exact": 0.0}, "scores": {"exact": scores}} for scores in (old, new)]
+    found = find_intervals(*kept)
+    about = {
+        "metric": "exact",
+        "before": before,
+        "after": after,
+        "iteration": iteration,
+        "steps": 50,
+    }
+    return SimpleNamespace(**about, intervals=found)
 
 
 def moving(first: float, last: float) -> list[dict[str, float]]:
@@ -140,13 +153,14 @@ def moving(first: float, last: float) -> list[dict[str, float]]:
 VERDICTS = {
     "learnt": (
         *(result(10, 60), moving(0.1, 0.6)),
-        "it has learnt: held-out exact 10.0 -> 60.0, +50.0 points (± 7.0 at 95 %, 256 examples).",
+        "it has learnt: held-out exact 10.0 -> 60.0, +50.0 points (95 % +43.9 to +56.1, p < 0.001,"
+        " 256 examples).",
         "",
     ),
     "worse": (
         *(result(60, 10), moving(0.6, 0.1)),
-        "it has got worse: held-out exact 60.0 -> 10.0, -50.0 points (± 7.0 at 95 %, 256 examples)."
-        " The reward of training samples fell from 0.55 to 0.15.",
+        "it has got worse: held-out exact 60.0 -> 10.0, -50.0 points (95 % -56.1 to -43.9,"
+        " p < 0.001, 256 examples). The reward of training samples fell from 0.55 to 0.15.",
         "algo.lr=0.03",
     ),
     "by heart": (
@@ -181,14 +195,13 @@ def test_verdicts(name):
     assert tried == change
 
 
-def test_the_interval_is_that_of_the_binomial():
-    """Against a draw of many runs without any effect: 95 % of their changes are within."""
-    import numpy as np
-
-    draws = np.random.default_rng(0).binomial(100, 0.3, (2, 20_000)).astype(float)
-    within = [abs(b - a) <= advice.interval(a, b, 100) for a, b in draws.T]
-    assert 0.93 < sum(within) / len(within) < 0.97
-    assert 0 < advice.interval(0, 0, 100) < 3
+def test_no_gain_is_claimed_that_its_interval_or_its_test_does_not_support():
+    scores = {"interval": ([1.0, 9.0], 0.07), "test": ([-1.0, 9.0], 0.03), "neither": (None, None)}
+    for within, p in scores.values():
+        found = result(5, 9)
+        found.intervals = {"exact": {"change": within, "p_value": p}}
+        said, _ = advice.judge(found, 50, moving(0.10, 0.12), ALGO)
+        assert said.startswith("it has not measurably learnt: held-out exact 5.0 -> 9.0, +4.0")
 
 
 def test_the_next_command_has_a_folder_of_its_own():

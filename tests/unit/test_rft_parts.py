@@ -10,10 +10,10 @@ import torch
 
 from common import optim
 from common.config import ConfigError
+from common.evaluation import pass_at
 from common.precision import Precision
 from common.tasks import Example
 from launch import compose
-from rft.evaluate import pass_at
 from rft.finetune import Tree, lay, micro_batches, steps, token_losses
 from rft.generate import Store, check_same, missing
 from rft.select import distinct, diverse, select

@@ -1,0 +1,57 @@
+"""Find the tasks that evaluate.also names: their files are composed with the run's own. No torch in
+here.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+
+from common.config.checks import CONF, ConfigError, choice
+from common.config.explain import list_options
+
+KEY = "evaluate.also"
+
+
+def resolve_also(config: DictConfig, config_dir: str | None) -> None:
+    """Put the settings of the tasks in evaluate.also in the place of their names.
+
+    Args: config_dir: one more folder of YAML files, as --config-dir. Raises: ConfigError for a name
+    that is no task, or is given twice.
+    """
+    names = config.evaluate.also
+    if not isinstance(names, ListConfig):
+        raise ConfigError(
+            f"{KEY}={names} is no list of tasks. Use '{KEY}=[{names}]', or [] for none."
+        )
+    choices, nodes = list_options("task", config_dir), {}
+    folder = config_dir and str(Path(config_dir).resolve())
+    for name in names:
+        choice(KEY, name, choices)
+        if name in nodes:
+            raise ConfigError(f"{KEY} names {name} twice. Name each task once.")
+        nodes[name] = _compose(name, folder)
+    with open_dict(config):
+        config.evaluate.also = nodes
+
+
+def _compose(name: str, own: str | None) -> dict[str, Any]:
+    """Return the settings in a task's file, and in those that it builds upon: a configuration of
+    its own, beside the one that is under way.
+    """
+    mine = own is not None and (Path(own) / "task" / f"{name}.yaml").is_file()
+    first, second = (own, str(CONF)) if mine else (str(CONF), own)
+    search = [f"hydra.searchpath=[file://{second}]"] if second else []
+    under_way = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(first), version_base="1.3"):
+            found = compose(f"task/{name}", overrides=search)
+            plain: Any = OmegaConf.to_container(found, resolve=True)
+    finally:
+        GlobalHydra.instance().clear()
+        if under_way is not None:
+            GlobalHydra.instance().initialize(under_way)
+    return plain["task"]

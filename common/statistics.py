@@ -1,0 +1,284 @@
+"""The certainty of a held-out measure: intervals and paired tests from the scores of the examples.
+
+The scores of a measure are what each example adds to it, in points: their mean is the measure. For
+a share of right answers they are 0 and 100. Pure functions; what is drawn has a fixed seed, so the
+same scores give the same interval, whatever the ranks. docs/uncertainty.md says what is used where;
+tests/unit/test_statistics.py simulates how often an interval holds the truth.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+Scores = Sequence[float] | np.ndarray
+Interval = tuple[float, float]
+
+LEVEL = 0.95  # the share of intervals that hold the truth
+RESAMPLES = 2000  # of a bootstrap
+SWAPS = 9999  # of a permutation test, so that p is 0.0001 at least
+KEPT = 1 << 22  # numbers of a table of resamples that is kept for the next measure
+NORMAL = NormalDist()
+Z = NORMAL.inv_cdf((1 + LEVEL) / 2)
+
+
+def find_interval(scores: Scores) -> Interval | None:
+    """Return the interval of a measure; None where there are fewer than two scores.
+
+    Shares have Wilson's (1927); other scores have that of the bootstrap, BCa (Efron 1987).
+    """
+    values = np.asarray(scores, dtype=float)
+    if len(values) < 2:
+        return None
+    if _are_shares(values):
+        low, high = wilson(np.count_nonzero(values), len(values))
+        return float(100 * low), float(100 * high)
+    return bootstrap(values)
+
+
+def find_change(before: Scores, after: Scores) -> Interval | None:
+    """Return the interval of the change of a measure on the same examples; None where there are
+    fewer than two, or not the same number of scores.
+
+    Shares have Tango's (1998) for paired answers; others have BCa, of the differences.
+    """
+    old, new = np.asarray(before, dtype=float), np.asarray(after, dtype=float)
+    if len(old) != len(new) or len(old) < 2:
+        return None
+    if _are_shares(old) and _are_shares(new):
+        gained, lost = np.count_nonzero(new > old), np.count_nonzero(new < old)
+        low, high = tango(gained, lost, len(old))
+        return float(100 * low), float(100 * high)
+    return bootstrap(new - old)
+
+
+def find_p(before: Scores, after: Scores) -> float | None:
+    """Return how likely so large a change is where nothing has changed, on either side: for shares
+    the exact test of McNemar (1947), for others a permutation test that swaps before and after.
+    """
+    old, new = np.asarray(before, dtype=float), np.asarray(after, dtype=float)
+    if len(old) != len(new) or len(old) < 2:
+        return None
+    if _are_shares(old) and _are_shares(new):
+        return mcnemar(np.count_nonzero(new > old), np.count_nonzero(new < old))
+    return swap(new - old)
+
+
+def is_supported(interval: Sequence[float] | None, p: float | None) -> bool:
+    """Return whether a change may be claimed: its interval leaves out 0 and its test is sure."""
+    if interval is None or p is None:
+        return False
+    return not interval[0] <= 0 <= interval[1] and p < 1 - LEVEL
+
+
+def show_interval(interval: Sequence[float] | None, signed: bool = False) -> str:
+    """Return an interval as text: 41.2 to 55.3; "" where there is none."""
+    if interval is None:
+        return ""
+    sign, digits = "+" if signed else "", 1 if interval[1] - interval[0] >= 1 else 3
+    return " to ".join(f"{bound:{sign}.{digits}f}" for bound in interval)
+
+
+def show_p(p: float) -> str:
+    """Return p = 0.032, or p < 0.001."""
+    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
+
+
+# --- shares
+
+
+def wilson(right: Any, count: int) -> tuple[Any, Any]:
+    """Return the interval of a share, of which `right` of `count` were found. Takes arrays too."""
+    share, more = right / count, Z * Z / count
+    centre = (share + more / 2) / (1 + more)
+    half = Z * np.sqrt(share * (1 - share) / count + more / (4 * count)) / (1 + more)
+    return np.maximum(centre - half, 0.0), np.minimum(centre + half, 1.0)
+
+
+def tango(gained: Any, lost: Any, count: int) -> tuple[Any, Any]:
+    """Return the interval of the change of a share on the same examples, of which `gained` became
+    right and `lost` wrong. Takes arrays too. It inverts the score test, by bisection.
+    """
+    gained, lost = np.asarray(gained, dtype=float), np.asarray(lost, dtype=float)
+    change = (gained - lost) / count
+
+    def score(at: Any) -> Any:
+        linear = (2 * count - gained + lost) * at - gained - lost
+        root = np.sqrt(np.maximum(linear**2 + 8 * count * lost * at * (1 - at), 0.0))
+        spread = count * ((root - linear) / (2 * count) + at * (1 - at))
+        return (gained - lost - count * at) / np.sqrt(np.maximum(spread, 1e-12))
+
+    def find_bound(end: float) -> Any:
+        inside, outside = change, np.full_like(change, end)
+        for _ in range(50):
+            middle = (inside + outside) / 2
+            within = np.abs(score(middle)) < Z
+            inside, outside = np.where(within, middle, inside), np.where(within, outside, middle)
+        return inside
+
+    return find_bound(-1.0), find_bound(1.0)
+
+
+def mcnemar(gained: Any, lost: Any) -> float:
+    """Return the exact p of as uneven a split as `gained` and `lost`."""
+    total, fewer = int(gained + lost), int(min(gained, lost))
+    tail = sum(math.comb(total, i) for i in range(fewer + 1))
+    return min(1.0, float(2 * tail / 2**total)) if total else 1.0
+
+
+def _are_shares(values: np.ndarray) -> bool:
+    return bool(np.isin(values, (0.0, 100.0)).all())
+
+
+# --- other scores
+
+
+def bootstrap(scores: np.ndarray) -> Interval:
+    """Return the BCa interval of a mean, widened as Student's t is for few scores (Hesterberg
+    2015).
+    """
+    count, mean = len(scores), float(np.mean(scores))
+    apart = scores - mean
+    squares = float(np.sum(apart**2))
+    if squares <= 1e-18 * max(1.0, mean**2) * count:
+        return mean, mean
+    means = np.sort(_resampled(scores))
+    below = float(np.mean(means < mean) + np.mean(means == mean) / 2)
+    bias = NORMAL.inv_cdf(min(max(below, 1 / RESAMPLES), 1 - 1 / RESAMPLES))
+    skew = float(np.sum(apart**3)) / (6 * squares**1.5)
+    wide = find_t(count - 1) * math.sqrt(count / (count - 1))
+
+    def find_bound(deviations: float) -> float:
+        moved = bias + deviations
+        place = NORMAL.cdf(bias + moved / max(1 - skew * moved, 1e-3))
+        return float(np.quantile(means, min(max(place, 0.0), 1.0)))
+
+    return find_bound(-wide), find_bound(wide)
+
+
+def swap(differences: np.ndarray) -> float:
+    """Return the p of a mean of `differences` that may as well have had other signs."""
+    if not np.any(differences):
+        return 1.0
+    found, total, draw = 0, abs(float(np.sum(differences))), np.random.default_rng(0)
+    for part in _parts(SWAPS, len(differences)):
+        signs = draw.integers(0, 2, (part, len(differences)), dtype=np.int8)
+        sums = (2.0 * signs - 1.0) @ differences
+        found += int(np.count_nonzero(np.abs(sums) >= total * (1 - 1e-12)))
+    return (found + 1) / (SWAPS + 1)
+
+
+def contributions(
+    sums: np.ndarray, measure: Callable[[np.ndarray], np.ndarray]
+) -> tuple[float, list[float]]:
+    """Return a measure that is no mean, but a function of sums over examples, and its scores: by
+    the jackknife, what each example adds.
+
+    Args: sums: [examples, k], what each adds to the sums; measure: [rows, k] -> [rows].
+    """
+    count, total = len(sums), sums.sum(0, keepdims=True)
+    value = float(measure(total)[0])
+    if count < 2:
+        return value, [value] * count
+    added = (count - 1) * (value - np.asarray(measure(total - sums), dtype=float))
+    return value, (value + added - added.mean()).tolist()
+
+
+def _resampled(scores: np.ndarray) -> np.ndarray:
+    """Return the means of samples of the scores, drawn with replacement."""
+    count = len(scores)
+    if count * RESAMPLES <= KEPT:
+        return _drawn(count) @ scores / count
+    draw = np.random.default_rng(0)
+    parts = _parts(RESAMPLES, count)
+    return np.concatenate([_draw(draw, part, count) @ scores / count for part in parts])
+
+
+@lru_cache(maxsize=4)
+def _drawn(count: int) -> np.ndarray:
+    return _draw(np.random.default_rng(0), RESAMPLES, count)
+
+
+def _draw(draw: np.random.Generator, rows: int, count: int) -> np.ndarray:
+    """Return how often each score is in each sample: [rows, count]."""
+    return draw.multinomial(count, np.full(count, 1 / count), size=rows).astype(float)
+
+
+def _parts(rows: int, width: int) -> list[int]:
+    """Return `rows` in parts of a table that fits the memory."""
+    size = max(1, KEPT // width)
+    return [min(size, rows - start) for start in range(0, rows, size)]
+
+
+# --- runs of several seeds
+
+
+def find_difference(one: np.ndarray, other: np.ndarray) -> tuple[float, Interval, float]:
+    """Return by how much `other` is above `one` on the same examples, its interval, and p.
+
+    Examples and seeds are both drawn, so the spread of each counts (two-way analysis of variance),
+    with the degrees of freedom of Satterthwaite (1946). Shares get an example that is gained and
+    one that is lost (after Bonett and Price 2012), as all that agree are not without spread either.
+    One seed of each tells nothing of others: it is `find_change`.
+    Args: one, other: scores [seeds, examples], of runs of two settings.
+    """
+    apart = other.mean(0) - one.mean(0)
+    gap, count = float(apart.mean()), one.shape[1]
+    if len(one) == len(other) == 1:
+        interval, p = find_change(one[0], other[0]), find_p(one[0], other[0])
+        assert interval is not None
+        assert p is not None
+        return gap, interval, p
+    if _are_shares(one) and _are_shares(other):
+        step = 100.0 / max(len(one), len(other))
+        apart, count = np.append(apart, (step, -step)), count + 2
+    variance = float(apart.var(ddof=1)) / count
+    uncertain = variance**2 / (count - 1)
+    for runs in (one, other):
+        if len(runs) > 1:
+            seeds = float(runs.mean(1).var(ddof=1)) / len(runs)
+            rest = runs - runs.mean(0) - runs.mean(1, keepdims=True) + runs.mean()
+            noise = float(np.sum(rest**2)) / ((len(runs) - 1) * (one.shape[1] - 1) * runs.size)
+            variance += max(0.0, seeds - noise)  # which the examples have counted
+            uncertain += seeds**2 / (len(runs) - 1)
+    if variance == 0:
+        return gap, (gap, gap), 1.0 if gap == 0 else 0.0
+    freedom = round(min(max(variance**2 / uncertain, 1.0), 1e6), 1)
+    error, centre = math.sqrt(variance), float(apart.mean())
+    half = find_t(freedom) * error
+    return gap, (centre - half, centre + half), 2 * (1 - student(abs(centre) / error, freedom))
+
+
+def find_pooled(runs: np.ndarray) -> Interval | None:
+    """Return the interval of a measure over seeds and examples. runs: scores [seeds, examples]."""
+    if len(runs) == 1:
+        return find_interval(runs[0])
+    _, (low, high), _ = find_difference(np.zeros((1, runs.shape[1])), runs)
+    return (max(low, 0.0), min(high, 100.0)) if _are_shares(runs) else (low, high)
+
+
+def student(t: float, freedom: float) -> float:
+    """Return the share of Student's distribution below t >= 0, by Simpson's rule."""
+    angles = np.linspace(0.0, math.atan(t / math.sqrt(freedom)), 2001)
+    heights = np.cos(angles) ** (freedom - 1)
+    weights = np.ones(2001)
+    weights[1:-1:2], weights[2:-1:2] = 4, 2
+    area = float(weights @ heights) * float(angles[1]) / 3
+    scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - math.log(math.pi) / 2
+    return min(1.0, 0.5 + area * math.exp(scale))
+
+
+@lru_cache(maxsize=256)
+def find_t(freedom: float) -> float:
+    """Return how many standard errors an interval reaches to each side."""
+    if freedom > 1e5:
+        return Z
+    low, high = 0.0, 1e4
+    for _ in range(80):
+        middle = (low + high) / 2
+        inside = student(middle, freedom) < (1 + LEVEL) / 2
+        low, high = (middle, high) if inside else (low, middle)
+    return high

@@ -1,0 +1,198 @@
+"""The held-out measurement: pass@k, other tasks, a text, and the scores behind intervals."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common import evaluation
+from common.config import ConfigError
+from common.tasks import Example
+from launch import compose, train
+from tests.support import CONF, ROOT, SMALL, SMALL_GRPO, events
+from tests.support.letters import Letters
+
+MORE = ["evaluate.samples=3", "evaluate.also=[units,countdown]", f"evaluate.text={ROOT}/LICENSE"]
+
+
+def read(folder: Path, name: str) -> list[dict]:
+    text = (folder / "completions" / f"{name}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("small", [SMALL, SMALL_GRPO], ids=["eggroll", "grpo"])
+def test_everything_is_measured_before_during_and_after(in_cache, tmp_path, small):
+    run = compose([*small, "task=letters", *MORE, "evaluate.every=2", "evaluate.examples=4"], CONF)
+    result = train(run, tmp_path)
+    names = ["exact", "characters", "pass@1", "pass@2", "pass@3", "units/accuracy"]
+    names += ["units/answered", *(f"countdown/{n}" for n in ("solved", "valid", "numbers"))]
+    names += ["countdown/answered", "text/bits_per_byte"]
+    assert list(result.metrics["before"]) == list(result.metrics["after"]) == names
+    (during,) = (event for event in events(tmp_path) if "metrics" in event)
+    assert list(during["metrics"]) == names
+    saved = json.loads((tmp_path / "result.json").read_text())
+    assert list(saved["intervals"]) == names
+    for name, sure in saved["intervals"].items():
+        low, high = sure["after"]
+        assert low - 1e-6 <= saved["metrics"]["after"][name] <= high + 1e-6, name
+        assert 0 < sure["p_value"] <= 1
+    for row in read(tmp_path, "after"):
+        assert set(row["scores"]) == {"exact", "characters", "pass@1", "pass@2", "pass@3"}
+    page = (tmp_path / "report.md").read_text()
+    assert "| units/accuracy | 0.00 (0.0 to " in page
+    assert "| text/bits_per_byte | " in page
+
+
+def test_pass_at_k_depends_on_neither_rows_nor_ranks(in_cache, tmp_path):
+    given = [*SMALL, "task=letters", "task.scoring=smooth", "algo.steps=1", "evaluate.samples=4"]
+    given += ["model.tiny.pretrain_steps=50", "evaluate.examples=9", "model.tiny.pretrain_lr=5e-3"]
+    one = train(compose(given, CONF), tmp_path / "one")
+    rows = train(compose([*given, "algo.rollout_rows=3"], CONF), tmp_path / "rows")
+    ranks = train(compose([*given, "opt=[ddp]"], CONF), tmp_path / "ranks")
+    assert one.metrics["before"] == rows.metrics["before"] == ranks.metrics["before"]
+    assert one.intervals == rows.intervals == ranks.intervals
+
+
+def test_samples_are_counted_as_the_estimate_says(in_cache, tmp_path):
+    """pass@1 is the share of right samples; the text of a right one earns all."""
+
+    class Half(Letters):
+        def reward(self, example: Example, completion: str) -> float:
+            return float(len(completion) % 2)
+
+    given = [*SMALL, "algo.steps=1", "evaluate.samples=4", "evaluate.examples=20"]
+    result = train(compose(given), tmp_path, Half())
+    found = result.metrics["before"]
+    assert 0 < found["pass@1"] < found["pass@2"] < found["pass@4"] <= 100
+    rows = [row["scores"] for row in read(tmp_path, "before")]
+    for row in rows:
+        right = round(4 * row["pass@1"] / 100)
+        assert math.isclose(row["pass@2"], 100 * evaluation.pass_at(right, 4, 2), abs_tol=1e-5)
+
+
+def test_a_text_has_the_bits_that_the_model_gives_it(in_cache, tmp_path):
+    """Against one plain forward for each window of the saved model."""
+    text = (ROOT / "LICENSE").read_text()[:1000] + "äöü €\n"
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    path = f"evaluate.text={tmp_path / 'text.txt'}"
+    result = train(
+        compose([*SMALL_GRPO, "algo.steps=1", "evaluate.examples=64", path]), tmp_path / "run"
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    ids = tokenizer(text.rstrip("\n"), add_special_tokens=False)["input_ids"]
+    context, bits, foretold = model.config.max_position_embeddings, 0.0, 0
+    for at in range(0, len(ids), context - 1):
+        window = torch.tensor([ids[max(0, at - 1) : at + context - 1]])
+        logp = torch.log_softmax(model(window).logits[0, :-1].detach().double(), 1)
+        bits -= float(logp.gather(1, window[0, 1:, None]).sum()) / math.log(2)
+        foretold += window.shape[1] - 1
+    wanted = bits / foretold * len(ids) / len(text.rstrip("\n").encode())
+    assert math.isclose(result.metrics["after"]["text/bits_per_byte"], wanted, rel_tol=1e-4)
+
+
+# --- mistakes
+
+
+MISTAKES = {
+    "evaluate.also=[countdwn]": "evaluate.also='countdwn' is not a choice. Did you mean 'cou",
+    "evaluate.also=countdown": "evaluate.also=countdown is no list of tasks. Use 'evaluate.also=[c",
+    "evaluate.also=[units,units]": "evaluate.also names units twice. Name each task once.",
+    "evaluate.also=[topics]": "evaluate.also=topics needs a reward task, and ddp_bench",
+    "evaluate.samples=0": "evaluate.samples=0 is too small. Give a value of at least 1.",
+    "algo=classify evaluate.text=x": "evaluate.text has no effect with algo=classify: it evaluates",
+    "algo=rft algo.pass_samples=4": "algo.pass_samples is now evaluate.samples, of every",
+}
+
+
+@pytest.mark.parametrize("given", MISTAKES)
+def test_mistakes_are_worded(given):
+    with pytest.raises(ConfigError) as caught:
+        compose(given.split())
+    assert str(caught.value).startswith(MISTAKES[given])
+
+
+def test_a_task_of_ones_own_is_measured_beside_with_its_settings(tmp_path):
+    (tmp_path / "task").mkdir()
+    file = tmp_path / "task" / "mine.yaml"
+    file.write_text("defaults: [units, _self_]\nlargest_value: 9\n")
+    run = compose(["evaluate.also=[mine]"], str(tmp_path))
+    assert run.evaluate.also["mine"]["largest_value"] == 9
+    assert run.evaluate.also["mine"]["_target_"] == "common.tasks.units.Units"
+
+
+def test_mistakes_in_files_are_told_before_torch_is_imported():
+    for given, said in {
+        "evaluate.text=nothing.txt": "evaluate.text='nothing.txt'",
+        "evaluate.also=[gsm8k]": "evaluate.also, task gsm8k: ",
+    }.items():
+        code = (
+            "import sys, launch\n"
+            f"sys.argv = ['launch.py', 'hardware=cpu', {given!r}, 'hydra.run.dir=gone']\n"
+            "try:\n    launch.main()\nexcept SystemExit as end:\n"
+            "    print(end.code, 'torch' in sys.modules)\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120
+        )
+        assert said in done.stderr, done.stderr
+        assert done.stdout.split() == ["2", "False"]
+
+
+def test_prompts_of_another_task_that_do_not_fit_are_told_with_its_name(in_cache, tmp_path):
+    given = [*SMALL, "model.tiny.context=24", "task=letters", "evaluate.also=[translate]"]
+    with pytest.raises(
+        ConfigError, match=r"^evaluate\.also, task translate: \d of 8 prompts do not fit"
+    ):
+        train(compose(given, CONF), tmp_path)
+
+
+# --- scores
+
+
+class Spread:
+    """A task with a mean, a measure of the set that has one value for one example, and one that a
+    single example has not.
+    """
+
+    def metrics(self, examples, completions):
+        lengths = [len(text) for text in completions]
+        mean = sum(lengths) / len(lengths)
+        if len(lengths) == 1 and self.strict:
+            raise ConfigError("too few")
+        return {"mean": mean, "range": max(lengths) - min(lengths)}
+
+    strict = False
+
+
+def test_scores_are_found_by_asking_of_each_alone_or_of_batches():
+    examples = [Example(i, "", "") for i in range(60)]
+    texts = ["x" * (i % 7) for i in range(60)]
+    task = Spread()
+    metrics = task.metrics(examples, texts)
+    found = evaluation.score(task, examples, texts, metrics)
+    assert found["mean"] == [len(text) for text in texts]
+    assert len(found["range"]) == evaluation.BATCHES
+    assert math.isclose(sum(found["range"]) / evaluation.BATCHES, metrics["range"])
+    task.strict = True
+    found = evaluation.score(task, examples, texts, metrics)
+    assert [len(values) for values in found.values()] == [evaluation.BATCHES] * 2
+    assert evaluation.score(task, examples[:9], texts[:9], metrics) == {}, "too few for batches"
+
+
+def test_scores_that_are_not_those_of_the_measure_are_an_error():
+    class Wrong(Spread):
+        def scores(self, examples, completions):
+            return {"mean": [0.0] * len(examples)}
+
+    examples = [Example(i, "", "") for i in range(4)]
+    task, texts = Wrong(), ["a", "b", "c", "d"]
+    with pytest.raises(
+        ConfigError, match=r"^Wrong\.scores returned 4 values for 'mean' with a mean"
+    ):
+        evaluation.score(task, examples, texts, task.metrics(examples, texts))

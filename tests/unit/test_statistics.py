@@ -1,0 +1,212 @@
+"""Intervals and paired tests: how often they hold the truth, by simulation, and their maths against
+peers and naive loops.
+"""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from sacrebleu.metrics import BLEU, CHRF
+
+from common import statistics as sure
+from common.tasks.similarity import text_metrics, text_scores
+
+COVERED = (0.94, 0.96)
+SIZES = (64, 128, 256, 1000)
+SHARES = np.linspace(0.02, 0.98, 49)
+
+
+def held(intervals: tuple[np.ndarray, np.ndarray], truth: np.ndarray | float) -> np.ndarray:
+    low, high = intervals
+    return (low <= truth) & (truth <= high)
+
+
+# --- coverage
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_wilson_covers_shares(count):
+    """Over shares: a share is found in steps, so that at one share coverage must swing about 95 %
+    (from 0.91 at 64 examples, where hardly any is right).
+    """
+    draw = np.random.default_rng(count)
+    right = draw.binomial(count, SHARES, (4000, len(SHARES)))
+    found = held(sure.wilson(right, count), SHARES).mean(0)
+    assert COVERED[0] < found.mean() < COVERED[1]
+    assert found.min() > 0.9
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_tango_covers_changes_of_the_same_examples(count):
+    """Over how many are gained and lost, no change among them."""
+    draw, found = np.random.default_rng(count), []
+    for gained, lost in itertools.product((0.02, 0.05, 0.1, 0.2, 0.4), (0.02, 0.05, 0.1, 0.2, 0.4)):
+        rest = 1 - gained - lost
+        drawn = draw.multinomial(count, [gained, lost, rest], size=3000)
+        intervals = sure.tango(drawn[:, 0], drawn[:, 1], count)
+        found.append(held(intervals, gained - lost).mean())
+    assert COVERED[0] < np.mean(found) < COVERED[1]
+    assert min(found) > 0.93
+
+
+def scores_like(kind: str, draw: np.random.Generator, rows: int, count: int):
+    """(scores [rows, count] in points, their true mean)."""
+    if kind == "likeness":  # most texts right, the others something like it
+        same = draw.random((rows, count)) < 0.6
+        return 100 * np.where(same, 1.0, draw.random((rows, count))), 80.0
+    if kind == "pass":  # of 8 samples, of prompts of which some are hard
+        return 100 * draw.binomial(8, draw.beta(0.6, 1.2, (rows, count))) / 8, 100 / 3
+    return 100 * draw.beta(2, 5, (rows, count)), 200 / 7
+
+
+@pytest.mark.parametrize("count", [64, 128, 256])
+def test_the_bootstrap_covers_other_scores(count):
+    found = []
+    for kind in ("likeness", "pass", "beta"):
+        scores, truth = scores_like(kind, np.random.default_rng(count), 700, count)
+        intervals = [sure.find_interval(row) for row in scores]
+        found += [low <= truth <= high for low, high in intervals]
+    assert COVERED[0] < np.mean(found) < COVERED[1]
+
+
+def test_the_bootstrap_covers_changes():
+    found, draw = [], np.random.default_rng(2)
+    for kind in ("likeness", "pass", "beta"):
+        before, old = scores_like(kind, draw, 700, 128)
+        moved = np.clip(before + draw.normal(0, 10, before.shape), 0, 100)
+        truth = (np.clip(scores_like(kind, draw, 4000, 128)[0], 0, 100)).mean() - old
+        drift = np.clip(
+            scores_like(kind, draw, 4000, 128)[0] + draw.normal(0, 10, (4000, 128)), 0, 100
+        )
+        truth = drift.mean() - old
+        pairs = zip(before, moved, strict=True)
+        found += [low <= truth <= high for low, high in itertools.starmap(sure.find_change, pairs)]
+    assert COVERED[0] < np.mean(found) < COVERED[1]
+
+
+def test_seeds_and_examples_both_count():
+    """Differences of settings with two to five seeds: never far below 95 %, rather above."""
+    draw = np.random.default_rng(5)
+    for seeds, spread in itertools.product((2, 3, 5), (0.0, 3.0)):
+        found = []
+        for _ in range(200):
+            base = draw.normal(0, 20, 128)
+
+            def runs(mean: float, base=base, seeds=seeds, spread=spread) -> np.ndarray:
+                own = draw.normal(0, spread, (seeds, 1)) + draw.normal(0, 15, 128)
+                return mean + base + own + draw.normal(0, 30, (seeds, 128))
+
+            _, (low, high), _ = sure.find_difference(runs(50.0), runs(55.0))
+            found.append(low <= 5 <= high)
+        assert np.mean(found) > 0.92, (seeds, spread)
+
+
+def test_shares_of_several_seeds():
+    """Pooled, and their difference: not far below 95 %, with examples that are hard or easy."""
+    draw, pooled, apart = np.random.default_rng(6), [], []
+    for mean, _ in itertools.product((0.3, 0.8, 0.95), range(200)):
+        hard = draw.beta(4 * mean, 4 * (1 - mean), 100)
+        one, other = (100.0 * (draw.random((3, 100)) < hard) for _ in range(2))
+        low, high = sure.find_pooled(one)
+        pooled.append(low <= 100 * mean <= high)
+        _, (low, high), _ = sure.find_difference(one, other)
+        apart.append(low <= 0 <= high)
+    assert np.mean(pooled) > 0.93
+    assert np.mean(apart) > 0.94
+    assert sure.find_pooled(np.full((2, 40), 100.0))[0] < 99, "all right is not without doubt"
+
+
+def test_gains_of_luck_are_claimed_as_seldom_as_is_said():
+    draw, claimed = np.random.default_rng(7), 0
+    for _ in range(1000):
+        before, after = (100.0 * (draw.random(128) < 0.4) for _ in range(2))
+        change, p = sure.find_change(before, after), sure.find_p(before, after)
+        claimed += sure.is_supported(change, p)
+    assert claimed / 1000 < 0.05
+
+
+# --- the maths
+
+
+def test_wilson_is_the_published_formula():
+    assert np.allclose(sure.wilson(15, 148), (0.0624, 0.1605), atol=1e-4)  # Newcombe 1998
+    assert math.isclose(sure.wilson(0, 20)[0], 0, abs_tol=1e-12)
+    assert math.isclose(sure.wilson(0, 20)[1], 0.1611, abs_tol=1e-4)
+
+
+@pytest.mark.parametrize(("gained", "lost"), [(1, 0), (5, 0), (9, 4), (30, 5)])
+def test_tango_is_where_the_score_test_begins_to_refuse(gained, lost):
+    """Against the likeliest shares of each change, found by trying many."""
+    count, tried = 100, np.linspace(1e-9, 1 - 1e-9, 200_001)
+
+    def score(change: float) -> float:
+        losing = tried[(tried + change > 0) & (2 * tried + change < 1)]
+        fit = gained * np.log(losing + change) + lost * np.log(losing)
+        fit += (count - gained - lost) * np.log(1 - 2 * losing - change)
+        best = losing[np.argmax(fit)]
+        return (gained - lost - count * change) / math.sqrt(count * (2 * best + change - change**2))
+
+    low, high = sure.tango(gained, lost, count)
+    assert math.isclose(score(float(low)), sure.Z, abs_tol=2e-3)
+    assert math.isclose(score(float(high)), -sure.Z, abs_tol=2e-3)
+    mirrored = sure.tango(lost, gained, count)
+    assert np.allclose(mirrored, (-high, -low), atol=1e-9)
+
+
+@pytest.mark.parametrize(("gained", "lost"), [(5, 0), (9, 4), (30, 30), (0, 0), (700, 650)])
+def test_mcnemar_is_the_sum_of_the_binomial(gained, lost):
+    total = gained + lost
+    tails = sum(
+        math.comb(total, k)
+        for k in range(total + 1)
+        if abs(k - total / 2) >= abs(gained - total / 2)
+    )
+    assert math.isclose(sure.mcnemar(gained, lost), tails / 2**total, rel_tol=1e-9)
+
+
+def test_swaps_are_those_of_all_signs():
+    apart = np.array([3.0, -1.0, 4.0, 1.0, -5.0, 9.0, 2.0, 6.0, 5.0, 3.0])
+    sums = [abs(np.dot(signs, apart)) for signs in itertools.product((-1, 1), repeat=10)]
+    exact = np.mean(np.array(sums) >= abs(apart.sum()) - 1e-9)
+    assert abs(sure.swap(apart) - exact) < 0.01
+    assert sure.swap(np.zeros(5)) == 1
+
+
+def test_students_distribution_is_that_of_the_tables():
+    for freedom, t in ((1, 12.706), (2, 4.303), (5, 2.571), (10, 2.228), (30, 2.042)):
+        assert math.isclose(sure.find_t(freedom), t, abs_tol=2e-3)
+
+
+def test_the_same_scores_give_the_same_interval_and_many_are_cut_into_parts(monkeypatch):
+    scores = np.random.default_rng(0).random(100)
+    whole = sure.find_interval(scores)
+    assert sure.find_interval(scores) == whole
+    monkeypatch.setattr(sure, "KEPT", 5000)
+    assert np.allclose(sure.find_interval(scores), whole, atol=0.02)
+
+
+def test_few_scores_have_no_interval():
+    assert sure.find_interval([50.0]) is None
+    assert sure.find_change([1.0, 2.0], [1.0]) is None
+    assert not sure.is_supported(None, None)
+
+
+def sentences(draw: np.random.Generator, count: int) -> list[str]:
+    words = np.array(["one", "two", "three", "four", "five", "six", "seven", "eight"])
+    return [" ".join(draw.choice(words, draw.integers(4, 9))) for _ in range(count)]
+
+
+def test_corpus_measures_are_the_mean_of_what_examples_add():
+    """And their interval is about that of sacrebleu's own bootstrap."""
+    draw = np.random.default_rng(4)
+    wanted = sentences(draw, 200)
+    given = [text if draw.random() < 0.3 else sentences(draw, 1)[0] for text in wanted]
+    scores, metrics = text_scores(given, wanted), text_metrics(given, wanted)
+    assert scores.keys() == metrics.keys()
+    for name, values in scores.items():
+        assert math.isclose(np.mean(values), metrics[name], abs_tol=1e-9)
+    for name, measure in (("bleu", BLEU()), ("chrf", CHRF())):
+        theirs = measure.corpus_score(given, [wanted], n_bootstrap=1000)
+        low, high = sure.find_interval(scores[name])
+        assert math.isclose((high - low) / 2, theirs._ci, rel_tol=0.15)
