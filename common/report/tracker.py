@@ -123,8 +123,8 @@ class Tracker:
         folder.mkdir(exist_ok=True)
         write_jsonl(folder / f"{name}.jsonl", rows, ascii_only=False)
         if self.sink and rows:
-            shown = [  # a conversation as text
-                {k: plain(v) if isinstance(v, list) else v for k, v in row.items()}
+            shown = [  # a conversation as text, without the scores that comparisons read
+                {k: plain(v) if isinstance(v, list) else v for k, v in row.items() if k != "scores"}
                 for row in rows[:TABLE_ROWS]
             ]
             self.sink.table(f"completions/{name}", step, shown)

@@ -51,6 +51,7 @@ def test_everything_is_measured_before_during_and_after(in_cache, tmp_path, smal
 def test_pass_at_k_depends_on_neither_rows_nor_ranks(in_cache, tmp_path):
     given = [*SMALL, "task=letters", "task.scoring=smooth", "algo.steps=1", "evaluate.samples=4"]
     given += ["model.tiny.pretrain_steps=50", "evaluate.examples=9", "model.tiny.pretrain_lr=5e-3"]
+    given += MORE[1:]
     one = train(compose(given, CONF), tmp_path / "one")
     rows = train(compose([*given, "algo.rollout_rows=3"], CONF), tmp_path / "rows")
     ranks = train(compose([*given, "opt=[ddp]"], CONF), tmp_path / "ranks")

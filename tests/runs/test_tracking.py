@@ -165,7 +165,8 @@ def test_completions_of_each_evaluation_are_kept_and_those_after_the_checkpoint_
     assert len(kept.pop("training")) == 4, "a line for each step"
     assert kept.keys() == {"before", "after", "step-00000001"}
     assert {len(rows) for rows in kept.values()} == {8}
-    assert json.loads(kept["after"][0]).keys() == {"id", "prompt", "answer", "completion"}
+    names = {"id", "prompt", "answer", "completion", "scores"}
+    assert json.loads(kept["after"][0]).keys() == names
     steps = [
         json.loads(line)["step"]
         for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()
