@@ -26,8 +26,8 @@ def jsonable(value: Any) -> Any:
 def events(path: Path) -> list[dict[str, Any]]:
     """Return what an interrupted run has logged, without a torn line."""
     found = []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    for line in lines:
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in text.split("\n"):  # other ends of lines, such as U+2028, may stand in a completion
         try:
             found.append(json.loads(line))
         except json.JSONDecodeError:

@@ -24,7 +24,7 @@ from common.config import Run
 from common.distributed.context import Context
 from common.files import write_text
 from common.model.load import model_commit
-from common.report import advice, page, story
+from common.report import advice, frames, page, story
 from common.report.events import events
 from common.report.tracker import Tracker
 from common.tasks import Example, Task, plain, task_name
@@ -80,6 +80,18 @@ class Result:
         path = path if path.is_dir() else Path(self.folder) / "adapter"
         model = transformers.AutoModelForCausalLM.from_pretrained(path)
         return model, transformers.AutoTokenizer.from_pretrained(path)
+
+    def history(self) -> Any:
+        """Return metrics.jsonl as a pandas data frame, a row per step."""
+        return frames.read_metrics(Path(self.folder))
+
+    def evaluations(self) -> Any:
+        """Return the held-out measures as a pandas data frame, a row per measurement."""
+        return frames.read_evaluations(Path(self.folder))
+
+    def completions(self) -> Any:
+        """Return the completions that the run keeps as a pandas data frame, a row each."""
+        return frames.read_completions(Path(self.folder))
 
     def save(self) -> None:
         """Write RUN/result.json, whole or not at all."""

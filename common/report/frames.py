@@ -1,0 +1,48 @@
+"""The numbers and completions of a run as data frames, for notebooks. Needs pandas."""
+
+from pathlib import Path
+from typing import Any
+
+from common.config import ConfigError
+from common.report.events import EVALUATIONS, events, numbers
+from common.report.samples import read_steps
+
+
+def read_metrics(folder: Path) -> Any:
+    """Return a row per event of metrics.jsonl, and columns as W&B has them, such as reward and
+    phase_seconds/rollout. Raises: ConfigError without pandas.
+    """
+    logged = events(folder / "metrics.jsonl")
+    return _pandas().DataFrame([{"step": event["step"], **numbers(event)} for event in logged])
+
+
+def read_evaluations(folder: Path) -> Any:
+    """Return a row per held-out measurement, the one before the first step (step 0) included.
+    Raises: ConfigError without pandas.
+    """
+    held = events(folder / EVALUATIONS)
+    return _pandas().DataFrame([{"step": one["step"], **one["metrics"]} for one in held])
+
+
+def read_completions(folder: Path) -> Any:
+    """Return a row per completion that the run keeps. `kind` is held-out or training. Held-out rows
+    have the name of their evaluation, training rows step, reward and advantage or fitness.
+    Raises: ConfigError without pandas.
+    """
+    kept = folder / "completions"
+    rows: list[dict[str, Any]] = []
+    for path in sorted(kept.glob("*.jsonl")):
+        if path.name != "training.jsonl":
+            rows += [{"kind": "held-out", "evaluation": path.stem, **row} for row in events(path)]
+    for line in read_steps(folder):
+        shared = {key: value for key, value in line.items() if key != "rows"}
+        rows += [{"kind": "training", **shared, **row} for row in line["rows"]]
+    return _pandas().DataFrame(rows)
+
+
+def _pandas() -> Any:
+    try:
+        import pandas  # pyright: ignore[reportMissingImports] (optional, slow to import)
+    except ImportError:
+        raise ConfigError("data frames need a package: pip install 'clutch[frames]'.") from None
+    return pandas
