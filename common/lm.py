@@ -229,7 +229,7 @@ class LM:
         Raises: ConfigError where one does not fit with prompts.too_long=error, or none does.
         """
         key = "max_new_tokens" if tokens else "algo.sampling.max_new_tokens"
-        tokens = tokens or self.run.algo.sampling.max_new_tokens
+        new: int = tokens or self.run.algo.sampling.max_new_tokens
         context = context_length(self.model)
         kept: dict[str, list[Example]] = {split: [] for split in splits}
         misfits, fitting, longest = [], 0, 0
@@ -237,7 +237,7 @@ class LM:
             prompts = encode_prompts(self.tokenizer, [ask(example) for example in examples])
             for example, ids in zip(examples, prompts, strict=True):
                 longest = max(longest, len(ids))
-                if len(ids) + tokens > context:
+                if len(ids) + new > context:
                     misfits.append((split, example.id, len(ids)))
                 else:
                     kept[split].append(example)
@@ -252,7 +252,7 @@ class LM:
             other = " so that some fit" if self.run.prompts.too_long == "skip" else other
             raise ConfigError(
                 f"{len(misfits)} of {count} prompts do not fit the model's {what} of {context}"
-                f" tokens with {key}={tokens}: the first is {split} example {first} with {length}"
+                f" tokens with {key}={new}: the first is {split} example {first} with {length}"
                 f" tokens, the longest has {longest}. {advice} the prompts{other}."
             )
         if misfits and self.context.main:
