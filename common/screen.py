@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -58,6 +58,10 @@ class Screen:
             self.add("reward", event["reward"])
         for name, seconds in event.get("phase_seconds", {}).items():
             self.phases[name] = self.phases.get(name, 0.0) + seconds
+
+    def quote(self, texts: Sequence[tuple[str, str]]) -> None:
+        """Take in the newest prompts and completions."""
+        self.texts = list(dict(texts).items())[:TEXTS] or self.texts
 
     # --- lines
 
@@ -122,7 +126,7 @@ class Screen:
             seen = [f"{name} {part / total:.0%}" for name, part in longest if part > total / 100]
             parts.append(Text(f"time: {', '.join(seen)}", style="dim"))
         if wide:
-            parts += [self._quote(prompt, said) for prompt, said in self.texts[-TEXTS:]]
+            parts += [self._quote(prompt, said) for prompt, said in self.texts]
         parts += [Text(line.text()) for line in self.lines]
         for part in parts:
             if isinstance(part, Text):

@@ -74,9 +74,7 @@ class Step:
         with self.phase("keep"):
             parts = self.session.context.gather_objects(rows)
             if self.session.tracker:
-                self.session.tracker.samples.add(
-                    self.index + 1, [r for part in parts for r in part]
-                )
+                self.session.tracker.keep(self.index + 1, [r for part in parts for r in part])
 
     def judge(self, what: str, rows: Sequence[dict[str, Any]], advice: str = "") -> str | None:
         """Keep the rows behind numbers that are not finite. Returns why the run must stop; None =

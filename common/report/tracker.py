@@ -5,6 +5,7 @@ events. Rank 0 only.
 import json
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,12 @@ class Tracker:
                 for row in rows[:TABLE_ROWS]
             ]
             self.sink.table(f"completions/{name}", step, shown)
+
+    def keep(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        """Keep completions of training (common.report.samples), and show some on a terminal."""
+        self.samples.add(step, rows)
+        if self.screen:
+            self.screen.quote([(row["prompt"], row["completion"]) for row in rows])
 
     def artifact(self, kind: str, folder: Path, alias: str) -> None:
         """Upload `folder` as a version of the artifact `kind` (checkpoint, model), if asked to."""

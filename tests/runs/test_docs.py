@@ -8,8 +8,11 @@ as that goes without: composed, or parsed.
 
 import argparse
 import importlib
+import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -280,3 +283,27 @@ def test_links_lead_somewhere(page: Path):
             assert anchor in {
                 re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles
             }, target
+
+
+def test_the_notebook_runs(cache, tmp_path):
+    """Its cells, in order, with a shorter run, where there is no Jupyter."""
+    pytest.importorskip("pandas")
+    notebook = json.loads((ROOT / "examples" / "a_run_from_python.ipynb").read_text())
+    cells = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
+    script = "\n\n".join(cells).replace('"algo.steps=20"', '"algo.steps=2", "algo.members=8"')
+    script += """
+assert list(history.step) == [1, 2]
+assert list(evaluations.step) == [0, 2]
+assert evaluations[result.metric].iloc[-1] == result.after
+assert len(held_out) == 2 * 64
+assert training.reward.between(0, 1).all()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=os.environ | {"CLUTCH_CACHE": str(cache), "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr

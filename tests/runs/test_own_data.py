@@ -54,7 +54,7 @@ def test_own_rows_are_learnt_with_the_defaults(make, algo, in_cache, tmp_path):
     result = train(compose([f"algo={algo}", *settings(tmp_path, make)]), tmp_path / "run")
     print(f"{algo} {make.__name__}: {result.before:.1f} -> {result.after:.1f}, {result.verdict}")
     assert result.verdict.startswith("it has learnt: ")
-    assert result.after - result.before >= 15  # 20 are the aim; dates are right by chance at 14 %
+    assert result.after - result.before >= 20  # weekdays are right by chance at 14 %
 
 
 @pytest.mark.parametrize("algo", ALGORITHMS)
