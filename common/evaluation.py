@@ -306,6 +306,10 @@ def read_windows(lm: Any) -> tuple[list[tuple[list[int], list[int]]], float]:
         (front or ids[max(0, at - 1) : at], ids[at : at + size]) for at in range(0, len(ids), size)
     ]
     windows = [(before, part) for before, part in windows if len(before) + len(part) > 1]
+    if not windows:
+        raise ConfigError(
+            f"evaluate.text={lm.run.evaluate.text} is too short to measure. Give a longer text."
+        )
     most = lm.run.evaluate.examples
     if len(windows) > most:
         windows = [windows[i * len(windows) // most] for i in range(most)]

@@ -10,6 +10,7 @@ files in a YAML file of --task-dir.
 """
 
 import argparse
+import difflib
 import importlib.util
 import json
 import math
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from common.config import ConfigError
-from common.config.checks import choice
 from common.exits import ending_tool
 from common.files import write_text
 from common.report import story
@@ -66,8 +66,15 @@ def measure(
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=None if task_dir is None else str(task_dir))
+    known = tuple(manager.all_tasks)
     for task in tasks:
-        choice("--tasks", task, tuple(manager.all_tasks))
+        near = difflib.get_close_matches(task, known, n=5)
+        if task not in known:
+            raise ConfigError(
+                f"--tasks={task}: lm-eval has no such task, of {len(known):,}."
+                + (f" Did you mean {', '.join(near)}?" if near else "")
+                + " lm-eval ls tasks lists them; --task-dir names a folder with tasks of your own."
+            )
     found: dict[str, dict[str, Any]] = {}
     for when, (path, adapter) in models.items():
         more: dict[str, Any] = {} if adapter is None else {"peft": adapter}
@@ -86,27 +93,15 @@ def measure(
         for task, measures in results["results"].items():
             for name, value in measures.items():
                 measure_name, _, kept = name.partition(",")
-                if not isinstance(value, int | float) or measure_name.endswith("_stderr"):
+                if not isinstance(value, int | float) or measure_name.endswith(
+                    ("_stderr", "sample_len")
+                ):
                     continue
                 error = measures.get(f"{measure_name}_stderr,{kept}")
                 known = isinstance(error, int | float) and math.isfinite(error)
                 row = found.setdefault(task, {}).setdefault(measure_name, {})
                 row[when] = {"value": value, "stderr": error if known else None}
     return found
-
-
-def describe(found: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
-    """Return a row per task and measure."""
-    rows = []
-    for task, measures in found.items():
-        for name, sides in measures.items():
-            row = {"task": task, "measure": name}
-            for when in ("before", "after"):
-                side = sides.get(when)
-                error = f" ± {side['stderr']:.4f}" if side and side["stderr"] is not None else ""
-                row[when] = f"{side['value']:.4f}{error}" if side else ""
-            rows.append(row)
-    return rows
 
 
 def main() -> None:
@@ -129,15 +124,21 @@ def main() -> None:
             os.environ.setdefault(name, "1")
         models = find_models(given.folder)
         tasks = [name for name in given.tasks.split(",") if name]
+        if not tasks:
+            raise ConfigError(f"--tasks={given.tasks} names none. Give names with commas.")
+        if given.limit is not None and given.limit < 1:
+            raise ConfigError(f"--limit={given.limit} must be at least 1. Leave it out for all.")
+        if given.task_dir is not None and not given.task_dir.is_dir():
+            raise ConfigError(f"--task-dir={given.task_dir} is no folder.")
         found = measure(models, tasks, given.task_dir, given.limit, given.batch)
         path = given.folder / FILE
         about = {
-            "tasks": found,
+            "tasks": (story.load(path) or {}).get("tasks", {}) | found,
             "limit": given.limit,
             "models": {k: v[0] for k, v in models.items()},
         }
         write_text(path, json.dumps(about, indent=2) + "\n")
-        print(markdown_table(describe(found)))
+        print(markdown_table(story.describe_harness(found)))
         if "before" not in models:
             print("The model that the run began with was built by it, so there is no `before`.")
         print(f"written to {path}")

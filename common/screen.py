@@ -44,6 +44,7 @@ class Screen:
         self.curves: dict[str, list[float]] = {}
         self.phases: dict[str, float] = {}
         self.texts: list[tuple[str, str]] = []
+        self.notice = ""
 
     # --- what a run tells
 
@@ -127,11 +128,18 @@ class Screen:
             parts.append(Text(f"time: {', '.join(seen)}", style="dim"))
         if wide:
             parts += [self._quote(prompt, said) for prompt, said in self.texts]
+        room = self.console.height - 1 - len(self.lines)  # progress comes before all else
+        while parts and sum(self._height(part) for part in parts) > room:
+            parts.pop()
         parts += [Text(line.text()) for line in self.lines]
+        parts += [Text(self.notice)] if self.notice else []
         for part in parts:
             if isinstance(part, Text):
                 part.no_wrap, part.overflow = True, "crop"
         return Group(*parts)
+
+    def _height(self, part: RenderableType) -> int:
+        return part.row_count if isinstance(part, Table) else 1
 
     def _quote(self, prompt: str, said: str) -> Text:
         half = self.console.width // 2 - 2
@@ -153,6 +161,16 @@ def draw_curve(values: list[float], width: int = WIDTH) -> str:
 
 
 _screen: Screen | None = None
+
+
+def notify(text: str) -> None:
+    """Say something on standard error from a handler of signals: on a live screen as a line of it,
+    which is drawn with the next change.
+    """
+    if _screen is not None and _screen.live is not None:
+        _screen.notice = text
+    else:
+        print(text, file=sys.stderr, flush=True)
 
 
 def find_screen() -> Screen | None:

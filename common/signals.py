@@ -72,11 +72,9 @@ class StopSignal:
             return
         self.name, self._since = signal.Signals(number).name, time.monotonic()
         StopSignal.last = number
-        print(
-            f"{self.name}: finishing this step, then saving. Again to exit now.",
-            file=sys.stderr,
-            flush=True,
-        )
+        from common.screen import notify  # rich takes a while to import
+
+        notify(f"{self.name}: finishing this step, then saving. Again to exit now.")
 
     def __enter__(self) -> "StopSignal":
         for number in taken():

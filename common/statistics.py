@@ -20,6 +20,7 @@ Interval = tuple[float, float]
 LEVEL = 0.95  # the share of intervals that hold the truth
 RESAMPLES = 2000  # of a bootstrap
 SWAPS = 9999  # of a permutation test, so that p is 0.0001 at least
+FEW = 10  # scores
 KEPT = 1 << 22  # numbers of a table of resamples that is kept for the next measure
 NORMAL = NormalDist()
 Z = NORMAL.inv_cdf((1 + LEVEL) / 2)
@@ -74,6 +75,19 @@ def is_supported(interval: Sequence[float] | None, p: float | None) -> bool:
     return not interval[0] <= 0 <= interval[1] and p < 1 - LEVEL
 
 
+def correct(tests: Sequence[tuple[Interval, float]]) -> list[tuple[Interval, float]]:
+    """Return the tests of several changes with p as Holm (1979) corrects it: so that, where nothing
+    has changed, one claim in twenty such tables is false, not one in twenty tests.
+    """
+    order = sorted(range(len(tests)), key=lambda i: tests[i][1])
+    found, least = list(tests), 0.0
+    for rank, place in enumerate(order):
+        interval, p = tests[place]
+        least = max(least, min(1.0, (len(tests) - rank) * p))
+        found[place] = interval, least
+    return found
+
+
 def show_interval(interval: Sequence[float] | None, signed: bool = False) -> str:
     """Return an interval as text: 41.2 to 55.3; "" where there is none."""
     if interval is None:
@@ -125,8 +139,11 @@ def tango(gained: Any, lost: Any, count: int) -> tuple[Any, Any]:
 def mcnemar(gained: Any, lost: Any) -> float:
     """Return the exact p of as uneven a split as `gained` and `lost`."""
     total, fewer = int(gained + lost), int(min(gained, lost))
-    tail = sum(math.comb(total, i) for i in range(fewer + 1))
-    return min(1.0, float(2 * tail / 2**total)) if total else 1.0
+    ways = [  # in logarithms: the counts themselves have thousands of digits
+        math.lgamma(total + 1) - math.lgamma(i + 1) - math.lgamma(total - i + 1)
+        for i in range(fewer + 1)
+    ]
+    return min(1.0, 2 * math.fsum(math.exp(way - total * math.log(2)) for way in ways))
 
 
 def _are_shares(values: np.ndarray) -> bool:
@@ -138,13 +155,16 @@ def _are_shares(values: np.ndarray) -> bool:
 
 def bootstrap(scores: np.ndarray) -> Interval:
     """Return the BCa interval of a mean, widened as Student's t is for few scores (Hesterberg
-    2015).
+    2015); that of Student's t for fewer than `FEW`.
     """
     count, mean = len(scores), float(np.mean(scores))
     apart = scores - mean
     squares = float(np.sum(apart**2))
     if squares <= 1e-18 * max(1.0, mean**2) * count:
         return mean, mean
+    if count < FEW:  # resamples of so few are too much alike
+        half = find_t(count - 1) * math.sqrt(squares / (count - 1) / count)
+        return mean - half, mean + half
     means = np.sort(_resampled(scores))
     below = float(np.mean(means < mean) + np.mean(means == mean) / 2)
     bias = NORMAL.inv_cdf(min(max(below, 1 / RESAMPLES), 1 - 1 / RESAMPLES))
@@ -216,25 +236,28 @@ def _parts(rows: int, width: int) -> list[int]:
 # --- runs of several seeds
 
 
-def find_difference(one: np.ndarray, other: np.ndarray) -> tuple[float, Interval, float]:
+def find_difference(
+    one: np.ndarray, other: np.ndarray, added: tuple[float, float] = (100.0, -100.0)
+) -> tuple[float, Interval, float]:
     """Return by how much `other` is above `one` on the same examples, its interval, and p.
 
     Examples and seeds are both drawn, so the spread of each counts (two-way analysis of variance),
     with the degrees of freedom of Satterthwaite (1946). Shares get an example that is gained and
     one that is lost (after Bonett and Price 2012), as all that agree are not without spread either.
-    One seed of each tells nothing of others: it is `find_change`.
-    Args: one, other: scores [seeds, examples], of runs of two settings.
+    One seed of each tells nothing of others: it is `find_change`; one against several takes the
+    spread of the several for its own.
+    Args: one, other: scores [seeds, examples], of runs of two settings; added: those two examples.
     """
-    apart = other.mean(0) - one.mean(0)
+    apart, fixed = other.mean(0) - one.mean(0), not one.any()
     gap, count = float(apart.mean()), one.shape[1]
     if len(one) == len(other) == 1:
         interval, p = find_change(one[0], other[0]), find_p(one[0], other[0])
         assert interval is not None
         assert p is not None
         return gap, interval, p
-    if _are_shares(one) and _are_shares(other):
-        step = 100.0 / max(len(one), len(other))
-        apart, count = np.append(apart, (step, -step)), count + 2
+    shares = _are_shares(one) and _are_shares(other)
+    if shares:
+        apart, count = np.append(apart, added), count + 2
     variance = float(apart.var(ddof=1)) / count
     uncertain = variance**2 / (count - 1)
     for runs in (one, other):
@@ -242,21 +265,27 @@ def find_difference(one: np.ndarray, other: np.ndarray) -> tuple[float, Interval
             seeds = float(runs.mean(1).var(ddof=1)) / len(runs)
             rest = runs - runs.mean(0) - runs.mean(1, keepdims=True) + runs.mean()
             noise = float(np.sum(rest**2)) / ((len(runs) - 1) * (one.shape[1] - 1) * runs.size)
-            variance += max(0.0, seeds - noise)  # which the examples have counted
-            uncertain += seeds**2 / (len(runs) - 1)
+            spread = max(0.0, seeds - noise)  # which the examples have counted
+            lone = len(runs) if min(len(one), len(other)) == 1 and not fixed else 0
+            variance += spread * (1 + lone)
+            uncertain += (seeds * (1 + lone)) ** 2 / (len(runs) - 1)
     if variance == 0:
         return gap, (gap, gap), 1.0 if gap == 0 else 0.0
     freedom = round(min(max(variance**2 / uncertain, 1.0), 1e6), 1)
     error, centre = math.sqrt(variance), float(apart.mean())
     half = find_t(freedom) * error
-    return gap, (centre - half, centre + half), 2 * (1 - student(abs(centre) / error, freedom))
+    low, high = centre - half, centre + half
+    if shares:
+        low, high = max(low, -100.0), min(high, 100.0)
+    return gap, (low, high), 2 * (1 - student(abs(centre) / error, freedom))
 
 
 def find_pooled(runs: np.ndarray) -> Interval | None:
     """Return the interval of a measure over seeds and examples. runs: scores [seeds, examples]."""
     if len(runs) == 1:
         return find_interval(runs[0])
-    _, (low, high), _ = find_difference(np.zeros((1, runs.shape[1])), runs)
+    nothing = np.zeros((1, runs.shape[1]))
+    _, (low, high), _ = find_difference(nothing, runs, added=(0.0, 100.0))
     return (max(low, 0.0), min(high, 100.0)) if _are_shares(runs) else (low, high)
 
 

@@ -302,21 +302,21 @@ class Collector:
         rollouts: Rollouts | None,
         step: Step,
     ) -> list[samples.Row]:
-        """Return this rank's completions that the run keeps: those of live groups come first, with
-        their advantages.
+        """Return this rank's completions that the run keeps, in the order in which the groups were
+        sampled; those of live groups have advantages.
         """
         lm, size = self.lm, self.cfg.samples_per_prompt
         known = (
             [] if rollouts is None else advantages(rollouts.rewards, self.cfg.advantage).tolist()
         )
-        alive = {id(group) for _, group in live}
-        ordered = [*live, *(pair for pair in seen if id(pair[1]) not in alive)]
+        alive = {id(group): place for place, (_, group) in enumerate(live)}
         found: list[samples.Row] = []
         with step.phase("keep"):
-            for place, (number, group) in enumerate(ordered[: samples.kept(lm.run, len(ordered))]):
+            for place, (number, group) in enumerate(seen[: samples.kept(lm.run, len(seen))]):
                 if group.rank != lm.context.rank:
                     continue
                 sampled, first = rounds[number], group.place * size
+                own = known[alive[id(group)]] if known and id(group) in alive else None
                 shared = samples.describe(lm.task, sampled.examples[group.place], place)
                 tokens = sampled.made.tokens[first : first + size].tolist()
                 tokens = [row[:n] for row, n in zip(tokens, group.lengths, strict=True)]
@@ -333,7 +333,7 @@ class Collector:
                             "cut": not group.finished[row],
                             "reward": group.scores[row],
                             "components": {n: v[first + row] for n, v in parts} or None,
-                            "advantage": known[place][row] if place < len(known) else None,
+                            "advantage": None if own is None else own[row],
                             "ends": self.ends.find(tokens[row], text),
                             "logprobs": [round(p, 3) for p in drawn[row][: group.lengths[row]]],
                         }

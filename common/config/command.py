@@ -172,8 +172,8 @@ def check_folder(arguments: Sequence[str]) -> None:
         if key != used:
             when = "with" if multirun else "without"
             raise ConfigError(f"{key}={value} has no effect {when} -m. Use {used}.")
-        if value and "${" not in value:
-            _try_to_make(Path(value.strip("'\"")), f"{key}={value}", "Choose another folder.")
+        if fixed := value.strip("'\"").partition("${")[0]:
+            _try_to_make(Path(fixed), f"{key}={value}", "Choose another folder.")
 
 
 def _try_to_make(folder: Path, name: str, advice: str) -> None:

@@ -179,6 +179,10 @@ def explain(
         if others := find_owners(path, config_dir):
             group = path.partition(".")[0]
             chosen = find_choice(arguments, group, config_dir)
+            if chosen in others:
+                return (
+                    f"{path}: {path.rpartition('.')[0]} is no group of settings. Give it a value."
+                )
             return (
                 f"{path} has no effect with {group}={chosen}. It is a setting of"
                 f" {group}={'|'.join(others)}. Leave it out, or choose that."

@@ -10,6 +10,7 @@ between the runs, without the seed.
 import argparse
 import csv
 import json
+import math
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -132,8 +133,10 @@ def _read(folder: Path) -> Run | Failure:
     run = Run(folder, seed, named | overrides, _settings(flat(config)), result, measured)
     rows = events(folder / "completions" / "after.jsonl")
     run.prompts = [[row.get("id"), row.get("prompt")] for row in rows]
-    scores = [row.get("scores", {}).get(result["metric"]) for row in rows]
-    run.scores = [] if None in scores else scores
+    kept = [row.get("scores") for row in rows]
+    scores = [one.get(result["metric"]) if isinstance(one, dict) else None for one in kept]
+    sound = [one for one in scores if isinstance(one, (int, float)) and math.isfinite(one)]
+    run.scores = sound if len(sound) == len(scores) else []
     return run
 
 
@@ -243,19 +246,21 @@ def tell_apart(settings: dict[str, list[Run]]) -> tuple[list[dict[str, str]], li
         name: statistics.fmean(r.result["after"] for r in runs) for name, runs in settings.items()
     }
     best = max(means, key=lambda name: means[name])
-    rows, remarks = [], []
+    rows, remarks, tests = [], [], []
     for name, runs in settings.items():
         if name == best:
             continue
         if why := _why_not([*settings[best], *runs]):
             remarks.append(f"{name} and {best} are not compared prompt by prompt: {why}.")
             continue
-        scores = [np.array([run.scores for run in group]) for group in (runs, settings[best])]
-        gap, interval, p = certainty.find_difference(*scores)
-        told = "yes" if certainty.is_supported(interval, p) else "no"
+        one, other = (np.array([run.scores for run in group]) for group in (runs, settings[best]))
+        gap, interval, p = certainty.find_difference(one, other)
         shown = certainty.show_interval(interval, signed=True)
-        row = {"best": best, "against": name, "ahead by": f"{gap:+.2f}", "95 %": shown}
-        rows.append(row | {"test": certainty.show_p(p), "told apart": told})
+        rows.append({"best": best, "against": name, "ahead by": f"{gap:+.2f}", "95 %": shown})
+        tests.append((interval, p))
+    for row, (interval, p) in zip(rows, certainty.correct(tests), strict=True):
+        told = "yes" if certainty.is_supported(interval, p) else "no"
+        row |= {"test": certainty.show_p(p), "told apart": told}
     return rows, remarks
 
 

@@ -28,13 +28,18 @@ SHARES = ("none", "to a quarter", "to a half", "to three quarters", "below all",
 Line = dict[str, Any]
 
 
+def find_evaluations(folder: Path) -> list[Path]:
+    """Return the files of held-out completions in order. folder: RUN/completions."""
+    paths = [folder / "before.jsonl", *sorted(folder.glob("step-*.jsonl"))]
+    iterations = sorted(folder.glob("iteration-*.jsonl"), key=lambda path: _number(path.stem))
+    return [p for p in (*paths, *iterations, folder / "after.jsonl") if p.exists()]
+
+
 def find_held_out(folder: Path) -> dict[str, Any]:
     """Return the held-out prompts and, of some evaluations, the completions. folder:
     RUN/completions.
     """
-    paths = [folder / "before.jsonl", *sorted(folder.glob("step-*.jsonl"))]
-    iterations = sorted(folder.glob("iteration-*.jsonl"), key=lambda path: _number(path.stem))
-    paths = [p for p in (*paths, *iterations, folder / "after.jsonl") if p.exists()]
+    paths = find_evaluations(folder)
     if len(paths) > EVALUATIONS:
         places = [i * (len(paths) - 1) // (EVALUATIONS - 1) for i in range(EVALUATIONS)]
         paths = [paths[place] for place in places]

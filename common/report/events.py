@@ -20,6 +20,8 @@ def jsonable(value: Any) -> Any:
     """Return the same with null for NaN and infinity, which JSON has not."""
     if isinstance(value, dict):
         return {key: jsonable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [jsonable(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -32,7 +34,7 @@ def events(path: Path) -> list[dict[str, Any]]:
             found.append(json.loads(line))
         except json.JSONDecodeError:
             continue
-    return found
+    return [one for one in found if isinstance(one, dict)]
 
 
 def markdown_table(rows: list[dict[str, Any]]) -> str:

@@ -22,14 +22,17 @@ def find_others(runs: Mapping[str, Sequence[Evaluations]]) -> tuple[list[dict[st
     gain = min(max(_gain(run, record) for record in run) for run in every)
     if gain <= 0:
         return [], "What else changed is not shown: a run has gained nothing on its own task."
-    rows = []
+    rows, names = [], list(dict.fromkeys(name for run in every for name in _others(run[0])))
     for setting, group in runs.items():
         reached = [next(r for r in run if _gain(run, r) >= gain) for run in group]
         row = {"setting": setting, "gain": _mean(map(_gain, group, reached))}
         row["step"] = f"{fmean(record['step'] for record in reached):.0f}"
-        for name in _others(group[0][0]):
-            pairs = zip(group, reached, strict=True)
-            row[name] = _mean(r["metrics"][name] - run[0]["metrics"][name] for run, r in pairs)
+        for name in names:
+            pairs = [
+                (run[0]["metrics"], r["metrics"]) for run, r in zip(group, reached, strict=True)
+            ]
+            found = all(name in old and name in new for old, new in pairs)
+            row[name] = _mean(new[name] - old[name] for old, new in pairs) if found else ""
         rows.append(row)
     return rows, (
         f"What else changed since the start, where each run had first gained {gain:.1f} points on"

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from common.config import ConfigError
+from common.report.completions import find_evaluations, read_training
 from common.report.events import EVALUATIONS, events, numbers
-from common.report.samples import read_steps
 
 
 def read_metrics(folder: Path) -> Any:
@@ -31,13 +31,16 @@ def read_completions(folder: Path) -> Any:
     """
     kept = folder / "completions"
     rows: list[dict[str, Any]] = []
-    for path in sorted(kept.glob("*.jsonl")):
-        if path.name != "training.jsonl":
-            rows += [{"kind": "held-out", "evaluation": path.stem, **row} for row in events(path)]
-    for line in read_steps(folder):
+    for path in find_evaluations(kept):
+        rows += [{"kind": "held-out", "evaluation": path.stem, **row} for row in events(path)]
+    pandas, tables = _pandas(), sorted((kept / "training").glob("steps-*.parquet"))
+    if tables:  # completions=all
+        training = pandas.concat([pandas.read_parquet(path) for path in tables])
+        return pandas.concat([pandas.DataFrame(rows), training.assign(kind="training")])
+    for line in read_training(folder):
         shared = {key: value for key, value in line.items() if key != "rows"}
         rows += [{"kind": "training", **shared, **row} for row in line["rows"]]
-    return _pandas().DataFrame(rows)
+    return pandas.DataFrame(rows)
 
 
 def _pandas() -> Any:

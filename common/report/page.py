@@ -23,6 +23,7 @@ from common.report.panels import AXES, ORDERS, Panel
 from common.report.story import (
     arguments,
     columns,
+    describe_harness,
     find_facts,
     find_measures,
     find_phases,
@@ -70,6 +71,9 @@ def write_report(folder: Path, figures: bool = True) -> Path:
         _head(folder, saved, result, history),
         _facts(find_facts(saved, result, history)),
         _section("Held-out measures", find_measures(result, evaluations)),
+        _section(
+            "lm-eval", describe_harness((load(folder / "harness.json") or {}).get("tasks", {}))
+        ),
         _figures(drawn),
         _section("Time", find_phases(history)),
         _completions(folder / "completions"),

@@ -80,6 +80,8 @@ class Samples:
         self.everything, self.buffer, self.every = everything, [], 1
         if self.path.exists():
             self._rewrite(lambda step: step <= resumed)
+        for path in self.folder.glob(".steps-*.tmp"):  # of a run that was killed
+            path.unlink()
         for path in self.folder.glob("steps-*.parquet"):
             cut_table(path, resumed)
 
@@ -178,7 +180,7 @@ def cut_table(path: Path, steps: int) -> None:
 
 
 def _replace(pq: Any, table: Any, path: Path) -> None:
-    beside = path.with_suffix(".tmp")
+    beside = path.with_name(f".{path.stem}.tmp")  # readers of the folder leave it out
     pq.write_table(table, beside)
     os.replace(beside, path)
 

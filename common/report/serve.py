@@ -53,7 +53,7 @@ class Board:
             return
         try:
             self.made[folder] = mark, web.read_data(folder)
-        except (ConfigError, OSError) as error:
+        except Exception as error:  # whatever a file that is being written lets a reader meet
             if not last:
                 raise
             log.warning("%s is shown as it was: %s", folder, error)
@@ -84,7 +84,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer / and /data?since=MARK; there is nothing else."""
         asked, port = urlsplit(self.path), self.connection.getsockname()[1]
-        if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
+        # a page of another site that names itself as this machine has its own name here
+        if urlsplit(f"//{self.headers.get('Host')}").hostname not in (HOST, "localhost"):
             return self._answer(403, "text/plain", f"The page is at http://{HOST}:{port}/.")
         if asked.path not in ("/", "/data"):
             return self._answer(404, "text/plain", "There is nothing here. The page is at /.")
@@ -101,8 +102,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Cache-Control", "no-store")
         self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        with suppress(ConnectionError):  # the page was closed meanwhile
+            self.end_headers()
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print no line for each request."""

@@ -3,7 +3,7 @@
 import io
 import logging
 import os
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -134,12 +134,13 @@ class Trackio:
             )
         self.id = self.run.name
         # What it has of steps after the checkpoint is not sent again.
-        self.known = self.run._next_step if resumed else 0
+        self.known, self.step = self.run._next_step if resumed else 0, resumed
         log.info("Trackio: %s in project %s; look at it with: trackio show", self.id, project)
 
     def log(self, values: dict[str, Any], step: int) -> None:
         """Send the numbers of a step."""
-        if step >= self.known:
+        self.step = step
+        if step >= self.known or not self.known:
             self.run.log(values, step=step)
 
     def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
@@ -151,11 +152,12 @@ class Trackio:
     def summary(self, values: dict[str, Any]) -> None:
         """Send the headline numbers of the run, which Trackio has no place of their own for."""
         numbers = {k: v for k, v in values.items() if isinstance(v, (int, float))}
-        self.run.log({f"summary/{name}": value for name, value in numbers.items()})
+        found = {f"summary/{name}": value for name, value in numbers.items()}
+        self.run.log(found, step=self.step)  # a step of its own would come before those of more
 
     def close(self, code: int) -> None:
         """End the record."""
-        with redirect_stdout(io.StringIO()):
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             self.run.finish()
 
 

@@ -170,6 +170,20 @@ def add_intervals(row: dict[str, str], sure: dict[str, Any] | None) -> dict[str,
     return row | {"test": "" if sure["p_value"] is None else show_p(sure["p_value"])}
 
 
+def describe_harness(found: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
+    """Return a row per task and measure of lm-eval, as in RUN/harness.json."""
+    rows = []
+    for task, measures in found.items():
+        for name, sides in measures.items():
+            row = {"task": task, "measure": name}
+            for when in ("before", "after"):
+                side = sides.get(when)
+                error = f" ± {side['stderr']:.4f}" if side and side["stderr"] is not None else ""
+                row[when] = f"{side['value']:.4f}{error}" if side else ""
+            rows.append(row)
+    return rows
+
+
 def find_phases(history: list[dict[str, Any]]) -> list[dict[str, str]]:
     """Return a row per phase: its seconds and its share, the longest first."""
     seconds: dict[str, float] = {}
@@ -216,7 +230,7 @@ def read_rows(path: Path, count: int) -> list[dict[str, Any]]:
         for line, _ in zip(file, range(count), strict=False):
             with suppress(ValueError):  # the last line of a run that was killed
                 found.append(json.loads(line))
-    return found
+    return [one for one in found if isinstance(one, dict)]
 
 
 def find_warnings(path: Path) -> list[str]:

@@ -109,7 +109,8 @@ def render(template: str, data: Data) -> str:
 
 def encode(data: Data) -> str:
     """Return data as JSON for a page: no text of a model can end the element that it stands in."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False)
+    text = text.replace("</", "<\\/").replace("<!--", "\\u003c!--")
     return text.encode("utf-8", "replace").decode()  # without halves of characters
 
 
@@ -178,7 +179,8 @@ def find_curve(
     if len(kept) > most:
         width = -(-2 * len(kept) // most)
         parts = [kept[i : i + width] for i in range(0, len(kept), width)]
-        parts = [part for part in parts if len(part) > 1]
+        if len(parts[-1]) == 1:  # the end of the run is there, whatever the count
+            parts[-2:] = [parts[-2] + parts[-1]]
         found["mean"] = [_short(sum(y for _, _, y in part) / len(part)) for part in parts]
         kept = [point for part in parts for point in _extremes(part)]
     found |= {"at": [x for x, _, _ in kept], "y": [y for _, _, y in kept]}

@@ -154,11 +154,11 @@ def test_template_and_conversation(data):
     assert only.prompt(example) == example.question
 
 
-def test_it_teaches_the_answer_once_and_twice(data):
+def test_it_teaches_the_answer_with_and_without_a_mark(data):
     task = custom("task.path=data.jsonl", *FIELDS)
     example = next(e for e in [*task.examples("train"), *task.examples("test")] if e.answer == "12")
     taught = {task.pretraining(example, random.Random(i)) for i in range(20)}
-    assert taught == {("6 and 6\n", "12"), ("6 and 6\n", "1212")}
+    assert taught == {("6 and 6\n", "12"), ("6 and 6\n", "12?")}
 
 
 # --- rewards

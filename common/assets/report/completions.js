@@ -36,16 +36,17 @@ function textOf(row) {
     found.textContent = row.completion;
     return found;
   }
+  const signs = Array.from(row.completion);  // one for each code point, as Python counts
   let place = 0;
   row.ends.forEach((end, i) => {
     if (end <= place) return;
-    const token = make("span", row.completion.slice(place, end), "token");
+    const token = make("span", signs.slice(place, end).join(""), "token");
     token.style.setProperty("--odd", Math.min(1, -row.logprobs[i] / 5).toFixed(2));
     token.title = `log-probability ${row.logprobs[i]}, probability ${short(Math.exp(row.logprobs[i]))}`;
     found.append(token);
     place = end;
   });
-  found.append(row.completion.slice(place));
+  found.append(signs.slice(place).join(""));
   return found;
 }
 

@@ -68,7 +68,11 @@ function draw(place, curves, { label, zero, log, sync, counts }) {
     series.push(line);
   }
   const axis = look();
-  const range = zero && !log ? (u, low, high) => [Math.min(0, low), high * 1.05 || 1] : undefined;
+  const range = log ? undefined : (u, low, high) => {
+    if (zero) return [Math.min(0, low), high * 1.05 || 1];
+    if (low !== high) return uPlot.rangeNum(low, high, 0.1, true);
+    return low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, low + Math.abs(low) * 0.1];  // flat
+  };
   const options = {
     width: place.clientWidth, height: 230, series, bands,
     scales: { x: { time: false }, y: { distr: log ? 3 : 1, ...(range ? { range } : {}) } },

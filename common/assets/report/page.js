@@ -44,7 +44,7 @@ function curves(of, axis) {
   const share = Number(at("smooth").value), several = data.runs.length > 1, found = [];
   of.forEach(([one, panel]) =>
     panel.series.forEach((series, i) => {
-      const colour = COLOURS[(several ? data.runs.indexOf(one) : i) % COLOURS.length], dash = several ? DASHES[i % DASHES.length] : [];
+      const colour = COLOURS[(several ? data.runs.indexOf(one) : i) % COLOURS.length], dash = DASHES[(several ? i : Math.floor(i / COLOURS.length)) % DASHES.length];
       const label = several ? `${one.name}: ${series.name}` : series.name, x = series[axis], curve = { label, colour, dash, x };
       const thick = share > 0 && series.y.length > 10 && !panel.exact, raw = !thick || at("raw").checked;
       if (raw) found.push({ ...curve, y: series.y, raw: thick });
