@@ -177,16 +177,7 @@ def explain(
             return renamed
         names = list_settings(path.split(".")[:-1], arguments, algorithms, config_dir)
         if others := find_owners(path, config_dir):
-            group = path.partition(".")[0]
-            chosen = find_choice(arguments, group, config_dir)
-            if chosen in others:
-                return (
-                    f"{path}: {path.rpartition('.')[0]} is no group of settings. Give it a value."
-                )
-            return (
-                f"{path} has no effect with {group}={chosen}. It is a setting of"
-                f" {group}={'|'.join(others)}. Leave it out, or choose that."
-            )
+            return _setting_of_others(path, others, find_choice(arguments, "engine", config_dir))
         if names:
             return unknown_key(path, names, reduce(nested_schema, inner[:-1], schema))
         if "No match in the defaults list" in text:
@@ -296,6 +287,16 @@ def find_owners(path: str, config_dir: str | None) -> list[str]:
     if group != "engine":  # tasks share most of their names
         return []
     return [n for n in list_options(group, config_dir) if key in read_keys(group, n, config_dir)]
+
+
+def _setting_of_others(path: str, others: Sequence[str], chosen: str) -> str:
+    """Return the text for a setting of engines (`others`) that does not fit the one chosen."""
+    if chosen in others:
+        return f"{path}: {path.rpartition('.')[0]} is no group of settings. Give it a value."
+    return (
+        f"{path} has no effect with engine={chosen}. It is a setting of engine={'|'.join(others)}."
+        " Leave it out, or choose that."
+    )
 
 
 def list_settings(

@@ -135,8 +135,8 @@ def _read(folder: Path) -> Run | Failure:
     run.prompts = [[row.get("id"), row.get("prompt")] for row in rows]
     kept = [row.get("scores") for row in rows]
     scores = [one.get(result["metric"]) if isinstance(one, dict) else None for one in kept]
-    sound = [one for one in scores if isinstance(one, (int, float)) and math.isfinite(one)]
-    run.scores = sound if len(sound) == len(scores) else []
+    sound = all(isinstance(one, (int, float)) and math.isfinite(one) for one in scores)
+    run.scores = [float(one or 0) for one in scores] if sound else []
     return run
 
 

@@ -71,9 +71,7 @@ def write_report(folder: Path, figures: bool = True) -> Path:
         _head(folder, saved, result, history),
         _facts(find_facts(saved, result, history)),
         _section("Held-out measures", find_measures(result, evaluations)),
-        _section(
-            "lm-eval", describe_harness((load(folder / "harness.json") or {}).get("tasks", {}))
-        ),
+        _section("lm-eval", describe_harness(load(folder / "harness.json") or {"tasks": {}})),
         _figures(drawn),
         _section("Time", find_phases(history)),
         _completions(folder / "completions"),

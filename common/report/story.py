@@ -170,10 +170,10 @@ def add_intervals(row: dict[str, str], sure: dict[str, Any] | None) -> dict[str,
     return row | {"test": "" if sure["p_value"] is None else show_p(sure["p_value"])}
 
 
-def describe_harness(found: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
+def describe_harness(found: dict[str, Any]) -> list[dict[str, str]]:
     """Return a row per task and measure of lm-eval, as in RUN/harness.json."""
     rows = []
-    for task, measures in found.items():
+    for task, measures in found["tasks"].items():
         for name, sides in measures.items():
             row = {"task": task, "measure": name}
             for when in ("before", "after"):

@@ -84,7 +84,7 @@ RUNS = {
     ],
 }
 # Of a run without a reference model, and whose groups are all alive, and with one reward.
-CONDITIONAL = {"dead", "components", "component_cosine"}
+CONDITIONAL = {"dead", "components", "component_cosine", "text"}
 
 
 @pytest.fixture(scope="module", autouse=True)
