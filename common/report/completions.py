@@ -17,7 +17,7 @@ from common.tasks import plain
 ROWS = 200  # held-out completions of an evaluation
 EVALUATIONS = 12  # whose completions can be looked at, the first and the last among them
 LONGEST = 4000  # characters of a completion
-CHARACTERS = 1_500_000  # of all held-out completions
+SIZE = 1_500_000  # bytes of all held-out completions
 KEPT = 1_200_000  # bytes of the completions of training
 STEPS = 12  # of training at least, however long the completions are
 WINDOWS = 10  # of the run, in the table of prompts
@@ -47,7 +47,9 @@ def find_held_out(folder: Path) -> dict[str, Any]:
     first = next(iter(read.values()), [])
     ids = [row["id"] for row in first]
     same = {name: rows for name, rows in read.items() if [row["id"] for row in rows] == ids}
-    longest = min(LONGEST, CHARACTERS // max(1, len(ids) * (len(same) + 2)))
+    said = "".join(row["completion"] for row in first)
+    wide = len(said.encode("utf-8", "replace")) / max(1, len(said))  # bytes of a character
+    longest = min(LONGEST, int(SIZE / max(1.0, wide) / max(1, len(ids) * (len(same) + 2))))
     prompts = [
         {
             "id": row["id"],
@@ -83,8 +85,8 @@ def find_training(lines: Sequence[Line]) -> dict[str, Any]:
     most = max((len(line["rows"]) for line in lines), default=1)
     longest = min(LONGEST, max(200, KEPT // (STEPS * max(1, most))))
     texts = [_shortened(line, longest) for line in lines]
-    count = len(texts)
-    while count > 1 and sum(len(texts[i]) for i in _spread(len(texts), count)) > KEPT:
+    count, sizes = len(texts), [len(text.encode("utf-8", "replace")) for text in texts]
+    while count > 1 and sum(sizes[i] for i in _spread(len(texts), count)) > KEPT:
         count = count * 3 // 4
     places = _spread(len(texts), count)
     parts = sorted({name for line in lines for row in line["rows"] for name in _components(row)})

@@ -18,6 +18,7 @@ from common.report.events import EVALUATIONS, events
 from common.report.story import (
     arguments,
     columns,
+    describe_harness,
     find_facts,
     find_measures,
     find_phases,
@@ -86,6 +87,10 @@ def find_data(
             "rows": [list(row.values()) for row in measures],
         },
         "panels": find_curves(saved["config"]["algo"]["name"], history, evaluations),
+        "harness": [
+            list(row.values())
+            for row in describe_harness(load(folder / "harness.json") or {"tasks": {}})
+        ],
         "phases": [list(row.values()) for row in find_phases(history)],
         "facts": [list(pair) for pair in find_facts(saved, result, history).items()],
         "warnings": find_warnings(folder / "run.log"),

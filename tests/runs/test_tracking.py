@@ -8,6 +8,8 @@ import re
 import select
 import shutil
 import struct
+import subprocess
+import sys
 import termios
 
 import pytest
@@ -290,6 +292,15 @@ def test_wandb_has_the_end_of_a_run_that_was_killed_after_its_last_checkpoint(la
     assert [values["step"] for values in later.history.values()] == [2]
     assert next(iter(later.history.values()))["metric"] == result["after"]
     assert later.table("completions/after")["data"]
+    shown = subprocess.run(  # W&B's viewer of runs that no server has
+        [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", out / "wandb/latest-run"],
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert re.search(r"project +clutch\n", shown.stdout)
+    assert re.search(r"completions/after +table-file", shown.stdout)
 
 
 def test_wandb_shows_the_stages_of_rft(launch, tmp_path):

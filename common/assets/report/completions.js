@@ -197,7 +197,7 @@ let start = 0;
 
 function listHeldOut() {
   const { prompts, evaluations, total } = run.completions;
-  const one = evaluations[Number(at("left").value)], other = evaluations[Number(at("other").value)];
+  const [one, other] = ["left", "other"].map((id) => evaluations.find(({ name }) => name === at(id).value));
   const text = at("text").value.toLowerCase(), became = BECAME[at("became").value][1];
   const before = scoresOf(one), after = scoresOf(other);
   const kept = prompts.map((_, i) => i).filter((i) => {
@@ -242,9 +242,11 @@ function showHeldOut() {
   const { evaluations } = run.completions;
   at("completions").hidden = !evaluations.length;
   if (!evaluations.length) return;
-  const names = evaluations.map((one, i) => [String(i), one.name]);
-  choose("left", names, "0");
-  choose("other", names, String(evaluations.length - 1));
+  const names = evaluations.map(({ name }) => [name, name]), newest = names.at(-1)[0];
+  const followed = at("other").selectedIndex === at("other").options.length - 1;  // the newest until now
+  choose("left", names, names[0][0]);
+  choose("other", names, newest);
+  if (followed) at("other").value = newest;
   const measures = [...new Set(evaluations.flatMap((one) => Object.keys(one.scores)))];
   at("changes").hidden = !measures.length;
   choose("measure", measures.map((name) => [name, name]), measures[0]);
