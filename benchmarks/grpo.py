@@ -155,6 +155,9 @@ class Alone:
     def used(self, **_: int) -> None:
         """Count nothing."""
 
+    def show(self, rows: Any) -> None:
+        """Keep nothing."""
+
 
 def open_policy(run: Run, context: Context) -> tuple[LM, Policy]:
     """Return the model and its policy before its first step."""

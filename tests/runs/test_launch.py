@@ -215,7 +215,9 @@ def test_a_run_puts_everything_into_its_folder(launch, in_cache, tmp_path):
         assert text in done.stdout
     assert re.search(r"^prompt +before +after +answer$", done.stdout, flags=re.M)
     assert re.search(
-        r"^held-out bleu +\d+\.\d\d -> \d+\.\d\d \([+-]\d+\.\d\d\)$", done.stdout, flags=re.M
+        r"^held-out bleu +\d+\.\d\d -> \d+\.\d\d \([+-]\d+\.\d\d, 95 % .*\)$",
+        done.stdout,
+        flags=re.M,
     )
     assert f"{out}/result.json" in done.stdout
 
