@@ -138,7 +138,7 @@ def main() -> None:
             "models": {k: v[0] for k, v in models.items()},
         }
         write_text(path, json.dumps(about, indent=2) + "\n")
-        print(markdown_table(story.describe_harness(about)))
+        print(markdown_table(story.find_harness(given.folder)))
         if "before" not in models:
             print("The model that the run began with was built by it, so there is no `before`.")
         print(f"written to {path}")

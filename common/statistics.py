@@ -236,57 +236,65 @@ def _parts(rows: int, width: int) -> list[int]:
 # --- runs of several seeds
 
 
-def find_difference(
-    one: np.ndarray, other: np.ndarray, added: tuple[float, float] = (100.0, -100.0)
-) -> tuple[float, Interval, float]:
+def find_difference(one: np.ndarray, other: np.ndarray) -> tuple[float, Interval, float]:
     """Return by how much `other` is above `one` on the same examples, its interval, and p.
 
-    Examples and seeds are both drawn, so the spread of each counts (two-way analysis of variance),
-    with the degrees of freedom of Satterthwaite (1946). Shares get an example that is gained and
-    one that is lost (after Bonett and Price 2012), as all that agree are not without spread either.
-    One seed of each tells nothing of others: it is `find_change`; one against several takes the
-    spread of the several for its own.
-    Args: one, other: scores [seeds, examples], of runs of two settings; added: those two examples.
+    Shares get an example that is gained and one that is lost (after Bonett and Price 2012), as all
+    that agree are not without spread either. One seed of each tells nothing of others: it is
+    `find_change`; one against several takes the spread of the several for its own.
+    Args: one, other: scores [seeds, examples], of runs of two settings.
     """
-    apart, fixed = other.mean(0) - one.mean(0), not one.any()
-    gap, count = float(apart.mean()), one.shape[1]
+    apart = other.mean(0) - one.mean(0)
+    gap = float(apart.mean())
     if len(one) == len(other) == 1:
         interval, p = find_change(one[0], other[0]), find_p(one[0], other[0])
         assert interval is not None
         assert p is not None
         return gap, interval, p
     shares = _are_shares(one) and _are_shares(other)
-    if shares:
-        apart, count = np.append(apart, added), count + 2
-    variance = float(apart.var(ddof=1)) / count
-    uncertain = variance**2 / (count - 1)
-    for runs in (one, other):
-        if len(runs) > 1:
-            seeds = float(runs.mean(1).var(ddof=1)) / len(runs)
-            rest = runs - runs.mean(0) - runs.mean(1, keepdims=True) + runs.mean()
-            noise = float(np.sum(rest**2)) / ((len(runs) - 1) * (one.shape[1] - 1) * runs.size)
-            spread = max(0.0, seeds - noise)  # which the examples have counted
-            lone = len(runs) if min(len(one), len(other)) == 1 and not fixed else 0
-            variance += spread * (1 + lone)
-            uncertain += (seeds * (1 + lone)) ** 2 / (len(runs) - 1)
-    if variance == 0:
-        return gap, (gap, gap), 1.0 if gap == 0 else 0.0
-    freedom = round(min(max(variance**2 / uncertain, 1.0), 1e6), 1)
-    error, centre = math.sqrt(variance), float(apart.mean())
-    half = find_t(freedom) * error
-    low, high = centre - half, centre + half
-    if shares:
-        low, high = max(low, -100.0), min(high, 100.0)
-    return gap, (low, high), 2 * (1 - student(abs(centre) / error, freedom))
+    lone = 1 in (len(one), len(other))
+    groups = [(runs, 1 + lone * len(runs)) for runs in (one, other) if len(runs) > 1]
+    (low, high), p = _combine(apart, (100.0, -100.0) if shares else (), groups)
+    return gap, (max(low, -100.0), min(high, 100.0)) if shares else (low, high), p
 
 
 def find_pooled(runs: np.ndarray) -> Interval | None:
-    """Return the interval of a measure over seeds and examples. runs: scores [seeds, examples]."""
+    """Return the interval of a measure over seeds and examples. runs: scores [seeds, examples].
+
+    Shares get an example that is right and one that is wrong.
+    """
     if len(runs) == 1:
         return find_interval(runs[0])
-    nothing = np.zeros((1, runs.shape[1]))
-    _, (low, high), _ = find_difference(nothing, runs, added=(0.0, 100.0))
-    return (max(low, 0.0), min(high, 100.0)) if _are_shares(runs) else (low, high)
+    shares = _are_shares(runs)
+    (low, high), _ = _combine(runs.mean(0), (0.0, 100.0) if shares else (), [(runs, 1)])
+    return (max(low, 0.0), min(high, 100.0)) if shares else (low, high)
+
+
+def _combine(
+    values: np.ndarray, added: Sequence[float], groups: Sequence[tuple[np.ndarray, int]]
+) -> tuple[Interval, float]:
+    """Return the interval of the mean of examples' values, and the p of 0.
+
+    Examples and seeds are both drawn, so the spread of each counts (two-way analysis of variance),
+    with the degrees of freedom of Satterthwaite (1946).
+    Args: added: values of examples that stand beside them; groups: runs of several seeds
+    [seeds, examples], and how often the spread of their means counts.
+    """
+    gap, every = float(values.mean()), np.append(values, added)
+    variance = float(every.var(ddof=1)) / len(every)
+    uncertain = variance**2 / (len(every) - 1)
+    for runs, times in groups:
+        seeds = float(runs.mean(1).var(ddof=1)) / len(runs)
+        rest = runs - runs.mean(0) - runs.mean(1, keepdims=True) + runs.mean()
+        noise = float(np.sum(rest**2)) / ((len(runs) - 1) * (len(values) - 1) * runs.size)
+        variance += times * max(0.0, seeds - noise)  # which the examples have counted
+        uncertain += (times * seeds) ** 2 / (len(runs) - 1)
+    if variance == 0:
+        return (gap, gap), 1.0 if gap == 0 else 0.0
+    freedom = round(min(max(variance**2 / uncertain, 1.0), 1e6), 1)
+    error, centre = math.sqrt(variance), float(every.mean())
+    half = find_t(freedom) * error
+    return (centre - half, centre + half), 2 * (1 - student(abs(centre) / error, freedom))
 
 
 def student(t: float, freedom: float) -> float:

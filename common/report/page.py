@@ -23,8 +23,8 @@ from common.report.panels import AXES, ORDERS, Panel
 from common.report.story import (
     arguments,
     columns,
-    describe_harness,
     find_facts,
+    find_harness,
     find_measures,
     find_phases,
     find_points,
@@ -71,7 +71,7 @@ def write_report(folder: Path, figures: bool = True) -> Path:
         _head(folder, saved, result, history),
         _facts(find_facts(saved, result, history)),
         _section("Held-out measures", find_measures(result, evaluations)),
-        _section("lm-eval", describe_harness(load(folder / "harness.json") or {"tasks": {}})),
+        _section("lm-eval", find_harness(folder)),
         _figures(drawn),
         _section("Time", find_phases(history)),
         _completions(folder / "completions"),

@@ -200,8 +200,5 @@ def _pyarrow() -> tuple[Any, Any]:
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of RUN/completions/training.jsonl, none where there is no such file."""
-    return [line for line in events(folder / "completions" / FILE) if _sound(line)]
-
-
-def _sound(line: Any) -> bool:
-    return isinstance(line, dict) and {"step", "rows", *SHARED} <= line.keys()
+    lines, whole = events(folder / "completions" / FILE), {"step", "rows", *SHARED}
+    return [line for line in lines if whole <= line.keys()]

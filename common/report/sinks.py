@@ -140,7 +140,7 @@ class Trackio:
     def log(self, values: dict[str, Any], step: int) -> None:
         """Send the numbers of a step."""
         self.step = step
-        if step >= self.known or not self.known:
+        if step >= self.known:
             self.run.log(values, step=step)
 
     def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:

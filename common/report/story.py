@@ -170,9 +170,9 @@ def add_intervals(row: dict[str, str], sure: dict[str, Any] | None) -> dict[str,
     return row | {"test": "" if sure["p_value"] is None else show_p(sure["p_value"])}
 
 
-def describe_harness(found: dict[str, Any]) -> list[dict[str, str]]:
-    """Return a row per task and measure of lm-eval, as in RUN/harness.json."""
-    rows = []
+def find_harness(folder: Path) -> list[dict[str, str]]:
+    """Return a row per task and measure of lm-eval, none where it was not asked."""
+    rows, found = [], load(folder / "harness.json") or {"tasks": {}}
     for task, measures in found["tasks"].items():
         for name, sides in measures.items():
             row = {"task": task, "measure": name}

@@ -18,8 +18,8 @@ from common.report.events import EVALUATIONS, events
 from common.report.story import (
     arguments,
     columns,
-    describe_harness,
     find_facts,
+    find_harness,
     find_measures,
     find_phases,
     find_settings,
@@ -87,10 +87,7 @@ def find_data(
             "rows": [list(row.values()) for row in measures],
         },
         "panels": find_curves(saved["config"]["algo"]["name"], history, evaluations),
-        "harness": [
-            list(row.values())
-            for row in describe_harness(load(folder / "harness.json") or {"tasks": {}})
-        ],
+        "harness": [list(row.values()) for row in find_harness(folder)],
         "phases": [list(row.values()) for row in find_phases(history)],
         "facts": [list(pair) for pair in find_facts(saved, result, history).items()],
         "warnings": find_warnings(folder / "run.log"),
