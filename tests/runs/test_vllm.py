@@ -197,18 +197,22 @@ def test_only_an_adapter_is_sent(open_lm, tmp_path):
     assert shares_equal(changed, ours)[0] >= 0.9
 
 
-def test_one_that_dies_is_started_again_once(open_lm):
+def test_one_that_dies_is_started_again_once(open_lm, monkeypatch):
     lm = open_lm(*LOCAL)
     requests = Requests(prompts=prompts(lm, 8), samples=2, seed=1)
 
     made = lm.generate(requests)
     first = lm.engine.link.process
 
-    def kill(_):  # while it is sampling
+    receive = lm.engine.link._receive
+
+    def kill():  # as soon as it is asked, before it can have answered
         first.send_signal(signal.SIGKILL)
         first.wait()
+        return receive()
 
-    dying = lm.engine.generate(requests, lm.run.algo.sampling, watch=kill)
+    monkeypatch.setattr(lm.engine.link, "_receive", lambda: receive() if first.poll() else kill())
+    dying = lm.engine.generate(requests, lm.run.algo.sampling)
     assert dying.tokens.shape == made.tokens.shape
     assert lm.engine.link.falls == 1
     assert torch.equal(dying.lengths, made.lengths)  # the same seed, and the same weights
