@@ -33,9 +33,9 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--weights": {"type": Path, "metavar": "DIR", "help": "default: random numbers"},
         "--vllm": {"type": Path, "metavar": "PYTHON", "help": "default: without vLLM"},
         "--part": {
-            "choices": ("sampling", "grpo"),
+            "choices": ("sampling", "grpo", "rft"),
             "default": "sampling",
-            "help": "sampling and EGGROLL, or a GRPO step beside TRL's",
+            "help": "sampling and EGGROLL; a GRPO step beside TRL's; RFT beside `generate` and TRL",
         },
     },
     "grpo": {

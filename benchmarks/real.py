@@ -2,9 +2,10 @@
 
     python -m benchmarks real --weights DIR --vllm PYTHON --json real.json
     python -m benchmarks real --weights DIR --part grpo --json grpo.json
+    python -m benchmarks real --weights DIR --part rft --json rft.json
 
-Without --weights the model has the shape of SmolLM2-135M and random numbers, and --part grpo is an
-error. --vllm names the Python of an environment with vLLM, which runs as a process of its own;
+Without --weights the model has the shape of SmolLM2-135M and random numbers, and the other parts
+are errors. --vllm names the Python of an environment with vLLM, which runs as a process of its own;
 without it those rows are left out. No token stops a row, so that all make the same number of
 tokens, at temperature 1.
 
@@ -28,7 +29,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks import grpo, measure
+from benchmarks import finetuning, grpo, measure, rft
 from benchmarks.eggroll import Sizes, Work, settings
 from benchmarks.measure import Case, Report, paired
 from benchmarks.models import build, generate
@@ -143,8 +144,10 @@ def sampling_cases(
 def run(options: argparse.Namespace) -> Report:
     """Time every row in turn."""
     report = Report("real", options, 5, dtype="bfloat16")
-    if options.part == "grpo":
-        compare_grpo(report, options)
+    if options.part != "sampling":
+        if options.weights is None:
+            sys.exit(f"error: --part {options.part} needs --weights DIR.")
+        (compare_grpo if options.part == "grpo" else compare_rft)(report, options)
         return report
     new = 4 if options.quick else MEMBERS.new_tokens
     model = load(options.weights).to(report.device)
@@ -242,8 +245,6 @@ def compare_engine(report: Report, model: Any, python: Path, new: int) -> None:
 
 def compare_grpo(report: Report, options: argparse.Namespace) -> None:
     """Time GRPO steps of TRL and of this project, each in a process of its own."""
-    if options.weights is None:
-        sys.exit("error: --part grpo needs --weights DIR: random weights earn no rewards.")
     disable_progress_bar()
     with TemporaryDirectory() as folder:
         tokenizer = AutoTokenizer.from_pretrained(options.weights)
@@ -273,6 +274,24 @@ def compare_grpo(report: Report, options: argparse.Namespace) -> None:
         ratio = median(found[grpo.PEER]["seconds"]) / median(found[OURS]["seconds"])
         report.figures.append(("GRPO step against TRL", ">= 8x", f"{ratio:.2f}x"))
     report.conditions["seconds"] = {row: one["seconds"] for row, one in found.items()}
+
+
+def compare_rft(report: Report, options: argparse.Namespace) -> None:
+    """Time RFT's sampling beside `generate`, scored and written, then its fine-tuning."""
+    prompts, samples, new = (2, 2, 4) if options.quick else (8, 8, MEMBERS.new_tokens)
+    work = rft.Work(report.device, prompts, samples, new, options.weights)
+    work.model = load(options.weights).to(report.device)
+    cases = [
+        Case(f"RFT sampling: {GENERATE}", lambda: work.generated(prompts, clear=False)),
+        Case(f"RFT sampling: {OURS}", work.ours(torch.bfloat16, None)),
+    ]
+    timed = report.time(cases)
+    speeds = {name: one.speeds(lambda made: made["tokens"]) for name, one in timed.items()}
+    report.compare(speeds, "tokens/s", cases[0].name, less=False)
+    ratio = paired(speeds[cases[1].name], speeds[cases[0].name])
+    report.figures.append(("RFT sampling against generate", ">= 3.5x", f"{ratio:.2f}x"))
+    with TemporaryDirectory() as folder:
+        finetuning.compare(report, str(options.weights), folder)
 
 
 def add_figures(report: Report, speeds: dict[str, list[float]], shape: str) -> None:

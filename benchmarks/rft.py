@@ -39,7 +39,9 @@ AMP, COMPILE = "+ amp", "+ compile"
 class Work:
     """The prompts, the model and what every row does with its completions."""
 
-    def __init__(self, device: torch.device, prompts: int, samples: int, new: int) -> None:
+    def __init__(
+        self, device: torch.device, prompts: int, samples: int, new: int, model: Path | None = None
+    ) -> None:
         changes = {
             "second_round_samples": 0,
             "samples_per_prompt": samples,
@@ -49,7 +51,8 @@ class Work:
             "sampling.max_new_tokens": new,
             "sampling.temperature": 1.0,
         }
-        run = compose(["algo=rft", "task=chess", *(f"algo.{k}={v}" for k, v in changes.items())])
+        settings = ["algo=rft", "task=chess", *(f"algo.{k}={v}" for k, v in changes.items())]
+        run = compose(settings + ([f"model.path={model}", "model=hf"] if model else []))
         self.lm = LM(run, Context(0, 1, Device(device, "", 0.0, True), Path()))
         self.model: Any = self.lm.model
         self.tokenizer: Any = self.lm.tokenizer

@@ -18,7 +18,6 @@ from common.config import (
     Share,
     below,
     choice,
-    no_effect,
     share,
     unused,
 )
@@ -61,6 +60,8 @@ class RftConfig:
         "batch_rows": "algo.batch_size (completions per optimizer step) and algo.train_rows",
         "accumulate": "algo.batch_size, the completions per optimizer step",
         "empty_cache_every": None,
+        "packing": None,
+        "pack_tokens": None,
         "pass_samples": "evaluate.samples, of every algorithm",
         "lora.rank": "model.adapter.rank, where null is no adapter",
         "lora.alpha": "model.adapter.alpha",
@@ -85,8 +86,6 @@ class RftConfig:
     epochs: Count
     batch_size: Count
     train_rows: Count | None
-    packing: bool
-    pack_tokens: Count
     lr: Positive
     lr_schedule: ScheduleConfig
     warmup: Annotated[Nonnegative, (below, 1)]
@@ -99,9 +98,6 @@ class RftConfig:
             raise ConfigError(
                 "algo.sampling.temperature=0 makes all samples of a prompt equal. Use 0.7."
             )
-        if not self.packing:
-            off = "with algo.packing=false. Add algo.packing=true, or leave it out."
-            no_effect("algo/rft.yaml", "pack_tokens", self.pack_tokens, off)
         self.part()
         if self.shard is not None and self.stage != "generate":
             raise ConfigError(

@@ -29,7 +29,7 @@ def sampled_with(run: Run, iteration: int) -> dict[str, Any]:
 def finetuned_with(run: Run) -> dict[str, Any]:
     """Return the settings that a fine-tuned model depends on, beside its samples."""
     cfg: RftConfig = run.algo
-    keys = ("start_from", "epochs", "batch_size", "packing", "pack_tokens", "lr", "warmup")
+    keys = ("start_from", "epochs", "batch_size", "lr", "warmup")
     groups = ("select", "lr_schedule", "optimizer")
     return {
         "seed": run.seed,

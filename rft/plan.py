@@ -40,7 +40,7 @@ def fit_rows(lm: LM, prompts: Prompts) -> tuple[RowLimit, float, StateMemory]:
     # Autocast's casts, which go block by block where activations are recomputed.
     recomputed, compute = lm.run.opt.checkpointing.enabled, lm.precision.compute
     training = lm.state_memory(True, copies=lm.half and not recomputed)
-    one = Batch(1, prompts.longest + tokens, 0, 0, compute)
+    one = Batch(1, prompts.longest, 1, tokens, compute)
     row = activation_bytes(lm.model, one, recomputed)
     passing = passing_bytes(lm.model, one) if recomputed else 0.0
     once = logits_bytes(lm.model, limit.rows * tokens)
@@ -81,7 +81,7 @@ def plan(
         "select": f"reward from {cfg.select.accept:g}, up to {cfg.select.keep_per_prompt} ways per"
         f" prompt, buffer {cfg.select.buffer}",
         "fine-tune": f"{trained}, {cfg.epochs} epochs, lr {cfg.lr:g}, {cfg.batch_size}"
-        f" completions per step, {limit.rows} per forward{', packed' if cfg.packing else ''}",
+        f" completions per step, {limit.rows} per forward",
         "environment": ", ".join(describe_variables(cfg)),
         **lm.describe_memory(peak, rows, state),
         "folder": str(lm.context.out_dir),

@@ -35,15 +35,15 @@ LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 @dataclass(frozen=True)
 class Groups:
-    """n prompts with G completions each, of P and C tokens at most, T tokens in all, N of them in
-    completions.
+    """n prompts with up to G completions each, of P and C tokens at most, T tokens in all, N of
+    them in completions.
 
     Attributes:
         ids, positions: int64 [1, T], row by row.
         places: int64 [T], the place of each among n * (P + G * C); None where all are taken.
         mask: bool [n * G, C], True on real completion tokens. slots: int64 [N], where these are.
         targets: int64 [N], those tokens. predictors: int64 [N], which of the T predicts each.
-        lengths: tokens of each prompt and of its completions, by row.
+        lengths: tokens of each prompt and of its completions, by row; 0 where there are fewer.
         sizes: n, P, G, C.
         prompt_mask: [n, 1, P, P], None where no prompt is padded. completion_mask: [n * G, 1, C,
             P + C]. Both are additive. spans: what takes the place of both in flash attention.
@@ -109,10 +109,9 @@ def group(
     completions: Sequence[Sequence[Sequence[int] | Tensor]],
     device: torch.device,
 ) -> Groups:
-    """Lay out prompts and, for each, the same number of completions (token ids, none of them
-    empty).
-    """
-    n, size = len(prompts), len(completions[0])
+    """Lay out prompts and the completions of each (token ids, none of them empty)."""
+    n, size = len(prompts), max(map(len, completions))
+    completions = [[*group, *[[]] * (size - len(group))] for group in completions]
     width = max(len(p) for p in prompts)
     length = max(len(c) for group in completions for c in group)
     ids = torch.zeros(n, width + size * length, dtype=torch.long)

@@ -144,12 +144,13 @@ class Spans:
 
 
 def span(lengths: Sequence[Sequence[int]], device: torch.device) -> Spans:
-    """Lay out rows of a prompt and its completions. lengths: tokens of each, by row."""
+    """Lay out rows of a prompt and its completions. lengths: tokens of each, by row; 0 = none."""
     rows = torch.tensor(lengths)  # [n, 1 + G]
     prompts, completions = rows[:, 0], rows[:, 1:].sum(1)
     flat = rows.flatten()
     first = torch.arange(rows.shape[1]).expand_as(rows).flatten() == 0
     of_prompt = first.repeat_interleave(flat)  # [T]
+    flat = flat[flat > 0]
     found = [torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in (flat, completions, prompts)]
     found += [(~of_prompt).nonzero()[:, 0], of_prompt.nonzero()[:, 0]]
     own, queries, keys, *where = to_device(found, device)

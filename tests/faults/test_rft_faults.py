@@ -43,14 +43,14 @@ def test_rows_are_those_that_fit_the_memory(letters, tmp_path, monkeypatch):
 def test_memory_that_runs_out_halves_the_rows_for_good(
     letters, first_iteration, tmp_path, monkeypatch
 ):
-    real = finetune.lay
+    real = finetune.token_losses
 
-    def scarce(rows, device):
-        if sum(len(tree.completions) for row in rows for tree in row) > 12:
+    def scarce(model, trees, *others):
+        if sum(len(tree.completions) for tree in trees) > 12:
             raise torch.OutOfMemoryError("out of memory")
-        return real(rows, device)
+        return real(model, trees, *others)
 
-    monkeypatch.setattr(finetune, "lay", scarce)
+    monkeypatch.setattr(finetune, "token_losses", scarce)
     letters("algo.iterations=1", folder="scarce")
     assert json.loads((tmp_path / "scarce/sizes.json").read_text())["train_rows"] == 8
     wanted, found = weights(first_iteration), weights(tmp_path / "scarce")

@@ -290,7 +290,8 @@ def test_the_notebook_runs(cache, tmp_path):
     pytest.importorskip("pandas")
     notebook = json.loads((ROOT / "examples" / "a_run_from_python.ipynb").read_text())
     cells = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
-    script = "\n\n".join(cells).replace('"algo.steps=20"', '"algo.steps=2", "algo.members=8"')
+    short = '"algo.steps=2", "algo.members=8", "model.tiny.pretrain_steps=20"'
+    script = "\n\n".join(cells).replace('"algo.steps=20"', short)
     script += """
 assert list(history.step) == [1, 2]
 assert list(evaluations.step) == [0, 2]

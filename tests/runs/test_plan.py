@@ -53,6 +53,9 @@ def models(tmp_path_factory):
     return folders
 
 
+FEW = ["task.positions=64", "task.test_positions=16"]  # prompts are made, and encoded, each time
+
+
 def plan(*arguments):
     return train(compose([*arguments, "plan=true"]), "nowhere")
 
@@ -74,7 +77,14 @@ def test_the_plan_of_the_run_itself(settings, tmp_path):
 
 def test_from_the_command_line_it_leaves_nothing(tmp_path):
     done = subprocess.run(
-        [sys.executable, str(ROOT / "launch.py"), "algo=grpo", "hardware=rtx4090", "plan=true"],
+        [
+            sys.executable,
+            str(ROOT / "launch.py"),
+            "algo=grpo",
+            "hardware=rtx4090",
+            "plan=true",
+            *FEW,
+        ],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -86,20 +96,16 @@ def test_from_the_command_line_it_leaves_nothing(tmp_path):
     assert not list(tmp_path.rglob("*.*"))
 
 
-def test_in_the_folder_of_a_run_it_changes_nothing(tmp_path):
-    ran = [sys.executable, str(ROOT / "launch.py"), *SMALL, "algo.steps=1", "hydra.run.dir=run"]
-    subprocess.run(ran, cwd=tmp_path, check=True, capture_output=True)
+def test_in_the_folder_of_a_run_it_changes_nothing(launch, tmp_path):
+    ran = [*SMALL, "algo.steps=1", "hydra.run.dir=run"]
+    launch(*ran)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
-    done = subprocess.run([*ran, "plan=true"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    launch(*ran, "plan=true")
     after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
     assert after == before
-    sweep = subprocess.run(
-        [*ran[:-1], "plan=true", "-m"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert (sweep.returncode, sweep.stderr) == (
-        2,
-        "error: plan=true plans one run. Leave out -m, and plan the jobs one by one.\n",
+    assert (
+        launch(*ran[:-1], "plan=true", "-m", code=2).stderr
+        == "error: plan=true plans one run. Leave out -m, and plan the jobs one by one.\n"
     )
 
 
@@ -134,7 +140,7 @@ def test_what_would_make_it_fit(models, capsys):
 
 def test_an_adapter_makes_it_fit(models, capsys):
     """What an earlier switch did not bring is kept, and offload leaves with the reference model."""
-    model = ["model=hf", f"model.path={models['7b']}", "hardware=rtx4090"]
+    model = ["model=hf", f"model.path={models['7b']}", "hardware=rtx4090", *FEW]
     assert not plan("algo=grpo", *model).fits
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert re.search(r"'opt=\[amp,checkpointing\]' model.adapter.rank=16: [0-9.]+ GB, fits$", last)
@@ -142,6 +148,7 @@ def test_an_adapter_makes_it_fit(models, capsys):
 
 def test_few_bits_make_it_fit(models, capsys):
     model = ["model=hf", f"model.path={models['7b']}", "hardware=rtx4090", "hardware.memory_gb=12"]
+    model += FEW
     assert not plan("algo=grpo", *model).fits
     *_, other, last = capsys.readouterr().out.strip().splitlines()
     more = r"'opt=\[amp,checkpointing\]' model.adapter.rank=16 model.quantize="
@@ -154,6 +161,7 @@ def test_few_bits_make_it_fit(models, capsys):
 
 def test_a_model_that_nothing_makes_fit(models, capsys):
     model = ["model=hf", f"model.path={models['7b']}", "hardware=rtx4090", "hardware.memory_gb=8"]
+    model += FEW
     assert not plan("algo=grpo", *model).fits
     assert "opt=fsdp" in capsys.readouterr().out.splitlines()[-1]
 

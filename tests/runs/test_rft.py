@@ -163,11 +163,10 @@ def test_where_an_iteration_starts(letters, tmp_path, start):
     assert all(torch.allclose(first[k], second[k], atol=1e-5) for k in first)
 
 
-def test_micro_batches_packing_and_recomputation_change_rounding_alone(letters, tmp_path):
+def test_micro_batches_and_recomputation_change_rounding_alone(letters, tmp_path):
     letters("algo.iterations=1", "algo.batch_size=32", folder="whole")
     variants = {
         "halved": ["algo.batch_size=32", "algo.train_rows=8"],
-        "packed": ["algo.batch_size=32", "algo.packing=true", "algo.pack_tokens=128"],
         "recomputed": ["algo.batch_size=32", "opt=[checkpointing]"],
     }
     wanted = weights(tmp_path / "whole/iteration-1")
@@ -189,20 +188,6 @@ def test_two_ranks_make_the_samples_and_the_weights_of_one(launch, tmp_path):
     a, b = weights(one), weights(two)
     assert all(torch.allclose(a[k], b[k], atol=2e-3) for k in a)
     assert json.loads((two / "result.json").read_text())["world_size"] == 2
-
-
-@pytest.mark.parametrize(
-    ("override", "text"),
-    [
-        (
-            "algo.pack_tokens=64",
-            "algo.pack_tokens=64 has no effect with algo.packing=false. Add algo.packing=true,",
-        ),
-    ],
-)
-def test_settings_without_effect(override, text):
-    with pytest.raises(ConfigError, match="^" + re.escape(text)):
-        compose(["algo=rft", override])
 
 
 def test_an_optimizer_that_is_not_there_is_named(letters):

@@ -1,4 +1,4 @@
-"""RFT in parts: chunks and their store, selection, packed fine-tuning."""
+"""RFT in parts: chunks and their store, selection, fine-tuning."""
 
 import itertools
 import math
@@ -11,13 +11,16 @@ import torch
 from common import optim
 from common.config import ConfigError
 from common.evaluation import pass_at
+from common.model import logprobs
 from common.precision import Precision
 from common.tasks import Example
 from launch import compose
-from rft.finetune import Tree, lay, micro_batches, steps, token_losses
+from rft.finetune import Tree, micro_batches, steps, token_losses
 from rft.generate import Store, check_same, missing
 from rft.select import distinct, diverse, select
 from tests.support.models import ARCHITECTURES, small_model
+
+CPU = torch.device("cpu")
 
 
 def settings(**changes):
@@ -198,31 +201,25 @@ def plain_losses(model, trees):
     return torch.cat(losses)
 
 
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_shared_prompt_or_a_packed_row_changes_no_loss_and_no_gradient(name, packed):
+def test_a_shared_prompt_changes_no_loss_and_no_gradient(name):
     model, trees = small_model(name), some_trees()
     wanted = plain_losses(model, trees)
     wanted.mean().backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
-    rows = [trees[:2], trees[2:5], trees[5:]] if packed else [[tree] for tree in trees]
-    layout = lay(rows, torch.device("cpu"))
-    found = token_losses(model.base_model, model, layout, torch.float32)
+    logprobs.prepare(model)
+    found = token_losses(model, trees, CPU, torch.float32)
     assert torch.allclose(found, wanted, atol=2e-5)
     found.mean().backward()
     for n, p in model.named_parameters():
         assert torch.allclose(p.grad, gradients[n], atol=2e-5), n
 
 
-def test_a_packed_neighbour_has_no_influence():
+def test_a_neighbour_has_no_influence():
     model, trees = small_model("llama"), some_trees()
-    one = token_losses(
-        model.base_model, model, lay([[trees[0], trees[1]]], torch.device("cpu")), torch.float32
-    )
-    other = token_losses(
-        model.base_model, model, lay([[trees[0], trees[2]]], torch.device("cpu")), torch.float32
-    )
+    logprobs.prepare(model)
+    one, other = (token_losses(model, [trees[0], trees[i]], CPU, torch.float32) for i in (1, 2))
     assert torch.allclose(one[: trees[0].targets], other[: trees[0].targets], atol=1e-6)
 
 
@@ -233,22 +230,16 @@ def test_steps_and_forwards_hold_every_tree_once():
         assert sorted(map(id, itertools.chain(*cut))) == sorted(map(id, trees))
         assert all(sum(len(t.completions) for t in step) >= 8 for step in cut[:-1])
     assert steps(trees, 8, 0, seed=3) != steps(trees, 8, 1, seed=3)
-    for packing in (None, 64):
-        forwards = micro_batches(trees, 8, packing)
-        rows = [row for forward in forwards for row in forward]
-        assert sorted(map(repr, itertools.chain(*rows))) == sorted(map(repr, trees))
-        if packing:
-            assert all(sum(t.tokens for t in row) <= packing or len(row) == 1 for row in rows)
-            assert len(rows) < len(trees) / 2
-        else:
-            assert all(len(row) == 1 for row in rows)
+    forwards = micro_batches(trees, 8)
+    assert sorted(map(repr, itertools.chain(*forwards))) == sorted(map(repr, trees))
+    assert all(8 <= sum(len(t.completions) for t in some) < 12 for some in forwards[:-1])
 
 
 def test_a_tree_that_does_not_fit_is_cut_and_loses_nothing():
     trees = some_trees()
-    alone = [row for forward in micro_batches(trees, 1, None) for row in forward]
-    assert all(len(tree.completions) == 1 for (tree,) in alone)
-    assert sorted((t.prompt, t.completions[0]) for (t,) in alone) == sorted(
+    alone = [tree for forward in micro_batches(trees, 1) for tree in forward]
+    assert all(len(tree.completions) == 1 for tree in alone)
+    assert sorted((t.prompt, t.completions[0]) for t in alone) == sorted(
         (t.prompt, c) for t in trees for c in t.completions
     )
 

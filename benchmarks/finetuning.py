@@ -1,0 +1,150 @@
+"""A step of fine-tuning on accepted completions, by TRL's SFTTrainer and by this project.
+
+Called by `python -m benchmarks real --part rft`. Both learn from the same token ids: prompts with
+several completions each, whose lengths spread. TRL has a row per completion, padded to the longest
+of the step; this project computes a prompt once and nothing of padding.
+"""
+
+import random
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks import grpo, measure
+from common.distributed.context import Context
+from common.hardware import Device
+from common.lm import LM
+from common.rows import RowLimit
+from common.timer import Timer
+from launch import compose
+from rft.finetune import Finetuner, Tree
+
+PEER, OURS = "TRL", "this project"
+SHORTEST, LR = 8, 1e-5
+
+
+def draw_trees(work: dict[str, Any]) -> list[Tree]:
+    """Return the prompts and completions of all steps, as random token ids."""
+    draw, tokens = random.Random(1), work["prompt_tokens"]
+
+    def ids(count: int) -> list[int]:
+        return [draw.randrange(100, 40000) for _ in range(count)]
+
+    return [
+        Tree(ids(tokens), [ids(draw.randint(SHORTEST, work["new"])) for _ in range(work["each"])])
+        for _ in range(work["prompts"] * (work["steps"] + 1))
+    ]
+
+
+def measure_row(work: dict[str, Any]) -> dict[str, Any]:
+    """Return the seconds of each step but the first, the first loss, and the peak memory of one
+    row, in a process of its own.
+    """
+    return (peer if work["row"] == PEER else ours)(work)
+
+
+def ours(work: dict[str, Any]) -> dict[str, Any]:
+    """Measure the fine-tuning of a run."""
+    memory, trees = measure.Peak(), draw_trees(work)
+    run = compose(
+        [
+            "algo=rft",
+            "task=chess",
+            "model=hf",
+            f"model.path={work['model']}",
+            f"hardware={'cpu' if work['device'] == 'cpu' else 'auto'}",
+            "opt=[amp]",
+            f"algo.lr={LR}",
+        ]
+    )
+    device = Device(torch.device(work["device"]), "here", 0.0, matches=True)
+    lm = LM(run, Context(0, 1, device, Path(work["folder"])), grpo.Positions())
+    lm.close_copy()
+    completions = work["prompts"] * work["each"]
+    tuner = Finetuner(lm, [], Path(work["folder"]), 0, RowLimit("algo.train_rows", completions))
+    tuner.total = work["steps"] + 1
+    seconds, losses = [], []
+    for step in range(tuner.total):
+        some = trees[step * work["prompts"] : (step + 1) * work["prompts"]]
+        took, numbers = measure.seconds(lambda some=some: tuner.step(some, Timer()), lm.device)
+        seconds.append(took)
+        losses.append(numbers["loss"])
+    return {"seconds": seconds[1:], "loss": losses[0], "memory": memory.gb()}
+
+
+def peer(work: dict[str, Any]) -> dict[str, Any]:
+    """Measure TRL's SFTTrainer."""
+    memory, trees = measure.Peak(), draw_trees(work)
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    rows = [(tree.prompt, tokens) for tree in trees for tokens in tree.completions]
+    data = [
+        {"input_ids": prompt + tokens, "labels": [-100] * len(prompt) + tokens}
+        for prompt, tokens in rows
+    ]
+    arguments = SFTConfig(
+        output_dir=tempfile.mkdtemp(dir=work["folder"]),
+        per_device_train_batch_size=work["prompts"] * work["each"],
+        max_steps=work["steps"] + 1,
+        learning_rate=LR,
+        bf16=True,
+        use_cpu=work["device"] == "cpu",
+        gradient_checkpointing=False,
+        train_sampling_strategy="sequential",
+        dataset_kwargs={"skip_prepare_dataset": True},
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    marks: list[float] = []  # begin and end of each step
+
+    class Stopwatch(transformers.TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            marks.append(time.perf_counter())
+
+        on_step_end = on_step_begin
+
+    trainer = SFTTrainer(
+        model=work["model"],
+        args=arguments,
+        train_dataset=Dataset.from_list(data),
+        callbacks=[Stopwatch()],
+    )
+    trainer.train()
+    seconds = [end - start for start, end in zip(marks[2::2], marks[3::2], strict=True)]
+    loss = trainer.state.log_history[0]["loss"]
+    return {"seconds": seconds, "loss": loss, "memory": memory.gb()}
+
+
+def compare(report: measure.Report, model: str, folder: str) -> None:
+    """Time both in turn, each in a process of its own, and add their rows."""
+    sizes = {"prompts": 8, "each": 4, "prompt_tokens": 139, "new": 96}
+    if report.quick:
+        sizes = {"prompts": 2, "each": 2, "prompt_tokens": 8, "new": 16}
+    report.conditions["sizes"] = report.conditions.get("sizes", {}) | {"fine-tuning": sizes}
+    work = {"model": model, "folder": folder, "device": report.device.type} | sizes
+    work["steps"] = report.repeats
+    found: dict[str, dict[str, Any]] = {}
+    for row in (PEER, OURS):
+        name = f"RFT fine-tuning: {row}"
+        measure.progress(name)
+        try:
+            one = measure.in_new_process(__name__, measure_row, work | {"row": row})
+        except Exception as error:  # whatever it is, the other row stands
+            report.skip(name, "s/step", measure.describe(error))
+            continue
+        found[row] = one
+        report.add(name, median(one["seconds"]), "s/step")
+        report.add(name, one["memory"], "GB")
+        report.add(name, one["loss"], "first loss")
+    if len(found) == 2:
+        ratio = median(found[PEER]["seconds"]) / median(found[OURS]["seconds"])
+        report.figures.append(("RFT fine-tuning against TRL", ">= 1x", f"{ratio:.2f}x"))
+    report.conditions["seconds"] = {row: one["seconds"] for row, one in found.items()}
