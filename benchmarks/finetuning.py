@@ -45,6 +45,7 @@ def measure_row(work: dict[str, Any]) -> dict[str, Any]:
     """Return the seconds of each step but the first, the first loss, and the peak memory of one
     row, in a process of its own.
     """
+    measure.print_to(f"{work['folder']}/rows.log")
     return (peer if work["row"] == PEER else ours)(work)
 
 

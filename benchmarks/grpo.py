@@ -18,7 +18,6 @@ first, on policy, the loss is zero).
 
 import argparse
 import json
-import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -326,9 +325,7 @@ def peer(work: dict[str, Any]) -> dict[str, Any]:
 
 def measure_row(work: dict[str, Any]) -> dict[str, Any]:
     """Measure one row in a process of its own. What it prints goes to a file."""
-    log = os.open(f"{work['folder']}/rows.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    measure.print_to(f"{work['folder']}/rows.log")
     return {PLAIN: baseline, PEER: peer}.get(work["row"], ours)(work)
 
 

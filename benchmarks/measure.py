@@ -190,6 +190,13 @@ def in_new_process(module: str, function: Callable[..., Any], *arguments: Any) -
         return pool.submit(function, *arguments).result()
 
 
+def print_to(path: str) -> None:
+    """Append what this process prints from here on to a file."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+
+
 def _peak_memory_gb(prepare: Callable[..., Any], arguments: tuple[Any, ...]) -> float | None:
     memory = Peak()
     prepare(*arguments)()
