@@ -80,14 +80,17 @@ def exact_float32() -> Iterator[None]:
 
 
 def advise(precision: Precision, opt: OptConfig, peak: PeakConfig, device: torch.device) -> str:
-    """Say for the plan whether products are in TF32, and what opt=amp would bring on a GPU that
+    """Say for the plan whether products are in TF32, and what opt=amp would bring on a device that
     computes in float32.
 
     Args: peak: the rates of the preset, which may describe another device.
     """
     said = "; float32 products in TF32" if opt.tf32.enabled else ""
-    if device.type != "cuda" or precision.compute != torch.float32:
+    if precision.compute != torch.float32:
         return said
+    if device.type == "cpu":
+        larger = "; 'opt=[amp]' computes in bfloat16, which is faster from 100M parameters on"
+        return larger if native_bf16(device) else ""
     half = "bfloat16" if native_bf16(device) else "float16"
     rate = peak.bf16 if half == "bfloat16" else peak.fp16
     plain = peak.tf32 if opt.tf32.enabled else peak.fp32

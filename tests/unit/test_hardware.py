@@ -234,6 +234,14 @@ def test_the_plan_says_what_amp_would_bring(preset, capability, opt, said, monke
     assert bool(text) == bool(said)
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_the_plan_of_a_cpu_says_it_where_bfloat16_is_native(native, monkeypatch):
+    monkeypatch.setattr(precision, "native_bf16", lambda _: native)
+    run, numbers = compose([]), precision.Precision(torch.float32, scaler=False)
+    text = precision.advise(numbers, run.opt, run.hardware.peak_tflops, torch.device("cpu"))
+    assert ("'opt=[amp]' computes in bfloat16" in text) == native
+
+
 def fit_rows(rows, row_bytes, fixed_bytes, memory_gb, multiple=1):
     limit = RowLimit("algo.rollout_rows", rows, floor=multiple)
     limit.fit(row_bytes, fixed_bytes, memory_gb)
