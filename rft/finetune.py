@@ -36,11 +36,6 @@ class Tree:
         """Tokens that carry loss."""
         return sum(map(len, self.completions))
 
-    @property
-    def tokens(self) -> int:
-        """All tokens."""
-        return len(self.prompt) + self.targets
-
 
 def token_losses(
     model: Any, trees: Sequence[Tree], device: torch.device, dtype: torch.dtype

@@ -60,8 +60,8 @@ LOOK_EVERY = {"cpu": 1, "cuda": 8}
 BLOCK = 256
 # What becomes of a row: buffers of `_Grid`.
 DONE = ("tokens", "logprobs", "lengths", "finished", "witness")
-# On a CPU the probabilities of so many rows at a time stay in the cache while they are drawn from.
-ROWS_IN_CACHE = 16
+# On a CPU so many probabilities at a time stay in the cache while they are drawn from.
+IN_CACHE = 16 * 49152
 # Prompts are prefilled in pieces of so many tokens: more at a time is not faster, and takes memory.
 PIECE_ON_CPU, PIECE = 1 << 12, 1 << 14
 
@@ -769,9 +769,10 @@ def draw(
         largest, token = logits.max(-1)
         logprob = largest.float() - logits.float().logsumexp(-1) if want_logprob else None
         return token, logprob, largest
-    if logits.device.type != "cpu" or len(logits) <= ROWS_IN_CACHE:
+    rows = max(1, IN_CACHE // logits.shape[1])
+    if logits.device.type != "cpu" or len(logits) <= rows:
         return _draw(logits, sampling, uniform, want_logprob)
-    pairs = zip(logits.split(ROWS_IN_CACHE), uniform.split(ROWS_IN_CACHE), strict=True)
+    pairs = zip(logits.split(rows), uniform.split(rows), strict=True)
     parts = [_draw(some, sampling, u, want_logprob) for some, u in pairs]
     tokens, logprobs, witnesses = zip(*parts, strict=True)
     return torch.cat(tokens), torch.cat(logprobs) if want_logprob else None, torch.cat(witnesses)

@@ -11,7 +11,6 @@ from common.config import ConfigError
 from common.sampling import native
 from common.tasks import Example
 from launch import compose, train
-from rft import finetune
 from tests.support import RFT_COMMAND, events, samples
 from tests.support.letters import Letters
 from tests.support.models import same_weights, weights
@@ -249,8 +248,7 @@ def test_odd_line_ends_in_a_question_lose_nothing(letters, tmp_path):
 
 def test_compilation_is_told_apart_from_sampling(letters, first_iteration, tmp_path, monkeypatch):
     """What is rehearsed leaves no sample and no trace in those that follow."""
-    for module in (native, finetune):
-        monkeypatch.setattr(module, "compiled", lambda part, mode: part)
+    monkeypatch.setattr(native, "compiled", lambda part, mode: part)
     letters("algo.iterations=1", "opt=[compile]")
     assert samples(tmp_path / "run") == samples(first_iteration)
     told = [

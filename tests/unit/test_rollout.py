@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from common.model.half import packed
+from common.sampling import native
 from common.sampling.engine import Requests
-from common.sampling.native import BLOCK, LOOK_EVERY, ROWS_IN_CACHE, Sampler, draw, invert_cdf
+from common.sampling.native import BLOCK, LOOK_EVERY, Sampler, draw, invert_cdf
 from tests.support.models import (
     ARCHITECTURES,
     check_greedy,
@@ -300,8 +301,9 @@ def test_the_cdf_is_inverted_as_token_by_token(vocabulary):
     assert (broken < vocabulary).all()  # there is an embedding for what follows
 
 
-def test_draws_of_many_rows_are_those_of_each():
-    rows = 2 * ROWS_IN_CACHE + 3
+def test_draws_of_many_rows_are_those_of_each(monkeypatch):
+    monkeypatch.setattr(native, "IN_CACHE", 16 * 700)
+    rows = 35
     generator = torch.Generator().manual_seed(0)
     logits, uniform = torch.randn(rows, 700, generator=generator), torch.rand(rows)
     token, logprob, witness = draw(logits, sampling(1.0), uniform, True)
