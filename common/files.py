@@ -1,5 +1,6 @@
 """Write files and folders whole or not at all, seal them with hashes, and keep a cache."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -18,7 +19,7 @@ from common.config import ConfigError
 
 log = logging.getLogger("clutch")
 
-
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the quota, the largest file allowed
 FORMAT = 1
 MANIFEST = "manifest.json"
 TEMPORARY = ".tmp-"

@@ -5,7 +5,6 @@ one, spawned for `opt=ddp` and `opt=fsdp`, or the process that torchrun started.
 """
 
 import copy
-import errno
 import hashlib
 import logging
 import os
@@ -33,7 +32,7 @@ from common.distributed import slurm
 from common.distributed.alarm import Alarm
 from common.distributed.context import Context
 from common.failures import show_any_text, take_early
-from common.files import CheckpointError
+from common.files import FULL, CheckpointError
 from common.instance import load
 from common.lock import locked
 from common.screen import printing
@@ -55,7 +54,6 @@ log = logging.getLogger("clutch")
 TIMEOUT = timedelta(minutes=20)
 ATTEMPT = "clutch_attempt"  # the key in torchrun's store of what sets an attempt apart
 PATIENCE = 20.0  # seconds that spawned ranks have to end by themselves after one has failed
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the quota, the largest file allowed
 
 
 @dataclass(frozen=True)

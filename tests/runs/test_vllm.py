@@ -4,6 +4,7 @@ same weights; what happens when it dies; whole runs. A vLLM is started for most 
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import launch
 from common import hardware
 from common.config import ConfigError
 from common.distributed.context import Context
+from common.files import CheckpointError
 from common.lm import LM
 from common.sampling.engine import Requests
 from common.sampling.remote import server
@@ -326,6 +328,22 @@ def test_a_chat_with_it(launch, tmp_path):
     assert made.stdout == native.stdout
     alone = launch(*asked, "--engine-python", str(VLLM), module="common.chat", code=2)
     assert "--engine-python has no effect without --engine vllm" in alone.stderr
+
+
+def test_shared_memory_that_runs_full_is_told(open_lm):
+    """A file that may not be as large as the weights is what a full folder is."""
+    lm = open_lm(*LOCAL)
+    lm.engine.refresh()
+    move(lm.model)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="where vLLM reads weights, could not be written"):
+            lm.engine.refresh()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    requests = Requests(prompts=prompts(lm, 16))
+    assert shares_equal(*both(lm, requests, GREEDY))[0] >= 0.95  # sent, once there is room
 
 
 def test_two_ranks_have_one_each(launch, tmp_path):

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from common.config import ConfigError
+from common.files import FULL, CheckpointError, first_line
 from common.sampling.engine import Watch
 from common.sampling.remote import server
 
@@ -216,13 +218,23 @@ class Link:
 
     @contextmanager
     def shared(self, size: int) -> Iterator[Path]:
-        """Give the block a folder for `size` bytes that this machine's processes share."""
+        """Give the block a folder for `size` bytes that this machine's processes share.
+
+        Raises: CheckpointError where it runs full.
+        """
         if shutil.disk_usage(self.folder).free > size * 1.1:
             place = self.folder
         else:
             place = Path(tempfile.gettempdir())
         with tempfile.TemporaryDirectory(prefix="part-", dir=place) as found:
-            yield Path(found)
+            try:
+                yield Path(found)
+            except (OSError, SafetensorError) as error:
+                if isinstance(error, OSError) and error.errno not in FULL:
+                    raise
+                raise CheckpointError(
+                    f"{place}, where vLLM reads weights, could not be written: {first_line(error)}."
+                ) from error
             if self.url is not None:
                 self.ask({"do": "drop", "path": Path(found).name})
 
