@@ -74,7 +74,12 @@ def vote(population: Population, best: list[list[Any]], sigma: float) -> dict[st
     lm, cfg = population.lm, population.cfg
     tokens, held_out = cfg.sampling.max_new_tokens, lm.held_out
     greedy = SamplingConfig(max_new_tokens=tokens, temperature=0.0, top_p=1.0, top_k=0)
-    asked = Requests(prompts=lm.encode(held_out), groups=cfg.pair, narrow=population.noise.narrow)
+    asked = Requests(
+        prompts=lm.encode(held_out),
+        groups=cfg.pair,
+        narrow=population.noise.narrow,
+        trunk=population.noise.trunk,
+    )
     answers: list[list[str]] = []
     with fsdp.forwards(lm.model):
         for _, draw, member in best:

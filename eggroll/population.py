@@ -287,7 +287,11 @@ class Population:
                 with self.noise.members(draw, part, sigma):
                     factors = partial(self.noise.factors, draw, part, sigma)
                     asked = replace(
-                        requests, groups=len(part), narrow=self.noise.narrow, factors=factors
+                        requests,
+                        groups=len(part),
+                        narrow=self.noise.narrow,
+                        factors=factors,
+                        trunk=self.noise.trunk,
                     )
                     made.append(self.lm.generate(asked))
             return made
@@ -306,12 +310,14 @@ class Population:
         used = min(rows, len(chunks[0]) * cfg.rows_per_member)
         memory = lm.rollout_fixed + used * lm.rollout_row
         facts, heat = lm.describe(), cfg.sampling.temperature
+        trunk = self.noise.trunk
+        above = f", above block {trunk}, up to which members share a prefill" if trunk else ""
         drawn = f"sampled (temperature {heat:g})" if heat else "greedy"
         return {
             "algorithm": f"eggroll, {describe_length(lm.run, cfg.steps, 'steps')}, rank {cfg.rank},"
             f" sigma {show(cfg.sigma)}, lr {show(cfg.lr)}",
             **facts,
-            "model": f"{facts['model']}, {self.perturbed / 1e6:.2f}M perturbed",
+            "model": f"{facts['model']}, {self.perturbed / 1e6:.2f}M perturbed{above}",
             "population": f"{cfg.members} members x {cfg.prompts_per_step} prompts x"
             f" {cfg.samples_per_prompt} samples, {cfg.sampling.max_new_tokens} new tokens at most;"
             f" rewards are of {drawn} completions",

@@ -38,6 +38,7 @@ class Requests:
             and left [groups, out, r] and right [groups, r, in], whose product is added to it.
         narrow: None, or what lets a forward have the rows of some groups alone: a context for a
             range of them that begins and ends with a pair, 0-1, 2-3, ...
+        trunk: blocks of the model, from the first on, that are the same for all groups.
         logprobs: whether to return the log-probabilities of the sampled tokens.
     """
 
@@ -50,6 +51,7 @@ class Requests:
     groups: int = 1
     factors: Callable[[], Iterator[tuple[str, Tensor, Tensor]]] | None = None
     narrow: Callable[[range], AbstractContextManager[None]] | None = None
+    trunk: int = 0
     logprobs: bool = False
 
 
