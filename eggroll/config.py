@@ -133,6 +133,11 @@ class EggrollConfig:
             for key in idle:
                 value = operator.attrgetter(key)(self)
                 no_effect("algo/eggroll.yaml", key, value, no)
+        if self.method == "randopt" and self.lr == AUTO:
+            raise ConfigError(
+                "algo.lr=auto has no effect with algo.method=randopt, which moves no weights. Leave"
+                " it out."
+            )
         if self.max_update is not None and (self.optimizer.name != "SGD" or self.optimizer.kwargs):
             raise ConfigError(
                 f"algo.max_update={self.max_update:g} goes with plain SGD, whose step is lr times"

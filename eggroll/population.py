@@ -18,7 +18,7 @@ from common.sampling.engine import Completions, Requests
 from common.tasks import Example
 from common.tasks.scoring import Scored
 from eggroll.config import EggrollConfig
-from eggroll.fitness import fitness, over_samples
+from eggroll.fitness import above_mean, fitness, over_samples
 from eggroll.noise import Noise
 from eggroll.weights import count_state
 
@@ -72,6 +72,8 @@ class Tried:
                 "algo.fitness=component_zscore needs a reward with components, and this task's has"
                 " none. Use algo.fitness=zscore, or task=custom with several rewards."
             )
+        if cfg.method == "corp":
+            return above_mean(self.rewards)
         samples = cfg.samples_per_prompt
         counted = [self.rewards, *self.components.values()]
         rewards, *parts = [over_samples(part, samples, cfg.sample_quantile) for part in counted]

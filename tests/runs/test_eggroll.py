@@ -20,6 +20,7 @@ from common.config import ConfigError
 from common.lm import LM
 from common.sampling.native import Sampler
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
+from eggroll.fitness import above_mean
 from eggroll.instruments import idle_share
 from eggroll.noise import Noise
 from eggroll.weights import DiskTensors, Weights
@@ -823,7 +824,7 @@ def test_components_are_logged_and_normalised_apart(tmp_path):
 
 def test_randopt_lets_the_best_vote_and_leaves_the_weights(tmp_path):
     result = run_here(tmp_path, "algo.method=randopt", "algo.steps=3")
-    assert set(result.metrics) == {"before", "after", "voted"}
+    assert set(result.metrics) == {"before", "after", "single", "voted"}
     assert result.metrics["before"] == result.metrics["after"]
     best = saved(tmp_path).state["run"]["best"]
     assert len(best) == 8
@@ -839,17 +840,17 @@ def test_the_best_members_vote(tmp_path, monkeypatch):
 
     class Counting(Letters):
         def answer(self, completion):
-            return completion[:1]
+            return None if completion[0] == "-" else completion[:1]
 
         def metrics(self, examples, completions):
             measured.append(list(completions))
             return super().metrics(examples, completions)
 
     measured: list[list[str]] = []
-    monkeypatch.setattr("eggroll.baselines.BEST", 3)
-    said = iter(
-        [[text] * 8 for text in ("xa", "xb", "yc", "yd", "ye", "yf")]
-    )  # pairs: a-b, c-d, e-f
+    monkeypatch.setattr("eggroll.baselines.BEST", 6)
+    # pairs: a-b, c-d, ...; the last three of the best have no answer, and so no vote
+    words = ("xa", "xb", "yc", "yd", "ye", "yf", *("-" + letter for letter in "ghijkl"))
+    said = iter([[text] * 8 for text in words])
     run = compose([*MOVING, "algo.method=randopt", "algo.steps=1"])
     generate = LM.generate
 
@@ -862,12 +863,13 @@ def test_the_best_members_vote(tmp_path, monkeypatch):
 
     monkeypatch.setattr(LM, "generate", answer)
     train(run, tmp_path, Counting("smooth"))
-    (voted,) = [texts for texts in measured if set(texts) <= {"yc", "yd", "xa", "xb"}]
+    single, voted = [texts for texts in measured if set(texts) <= {*words}]
     assert len(set(voted)) == 1
     best = saved(tmp_path).state["run"]["best"]
     first, second, third = [
-        pair[member % 2] for pair, (_, _, member) in zip(("ab", "cd", "ef"), best, strict=True)
+        pair[member % 2] for pair, (_, _, member) in zip(("ab", "cd", "ef"), best, strict=False)
     ]
+    assert set(single) == {f"x{first}"}
     assert voted[0] == f"y{second}", "two say y, and the better of the two is read"
     assert {first, third} <= set("abef")
 
@@ -887,6 +889,15 @@ def test_corp_moves_only_through_the_gate(tmp_path):
         ConfigError, match=r"algo\.fitness=pair_sign has no effect with algo\.method"
     ):
         compose(["algo.method=corp", "algo.fitness=pair_sign"])
+    with pytest.raises(ConfigError, match=r"algo\.lr=auto has no effect with algo\.method=randopt"):
+        compose(["algo.method=randopt", "algo.lr=auto"])
+
+
+def test_corp_weighs_members_by_what_they_earned_above_the_mean():
+    assert above_mean(torch.tensor([[0.0, 0.2], [0.4, 0.4], [0.7, 0.7], [0.0, 0.0]])).tolist() == (
+        pytest.approx([0, 4 * 0.1 / 0.5, 4 * 0.4 / 0.5, 0])
+    )
+    assert above_mean(torch.full((4, 2), 0.3)).tolist() == [0, 0, 0, 0]
 
 
 def test_a_trust_region_bounds_each_update(tmp_path):
