@@ -36,6 +36,18 @@ def positive_or_auto(key: str, value: float | str) -> None:
         above(key, float(value), 0)
 
 
+def prompts_or_share(key: str, value: int | str) -> None:
+    """Raise ConfigError unless `value` is a number of prompts, or an equal share of more: 8/64."""
+    each, _, whole = str(value).partition("/")
+    if not (each.isdecimal() and int(each) and (whole or each).isdecimal()) or (
+        whole and (int(whole) % int(each) or int(whole) <= int(each))
+    ):
+        raise ConfigError(
+            f"{key}={value} is no number of prompts. Give one above 0, such as 8, or what each"
+            " member answers of a multiple of it, such as 8/64."
+        )
+
+
 Tuned = Annotated[int | float | str, (positive_or_auto,)]
 
 
@@ -94,7 +106,7 @@ class EggrollConfig:
     method: Annotated[str, (choice, ("eggroll", "randopt", "corp"))]
     steps: Count | None
     members: Annotated[int, (at_least, 2)]
-    prompts_per_step: Count
+    prompts_per_step: Annotated[int | str, (prompts_or_share,)]
     samples_per_prompt: Count
     rollout_rows: int | None
     rank: Count
@@ -124,6 +136,18 @@ class EggrollConfig:
         if self.fitness == "pair_sign" and not self.mirrored:
             raise ConfigError(
                 "algo.fitness=pair_sign compares pairs. Set algo.mirrored=true, or use zscore."
+            )
+        if self.shares > 1 and (not self.mirrored or self.directions() % self.shares):
+            raise ConfigError(
+                f"algo.prompts_per_step={self.prompts_per_step} makes {self.shares} shares, which"
+                f" {self.members} members with algo.mirrored={str(self.mirrored).lower()} cannot"
+                " have: as many pairs answer each share, and only pairs can be compared. Give a"
+                " number of pairs that the shares divide, and algo.mirrored=true."
+            )
+        if self.shares > 1 and self.method != "eggroll":
+            raise ConfigError(
+                f"algo.method={self.method} compares members by their rewards, so all answer the"
+                f" same prompts. Set algo.prompts_per_step={self.prompts_each}."
             )
         if self.method != "eggroll":
             no = f"with algo.method={self.method}, which takes the best members. Leave it out."
@@ -167,6 +191,11 @@ class EggrollConfig:
             off = "with model.adapter, whose matrices alone are perturbed. Leave it out."
             no_effect("algo/eggroll.yaml", f"noise.{kind}", getattr(self.noise, kind), off)
         dropout = adapter.dropout if adapter is not None else 0
+        if self.shares > 1 and run.engine["_target_"] != "common.sampling.native.open_native":
+            raise ConfigError(
+                f"algo.prompts_per_step={self.prompts_per_step} needs engine=native: another engine"
+                " gives all members the same prompts."
+            )
         unused(
             (
                 dropout,
@@ -193,7 +222,27 @@ class EggrollConfig:
     @property
     def rows_per_member(self) -> int:
         """Completions of one member per step."""
-        return self.prompts_per_step * self.samples_per_prompt
+        return self.prompts_each * self.samples_per_prompt
+
+    @property
+    def prompts_each(self) -> int:
+        """Prompts that a member answers per step."""
+        return int(str(self.prompts_per_step).partition("/")[0])
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of a step: those of all members together."""
+        return int(str(self.prompts_per_step).rpartition("/")[2])
+
+    @property
+    def shares(self) -> int:
+        """The parts that a step's prompts are in, of which a pair answers one."""
+        return self.prompts // self.prompts_each
+
+    def share_of(self, member: int) -> range:
+        """Return the places, among the prompts of a step, of those that a member answers."""
+        first = member // self.pair % self.shares * self.prompts_each
+        return range(first, first + self.prompts_each)
 
     def directions(self) -> int:
         """Return the independent noise draws per step: members, or half of them when mirrored."""

@@ -18,7 +18,7 @@ from common.sampling.engine import Completions, Requests
 from common.tasks import Example
 from common.tasks.scoring import Scored
 from eggroll.config import EggrollConfig
-from eggroll.fitness import above_mean, fitness, over_samples
+from eggroll.fitness import above_mean, fitness, over_samples, within_pairs
 from eggroll.noise import Noise
 from eggroll.weights import count_state
 
@@ -76,6 +76,8 @@ class Tried:
             return above_mean(self.rewards)
         samples = cfg.samples_per_prompt
         counted = [self.rewards, *self.components.values()]
+        if cfg.shares > 1:  # only the members of a pair have answered the same
+            counted = [within_pairs(part) for part in counted]
         rewards, *parts = [over_samples(part, samples, cfg.sample_quantile) for part in counted]
         if cfg.sample_quantile is not None:
             samples = 1
@@ -138,10 +140,11 @@ class Population:
         unperturbed model too, which counts as an evaluation.
         """
         cfg, context = self.cfg, self.lm.context
-        repeated = [example for example in examples for _ in range(cfg.samples_per_prompt)]
+        each = cfg.samples_per_prompt
+        repeated = [example for example in examples for _ in range(each)]
         # What Tried has of each row, in its order; 0 for the members of other ranks.
         names = list(getattr(self.lm.scorer.task, "components", None) or {})
-        found = torch.zeros(5 + len(names), cfg.members, len(repeated), dtype=torch.float64)
+        found = torch.zeros(5 + len(names), cfg.members, cfg.rows_per_member, dtype=torch.float64)
         generated, self.offending, self.shown, centre = 0, [], [], None
         requests = self.request(examples, step.index)
         mine = self._chunks()[context.rank :: context.world_size]
@@ -155,11 +158,15 @@ class Population:
                     texts = [text for part in made for text in part.texts(self.lm.tokenizer)]
                     generated += sum(part.generated for part in made)
                 with step.phase("reward"):
-                    scored = self.lm.scorer.submit(repeated * len(members), texts).result()
+                    places = [
+                        p * each + k for m in members for p in cfg.share_of(m) for k in range(each)
+                    ]
+                    asked = [repeated[place] for place in places]
+                    scored = self.lm.scorer.submit(asked, texts).result()
                     broken = [bad for part in made for bad in part.broken.tolist()]
-                    self._mark(scored.rewards, broken, texts, repeated, members)
+                    self._mark(scored.rewards, broken, texts, asked, members)
                     cut = [not done for part in made for done in part.finished.tolist()]
-                    plain = centre.texts * len(members) if centre else texts
+                    plain = [centre.texts[place] for place in places] if centre else texts
                     changed = [text != other for text, other in zip(texts, plain, strict=True)]
                     whole = self._answered(texts) if closely else cut
                     rows = [scored.rewards, cut, self._compare_pairs(texts), changed, whole]
@@ -167,7 +174,7 @@ class Population:
                     here = torch.tensor(rows, dtype=torch.float64).unflatten(1, (len(members), -1))
                     found[:, members.start : members.stop] = here
                 with step.phase("keep"):
-                    self._keep(members, repeated, texts, made, scored)
+                    self._keep(members, asked, texts, made, scored)
         with step.phase("exchange"):
             found, generated = self._exchange(found, generated)
         step.used(tokens=generated, samples=found[0].numel())
@@ -190,28 +197,24 @@ class Population:
     def _keep(
         self,
         members: range,
-        repeated: list[Example],
+        asked: list[Example],
         texts: list[str],
         made: list[Completions],
         scored: Scored,
     ) -> None:
         """Put the rows of some members that the run keeps into `shown`."""
         cfg, run, each = self.cfg, self.lm.run, self.cfg.samples_per_prompt
-        prompts = samples.kept(run, len(repeated) // each)
+        prompts = samples.kept(run, cfg.prompts_each)
         everything = run.completions == "all"
         most = cfg.members if everything else max(cfg.pair, samples.ROWS // each)
         lengths = [length for part in made for length in part.lengths.tolist()]
         cut = [not done for part in made for done in part.finished.tolist()]
-        asked = [
-            samples.describe(self.lm.task, repeated[place * each], place)
-            for place in range(prompts)
-        ]
         for i, member in enumerate(members[: max(0, most - members.start)]):
             for place in range(prompts * each):
-                row = i * len(repeated) + place
+                row, prompt = i * cfg.rows_per_member + place, cfg.share_of(member)[place // each]
                 self.shown.append(
                     {
-                        **asked[place // each],
+                        **samples.describe(self.lm.task, asked[row], prompt),
                         "member": member,
                         "sample": place % each,
                         "sign": (-1) ** member if cfg.mirrored else 1,
@@ -247,15 +250,15 @@ class Population:
         rewards: list[float],
         broken: list[bool],
         texts: list[str],
-        repeated: list[Example],
+        asked: list[Example],
         members: range,
     ) -> None:
         """Put NaN for rewards whose row says nothing, and keep those rows in `offending`."""
         for row, (score, bad) in enumerate(zip(rewards, broken, strict=True)):
             if bad or not math.isfinite(score):
-                member, place = divmod(row, len(repeated))
-                found = self.lm.offending_row(repeated[place], texts[row], score, bad)
-                self.offending.append({"member": members[member], **found})
+                found = self.lm.offending_row(asked[row], texts[row], score, bad)
+                member = members[row // self.cfg.rows_per_member]
+                self.offending.append({"member": member, **found})
                 rewards[row] = math.nan
 
     def _compare_pairs(self, texts: list[str]) -> list[bool]:
@@ -269,7 +272,7 @@ class Population:
         ]
 
     def request(self, examples: list[Example], step: int) -> Requests:
-        """Ask for what every member is to complete in a step."""
+        """Ask for all that the members are to complete in a step."""
         return Requests(
             prompts=self.lm.encode(examples),
             ids=[example.id for example in examples],
@@ -289,7 +292,7 @@ class Population:
                 with self.noise.members(draw, part, sigma):
                     factors = partial(self.noise.factors, draw, part, sigma)
                     asked = replace(
-                        requests,
+                        self._shared_out(requests, part),
                         groups=len(part),
                         narrow=self.noise.narrow,
                         factors=factors,
@@ -299,6 +302,16 @@ class Population:
             return made
 
         return self.lm.engine.limit.run(attempt)
+
+    def _shared_out(self, requests: Requests, members: range) -> Requests:
+        """Return requests with the prompts of each member, where they do not all have the same."""
+        if self.cfg.shares == 1:
+            return requests
+        places = [place for member in members for place in self.cfg.share_of(member)]
+        prompts, ids = requests.prompts, requests.ids
+        assert ids is not None
+        found = {"prompts": [prompts[p] for p in places], "ids": [ids[p] for p in places]}
+        return replace(requests, **found, apart=True)
 
     def rehearse(self, examples: list[Example]) -> None:
         """Sample the first chunk of a step and throw it away: compilation happens here."""
@@ -312,6 +325,9 @@ class Population:
         used = min(rows, len(chunks[0]) * cfg.rows_per_member)
         memory = lm.rollout_fixed + used * lm.rollout_row
         facts, heat = lm.describe(), cfg.sampling.temperature
+        prompts = f"{cfg.prompts_each} prompts"
+        if cfg.shares > 1:
+            prompts = f"{cfg.prompts_each} of {cfg.prompts} prompts"
         trunk = self.noise.trunk
         above = f", above block {trunk}, up to which members share a prefill" if trunk else ""
         drawn = f"sampled (temperature {heat:g})" if heat else "greedy"
@@ -320,7 +336,7 @@ class Population:
             f" sigma {show(cfg.sigma)}, lr {show(cfg.lr)}",
             **facts,
             "model": f"{facts['model']}, {self.perturbed / 1e6:.2f}M perturbed{above}",
-            "population": f"{cfg.members} members x {cfg.prompts_per_step} prompts x"
+            "population": f"{cfg.members} members x {prompts} x"
             f" {cfg.samples_per_prompt} samples, {cfg.sampling.max_new_tokens} new tokens at most;"
             f" rewards are of {drawn} completions",
             "forwards": f"{len(chunks)} per step, {used} rows each (algo.rollout_rows={rows}),"

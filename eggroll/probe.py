@@ -160,7 +160,7 @@ class Probe:
         if cfg.lr == AUTO:
             scale_step(cfg, 1.0)  # what cannot be chosen is told at once
         members = min(cfg.members, MEMBERS)
-        prompts = -(-cfg.members * cfg.prompts_per_step // members)
+        prompts = -(-cfg.members * cfg.prompts_each // members)
         self.cfg, self.context, self.run = cfg, population.lm.context, population.lm.run
         self.population = copy.copy(population)
         self.population.cfg = replace(

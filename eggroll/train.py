@@ -5,8 +5,9 @@
 
 After "Evolution Strategies at the Hyperscale" (arXiv:2511.16652), algorithm 1. Departures: any
 Hugging Face decoder with a key-value cache and a parallel prefill; all members answer the same
-prompts of a step; weight decay pulls towards the initial weights (arXiv:2605.30148). Ranks share
-members out and exchange rewards, and a few marks per row for the log; all make the same update.
+prompts of a step, or each pair a share of them; weight decay pulls towards the initial weights
+(arXiv:2605.30148). Ranks share members out and exchange rewards, and a few marks per row for the
+log; all make the same update.
 """
 
 from common.config import ConfigError, Run
@@ -50,12 +51,12 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
         session.start(weights, population.plan())
         tuned = probe.tune(population, weights, session)  # sigma and lr, as set or as measured
         if not session.over:
-            session.warm_up(lambda: population.rehearse(lm.order.take(0, cfg.prompts_per_step)))
+            session.warm_up(lambda: population.rehearse(lm.order.take(0, cfg.prompts)))
         for step in session.steps():
             sigma = tuned.sigma * cfg.sigma_schedule.factor(step.index, cfg.steps)
             lr = tuned.lr * cfg.lr_schedule.factor(step.index, cfg.steps)
             draw = step.index // cfg.noise_reuse
-            examples = lm.order.take(step.index * cfg.prompts_per_step, cfg.prompts_per_step)
+            examples = lm.order.take(step.index * cfg.prompts, cfg.prompts)
 
             closely = step.index % LOOK_EVERY == 0
             tried = population.try_out(examples, draw, sigma, step, closely)

@@ -20,7 +20,7 @@ class _PassedError(Exception):
 
 
 class Trunk:
-    """What the first `count` blocks of `model`, one at least, make of prompts.
+    """Prompts as the first `count` blocks of `model`, one at least, leave them.
 
     A block of a decoder returns its hidden states [rows, T, d], alone or first in a tuple.
     Args: prompts: of each row; run: puts some prompts through the model and fills a cache; most: so

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from common.config import ConfigError
 from common.lm import LM
 from common.sampling.native import Sampler
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
-from eggroll.fitness import above_mean
+from eggroll.fitness import above_mean, within_pairs
 from eggroll.instruments import idle_share
 from eggroll.noise import Noise
 from eggroll.weights import DiskTensors, Weights
@@ -412,6 +413,7 @@ def test_a_mistake_on_one_rank_ends_all(run_in_ranks, tmp_path, capfd):
     [
         ["algo.noise_reuse=2"],
         ["algo.samples_per_prompt=2"],
+        ["algo.prompts_per_step=2/4"],
         ["algo.fitness=prompt_zscore"],
         ["algo.fitness=centered_rank"],
         ["algo.fitness=pair_sign"],
@@ -446,6 +448,50 @@ def test_every_setting_runs_and_changes_the_weights(plain, tmp_path, overrides):
     if "schedule" in overrides[0]:
         key = overrides[0].split("_")[0].removeprefix("algo.")
         assert log[2][key] == pytest.approx(log[0][key] / 2)
+
+
+def test_pairs_answer_prompts_of_their_own(run_in_ranks, tmp_path):
+    """Each share in turn; every member draws what it would alone, whatever the forwards; ranks and
+    a smaller forward change nothing.
+    """
+    pq = pytest.importorskip("pyarrow.parquet")
+    own = ("algo.prompts_per_step=2/4", "completions=all", "algo.samples_per_prompt=2")
+    run_here(tmp_path / "one", *own)
+    run_in_ranks(tmp_path / "two", *own)
+    assert same_bits(tmp_path / "one", tmp_path / "two")
+    assert timeless(tmp_path / "one") == timeless(tmp_path / "two")
+    rows = pq.read_table(next((tmp_path / "one").glob("completions/training/*"))).to_pylist()
+    kept = [row for row in rows if row["step"] == 1]
+    asked = {m: [r["prompt"] for r in kept if r["member"] == m] for m in range(8)}
+    assert asked[0] == asked[1] == asked[4] == asked[5]
+    assert asked[2] == asked[3] == asked[6] == asked[7]
+    assert not {*asked[0]} & {*asked[2]}
+    assert [len(ids) for ids in asked.values()] == [4] * 8
+    run_here(tmp_path / "small", *own, "algo.rollout_rows=8")
+    for name, tensor in saved(tmp_path / "one").tensors.items():
+        small = saved(tmp_path / "small").tensors[name]
+        torch.testing.assert_close(tensor, small, rtol=1e-4, atol=1e-5)
+    rewards = torch.tensor([[0.1, 0.3], [0.3, 0.9], [0.0, 0.0], [0.5, 0.0]])
+    wanted = torch.tensor([[-0.1, -0.3], [0.1, 0.3], [-0.25, 0.0], [0.25, 0.0]])
+    torch.testing.assert_close(within_pairs(rewards), wanted)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["algo.prompts_per_step=8/12"], "is no number of prompts. Give one above 0, such as 8"),
+        (["algo.prompts_per_step=0"], "is no number of prompts"),
+        (["algo.prompts_per_step=two"], "is no number of prompts"),
+        (["algo.prompts_per_step=2/6"], "makes 3 shares, which 8 members with algo.mirrored=true"),
+        (["algo.prompts_per_step=2/4", "algo.mirrored=false"], "only pairs can be compared"),
+        (["algo.prompts_per_step=2/4", "algo.method=corp"], "so all answer the same prompts"),
+        (["algo.prompts_per_step=2/4", "engine=vllm"], "needs engine=native"),
+    ],
+)
+def test_words_for_prompts_that_cannot_be_shared_out(overrides, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        run = compose([*MOVING, *overrides])
+        run.algo.check_run(run)
 
 
 def test_weight_decay_pulls_to_the_initial_weights(tmp_path):
