@@ -1,5 +1,6 @@
 """Names, types and checks of conf/algo/eggroll.yaml."""
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -34,6 +35,18 @@ def positive_or_auto(key: str, value: float | str) -> None:
         raise ConfigError(f"{key}={value} is no number. Give one above 0, or auto.")
     if not isinstance(value, str):
         above(key, float(value), 0)
+
+
+def members_or_range(key: str, value: int | str) -> None:
+    """Raise ConfigError unless `value` is a number from 2 on, or doublings of one: 16-128."""
+    first, _, most = str(value).partition("-")
+    numbers = [int(text) for text in (first, most or first) if text.isdecimal()]
+    doubled = len(numbers) == 2 and numbers[0] and numbers[1] / numbers[0]
+    if not doubled or numbers[0] < 2 or doubled < 1 or not math.log2(doubled).is_integer():
+        raise ConfigError(
+            f"{key}={value} is no number of members. Give one from 2 on, such as 64, or two, the"
+            " second of which is the first doubled some times, such as 16-128."
+        )
 
 
 def prompts_or_share(key: str, value: int | str) -> None:
@@ -105,7 +118,7 @@ class EggrollConfig:
     name: str
     method: Annotated[str, (choice, ("eggroll", "randopt", "corp"))]
     steps: Count | None
-    members: Annotated[int, (at_least, 2)]
+    members: Annotated[int | str, (members_or_range,)]
     prompts_per_step: Annotated[int | str, (prompts_or_share,)]
     samples_per_prompt: Count
     rollout_rows: int | None
@@ -128,16 +141,21 @@ class EggrollConfig:
     def __post_init__(self) -> None:
         if self.rollout_rows is not None:
             at_least("algo.rollout_rows", self.rollout_rows, self.pair)
-        if self.mirrored and self.members % 2:
+        if self.mirrored and self.first_members % 2:
             raise ConfigError(
                 f"algo.members={self.members} is odd, and algo.mirrored=true needs pairs. "
-                f"Use algo.members={self.members + 1}, or algo.mirrored=false."
+                f"Use algo.members={self.first_members + 1}, or algo.mirrored=false."
+            )
+        if self.method != "eggroll" and self.most_members > self.first_members:
+            raise ConfigError(
+                f"algo.members={self.members} has no effect with algo.method={self.method}, whose"
+                f" members stay as many. Set algo.members={self.first_members}."
             )
         if self.fitness == "pair_sign" and not self.mirrored:
             raise ConfigError(
                 "algo.fitness=pair_sign compares pairs. Set algo.mirrored=true, or use zscore."
             )
-        if self.shares > 1 and (not self.mirrored or self.directions() % self.shares):
+        if self.shares > 1 and (not self.mirrored or self.first_members // self.pair % self.shares):
             raise ConfigError(
                 f"algo.prompts_per_step={self.prompts_per_step} makes {self.shares} shares, which"
                 f" {self.members} members with algo.mirrored={str(self.mirrored).lower()} cannot"
@@ -225,6 +243,16 @@ class EggrollConfig:
         return self.prompts_each * self.samples_per_prompt
 
     @property
+    def first_members(self) -> int:
+        """Members of the first step."""
+        return int(str(self.members).partition("-")[0])
+
+    @property
+    def most_members(self) -> int:
+        """Members of a step at most."""
+        return int(str(self.members).rpartition("-")[2])
+
+    @property
     def prompts_each(self) -> int:
         """Prompts that a member answers per step."""
         return int(str(self.prompts_per_step).partition("/")[0])
@@ -243,7 +271,3 @@ class EggrollConfig:
         """Return the places, among the prompts of a step, of those that a member answers."""
         first = member // self.pair % self.shares * self.prompts_each
         return range(first, first + self.prompts_each)
-
-    def directions(self) -> int:
-        """Return the independent noise draws per step: members, or half of them when mirrored."""
-        return self.members // self.pair

@@ -263,6 +263,10 @@ class Noise:
             for module, _ in perturbed.forwards:
                 module.__dict__.pop("forward", None)
 
+    def forget(self) -> None:
+        """Give back the buffers of forwards: those that come have other members."""
+        self._perturbed.clear()
+
     @contextmanager
     def narrow(self, members: range) -> Iterator[None]:
         """Let forwards have the rows of some of the perturbed members alone, numbered from 0; with

@@ -24,6 +24,9 @@ from eggroll.weights import count_state
 
 log = logging.getLogger("clutch")
 
+# The agreement of a step is known to 1 / sqrt(directions), so it is smoothed over some steps.
+ENOUGH, SMOOTHED = 0.1, 10
+
 
 @dataclass(frozen=True)
 class Centre:
@@ -116,12 +119,14 @@ class Population:
         lm.engine.limit.floor = cfg.pair
         ranks = lm.context.world_size
         self.state = count_state(lm, noise, cfg)
+        self.members = cfg.most_members  # what memory is planned for
         directions = len(self._chunks()[0]) // cfg.pair
         drawn = 4.0 * sum(4 * a.blocks for a in noise.addresses) * directions
         lm.fit_rollout(self.state, drawn)
         # Members are shared out by the rows, so ranks with unlike memory must agree on them.
         lm.engine.limit.rows = min(lm.context.gather_objects(lm.engine.limit.rows))
         self.perturbed = sum(math.prod(address.shape) for address in noise.addresses)
+        self.members = cfg.first_members
         if ranks > len(self._chunks()) and lm.context.main:
             log.warning(
                 "%d ranks share %d forward(s) per step, so some are idle. Use more members, or"
@@ -144,7 +149,7 @@ class Population:
         repeated = [example for example in examples for _ in range(each)]
         # What Tried has of each row, in its order; 0 for the members of other ranks.
         names = list(getattr(self.lm.scorer.task, "components", None) or {})
-        found = torch.zeros(5 + len(names), cfg.members, cfg.rows_per_member, dtype=torch.float64)
+        found = torch.zeros(5 + len(names), self.members, cfg.rows_per_member, dtype=torch.float64)
         generated, self.offending, self.shown, centre = 0, [], [], None
         requests = self.request(examples, step.index)
         mine = self._chunks()[context.rank :: context.world_size]
@@ -189,6 +194,28 @@ class Population:
             centre=centre,
         )
 
+    def grow(self, state: dict[str, Any], agreement: float | None) -> dict[str, Any]:
+        """Note how far halves of the prompts agree in a step, and double the members where that was
+        less than `ENOUGH` in the mean of `SMOOTHED` steps, up to the most of algo.members. Returns
+        what goes into the log.
+
+        Halves of the members would tell the same, but those of a language model agree by less than
+        chance does. state: of the run, in its checkpoints.
+        """
+        now, cfg = self.members, self.cfg
+        if now < cfg.most_members:
+            seen = state["agreements"] = [*state["agreements"], agreement or 0.0][-SMOOTHED:]
+            if len(seen) == SMOOTHED and sum(seen) / SMOOTHED < ENOUGH:
+                self.use(2 * now)
+                state |= {"members": self.members, "agreements": []}
+        return {"members": now} if cfg.most_members > cfg.first_members else {}
+
+    def use(self, members: int) -> None:
+        """Have so many members from now on."""
+        if members != self.members:
+            self.members = members
+            self.noise.forget()
+
     def rows(self, fitness: Tensor | None = None) -> list[samples.Row]:
         """Return the rows that the run keeps, with the fitness of their members [members]."""
         values = None if fitness is None else fitness.tolist()
@@ -206,7 +233,7 @@ class Population:
         cfg, run, each = self.cfg, self.lm.run, self.cfg.samples_per_prompt
         prompts = samples.kept(run, cfg.prompts_each)
         everything = run.completions == "all"
-        most = cfg.members if everything else max(cfg.pair, samples.ROWS // each)
+        most = self.members if everything else max(cfg.pair, samples.ROWS // each)
         lengths = [length for part in made for length in part.lengths.tolist()]
         cut = [not done for part in made for done in part.finished.tolist()]
         for i, member in enumerate(members[: max(0, most - members.start)]):
@@ -322,9 +349,14 @@ class Population:
         """Say what a step will do, with sizes."""
         cfg, lm, ranks = self.cfg, self.lm, self.lm.context.world_size
         chunks, rows = self._chunks(), lm.engine.limit.rows
+        largest = share_out(cfg.most_members, cfg, rows, ranks)[0]
         used = min(rows, len(chunks[0]) * cfg.rows_per_member)
-        memory = lm.rollout_fixed + used * lm.rollout_row
+        most = min(rows, len(largest) * cfg.rows_per_member)
+        memory = lm.rollout_fixed + most * lm.rollout_row
         facts, heat = lm.describe(), cfg.sampling.temperature
+        members = f"{self.members}"
+        if cfg.most_members > self.members:
+            members += f", and up to {cfg.most_members} as the signal falls,"
         prompts = f"{cfg.prompts_each} prompts"
         if cfg.shares > 1:
             prompts = f"{cfg.prompts_each} of {cfg.prompts} prompts"
@@ -336,12 +368,12 @@ class Population:
             f" sigma {show(cfg.sigma)}, lr {show(cfg.lr)}",
             **facts,
             "model": f"{facts['model']}, {self.perturbed / 1e6:.2f}M perturbed{above}",
-            "population": f"{cfg.members} members x {prompts} x"
+            "population": f"{members} members x {prompts} x"
             f" {cfg.samples_per_prompt} samples, {cfg.sampling.max_new_tokens} new tokens at most;"
             f" rewards are of {drawn} completions",
             "forwards": f"{len(chunks)} per step, {used} rows each (algo.rollout_rows={rows}),"
             f" {-(-len(chunks) // ranks)} per rank",
-            **lm.describe_memory(memory, used, self.state),
+            **lm.describe_memory(memory, most, self.state),
         }
 
     def _exchange(self, found: Tensor, generated: int) -> tuple[Tensor, int]:
@@ -360,7 +392,8 @@ class Population:
         return totals[: found.numel()].view_as(found), int(totals[found.numel()])
 
     def _chunks(self) -> list[range]:
-        return share_out(self.cfg, self.lm.engine.limit.rows, self.lm.context.world_size)
+        ranks, rows = self.lm.context.world_size, self.lm.engine.limit.rows
+        return share_out(self.members, self.cfg, rows, ranks)
 
 
 def show(value: float | str) -> str:
@@ -368,15 +401,15 @@ def show(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
 
-def share_out(cfg: EggrollConfig, rows: int, ranks: int) -> list[range]:
+def share_out(members: int, cfg: EggrollConfig, rows: int, ranks: int) -> list[range]:
     """Return the members of each forward: as many as `rows` holds, and few enough that every rank
     has a forward.
 
     Chunks change the result by float rounding alone; where they are the same on one rank and on
     two, as when one rank makes two forwards of equal size, a CPU gives the same bits.
     """
-    share = -(-cfg.members // (ranks * cfg.pair)) * cfg.pair
-    return split(range(cfg.members), cfg, min(rows, share * cfg.rows_per_member))
+    share = -(-members // (ranks * cfg.pair)) * cfg.pair
+    return split(range(members), cfg, min(rows, share * cfg.rows_per_member))
 
 
 def split(members: range, cfg: EggrollConfig, rows: int) -> list[range]:

@@ -489,9 +489,42 @@ def test_pairs_answer_prompts_of_their_own(run_in_ranks, tmp_path):
     ],
 )
 def test_words_for_prompts_that_cannot_be_shared_out(overrides, said):
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    def check() -> None:
         run = compose([*MOVING, *overrides])
         run.algo.check_run(run)
+
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        check()
+
+
+GROWING = ("algo.members=4-16", "algo.prompts_per_step=4")
+
+
+def test_members_are_doubled_as_the_signal_falls(run_in_ranks, tmp_path):
+    """In steps of luck alone every ten; on ranks, and resumed before and after, to the bit."""
+    run_here(tmp_path / "one", *GROWING, "algo.steps=22")
+    log = events(tmp_path / "one")
+    grown = [event["members"] for event in log]
+    seen = [event["prompt_agreement"] for event in log]
+    assert set(grown) >= {4, 8}, "otherwise this says nothing"
+    last = 0
+    for step in range(1, len(log)):
+        falls = step - last >= 10 and sum(seen[step - 10 : step]) / 10 < 0.1
+        assert grown[step] == grown[step - 1] * (2 if falls and grown[step - 1] < 16 else 1)
+        last = step if falls else last
+    run_in_ranks(tmp_path / "two", *GROWING, "algo.steps=22")
+    assert same_bits(tmp_path / "one", tmp_path / "two")
+    assert timeless(tmp_path / "one") == timeless(tmp_path / "two")
+    for steps in (7, 13, 22):
+        run_here(tmp_path / "parts", *GROWING, f"algo.steps={steps}", "resume=auto")
+    assert same_bits(tmp_path / "one", tmp_path / "parts")
+    assert [event["members"] for event in events(tmp_path / "parts")] == grown
+
+
+@pytest.mark.parametrize("members", ["1", "16-24", "16-8", "0-8", "many", "-4"])
+def test_words_for_members_that_are_none(members):
+    with pytest.raises(ConfigError, match=f"algo.members={members} is no number of members"):
+        compose([*MOVING, f"algo.members={members}"])
 
 
 def test_weight_decay_pulls_to_the_initial_weights(tmp_path):
