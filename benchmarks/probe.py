@@ -39,8 +39,8 @@ class Sizes:
     overrides: tuple[str, ...] = ("hardware=cpu",)
 
 
-TINY = ("hidden_size=32", "layers=2", "heads=2", "intermediate_size=64", "pretrain_steps=0")
-FEW = ("members=4", "prompts_per_step=2", "steps=2", "sampling.max_new_tokens=8")
+TINY = ("hidden_size=32", "layers=2", "heads=2", "intermediate_size=64", "pretrain_steps=40")
+FEW = ("members=8", "prompts_per_step=4", "steps=2", "sampling.max_new_tokens=16")
 QUICK = Sizes(
     tasks=("translate",),
     sigmas=(0.01,),
@@ -48,6 +48,7 @@ QUICK = Sizes(
     overrides=(
         *Sizes.overrides,
         "evaluate.examples=4",
+        "algo.sampling.temperature=1.0",
         *(f"model.tiny.{text}" for text in TINY),
         *(f"algo.{text}" for text in FEW),
     ),

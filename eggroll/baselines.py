@@ -52,7 +52,7 @@ def run_baseline(run: Run, population: Population, weights: Weights) -> Result:
             return session.finish()
         if not session.state["best"]:  # a budget that the probe has used up
             return session.finish()
-        return session.finish(**vote(population, session.state["best"], tuned.sigma))
+        return session.finish(None, **vote(population, session.state["best"], tuned.sigma))
 
 
 # --- RandOpt

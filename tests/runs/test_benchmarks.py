@@ -369,7 +369,6 @@ def test_a_grid_is_filled_in_over_several_sessions(benchmark, tmp_path):
     path.write_text(json.dumps(content))
     benchmark(*given)
     content = json.loads(path.read_text())
-    check(content)
     points = content["conditions"]["points"]
     assert list(points) == [
         first,
