@@ -21,6 +21,7 @@ BENCHMARKS = {
     "sharding": "opt=fsdp beside opt=ddp: a rollout, a training step and memory, two ranks",
     "report": "the page of a long run: made, opened in a headless Chromium, its size",
     "directions": "kinds of noise: cosine of their update with the exact policy gradient",
+    "probe": "EGGROLL's own sigma and lr beside a grid of both, filled in over several sessions",
     "forgetting": "what EGGROLL, GRPO and RFT forget at an equal gain, with and without a pull",
     "loader": "a training iteration on sequences of varying length: lists and loops, then without",
 }
@@ -29,6 +30,9 @@ SAMPLED = {"choices": ("small", "gpt2", "0.5b"), "help": "default: small on a CP
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "sampler": {"--model": SAMPLED},
     "population": {"--model": SAMPLED},
+    "probe": {
+        "--points": {"type": int, "metavar": "N", "help": "at most N new points; default: all"}
+    },
     "real": {
         "--weights": {"type": Path, "metavar": "DIR", "help": "default: random numbers"},
         "--vllm": {"type": Path, "metavar": "PYTHON", "help": "default: without vLLM"},
@@ -37,6 +41,13 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "default": "sampling",
             "help": "sampling and EGGROLL; a GRPO step beside TRL's; RFT beside `generate` and TRL",
         },
+    },
+    "directions": {
+        "--part": {
+            "choices": ("kinds", "prompts"),
+            "default": "kinds",
+            "help": "kinds of noise, or the same prompts for all members beside shares of more",
+        }
     },
     "grpo": {
         "--model": {"choices": ("small", "gpt2"), "default": "small", "help": "gpt2: for a GPU"},

@@ -1,5 +1,6 @@
 """Names, types and checks of conf/algo/eggroll.yaml."""
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -34,6 +35,30 @@ def positive_or_auto(key: str, value: float | str) -> None:
         raise ConfigError(f"{key}={value} is no number. Give one above 0, or auto.")
     if not isinstance(value, str):
         above(key, float(value), 0)
+
+
+def members_or_range(key: str, value: int | str) -> None:
+    """Raise ConfigError unless `value` is a number from 2 on, or doublings of one: 16-128."""
+    first, _, most = str(value).partition("-")
+    numbers = [int(text) for text in (first, most or first) if text.isdecimal()]
+    doubled = len(numbers) == 2 and numbers[0] and numbers[1] / numbers[0]
+    if not doubled or numbers[0] < 2 or doubled < 1 or not math.log2(doubled).is_integer():
+        raise ConfigError(
+            f"{key}={value} is no number of members. Give one from 2 on, such as 64, or two, the"
+            " second of which is the first doubled some times, such as 16-128."
+        )
+
+
+def prompts_or_share(key: str, value: int | str) -> None:
+    """Raise ConfigError unless `value` is a number of prompts, or an equal share of more: 8/64."""
+    each, _, whole = str(value).partition("/")
+    if not (each.isdecimal() and int(each) and (whole or each).isdecimal()) or (
+        whole and (int(whole) % int(each) or int(whole) <= int(each))
+    ):
+        raise ConfigError(
+            f"{key}={value} is no number of prompts. Give one above 0, such as 8, or what each"
+            " member answers of a multiple of it, such as 8/64."
+        )
 
 
 Tuned = Annotated[int | float | str, (positive_or_auto,)]
@@ -93,8 +118,8 @@ class EggrollConfig:
     name: str
     method: Annotated[str, (choice, ("eggroll", "randopt", "corp"))]
     steps: Count | None
-    members: Annotated[int, (at_least, 2)]
-    prompts_per_step: Count
+    members: Annotated[int | str, (members_or_range,)]
+    prompts_per_step: Annotated[int | str, (prompts_or_share,)]
     samples_per_prompt: Count
     rollout_rows: int | None
     rank: Count
@@ -116,14 +141,31 @@ class EggrollConfig:
     def __post_init__(self) -> None:
         if self.rollout_rows is not None:
             at_least("algo.rollout_rows", self.rollout_rows, self.pair)
-        if self.mirrored and self.members % 2:
+        if self.mirrored and self.first_members % 2:
             raise ConfigError(
                 f"algo.members={self.members} is odd, and algo.mirrored=true needs pairs. "
-                f"Use algo.members={self.members + 1}, or algo.mirrored=false."
+                f"Use algo.members={self.first_members + 1}, or algo.mirrored=false."
+            )
+        if self.method != "eggroll" and self.most_members > self.first_members:
+            raise ConfigError(
+                f"algo.members={self.members} has no effect with algo.method={self.method}, whose"
+                f" members stay as many. Set algo.members={self.first_members}."
             )
         if self.fitness == "pair_sign" and not self.mirrored:
             raise ConfigError(
                 "algo.fitness=pair_sign compares pairs. Set algo.mirrored=true, or use zscore."
+            )
+        if self.shares > 1 and (not self.mirrored or self.first_members // self.pair % self.shares):
+            raise ConfigError(
+                f"algo.prompts_per_step={self.prompts_per_step} makes {self.shares} shares, which"
+                f" {self.members} members with algo.mirrored={str(self.mirrored).lower()} cannot"
+                " have: as many pairs answer each share, and only pairs can be compared. Give a"
+                " number of pairs that the shares divide, and algo.mirrored=true."
+            )
+        if self.shares > 1 and self.method != "eggroll":
+            raise ConfigError(
+                f"algo.method={self.method} compares members by their rewards, so all answer the"
+                f" same prompts. Set algo.prompts_per_step={self.prompts_each}."
             )
         if self.method != "eggroll":
             no = f"with algo.method={self.method}, which takes the best members. Leave it out."
@@ -133,6 +175,11 @@ class EggrollConfig:
             for key in idle:
                 value = operator.attrgetter(key)(self)
                 no_effect("algo/eggroll.yaml", key, value, no)
+        if self.method == "randopt" and self.lr == AUTO:
+            raise ConfigError(
+                "algo.lr=auto has no effect with algo.method=randopt, which moves no weights. Leave"
+                " it out."
+            )
         if self.max_update is not None and (self.optimizer.name != "SGD" or self.optimizer.kwargs):
             raise ConfigError(
                 f"algo.max_update={self.max_update:g} goes with plain SGD, whose step is lr times"
@@ -162,6 +209,11 @@ class EggrollConfig:
             off = "with model.adapter, whose matrices alone are perturbed. Leave it out."
             no_effect("algo/eggroll.yaml", f"noise.{kind}", getattr(self.noise, kind), off)
         dropout = adapter.dropout if adapter is not None else 0
+        if self.shares > 1 and run.engine["_target_"] != "common.sampling.native.open_native":
+            raise ConfigError(
+                f"algo.prompts_per_step={self.prompts_per_step} needs engine=native: another engine"
+                " gives all members the same prompts."
+            )
         unused(
             (
                 dropout,
@@ -188,8 +240,34 @@ class EggrollConfig:
     @property
     def rows_per_member(self) -> int:
         """Completions of one member per step."""
-        return self.prompts_per_step * self.samples_per_prompt
+        return self.prompts_each * self.samples_per_prompt
 
-    def directions(self) -> int:
-        """Return the independent noise draws per step: members, or half of them when mirrored."""
-        return self.members // self.pair
+    @property
+    def first_members(self) -> int:
+        """Members of the first step."""
+        return int(str(self.members).partition("-")[0])
+
+    @property
+    def most_members(self) -> int:
+        """Members of a step at most."""
+        return int(str(self.members).rpartition("-")[2])
+
+    @property
+    def prompts_each(self) -> int:
+        """Prompts that a member answers per step."""
+        return int(str(self.prompts_per_step).partition("/")[0])
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of a step: those of all members together."""
+        return int(str(self.prompts_per_step).rpartition("/")[2])
+
+    @property
+    def shares(self) -> int:
+        """The parts that a step's prompts are in, of which a pair answers one."""
+        return self.prompts // self.prompts_each
+
+    def share_of(self, member: int) -> range:
+        """Return the places, among the prompts of a step, of those that a member answers."""
+        first = member // self.pair % self.shares * self.prompts_each
+        return range(first, first + self.prompts_each)

@@ -42,6 +42,7 @@ T = TypeVar("T")
 
 # Floats of noise that are drawn at a time: 16 MB.
 BUFFER = 1 << 22
+LOWER = "lower"  # the pattern that stands for the lower half of the blocks; no name is like it
 # Rows of a matrix of products, directions x rank, at most: 32 MB of float64.
 PRODUCTS = 2048
 
@@ -93,6 +94,29 @@ def kind_of(model: nn.Module) -> dict[str, str]:
     return kinds
 
 
+def block_of(model: nn.Module) -> dict[str, int]:
+    """Parameter name -> the number of its block, of all that are in one."""
+    blocks = enumerate(fsdp.blocks(model))
+    number = {id(p): index for index, block in blocks for p in block.parameters()}
+    return {n: number[id(p)] for n, p in model.named_parameters() if id(p) in number}
+
+
+def count_trunk(model: nn.Module, addresses: Sequence[Address]) -> int:
+    """Return how many blocks of a decoder, from the first on, come before all that is perturbed.
+
+    A model has its parameters in the order of its forward, as far as embeddings, blocks and what
+    comes after them go; a head that is tied is an embedding.
+    """
+    block = block_of(model)
+    whole = model.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
+    names = [name for name, _ in model.named_parameters()]
+    first = next((number for number, name in enumerate(names) if name in block), 0)
+    outside = any(a.name not in block and a.number < first for a in addresses)
+    if outside or len(fsdp.blocks(model)) != whole:
+        return 0
+    return min((block[a.name] for a in addresses if a.name in block), default=whole)
+
+
 def addresses(
     model: nn.Module, noise: NoiseConfig, rank: int, only: Container[str] | None = None
 ) -> list[Address]:
@@ -101,13 +125,16 @@ def addresses(
     where nothing is perturbed.
     """
     found, unused = [], set(noise.patterns)
+    block = block_of(model)
+    below = (max(block.values(), default=0) + 1) // 2
     kinds = {n: k for n, k in kind_of(model).items() if only is None or n in only}
     for number, (name, parameter) in enumerate(model.named_parameters()):
         if name not in kinds:
             continue
         policy = getattr(noise, kinds[name])
         for pattern, chosen in noise.patterns.items():
-            if fnmatch.fnmatchcase(name, pattern):
+            lower = pattern == LOWER and block.get(name, below) < below
+            if lower or fnmatch.fnmatchcase(name, pattern):
                 policy = chosen
                 unused.discard(pattern)
                 break
@@ -177,6 +204,7 @@ class Noise:
         self.model, self.mirrored, self.seed = model, mirrored, seed
         self.addresses = addresses(model, config, rank, only)
         self.device = fsdp.device(model)
+        self.trunk = count_trunk(model, self.addresses)
         self.sites = _sites(model, self.addresses)
         self.inputs = _shared_inputs(
             model, [s.module for s in self.sites if isinstance(s.module, (nn.Linear, Conv1D))]
@@ -234,6 +262,10 @@ class Noise:
             self._population = None
             for module, _ in perturbed.forwards:
                 module.__dict__.pop("forward", None)
+
+    def forget(self) -> None:
+        """Give back the buffers of forwards: those that come have other members."""
+        self._perturbed.clear()
 
     @contextmanager
     def narrow(self, members: range) -> Iterator[None]:

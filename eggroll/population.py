@@ -18,11 +18,14 @@ from common.sampling.engine import Completions, Requests
 from common.tasks import Example
 from common.tasks.scoring import Scored
 from eggroll.config import EggrollConfig
-from eggroll.fitness import fitness, over_samples
+from eggroll.fitness import above_mean, fitness, over_samples, within_pairs
 from eggroll.noise import Noise
 from eggroll.weights import count_state
 
 log = logging.getLogger("clutch")
+
+# The agreement of a step is known to 1 / sqrt(directions), so it is smoothed over some steps.
+ENOUGH, SMOOTHED = 0.1, 10
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,12 @@ class Tried:
                 "algo.fitness=component_zscore needs a reward with components, and this task's has"
                 " none. Use algo.fitness=zscore, or task=custom with several rewards."
             )
+        if cfg.method == "corp":
+            return above_mean(self.rewards)
         samples = cfg.samples_per_prompt
         counted = [self.rewards, *self.components.values()]
+        if cfg.shares > 1:  # only the members of a pair have answered the same
+            counted = [within_pairs(part) for part in counted]
         rewards, *parts = [over_samples(part, samples, cfg.sample_quantile) for part in counted]
         if cfg.sample_quantile is not None:
             samples = 1
@@ -112,12 +119,14 @@ class Population:
         lm.engine.limit.floor = cfg.pair
         ranks = lm.context.world_size
         self.state = count_state(lm, noise, cfg)
+        self.members = cfg.most_members  # what memory is planned for
         directions = len(self._chunks()[0]) // cfg.pair
         drawn = 4.0 * sum(4 * a.blocks for a in noise.addresses) * directions
         lm.fit_rollout(self.state, drawn)
         # Members are shared out by the rows, so ranks with unlike memory must agree on them.
         lm.engine.limit.rows = min(lm.context.gather_objects(lm.engine.limit.rows))
         self.perturbed = sum(math.prod(address.shape) for address in noise.addresses)
+        self.members = cfg.first_members
         if ranks > len(self._chunks()) and lm.context.main:
             log.warning(
                 "%d ranks share %d forward(s) per step, so some are idle. Use more members, or"
@@ -136,10 +145,11 @@ class Population:
         unperturbed model too, which counts as an evaluation.
         """
         cfg, context = self.cfg, self.lm.context
-        repeated = [example for example in examples for _ in range(cfg.samples_per_prompt)]
+        each = cfg.samples_per_prompt
+        repeated = [example for example in examples for _ in range(each)]
         # What Tried has of each row, in its order; 0 for the members of other ranks.
         names = list(getattr(self.lm.scorer.task, "components", None) or {})
-        found = torch.zeros(5 + len(names), cfg.members, len(repeated), dtype=torch.float64)
+        found = torch.zeros(5 + len(names), self.members, cfg.rows_per_member, dtype=torch.float64)
         generated, self.offending, self.shown, centre = 0, [], [], None
         requests = self.request(examples, step.index)
         mine = self._chunks()[context.rank :: context.world_size]
@@ -153,11 +163,15 @@ class Population:
                     texts = [text for part in made for text in part.texts(self.lm.tokenizer)]
                     generated += sum(part.generated for part in made)
                 with step.phase("reward"):
-                    scored = self.lm.scorer.submit(repeated * len(members), texts).result()
+                    places = [
+                        p * each + k for m in members for p in cfg.share_of(m) for k in range(each)
+                    ]
+                    asked = [repeated[place] for place in places]
+                    scored = self.lm.scorer.submit(asked, texts).result()
                     broken = [bad for part in made for bad in part.broken.tolist()]
-                    self._mark(scored.rewards, broken, texts, repeated, members)
+                    self._mark(scored.rewards, broken, texts, asked, members)
                     cut = [not done for part in made for done in part.finished.tolist()]
-                    plain = centre.texts * len(members) if centre else texts
+                    plain = [centre.texts[place] for place in places] if centre else texts
                     changed = [text != other for text, other in zip(texts, plain, strict=True)]
                     whole = self._answered(texts) if closely else cut
                     rows = [scored.rewards, cut, self._compare_pairs(texts), changed, whole]
@@ -165,7 +179,7 @@ class Population:
                     here = torch.tensor(rows, dtype=torch.float64).unflatten(1, (len(members), -1))
                     found[:, members.start : members.stop] = here
                 with step.phase("keep"):
-                    self._keep(members, repeated, texts, made, scored)
+                    self._keep(members, asked, texts, made, scored)
         with step.phase("exchange"):
             found, generated = self._exchange(found, generated)
         step.used(tokens=generated, samples=found[0].numel())
@@ -180,6 +194,28 @@ class Population:
             centre=centre,
         )
 
+    def grow(self, state: dict[str, Any], agreement: float | None) -> dict[str, Any]:
+        """Note how far halves of the prompts agree in a step, and double the members where that was
+        less than `ENOUGH` in the mean of `SMOOTHED` steps, up to the most of algo.members. Returns
+        what goes into the log.
+
+        Halves of the members would tell the same, but those of a language model agree by less than
+        chance does. state: of the run, in its checkpoints.
+        """
+        now, cfg = self.members, self.cfg
+        if now < cfg.most_members:
+            seen = state["agreements"] = [*state["agreements"], agreement or 0.0][-SMOOTHED:]
+            if len(seen) == SMOOTHED and sum(seen) / SMOOTHED < ENOUGH:
+                self.use(2 * now)
+                state |= {"members": self.members, "agreements": []}
+        return {"members": now} if cfg.most_members > cfg.first_members else {}
+
+    def use(self, members: int) -> None:
+        """Have so many members from now on."""
+        if members != self.members:
+            self.members = members
+            self.noise.forget()
+
     def rows(self, fitness: Tensor | None = None) -> list[samples.Row]:
         """Return the rows that the run keeps, with the fitness of their members [members]."""
         values = None if fitness is None else fitness.tolist()
@@ -188,28 +224,24 @@ class Population:
     def _keep(
         self,
         members: range,
-        repeated: list[Example],
+        asked: list[Example],
         texts: list[str],
         made: list[Completions],
         scored: Scored,
     ) -> None:
         """Put the rows of some members that the run keeps into `shown`."""
         cfg, run, each = self.cfg, self.lm.run, self.cfg.samples_per_prompt
-        prompts = samples.kept(run, len(repeated) // each)
+        prompts = samples.kept(run, cfg.prompts_each)
         everything = run.completions == "all"
-        most = cfg.members if everything else max(cfg.pair, samples.ROWS // each)
+        most = self.members if everything else max(cfg.pair, samples.ROWS // each)
         lengths = [length for part in made for length in part.lengths.tolist()]
         cut = [not done for part in made for done in part.finished.tolist()]
-        asked = [
-            samples.describe(self.lm.task, repeated[place * each], place)
-            for place in range(prompts)
-        ]
         for i, member in enumerate(members[: max(0, most - members.start)]):
             for place in range(prompts * each):
-                row = i * len(repeated) + place
+                row, prompt = i * cfg.rows_per_member + place, cfg.share_of(member)[place // each]
                 self.shown.append(
                     {
-                        **asked[place // each],
+                        **samples.describe(self.lm.task, asked[row], prompt),
                         "member": member,
                         "sample": place % each,
                         "sign": (-1) ** member if cfg.mirrored else 1,
@@ -245,15 +277,15 @@ class Population:
         rewards: list[float],
         broken: list[bool],
         texts: list[str],
-        repeated: list[Example],
+        asked: list[Example],
         members: range,
     ) -> None:
         """Put NaN for rewards whose row says nothing, and keep those rows in `offending`."""
         for row, (score, bad) in enumerate(zip(rewards, broken, strict=True)):
             if bad or not math.isfinite(score):
-                member, place = divmod(row, len(repeated))
-                found = self.lm.offending_row(repeated[place], texts[row], score, bad)
-                self.offending.append({"member": members[member], **found})
+                found = self.lm.offending_row(asked[row], texts[row], score, bad)
+                member = members[row // self.cfg.rows_per_member]
+                self.offending.append({"member": member, **found})
                 rewards[row] = math.nan
 
     def _compare_pairs(self, texts: list[str]) -> list[bool]:
@@ -267,7 +299,7 @@ class Population:
         ]
 
     def request(self, examples: list[Example], step: int) -> Requests:
-        """Ask for what every member is to complete in a step."""
+        """Ask for all that the members are to complete in a step."""
         return Requests(
             prompts=self.lm.encode(examples),
             ids=[example.id for example in examples],
@@ -287,12 +319,26 @@ class Population:
                 with self.noise.members(draw, part, sigma):
                     factors = partial(self.noise.factors, draw, part, sigma)
                     asked = replace(
-                        requests, groups=len(part), narrow=self.noise.narrow, factors=factors
+                        self._shared_out(requests, part),
+                        groups=len(part),
+                        narrow=self.noise.narrow,
+                        factors=factors,
+                        trunk=self.noise.trunk,
                     )
                     made.append(self.lm.generate(asked))
             return made
 
         return self.lm.engine.limit.run(attempt)
+
+    def _shared_out(self, requests: Requests, members: range) -> Requests:
+        """Return requests with the prompts of each member, where they do not all have the same."""
+        if self.cfg.shares == 1:
+            return requests
+        places = [place for member in members for place in self.cfg.share_of(member)]
+        prompts, ids = requests.prompts, requests.ids
+        assert ids is not None
+        found = {"prompts": [prompts[p] for p in places], "ids": [ids[p] for p in places]}
+        return replace(requests, **found, apart=True)
 
     def rehearse(self, examples: list[Example]) -> None:
         """Sample the first chunk of a step and throw it away: compilation happens here."""
@@ -303,21 +349,31 @@ class Population:
         """Say what a step will do, with sizes."""
         cfg, lm, ranks = self.cfg, self.lm, self.lm.context.world_size
         chunks, rows = self._chunks(), lm.engine.limit.rows
+        largest = share_out(cfg.most_members, cfg, rows, ranks)[0]
         used = min(rows, len(chunks[0]) * cfg.rows_per_member)
-        memory = lm.rollout_fixed + used * lm.rollout_row
+        most = min(rows, len(largest) * cfg.rows_per_member)
+        memory = lm.rollout_fixed + most * lm.rollout_row
         facts, heat = lm.describe(), cfg.sampling.temperature
+        members = f"{self.members}"
+        if cfg.most_members > self.members:
+            members += f", and up to {cfg.most_members} as the signal falls,"
+        prompts = f"{cfg.prompts_each} prompts"
+        if cfg.shares > 1:
+            prompts = f"{cfg.prompts_each} of {cfg.prompts} prompts"
+        trunk = self.noise.trunk
+        above = f", above block {trunk}, up to which members share a prefill" if trunk else ""
         drawn = f"sampled (temperature {heat:g})" if heat else "greedy"
         return {
             "algorithm": f"eggroll, {describe_length(lm.run, cfg.steps, 'steps')}, rank {cfg.rank},"
             f" sigma {show(cfg.sigma)}, lr {show(cfg.lr)}",
             **facts,
-            "model": f"{facts['model']}, {self.perturbed / 1e6:.2f}M perturbed",
-            "population": f"{cfg.members} members x {cfg.prompts_per_step} prompts x"
+            "model": f"{facts['model']}, {self.perturbed / 1e6:.2f}M perturbed{above}",
+            "population": f"{members} members x {prompts} x"
             f" {cfg.samples_per_prompt} samples, {cfg.sampling.max_new_tokens} new tokens at most;"
             f" rewards are of {drawn} completions",
             "forwards": f"{len(chunks)} per step, {used} rows each (algo.rollout_rows={rows}),"
             f" {-(-len(chunks) // ranks)} per rank",
-            **lm.describe_memory(memory, used, self.state),
+            **lm.describe_memory(memory, most, self.state),
         }
 
     def _exchange(self, found: Tensor, generated: int) -> tuple[Tensor, int]:
@@ -336,7 +392,8 @@ class Population:
         return totals[: found.numel()].view_as(found), int(totals[found.numel()])
 
     def _chunks(self) -> list[range]:
-        return share_out(self.cfg, self.lm.engine.limit.rows, self.lm.context.world_size)
+        ranks, rows = self.lm.context.world_size, self.lm.engine.limit.rows
+        return share_out(self.members, self.cfg, rows, ranks)
 
 
 def show(value: float | str) -> str:
@@ -344,15 +401,15 @@ def show(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
 
-def share_out(cfg: EggrollConfig, rows: int, ranks: int) -> list[range]:
+def share_out(members: int, cfg: EggrollConfig, rows: int, ranks: int) -> list[range]:
     """Return the members of each forward: as many as `rows` holds, and few enough that every rank
     has a forward.
 
     Chunks change the result by float rounding alone; where they are the same on one rank and on
     two, as when one rank makes two forwards of equal size, a CPU gives the same bits.
     """
-    share = -(-cfg.members // (ranks * cfg.pair)) * cfg.pair
-    return split(range(cfg.members), cfg, min(rows, share * cfg.rows_per_member))
+    share = -(-members // (ranks * cfg.pair)) * cfg.pair
+    return split(range(members), cfg, min(rows, share * cfg.rows_per_member))
 
 
 def split(members: range, cfg: EggrollConfig, rows: int) -> list[range]:

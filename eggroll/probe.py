@@ -159,13 +159,13 @@ class Probe:
         cfg, self.stopping = population.cfg, stopping
         if cfg.lr == AUTO:
             scale_step(cfg, 1.0)  # what cannot be chosen is told at once
-        members = min(cfg.members, MEMBERS)
-        prompts = -(-cfg.members * cfg.prompts_per_step // members)
+        members = min(population.members, MEMBERS)
+        prompts = -(-population.members * cfg.prompts_each // members)
+        self.members = population.members
         self.cfg, self.context, self.run = cfg, population.lm.context, population.lm.run
         self.population = copy.copy(population)
-        self.population.cfg = replace(
-            cfg, members=members, prompts_per_step=prompts, sigma=1.0, lr=1.0
-        )
+        self.population.cfg = replace(cfg, prompts_per_step=prompts, sigma=1.0, lr=1.0)
+        self.population.members = members
         self.examples = population.lm.order.take(0, prompts)
         self.size = weights.root_mean_square()
         if self.size == 0 and (self.run.probe or AUTO in (cfg.sigma, cfg.lr)):
@@ -248,7 +248,7 @@ class Probe:
             survived &= whole.mean().item() >= tried.centre.answered - LOSS
         shaped = replace(tried, rewards=rewards).shaped(self.cfg)
         directions = by_direction(shaped, pair)
-        variance = directions.square().mean().item() * self.cfg.directions()
+        variance = directions.square().mean().item() * (self.members // self.cfg.pair)
         row = Row(
             sigma=sigma,
             changed=tried.changed.mean().item(),
@@ -258,7 +258,7 @@ class Probe:
             reward=means.mean().item(),
             reward_std=spread,
             prompt_agreement=agree_prompts(rewards, pair, self.cfg.samples_per_prompt),
-            step=math.sqrt(variance) / self.cfg.members,
+            step=math.sqrt(variance) / self.members,
             survived=survived,
         )
         if self.context.main:

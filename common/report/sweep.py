@@ -3,11 +3,13 @@ comparison at its end.
 """
 
 import json
+import math
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
@@ -16,7 +18,11 @@ from omegaconf import DictConfig
 
 from common.config import resolvers
 from common.failures import FAILED, is_main
+from common.files import write_text
+from common.report.events import markdown_table
 from common.statistics import show_interval
+
+PROBE = "probe.json"  # of a run that looked for its noise and its step size
 
 
 class Sweep(Callback):
@@ -58,16 +64,41 @@ class Sweep(Callback):
         from common.report import compare  # torch comes with it
 
         folder = Path(str(config.hydra.sweep.dir))
-        runs, failures = compare.read_runs([folder])
+        runs, others = compare.read_runs([folder])
+        failures = [one for one in others if not _is_probe(one.folder)]
         print()
-        compare.report_runs(runs, failures, folder)
+        if len(failures) < len(others):
+            rows = [self._describe_probe(one.folder) for one in others if _is_probe(one.folder)]
+            write_text(folder / "probes.md", markdown_table(rows))
+            print(f"{compare.side_by_side(rows)}\n\nwritten to {folder}/probes.md")
+        if runs or failures:
+            compare.report_runs(runs, failures, folder)
         if failures:
             print(f"again: python -m common.compare {shlex.quote(str(folder))}", file=sys.stderr)
             sys.exit(next((failure.code for failure in failures if failure.code), 0))
 
+    def _describe_probe(self, folder: Path) -> dict[str, str]:
+        """Return what a probe came to, as a row of a table: the chosen sigma, and what it did."""
+        given = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8"))
+        found = json.loads((folder / PROBE).read_text(encoding="utf-8"))
+        row = next(row for row in found["rows"] if math.isclose(row["sigma"], found["sigma"]))
+        own = [text for text in given if text.partition("=")[0] in self.swept]
+        numbers = {"sigma": found["sigma"], "lr": found["lr"], "without noise": found["centre"]}
+        numbers |= {"reward": row["reward"], "spread": row["reward_std"]}
+        numbers |= {"changed": row["changed"], "same pairs": row["identical_pairs"]}
+        numbers |= {"agreement": row["prompt_agreement"], "seconds": round(found["seconds"])}
+        cells = {k: "-" if value is None else f"{value:.3g}" for k, value in numbers.items()}
+        return {"probe": " ".join(own) or folder.name} | cells
+
     def _name(self, config: DictConfig) -> str:
         own = [text for text in config.hydra.overrides.task if text.partition("=")[0] in self.swept]
         return " ".join([f"job {config.hydra.job.num}", *own])
+
+
+def _is_probe(folder: Path) -> bool:
+    """Return whether a job has looked and not trained: a run has a run.yaml beside its probe."""
+    others = [folder / "run.yaml", folder / FAILED]
+    return (folder / PROBE).exists() and not any(path.exists() for path in others)
 
 
 def _outcome(folder: Path) -> str:

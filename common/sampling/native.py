@@ -1,8 +1,9 @@
 """The sampler: prompts -> completions, on unmodified Hugging Face decoders. The hot path of three
 algorithms.
 
-A prompt is prefilled once for all its samples, and where it has several, its keys and values are
-stored once: all rows of a prompt attend to them in one product (Hydragen, arXiv:2402.05099, has the
+A prompt is prefilled once for all its samples, and once for all members of a population as far as
+these have blocks in common (trunk.py). Where it has several samples, its keys and values are stored
+once: all rows of a prompt attend to them in one product (Hydragen, arXiv:2402.05099, has the
 same idea), so a step reads them once per group and not once per row. What rows generate has a cache
 that is allocated once, in slots; a finished row's slot goes to the next request. Keys are
 right-aligned: all rows write the same column, a row's valid columns end there, so a step's write is
@@ -25,6 +26,7 @@ where a run was resumed. Greedy output equals `model.generate`.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +49,7 @@ from common.sampling.engine import Completions, Requests, Setup, Watch, check_pr
 from common.sampling.flash import Board, halve, recorded_over
 from common.sampling.kv_cache import ATTENTION, Prefix, PromptCache, SlotCache
 from common.sampling.random import token_uniforms
+from common.sampling.trunk import Trunk
 
 # A refill prefills a batch while the other rows wait, and a shrink copies the cache: both wait
 # until it is worth it.
@@ -283,9 +286,13 @@ class _Grid:
         self.narrows = requests.narrow is not None
         self.narrow = requests.narrow or nullcontext
         self.prompts, self.groups = prompts, requests.groups
-        # Of each group; request q is sample q % samples of prompt q // samples.
-        self.requests = len(prompts) * requests.samples
+        # Sharded weights are gathered for a whole forward.
+        self.trunk = requests.trunk if fsdp.of(sampler.model) is None else 0
+        # Of each group, from its first on; request q is sample q % samples of prompt q // samples.
         self.samples = requests.samples
+        asked = len(prompts) * requests.samples
+        self.requests = asked // self.groups if requests.apart else asked
+        self.firsts = [g * self.requests * requests.apart for g in range(self.groups)]
         self.slots = min(self.requests, max(1, rows // self.groups))  # of each group
         self.longest = max(len(prompt) for prompt in prompts)
         groups = self.groups
@@ -302,7 +309,7 @@ class _Grid:
         if sampling.temperature > 0:
             keys = range(len(prompts)) if requests.ids is None else requests.ids
             ids = torch.tensor(list(keys), device=device)
-            request = torch.arange(self.requests, device=device)
+            request = torch.arange(asked, device=device)
             sample = requests.first_sample + request % self.samples
             prompt = ids[request // self.samples]
             self.uniforms = token_uniforms(requests.seed, requests.draw, prompt, sample, length)
@@ -530,7 +537,10 @@ class _Grid:
             for q, f in zip(self.queued, free.sum(1).tolist(), strict=True)
         ]
         # requests, by group
-        wanted = [list(range(q, q + n)) for q, n in zip(self.queued, take, strict=True)]
+        wanted = [
+            list(range(first + q, first + q + n))
+            for first, q, n in zip(self.firsts, self.queued, take, strict=True)
+        ]
         if self.held is not None:
             chosen = [q for q in wanted[0] if q // self.samples == self.held.prompt]
             self.put(free, [chosen], self.held.logits, [[0] * len(chosen)], [self.held.place])
@@ -583,11 +593,16 @@ class _Grid:
         Returns their cache and the last logits [n, V].
         """
         width = max(len(p) for p in prompts)
-        cache, parts, order = PromptCache(len(prompts)), [], []
+        cache, parts, order, trunk = PromptCache(len(prompts)), [], [], None
+        if self.trunk and self.groups > 1:
+            most, model = max(1, self.sampler.piece // width), self.sampler.used
+            run = partial(self.prefill_piece, width=width)
+            trunk = Trunk(model, self.trunk, prompts, run, most)
+            trunk.hand_over(cache)
         for groups, rows in self.pieces(each, width):
             cache.rows = torch.tensor(rows, device=self.sampler.device)
-            with self.narrow(groups):
-                parts.append(self.prefill_piece([prompts[row] for row in rows], width, cache))
+            with self.narrow(groups), trunk.skipped(cache.rows) if trunk else nullcontext():
+                parts.append(self.prefill_piece([prompts[row] for row in rows], cache, width))
             order += rows
         logits = torch.cat(parts)
         if order != sorted(order):
@@ -609,7 +624,9 @@ class _Grid:
                 mine = range(row, min(row + some, each))
                 yield groups, [group * each + own for group in groups for own in mine]
 
-    def prefill_piece(self, prompts: list[Sequence[int]], width: int, cache: PromptCache) -> Tensor:
+    def prefill_piece(
+        self, prompts: Sequence[Sequence[int]], cache: PromptCache, width: int
+    ) -> Tensor:
         """Run prompts, padded on the left to `width`, through the model. Returns the last logits
         [n, V].
         """
@@ -659,7 +676,7 @@ class _Grid:
                 rows.append(group * self.slots + slot)
                 requests.append(q)
                 origins.append(origin)
-                places.append(group * self.requests + q)
+                places.append(group * self.requests + q - self.firsts[group])
             self.queued[group] += len(qs)
         lengths = [len(self.prompts[q // self.samples]) for q in requests]
         at, origin, lengths, requests, places = to_device(

@@ -44,7 +44,8 @@ class Task(Protocol):
     that was read from a completion; `path_key(completion) -> str`: the same for completions that
     reason alike, "" where that cannot be told; `hint(example)`: the prompt with the answer told;
     `scores(examples, completions) -> dict[str, list[float]]`: what each example adds to measures
-    that are no means over the examples.
+    that are no means over the examples; `repeatable = True`: a promise that the same example and
+    text earn the same at every call, so that equal texts are scored once.
     """
 
     def examples(self, split: str) -> Sequence[Example]:

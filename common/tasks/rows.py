@@ -23,6 +23,7 @@ class Rows:
     name: str
     least = 2  # train rows
     dropped = 0  # train rows, because a test row has the same key
+    repeatable = True  # the same example and text earn the same at every call
 
     def split(
         self,

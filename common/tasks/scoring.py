@@ -73,6 +73,11 @@ class Scored:
     components: dict[str, list[float]]
     seconds: dict[str, float]
 
+    def take(self, places: Sequence[int]) -> "Scored":
+        """Return the scores of these rows."""
+        parts = {name: [part[p] for p in places] for name, part in self.components.items()}
+        return Scored([self.rewards[p] for p in places], parts, self.seconds)
+
 
 class Pending:
     """Scores on their way: `result()` waits for them."""
@@ -85,6 +90,7 @@ class Pending:
         workers: Sequence[BaseProcess] = (),
     ) -> None:
         self.parts, self.timeout, self.examples, self.workers = parts, timeout, examples, workers
+        self.places: list[int] | None = None  # of each row among those that are scored
 
     def result(self) -> Scored:
         """Return all scores, in order. Raises: ConfigError for a reward that fails or hangs."""
@@ -99,7 +105,7 @@ class Pending:
                 scored.components.setdefault(name, []).extend(values)
             for name, value in one.seconds.items():
                 scored.seconds[name] = scored.seconds.get(name, 0.0) + value
-        return scored
+        return scored if self.places is None else scored.take(self.places)
 
     def _wait(self, part: AsyncResult[Scored], deadline: float, first: Example) -> Scored:
         while True:
@@ -146,7 +152,22 @@ class Scorer:
         return Scored([], {}, {})
 
     def submit(self, examples: Sequence[Example], completions: Sequence[str]) -> Pending:
-        """Start scoring; a pool shares out the rows in order, so the result is one process's."""
+        """Start scoring; a pool shares out the rows in order, so the result is one process's.
+
+        Equal texts of an example, as members of a population often write, are scored once where the
+        task says that its rewards are `repeatable`.
+        """
+        if not getattr(self.task, "repeatable", False):
+            return self._start(examples, completions)
+        pairs = list(zip(examples, completions, strict=True))
+        once = {(id(example), text): (example, text) for example, text in pairs}
+        some = list(once.values())
+        pending = self._start([example for example, _ in some], [text for _, text in some])
+        place = {key: number for number, key in enumerate(once)}
+        pending.places = [place[id(example), text] for example, text in pairs]
+        return pending
+
+    def _start(self, examples: Sequence[Example], completions: Sequence[str]) -> Pending:
         if self.pool is None:
             return Pending([score_parts(self.task, examples, completions)], 0.0, examples)
         if not completions:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from common.config import ConfigError, SamplingConfig
+from common.distributed import fsdp
 from common.sampling import native
 from common.sampling.engine import Requests
 from common.sampling.native import Sampler
@@ -147,6 +148,60 @@ def test_a_prefill_in_pieces_samples_the_same(which, mirrored, monkeypatch):
     for tokens, rows in [(1, 18), (40, 18), (60, 18), (110, 18), (40, 6)]:
         assert torch.equal(sample(tokens, rows), whole)
         assert max(forwards) <= max(tokens, 2 * 9)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("rows", [8, 100])
+def test_members_share_the_blocks_below_the_noise(name, rows, monkeypatch):
+    """A prompt goes once through the blocks that no member perturbs, whatever the pieces; every
+    member's completions are its own model's, also where slots are few and members refill apart.
+    """
+    model = small_model(name)
+    noise = Noise(model, policy(name, lower="frozen"), rank=2, mirrored=True, seed=3)
+    assert noise.trunk == 1
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(2, 90, (n,), generator=generator).tolist() for n in (4, 9, 6)]
+    prefilled: dict[int, int] = {0: 0, 1: 0}
+    for index, block in enumerate(fsdp.blocks(model)):
+        attention = block.get_submodule("attn" if name == "gpt2" else "self_attn")
+
+        def note(_: object, args: tuple, kwargs: dict, index: int = index) -> None:
+            x = args[0] if args else kwargs["hidden_states"]
+            prefilled[index] += x.shape[0] if x.shape[1] > 1 else 0
+
+        attention.register_forward_pre_hook(note, with_kwargs=True)
+    for piece in (1 << 12, 20):
+        monkeypatch.setattr(native, "PIECE_ON_CPU", piece)
+        prefilled.update({0: 0, 1: 0})
+        with noise.members(1, range(4), 0.3):
+            asked = Requests(prompts=prompts, groups=4, narrow=noise.narrow, trunk=noise.trunk)
+            made = Sampler(model, pad_id=0, stop_ids=[11, 12], rows=rows).generate(asked, GREEDY)
+        assert prefilled[1] >= 4 * 3
+        assert prefilled[0] == 3 if rows == 100 else prefilled[0] <= prefilled[1] / 2
+        alone = [
+            Sampler(
+                materialised(model, noise, 1, member, 4, 0.3), pad_id=0, stop_ids=[11, 12], rows=3
+            ).generate(Requests(prompts=prompts), GREEDY)
+            for member in range(4)
+        ]
+        assert torch.equal(made.tokens, torch.cat([one.tokens for one in alone]))
+        assert len({tuple(row) for row in made.tokens.tolist()}) > 3, "members differ"
+
+
+def test_what_lies_below_the_noise():
+    model = small_model("llama")
+
+    def trunk(**kinds: str) -> int:
+        return Noise(model, policy(**kinds), rank=1, mirrored=True, seed=0).trunk
+
+    assert trunk() == 0
+    assert trunk(lower="frozen") == 1
+    assert trunk(lower="frozen", head="lowrank", vectors="full") == 1
+    assert trunk(lower="frozen", embeddings="lowrank") == 0
+    assert trunk(matrices="frozen", head="lowrank") == 2
+    names = [a.name for a in noise_module.addresses(model, policy(lower="frozen"), 1)]
+    assert names
+    assert all(name.startswith("model.layers.1.") for name in names)
 
 
 def test_noise_does_not_depend_on_the_chunk():

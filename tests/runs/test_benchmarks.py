@@ -355,6 +355,37 @@ def test_directions_by_command(benchmark, tmp_path):
     assert all(abs(row["value"] or 0) <= 1 for row in content["rows"])
 
 
+def test_a_grid_is_filled_in_over_several_sessions(benchmark, tmp_path):
+    """Points that are there stay as they are, whatever they say."""
+    path = tmp_path / "grid.json"
+    given = ("probe", "--quick", "--json", str(path), "--device", "cpu")
+    said = benchmark(*given, "--points", "1")
+    assert "1 of 3 points" in said.stdout
+    content = json.loads(path.read_text())
+    (first,) = content["conditions"]["points"]
+    assert first == "translate: auto: seed 1"
+    assert content["conditions"]["points"][first]["sigma"] > 0
+    content["conditions"]["points"][first]["after"] = 77.0
+    path.write_text(json.dumps(content))
+    benchmark(*given)
+    content = json.loads(path.read_text())
+    points = content["conditions"]["points"]
+    assert list(points) == [
+        first,
+        "translate: default: seed 1",
+        "translate: sigma 0.01, lr 0.02: seed 1",
+    ]
+    assert points[first]["after"] == 77.0
+    others = [points[name]["after"] for name in list(points)[1:]]
+    assert others[0] == others[1], "the default is that point of the grid"
+    assert (
+        "77.0 of"
+        in content["conditions"]["figures"]["translate: auto, of the grid's best"]["measured"]
+    )
+    said = benchmark("probe", "--json", str(path), code=1)
+    assert "holds points of another grid. Give another --json." in said.stderr
+
+
 def test_the_page_of_a_long_run_is_measured(benchmark, tmp_path):
     path = tmp_path / "out.json"
     benchmark("report", "--quick", "--device", "cpu", "--json", str(path))

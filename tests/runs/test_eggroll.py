@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from common.config import ConfigError
 from common.lm import LM
 from common.sampling.native import Sampler
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
+from eggroll.fitness import above_mean, within_pairs
 from eggroll.instruments import idle_share
 from eggroll.noise import Noise
 from eggroll.weights import DiskTensors, Weights
@@ -411,6 +413,7 @@ def test_a_mistake_on_one_rank_ends_all(run_in_ranks, tmp_path, capfd):
     [
         ["algo.noise_reuse=2"],
         ["algo.samples_per_prompt=2"],
+        ["algo.prompts_per_step=2/4"],
         ["algo.fitness=prompt_zscore"],
         ["algo.fitness=centered_rank"],
         ["algo.fitness=pair_sign"],
@@ -422,7 +425,7 @@ def test_a_mistake_on_one_rank_ends_all(run_in_ranks, tmp_path, capfd):
         ["algo.sigma_schedule={kind: exponential, end: 0.5}"],
         ["algo.sampling.top_p=0.9", "algo.sampling.top_k=50"],
         ["algo.noise.vectors=full", "algo.noise.embeddings=full"],
-        ["algo.noise.patterns={*.mlp.*: frozen}"],
+        ["algo.noise.patterns={lower: frozen, *.mlp.*: frozen}"],
     ],
     ids=lambda overrides: " ".join(overrides),
 )
@@ -437,13 +440,91 @@ def test_every_setting_runs_and_changes_the_weights(plain, tmp_path, overrides):
     one, other = saved(tmp_path / "set").tensors, saved(plain).tensors
     assert set(one) != set(other) or largest_difference(tmp_path / "set", plain) > 1e-6
     if "patterns" in overrides[0]:
-        assert not any(".mlp." in name for name in saved(tmp_path / "set").tensors)
+        moved = saved(tmp_path / "set").tensors
+        assert not any(".mlp." in name or ".layers.0." in name for name in moved)
     if "vectors" in overrides[0]:
         assert "model.embed_tokens.weight" in saved(tmp_path / "set").tensors
         assert "model.norm.weight" in saved(tmp_path / "set").tensors
     if "schedule" in overrides[0]:
         key = overrides[0].split("_")[0].removeprefix("algo.")
         assert log[2][key] == pytest.approx(log[0][key] / 2)
+
+
+def test_pairs_answer_prompts_of_their_own(run_in_ranks, tmp_path):
+    """Each share in turn; every member draws what it would alone, whatever the forwards; ranks and
+    a smaller forward change nothing.
+    """
+    pq = pytest.importorskip("pyarrow.parquet")
+    own = ("algo.prompts_per_step=2/4", "completions=all", "algo.samples_per_prompt=2")
+    run_here(tmp_path / "one", *own)
+    run_in_ranks(tmp_path / "two", *own)
+    assert same_bits(tmp_path / "one", tmp_path / "two")
+    assert timeless(tmp_path / "one") == timeless(tmp_path / "two")
+    rows = pq.read_table(next((tmp_path / "one").glob("completions/training/*"))).to_pylist()
+    kept = [row for row in rows if row["step"] == 1]
+    asked = {m: [r["prompt"] for r in kept if r["member"] == m] for m in range(8)}
+    assert asked[0] == asked[1] == asked[4] == asked[5]
+    assert asked[2] == asked[3] == asked[6] == asked[7]
+    assert not {*asked[0]} & {*asked[2]}
+    assert [len(ids) for ids in asked.values()] == [4] * 8
+    run_here(tmp_path / "small", *own, "algo.rollout_rows=8")
+    for name, tensor in saved(tmp_path / "one").tensors.items():
+        small = saved(tmp_path / "small").tensors[name]
+        torch.testing.assert_close(tensor, small, rtol=1e-4, atol=1e-5)
+    rewards = torch.tensor([[0.1, 0.3], [0.3, 0.9], [0.0, 0.0], [0.5, 0.0]])
+    wanted = torch.tensor([[-0.1, -0.3], [0.1, 0.3], [-0.25, 0.0], [0.25, 0.0]])
+    torch.testing.assert_close(within_pairs(rewards), wanted)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["algo.prompts_per_step=8/12"], "is no number of prompts. Give one above 0, such as 8"),
+        (["algo.prompts_per_step=0"], "is no number of prompts"),
+        (["algo.prompts_per_step=two"], "is no number of prompts"),
+        (["algo.prompts_per_step=2/6"], "makes 3 shares, which 8 members with algo.mirrored=true"),
+        (["algo.prompts_per_step=2/4", "algo.mirrored=false"], "only pairs can be compared"),
+        (["algo.prompts_per_step=2/4", "algo.method=corp"], "so all answer the same prompts"),
+        (["algo.prompts_per_step=2/4", "engine=vllm"], "needs engine=native"),
+    ],
+)
+def test_words_for_prompts_that_cannot_be_shared_out(overrides, said):
+    def check() -> None:
+        run = compose([*MOVING, *overrides])
+        run.algo.check_run(run)
+
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        check()
+
+
+GROWING = ("algo.members=4-16", "algo.prompts_per_step=4")
+
+
+def test_members_are_doubled_as_the_signal_falls(run_in_ranks, tmp_path):
+    """In steps of luck alone every ten; on ranks, and resumed before and after, to the bit."""
+    run_here(tmp_path / "one", *GROWING, "algo.steps=22")
+    log = events(tmp_path / "one")
+    grown = [event["members"] for event in log]
+    seen = [event["prompt_agreement"] for event in log]
+    assert set(grown) >= {4, 8}, "otherwise this says nothing"
+    last = 0
+    for step in range(1, len(log)):
+        falls = step - last >= 10 and sum(seen[step - 10 : step]) / 10 < 0.1
+        assert grown[step] == grown[step - 1] * (2 if falls and grown[step - 1] < 16 else 1)
+        last = step if falls else last
+    run_in_ranks(tmp_path / "two", *GROWING, "algo.steps=22")
+    assert same_bits(tmp_path / "one", tmp_path / "two")
+    assert timeless(tmp_path / "one") == timeless(tmp_path / "two")
+    for steps in (7, 13, 22):
+        run_here(tmp_path / "parts", *GROWING, f"algo.steps={steps}", "resume=auto")
+    assert same_bits(tmp_path / "one", tmp_path / "parts")
+    assert [event["members"] for event in events(tmp_path / "parts")] == grown
+
+
+@pytest.mark.parametrize("members", ["1", "16-24", "16-8", "0-8", "many", "-4"])
+def test_words_for_members_that_are_none(members):
+    with pytest.raises(ConfigError, match=f"algo.members={members} is no number of members"):
+        compose([*MOVING, f"algo.members={members}"])
 
 
 def test_weight_decay_pulls_to_the_initial_weights(tmp_path):
@@ -822,7 +903,7 @@ def test_components_are_logged_and_normalised_apart(tmp_path):
 
 def test_randopt_lets_the_best_vote_and_leaves_the_weights(tmp_path):
     result = run_here(tmp_path, "algo.method=randopt", "algo.steps=3")
-    assert set(result.metrics) == {"before", "after", "voted"}
+    assert set(result.metrics) == {"before", "after", "single", "voted"}
     assert result.metrics["before"] == result.metrics["after"]
     best = saved(tmp_path).state["run"]["best"]
     assert len(best) == 8
@@ -838,17 +919,17 @@ def test_the_best_members_vote(tmp_path, monkeypatch):
 
     class Counting(Letters):
         def answer(self, completion):
-            return completion[:1]
+            return None if completion[0] == "-" else completion[:1]
 
         def metrics(self, examples, completions):
             measured.append(list(completions))
             return super().metrics(examples, completions)
 
     measured: list[list[str]] = []
-    monkeypatch.setattr("eggroll.baselines.BEST", 3)
-    said = iter(
-        [[text] * 8 for text in ("xa", "xb", "yc", "yd", "ye", "yf")]
-    )  # pairs: a-b, c-d, e-f
+    monkeypatch.setattr("eggroll.baselines.BEST", 6)
+    # pairs: a-b, c-d, ...; the last three of the best have no answer, and so no vote
+    words = ("xa", "xb", "yc", "yd", "ye", "yf", *("-" + letter for letter in "ghijkl"))
+    said = iter([[text] * 8 for text in words])
     run = compose([*MOVING, "algo.method=randopt", "algo.steps=1"])
     generate = LM.generate
 
@@ -861,12 +942,13 @@ def test_the_best_members_vote(tmp_path, monkeypatch):
 
     monkeypatch.setattr(LM, "generate", answer)
     train(run, tmp_path, Counting("smooth"))
-    (voted,) = [texts for texts in measured if set(texts) <= {"yc", "yd", "xa", "xb"}]
+    single, voted = [texts for texts in measured if set(texts) <= {*words}]
     assert len(set(voted)) == 1
     best = saved(tmp_path).state["run"]["best"]
     first, second, third = [
-        pair[member % 2] for pair, (_, _, member) in zip(("ab", "cd", "ef"), best, strict=True)
+        pair[member % 2] for pair, (_, _, member) in zip(("ab", "cd", "ef"), best, strict=False)
     ]
+    assert set(single) == {f"x{first}"}
     assert voted[0] == f"y{second}", "two say y, and the better of the two is read"
     assert {first, third} <= set("abef")
 
@@ -886,6 +968,15 @@ def test_corp_moves_only_through_the_gate(tmp_path):
         ConfigError, match=r"algo\.fitness=pair_sign has no effect with algo\.method"
     ):
         compose(["algo.method=corp", "algo.fitness=pair_sign"])
+    with pytest.raises(ConfigError, match=r"algo\.lr=auto has no effect with algo\.method=randopt"):
+        compose(["algo.method=randopt", "algo.lr=auto"])
+
+
+def test_corp_weighs_members_by_what_they_earned_above_the_mean():
+    assert above_mean(torch.tensor([[0.0, 0.2], [0.4, 0.4], [0.7, 0.7], [0.0, 0.0]])).tolist() == (
+        pytest.approx([0, 4 * 0.1 / 0.5, 4 * 0.4 / 0.5, 0])
+    )
+    assert above_mean(torch.full((4, 2), 0.3)).tolist() == [0, 0, 0, 0]
 
 
 def test_a_trust_region_bounds_each_update(tmp_path):

@@ -70,6 +70,24 @@ def test_a_probe_trains_nothing(launch, tmp_path):
     assert [r["sigma"] for r in found["rows"]] == sorted(r["sigma"] for r in found["rows"])
 
 
+def test_a_sweep_of_probes_ends_with_a_table(launch, tmp_path):
+    given = ("--config-dir", CONF, f"hydra.sweep.dir={tmp_path}", *MOVING, "task=letters")
+    said = launch("-m", *given, "task.scoring=smooth", "probe=true", "seed=1,2")
+    table = said.stdout.split("\n\n")[-2].splitlines()
+    assert table[0].split()[:4] == ["probe", "sigma", "lr", "without"]
+    for line, folder in zip(table[2:], ("0", "1"), strict=True):
+        found = json.loads((tmp_path / folder / "probe.json").read_text())
+        cells = line.split()
+        assert cells[:3] == [
+            f"seed={int(folder) + 1}",
+            f"{found['sigma']:.3g}",
+            f"{found['lr']:.3g}",
+        ]
+    assert f"written to {tmp_path}/probes.md" in said.stdout
+    assert "| seed=2 |" in (tmp_path / "probes.md").read_text()
+    assert "no result" not in said.stdout
+
+
 def test_where_nothing_is_right_the_table_is_shown_all_the_same(tmp_path):
     run = compose([*MOVING, "probe=true"])
     found = train(run, tmp_path, Letters("right"))

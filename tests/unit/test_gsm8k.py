@@ -214,6 +214,26 @@ def test_pools_give_the_serial_scores(task, kind):
     scorer.close()
 
 
+@pytest.mark.parametrize("kind", ["serial", "threads"])
+def test_equal_texts_of_an_example_are_scored_once(task, kind, monkeypatch):
+    """Where a task promises equal scores; another one is asked about every row."""
+    asked, reward = [], Gsm8k.reward
+    monkeypatch.setattr(Gsm8k, "reward", lambda *a: asked.append(a[2]) or reward(*a))
+    four, five = example("4"), example("5")
+    rows = [four, five, four, four, five, five]
+    texts = ["#### 4", "#### 4", "#### 4", "#### 5", "#### 5", "#### 4"]
+    wanted = [1, 0, 1, 0, 1, 0]
+    scorer = Scorer(task, ScoringConfig(kind=kind, workers=2, timeout_seconds=60))
+    assert scorer.submit(rows, texts).result().rewards == wanted
+    assert sorted(asked) == ["#### 4", "#### 4", "#### 5", "#### 5"]
+    assert scorer.submit([], []).result().rewards == []
+    asked.clear()
+    monkeypatch.setattr(task, "repeatable", False, raising=False)
+    assert scorer.submit(rows, texts).result().rewards == wanted
+    assert len(asked) == 6
+    scorer.close()
+
+
 # --- math-verify
 
 

@@ -1,0 +1,137 @@
+"""Compare the sigma and lr that EGGROLL's probe chooses with a grid of both, on three tasks of the
+tiny model, by the held-out measure after training.
+
+    python -m benchmarks probe --json probe.json                 # all points, hours
+    python -m benchmarks probe --json probe.json --points 5      # five more of them
+
+A point is a run of EGGROLL's defaults, in a process of its own. The points that the JSON holds are
+not run again, so that a grid is filled in over several sessions; it is written after each of them.
+Seeds come one after the other, each with all points, the probe's choice and the defaults first. No
+clock is read: the runs may share the machine.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks import measure
+from benchmarks.measure import Report
+from common.signals import RunStopped
+from launch import compose, train
+
+AUTO, DEFAULT = "auto", "default"
+POINTS = "points"  # of the conditions in the JSON
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The grid. overrides: of each run."""
+
+    tasks: tuple[str, ...] = ("translate", "countdown", "units")
+    sigmas: tuple[float, ...] = (0.0025, 0.005, 0.01, 0.02, 0.04)
+    lrs: tuple[float, ...] = (0.005, 0.01, 0.02, 0.04, 0.08)
+    overrides: tuple[str, ...] = ("hardware=cpu",)
+
+
+TINY = ("hidden_size=32", "layers=2", "heads=2", "intermediate_size=64", "pretrain_steps=40")
+FEW = ("members=8", "prompts_per_step=4", "steps=2", "sampling.max_new_tokens=16")
+QUICK = Sizes(
+    tasks=("translate",),
+    sigmas=(0.01,),
+    lrs=(0.02,),
+    overrides=(
+        *Sizes.overrides,
+        "evaluate.examples=4",
+        "algo.sampling.temperature=1.0",
+        *(f"model.tiny.{text}" for text in TINY),
+        *(f"algo.{text}" for text in FEW),
+    ),
+)
+
+
+def settings(sizes: Sizes) -> dict[str, list[str]]:
+    """Return the points of a task and a seed, by name."""
+    grid = {f"sigma {s:g}, lr {lr:g}": (s, lr) for s in sizes.sigmas for lr in sizes.lrs}
+    given = {name: [f"algo.sigma={s}", f"algo.lr={lr}"] for name, (s, lr) in grid.items()}
+    return {AUTO: ["algo.sigma=auto", "algo.lr=auto"], DEFAULT: [], **given}
+
+
+def name_points(sizes: Sizes, seeds: int) -> Iterator[tuple[str, list[str]]]:
+    """Yield every point in the order of work: its name, and the overrides of its run."""
+    for seed in range(1, seeds + 1):
+        for name, given in settings(sizes).items():
+            for task in sizes.tasks:
+                made = ["algo=eggroll", f"task={task}", f"seed={seed}", *sizes.overrides, *given]
+                yield f"{task}: {name}: seed {seed}", made
+
+
+def measure_point(overrides: list[str]) -> dict[str, Any]:
+    """Return what a run came to; a run that ends in NaN has nothing after training."""
+    with TemporaryDirectory() as folder:
+        try:
+            result = train(compose(overrides), Path(folder))
+        except RunStopped as stop:
+            return {"after": None, "stopped": str(stop)}
+        found = {"after": result.after, "before": result.before, "metric": result.metric}
+        if (chosen := Path(folder) / "probe.json").exists():
+            probed = json.loads(chosen.read_text(encoding="utf-8"))
+            found |= {key: probed[key] for key in ("sigma", "lr")}
+        return found
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Run the points that are missing, and compare. --repeats: seeds."""
+    sizes = QUICK if options.quick else Sizes()
+    report = Report("probe", options, 3, sizes=asdict(sizes), dtype="float32")
+    points = read_points(options.json, report.conditions["sizes"])
+    report.conditions[POINTS] = points
+    asked = dict(name_points(sizes, report.repeats))
+    missing = [name for name in asked if name not in points]
+    for name in missing[: options.points]:
+        measure.progress(f"{len(points) + 1} of {len(asked)}: {name}")
+        found = measure.in_new_process(__name__, measure_point, asked[name])
+        points[name] = found | {"commit": report.conditions["commit"]}
+        if options.json is not None:
+            report.save(options.json)
+    measure.progress("")
+    for task in sizes.tasks:
+        add_task(report, sizes, task)
+    done = sum(name in points for name in asked)
+    report.notes.append(f"{done} of {len(asked)} points; means are over the seeds that are there.")
+    return report
+
+
+def read_points(path: Path | None, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return the points that an earlier session has written, none where there was none."""
+    if path is None or not path.exists():
+        return {}
+    conditions = json.loads(path.read_text(encoding="utf-8"))["conditions"]
+    if conditions["sizes"] != json.loads(json.dumps(sizes)):
+        sys.exit(f"error: {path} holds points of another grid. Give another --json.")
+    return conditions[POINTS]
+
+
+def add_task(report: Report, sizes: Sizes, task: str) -> None:
+    """Add the means of a task's points, and how the probe's choice stands beside the others."""
+    points, means = report.conditions[POINTS], {}
+    for name in settings(sizes):
+        keys = [f"{task}: {name}: seed {seed}" for seed in range(1, report.repeats + 1)]
+        values = [points[key]["after"] or 0.0 for key in keys if key in points]
+        if values:
+            means[name] = statistics.fmean(values)
+            report.add(f"{task}: {name}", means[name], "held out")
+            report.add(f"{task}: {name}", len(values), "seeds")
+    grid = {name: mean for name, mean in means.items() if name not in (AUTO, DEFAULT)}
+    if AUTO in means and grid:
+        best = max(grid, key=lambda name: grid[name])
+        share = f"{means[AUTO]:.1f} of {grid[best]:.1f} ({best}; {len(grid)} points)"
+        report.figures.append((f"{task}: auto, of the grid's best", ">= 90 %", share))
+    if AUTO in means and DEFAULT in means:
+        both = f"{means[AUTO]:.1f} against {means[DEFAULT]:.1f}"
+        report.figures.append((f"{task}: auto against the defaults", "more, on two tasks", both))
