@@ -21,7 +21,7 @@ from common.evaluation import Accepts, Evaluation
 from common.model import logprobs, quantized
 from common.model.adapter import Adapter
 from common.model.export import empty_like, export_model
-from common.model.half import keep_wide, narrowed, round_layers
+from common.model.half import keep_wide, narrow, narrowed, round_layers
 from common.model.load import load_model
 from common.model.memory import StateMemory, head_size
 from common.model.prompts import context_length, context_name, encode_prompts, stop_ids
@@ -69,7 +69,10 @@ class LM:
         # What is frozen has no masters.
         held = self.precision.compute if adapted else torch.float32
         self.model: Any
-        self.model, self.tokenizer = load_on_all_ranks(run, self.task, context, held)
+        # A population in half precision has no float32 weights on the device, but for masters.
+        narrows = self.half and bool(population) and context.mesh is None
+        home = torch.device("cpu") if narrows and adapted is None else None
+        self.model, self.tokenizer = load_on_all_ranks(run, self.task, context, held, home)
         if not run.algo.sampling.max_new_tokens:
             run.algo.sampling.max_new_tokens = self.longest_answer(self.task)
             run.algo.__post_init__()  # what could not be checked before
@@ -92,6 +95,10 @@ class LM:
         elif adapted is not None:
             self.reference = self.model if reference else None
             keep_wide(self.model)
+        self.wide: dict[str, torch.Tensor] = {}  # of what is narrow, for who wants masters of it
+        if narrows:
+            here = torch.device("meta") if context.device.planned else self.device
+            self.wide = narrow(self.model, self.precision.compute, here)
         self.scorer = Scorer(self.task.own, run.scoring)
         # A population's weights are in the compute dtype themselves.
         autocast = self.precision.compute if self.half and not population else None
@@ -448,16 +455,18 @@ def fit(limit: RowLimit, row_bytes: float, fixed_bytes: float, context: Context)
 
 
 def load_on_all_ranks(
-    run: Run, task: Task, context: Context, dtype: torch.dtype
+    run: Run, task: Task, context: Context, dtype: torch.dtype, home: torch.device | None = None
 ) -> tuple[Any, Any]:
     """Load the model in `dtype` and the tokenizer on rank 0, from which the others get both. With
     opt=fsdp the weights stay on the CPU of rank 0 until `fsdp.shard` sends them block by block.
+    home: where the weights are then; None = on the device.
     """
     if context.device.planned:
         return load_model(run.model, task, dtype, torch.device("meta"), progress=False)
     loaded: Any = None
     if context.main:
-        device = context.device.device if context.mesh is None else torch.device("cpu")
+        device = home or context.device.device
+        device = device if context.mesh is None else torch.device("cpu")
         loaded = load_model(run.model, task, dtype, device)
     if context.world_size == 1:
         return loaded
@@ -467,7 +476,7 @@ def load_on_all_ranks(
     digest = _digest([row for examples in splits for row in _rows(examples)])
     same_on_all_ranks(context, "rows of the task", digest)
     if context.mesh is None:
-        fsdp.send_weights(model, context)
+        fsdp.send_weights(model, context, home)
     return model, tokenizer
 
 

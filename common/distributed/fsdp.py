@@ -117,9 +117,10 @@ def without_weights(model: M) -> M:
     return copy.deepcopy(model, empty)
 
 
-def send_weights(part: nn.Module, context: Context) -> None:
-    """Give all ranks the parameters and buffers that `part` has on rank 0, on their device; those
-    that are sharded already are left. Not a part of the state alone: rotary frequencies are not.
+def send_weights(part: nn.Module, context: Context, home: torch.device | None = None) -> None:
+    """Give all ranks the parameters and buffers that `part` has on rank 0, on their device, or at
+    `home` in the end; those that are sharded already are left. Not a part of the state alone:
+    rotary frequencies are not.
     """
     for tensor in (*part.parameters(), *part.buffers()):
         if isinstance(tensor, DTensor):
@@ -131,6 +132,7 @@ def send_weights(part: nn.Module, context: Context) -> None:
             torch.utils.swap_tensors(tensor, empty)
         tensor.data = tensor.data.to(context.device.device)
         dist.broadcast(tensor.data, 0)
+        tensor.data = tensor.data.to(home or context.device.device)
 
 
 def _call(model: Any, function: Callable[..., T], *args: Any) -> T:

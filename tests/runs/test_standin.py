@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common import checkpoint, lm, rows
 from common import plan as plans
 from common.config import ConfigError, SamplingConfig
 from common.distributed.workers import launch
 from common.model import logprobs, varlen
+from common.model.half import narrow
 from common.model.quantized import replace_layers
 from common.model.tiny import byte_tokenizer
 from common.report import summary
@@ -35,7 +36,16 @@ from eggroll.weights import Weights
 from launch import compose
 from rft import stages
 from rft.config import SelectConfig
-from tests.support import CONF, SMALL, SMALL_CLASSIFY, SMALL_GRPO, SMALL_RFT, events, standin
+from tests.support import (
+    CONF,
+    MOVING,
+    SMALL,
+    SMALL_CLASSIFY,
+    SMALL_GRPO,
+    SMALL_RFT,
+    events,
+    standin,
+)
 from tests.support.flash import emulated
 from tests.support.letters import Letters
 from tests.support.models import ARCHITECTURES, configure_qwen, prompts, sampling, small_model
@@ -397,7 +407,8 @@ def kept_buffers(folder):
     given = compose(["algo=eggroll", *SMALL])
     model = small_model("llama").to("cuda:0")
     noise = Noise(model, given.algo.noise, rank=1, mirrored=True, seed=0)
-    Weights(model, noise, given.algo, torch.bfloat16, offload=False, folder=Path(folder))
+    wide = narrow(model, torch.bfloat16, model.device)
+    Weights(model, noise, given.algo, wide, offload=False, folder=Path(folder))
     return {b.dtype for b in model.buffers()}, {p.dtype for p in model.parameters()}
 
 
@@ -406,6 +417,55 @@ def test_eggroll_rounds_weights_alone(standin, tmp_path):
     buffers, parameters = standin.call(kept_buffers, str(tmp_path))
     assert buffers == {torch.float32}
     assert parameters == {torch.bfloat16}
+
+
+def load_for_evolution(folder, arguments):
+    """Load a model as EGGROLL does. Return the planned bytes of its weights, and the peak until the
+    plan is made.
+    """
+
+    def stop(self, peak, rows, state):
+        planned.append(state.on_rank(self.model, rollout=True))
+        raise Measured
+
+    planned = []
+    lm.LM.describe_memory = stop
+    with contextlib.suppress(Measured):
+        train(folder, arguments)
+    return planned[0], standin.DEVICE.peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("more", [[], ["model.quantize=int8"]])
+def test_a_population_is_loaded_in_the_memory_that_it_samples_in(more, dtype, standin, tmp_path):
+    """Without a float32 copy of the weights on the device, in whatever dtype their file is."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(configure_small(), dtype=dtype)
+    model.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    arguments = ["algo=eggroll", "opt=[amp,offload]", "model=hf", f"model.path={tmp_path}/model"]
+    arguments += ["algo.members=4", "algo.sampling.max_new_tokens=4", *more]
+    planned, peak = standin.call(load_for_evolution, tmp_path, arguments)
+    assert peak == pytest.approx(planned, rel=0.1)
+
+
+def configure_small():
+    """Return the configuration of a Llama of 34M parameters, none of whose matrices is large."""
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 40}
+    return LlamaConfig(**sizes, num_attention_heads=8, vocab_size=512)
+
+
+def test_masters_on_the_host_change_no_number(standin, cache, tmp_path):
+    """The same steps to the bit, drift among them, as with all of it on the device."""
+    found, told = [], ("reward", "drift", "applied_share")
+    for opt in ("opt=[amp]", "opt=[amp,offload]"):
+        given = compose(on_device([*MOVING, opt, "algo.weight_decay=0.1"]))
+        arguments = "eggroll.train:train", given, tmp_path / opt, Letters("smooth")
+        standin.call(launch, *arguments, CLUTCH_CACHE=str(cache))
+        found.append([[event[name] for name in told] for event in events(tmp_path / opt)])
+    assert found[0] == found[1]
+    assert found[0][-1][1] > 0
 
 
 def test_recorded_steps_read_nothing_that_a_recording_left(standin):
@@ -498,7 +558,7 @@ def measure_peak(shape, folder, arguments):
     device.limit(400 << 30)
     device.compute_below(1 << 20)
 
-    def load(run, task, context, dtype):
+    def load(run, task, context, dtype, home):
         model = model_of(shape).to(dtype)
         if run.model.quantize is not None:
             replace_layers(model, run.model.quantize, "model.quantize")
