@@ -304,7 +304,7 @@ class Population:
         cfg, lm, ranks = self.cfg, self.lm, self.lm.context.world_size
         chunks, rows = self._chunks(), lm.engine.limit.rows
         used = min(rows, len(chunks[0]) * cfg.rows_per_member)
-        memory = lm.rollout_fixed + used * lm.rollout_row
+        memory = lm.rollout_peak(used, cfg.samples_per_prompt)
         facts, heat = lm.describe(), cfg.sampling.temperature
         drawn = f"sampled (temperature {heat:g})" if heat else "greedy"
         return {

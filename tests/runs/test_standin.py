@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -25,7 +26,7 @@ from common.model.quantized import replace_layers
 from common.model.tiny import byte_tokenizer
 from common.report import summary
 from common.sampling import native
-from common.sampling.engine import Requests
+from common.sampling.engine import Load, Requests
 from common.sampling.kv_cache import SlotCache
 from common.sampling.native import Sampler
 from common.session import Session
@@ -104,6 +105,28 @@ def test_float16_with_a_grad_scaler_as_on_a_v100(algo, standin, cache, tmp_path)
     standin.call(train, tmp_path, arguments, (7, 0), CLUTCH_CACHE=str(cache))
     log = (tmp_path / "run.log").read_text()
     assert "float16, GradScaler" in log
+
+
+@pytest.mark.parametrize("quantize", ["null", "int8", "nf4"])
+@pytest.mark.parametrize("algo", ["eggroll", "grpo", "rft"])
+def test_adapters_in_float16_as_on_a_v100(algo, quantize, standin, cache, tmp_path):
+    """On weights in float16 or in few bits. The adapter moves, and its master is float32."""
+    pytest.importorskip("peft")
+    arguments = [*RUNS[algo], "opt=[amp]", *(["algo.iterations=1"] if algo == "rft" else [])]
+    arguments += ["model.adapter.rank=4", f"model.quantize={quantize}"]
+    arguments += ["algo.sampling.temperature=1"] if algo == "eggroll" else []
+    standin.call(train, tmp_path, arguments, (7, 0), CLUTCH_CACHE=str(cache))
+    assert (
+        f"float16{'' if algo == 'eggroll' else ', GradScaler'}"
+        in (tmp_path / "run.log").read_text()
+    )
+    seen = events(tmp_path)
+    assert not any(event.get("overflow") for event in seen)
+    assert all(math.isfinite(event["loss"]) for event in seen if "loss" in event)
+    adapter = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    held = torch.float16 if algo == "eggroll" else torch.float32  # what it samples with
+    assert {tensor.dtype for tensor in adapter.values()} == {held}
+    assert any(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
 
 
 def evolve_in_float16(folder):
@@ -507,8 +530,9 @@ def test_the_plan_of_a_rollout_counts_what_cutting_takes(top_p, top_k, standin):
     planned = []
     for model.config.vocab_size in (wide, narrow):
         sampler = Sampler(model, pad_id=96, stop_ids=(), rows=8)
-        planned.append(sampler.row_bytes(1, settings))
-    counted = standin.call(draw_peak, 8, 50_000, settings) / 8
+        planned.append(sampler.peak_bytes(8, Load(1, settings)))
+    # Those of the prompts are there beside those of the rows.
+    counted = standin.call(draw_peak, 8, 50_000, settings) + 8 * 4 * 50_000
     assert planned[0] - planned[1] == pytest.approx(counted, rel=0.1)
 
 

@@ -236,7 +236,7 @@ def test_the_plan_says_what_amp_would_bring(preset, capability, opt, said, monke
 
 def fit_rows(rows, row_bytes, fixed_bytes, memory_gb, multiple=1):
     limit = RowLimit("algo.rollout_rows", rows, floor=multiple)
-    limit.fit(row_bytes, fixed_bytes, memory_gb)
+    limit.fit(lambda rows: fixed_bytes + rows * row_bytes, memory_gb)
     return limit.rows
 
 
