@@ -26,6 +26,7 @@ from torch import Tensor
 from benchmarks import measure
 from benchmarks.measure import Case, Report, name_of, paired
 from benchmarks.models import build, differs, generate
+from common.model.half import narrow
 from common.precision import native_bf16
 from common.sampling.engine import Requests
 from common.sampling.native import Sampler
@@ -192,8 +193,8 @@ class Work:
     def weights(self) -> Weights:
         """A second model that the updates move, so that this one stays as it is."""
         model, folder = copy.deepcopy(self.model).float(), Path(tempfile.gettempdir())
-        compute = self.model.dtype  # beside masters in float32
-        return Weights(model, self.noise, self.settings, compute, offload=False, folder=folder)
+        wide = narrow(model, self.model.dtype, model.device)  # masters are float32
+        return Weights(model, self.noise, self.settings, wide, offload=False, folder=folder)
 
     def update(self) -> None:
         """Make new weights of the rewards, as the training loop does it."""

@@ -19,6 +19,7 @@ from benchmarks import measure
 from benchmarks.eggroll import Sizes, settings
 from benchmarks.measure import Report, name_of, paired
 from benchmarks.models import build
+from common.model.half import narrow
 from common.precision import native_bf16
 from common.sampling.engine import Requests
 from common.sampling.native import Sampler
@@ -79,9 +80,8 @@ def prepare(
     measure.Peak.forget()  # making random weights takes more than either
     if what == TRAINING:
         noise = Noise(model, algo.noise, rank=algo.rank, mirrored=algo.mirrored, seed=0)
-        weights = Weights(
-            model, noise, algo, setting.dtype, offload=setting.offload, folder=Path(gettempdir())
-        )
+        wide, folder = narrow(model, setting.dtype, device), Path(gettempdir())
+        weights = Weights(model, noise, algo, wide, offload=setting.offload, folder=folder)
     sampler = Sampler(model, pad_id=0, stop_ids=(), rows=sizes.samples, graphs=True)
     draw = torch.Generator().manual_seed(1)
     prompts = torch.randint(0, 260, (sizes.prompts, sizes.prompt_tokens), generator=draw).tolist()

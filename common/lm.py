@@ -21,12 +21,12 @@ from common.evaluation import Accepts, Evaluation
 from common.model import logprobs, quantized
 from common.model.adapter import Adapter
 from common.model.export import empty_like, export_model
-from common.model.half import keep_wide, narrowed, round_layers
+from common.model.half import keep_wide, narrow, narrowed, round_layers
 from common.model.load import load_model
 from common.model.memory import StateMemory, head_size
 from common.model.prompts import context_length, context_name, encode_prompts, stop_ids
 from common.rows import RowLimit
-from common.sampling.engine import Completions, Engine, Requests, Setup, open_engine
+from common.sampling.engine import Completions, Engine, Load, Requests, Setup, open_engine
 from common.tasks import Example, Task, build, task_name
 from common.tasks.checked import Checked
 from common.tasks.order import ExampleOrder, hold_out
@@ -69,7 +69,10 @@ class LM:
         # What is frozen has no masters.
         held = self.precision.compute if adapted else torch.float32
         self.model: Any
-        self.model, self.tokenizer = load_on_all_ranks(run, self.task, context, held)
+        # A population in half precision has no float32 weights on the device, but for masters.
+        narrows = self.half and bool(population) and context.mesh is None
+        home = torch.device("cpu") if narrows and adapted is None else None
+        self.model, self.tokenizer = load_on_all_ranks(run, self.task, context, held, home)
         if not run.algo.sampling.max_new_tokens:
             run.algo.sampling.max_new_tokens = self.longest_answer(self.task)
             run.algo.__post_init__()  # what could not be checked before
@@ -92,6 +95,10 @@ class LM:
         elif adapted is not None:
             self.reference = self.model if reference else None
             keep_wide(self.model)
+        self.wide: dict[str, torch.Tensor] = {}  # of what is narrow, for who wants masters of it
+        if narrows:
+            here = torch.device("meta") if context.device.planned else self.device
+            self.wide = narrow(self.model, self.precision.compute, here)
         self.scorer = Scorer(self.task.own, run.scoring)
         # A population's weights are in the compute dtype themselves.
         autocast = self.precision.compute if self.half and not population else None
@@ -314,7 +321,7 @@ class LM:
         """Count weights and training state. reference: a frozen copy beside it; copies: in half
         precision, of what has float32 weights.
         """
-        engine = self.engine.fixed_bytes(1) if self.engine.separate else 0.0
+        engine = idle_bytes(self.run, self.engine) if self.engine.separate else 0.0
         moments = optim.state_bytes(self.run.algo.optimizer)
         if self.adapter is None:
             size = self.parameters
@@ -325,15 +332,27 @@ class LM:
             state = StateMemory.of_adapter(*held, trained, copies, moments)
         return replace(state, engine=engine)
 
-    def fit_rollout(self, state: StateMemory, extra_bytes: float = 0.0) -> float:
-        """Fit the engine's rows to the memory; return the bytes of a row. extra_bytes: what else is
-        there, whatever the rows.
+    def fit_rollout(self, state: StateMemory, extra_bytes: float = 0.0) -> None:
+        """Fit the engine's rows to the memory, for prompts of which each has one sample, and more
+        of them than rows. extra_bytes: what else is there, whatever the rows.
         """
-        weights = state.on_rank(self.model, rollout=True)
-        self.rollout_fixed = weights + self.engine.fixed_bytes(self.longest_prompt) + extra_bytes
-        self.rollout_row = self.engine.row_bytes(self.longest_prompt, self.run.algo.sampling)
-        fit(self.engine.limit, self.rollout_row, self.rollout_fixed, self.context)
-        return self.rollout_row
+        self.rollout_fixed = state.on_rank(self.model, rollout=True) + extra_bytes
+        load = Load(self.longest_prompt, self.run.algo.sampling)
+
+        def peak(rows: int) -> float:
+            return self.rollout_fixed + self.engine.peak_bytes(rows, load)
+
+        fit(self.engine.limit, peak, self.context)
+
+    def rollout_peak(self, completions: int, samples: int) -> float:
+        """Return the bytes of a rollout of so many completions, `samples` of each prompt, with the
+        weights and what else is there.
+        """
+        load = Load(self.longest_prompt, self.run.algo.sampling, samples, completions)
+        rows = min(self.engine.limit.rows, completions)
+        sampled = self.engine.peak_bytes(rows, load)
+        self.rollout_row = sampled / rows
+        return self.rollout_fixed + sampled
 
     def describe_memory(self, peak: float, rows: int, state: StateMemory) -> dict[str, str]:
         """Say for the plan what a rank takes. peak: bytes of a step; rows: of a rollout's forward;
@@ -434,30 +453,39 @@ def describe_engine(run: Run, engine: Engine) -> str:
     shipped = (path for path in CONF.glob("engine/*.yaml") if target in path.read_text())
     name = next((path.stem for path in shipped), target)
     if engine.separate:
-        name += f" in a process of its own, {engine.fixed_bytes(0) / 2**30:.1f} GB"
+        name += f" in a process of its own, {idle_bytes(run, engine) / 2**30:.1f} GB"
     return name if engine.reproducible else f"{name}; the run cannot be repeated to the bit"
 
 
-def fit(limit: RowLimit, row_bytes: float, fixed_bytes: float, context: Context) -> None:
-    """Fit a limit to the memory of this rank, and say so where the setting asked for more."""
+def idle_bytes(run: Run, engine: Engine) -> float:
+    """Return what an engine holds while nobody samples."""
+    return engine.peak_bytes(0, Load(1, run.algo.sampling))
+
+
+def fit(limit: RowLimit, peak: Callable[[int], float], context: Context) -> None:
+    """Fit a limit to the memory of this rank, and say so where the setting asked for more. peak: as
+    for `RowLimit.fit`.
+    """
     asked = limit.rows
-    limit.fit(row_bytes, fixed_bytes, context.memory_gb)
+    limit.fit(peak, context.memory_gb)
     if limit.rows < asked and context.main:
         gb = context.memory_gb
         log.info("%s=%d does not fit %.0f GB; going on with %d", limit.key, asked, gb, limit.rows)
 
 
 def load_on_all_ranks(
-    run: Run, task: Task, context: Context, dtype: torch.dtype
+    run: Run, task: Task, context: Context, dtype: torch.dtype, home: torch.device | None = None
 ) -> tuple[Any, Any]:
     """Load the model in `dtype` and the tokenizer on rank 0, from which the others get both. With
     opt=fsdp the weights stay on the CPU of rank 0 until `fsdp.shard` sends them block by block.
+    home: where the weights are then; None = on the device.
     """
     if context.device.planned:
         return load_model(run.model, task, dtype, torch.device("meta"), progress=False)
     loaded: Any = None
     if context.main:
-        device = context.device.device if context.mesh is None else torch.device("cpu")
+        device = home or context.device.device
+        device = device if context.mesh is None else torch.device("cpu")
         loaded = load_model(run.model, task, dtype, device)
     if context.world_size == 1:
         return loaded
@@ -467,7 +495,7 @@ def load_on_all_ranks(
     digest = _digest([row for examples in splits for row in _rows(examples)])
     same_on_all_ranks(context, "rows of the task", digest)
     if context.mesh is None:
-        fsdp.send_weights(model, context)
+        fsdp.send_weights(model, context, home)
     return model, tokenizer
 
 

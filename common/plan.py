@@ -17,6 +17,7 @@ from typing import Any
 
 from common import hardware
 from common.config import AdapterConfig, ConfigError, Run
+from common.distributed import fsdp
 from common.distributed.context import Context
 from common.instance import load
 from common.model.memory import cache_bytes
@@ -81,11 +82,11 @@ def show(entry: str, run: Run, task: Any = None) -> Plan:
     print(f"{'fits':{width}}  no: {plan.peak_gb:.1f} of {room}. One more at a time:")
     changed = run
     for change in WAYS:
-        if (more := change(changed)) == changed:
-            continue
         try:
+            if (more := change(changed)) == changed:
+                continue
             other = make(entry, more, task)
-        except ConfigError:  # it has no effect here
+        except ConfigError:  # it has no effect here, or does not go with the others
             continue
         changed, answer = more, "fits" if other.fits else "does not fit"
         print(f"{'':{width}}  {_describe(run, more)}: {other.peak_gb:.1f} GB, {answer}")
@@ -98,27 +99,44 @@ def show(entry: str, run: Run, task: Any = None) -> Plan:
 
 def make(entry: str, run: Run, task: Any = None) -> Plan:
     """Return the plan of a run. Raises: ConfigError for settings that cannot work."""
-    _, workers = run.opt.workers
-    if run.opt.fsdp.enabled:
+    switch, workers = run.opt.workers
+    if run.opt.fsdp.cpu_offload:
         raise ConfigError(
-            "plan=true does not count what opt=fsdp shares out. Leave fsdp out for the plan of one"
-            " rank; weights and training state are then shared by the ranks."
+            "plan=true does not count what opt.fsdp.cpu_offload=true keeps on the CPU. Leave it out"
+            " for the plan of a rank that keeps its share on the device."
         )
-    train = load(entry)
+    train, world, mesh = load(entry), workers.ranks or 1, None
+    if run.opt.fsdp.enabled:
+        mesh = fsdp.MeshOfPlan(*fsdp.cut_mesh(run.opt.fsdp, world))
     run = copy.deepcopy(run)  # lengths are filled in
     run.algo.check_run(run)
     with hardware.planning(run.hardware) as device, TemporaryDirectory() as folder, _quiet():
         hardware.check(run.hardware, run.opt, device)
-        context = Context(0, workers.ranks or 1, device, Path(folder))
+        context = Context(0, world, device, Path(folder), mesh)
         try:
             train(run, context, task)
         except PlanMade as made:
-            rows = made.rows | _estimate_speed(run, made.subject)
+            rows = made.rows | _estimate_speed(run, made.subject) | _remark(run, device)
             rows.pop("folder", None)
             if workers.enabled and workers.ranks is None:
-                rows["ranks"] += " (opt.ddp.ranks plans more)"
+                rows["ranks"] += f" (opt.{switch}.ranks plans more)"
             return Plan(rows, made.subject.peak / 2**30, context.memory_gb)
     raise AssertionError("a run ends with its plan")
+
+
+def _remark(run: Run, device: hardware.Device) -> dict[str, str]:
+    """Say which of the settings a plan does not go by."""
+    found = {}
+    if run.hardware.device == "cuda" and run.hardware.memory_gb is None:
+        found["planned for"] = (
+            f"this machine ({device.name}, {device.memory_gb:.0f} GB), as hardware.memory_gb=null"
+            f" does not say what hardware={run.hardware.name} has"
+        )
+    if run.resume != "no":
+        found["resume"] = (
+            f"{run.resume} is not looked at: a run that goes on takes what it takes from the start"
+        )
+    return found
 
 
 @contextmanager

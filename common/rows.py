@@ -4,6 +4,7 @@ the same.
 
 import gc
 import logging
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -48,14 +49,13 @@ class RowLimit:
         self.key, self.rows, self.floor, self.fixed, self.shorter = key, rows, floor, fixed, shorter
         self._running = False
 
-    def fit(self, row_bytes: float, fixed_bytes: float, memory_gb: float) -> None:
+    def fit(self, peak: Callable[[int], float], memory_gb: float) -> None:
         """Lower the rows to what fits `FITTED` of the memory, in multiples of the floor.
 
-        Args: row_bytes: what one more row needs; fixed_bytes: weights and all that does not grow
-        with rows.
+        Args: peak: returns the bytes in all with so many rows, which never fall as rows grow.
         """
-        room = FITTED * memory_gb * 2**30 - fixed_bytes
-        fitting = min(self.rows, int(room / row_bytes)) if room > 0 else 0
+        room = FITTED * memory_gb * 2**30
+        fitting = bisect_right(range(1, self.rows + 1), room, key=peak)
         self.rows = max(self.floor, fitting // self.floor * self.floor)
 
     def run(self, action: Callable[[int], T]) -> T:

@@ -34,6 +34,7 @@ from common.exits import ending_tool
 from common.files import write_text
 from common.model.memory import Batch, StateMemory, activation_bytes, head_size, logits_bytes
 from common.report import plots
+from common.sampling.engine import Load
 from common.sampling.native import Sampler
 from ddp_bench.link import ARITHMETIC, LAUNCH, MEMORY, Link, find_link
 from ddp_bench.report.tables import align, write_rows
@@ -307,8 +308,7 @@ def total_bytes(algorithm: str, model: Model, work: Work, shards: int, rows: int
     if algorithm != "classify":
         sampler = Sampler(model.model, pad_id=0, stop_ids=[], rows=rows)
         drawn = SamplingConfig(max_new_tokens=work.new_tokens, temperature=1.0, top_p=1.0, top_k=0)
-        sampling = rows * sampler.row_bytes(work.prompt_tokens, drawn)
-        sampling += sampler.fixed_bytes(work.prompt_tokens)
+        sampling = sampler.peak_bytes(rows, Load(work.prompt_tokens, drawn))
     if algorithm != "eggroll":
         sizes = rows / work.samples, work.prompt_tokens, rows, work.new_tokens
         batch = Batch(*sizes, torch.bfloat16)

@@ -192,7 +192,8 @@ class Classifier:
         self.memory = StateMemory.of_training(size, size, half_copies=casts)
         longest = int(self.train_rows.lengths.max())
         row = models.activation_bytes(self.cfg.model, longest, compute, recomputed)
-        fit(limit, row, self.memory.on_rank(self.model, rollout=False), context)
+        held = self.memory.on_rank(self.model, rollout=False)
+        fit(limit, lambda rows: held + rows * row, context)
         limit.rows = min(context.gather_objects(limit.rows))  # ranks cut their batches alike
         share = -(-self.cfg.batch_size // context.world_size)
         self.peak = training_peak(self.model, self.memory, row, limit.rows, share)

@@ -352,7 +352,7 @@ class Population:
         largest = share_out(cfg.most_members, cfg, rows, ranks)[0]
         used = min(rows, len(chunks[0]) * cfg.rows_per_member)
         most = min(rows, len(largest) * cfg.rows_per_member)
-        memory = lm.rollout_fixed + most * lm.rollout_row
+        memory = lm.rollout_peak(most, cfg.samples_per_prompt)
         facts, heat = lm.describe(), cfg.sampling.temperature
         members = f"{self.members}"
         if cfg.most_members > self.members:

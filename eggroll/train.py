@@ -39,8 +39,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
         )
     # Float32 masters, the initial weights, the optimizers.
     offload, folder = run.opt.offload.enabled, context.out_dir
-    compute = lm.precision.compute
-    weights = Weights(lm.model, noise, cfg, compute, offload=offload, folder=folder)
+    weights = Weights(lm.model, noise, cfg, lm.wide, offload=offload, folder=folder)
     lm.read_examples()
     population = Population(lm, noise, cfg)
     if run.probe:

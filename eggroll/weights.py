@@ -105,6 +105,9 @@ class Weights:
     the rest of an update or longer, so that an update does it only where `compares` says so. In
     float32 the forward uses the masters; else they are beside what it uses, on the CPU with
     `offload`.
+
+    Args: wide: the float32 weights of a model that is in half precision, as `half.narrow` returns
+    them; emptied, so that those that are not perturbed are gone.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class Weights:
         model: torch.nn.Module,
         noise: Noise,
         cfg: EggrollConfig,
-        compute: torch.dtype,
+        wide: dict[str, Tensor],
         *,
         offload: bool,
         folder: Path,
@@ -129,12 +132,17 @@ class Weights:
         }
         # What this rank holds of them; the model of a plan has none.
         held = [name for name in names if not parameters[name].is_meta]
-        self.initial = DiskTensors(((n, self._now(parameters[n], n)) for n in held), folder)
+        self.used = {n: parameters[n] for n in names}
+        self.masters: dict[str, Tensor] = {n: self.used[n] for n in names if n not in self.fixed}
+        for name in [name for name in self.masters if name in wide]:
+            home = "cpu" if offload and held else self.used[name].device
+            self.masters[name] = wide.pop(name).to(home)
+        wide.clear()
+        self.initial = DiskTensors(((n, self._now(n)) for n in held), folder)
         # |W0|^2 and, while a step is made, |W|^2 and the sums of what is compared: see `movement`.
         self.size: Tensor | float = 0.0
         self.moved: Tensor | None = None
-        parts = [self._now(parameters[n], n).square().sum().double() for n in held]
-        self.started = float(sum(parts))  # read once
+        self.started = float(sum(self._size(n) for n in held))  # read once
         scaled = {"max_update": cfg.max_update, "stop_at.drift": cfg.stop_at.drift}
         bound = next((key for key, value in scaled.items() if value is not None), None)
         if held and bound is not None and self.size_at_start() == 0:
@@ -142,19 +150,6 @@ class Weights:
                 f"algo.{bound} is a share of the weights' size, and all that are perturbed here"
                 " begin at 0. Leave it out, or perturb others too."
             )
-        plain = [name for name in names if name not in self.fixed]
-        if compute == torch.float32 or fsdp.of(model):
-            self.masters: dict[str, Tensor] = {n: parameters[n] for n in plain}
-        else:
-            self.masters = {
-                # What was loaded, as the forward's are made anew below.
-                n: parameters[n].detach().to("cpu" if offload and held else parameters[n].device)
-                for n in plain
-            }
-            for parameter in model.parameters():  # buffers stay: rotary frequencies need float32
-                if parameter.is_floating_point():  # and not in few bits
-                    parameter.data = parameter.data.to(compute)
-        self.used = {n: dict(model.named_parameters())[n] for n in names}
         for name in self.fixed:  # float32 while it is stepped
             self.masters[name] = torch.empty(0, device=parameters[name].device)
         kind = optim.optimizer_class(cfg.optimizer)
@@ -166,10 +161,15 @@ class Weights:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"algo.optimizer.kwargs={cfg.optimizer.kwargs}: {error}") from None
 
-    def _now(self, parameter: Tensor, name: str) -> Tensor:
-        """Return what this rank holds of a weight."""
+    def _now(self, name: str) -> Tensor:
+        """Return what this rank holds of a weight, float32."""
         fixed = self.fixed.get(name)
-        return fsdp.local(parameter).detach() if fixed is None else fixed.read()
+        return fsdp.local(self.masters[name]).detach() if fixed is None else fixed.read()
+
+    def _size(self, name: str) -> Tensor:
+        """Return the sum of squares of a weight, computed where the forward's is."""
+        now = self._now(name).to(fsdp.local(self.used[name]).device)
+        return now.square().sum().double()
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[Tensor]:

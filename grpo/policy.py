@@ -242,7 +242,7 @@ class Policy:
         new, compute = cfg.sampling.max_new_tokens, lm.precision.compute
         one = Batch(1 / cfg.samples_per_prompt, lm.longest_prompt, 1, new, compute)
         row = activation_bytes(lm.model, one, self.recomputed)
-        fit(self.limit, row, state + once, lm.context)
+        fit(self.limit, lambda rows: state + once + rows * row, lm.context)
         passing = passing_bytes(lm.model, one) if self.recomputed else 0.0
         # Ranks cut micro-batches alike: see `step`.
         self.limit.rows = min(lm.context.gather_objects(self.limit.rows))
@@ -250,12 +250,11 @@ class Policy:
         self.completions = share  # of this rank per step
         once = logits_bytes(lm.model, min(self.limit.rows, share) * cfg.sampling.max_new_tokens)
         reference = lm.reference_bytes if own and not kept else 0
-        # No gradients are there in a rollout.
-        rollout = lm.rollout_fixed - self.state.gradients_on_rank(lm.model)
+        missing = self.state.gradients_on_rank(lm.model)  # in a rollout
         self.peak = max(
-            rollout + min(lm.engine.limit.rows, share) * lm.rollout_row,
+            lm.rollout_peak(share, cfg.samples_per_prompt) - missing,
             training_peak(lm.model, self.state, row, self.limit.rows, share, once, passing),
-            rollout + reference,
+            lm.rollout_fixed - missing + reference,
         )
 
 

@@ -44,12 +44,12 @@ def fit_rows(lm: LM, prompts: Prompts) -> tuple[RowLimit, float, StateMemory]:
     row = activation_bytes(lm.model, one, recomputed)
     passing = passing_bytes(lm.model, one) if recomputed else 0.0
     once = logits_bytes(lm.model, limit.rows * tokens)
-    fit(limit, row, training.on_rank(lm.model, rollout=False) + once, lm.context)
-    chunk = min(lm.engine.limit.rows, cfg.prompts_per_batch * cfg.chunk_size)
+    held = training.on_rank(lm.model, rollout=False) + once
+    fit(limit, lambda rows: held + rows * row, lm.context)
     share = -(-cfg.batch_size // lm.context.world_size)
     once = logits_bytes(lm.model, min(limit.rows, share) * tokens)
     peak = max(
-        lm.rollout_fixed + chunk * lm.rollout_row,
+        lm.rollout_peak(cfg.prompts_per_batch * cfg.chunk_size, cfg.chunk_size),
         training_peak(lm.model, training, row, limit.rows, share, once, passing),
     )
     return limit, peak, training

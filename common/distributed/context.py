@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from common import hardware
 
@@ -40,7 +39,7 @@ class Context:
     world_size: int
     device: hardware.Device
     out_dir: Path
-    mesh: DeviceMesh | None = None  # [replicate, shard], with opt=fsdp
+    mesh: Any = None  # a DeviceMesh [replicate, shard], with opt=fsdp; of a plan its sizes alone
 
     @property
     def main(self) -> bool:

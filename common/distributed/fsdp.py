@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -42,6 +41,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common import checkpoint
 from common.config import ConfigError, Run
+from common.config.schema import FsdpConfig
 from common.distributed.context import Context, fingerprint
 from common.files import CheckpointError
 from common.hardware import peak_memory_gb
@@ -59,7 +59,7 @@ class Shards:
     rollout: opt.fsdp.rollout.
     """
 
-    mesh: DeviceMesh
+    mesh: Any
     device: torch.device
     dtype: torch.dtype
     rollout: str
@@ -72,9 +72,33 @@ class Shards:
         return bool(value.item())
 
 
+@dataclass(frozen=True)
+class MeshOfPlan:
+    """In place of a mesh, in a plan: there are no ranks, and models have shapes alone."""
+
+    replicate: int
+    shard: int
+
+    def size(self, dimension: int) -> int:
+        """Return the ranks along a dimension."""
+        return (self.replicate, self.shard)[dimension]
+
+
+def cut_mesh(config: FsdpConfig, world: int) -> tuple[int, int]:
+    """Return the sizes of [replicate, shard]. Raises: ConfigError where they do not fit `world`."""
+    each = config.ranks_per_group or world
+    if world % each:
+        raise ConfigError(
+            f"opt.fsdp.ranks_per_group={each} does not divide the {world} ranks. Use one of "
+            f"{', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}."
+        )
+    return world // each, each
+
+
 def shard(models: list[Any], run: Run, context: Context, numbers: Precision) -> None:
     """With opt=fsdp, share `models` (plain, float32, on any device) out over ranks, in place; None
-    among them is skipped. The weights are those of rank 0; other ranks' may be on meta.
+    among them is skipped. The weights are those of rank 0; other ranks' may be on meta. In a plan
+    they are only marked.
 
     Masters stay float32; blocks are gathered in the dtype of `numbers` and their gradients summed
     in float32.
@@ -92,6 +116,10 @@ def shard(models: list[Any], run: Run, context: Context, numbers: Precision) -> 
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
     for model in models:
         if model is None:
+            continue
+        if isinstance(context.mesh, MeshOfPlan):
+            meta = torch.device("meta")
+            model.shards = Shards(context.mesh, meta, numbers.compute, run.opt.fsdp.rollout)
             continue
         for part in [*blocks(model), model]:
             send_weights(part, context)
@@ -117,9 +145,10 @@ def without_weights(model: M) -> M:
     return copy.deepcopy(model, empty)
 
 
-def send_weights(part: nn.Module, context: Context) -> None:
-    """Give all ranks the parameters and buffers that `part` has on rank 0, on their device; those
-    that are sharded already are left. Not a part of the state alone: rotary frequencies are not.
+def send_weights(part: nn.Module, context: Context, home: torch.device | None = None) -> None:
+    """Give all ranks the parameters and buffers that `part` has on rank 0, on their device, or at
+    `home` in the end; those that are sharded already are left. Not a part of the state alone:
+    rotary frequencies are not.
     """
     for tensor in (*part.parameters(), *part.buffers()):
         if isinstance(tensor, DTensor):
@@ -131,6 +160,7 @@ def send_weights(part: nn.Module, context: Context) -> None:
             torch.utils.swap_tensors(tensor, empty)
         tensor.data = tensor.data.to(context.device.device)
         dist.broadcast(tensor.data, 0)
+        tensor.data = tensor.data.to(home or context.device.device)
 
 
 def _call(model: Any, function: Callable[..., T], *args: Any) -> T:

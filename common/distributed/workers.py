@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common import hardware
 from common.config import ConfigError, Run, flat
-from common.distributed import slurm
+from common.distributed import fsdp, slurm
 from common.distributed.alarm import Alarm
 from common.distributed.context import Context
 from common.failures import show_any_text, take_early
@@ -316,13 +316,8 @@ def _mesh(run: Run, world: int, device: str) -> DeviceMesh | None:
     """With opt=fsdp, the ranks as [replicate, shard]: each row holds one copy of the weights."""
     if not run.opt.fsdp.enabled:
         return None
-    each = run.opt.fsdp.ranks_per_group or world
-    if world % each:
-        raise ConfigError(
-            f"opt.fsdp.ranks_per_group={each} does not divide the {world} ranks. Use one of "
-            f"{', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}."
-        )
-    return init_device_mesh(device, (world // each, each), mesh_dim_names=("replicate", "shard"))
+    sizes = fsdp.cut_mesh(run.opt.fsdp, world)
+    return init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard"))
 
 
 def _work(job: _Job, context: Context) -> Any:

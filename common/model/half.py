@@ -39,6 +39,21 @@ def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return copied
 
 
+def narrow(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Move a model to `device` with its weights in `dtype`, one after the other. Return by name
+    those that were wider, where and as they were. Buffers keep their dtype, and so does what is in
+    few bits.
+    """
+    wide = {}
+    for name, parameter in model.named_parameters():
+        given = parameter.data
+        parameter.data = given.to(device, dtype if given.is_floating_point() else given.dtype)
+        if parameter.dtype != given.dtype:
+            wide[name] = given
+    model.to(device)  # pyright: ignore[reportArgumentType]
+    return wide
+
+
 def round_layers(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Round the weights of linear layers in place, of a model whose forwards are under autocast in
     `dtype`: it would round them at each product, so that results stay the same to the bit. What is

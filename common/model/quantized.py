@@ -178,6 +178,13 @@ def packed_away(model: nn.Module) -> int:
     return sum(x.in_features * x.out_features - x.weight.numel() for x in found)
 
 
+def remade_bytes(model: nn.Module, dtype: torch.dtype) -> float:
+    """Return what making the largest weight anew takes, for a product in `dtype`."""
+    each = {"int8": dtype.itemsize, "nf4": 4 + dtype.itemsize}  # nf4 by way of float32
+    made = (x.in_features * x.out_features * each[x.kind] for x in layers(model).values())
+    return float(max(made, default=0))
+
+
 @cache
 def _pairs(device: torch.device) -> Tensor:
     """The two numbers of each byte of nf4: float32 [256, 2]."""

@@ -57,6 +57,20 @@ class Requests:
     logprobs: bool = False
 
 
+@dataclass(frozen=True)
+class Load:
+    """The calls of `generate` that a plan is made for.
+
+    Attributes: prompt_tokens: of the longest prompt; samples: of each prompt; completions: of a
+    call, None = more than there are rows for.
+    """
+
+    prompt_tokens: int
+    sampling: SamplingConfig
+    samples: int = 1
+    completions: int | None = None
+
+
 @dataclass
 class Completions:
     """The samples, in order (group, prompt, sample): N rows in all.
@@ -121,12 +135,11 @@ class Engine(Protocol):
         """Give back processes and memory; the engine may be used again."""
         ...
 
-    def fixed_bytes(self, prompt_tokens: int) -> float:
-        """Return an estimate of the memory that does not depend on the rows."""
-        ...
-
-    def row_bytes(self, prompt_tokens: int, sampling: SamplingConfig) -> float:
-        """Return an estimate of the memory that one more row needs."""
+    def peak_bytes(self, rows: int, load: Load) -> float:
+        """Return an estimate of the most that a call takes with `rows` rows per forward, beside a
+        model that is not its own; with none, what it holds while nobody samples. It never falls as
+        rows grow.
+        """
         ...
 
 
@@ -159,7 +172,7 @@ class Setup:
 
 def open_engine(run: Run, setup: Setup) -> Engine:
     """Open the engine that the run names. Raises: ConfigError where it cannot be."""
-    needed = ("generate", "refresh", "close", "fixed_bytes", "row_bytes")
+    needed = ("generate", "refresh", "close", "peak_bytes")
     return instantiate("engine", run.engine, needed, setup=setup)
 
 

@@ -45,7 +45,7 @@ from common.model.transfer import to_device
 from common.profile import tracing_some
 from common.rows import RowLimit
 from common.sampling.cuda_graphs import CudaGraphs
-from common.sampling.engine import Completions, Requests, Setup, Watch, check_prompts
+from common.sampling.engine import Completions, Load, Requests, Setup, Watch, check_prompts
 from common.sampling.flash import Board, halve, recorded_over
 from common.sampling.kv_cache import ATTENTION, Prefix, PromptCache, SlotCache
 from common.sampling.random import token_uniforms
@@ -158,36 +158,58 @@ class Sampler:
     def close(self) -> None:
         """Nothing is held that does not go with the engine."""
 
-    def fixed_bytes(self, prompt_tokens: int) -> float:
-        """Return an estimate of the memory that does not depend on the rows: packed weights, and
-        the activations and masks of a piece of a prefill.
-        """
-        config = self.model.config
-        device = stands_for(self.device)
-        packing = self.packs and self.recorder is None and packs(device, self.dtype)
-        wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        rows = min(max(self.piece // prompt_tokens, self.limit.floor), self.limit.rows)
-        size, mask = self.dtype.itemsize, (self.dtype.itemsize + 2) * prompt_tokens
-        # An adapter beside the weights adds its product to theirs; merged it takes nothing.
-        wides = 5 if not packing and any(map(is_adapted, self.used.modules())) else 3
-        piece = rows * prompt_tokens * ((wides * wide + 6 * config.hidden_size) * size + mask)
-        weights = fsdp.parameters(self.model) + quantized.packed_away(self.model)
-        return 2.0 * weights * packing + piece
+    def peak_bytes(self, rows: int, load: Load) -> float:
+        """Return an estimate of the most that a call takes beside the model.
 
-    def row_bytes(self, prompt_tokens: int, sampling: SamplingConfig) -> float:
-        """Return an estimate of the memory that one more row needs: its prompt and its cache side
-        by side, twice, and its logits.
+        It is at its peak while prompts are prefilled, while they are put into slots and the first
+        tokens are drawn, or while the last tokens are decoded.
+        """
+        config, size, tokens = self.model.config, self.dtype.itemsize, load.prompt_tokens
+        waiting = load.completions is None or load.completions > rows
+        rows = rows if waiting else load.completions or 0
+        prompts = max(self.limit.floor, -(-rows // load.samples))
+        apart = self.shares and load.samples > 1  # slots hold completions alone
+        # Those that come later, at any column, need as many columns again.
+        new = load.sampling.max_new_tokens * (2 if waiting and not self.flash else 1)
+        token = cache_bytes(config, size)
+        prefilled = prompts * tokens * token * (2 if apart else 1)
+        slots = rows * (new if apart else tokens + new) * token
+        logits = rows * _draw_floats(load.sampling) * 4.0 * config.vocab_size
+        logits += (prompts + max(rows, prompts)) * size * config.vocab_size
+        packing = (
+            self.packs and self.recorder is None and packs(stands_for(self.device), self.dtype)
+        )
+        piece = self._piece_bytes(prompts, tokens, packing)
+        placing = prefilled + slots + logits
+        filling = placing - logits + piece if waiting else prefilled + piece
+        decoding = slots + prefilled * apart + self._step_bytes(rows, tokens + new, load.sampling)
+        weights = fsdp.parameters(self.model) + quantized.packed_away(self.model)
+        return 2.0 * weights * packing + max(filling, placing, decoding)
+
+    def _piece_bytes(self, prompts: int, tokens: int, packing: bool) -> float:
+        """Return what a piece of a prefill takes: activations, masks, and a weight that is made
+        anew.
         """
         config, size = self.model.config, self.dtype.itemsize
-        token = cache_bytes(config, size)
-        # Floats per token of the vocabulary, counted in `draw`, beside the logits themselves.
-        floats = 2 + 4 * sampling.cuts + (sampling.top_p < 1)
+        wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        rows = min(max(self.piece // tokens, self.limit.floor), prompts)
+        # An adapter beside the weights adds its product to theirs; merged it takes nothing.
+        wides = 5 if not packing and any(map(is_adapted, self.used.modules())) else 3
+        states = (wides * wide + 6 * config.hidden_size) * size + (size + 2) * tokens
+        return rows * tokens * states + quantized.remade_bytes(self.model, self.dtype)
+
+    def _step_bytes(self, rows: int, columns: int, sampling: SamplingConfig) -> float:
+        """Return what a decode step takes beside the cache: keys and values of a layer laid out for
+        its products, their scores, and the logits.
+        """
+        config, size = self.model.config, self.dtype.itemsize
+        layer = cache_bytes(config, size) / config.num_hidden_layers
+        scores = 3 * 4.0 * config.num_attention_heads
+        attending = 0.0 if self.flash else columns * (layer + scores)
+        drawing = (4.0 * _draw_floats(sampling) + size) * config.vocab_size
         # Recorded steps have memory of their own.
-        logits = (4 * floats + size) * config.vocab_size * (2 if self.recorder else 1)
-        prompt, new = prompt_tokens * token, sampling.max_new_tokens * token
-        if self.flash:  # nothing is laid out beside the cache but prompts that are prefilled
-            return 2 * prompt + new + logits
-        return 2 * (prompt + new) + logits
+        step = rows * (attending + drawing) * (2 if self.recorder else 1)
+        return step + quantized.remade_bytes(self.model, self.dtype)
 
     def generate(
         self, requests: Requests, sampling: SamplingConfig, watch: Watch | None = None
@@ -769,6 +791,13 @@ class _Grid:
         self.cache.shift(by)
         self.start -= by
         self.cache.first = int(self.start.min())
+
+
+def _draw_floats(sampling: SamplingConfig) -> int:
+    """Return the floats per token of the vocabulary that `draw` makes beside the logits."""
+    if sampling.temperature == 0:
+        return 0
+    return 2 + 4 * sampling.cuts + (sampling.top_p < 1)
 
 
 def draw(

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from common import checkpoint, precision, profile
 from common.config import ConfigError
 from common.lm import LM
+from common.model.half import narrow
 from common.sampling.native import Sampler
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
 from eggroll.fitness import above_mean, within_pairs
@@ -546,7 +547,8 @@ def test_drift_is_measured_from_the_first_weights(tmp_path, compute, offload):
         ["algo.members=4", "algo.weight_decay=0.5", "algo.lr=0.5", "algo.optimizer.name=Adam"]
     ).algo
     noise = Noise(model, settings.noise, rank=1, mirrored=True, seed=0)
-    weights = Weights(model, noise, settings, compute, offload=offload, folder=tmp_path)
+    wide = narrow(model, compute, torch.device("cpu"))
+    weights = Weights(model, noise, settings, wide, offload=offload, folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
     for step in range(2):
         for name, gradient in noise.gradients(step, torch.tensor([1.0, -1.0, 0.5, 0.0])):
@@ -570,7 +572,8 @@ def test_what_was_loaded_becomes_the_masters(tmp_path):
     given = compose(["algo=eggroll", *SMALL]).algo
     noise = Noise(model, given.noise, rank=1, mirrored=True, seed=0)
     loaded = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    weights = Weights(model, noise, given, torch.bfloat16, offload=False, folder=tmp_path)
+    wide = narrow(model, torch.bfloat16, torch.device("cpu"))
+    weights = Weights(model, noise, given, wide, offload=False, folder=tmp_path)
     assert weights.masters
     for name, master in weights.masters.items():
         assert (master.data_ptr(), master.dtype) == (loaded[name], torch.float32)

@@ -147,7 +147,7 @@ def test_an_adapter_makes_it_fit(models, capsys):
 
 
 def test_few_bits_make_it_fit(models, capsys):
-    model = ["model=hf", f"model.path={models['7b']}", "hardware=rtx4090", "hardware.memory_gb=12"]
+    model = ["model=hf", f"model.path={models['7b']}", "hardware=rtx4090", "hardware.memory_gb=8"]
     model += FEW
     assert not plan("algo=grpo", *model).fits
     *_, other, last = capsys.readouterr().out.strip().splitlines()
@@ -160,10 +160,38 @@ def test_few_bits_make_it_fit(models, capsys):
 
 
 def test_a_model_that_nothing_makes_fit(models, capsys):
-    model = ["model=hf", f"model.path={models['7b']}", "hardware=rtx4090", "hardware.memory_gb=8"]
+    model = ["model=hf", f"model.path={models['7b']}", "hardware=rtx4090", "hardware.memory_gb=6"]
     model += FEW
     assert not plan("algo=grpo", *model).fits
     assert "opt=fsdp" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_ranks_share_out_what_one_cannot_hold(models, capsys):
+    """Weights, gradients and state; what is gathered, and activations, each of them has whole."""
+    model = ["algo=grpo", "opt=[amp,checkpointing,fsdp]", "model=hf", f"model.path={models['7b']}"]
+    model += ["hardware=h100", "algo.sampling.max_new_tokens=64", *FEW]
+    alone, two, eight = (plan(*model, f"opt.fsdp.ranks={n}") for n in (1, 2, 8))
+    state = 16 * 7.62e9 / 2**30
+    assert alone.peak_gb - two.peak_gb == pytest.approx(state / 2, rel=0.15)
+    assert two.peak_gb - eight.peak_gb == pytest.approx(state * 3 / 8, rel=0.15)
+    assert (alone.fits, two.fits) == (False, True)
+    assert "training state" in eight.rows["memory"]
+    assert plan(*model).rows["ranks"] == "1 (opt.fsdp.ranks plans more)"
+    groups = plan(*model, "opt.fsdp.ranks=8", "opt.fsdp.ranks_per_group=2")
+    assert groups.peak_gb == pytest.approx(two.peak_gb, rel=0.02)
+
+
+def test_a_plan_says_what_it_does_not_go_by():
+    made = plan(*SMALL_GRPO, "resume=auto")
+    assert made.rows["resume"].startswith("auto is not looked at: a run that goes on takes what")
+    other = [text for text in SMALL_GRPO if text != "hardware=cpu"]
+    made = plan(*other, "hardware=h100", "hardware.memory_gb=null")
+    assert re.match(
+        r"this machine \(.*, \d+ GB\), as hardware.memory_gb=null does not say what"
+        r" hardware=h100 has",
+        made.rows["planned for"],
+    )
+    assert "planned for" not in plan(*other, "hardware=h100").rows
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -182,7 +210,14 @@ def test_experiments_of_large_models_fit_their_card(name, models):
     ("arguments", "told"),
     [
         (["algo=classify"], "plan has no effect with algo=classify"),
-        (["algo=grpo", "opt=[fsdp]"], "Leave fsdp out"),
+        (
+            ["algo=grpo", "opt=[fsdp]", "opt.fsdp.cpu_offload=true", "hardware=a100_80g"],
+            "does not count what opt.fsdp.cpu_offload=true keeps on the CPU",
+        ),
+        (
+            ["algo=grpo", "opt=[fsdp]", "opt.fsdp.ranks=4", "opt.fsdp.ranks_per_group=3"],
+            "opt.fsdp.ranks_per_group=3 does not divide the 4 ranks",
+        ),
         (["algo=predict"], "is a plan, or a measurement, itself"),
         (["algo=eggroll", "opt=[amp,offload]", "hardware=cpu"], "opt=offload has no effect"),
         (["algo=eggroll", "opt=[tf32]", "hardware=v100"], "compute capability 8.0"),

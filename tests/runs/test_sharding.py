@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from common import checkpoint, hardware, optim
+from common import plan as plans
 from common.config import ConfigError, Run
 from common.distributed import fsdp
 from common.distributed.context import Context
@@ -40,6 +41,7 @@ from tests.support import (
     events,
     samples,
 )
+from tests.support.counted import Counted
 from tests.support.letters import Letters
 
 GRPO = [
@@ -74,6 +76,11 @@ EGGROLL = {
 }
 FSDP, LAYERWISE = ["opt=[fsdp]"], ["opt=[fsdp]", "opt.fsdp.rollout=layerwise"]
 GROUPS = [*FSDP, "opt.fsdp.ranks_per_group=1"]
+
+# A model that is large beside its activations, for a step whose bytes are counted.
+LARGER = [*SMALL_GRPO, *FSDP, "algo.steps=1", "algo.resample_rounds=0", "task=letters"]
+LARGER += ["model.tiny.hidden_size=256", "model.tiny.layers=6", "model.tiny.intermediate_size=512"]
+COUNTED = ("gathered", "layerwise")
 
 # Folder -> settings, of two ranks.
 PAIR = {
@@ -116,14 +123,26 @@ def work(rank: int, out: Path, jobs: dict[str, list[str]], ports: list[int]) -> 
     for (folder, overrides), port in zip(jobs.items(), ports, strict=False):
         os.environ["MASTER_PORT"] = str(port)
         start(out, folder, overrides)
+    peaks = count(out, ports[len(jobs) :])
     meeting = f"tcp://127.0.0.1:{ports[-1]}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     run = compose([*GRPO, *FSDP], CONF)
     context = Context(rank, 2, hardware.find(run.hardware), out, mesh)
-    found = {"loaded": load(run, context), "overflow": overflow(run, context)}
+    found = {"loaded": load(run, context), "overflow": overflow(run, context), "peaks": peaks}
     (out / f"parts-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def count(out: Path, ports: list[int]) -> list[int]:
+    """Return the most bytes that this rank holds in each of `COUNTED`."""
+    peaks = []
+    for how, port in zip(COUNTED, ports, strict=False):
+        os.environ["MASTER_PORT"] = str(port)
+        with Counted() as seen:
+            start(out, f"counted/{how}", [*LARGER, f"opt.fsdp.rollout={how}"])
+        peaks.append(seen.peak)
+    return peaks
 
 
 def load(run: Run, context: Context) -> dict[str, object]:
@@ -165,7 +184,8 @@ def overflow(run: Run, context: Context) -> list[list[float]]:
 
 
 def on_two_ranks(out: Path, jobs: dict[str, list[str]]) -> None:
-    mp.start_processes(work, args=(out, jobs, free_ports(len(jobs) + 1)), nprocs=2)
+    ports = free_ports(len(jobs) + len(COUNTED) + 1)
+    mp.start_processes(work, args=(out, jobs, ports), nprocs=2)
 
 
 def free_ports(count: int) -> list[int]:
@@ -306,6 +326,15 @@ def test_a_rank_holds_its_share(runs):
     assert "; training state 0.28 MB a rank, with opt=ddp 0.55 MB" in log, (
         "the plan, with the reference model"
     )
+
+
+@pytest.mark.parametrize("how", COUNTED)
+def test_the_plan_of_a_rank_is_within_a_tenth_of_what_it_holds(runs, how):
+    given = compose([*LARGER, f"opt.fsdp.rollout={how}", "opt.fsdp.ranks=2", "plan=true"], CONF)
+    planned = plans.make("grpo.train:train", given).peak_gb * 2**30
+    for rank in (0, 1):
+        peaks = json.loads((runs / f"parts-{rank}.json").read_text())["peaks"]
+        assert planned == pytest.approx(peaks[COUNTED.index(how)], rel=0.1)
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(runs):

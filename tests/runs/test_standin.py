@@ -12,19 +12,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common import checkpoint, lm, rows
 from common import plan as plans
 from common.config import ConfigError, SamplingConfig
 from common.distributed.workers import launch
 from common.model import logprobs, varlen
+from common.model.half import narrow
 from common.model.quantized import replace_layers
 from common.model.tiny import byte_tokenizer
 from common.report import summary
 from common.sampling import native
-from common.sampling.engine import Requests
+from common.sampling.engine import Load, Requests
 from common.sampling.kv_cache import SlotCache
 from common.sampling.native import Sampler
 from common.session import Session
@@ -35,7 +37,16 @@ from eggroll.weights import Weights
 from launch import compose
 from rft import stages
 from rft.config import SelectConfig
-from tests.support import CONF, SMALL, SMALL_CLASSIFY, SMALL_GRPO, SMALL_RFT, events, standin
+from tests.support import (
+    CONF,
+    MOVING,
+    SMALL,
+    SMALL_CLASSIFY,
+    SMALL_GRPO,
+    SMALL_RFT,
+    events,
+    standin,
+)
 from tests.support.flash import emulated
 from tests.support.letters import Letters
 from tests.support.models import ARCHITECTURES, configure_qwen, prompts, sampling, small_model
@@ -94,6 +105,28 @@ def test_float16_with_a_grad_scaler_as_on_a_v100(algo, standin, cache, tmp_path)
     standin.call(train, tmp_path, arguments, (7, 0), CLUTCH_CACHE=str(cache))
     log = (tmp_path / "run.log").read_text()
     assert "float16, GradScaler" in log
+
+
+@pytest.mark.parametrize("quantize", ["null", "int8", "nf4"])
+@pytest.mark.parametrize("algo", ["eggroll", "grpo", "rft"])
+def test_adapters_in_float16_as_on_a_v100(algo, quantize, standin, cache, tmp_path):
+    """On weights in float16 or in few bits. The adapter moves, and its master is float32."""
+    pytest.importorskip("peft")
+    arguments = [*RUNS[algo], "opt=[amp]", *(["algo.iterations=1"] if algo == "rft" else [])]
+    arguments += ["model.adapter.rank=4", f"model.quantize={quantize}"]
+    arguments += ["algo.sampling.temperature=1"] if algo == "eggroll" else []
+    standin.call(train, tmp_path, arguments, (7, 0), CLUTCH_CACHE=str(cache))
+    assert (
+        f"float16{'' if algo == 'eggroll' else ', GradScaler'}"
+        in (tmp_path / "run.log").read_text()
+    )
+    seen = events(tmp_path)
+    assert not any(event.get("overflow") for event in seen)
+    assert all(math.isfinite(event["loss"]) for event in seen if "loss" in event)
+    adapter = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    held = torch.float16 if algo == "eggroll" else torch.float32  # what it samples with
+    assert {tensor.dtype for tensor in adapter.values()} == {held}
+    assert any(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
 
 
 def evolve_in_float16(folder):
@@ -397,7 +430,8 @@ def kept_buffers(folder):
     given = compose(["algo=eggroll", *SMALL])
     model = small_model("llama").to("cuda:0")
     noise = Noise(model, given.algo.noise, rank=1, mirrored=True, seed=0)
-    Weights(model, noise, given.algo, torch.bfloat16, offload=False, folder=Path(folder))
+    wide = narrow(model, torch.bfloat16, model.device)
+    Weights(model, noise, given.algo, wide, offload=False, folder=Path(folder))
     return {b.dtype for b in model.buffers()}, {p.dtype for p in model.parameters()}
 
 
@@ -406,6 +440,55 @@ def test_eggroll_rounds_weights_alone(standin, tmp_path):
     buffers, parameters = standin.call(kept_buffers, str(tmp_path))
     assert buffers == {torch.float32}
     assert parameters == {torch.bfloat16}
+
+
+def load_for_evolution(folder, arguments):
+    """Load a model as EGGROLL does. Return the planned bytes of its weights, and the peak until the
+    plan is made.
+    """
+
+    def stop(self, peak, rows, state):
+        planned.append(state.on_rank(self.model, rollout=True))
+        raise Measured
+
+    planned = []
+    lm.LM.describe_memory = stop
+    with contextlib.suppress(Measured):
+        train(folder, arguments)
+    return planned[0], standin.DEVICE.peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("more", [[], ["model.quantize=int8"]])
+def test_a_population_is_loaded_in_the_memory_that_it_samples_in(more, dtype, standin, tmp_path):
+    """Without a float32 copy of the weights on the device, in whatever dtype their file is."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(configure_small(), dtype=dtype)
+    model.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    arguments = ["algo=eggroll", "opt=[amp,offload]", "model=hf", f"model.path={tmp_path}/model"]
+    arguments += ["algo.members=4", "algo.sampling.max_new_tokens=4", *more]
+    planned, peak = standin.call(load_for_evolution, tmp_path, arguments)
+    assert peak == pytest.approx(planned, rel=0.1)
+
+
+def configure_small():
+    """Return the configuration of a Llama of 34M parameters, none of whose matrices is large."""
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 40}
+    return LlamaConfig(**sizes, num_attention_heads=8, vocab_size=512)
+
+
+def test_masters_on_the_host_change_no_number(standin, cache, tmp_path):
+    """The same steps to the bit, drift among them, as with all of it on the device."""
+    found, told = [], ("reward", "drift", "applied_share")
+    for opt in ("opt=[amp]", "opt=[amp,offload]"):
+        given = compose(on_device([*MOVING, opt, "algo.weight_decay=0.1"]))
+        arguments = "eggroll.train:train", given, tmp_path / opt, Letters("smooth")
+        standin.call(launch, *arguments, CLUTCH_CACHE=str(cache))
+        found.append([[event[name] for name in told] for event in events(tmp_path / opt)])
+    assert found[0] == found[1]
+    assert found[0][-1][1] > 0
 
 
 def test_recorded_steps_read_nothing_that_a_recording_left(standin):
@@ -447,8 +530,9 @@ def test_the_plan_of_a_rollout_counts_what_cutting_takes(top_p, top_k, standin):
     planned = []
     for model.config.vocab_size in (wide, narrow):
         sampler = Sampler(model, pad_id=96, stop_ids=(), rows=8)
-        planned.append(sampler.row_bytes(1, settings))
-    counted = standin.call(draw_peak, 8, 50_000, settings) / 8
+        planned.append(sampler.peak_bytes(8, Load(1, settings)))
+    # Those of the prompts are there beside those of the rows.
+    counted = standin.call(draw_peak, 8, 50_000, settings) + 8 * 4 * 50_000
     assert planned[0] - planned[1] == pytest.approx(counted, rel=0.1)
 
 
@@ -498,7 +582,7 @@ def measure_peak(shape, folder, arguments):
     device.limit(400 << 30)
     device.compute_below(1 << 20)
 
-    def load(run, task, context, dtype):
+    def load(run, task, context, dtype, home):
         model = model_of(shape).to(dtype)
         if run.model.quantize is not None:
             replace_layers(model, run.model.quantize, "model.quantize")

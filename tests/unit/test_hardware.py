@@ -244,7 +244,7 @@ def test_the_plan_of_a_cpu_says_it_where_bfloat16_is_native(native, monkeypatch)
 
 def fit_rows(rows, row_bytes, fixed_bytes, memory_gb, multiple=1):
     limit = RowLimit("algo.rollout_rows", rows, floor=multiple)
-    limit.fit(row_bytes, fixed_bytes, memory_gb)
+    limit.fit(lambda rows: fixed_bytes + rows * row_bytes, memory_gb)
     return limit.rows
 
 

@@ -35,7 +35,7 @@ from common.model.prompts import context_length
 from common.model.quantized import layers
 from common.model.source import ADAPTER
 from common.rows import RowLimit
-from common.sampling.engine import Completions, Requests, Setup, Watch, check_prompts
+from common.sampling.engine import Completions, Load, Requests, Setup, Watch, check_prompts
 from common.sampling.remote.link import INSTALL, EndedError, Link
 
 T = TypeVar("T")
@@ -167,6 +167,11 @@ class Vllm:
         return {name: tensor.detach().to("cpu", self.dtype) for name, tensor in held.items()}
 
     @property
+    def _held_bytes(self) -> float:
+        """Its weights and its cache, where they are on this machine."""
+        return 0.0 if self.link.url else self._bytes + self.cache_gb * 2**30
+
+    @property
     def _bytes(self) -> int:
         return fsdp.parameters(self.model) * self.dtype.itemsize
 
@@ -192,7 +197,7 @@ class Vllm:
         device = self.setup.context.device
         # vLLM wants nearly all of a GPU by itself, and the trainer has some of it.
         if device.device.type == "cuda":
-            share = (self.fixed_bytes(0) / 2**30 + OVERHEAD_GB) / device.memory_gb
+            share = (self._held_bytes / 2**30 + OVERHEAD_GB) / device.memory_gb
             ours["gpu_memory_utilization"] = round(min(share, 0.95), 3)
         if own := sorted(ours.keys() & self.settings.keys()):
             raise ConfigError(
@@ -297,15 +302,12 @@ class Vllm:
 
     # --- the plan
 
-    def fixed_bytes(self, prompt_tokens: int) -> float:
-        """Return what the engine takes of this machine: its weights and its cache."""
-        return 0.0 if self.link.url else self._bytes + self.cache_gb * 2**30
-
-    def row_bytes(self, prompt_tokens: int, sampling: SamplingConfig) -> float:
-        """Return what one more row takes here: its prompt and its completion. Its cache is vLLM's,
-        which lets rows wait.
+    def peak_bytes(self, rows: int, load: Load) -> float:
+        """Return what the engine takes of this machine, and prompts and completions here. A row's
+        cache is vLLM's, which lets rows wait.
         """
-        return 8.0 * prompt_tokens + 12.0 * sampling.max_new_tokens
+        row = 8.0 * load.prompt_tokens + 12.0 * load.sampling.max_new_tokens
+        return self._held_bytes + rows * row
 
 
 def write_members(requests: Requests, folder: Path, dtype: torch.dtype) -> None:

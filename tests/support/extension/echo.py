@@ -39,10 +39,6 @@ class Echo:
     def close(self):
         """Hold nothing."""
 
-    def fixed_bytes(self, prompt_tokens):
-        """Return nothing."""
-        return 0.0
-
-    def row_bytes(self, prompt_tokens, sampling):
-        """Return a byte."""
-        return 1.0
+    def peak_bytes(self, rows, load):
+        """Return a byte for each row."""
+        return float(rows)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
 
 aten = torch.ops.aten
 # What asks the device for a number, or brings one from the host: CUDA refuses to record it, or
@@ -29,10 +30,15 @@ class Recording(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-        self.made: dict[int, torch.Tensor] = {}  # of this recording, by storage
+        self.count = 0
+        self.steps: list[Step] = []
+        # What operations returned, by number, and what of that lies in memory of the recording.
+        # Neither holds it: a real pool gives memory back while a step is recorded.
+        self.numbers = WeakTensorKeyDictionary()
+        self.made = WeakTensorKeyDictionary()
+        self.addresses: set[int] = set()
+        # Memory that was there before, and what it held, which is no part of the device's.
         self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.steps: list[Step] = []  # once it is finished
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func.overloadpacket not in WAITS, f"{func} waits for the device"
@@ -44,42 +50,44 @@ class Recording(TorchDispatchMode):
                 and isinstance(value, torch.Tensor)
             ):
                 address = value.untyped_storage().data_ptr()
-                if address not in self.made and address not in self.before:
+                if address not in self.addresses and address not in self.before:
                     content = whole(value)
-                    self.before[address] = (content, content.clone())
+                    self.before[address] = (content, content.to("cpu", copy=True))
         known = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs))}
         out = func(*args, **kwargs)
-        self.calls.append((func, args, kwargs, out))
+        leaves, form = tree_flatten((args, kwargs))
+        used = []
+        for at, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf in self.numbers:
+                used.append((at, self.numbers[leaf]))
+                leaves[at] = None
         for tensor in tensors(out):
             address = tensor.untyped_storage().data_ptr()
             if address not in known:
-                self.made.setdefault(address, tensor)
+                self.addresses.add(address)
+            if address in self.addresses:
+                self.made[tensor] = True
+            if tensor not in self.numbers:
+                self.numbers[tensor] = self.count
+                self.count += 1
+        names = [self.numbers[tensor] for tensor in tensors(out)]
+        self.steps.append(Step(func, leaves, form, used, names))
         return out
 
     def finish(self) -> None:
-        """Put back what was written, poison what was allocated, and let go of it."""
+        """Put back what was written, poison what is left of what was allocated, and note where
+        each result is used last.
+        """
         for memory, content in self.before.values():
             memory.copy_(content)
-        for tensor in self.made.values():
+        for tensor in list(self.made):
             poison(tensor)
-        made: dict[int, int] = {}  # tensor -> its number, in the order of their making
         last: dict[int, int] = {}  # number of a tensor -> the operation that uses it last
-        steps = []
-        for place, (func, args, kwargs, out) in enumerate(self.calls):
-            leaves, form = tree_flatten((args, kwargs))
-            used = [
-                (at, made[id(leaf)])
-                for at, leaf in enumerate(leaves)
-                if isinstance(leaf, torch.Tensor) and id(leaf) in made
-            ]
-            for at, _ in used:
-                leaves[at] = None
-            names = [made.setdefault(id(tensor), len(made)) for tensor in tensors(out)]
-            last |= dict.fromkeys([*names, *(name for _, name in used)], place)
-            steps.append(Step(func, leaves, form, used, names))
+        for place, step in enumerate(self.steps):
+            last |= dict.fromkeys([*step.names, *(name for _, name in step.used)], place)
         for name, place in last.items():
-            steps[place].done.append(name)
-        self.calls, self.made, self.before, self.steps = [], {}, {}, steps
+            self.steps[place].done.append(name)
+        self.before = {}
 
     def replay(self) -> None:
         """Run the operations again on the memory of then."""
