@@ -540,10 +540,10 @@ def test_the_plan_of_a_rollout_counts_what_cutting_takes(top_p, top_k, standin):
 
 
 class Long(Letters):
-    """Prompts of 256 tokens with rewards that differ."""
+    """Prompts of 253 or 256 tokens with rewards that differ."""
 
     def prompt(self, example):
-        return f"{example.question} " * 85
+        return f"{example.question} " * (85 - example.id % 2)
 
     def reward(self, example, completion):
         return random.random()
