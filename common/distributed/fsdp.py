@@ -363,19 +363,34 @@ def _beside(here: float, whole: float) -> str:
 
 def gathered_bytes(model: Any, rollout: bool) -> float:
     """Bytes of weights that are gathered at a time: all of them in a gathered rollout, else what is
-    outside the blocks and two blocks, in training with their gradients; 0 for a plain model."""
+    outside the blocks and two blocks, in training with their gradients; 0 for a plain model.
+    """
     shards = of(model)
     if shards is None:
         return 0
-    each, total = (
-        [sum(p.numel() for p in block.parameters()) for block in blocks(model)],
-        parameters(model),
-    )
     if rollout and shards.rollout == "gathered":
-        return shards.dtype.itemsize * total
-    return (shards.dtype.itemsize + 4 * (not rollout)) * (
-        total - sum(each) + 2 * max(each, default=0)
-    )
+        return shards.dtype.itemsize * parameters(model)
+    held = list(model.parameters())
+    inside = {id(p) for block in blocks(model) for p in block.parameters()}
+    outside = [p for p in held if id(p) not in inside]
+    each = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
+    weights = sum(p.numel() for p in outside) + 2 * max(each, default=0)
+    if rollout:
+        return shards.dtype.itemsize * weights
+    trained = sum(p.numel() for p in outside if p.requires_grad)
+    return shards.dtype.itemsize * weights + 4.0 * trained + block_gradients(model)
+
+
+def block_gradients(model: Any) -> float:
+    """Bytes of the gradients of two blocks of a sharded model, which are whole while these go
+    backward; 0 for a plain model.
+    """
+    if of(model) is None:
+        return 0
+    each = [
+        sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks(model)
+    ]
+    return 4.0 * 2 * max(each, default=0)
 
 
 def parameters(model: Any) -> int:

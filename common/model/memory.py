@@ -105,7 +105,8 @@ def training_peak(
         head = 4.0 * config.vocab_size * config.hidden_size if config and not state.adapter else 0.0
         missing = state.gradients_on_rank(model) - head / fsdp.share(model)
     some = min(rows, share)
-    begun = fixed - missing + some * (row - passing) + max(once, some * passing)
+    begun = fixed - missing - fsdp.block_gradients(model)
+    begun += some * (row - passing) + max(once, some * passing)
     return max(begun, fixed + some * passing)  # the last block goes backward beside all gradients
 
 

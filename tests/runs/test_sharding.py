@@ -30,6 +30,8 @@ from common.model.load import load_model
 from common.precision import Precision
 from common.report import page
 from ddp_bench import models
+from grpo.policy import Policy
+from grpo.rollouts import Collector
 from launch import compose, train
 from tests.support import (
     CONF,
@@ -78,7 +80,7 @@ FSDP, LAYERWISE = ["opt=[fsdp]"], ["opt=[fsdp]", "opt.fsdp.rollout=layerwise"]
 GROUPS = [*FSDP, "opt.fsdp.ranks_per_group=1"]
 
 # A model that is large beside its activations, for a step whose bytes are counted.
-LARGER = [*SMALL_GRPO, *FSDP, "algo.steps=1", "algo.resample_rounds=0", "task=letters"]
+LARGER = [*SMALL_GRPO, *FSDP, "algo.steps=1", "task=letters", "task.scoring=smooth"]
 LARGER += ["model.tiny.hidden_size=256", "model.tiny.layers=6", "model.tiny.intermediate_size=512"]
 COUNTED = ("gathered", "layerwise")
 
@@ -135,13 +137,25 @@ def work(rank: int, out: Path, jobs: dict[str, list[str]], ports: list[int]) -> 
 
 
 def count(out: Path, ports: list[int]) -> list[int]:
-    """Return the most bytes that this rank holds in each of `COUNTED`."""
+    """Return the most bytes that this rank holds in the step of each of `COUNTED`."""
     peaks = []
+    collect, step = Collector.collect, Policy.step
+
+    def collecting(*given):
+        seen.forget()
+        return collect(*given)
+
+    def stepping(*given):
+        made = step(*given)
+        peaks.append(seen.peak)
+        return made
+
     for how, port in zip(COUNTED, ports, strict=False):
         os.environ["MASTER_PORT"] = str(port)
-        with Counted() as seen:
+        with pytest.MonkeyPatch.context() as patch, Counted() as seen:
+            patch.setattr(Collector, "collect", collecting)
+            patch.setattr(Policy, "step", stepping)
             start(out, f"counted/{how}", [*LARGER, f"opt.fsdp.rollout={how}"])
-        peaks.append(seen.peak)
     return peaks
 
 

@@ -684,11 +684,24 @@ def test_the_plan_knows_that_an_adapter_alone_has_state(
 def test_the_plan_knows_how_few_bits_weights_take(
     kind, shape, switches, standin, tmp_path, monkeypatch
 ):
-    """Without recordings: the tape holds whatever a step makes until it ends, weights among it."""
     pytest.importorskip("peft")
     arguments = [*one_step("grpo", switches), "model.adapter.rank=16", f"model.quantize={kind}"]
-    arguments += ["engine.cuda_graphs=false"]
     check_plan(shape, "grpo", arguments, (standin, tmp_path, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    ("algo", "shape", "switches"),
+    [
+        ("eggroll", "0.5b", "amp,offload"),
+        *(pytest.param("eggroll", shape, "amp", marks=pytest.mark.slow) for shape in ("3b", "7b")),
+        pytest.param("rft", "7b", "amp", marks=pytest.mark.slow),
+    ],
+)
+def test_the_plan_knows_steps_that_are_not_recorded(
+    algo, shape, switches, standin, tmp_path, monkeypatch
+):
+    arguments = [*one_step(algo, switches), "engine.cuda_graphs=false"]
+    check_plan(shape, algo, arguments, (standin, tmp_path, monkeypatch))
 
 
 @pytest.mark.parametrize(

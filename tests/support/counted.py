@@ -23,8 +23,18 @@ class Counted(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         found = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
         storages = [x.untyped_storage() for x in found]
+        storages = [x for x in storages if x.device.type != "meta"]  # of what DTensor tries out
         if any(storage not in self.held for storage in storages):
             for storage in storages:
                 self.held[storage] = True
-            self.peak = max(self.peak, sum(storage.nbytes() for storage in self.held))
+            self.peak = max(self.peak, self.live)
         return out
+
+    @property
+    def live(self) -> int:
+        """What there is now."""
+        return sum(storage.nbytes() for storage in self.held)
+
+    def forget(self) -> None:
+        """Forget the peak so far."""
+        self.peak = self.live
