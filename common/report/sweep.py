@@ -83,10 +83,11 @@ class Sweep(Callback):
         found = json.loads((folder / PROBE).read_text(encoding="utf-8"))
         row = next(row for row in found["rows"] if math.isclose(row["sigma"], found["sigma"]))
         own = [text for text in given if text.partition("=")[0] in self.swept]
-        numbers = {"sigma": found["sigma"], "lr": found["lr"], "without noise": found["centre"]}
+        # Headers that 80 columns hold.
+        numbers = {"sigma": found["sigma"], "lr": found["lr"], "without": found["centre"]}
         numbers |= {"reward": row["reward"], "spread": row["reward_std"]}
-        numbers |= {"changed": row["changed"], "same pairs": row["identical_pairs"]}
-        numbers |= {"agreement": row["prompt_agreement"], "seconds": round(found["seconds"])}
+        numbers |= {"changed": row["changed"], "same": row["identical_pairs"]}
+        numbers |= {"agreement": row["prompt_agreement"]}
         cells = {k: "-" if value is None else f"{value:.3g}" for k, value in numbers.items()}
         return {"probe": " ".join(own) or folder.name} | cells
 

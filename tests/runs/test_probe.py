@@ -74,7 +74,8 @@ def test_a_sweep_of_probes_ends_with_a_table(launch, tmp_path):
     given = ("--config-dir", CONF, f"hydra.sweep.dir={tmp_path}", *MOVING, "task=letters")
     said = launch("-m", *given, "task.scoring=smooth", "probe=true", "seed=1,2")
     table = said.stdout.split("\n\n")[-2].splitlines()
-    assert table[0].split()[:4] == ["probe", "sigma", "lr", "without"]
+    shown = ["probe", "sigma", "lr", "without", "reward", "spread", "changed", "same", "agreement"]
+    assert table[0].split() == shown  # whole, in 80 columns
     for line, folder in zip(table[2:], ("0", "1"), strict=True):
         found = json.loads((tmp_path / folder / "probe.json").read_text())
         cells = line.split()
