@@ -124,8 +124,7 @@ def logits_bytes(model: PreTrainedModel, tokens: int) -> float:
 @dataclass(frozen=True)
 class Batch:
     """The rows of a training forward: `rows` completions of `new_tokens`, which share `prompts` of
-    `prompt_tokens`. rows = 0: what is trained on is part of the prompts. compute: dtype under
-    autocast.
+    `prompt_tokens`. compute: dtype under autocast.
     """
 
     prompts: float
@@ -147,16 +146,16 @@ def activation_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> 
     checkpointed. Counted for Llama, Qwen2, Qwen3 and GPT-2 from the tensors that autograd saves
     (tests/oracles/test_logprobs.py) and from whole runs (tests/runs/test_standin.py).
     """
-    config, rows = model.config, batch.rows
+    config = model.config
     if recomputed:  # of a block its input alone is kept
         kept = config.num_hidden_layers * batch.tokens * config.hidden_size * 4
         kept += passing_bytes(model, batch)
     else:
         kept = config.num_hidden_layers * _block_bytes(model, batch)
-    if rows and varlen.has_flash(config, stands_for(model.device), batch.compute):
+    if varlen.has_flash(config, stands_for(model.device), batch.compute):
         return kept
-    masks = rows * batch.new_tokens * (batch.prompt_tokens + batch.new_tokens)
-    return kept + (masks or batch.prompts * batch.prompt_tokens**2) * (1 + batch.compute.itemsize)
+    masks = batch.rows * batch.new_tokens * (batch.prompt_tokens + batch.new_tokens)
+    return kept + masks * (1 + batch.compute.itemsize)
 
 
 def passing_bytes(model: PreTrainedModel, batch: Batch) -> float:
@@ -168,15 +167,15 @@ def passing_bytes(model: PreTrainedModel, batch: Batch) -> float:
 
 def _block_bytes(model: PreTrainedModel, batch: Batch) -> float:
     """Return what one block keeps for its backward pass."""
-    config, narrow, rows, tokens = model.config, batch.compute.itemsize, batch.rows, batch.tokens
+    config, narrow, tokens = model.config, batch.compute.itemsize, batch.tokens
     hidden, layers = config.hidden_size, config.num_hidden_layers
     wide = getattr(config, "intermediate_size", None) or 4 * hidden
     heads = config.num_attention_heads * head_size(config)
     # Bytes per token and hidden number: the float32 residual and norms, the casts of what goes into
     # each linear layer, queries, and the norms of queries and keys where there are any.
     kept = 42 if narrow == 4 else 35
-    flash = rows > 0 and varlen.has_flash(config, stands_for(model.device), batch.compute)
-    if rows and not flash:
+    flash = varlen.has_flash(config, stands_for(model.device), batch.compute)
+    if not flash:
         kept += 5 * narrow  # queries and outputs, laid out by prompt and completion
     kept += 10 * any("q_norm" in name for name, _ in model.named_parameters())
     # Frozen norms keep no normalised states; an adapter keeps the products with its first matrices.
@@ -184,7 +183,7 @@ def _block_bytes(model: PreTrainedModel, batch: Batch) -> float:
     kept -= 8 * (ranks > 0)
     # With masks every completion has its own copy of its prompt's keys and values, and every head
     # its own; fused attention has none, and is counted alike.
-    copied = (rows * (batch.prompt_tokens + batch.new_tokens) or tokens) * 2 * heads * narrow
+    copied = batch.rows * (batch.prompt_tokens + batch.new_tokens) * 2 * heads * narrow
     if flash:  # the queries, the keys and values that heads share, and the sums of the softmax
         shared = 2 * varlen.key_heads(config) * head_size(config)
         copied = tokens * ((heads + shared) * narrow + 4 * config.num_attention_heads)
