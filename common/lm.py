@@ -350,9 +350,8 @@ class LM:
         """
         load = Load(self.longest_prompt, self.run.algo.sampling, samples, completions)
         rows = min(self.engine.limit.rows, completions)
-        sampled = self.engine.peak_bytes(rows, load)
-        self.rollout_row = sampled / rows
-        return self.rollout_fixed + sampled
+        self.rollout_sampled = self.engine.peak_bytes(rows, load)
+        return self.rollout_fixed + self.rollout_sampled
 
     def describe_memory(self, peak: float, rows: int, state: StateMemory) -> dict[str, str]:
         """Say for the plan what a rank takes. peak: bytes of a step; rows: of a rollout's forward;
@@ -360,11 +359,11 @@ class LM:
         """
         self.peak, self.planned_rows = peak, rows
         shared = fsdp.planned(self.model, state.whole)
-        row = f"{self.rollout_row / 2**20:.1f} MB per rollout row"
+        rollout = f"a rollout of {rows} rows {self.rollout_sampled / 2**30:.2f} GB"
         return {
             "memory": f"about {peak / 2**30:.2f} GB per rank, estimated: "
             f"{state.describe(self.model)},"
-            f" {row}{shared}",
+            f" {rollout}{shared}",
         }
 
     def describe(self) -> dict[str, str]:
@@ -385,7 +384,7 @@ class LM:
             "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={run.hardware.name}",
             "numbers": f"{self.precision.name}{', GradScaler' if self.precision.scaler else ''}"
             f"{compiled}, masters float32; attention {run.model.attention} ({kernel}){recomputed}"
-            + precision.advise(self.precision, run.opt, run.hardware.peak_tflops, self.device),
+            + precision.advise(self.precision, run, self.device, self.parameters),
             "ranks": str(self.context.world_size),
         }
 

@@ -75,11 +75,11 @@ def show(entry: str, run: Run, task: Any = None) -> Plan:
     width = max(map(len, plan.rows))
     for key, value in plan.rows.items():
         print(f"{key:{width}}  {value}")
-    room = f"{plan.memory_gb:.4g} GB, of which a tenth is to spare"
+    room = f"{plan.memory_gb:.1f} GB, of which a tenth is to spare"
     if plan.fits:
         print(f"{'fits':{width}}  yes: {plan.peak_gb:.1f} of {room}")
         return plan
-    print(f"{'fits':{width}}  no: {plan.peak_gb:.1f} of {room}. One more at a time:")
+    print(f"{'fits':{width}}  no: {plan.peak_gb:.1f} of {room}. With one more switch at a time:")
     changed = run
     for change in WAYS:
         try:
@@ -92,8 +92,9 @@ def show(entry: str, run: Run, task: Any = None) -> Plan:
         print(f"{'':{width}}  {_describe(run, more)}: {other.peak_gb:.1f} GB, {answer}")
         if other.fits:
             return plan
+    shared = "more ranks (opt.fsdp.ranks)" if run.opt.fsdp.enabled else "several with opt=fsdp"
     print(f"{'':{width}}  Take a smaller model or a device with more memory, or share the model")
-    print(f"{'':{width}}  out over several with opt=fsdp.")
+    print(f"{'':{width}}  out over {shared}.")
     return plan
 
 
@@ -196,12 +197,20 @@ def _quantize(run: Run, kind: str) -> Run:
     return replace(run, model=replace(run.model, quantize=kind))
 
 
-# By what they cost: nothing, a third of the training time, copies to and from the host, another
-# objective, other weights that are trained, and frozen weights that are rounded.
+def _gather_by_layer(run: Run) -> Run:
+    """Return the run with sampling that gathers one block at a time, where weights are shared."""
+    if not run.opt.fsdp.enabled:
+        return run
+    return replace(run, opt=replace(run.opt, fsdp=replace(run.opt.fsdp, rollout="layerwise")))
+
+
+# By what they cost: nothing, a third of the training time, copies to and from the host, slower
+# sampling, another objective, other weights that are trained, and frozen weights that are rounded.
 WAYS: tuple[Callable[[Run], Run], ...] = (
     lambda run: _switch(run, "amp"),
     lambda run: _switch(run, "checkpointing"),
     lambda run: _switch(run, "offload"),
+    _gather_by_layer,
     _drop_reference,
     _adapt,
     lambda run: _quantize(run, "int8"),
@@ -213,8 +222,11 @@ def _describe(run: Run, changed: Run) -> str:
     """Return the overrides that make `changed` of `run`."""
     words = []
     switches = [key for key, on in vars(changed.opt).items() if getattr(on, "enabled", False)]
-    if changed.opt != run.opt:
+    before = [key for key, on in vars(run.opt).items() if getattr(on, "enabled", False)]
+    if switches != before:
         words.append(f"'opt=[{','.join(switches)}]'")
+    if changed.opt.fsdp.rollout != run.opt.fsdp.rollout:
+        words.append(f"opt.fsdp.rollout={changed.opt.fsdp.rollout}")
     if changed.algo != run.algo:
         words.append("algo.kl.beta=0")
     if changed.model.adapter != run.model.adapter:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from common import hardware
-from common.config import ConfigError, OptConfig, PeakConfig
+from common.config import ConfigError, OptConfig, Run
+
+LARGE = 100_000_000  # parameters from which a CPU is faster in bfloat16, where it has it
 
 
 @dataclass(frozen=True)
@@ -79,18 +81,20 @@ def exact_float32() -> Iterator[None]:
         torch.set_float32_matmul_precision(chosen)
 
 
-def advise(precision: Precision, opt: OptConfig, peak: PeakConfig, device: torch.device) -> str:
+def advise(precision: Precision, run: Run, device: torch.device, parameters: int) -> str:
     """Say for the plan whether products are in TF32, and what opt=amp would bring on a device that
     computes in float32.
 
-    Args: peak: the rates of the preset, which may describe another device.
+    The preset, whose rates are told, may describe another device. parameters: of the
+    model.
     """
+    opt, peak = run.opt, run.hardware.peak_tflops
     said = "; float32 products in TF32" if opt.tf32.enabled else ""
     if precision.compute != torch.float32:
         return said
     if device.type == "cpu":
-        larger = "; 'opt=[amp]' computes in bfloat16, which is faster from 100M parameters on"
-        return larger if native_bf16(device) else ""
+        faster = "; 'opt=[amp]' computes in bfloat16, which is faster for a model of this size"
+        return faster if parameters >= LARGE and native_bf16(device) else ""
     half = "bfloat16" if native_bf16(device) else "float16"
     rate = peak.bf16 if half == "bfloat16" else peak.fp16
     plain = peak.tf32 if opt.tf32.enabled else peak.fp32

@@ -166,8 +166,7 @@ class Classifier:
         scaler = ", GradScaler" if self.precision.scaler else ""
         compiled = ", compiled" if self.run.opt.compile.enabled else ""
         workers, device, preset = self.loader.workers, self.context.device, self.run.hardware.name
-        peak = self.run.hardware.peak_tflops
-        advice = precision.advise(self.precision, self.run.opt, peak, device.device)
+        advice = precision.advise(self.precision, self.run, device.device, size)
         facts = {
             "algorithm": f"classify, {cfg.epochs} epochs of {len(self.batches)} steps, lr"
             f" {cfg.lr:g}",

@@ -12,6 +12,7 @@ are not weighted anew by how well they go together, which needs more of them tha
 of a language model are almost orthogonal.
 """
 
+import logging
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,8 @@ from common.session import Session
 from eggroll import probe
 from eggroll.population import Population, Tried
 from eggroll.weights import Weights
+
+log = logging.getLogger("clutch")
 
 BEST = 8  # perturbations that vote
 
@@ -42,7 +45,7 @@ def run_baseline(run: Run, population: Population, weights: Weights) -> Result:
             start = 0 if randopt else step.index  # one answer sheet for all that are compared
             examples = lm.order.take(start * cfg.prompts, cfg.prompts)
             tried = population.try_out(examples, step.index, tuned.sigma, step)
-            step.log(**tried.numbers(), sigma=tuned.sigma)
+            step.log(**tried.numbers(cfg), sigma=tuned.sigma)
             if not tried.finite:
                 step.non_finite("NaN or infinity in a reward or logits", population.offending)
                 continue
@@ -103,7 +106,12 @@ def vote(
         most, _ = votes.most_common(1)[0]  # of equal counts the first, which is the best's
         chosen.append(texts[said.index(most)])
     measure = partial(lm.task.metrics, held_out)
-    return {"single": measure(answers[0]), "voted": measure(chosen)}
+    found = {"single": measure(answers[0]), "voted": measure(chosen)}
+    if lm.context.main:
+        for who, measures in found.items():
+            shown = ", ".join(f"{name} {value:.2f}" for name, value in measures.items())
+            log.info("held-out, %s: %s", "best member" if who == "single" else "vote", shown)
+    return found
 
 
 # --- CoRP

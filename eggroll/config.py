@@ -39,8 +39,8 @@ def positive_or_auto(key: str, value: float | str) -> None:
 
 def members_or_range(key: str, value: int | str) -> None:
     """Raise ConfigError unless `value` is a number from 2 on, or doublings of one: 16-128."""
-    first, _, most = str(value).partition("-")
-    numbers = [int(text) for text in (first, most or first) if text.isdecimal()]
+    first, dash, most = str(value).partition("-")
+    numbers = [int(text) for text in (first, most if dash else first) if text.isdecimal()]
     doubled = len(numbers) == 2 and numbers[0] and numbers[1] / numbers[0]
     if not doubled or numbers[0] < 2 or doubled < 1 or not math.log2(doubled).is_integer():
         raise ConfigError(
@@ -51,13 +51,13 @@ def members_or_range(key: str, value: int | str) -> None:
 
 def prompts_or_share(key: str, value: int | str) -> None:
     """Raise ConfigError unless `value` is a number of prompts, or an equal share of more: 8/64."""
-    each, _, whole = str(value).partition("/")
-    if not (each.isdecimal() and int(each) and (whole or each).isdecimal()) or (
-        whole and (int(whole) % int(each) or int(whole) <= int(each))
+    each, slash, whole = str(value).partition("/")
+    if not (each.isdecimal() and int(each) and (not slash or whole.isdecimal())) or (
+        slash and (int(whole) % int(each) or int(whole) <= int(each))
     ):
         raise ConfigError(
             f"{key}={value} is no number of prompts. Give one above 0, such as 8, or what each"
-            " member answers of a multiple of it, such as 8/64."
+            " member answers of a larger multiple of it, such as 8/64."
         )
 
 
@@ -142,9 +142,24 @@ class EggrollConfig:
         if self.rollout_rows is not None:
             at_least("algo.rollout_rows", self.rollout_rows, self.pair)
         if self.mirrored and self.first_members % 2:
+            times = self.most_members // self.first_members
+            even = str(self.first_members + 1)
+            even += f"-{(self.first_members + 1) * times}" if times > 1 else ""
             raise ConfigError(
                 f"algo.members={self.members} is odd, and algo.mirrored=true needs pairs. "
-                f"Use algo.members={self.first_members + 1}, or algo.mirrored=false."
+                f"Use algo.members={even}, or algo.mirrored=false."
+            )
+        if self.most_members > self.first_members and self.rows_per_member == 1:
+            raise ConfigError(
+                f"algo.members={self.members} has no effect with"
+                f" algo.prompts_per_step={self.prompts_per_step}: members are doubled where halves"
+                " of the prompts disagree. Give a step more prompts."
+            )
+        if self.shares > 1 and self.fitness == "prompt_zscore":
+            raise ConfigError(
+                f"algo.fitness=prompt_zscore does not go with"
+                f" algo.prompts_per_step={self.prompts_per_step}, where members answer different"
+                " prompts. Use algo.fitness=zscore."
             )
         if self.method != "eggroll" and self.most_members > self.first_members:
             raise ConfigError(

@@ -79,20 +79,23 @@ class Tried:
             return above_mean(self.rewards)
         samples = cfg.samples_per_prompt
         counted = [self.rewards, *self.components.values()]
+        counted = [over_samples(part, samples, cfg.sample_quantile) for part in counted]
         if cfg.shares > 1:  # only the members of a pair have answered the same
             counted = [within_pairs(part) for part in counted]
-        rewards, *parts = [over_samples(part, samples, cfg.sample_quantile) for part in counted]
+        rewards, *parts = counted
         if cfg.sample_quantile is not None:
             samples = 1
         return fitness(
             rewards, cfg.fitness, samples, dict(zip(self.components, parts, strict=True))
         )
 
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self, cfg: EggrollConfig) -> dict[str, Any]:
         """Return what goes into the log."""
-        means = self.rewards.mean(1)
+        reward, means = self.rewards.mean(), self.rewards.mean(1)
+        if cfg.shares > 1:  # members are compared with their mirror image alone
+            means = reward + within_pairs(means)
         found: dict[str, Any] = {
-            "reward": self.rewards.mean().item(),
+            "reward": reward.item(),
             "reward_best": means.max().item(),
             "reward_std": means.std(correction=0).item(),
             "truncated": self.cut.mean().item(),
@@ -203,16 +206,20 @@ class Population:
         chance does. state: of the run, in its checkpoints.
         """
         now, cfg = self.members, self.cfg
-        if now < cfg.most_members:
-            seen = state["agreements"] = [*state["agreements"], agreement or 0.0][-SMOOTHED:]
-            if len(seen) == SMOOTHED and sum(seen) / SMOOTHED < ENOUGH:
-                self.use(2 * now)
+        # A step in which all members earn the same says nothing.
+        if now < cfg.most_members and agreement is not None:
+            seen = state["agreements"] = [*state["agreements"], agreement][-SMOOTHED:]
+            if len(seen) == SMOOTHED and (mean := sum(seen) / SMOOTHED) < ENOUGH:
+                why = f"halves of the prompts agree by {mean:.2f} in the mean of {SMOOTHED} steps"
+                self.use(2 * now, why)
                 state |= {"members": self.members, "agreements": []}
         return {"members": now} if cfg.most_members > cfg.first_members else {}
 
-    def use(self, members: int) -> None:
+    def use(self, members: int, why: str) -> None:
         """Have so many members from now on."""
         if members != self.members:
+            if self.lm.context.main:
+                log.info("%s: %d members from now on", why, members)
             self.members = members
             self.noise.forget()
 
@@ -354,21 +361,23 @@ class Population:
         most = min(rows, len(largest) * cfg.rows_per_member)
         memory = lm.rollout_peak(most, cfg.samples_per_prompt)
         facts, heat = lm.describe(), cfg.sampling.temperature
-        members = f"{self.members}"
+        members = f"{self.members} members"
         if cfg.most_members > self.members:
-            members += f", and up to {cfg.most_members} as the signal falls,"
+            members = f"{self.members} to {cfg.most_members} members, doubled as the signal falls,"
         prompts = f"{cfg.prompts_each} prompts"
         if cfg.shares > 1:
             prompts = f"{cfg.prompts_each} of {cfg.prompts} prompts"
         trunk = self.noise.trunk
-        above = f", above block {trunk}, up to which members share a prefill" if trunk else ""
+        above = f", above block {trunk}" if trunk else ""
+        if trunk and not lm.engine.separate and fsdp.of(lm.model) is None:
+            above += ", up to which members share a prefill"
         drawn = f"sampled (temperature {heat:g})" if heat else "greedy"
         return {
             "algorithm": f"eggroll, {describe_length(lm.run, cfg.steps, 'steps')}, rank {cfg.rank},"
             f" sigma {show(cfg.sigma)}, lr {show(cfg.lr)}",
             **facts,
             "model": f"{facts['model']}, {self.perturbed / 1e6:.2f}M perturbed{above}",
-            "population": f"{members} members x {prompts} x"
+            "population": f"{members} x {prompts} x"
             f" {cfg.samples_per_prompt} samples, {cfg.sampling.max_new_tokens} new tokens at most;"
             f" rewards are of {drawn} completions",
             "forwards": f"{len(chunks)} per step, {used} rows each (algo.rollout_rows={rows}),"

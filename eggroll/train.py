@@ -49,7 +49,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
     with Session(run, context, lm, steps=cfg.steps) as session:
         session.state |= {"members": population.members, "agreements": []}
         session.start(weights, population.plan())
-        population.use(session.state["members"])
+        population.use(session.state["members"], "the run that goes on has grown")
         tuned = probe.tune(population, weights, session)  # sigma and lr, as set or as measured
         if not session.over:
             session.warm_up(lambda: population.rehearse(lm.order.take(0, cfg.prompts)))
@@ -61,7 +61,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
 
             closely = step.index % LOOK_EVERY == 0
             tried = population.try_out(examples, draw, sigma, step, closely)
-            step.log(**tried.numbers(), sigma=sigma)
+            step.log(**tried.numbers(cfg), sigma=sigma)
             if not tried.finite:
                 step.non_finite("NaN or infinity in a reward or logits", population.offending)
                 continue

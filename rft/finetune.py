@@ -52,32 +52,34 @@ def steps(trees: Sequence[Tree], completions: int, epoch: int, seed: int) -> lis
     """Cut the trees of an epoch, in random order, into steps of about `completions` each."""
     order = list(trees)
     random.Random(f"finetune {seed} {epoch}").shuffle(order)
-    return _grouped(order, completions)
-
-
-def _grouped(trees: Sequence[Tree], completions: int) -> list[list[Tree]]:
-    """Return runs of trees, each ended by the one that brings it to `completions` completions."""
-    groups: list[list[Tree]] = []
+    cut: list[list[Tree]] = []
     held = completions
-    for tree in trees:
+    for tree in order:
         if held >= completions:
-            groups.append([])
+            cut.append([])
             held = 0
-        groups[-1].append(tree)
+        cut[-1].append(tree)
         held += len(tree.completions)
-    return groups
+    return cut
 
 
-def micro_batches(trees: Sequence[Tree], completions: int) -> list[list[Tree]]:
-    """Return forwards of about `completions` completions; trees of like shape go together."""
+def micro_batches(trees: Sequence[Tree], rows: int) -> list[list[Tree]]:
+    """Return forwards of at most `rows` rows, which every prompt has as many of as the one with the
+    most completions; trees of like shape go together.
+    """
     # Where a tree does not fit the memory, its completions share their prompt in smaller parts.
     parts = [
-        Tree(tree.prompt, tree.completions[start : start + completions])
+        Tree(tree.prompt, tree.completions[start : start + rows])
         for tree in trees
-        for start in range(0, len(tree.completions), completions)
+        for start in range(0, len(tree.completions), rows)
     ]
     parts.sort(key=lambda tree: (len(tree.completions), max(map(len, tree.completions))))
-    return _grouped(parts, completions)
+    forwards: list[list[Tree]] = []
+    for tree in parts:
+        if not forwards or (len(forwards[-1]) + 1) * len(tree.completions) > rows:
+            forwards.append([])
+        forwards[-1].append(tree)
+    return forwards
 
 
 class Finetuner:

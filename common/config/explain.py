@@ -80,7 +80,8 @@ def find_renamed(schema: Any, names: Sequence[str], prefix: str = "") -> str | N
     """Return the error text for a key that once was a setting, or None where it never was one.
 
     A dataclass declares such keys as `RENAMED: ClassVar[dict[str, str | None]]`: the old name below
-    it, dotted where a whole group is gone, and what to write now; None means that it is gone.
+    it, dotted where a whole group is gone, and what to write now; "gone: why" and None, which means
+    that nothing read it, have nothing in its place.
     `names` is the path from the dataclass `schema` on, `prefix` what stands before it.
     """
     for position in range(len(names)):
@@ -91,14 +92,15 @@ def find_renamed(schema: Any, names: Sequence[str], prefix: str = "") -> str | N
             found = [key for key in renamed if key == old or key.startswith(f"{old}.")]
             if found:
                 now = {key: renamed[key] for key in found}
-                return " ".join(
-                    f"{before}{key} is now {new}."
-                    if new
-                    else f"{before}{key} is gone: nothing read it. Leave it out."
-                    for key, new in now.items()
-                )
+                return " ".join(_say_renamed(before + key, new) for key, new in now.items())
         schema = nested_schema(schema, names[position])
     return None
+
+
+def _say_renamed(key: str, now: str | None) -> str:
+    if now is None or now.startswith("gone: "):
+        return f"{key} is {now or 'gone: nothing read it'}. Leave it out."
+    return f"{key} is now {now}."
 
 
 def nested_schema(schema: Any, name: str) -> type | None:

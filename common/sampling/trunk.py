@@ -62,6 +62,7 @@ class Trunk:
         """Give a cache of all rows, still empty, the keys and values of these blocks."""
         cache.keys = [keys[self.origin] for keys in self.cache.keys]
         cache.values = [values[self.origin] for values in self.cache.values]
+        del self.cache
 
     @contextmanager
     def skipped(self, rows: Tensor) -> Iterator[None]:

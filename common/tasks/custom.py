@@ -128,7 +128,8 @@ class Custom(Rows):
         self.name = config.name
         if config.rewards:
             self._weigh(config.rewards)
-        self.repeatable = not config.rewards  # who knows what a user's function does
+        # Who knows what a user's function does.
+        self.repeatable = self.repeatable and not config.rewards
         if config.reward == "math":
             gsm8k.math_verify("task.reward=math", "task.reward=numeric")
         assert config.path is not None

@@ -4,6 +4,7 @@ import logging
 import random
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from common.config import ConfigError
 from common.tasks import Example, Messages
@@ -23,7 +24,13 @@ class Rows:
     name: str
     least = 2  # train rows
     dropped = 0  # train rows, because a test row has the same key
-    repeatable = True  # the same example and text earn the same at every call
+    repeatable = False  # whether the same example and text earn the same at every call
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Tasks of this package are repeatable; a class of somebody else says so itself."""
+        super().__init_subclass__(**more)
+        if "repeatable" not in vars(cls):
+            cls.repeatable = cls.__module__.startswith(f"{__package__}.")
 
     def split(
         self,

@@ -25,6 +25,7 @@ from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
 from eggroll.fitness import above_mean, within_pairs
 from eggroll.instruments import idle_share
 from eggroll.noise import Noise
+from eggroll.population import Tried
 from eggroll.weights import DiskTensors, Weights
 from launch import compose, train
 from tests.support import MOVING, ROOT, SMALL, events
@@ -477,11 +478,27 @@ def test_pairs_answer_prompts_of_their_own(run_in_ranks, tmp_path):
     torch.testing.assert_close(within_pairs(rewards), wanted)
 
 
+def test_of_shared_out_prompts_the_best_sample_of_each_member_is_compared():
+    """And not the best difference of samples."""
+    asked = ["algo.prompts_per_step=1/2", "algo.samples_per_prompt=2", "algo.sample_quantile=1"]
+    cfg = compose([*MOVING, *asked, "algo.members=4", "algo.fitness=centered"]).algo
+    rewards = torch.tensor([[1.0, 1.0], [0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]).double()
+    tried = Tried(rewards, {}, cut=torch.zeros_like(rewards), twins=None)
+    wanted = torch.tensor([0.0, 0.0, 0.5, -0.5]).double()
+    torch.testing.assert_close(tried.shaped(cfg), wanted)
+    assert tried.numbers(cfg)["reward_best"] == 0.75  # 0.5, and 0.25 above the mirror image
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["algo.prompts_per_step=8/12"], "is no number of prompts. Give one above 0, such as 8"),
         (["algo.prompts_per_step=0"], "is no number of prompts"),
+        (["algo.prompts_per_step=8/"], "is no number of prompts"),
+        (
+            ["algo.members=8", "algo.prompts_per_step=4/8", "algo.fitness=prompt_zscore"],
+            "does not go with algo.prompts_per_step=4/8",
+        ),
         (["algo.prompts_per_step=two"], "is no number of prompts"),
         (["algo.prompts_per_step=2/6"], "makes 3 shares, which 8 members with algo.mirrored=true"),
         (["algo.prompts_per_step=2/4", "algo.mirrored=false"], "only pairs can be compared"),
@@ -522,7 +539,7 @@ def test_members_are_doubled_as_the_signal_falls(run_in_ranks, tmp_path):
     assert [event["members"] for event in events(tmp_path / "parts")] == grown
 
 
-@pytest.mark.parametrize("members", ["1", "16-24", "16-8", "0-8", "many", "-4"])
+@pytest.mark.parametrize("members", ["1", "16-24", "16-8", "0-8", "many", "-4", "16-"])
 def test_words_for_members_that_are_none(members):
     with pytest.raises(ConfigError, match=f"algo.members={members} is no number of members"):
         compose([*MOVING, f"algo.members={members}"])

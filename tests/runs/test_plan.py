@@ -226,3 +226,10 @@ def test_experiments_of_large_models_fit_their_card(name, models):
 def test_what_has_no_plan(arguments, told):
     with pytest.raises(ConfigError, match=re.escape(told)):
         plan(*arguments)
+
+
+@pytest.mark.parametrize("switch", ["ddp", "fsdp"])
+def test_the_plan_of_rft_on_several_ranks(switch):
+    settings = [text for text in SMALL_RFT if text != "hardware=cpu"]
+    made = plan(*settings, "hardware=h100", f"opt=[{switch}]", f"opt.{switch}.ranks=2")
+    assert made.rows["ranks"].startswith("2")

@@ -234,6 +234,16 @@ def test_equal_texts_of_an_example_are_scored_once(task, kind, monkeypatch):
     scorer.close()
 
 
+def test_only_who_says_so_promises_equal_scores():
+    class Own(Gsm8k):
+        """A user's, whose rewards may draw."""
+
+    class Sure(Own):
+        repeatable = True
+
+    assert (Gsm8k.repeatable, Own.repeatable, Sure.repeatable) == (True, False, True)
+
+
 # --- math-verify
 
 

@@ -229,7 +229,7 @@ def test_the_plan_says_what_amp_would_bring(preset, capability, opt, said, monke
     run, device = compose([f"hardware={preset}", f"opt=[{opt}]"]), torch.device("cuda")
     half = torch.bfloat16 if "amp" in opt else torch.float32
     numbers = precision.Precision(half, scaler=False)
-    text = precision.advise(numbers, run.opt, run.hardware.peak_tflops, device)
+    text = precision.advise(numbers, run, device, 10**6)
     assert text.startswith(said)
     assert bool(text) == bool(said)
 
@@ -238,8 +238,9 @@ def test_the_plan_says_what_amp_would_bring(preset, capability, opt, said, monke
 def test_the_plan_of_a_cpu_says_it_where_bfloat16_is_native(native, monkeypatch):
     monkeypatch.setattr(precision, "native_bf16", lambda _: native)
     run, numbers = compose([]), precision.Precision(torch.float32, scaler=False)
-    text = precision.advise(numbers, run.opt, run.hardware.peak_tflops, torch.device("cpu"))
+    text = precision.advise(numbers, run, torch.device("cpu"), 135 * 10**6)
     assert ("'opt=[amp]' computes in bfloat16" in text) == native
+    assert precision.advise(numbers, run, torch.device("cpu"), 10**6) == ""
 
 
 def fit_rows(rows, row_bytes, fixed_bytes, memory_gb, multiple=1):

@@ -230,9 +230,12 @@ def test_steps_and_forwards_hold_every_tree_once():
         assert sorted(map(id, itertools.chain(*cut))) == sorted(map(id, trees))
         assert all(sum(len(t.completions) for t in step) >= 8 for step in cut[:-1])
     assert steps(trees, 8, 0, seed=3) != steps(trees, 8, 1, seed=3)
+    trees.append(Tree([1], [[2]] * 8))  # beside prompts with one completion it would be 8 rows each
     forwards = micro_batches(trees, 8)
     assert sorted(map(repr, itertools.chain(*forwards))) == sorted(map(repr, trees))
-    assert all(8 <= sum(len(t.completions) for t in some) < 12 for some in forwards[:-1])
+    laid = [len(some) * max(len(t.completions) for t in some) for some in forwards]
+    assert max(laid) == 8
+    assert len(forwards) < len(trees) / 2
 
 
 def test_a_tree_that_does_not_fit_is_cut_and_loses_nothing():

@@ -36,7 +36,7 @@ from common.model.quantized import layers
 from common.model.source import ADAPTER
 from common.rows import RowLimit
 from common.sampling.engine import Completions, Load, Requests, Setup, Watch, check_prompts
-from common.sampling.remote.link import INSTALL, EndedError, Link
+from common.sampling.remote.link import INSTALL, EndedError, Link, writing
 
 T = TypeVar("T")
 log = logging.getLogger("clutch")
@@ -127,7 +127,7 @@ class Vllm:
         self.version += 1
         self.sent, self.sent_adapter, self.adapter_folder = self._sum_up(), [], None
         with self.link.shared(self._bytes) as folder:
-            write_weights(self.model, folder, self._weights())
+            self._write(folder)
             began = time.perf_counter()
             self.link.connect()
             self._ask("open", settings=self._settings(self.link.bring(folder)))
@@ -140,7 +140,7 @@ class Vllm:
         elif (now := self._sum_up()) != self.sent:
             self.version += 1
             with self.link.shared(self._bytes) as folder:
-                write_weights(self.model, folder, self._weights())
+                self._write(folder)
                 self._ask("load", folder=self.link.bring(folder))
             self.sent = now
 
@@ -150,10 +150,15 @@ class Vllm:
             return
         self.version += 1
         folder = self.link.folder / f"adapter-{self.version % 2}"  # replaced at every other time
-        self.adapter.write(folder)
+        with writing(folder):
+            self.adapter.write(folder)
         self.adapter_folder = self.link.bring(folder)
         self._ask("stamp")
         self.sent_adapter = now
+
+    def _write(self, folder: Path) -> None:
+        with writing(folder):
+            write_weights(self.model, folder, self._weights())
 
     def _sum_up(self) -> list[int]:
         return fingerprint([*self.model.parameters(), *self.model.buffers()])
@@ -258,7 +263,8 @@ class Vllm:
         if requests.groups == 1 and requests.factors is None:
             return [self.adapter_folder] if self.adapter_folder else None
         assert requests.factors is not None, "groups without factors"
-        write_members(requests, folder, self.dtype)
+        with writing(folder):
+            write_members(requests, folder, self.dtype)
         there = self.link.bring(folder)
         return [f"{there}/{member}" for member in range(requests.groups)]
 

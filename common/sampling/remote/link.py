@@ -218,23 +218,13 @@ class Link:
 
     @contextmanager
     def shared(self, size: int) -> Iterator[Path]:
-        """Give the block a folder for `size` bytes that this machine's processes share.
-
-        Raises: CheckpointError where it runs full.
-        """
+        """Give the block a folder for `size` bytes that this machine's processes share."""
         if shutil.disk_usage(self.folder).free > size * 1.1:
             place = self.folder
         else:
             place = Path(tempfile.gettempdir())
         with tempfile.TemporaryDirectory(prefix="part-", dir=place) as found:
-            try:
-                yield Path(found)
-            except (OSError, SafetensorError) as error:
-                if isinstance(error, OSError) and error.errno not in FULL:
-                    raise
-                raise CheckpointError(
-                    f"{place}, where vLLM reads weights, could not be written: {first_line(error)}."
-                ) from error
+            yield Path(found)
             if self.url is not None:
                 self.ask({"do": "drop", "path": Path(found).name})
 
@@ -248,6 +238,19 @@ class Link:
             told, _ = self.ask({"do": "put", "path": name}, path.read_bytes())
             there = told["folder"]
         return f"{there}/{folder.name}"
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Write what vLLM is to read in the block. Raises: CheckpointError where there is no room."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno not in FULL:
+            raise
+        raise CheckpointError(
+            f"{folder}, where vLLM reads weights, could not be written: {first_line(error)}."
+        ) from error
 
 
 def _shared() -> str | None:
