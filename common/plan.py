@@ -75,7 +75,7 @@ def show(entry: str, run: Run, task: Any = None) -> Plan:
     width = max(map(len, plan.rows))
     for key, value in plan.rows.items():
         print(f"{key:{width}}  {value}")
-    room = f"{plan.memory_gb:.1f} GB, of which a tenth is to spare"
+    room = f"{plan.memory_gb:.1f}".removesuffix(".0") + " GB, of which a tenth is to spare"
     if plan.fits:
         print(f"{'fits':{width}}  yes: {plan.peak_gb:.1f} of {room}")
         return plan

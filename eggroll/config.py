@@ -155,33 +155,11 @@ class EggrollConfig:
                 f" algo.prompts_per_step={self.prompts_per_step}: members are doubled where halves"
                 " of the prompts disagree. Give a step more prompts."
             )
-        if self.shares > 1 and self.fitness == "prompt_zscore":
-            raise ConfigError(
-                f"algo.fitness=prompt_zscore does not go with"
-                f" algo.prompts_per_step={self.prompts_per_step}, where members answer different"
-                " prompts. Use algo.fitness=zscore."
-            )
-        if self.method != "eggroll" and self.most_members > self.first_members:
-            raise ConfigError(
-                f"algo.members={self.members} has no effect with algo.method={self.method}, whose"
-                f" members stay as many. Set algo.members={self.first_members}."
-            )
         if self.fitness == "pair_sign" and not self.mirrored:
             raise ConfigError(
                 "algo.fitness=pair_sign compares pairs. Set algo.mirrored=true, or use zscore."
             )
-        if self.shares > 1 and (not self.mirrored or self.first_members // self.pair % self.shares):
-            raise ConfigError(
-                f"algo.prompts_per_step={self.prompts_per_step} makes {self.shares} shares, which"
-                f" {self.members} members with algo.mirrored={str(self.mirrored).lower()} cannot"
-                " have: as many pairs answer each share, and only pairs can be compared. Give a"
-                " number of pairs that the shares divide, and algo.mirrored=true."
-            )
-        if self.shares > 1 and self.method != "eggroll":
-            raise ConfigError(
-                f"algo.method={self.method} compares members by their rewards, so all answer the"
-                f" same prompts. Set algo.prompts_per_step={self.prompts_each}."
-            )
+        self._check_shares()
         if self.method != "eggroll":
             no = f"with algo.method={self.method}, which takes the best members. Leave it out."
             idle = ["fitness", "noise_reuse", "weight_decay", "max_update", "sample_quantile"]
@@ -209,6 +187,34 @@ class EggrollConfig:
             raise ConfigError(
                 f"algo.samples_per_prompt={self.samples_per_prompt} has no effect at"
                 " algo.sampling.temperature=0: they would be equal. Set a temperature above 0."
+            )
+
+    def _check_shares(self) -> None:
+        """Raise ConfigError for settings that do not go with prompts that are shared out."""
+        if self.shares == 1:
+            return
+        if not self.mirrored or self.first_members // self.pair % self.shares:
+            raise ConfigError(
+                f"algo.prompts_per_step={self.prompts_per_step} makes {self.shares} shares, which"
+                f" {self.members} members with algo.mirrored={str(self.mirrored).lower()} cannot"
+                " have: as many pairs answer each share, and only pairs can be compared. Give a"
+                " number of pairs that the shares divide, and algo.mirrored=true."
+            )
+        if self.method != "eggroll":
+            raise ConfigError(
+                f"algo.method={self.method} compares members by their rewards, so all answer the"
+                f" same prompts. Set algo.prompts_per_step={self.prompts_each}."
+            )
+        if self.fitness == "prompt_zscore":
+            raise ConfigError(
+                f"algo.fitness=prompt_zscore does not go with"
+                f" algo.prompts_per_step={self.prompts_per_step}, where members answer different"
+                " prompts. Use algo.fitness=zscore."
+            )
+        if self.method != "eggroll" and self.most_members > self.first_members:
+            raise ConfigError(
+                f"algo.members={self.members} has no effect with algo.method={self.method}, whose"
+                f" members stay as many. Set algo.members={self.first_members}."
             )
 
     def check_run(self, run: Run) -> None:

@@ -231,5 +231,6 @@ def test_what_has_no_plan(arguments, told):
 @pytest.mark.parametrize("switch", ["ddp", "fsdp"])
 def test_the_plan_of_rft_on_several_ranks(switch):
     settings = [text for text in SMALL_RFT if text != "hardware=cpu"]
-    made = plan(*settings, "hardware=h100", f"opt=[{switch}]", f"opt.{switch}.ranks=2")
+    settings += ["hardware=h100", f"opt=[{switch}]", f"opt.{switch}.ranks=2", "plan=true"]
+    made = train(compose(settings, CONF), "nowhere")
     assert made.rows["ranks"].startswith("2")
