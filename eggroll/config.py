@@ -39,7 +39,9 @@ def positive_or_auto(key: str, value: float | str) -> None:
 
 def members_or_range(key: str, value: int | str) -> None:
     """Raise ConfigError unless `value` is a number from 2 on, or doublings of one: 16-128."""
-    first, dash, most = str(value).partition("-")
+    if isinstance(value, int):
+        return at_least(key, value, 2)
+    first, dash, most = value.partition("-")
     numbers = [int(text) for text in (first, most if dash else first) if text.isdecimal()]
     doubled = len(numbers) == 2 and numbers[0] and numbers[1] / numbers[0]
     if not doubled or numbers[0] < 2 or doubled < 1 or not math.log2(doubled).is_integer():
