@@ -6,14 +6,11 @@ of the step; this project computes a prompt once and nothing of padding.
 """
 
 import random
-import tempfile
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import transformers
 
 from benchmarks import grpo, measure
 from common.distributed.context import Context
@@ -90,38 +87,23 @@ def peer(work: dict[str, Any]) -> dict[str, Any]:
         for prompt, tokens in rows
     ]
     arguments = SFTConfig(
-        output_dir=tempfile.mkdtemp(dir=work["folder"]),
+        **measure.trainer_settings(work),
         per_device_train_batch_size=work["prompts"] * work["each"],
-        max_steps=work["steps"] + 1,
         learning_rate=LR,
         bf16=True,
-        use_cpu=work["device"] == "cpu",
-        gradient_checkpointing=False,
         train_sampling_strategy="sequential",
         dataset_kwargs={"skip_prepare_dataset": True},
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
     )
-    marks: list[float] = []  # begin and end of each step
-
-    class Stopwatch(transformers.TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            marks.append(time.perf_counter())
-
-        on_step_end = on_step_begin
-
+    watch = measure.Stopwatch()
     trainer = SFTTrainer(
         model=work["model"],
         args=arguments,
         train_dataset=Dataset.from_list(data),
-        callbacks=[Stopwatch()],
+        callbacks=[watch],
     )
     trainer.train()
-    seconds = [end - start for start, end in zip(marks[2::2], marks[3::2], strict=True)]
     loss = trainer.state.log_history[0]["loss"]
-    return {"seconds": seconds, "loss": loss, "memory": memory.gb()}
+    return {"seconds": watch.seconds, "loss": loss, "memory": memory.gb()}
 
 
 def compare(report: measure.Report, model: str, folder: str) -> None:

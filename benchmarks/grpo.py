@@ -275,7 +275,6 @@ def fixed_losses(work: dict[str, Any]) -> list[float]:
 def peer(work: dict[str, Any]) -> dict[str, Any]:
     """Measure TRL's GRPOTrainer on the same rows, model and sizes."""
     memory = measure.Peak()
-    import transformers
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -285,42 +284,27 @@ def peer(work: dict[str, Any]) -> dict[str, Any]:
     rows = [(task.prompt(row), row.answer) for row in task.examples("train")]
     data = Dataset.from_list([{"prompt": prompt, "answer": answer} for prompt, answer in rows])
     arguments = GRPOConfig(
-        output_dir=tempfile.mkdtemp(dir=work["folder"]),
+        **measure.trainer_settings(work),
         per_device_train_batch_size=work["prompts"] * work["samples"] // work["parts"],
         gradient_accumulation_steps=work["parts"],
         num_generations=work["samples"],
         max_completion_length=work["new"],
-        max_steps=work["steps"] + 1,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=work["device"] == "cpu",
         bf16=work["half"],
         learning_rate=work["lr"],
         beta=work["beta"],
-        gradient_checkpointing=False,
-        disable_tqdm=True,
     )
-    marks: list[float] = []  # begin and end of each step
-
-    class Stopwatch(transformers.TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            marks.append(time.perf_counter())
-
-        on_step_end = on_step_begin
-
+    watch = measure.Stopwatch()
     trainer = GRPOTrainer(
         model=work["model"],
         reward_funcs=lambda completions, answer, **_: list(map(ratio, completions, answer)),
         args=arguments,
         train_dataset=data,
         processing_class=tokenizer,
-        callbacks=[Stopwatch()],
+        callbacks=[watch],
     )
     trainer.generation_config.min_new_tokens = work["new"]
     trainer.train()
-    seconds = [end - start for start, end in zip(marks[2::2], marks[3::2], strict=True)]
-    return {"seconds": seconds, "phases": {}, "memory": memory.gb(), "losses": None}
+    return {"seconds": watch.seconds, "phases": {}, "memory": memory.gb(), "losses": None}
 
 
 def measure_row(work: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import os
 import re
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -188,6 +189,39 @@ def in_new_process(module: str, function: Callable[..., Any], *arguments: Any) -
     context.set_forkserver_preload([module])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(function, *arguments).result()
+
+
+class Stopwatch(transformers.TrainerCallback):
+    """The clock of a peer's trainer. seconds: of each step but the first, which is warm-up."""
+
+    def __init__(self) -> None:
+        self.marks: list[float] = []  # begin and end of each step
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Take the time."""
+        self.marks.append(time.perf_counter())
+
+    on_step_end = on_step_begin
+
+    @property
+    def seconds(self) -> list[float]:
+        """The time that each step took."""
+        pairs = zip(self.marks[2::2], self.marks[3::2], strict=True)
+        return [end - start for start, end in pairs]
+
+
+def trainer_settings(work: dict[str, Any]) -> dict[str, Any]:
+    """Return what every peer's trainer is given: a step more than is timed, and no files."""
+    return {
+        "output_dir": tempfile.mkdtemp(dir=work["folder"]),
+        "max_steps": work["steps"] + 1,
+        "use_cpu": work["device"] == "cpu",
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
 
 
 def print_to(path: str) -> None:

@@ -221,8 +221,10 @@ WAYS: tuple[Callable[[Run], Run], ...] = (
 def _describe(run: Run, changed: Run) -> str:
     """Return the overrides that make `changed` of `run`."""
     words = []
-    switches = [key for key, on in vars(changed.opt).items() if getattr(on, "enabled", False)]
-    before = [key for key, on in vars(run.opt).items() if getattr(on, "enabled", False)]
+    before, switches = (
+        [key for key, on in vars(one.opt).items() if getattr(on, "enabled", False)]
+        for one in (run, changed)
+    )
     if switches != before:
         words.append(f"'opt=[{','.join(switches)}]'")
     if changed.opt.fsdp.rollout != run.opt.fsdp.rollout:

@@ -51,6 +51,12 @@ def members_or_range(key: str, value: int | str) -> None:
         )
 
 
+def ends(value: int | str, sign: str) -> tuple[int, int]:
+    """Return both numbers of 16-128 or 8/64; of a single number it, twice."""
+    numbers = [int(text) for text in str(value).split(sign)]
+    return numbers[0], numbers[-1]
+
+
 def prompts_or_share(key: str, value: int | str) -> None:
     """Raise ConfigError unless `value` is a number of prompts, or an equal share of more: 8/64."""
     each, slash, whole = str(value).partition("/")
@@ -268,22 +274,22 @@ class EggrollConfig:
     @property
     def first_members(self) -> int:
         """Members of the first step."""
-        return int(str(self.members).partition("-")[0])
+        return ends(self.members, "-")[0]
 
     @property
     def most_members(self) -> int:
         """Members of a step at most."""
-        return int(str(self.members).rpartition("-")[2])
+        return ends(self.members, "-")[1]
 
     @property
     def prompts_each(self) -> int:
         """Prompts that a member answers per step."""
-        return int(str(self.prompts_per_step).partition("/")[0])
+        return ends(self.prompts_per_step, "/")[0]
 
     @property
     def prompts(self) -> int:
         """Prompts of a step: those of all members together."""
-        return int(str(self.prompts_per_step).rpartition("/")[2])
+        return ends(self.prompts_per_step, "/")[1]
 
     @property
     def shares(self) -> int:
