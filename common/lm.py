@@ -170,6 +170,7 @@ class LM:
     def close_copy(self) -> None:
         """Drop the copy that `open_copy` has made; an engine with weights of its own goes on."""
         if self.engine is not None and self.engine.separate:
+            self.engine.rest()
             self.engine.model = None  # else it would keep the model that `reload` replaces
         else:
             self.engine = None
@@ -288,7 +289,9 @@ class LM:
 
         Raises: RunStopped where the model's logits are NaN or infinite.
         """
-        return evaluation.evaluate(self, accepts)
+        found = evaluation.evaluate(self, accepts)
+        self.engine.rest()
+        return found
 
     def measure(self, examples: Sequence[Example]) -> Evaluation:
         """Complete other examples of the task greedily, and measure. Raises: RunStopped."""
@@ -452,7 +455,8 @@ def describe_engine(run: Run, engine: Engine) -> str:
     shipped = (path for path in CONF.glob("engine/*.yaml") if target in path.read_text())
     name = next((path.stem for path in shipped), target)
     if engine.separate:
-        name += f" in a process of its own, {idle_bytes(run, engine) / 2**30:.1f} GB"
+        held = idle_bytes(run, engine) / 2**30
+        name += f" in a process of its own, {held:.1f} GB while the model is trained"
     return name if engine.reproducible else f"{name}; the run cannot be repeated to the bit"
 
 

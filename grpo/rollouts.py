@@ -145,6 +145,7 @@ class Collector:
             seen += fresh
             live += [pair for pair in fresh if not pair[1].dead or cfg.resample_rounds == 0]
             rounds.append(sampled)
+        lm.engine.rest()
         every = [group for _, group in seen]
         self._describe(every, len(rounds))
         found = {n: [v for part in components for v in part.get(n, [])] for n in components[0]}

@@ -131,6 +131,10 @@ class Engine(Protocol):
         """Take over the trainer's weights; nothing happens where they are shared."""
         ...
 
+    def rest(self) -> None:
+        """Lend memory to the trainer, until the next call."""
+        ...
+
     def close(self) -> None:
         """Give back processes and memory; the engine may be used again."""
         ...
@@ -172,7 +176,7 @@ class Setup:
 
 def open_engine(run: Run, setup: Setup) -> Engine:
     """Open the engine that the run names. Raises: ConfigError where it cannot be."""
-    needed = ("generate", "refresh", "close", "peak_bytes")
+    needed = ("generate", "refresh", "rest", "close", "peak_bytes")
     return instantiate("engine", run.engine, needed, setup=setup)
 
 

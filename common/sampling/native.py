@@ -155,6 +155,11 @@ class Sampler:
         if self.narrowed is not None:
             self.narrowed.refresh()
 
+    def rest(self) -> None:
+        """Drop the buffers of recorded steps, where backward passes want the memory."""
+        if any(parameter.requires_grad for parameter in self.model.parameters()):
+            self.board = None
+
     def close(self) -> None:
         """Nothing is held that does not go with the engine."""
 
@@ -256,8 +261,6 @@ class Sampler:
         except BaseException:
             self.board = None
             raise
-        if any(parameter.requires_grad for parameter in self.model.parameters()):
-            self.board = None  # backward passes between two calls want the memory
         # Out of inference mode a clone is an ordinary tensor, which a loss may use.
         logp = made.logprobs.clone() if made.logprobs is not None else None
         tokens, lengths = made.tokens.clone(), made.lengths.clone()

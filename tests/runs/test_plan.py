@@ -10,6 +10,7 @@ from transformers import Qwen3Config
 
 from common.config import ConfigError, command
 from common.model.tiny import byte_tokenizer
+from common.sampling.remote.client import OVERHEAD_GB
 from launch import compose, train
 from tests.support import CONF, ROOT, SMALL, SMALL_GRPO, SMALL_RFT
 from tests.support.models import configure_qwen
@@ -121,6 +122,19 @@ def test_a_plan_leaves_the_run_of_the_caller_alone():
     kept = copy.deepcopy(run)
     train(run, "nowhere")
     assert run == kept
+
+
+def test_a_vllm_that_sleeps_lends_its_memory(models):
+    """While the model is trained, but for what vLLM cannot give back; a rollout takes the same."""
+    model = ["algo=grpo", "model=hf", f"model.path={models['3b']}", *FEW]
+    engine = ["hardware=a100_80g", "engine=vllm", "engine.python=x", "engine.cache_gb=40"]
+    awake = plan(*model, *engine)
+    asleep = plan(*model, *engine, "+engine.settings.enable_sleep_mode=true")
+    held = float(re.findall(r"([0-9.]+) GB while", awake.rows["engine"])[0])
+    lent = float(re.findall(r"([0-9.]+) GB while", asleep.rows["engine"])[0])
+    assert held > 40 + OVERHEAD_GB
+    assert lent == OVERHEAD_GB
+    assert 0 < awake.peak_gb - asleep.peak_gb <= held - lent
 
 
 def test_what_would_make_it_fit(models, capsys):

@@ -199,6 +199,41 @@ def test_only_an_adapter_is_sent(open_lm, tmp_path):
     assert shares_equal(changed, ours)[0] >= 0.9
 
 
+SLEEPING = """
+import runpy, sys
+sys.path[:0] = {path!r}
+from vllm import LLM
+pause = LLM.sleep
+LLM.sleep = lambda self, level: (print("vLLM sleeps at level", level), pause(self, level=0))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_one_that_sleeps_wakes_with_the_weights_that_it_had(open_lm, tmp_path, monkeypatch):
+    """vLLM sleeps on GPUs alone; a CPU knows the pause, in which nobody is answered."""
+    script, python = tmp_path / "sleeping.py", tmp_path / "python"
+    script.write_text(SLEEPING.format(path=[str(Path(server.__file__).parent)]))
+    python.write_text(f'#!/bin/sh\nexec "{VLLM}" "{script}" "$@"\n')
+    python.chmod(0o755)
+    lm = open_lm(*ENGINE, f"engine.python={python}")
+    lm.engine.sleeps = True
+    requests = Requests(prompts=prompts(lm, 8))
+    made = lm.generate(requests, GREEDY)
+    lm.engine.rest()
+    told = lm.generate(requests, GREEDY)
+    assert torch.equal(told.tokens, made.tokens)
+    lm.evaluate()  # which lets it sleep when it is done
+    move(lm.model)
+    changed = lm.generate(requests, GREEDY)
+    assert not torch.equal(changed.tokens, made.tokens)
+    lm.run.engine = yaml.safe_load((ROOT / "conf/engine/native.yaml").read_text())
+    ours = lm.open_engine(lm.model).generate(requests, GREEDY)
+    assert shares_equal(changed, ours)[0] >= 0.9
+    log = (tmp_path / "run" / "engine-0.log").read_text()
+    assert log.count("vLLM sleeps at level 1") == 2
+
+
 def test_one_that_dies_is_started_again_once(open_lm, monkeypatch):
     lm = open_lm(*LOCAL)
     requests = Requests(prompts=prompts(lm, 8), samples=2, seed=1)
@@ -241,6 +276,10 @@ def test_one_that_dies_is_started_again_once(open_lm, monkeypatch):
             "does not go with model.quantize",
         ),
         ([*LOCAL, "opt=[compile]"], "opt=compile has no effect with engine=vllm"),
+        (
+            [*LOCAL, "+engine.settings.enable_sleep_mode=true"],
+            "enable_sleep_mode has no effect on a CPU",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -111,8 +111,11 @@ def test_a_recording_reads_what_outlives_the_call(how, flash):
 
 def test_nothing_is_kept_where_backward_passes_want_the_memory(flash):
     sampler = flash(small_model("llama"), 6)
-    sampler.model.requires_grad_(True)
     sampler.generate(Requests(prompts=prompts()), sampling(new=4))
+    sampler.rest()
+    assert sampler.board is not None, "of a model that is not trained"
+    sampler.model.requires_grad_(True)
+    sampler.rest()
     assert sampler.board is None
 
 

@@ -73,6 +73,11 @@ def open_vllm(
             "engine=vllm does not go with model.quantize: it would hold the weights whole. Use"
             " engine=native, or leave out model.quantize."
         )
+    if settings.get("enable_sleep_mode") and url is None and context.device.device.type != "cuda":
+        raise ConfigError(
+            "engine.settings.enable_sleep_mode has no effect on a CPU: vLLM lends the memory of a"
+            " GPU. Leave it out."
+        )
     if setup.compile_mode is not None:
         raise ConfigError(
             "opt=compile has no effect with engine=vllm, which compiles by itself. Leave it out."
@@ -98,6 +103,7 @@ class Vllm:
 
     def __init__(self, setup: Setup, link: Link, cache_gb: float, settings: dict[str, Any]) -> None:
         self.link, self.cache_gb, self.settings = link, cache_gb, settings
+        self.sleeps = bool(settings.get("enable_sleep_mode"))
         self.setup = replace(setup, model=None)  # `model` may be replaced, and is not to be kept
         self.model, self.adapter = setup.model, setup.adapter
         self.dtype = setup.autocast or fsdp.dtype(self.model)
@@ -115,6 +121,16 @@ class Vllm:
         that alone.
         """
         self._try(self._send)
+
+    def rest(self) -> None:
+        """Let vLLM give the device's memory back until the next call, where it may sleep."""
+
+        def attempt() -> None:
+            if self.link.running:
+                self._ask("rest")
+
+        if self.sleeps:
+            self._try(attempt)
 
     def close(self) -> None:
         """End vLLM."""
@@ -173,8 +189,14 @@ class Vllm:
 
     @property
     def _held_bytes(self) -> float:
-        """Its weights and its cache, where they are on this machine."""
-        return 0.0 if self.link.url else self._bytes + self.cache_gb * 2**30
+        """Its weights, its cache and what else it takes, where they are on this machine."""
+        if self.link.url:
+            return 0.0
+        return self._bytes + self.cache_gb * 2**30 + self._overhead
+
+    @property
+    def _overhead(self) -> float:
+        return OVERHEAD_GB * 2**30 if self.setup.context.device.device.type == "cuda" else 0.0
 
     @property
     def _bytes(self) -> int:
@@ -202,7 +224,7 @@ class Vllm:
         device = self.setup.context.device
         # vLLM wants nearly all of a GPU by itself, and the trainer has some of it.
         if device.device.type == "cuda":
-            share = (self._held_bytes / 2**30 + OVERHEAD_GB) / device.memory_gb
+            share = self._held_bytes / 2**30 / device.memory_gb
             ours["gpu_memory_utilization"] = round(min(share, 0.95), 3)
         if own := sorted(ours.keys() & self.settings.keys()):
             raise ConfigError(
@@ -313,6 +335,8 @@ class Vllm:
         cache is vLLM's, which lets rows wait.
         """
         row = 8.0 * load.prompt_tokens + 12.0 * load.sampling.max_new_tokens
+        if self.sleeps and not rows:
+            return min(self._overhead, self._held_bytes)
         return self._held_bytes + rows * row
 
 

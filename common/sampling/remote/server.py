@@ -67,6 +67,7 @@ class Server:
         self.version, self.adapters = 0, 0
         self.llm: Any = None
         self.made = 0  # requests
+        self.asleep = False
 
     def open(self, settings: dict[str, Any], version: int) -> dict[str, Any]:
         """Load the model."""
@@ -95,6 +96,7 @@ class Server:
 
     def load(self, folder: str, version: int) -> dict[str, Any]:
         """Take over the weights of a folder."""
+        self._wake()
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
         self.llm.collective_rpc(_repack_head)
         self.llm.reset_prefix_cache()
@@ -104,6 +106,19 @@ class Server:
         """Take note of the version of an adapter, which comes with the requests."""
         self.version = version
         return {}
+
+    def rest(self, version: int) -> dict[str, Any]:
+        """Give the device's memory back until there is work: weights go to the host, and keys and
+        values are dropped.
+        """
+        self.llm.sleep(level=1)
+        self.asleep = True
+        return {}
+
+    def _wake(self) -> None:
+        if self.asleep:
+            self.llm.wake_up()
+            self.asleep = False
 
     def generate(self, version: int, **work: Any) -> tuple[dict[str, Any], bytes]:
         """Complete prompts, in the order (adapter, prompt, sample); say now and then how many are
@@ -115,6 +130,7 @@ class Server:
 
         if version != self.version:
             raise ValueError(f"these are weights {self.version}, not {version}")
+        self._wake()
         # Seeds of each request take a path that fails on CPUs when a request is put off.
         self.llm.collective_rpc(_seed, args=(work["seed"],))
         params = SamplingParams(
@@ -158,7 +174,9 @@ class Server:
 
     def answer(self, message: dict[str, Any], data: bytes) -> None:
         """Do what a message asks for, and answer it."""
-        verbs: list[Any] = [self.open, self.put, self.drop, self.load, self.stamp, self.generate]
+        verbs: list[Any] = [
+            *(self.open, self.put, self.drop, self.load, self.stamp, self.generate, self.rest)
+        ]
         do = {verb.__name__: verb for verb in verbs}[message.pop("do")]
         if data:
             message["data"] = data

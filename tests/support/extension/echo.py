@@ -36,6 +36,9 @@ class Echo:
         """Count the calls."""
         self.refreshed += 1
 
+    def rest(self):
+        """Lend nothing."""
+
     def close(self):
         """Hold nothing."""
 
