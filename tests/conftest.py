@@ -57,6 +57,7 @@ def frozen() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000)
 
 
 @pytest.fixture(autouse=True)

@@ -38,7 +38,9 @@ def serve() -> None:
     import matplotlib.figure  # noqa: F401
     import sacrebleu  # noqa: F401
     import torch.multiprocessing
+    from hydra._internal.hydra import Hydra
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from common.tasks import translate
     from launch import ALGORITHMS, compose
@@ -47,10 +49,13 @@ def serve() -> None:
         importlib.import_module(settings.__module__.replace(".config", ".train"))
     compose([])  # Hydra looks for its plugins
     translate._number_words()
+    get_checkpoint_conversion_mapping("llama")  # 400 patterns, compiled at the first model
+    Hydra.get_mode = lambda *_, **__: None  # composes everything; no file here sets hydra.mode
     torch.multiprocessing.start_processes = forking(torch.multiprocessing.start_processes)
     assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
     gc.collect()
     gc.freeze()  # or the first collection in each fork looks at, and copies, all that was imported
+    gc.set_threshold(100_000)  # nor do runs of a second need to collect often
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
