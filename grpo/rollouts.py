@@ -65,7 +65,7 @@ def why_dead(
 class Sampled:
     """The groups that this rank sampled in a round: n prompts, n * G completions."""
 
-    examples: list[Example]
+    examples: Sequence[Example]
     prompts: list[list[int]]
     made: Completions
     reference: Tensor | None  # log-probabilities, float32 [n * G, T]
