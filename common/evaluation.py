@@ -15,6 +15,7 @@ import torch
 from common import statistics
 from common.config import ConfigError, SamplingConfig
 from common.distributed import fsdp
+from common.distributed.context import put_back
 from common.model.prompts import context_length, encode_prompts
 from common.report.progress import watch_completions
 from common.sampling.engine import Requests
@@ -35,12 +36,15 @@ Accepts = Callable[[float, bool], bool]
 class Evaluation:
     """metrics: all measures, the headline first. completions: one for each example, in order.
     scores: by measure what each example adds, where that can be told: their mean is the measure.
+    by: who has answered, "" = the model. beside: by kind measures that stand beside them.
     """
 
     metrics: dict[str, float]
     completions: list[str]
     generated: int
     scores: dict[str, list[float]] = field(default_factory=dict)
+    by: str = ""
+    beside: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -128,7 +132,7 @@ def measure(
     name of a task that is not the run's own.
     """
     context = lm.context
-    mine = examples[context.rank :: context.world_size]
+    mine = context.share(examples)
     texts, generated, broken = [], 0, []
     with fsdp.forwards(lm.model):
         if not what:  # the weights stay the same for what else is measured
@@ -145,9 +149,7 @@ def measure(
     parts = context.gather_objects((texts, generated, broken))
     broken = [example for _, _, found in parts for example in found]
     check_logits(broken, len(examples), lm.precision.compute)
-    completions = [""] * len(examples)
-    for rank, (part, _, _) in enumerate(parts):
-        completions[rank :: context.world_size] = part
+    completions = put_back([part for part, _, _ in parts])
     counted = sum(count for _, count, _ in parts)
     metrics = task.metrics(examples, completions)
     scores = score(task, examples, completions, metrics)
@@ -221,8 +223,8 @@ def draw_samples(lm: Any, count: int, accepts: Accepts) -> list[int]:
     """Return of each held-out example how many of `count` samples are right. A draw is a function
     of (seed, example, sample, position): neither ranks nor batches change it.
     """
-    context, examples = lm.context, lm.held_out
-    mine, right = examples[context.rank :: context.world_size], []
+    context, right = lm.context, []
+    mine = context.share(lm.held_out)
     sampling = sampled_with(lm.run.algo.sampling)
     with fsdp.forwards(lm.model):
         if mine:
@@ -235,10 +237,7 @@ def draw_samples(lm: Any, count: int, accepts: Accepts) -> list[int]:
             pairs = zip(rewards, made.finished.tolist(), strict=True)
             good = [accepts(reward, ended) for reward, ended in pairs]
             right = [sum(good[i : i + count]) for i in range(0, len(good), count)]
-    everyone = [0] * len(examples)
-    for rank, part in enumerate(context.gather_objects(right)):
-        everyone[rank :: context.world_size] = part
-    return everyone
+    return put_back(context.gather_objects(right))
 
 
 def sampled_with(sampling: SamplingConfig) -> SamplingConfig:
@@ -321,14 +320,14 @@ def measure_text(lm: Any) -> tuple[float, list[float]]:
     windows out; each goes through the model alone, so that the result is that of one rank.
     """
     context = lm.context
-    mine = range(context.rank, len(lm.windows), context.world_size)
     with fsdp.forwards(lm.model):
-        found = [(place, *_bits(lm, *lm.windows[place])) for place in mine]
-    everyone = sorted(row for part in context.gather_objects(found) for row in part)
-    broken = [place for place, bits, _ in everyone if not math.isfinite(bits)]
+        found = [_bits(lm, *window) for window in context.share(lm.windows)]
+    everyone = put_back(context.gather_objects(found))
+    broken = [place for place, (bits, _) in enumerate(everyone) if not math.isfinite(bits)]
     check_logits(broken, len(everyone), lm.precision.compute, "windows of evaluate.text")
-    sums = np.array([(bits, tokens) for _, bits, tokens in everyone])
-    return statistics.contributions(sums, lambda rows: rows[:, 0] / rows[:, 1] / lm.token_bytes)
+    return statistics.contributions(
+        np.array(everyone), lambda rows: rows[:, 0] / rows[:, 1] / lm.token_bytes
+    )
 
 
 @torch.no_grad()

@@ -246,18 +246,18 @@ class Session:
 
     # --- the end
 
-    def finish(self, model: str | None = None, **metrics: dict[str, float]) -> summary.Result:
+    def finish(self, model: str | None = None, last: Evaluation | None = None) -> summary.Result:
         """Measure, export the model, write and print the result.
 
-        Args: model: where the model is and how to load it; None = a language model; metrics: more
-        measures for result.json, by kind.
+        Args: model: how to load it, None = a language model; last: the measurement, None = now.
         """
         context, state, subject = self.context, self.state, self.subject
-        last, before = subject.evaluate(), state["before"]
+        last, before = last or subject.evaluate(), state["before"]
         ended_by = self.ending or self.budget.ended_by
         measured = before, last.kept()
         result = summary.make_result(self.run, context, subject, state, measured, ended_by)
-        result.metrics |= metrics
+        result.metrics |= last.beside
+        result.answered_by = last.by
         weights = fsdp.whole(subject.model)
         if self.tracker:
             if self.generates:

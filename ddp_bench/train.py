@@ -48,7 +48,7 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
             step.used(tokens=sum(batches.lengths[row] for row in rows), samples=len(rows))
             step.log(epoch=(step.index + 1) / len(batches), rows=len(rows), **numbers)
             if (what := guards.not_finite(numbers)) is not None:
-                mine = rows[context.rank :: context.world_size]
+                mine = context.share(rows)
                 step.stop_if(step.judge(what, subject.offending(mine), guards.ADVICE))
             step.stop_if(guards.trouble(numbers))
             step.add_phases(clock.read())
@@ -67,5 +67,6 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
                     state["waited"] += 1
                 if state["waited"] == cfg.patience:
                     session.end(f"algo.patience={cfg.patience}")
-        best = {"validation": state["best"]} if state["best"] else {}
-        return session.finish(f"{context.out_dir}/model (ddp_bench.models.load)", **best)
+        last = subject.evaluate()
+        last.beside = {"validation": state["best"]} if state["best"] else {}
+        return session.finish(f"{context.out_dir}/model (ddp_bench.models.load)", last)

@@ -20,6 +20,7 @@ from typing import Any
 
 from common.config import Run, SamplingConfig
 from common.distributed import fsdp
+from common.evaluation import Evaluation, score
 from common.report.summary import Result
 from common.sampling.engine import Requests
 from common.session import Session
@@ -55,7 +56,7 @@ def run_baseline(run: Run, population: Population, weights: Weights) -> Result:
             return session.finish()
         if not session.state["best"]:  # a budget that the probe has used up
             return session.finish()
-        return session.finish(None, **vote(population, session.state["best"], tuned.sigma))
+        return session.finish(last=vote(population, session.state["best"], tuned.sigma))
 
 
 # --- RandOpt
@@ -71,12 +72,10 @@ def choose_best(
     step.log(reward_kept=step.state["best"][-1][0])
 
 
-def vote(
-    population: Population, best: list[list[Any]], sigma: float
-) -> dict[str, dict[str, float]]:
-    """Return the held-out measures of the best member, `single`, and of what most of the best
-    members answer, `voted`; of equally many, the better member's. Who has no answer has no vote.
-    Each answers greedily, and each rank asks them all.
+def vote(population: Population, best: list[list[Any]], sigma: float) -> Evaluation:
+    """Return the held-out measurement, of what most of the best members answer in place of the
+    model, and beside it that of the best member. Of equally many, the better member's answer
+    counts; who has no answer has no vote. Each answers greedily, and each rank asks them all.
     """
     lm, cfg = population.lm, population.cfg
     tokens, held_out = cfg.sampling.max_new_tokens, lm.held_out
@@ -105,12 +104,16 @@ def vote(
         votes = Counter(answer for answer in said if answer) or Counter(said)
         most, _ = votes.most_common(1)[0]  # of equal counts the first, which is the best's
         chosen.append(texts[said.index(most)])
-    measure = partial(lm.task.metrics, held_out)
-    found = {"single": measure(answers[0]), "voted": measure(chosen)}
+    single, measures = (lm.task.metrics(held_out, texts) for texts in (answers[0], chosen))
+    found = lm.evaluate()  # what else is measured is of the model, which has not moved
+    found.metrics |= measures
+    others = {name: own for name, own in found.scores.items() if name not in measures}
+    found.scores = score(lm.task, held_out, chosen, measures) | others
+    found.completions, found.by = chosen, f"the vote of the best {len(best)} members"
+    found.beside = {"best_member": single}
     if lm.context.main:
-        for who, measures in found.items():
-            shown = ", ".join(f"{name} {value:.2f}" for name, value in measures.items())
-            log.info("held-out, %s: %s", "best member" if who == "single" else "vote", shown)
+        shown = ", ".join(f"{name} {value:.2f}" for name, value in single.items())
+        log.info("held-out, the best member alone: %s", shown)
     return found
 
 

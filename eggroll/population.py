@@ -155,7 +155,7 @@ class Population:
         found = torch.zeros(5 + len(names), self.members, cfg.rows_per_member, dtype=torch.float64)
         generated, self.offending, self.shown, centre = 0, [], [], None
         requests = self.request(examples, step.index)
-        mine = self._chunks()[context.rank :: context.world_size]
+        mine = context.share(self._chunks())
         with fsdp.forwards(self.lm.model):
             if closely:
                 with step.untimed():

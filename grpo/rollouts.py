@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from common.distributed import fsdp
+from common.distributed.context import put_back
 from common.lm import LM
 from common.model import logprobs
 from common.model.transfer import to_device
@@ -64,7 +65,7 @@ def why_dead(
 class Sampled:
     """The groups that this rank sampled in a round: n prompts, n * G completions."""
 
-    examples: list[Example]
+    examples: Sequence[Example]
     prompts: list[list[int]]
     made: Completions
     reference: Tensor | None  # log-probabilities, float32 [n * G, T]
@@ -136,12 +137,10 @@ class Collector:
             scored = sampled.scored if sampled else lm.scorer.nothing()
             with step.phase("exchange"):
                 parts = context.gather_objects((judged, scored.components, scored.seconds))
-            groups: list[Any] = [None] * len(examples)
-            for rank, (part, of_components, of_seconds) in enumerate(parts):
-                groups[rank :: context.world_size] = part
+            for _, of_components, of_seconds in parts:
                 components.append(of_components)
                 seconds.update(of_seconds)
-            fresh = [(len(rounds), group) for group in groups]
+            fresh = [(len(rounds), group) for group in put_back([part for part, _, _ in parts])]
             seen += fresh
             live += [pair for pair in fresh if not pair[1].dead or cfg.resample_rounds == 0]
             rounds.append(sampled)
@@ -176,8 +175,7 @@ class Collector:
 
     def rehearse(self) -> None:
         """Sample the first prompts and throw them away: compilation happens here."""
-        context, count = self.lm.context, self.cfg.prompts_per_step
-        mine = self.lm.order.take(0, count)[context.rank :: context.world_size]
+        mine = self.lm.context.share(self.lm.order.take(0, self.cfg.prompts_per_step))
         if mine:
             prompts, samples = self.lm.encode(mine), self.cfg.samples_per_prompt
             self.lm.generate(Requests(prompts=prompts, samples=samples, logprobs=True))
@@ -192,11 +190,10 @@ class Collector:
         example that comes twice in a step gets other samples the second time.
         """
         cfg, lm = self.cfg, self.lm
-        share = slice(lm.context.rank, None, lm.context.world_size)
-        mine = examples[share]
+        mine = lm.context.share(examples)
         requests = Requests(
             prompts=lm.encode(mine),
-            ids=list(range(start, start + len(examples)))[share],
+            ids=list(lm.context.share(range(start, start + len(examples)))),
             samples=cfg.samples_per_prompt,
             seed=lm.run.seed,
             draw=step.index,

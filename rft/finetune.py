@@ -161,7 +161,7 @@ class Finetuner:
     def offending(self, trees: Sequence[Tree]) -> list[Tree]:
         """Return those of this rank's `trees` whose loss is not finite; all if none is so."""
         device, dtype, model = self.lm.device, self.lm.precision.compute, self.model
-        mine = list(trees[self.context.rank :: self.context.world_size])
+        mine = list(self.context.share(trees))
 
         def finite(tree: Tree) -> bool:
             losses = token_losses(model, [tree], device, dtype)

@@ -21,6 +21,7 @@ from common.distributed import fsdp
 from common.files import write_text
 from common.lm import LM
 from common.model.prompts import encode_prompts
+from common.report import samples
 from common.sampling.engine import Completions, Requests
 from common.tasks import Example
 from common.tasks.scoring import Pending
@@ -52,8 +53,8 @@ class Chunk:
 
     def keys(self) -> list[tuple[int, int]]:
         """Return (prompt id, sample id) of each of its samples, in order."""
-        samples = range(self.first, self.first + self.count)
-        return [(example.id, sample) for example in self.examples for sample in samples]
+        numbers = range(self.first, self.first + self.count)
+        return [(example.id, sample) for example in self.examples for sample in numbers]
 
 
 def missing(
@@ -210,6 +211,7 @@ class Wave:
 
     records: list[Record]  # of all ranks
     offending: list[dict[str, Any]] | None  # this rank's, not finite; None where no rank has any
+    drawn: dict[tuple[int, int], samples.Row]  # of those that the run shows: their tokens' chances
     sampling: float  # seconds
     started: float  # of perf_counter
     timer: Timer
@@ -221,6 +223,7 @@ class Generator:
     def __init__(self, lm: LM, store: Store, iteration: int) -> None:
         self.lm, self.store, self.iteration = lm, store, iteration
         self.cfg: RftConfig = lm.run.algo
+        self.ends = samples.TokenEnds(lm.tokenizer)
 
     def waves(self, todo: Sequence[Chunk], enough: Callable[[], bool]) -> Iterator[Wave]:
         """Make `todo`, a chunk per rank at a time; yield each wave, to be added to the store.
@@ -241,13 +244,16 @@ class Generator:
             if start > 0:
                 with timer("reward"):
                     records, offending = self._records(last) if last else ([], [])
+                with timer("keep"):
+                    drawn = self._drawn(last) if last else {}
                 with timer("exchange"):
                     seconds = last.seconds if last else 0.0
-                    parts = context.gather_objects((records, seconds, bool(offending)))
-                fresh = [record for part, _, _ in parts for record in part]
-                broken = any(bad for _, _, bad in parts)
-                seconds = max(seconds for _, seconds, _ in parts)
-                yield Wave(fresh, offending if broken else None, seconds, started, timer)
+                    parts = context.gather_objects((records, drawn, seconds, bool(offending)))
+                fresh = [record for part, *_ in parts for record in part]
+                drawn = {key: row for _, part, *_ in parts for key, row in part.items()}
+                seconds = max(seconds for *_, seconds, _ in parts)
+                shown = offending if any(bad for *_, bad in parts) else None
+                yield Wave(fresh, shown, drawn, seconds, started, timer)
                 ending |= enough()
                 if start // size % EMPTY_CACHE_EVERY == 0 and torch.cuda.is_available():
                     torch.cuda.empty_cache()
@@ -323,3 +329,17 @@ class Generator:
                 }
             )
         return records, offending
+
+    def _drawn(self, made: _Made) -> dict[tuple[int, int], samples.Row]:
+        """Return by sample how likely its tokens were, of the prompts that the run shows."""
+        assert made.completions.logprobs is not None
+        keys, found = made.chunk.keys(), {}
+        rows = len(keys) // len(made.chunk.examples)
+        rows *= samples.kept(self.lm.run, len(made.chunk.examples))
+        lengths = made.completions.lengths[:rows].tolist()
+        tokens, logprobs = made.completions.tokens[:rows], made.completions.logprobs[:rows]
+        kept = zip(keys, made.texts, lengths, tokens.tolist(), logprobs.tolist(), strict=False)
+        for key, text, length, own, drawn in kept:
+            ends = self.ends.find(own[:length], text)
+            found[key] = {"ends": ends, "logprobs": [round(p, 3) for p in drawn[:length]]}
+        return found

@@ -160,16 +160,16 @@ def _keep_wave(
         f" solved, {speed:,.0f} tokens/s, {memory:.1f} GB"
     )
     with wave.timer("write"):
-        journal.show(_rows(work, fresh))
+        journal.show(_rows(work, wave))
     journal.log(event, done, shown)
     work.sizes.keep("rollout_rows", work.lm.engine.limit.rows)
     if work.stopping():
         raise journal.stop(iteration, "generate")
 
 
-def _rows(work: Work, fresh: list[Record]) -> list[samples.Row]:
+def _rows(work: Work, wave: Wave) -> list[samples.Row]:
     """Return the samples of a wave that the run keeps beside its own files of them."""
-    ids = list(dict.fromkeys(record["prompt"] for record in fresh))
+    ids = list(dict.fromkeys(record["prompt"] for record in wave.records))
     places = {one: place for place, one in enumerate(ids[: samples.kept(work.lm.run, len(ids))])}
     return [
         {
@@ -182,8 +182,9 @@ def _rows(work: Work, fresh: list[Record]) -> list[samples.Row]:
             "tokens": len(record["tokens"]),
             "cut": not record["finished"],
             "reward": record["reward"],
+            **wave.drawn[record["prompt"], record["sample"]],
         }
-        for record in fresh
+        for record in wave.records
         if record["prompt"] in places
     ]
 

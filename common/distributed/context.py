@@ -1,15 +1,17 @@
 """Who a worker is, and what ranks say to each other."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from common import hardware
+
+T = TypeVar("T")
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> list[int]:
@@ -29,6 +31,14 @@ def _sum_up(tensor: Tensor) -> Tensor:
         odd = torch.arange(1, 2 * len(sums), 2, device=bits.device)
         total += (sums * odd).sum()
     return total
+
+
+def put_back(shares: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return the shares of all ranks, each of `Context.share`, in the order of the whole."""
+    whole: list[Any] = [None] * sum(map(len, shares))
+    for rank, share in enumerate(shares):
+        whole[rank :: len(shares)] = share
+    return whole
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,12 @@ class Context:
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """Return the items that are this rank's: every `world_size`-th, so that all have as many,
+        but for one. `put_back` is the way back.
+        """
+        return items[self.rank :: self.world_size]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the value of every rank, in order of rank."""

@@ -221,7 +221,7 @@ def judge(
     what = (
         f"held-out {result.metric} {result.before:.1f} -> {result.after:.1f}, {gain:+.1f} points"
         f" ({known}{examples} examples)"
-    )
+    ) + (f" by {result.answered_by}" if result.answered_by else "")
     if gain > 0 and is_supported(within, p):
         return f"it has learnt: {what}.", ""
     reason, change = _reason(result, events, algo)

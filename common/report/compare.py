@@ -1,4 +1,4 @@
-"""Runs side by side: the held-out metric against what it cost, mean and spread over seeds.
+"""Runs side by side: the held-out metric against what it cost, with its 95 % interval.
 
     python -m common.compare multirun/2026-11-20_12-00-00-000000        # a sweep that has ended
     python -m common.compare outputs/one outputs/two --out comparison   # any runs
@@ -50,17 +50,24 @@ DASHES = ("-", "--", ":", "-.")
 
 @dataclass
 class Run:
-    """A run that has a result. points: each a measurement and its COSTS so far."""
+    """A run that has a result. points: each a measurement, its COSTS so far, and the name of its
+    file of completions; known: by point the scores of its prompts, [] where they are not kept.
+    """
 
     folder: Path
     seed: int | None
     overrides: dict[str, str]  # but NOT_A_SETTING, and so is config
     config: dict[str, Any]  # all settings, dotted
     result: dict[str, Any]
-    points: list[dict[str, float]]
+    points: list[dict[str, Any]]
     setting: str = ""
     prompts: list[Any] = field(default_factory=list)  # held out, each with its id
-    scores: list[float] = field(default_factory=list)  # of its metric after training, by prompt
+    known: list[list[float]] = field(default_factory=list)
+
+    @property
+    def scores(self) -> list[float]:
+        """The scores of its metric after training, by prompt."""
+        return self.known[-1]
 
 
 @dataclass
@@ -133,11 +140,16 @@ def _read(folder: Path) -> Run | Failure:
     run = Run(folder, seed, named | overrides, _settings(flat(config)), result, measured)
     rows = events(folder / "completions" / "after.jsonl")
     run.prompts = [[row.get("id"), row.get("prompt")] for row in rows]
-    kept = [row.get("scores") for row in rows]
-    scores = [one.get(result["metric"]) if isinstance(one, dict) else None for one in kept]
-    sound = all(isinstance(one, (int, float)) and math.isfinite(one) for one in scores)
-    run.scores = [float(one or 0) for one in scores] if sound else []
+    paths = [folder / "completions" / f"{point['name']}.jsonl" for point in measured]
+    run.known = [_scores(path, result["metric"]) for path in paths]
     return run
+
+
+def _scores(path: Path, metric: str) -> list[float]:
+    kept = [row.get("scores") for row in events(path)]
+    scores = [one.get(metric) if isinstance(one, dict) else None for one in kept]
+    sound = all(isinstance(one, (int, float)) and math.isfinite(one) for one in scores)
+    return [float(one or 0) for one in scores] if sound else []
 
 
 def _settings(given: dict[str, Any]) -> dict[str, Any]:
@@ -168,10 +180,10 @@ def _name(runs: Sequence[Run]) -> None:
                 run.setting = " ".join([name, *more])
 
 
-def points(log: Sequence[dict[str, Any]], result: dict[str, Any]) -> list[dict[str, float]]:
+def points(log: Sequence[dict[str, Any]], result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the measurements of a run, from its events and its result, with the cost by then."""
     used = dict.fromkeys(COSTS, 0.0)
-    found = [{**used, "value": result["before"]}]
+    found = [{**used, "value": result["before"], "name": "before"}]
     for event in log:
         used["seconds"] += event.get("seconds", 0.0)
         if "stage" in event:  # of a run in stages, whose events are not all optimizer steps
@@ -181,28 +193,41 @@ def points(log: Sequence[dict[str, Any]], result: dict[str, Any]) -> list[dict[s
         for cost in ("generated_tokens", "reward_evaluations"):
             used[cost] = event.get(cost, used[cost])
         if event.get("metric_name") == result["metric"] and 0 < used["steps"] < result["steps"]:
-            found.append({**used, "value": event["metric"]})
-    return [*found, {**{cost: result[cost] for cost in COSTS}, "value": result["after"]}]
+            stage = f"iteration-{event['iteration']}" if "stage" in event else ""
+            name = stage or f"step-{event['step']:08d}"
+            found.append({**used, "value": event["metric"], "name": name})
+    last = {cost: result[cost] for cost in COSTS}
+    return [*found, {**last, "value": result["after"], "name": "after"}]
 
 
 # --- mean and spread
 
 
-def curve(runs: Sequence[Run], cost: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return cost, mean and standard deviation over seeds of a setting's metric, each [points]: of
-    the k-th measurements of all runs, or at the longest run's shares of the cost.
+def curve(runs: Sequence[Run], cost: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return cost and mean over seeds of a setting's metric, each [points], and the interval of
+    the mean, [points, 2]: of the k-th measurements of all runs, or at the longest run's shares of
+    the cost. The interval is that of `find_interval`; where the scores of the prompts are not all
+    there it is over the seeds alone, and None of one run.
     """
     costs = [np.array([point[cost] for point in run.points]) for run in runs]
-    values = [np.array([point["value"] for point in run.points]) for run in runs]
+    scored = not _why_not(runs) and all(len(k) == len(r.prompts) for r in runs for k in r.known)
+    tables = [  # of each run [points, 1 + prompts]
+        np.array([[p["value"], *(scores if scored else ())] for p, scores in of])
+        for of in (list(zip(run.points, run.known, strict=True)) for run in runs)
+    ]
     longest = max(costs, key=len)
     if any(len(one) < len(longest) for one in costs):
         share = longest / max(longest[-1], 1e-12)
-        values = [
-            np.interp(share * of[-1], of, value) for of, value in zip(costs, values, strict=True)
+        tables = [
+            np.stack([np.interp(share * of[-1], of, column) for column in table.T], axis=1)
+            for of, table in zip(costs, tables, strict=True)
         ]
         costs = [share * of[-1] for of in costs]
-    deviation = np.std(values, axis=0, ddof=1) if len(runs) > 1 else np.zeros(len(longest))
-    return np.mean(costs, axis=0), np.mean(values, axis=0), deviation
+    every = np.stack(tables, axis=1)  # [points, runs, 1 + prompts]
+    find = certainty.find_pooled if scored else lambda rows: certainty.bootstrap(rows[:, 0])
+    known = scored or len(runs) > 1
+    within = np.array([find(rows[:, scored:]) for rows in every]) if known else None
+    return np.mean(costs, axis=0), every[:, :, 0].mean(1), within
 
 
 def spread(values: Sequence[float], text: Callable[[float], str]) -> str:
@@ -393,8 +418,9 @@ def write_page(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> s
         lines += [*([told, ""] if told else []), *([markdown_table(rows), ""] if rows else [])]
         lines += [markdown_table(_each(settings, out)), ""]
     lines += [
-        "Mean ± standard deviation (n - 1) over the runs of a setting; 95 %: the interval of the"
-        " metric after training, over prompts and, where there are several, seeds. Ahead by: the"
+        "Mean ± standard deviation (n - 1) over the runs of a setting; 95 %, and the bands of the"
+        " curves: the interval of the metric, over prompts and, where there are several, seeds."
+        " Ahead by: the"
         " best setting against the others, on the same prompts. Costs are of training, without"
         " evaluation and pre-training. All measurements: [comparison.csv](comparison.csv).",
         "",
@@ -417,7 +443,7 @@ def _write_csv(runs: Sequence[Run], path: Path) -> None:
 
 
 def figure(runs: Sequence[Run], path: Path) -> None:
-    """Draw the metric against each cost: a line a setting, a band of one standard deviation."""
+    """Draw the metric against each cost: a line a setting, in a band of its 95 % interval."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -433,14 +459,13 @@ def figure(runs: Sequence[Run], path: Path) -> None:
             axes = part.subplots(-(-len(costs) // 2), 2, squeeze=False, sharey=True).flatten()
             for axis, cost in zip(axes, costs, strict=False):
                 for number, (setting, group) in enumerate(settings.items()):
-                    x, mean, deviation = curve(group, cost)
+                    x, mean, within = curve(group, cost)
                     colour = COLOURS[number % len(COLOURS)]
                     dashes = DASHES[number // len(COLOURS) % len(DASHES)]
                     label = setting + (f" (mean of {len(group)})" if len(group) > 1 else "")
                     axis.plot(x, mean, dashes, color=colour, label=label, marker="o", markersize=4)
-                    if len(group) > 1:
-                        low, high = mean - deviation, mean + deviation
-                        axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+                    if within is not None:
+                        axis.fill_between(x, *within.T, color=colour, alpha=0.15, linewidth=0)
                 axis.set_xlabel(COSTS[cost])
                 axis.set_xlim(left=0)
                 axis.xaxis.set_major_formatter(lambda value, _: _tick(value))

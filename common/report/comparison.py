@@ -11,8 +11,8 @@ import numpy as np
 from common.files import write_text
 from common.report.web import render
 
-# Of a setting: its name, how many runs it has, and of its measurements cost, mean and deviation.
-Curve = tuple[str, int, np.ndarray, np.ndarray, np.ndarray]
+# Of a setting: its name, how many runs it has, and of its measurements cost, mean and interval.
+Curve = tuple[str, int, np.ndarray, np.ndarray, np.ndarray | None]
 
 
 def describe_kind(
@@ -42,14 +42,14 @@ def describe_kind(
                         "name": name + (f" (mean of {count})" if count > 1 else ""),
                         "at": _plain(x),
                         "y": _plain(mean),
-                        "low": _plain(mean - deviation) if count > 1 else None,
-                        "high": _plain(mean + deviation) if count > 1 else None,
+                        "low": None if within is None else _plain(within[:, 0]),
+                        "high": None if within is None else _plain(within[:, 1]),
                         "runs": [
                             {"at": [x for x, _ in points], "y": [y for _, y in points]}
                             for points in runs[cost][name]
                         ],
                     }
-                    for name, count, x, mean, deviation in found
+                    for name, count, x, mean, within in found
                 ],
             }
             for cost, found in curves.items()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def markdown_table(rows: list[dict[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    text = str(value).strip().replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+    text = str(value).strip().replace("\\", "\\\\").replace("|", "\\|")
+    text = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)  # what Markdown takes for HTML
     return text.replace("\r", "").replace("\n", "<br>")
 
 

@@ -16,6 +16,7 @@ from common.report.events import numbers
 from common.report.panels import Panel
 from common.statistics import show_interval, show_p
 
+WHEN = ("before", "after")
 # Groups of conf/ with a file for each choice, that has its defaults.
 GROUPS = ("algo", "task", "model", "engine", "hardware", "tracker")
 
@@ -123,6 +124,8 @@ def find_facts(
         if result["generated_tokens"]:
             rewards = f"{result['reward_evaluations']:,} rewards"
             rows["generated"] = f"{result['generated_tokens']:,} tokens, {rewards}"
+        if by := result.get("answered_by"):
+            rows["after"] = f"of {by}, not of the model that is kept"
         if result["iteration"] is not None:
             rows["best iteration"] = str(result["iteration"] or "0, the base model")
     speeds = [event["tokens_per_second"] for event in history if event.get("tokens_per_second")]
@@ -140,10 +143,14 @@ def find_facts(
 def find_measures(
     result: dict[str, Any] | None, evaluations: list[dict[str, Any]]
 ) -> list[dict[str, str]]:
-    """Return a row per held-out measure: before, after, the change, each with its interval."""
+    """Return a row per held-out measure: before, after, the change, each with its interval; and
+    what the result has of it besides.
+    """
+    more: dict[str, dict[str, float]] = {}
     if result:
+        more = {kind: of for kind, of in result["metrics"].items() if kind not in WHEN}
         before, after = result["metrics"]["before"], result["metrics"]["after"]
-        heads = ("before", "after")
+        heads = WHEN
     elif evaluations:
         before, after = evaluations[0]["metrics"], evaluations[-1]["metrics"]
         heads = ("first", f"last (step {evaluations[-1]['step']})")
@@ -154,7 +161,9 @@ def find_measures(
         shown = [f"{found[name]:.2f}" if name in found else "" for found in (before, after)]
         change = f"{after[name] - before[name]:+.2f}" if all(shown) else ""
         row = {"held-out": name, **dict(zip(heads, shown, strict=True)), "change": change}
-        rows.append(add_intervals(row, (result or {}).get("intervals", {}).get(name)))
+        row = add_intervals(row, (result or {}).get("intervals", {}).get(name))
+        others = {kind: f"{of[name]:.2f}" if name in of else "" for kind, of in more.items()}
+        rows.append(row | {kind.replace("_", " "): text for kind, text in others.items()})
     return rows
 
 
@@ -164,7 +173,7 @@ def add_intervals(row: dict[str, str], sure: dict[str, Any] | None) -> dict[str,
     """
     if sure is None:
         return row
-    for when in ("before", "after", "change"):
+    for when in (*WHEN, "change"):
         if (interval := sure[when]) is not None and row[when]:
             row[when] += f" ({show_interval(interval, signed=when == 'change')})"
     return row | {"test": "" if sure["p_value"] is None else show_p(sure["p_value"])}
@@ -176,7 +185,7 @@ def find_harness(folder: Path) -> list[dict[str, str]]:
     for task, measures in found["tasks"].items():
         for name, sides in measures.items():
             row = {"task": task, "measure": name}
-            for when in ("before", "after"):
+            for when in WHEN:
                 side = sides.get(when)
                 error = f" ± {side['stderr']:.4f}" if side and side["stderr"] is not None else ""
                 row[when] = f"{side['value']:.4f}{error}" if side else ""

@@ -26,12 +26,11 @@ from common.files import write_text
 from common.model.load import model_commit
 from common.report import advice, frames, page, story
 from common.report.events import events
+from common.report.story import WHEN
 from common.report.tracker import Tracker
 from common.tasks import Example, Task, plain, task_name
 
 log = logging.getLogger("clutch")
-
-WHEN = ("before", "after")
 
 
 @dataclass
@@ -61,6 +60,8 @@ class Result:
     # By measure: the 95 % intervals before, after and of the change, [low, high], and the p_value
     # of a paired test of the change; null where it cannot be told. docs/uncertainty.md
     intervals: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # Who has answered after training, where that is not the model in RUN/model.
+    answered_by: str = ""
     # The iteration whose model this is, where there are any; 0 = the base: none was better.
     iteration: int | None = None
     # The setting that ended the run, such as budget.tokens=200000; None = it did all its steps.

@@ -7,6 +7,7 @@ page of runs that go on.
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,11 @@ from common.report.story import (
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets" / "report"
 STYLES = ("uPlot.css", "page.css")
+SHARED = ("uPlot.js", "parts.js", "curves.js")
+PAGES = {  # their scripts, the one that fills it last
+    "page": (*SHARED, "completions.js", "page.js"),
+    "comparison": (*SHARED, "comparison.js"),
+}
 POINTS = 1500  # of a curve at most; more lie side by side on no screen
 ALL_POINTS = 40_000  # of all curves
 LARGEST = 1e300  # of a value; sums of more are infinite
@@ -99,14 +105,19 @@ def find_data(
     }
 
 
-def render(template: str, data: Data) -> str:
-    """Return a page of common/assets/report with its style, its scripts and `data` in it."""
-    page = (ASSETS / f"{template}.html").read_text(encoding="utf-8")
-    scripts = ("uPlot.js", "parts.js", "curves.js", "completions.js", f"{template}.js")
-    for name in (*STYLES, *scripts):
-        if (mark := f"{{{{{name}}}}}") in page:
-            page = page.replace(mark, (ASSETS / name).read_text(encoding="utf-8"))
-    return page.replace("{{data}}", encode(data))
+def render(name: str, data: Data) -> str:
+    """Return one of `PAGES`: the frame of all pages with its body, the style, scripts, `data`."""
+    parts = {
+        "body": _read(f"{name}.html"),
+        "style": "\n".join(map(_read, STYLES)),
+        "data": encode(data),
+        "scripts": "\n".join(f"<script>{_read(script)}</script>" for script in PAGES[name]),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _read("frame.html"))
+
+
+def _read(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
 
 
 def encode(data: Data) -> str:

@@ -923,8 +923,11 @@ def test_components_are_logged_and_normalised_apart(tmp_path):
 
 def test_randopt_lets_the_best_vote_and_leaves_the_weights(tmp_path):
     result = run_here(tmp_path, "algo.method=randopt", "algo.steps=3")
-    assert set(result.metrics) == {"before", "after", "single", "voted"}
-    assert result.metrics["before"] == result.metrics["after"]
+    assert set(result.metrics) == {"before", "after", "best_member"}
+    assert "examples) by the vote of the best 8 members" in result.verdict
+    page = (tmp_path / "report.md").read_text()
+    assert "| change | test | best member |" in page
+    assert "| after | of the vote of the best 8 members, not of the model that is kept |" in page
     best = saved(tmp_path).state["run"]["best"]
     assert len(best) == 8
     assert best == sorted(best, reverse=True)
@@ -962,7 +965,7 @@ def test_the_best_members_vote(tmp_path, monkeypatch):
 
     monkeypatch.setattr(LM, "generate", answer)
     train(run, tmp_path, Counting("smooth"))
-    single, voted = [texts for texts in measured if set(texts) <= {*words}]
+    single, voted = [m for m in measured if len(m) > 1 and set(m) <= {*words}]
     assert len(set(voted)) == 1
     best = saved(tmp_path).state["run"]["best"]
     first, second, third = [
@@ -970,6 +973,8 @@ def test_the_best_members_vote(tmp_path, monkeypatch):
     ]
     assert set(single) == {f"x{first}"}
     assert voted[0] == f"y{second}", "two say y, and the better of the two is read"
+    rows = (tmp_path / "completions" / "after.jsonl").read_text().splitlines()
+    assert [json.loads(row)["completion"] for row in rows] == voted
     assert {first, third} <= set("abef")
 
 

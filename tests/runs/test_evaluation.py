@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import evaluation
 from common.config import ConfigError
+from common.distributed.context import Context, put_back
 from common.tasks import Example
 from launch import compose, train
 from tests.support import CONF, ROOT, SMALL, SMALL_GRPO, events
@@ -46,6 +48,14 @@ def test_everything_is_measured_before_during_and_after(in_cache, tmp_path, smal
     page = (tmp_path / "report.md").read_text()
     assert "| units/accuracy | 0.00 (0.0 to " in page
     assert "| text/bits_per_byte | " in page
+
+
+def test_shares_of_ranks_are_put_back_in_order():
+    for count in range(8):
+        for ranks in (1, 2, 3):
+            contexts = [SimpleNamespace(rank=rank, world_size=ranks) for rank in range(ranks)]
+            shares = [Context.share(one, range(count)) for one in contexts]  # pyright: ignore
+            assert put_back(shares) == list(range(count))
 
 
 def test_pass_at_k_depends_on_neither_rows_nor_ranks(in_cache, tmp_path):

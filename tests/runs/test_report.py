@@ -113,7 +113,11 @@ def test_what_lm_eval_has_found_is_in_the_reports(finished, tmp_path):
     folder = shutil.copytree(finished["eggroll"], tmp_path / "run")
     side = {"value": 0.25, "stderr": 0.0312}
     found = {"arc_easy": {"acc": {"after": side}}}
+    board = serve.Board([folder])
+    mark = board.data()["mark"]
     (folder / "harness.json").write_text(json.dumps({"tasks": found}))
+    board.rested = 0.0
+    assert board.data()["mark"] != mark, "a page that is served shows it too"
     write_report(folder, figures=False)
     assert "| arc_easy | acc |  | 0.2500 ± 0.0312 |" in (folder / "report.md").read_text()
     assert '"harness": [["arc_easy", "acc", "", "0.2500 ± 0.0312"]]' in (
@@ -270,6 +274,10 @@ def test_a_browser_shows_it_without_a_network(finished, width, dark):
         shown = texts(browser, "#differing tr td:first-child")
         assert shown == asked
         assert not texts(browser, "#same td"), "the others are folded"
+        wide = browser.run(
+            "(box => [box.scrollWidth, box.clientWidth])(document.querySelector('#measures .wide'))"
+        )
+        assert wide[0] <= wide[1], "every column of the measures is in sight"
 
 
 def test_the_browser_of_a_population_has_pairs_beside_each_other(finished):
@@ -377,6 +385,15 @@ def test_the_curves_go_by_tokens_and_seconds_too(finished):
             heads = texts(browser, ".chart .u-legend tr:first-child th")
             assert len(heads) > 4
             assert all(text.startswith("seconds of training") for text in heads)
+
+
+def test_zero_is_left_out_of_a_logarithmic_axis(finished):
+    with opened(finished["eggroll"] / "report.html") as browser:
+        curve = "{label: 'a', colour: '#000000', dash: [], x: [1, 2, 3], y: [0, 1, 10]}"
+        options = "{label: 'step', log: true, sync: 'a', counts: true}"
+        drawn = f"draw(box({{title: '', unit: ''}}, document.body), [{curve}], {options})"
+        assert browser.run(f"{drawn}.data") == [[1, 2, 3], [None, 1, 10]]
+        browser.run("at('log').click()")
 
 
 def test_what_a_model_wrote_stays_text(finished, tmp_path):
@@ -593,7 +610,8 @@ def test_a_comparison_has_bands_over_seeds(finished, tmp_path):
                 for one in kind["costs"][0]["settings"]
                 if "mean of 3" in one["name"]
             ]
-            assert [setting[name][-1] for name in ("low", "y", "high")] == [0, 10, 20]
+            assert setting["y"][-1] == 10
+            assert setting["low"][-1] < 10 < setting["high"][-1]
             assert len(setting["runs"]) == 3
 
 
@@ -666,6 +684,7 @@ def test_long_curves_are_thinned_and_means_keep_the_mean():
 def test_what_would_end_a_cell_is_escaped():
     table = markdown_table([{"a": "x|y", "b": "1\n2"}])
     assert table == "| a | b |\n| --- | --- |\n| x\\|y | 1<br>2 |"
+    assert markdown_table([{"a": "p < 0.001, <b>"}]).endswith("| p < 0.001, &lt;b> |")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # pydantic, of wandb-workspaces

@@ -72,6 +72,10 @@ def test_rejection_sampling_keeps_its_waves(in_cache, tmp_path):
         record = made[row["prompt_id"], row["sample"]]
         assert (row["completion"], row["reward"]) == (record["completion"], record["reward"])
         assert row["cut_off"] is not record["finished"]
+        assert len(row["token_logprobs"]) == len(row["token_ends"]) == row["tokens"]
+        entropy = -sum(row["token_logprobs"]) / row["tokens"]
+        assert entropy == pytest.approx(record["entropy"], abs=1e-3)
+        assert row["token_ends"][-1] <= len(row["completion"])
     waves = {e["step"] for e in events(tmp_path) if e["stage"] == "generate"}
     assert {line["step"] for line in read_steps(tmp_path)} == waves
 

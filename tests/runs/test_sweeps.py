@@ -433,9 +433,10 @@ def test_a_setting_is_what_differs_and_its_curve_the_mean_over_seeds(tmp_path):
         ("algo.lr=0.2", 1),
     ]
     assert [(f.overrides, f.code) for f in failures] == [({"algo.lr": "-1"}, 2)]
-    x, mean, deviation = compare.curve(runs[:2], "generated_tokens")
+    x, mean, within = compare.curve(runs[:2], "generated_tokens")
     assert (x.tolist(), mean.tolist()) == ([0, 75, 150], [10, 20, 32])
-    assert deviation.tolist() == [0, 0, pytest.approx(8**0.5)]
+    assert within.tolist() == [[10, 10], [20, 20], pytest.approx([6.59, 57.41], abs=0.01)]
+    assert compare.curve(runs[:1], "generated_tokens")[2] is None, "one seed, and no scores"
     row = compare.table({"algo.lr=0.1": runs[:2]})[0]
     assert (row["before"], row["after"], row["tokens"]) == (
         "10.00 ± 0.00",
@@ -479,6 +480,14 @@ def test_settings_are_told_apart_prompt_by_prompt_with_their_seeds(tmp_path):
     low, high = compare.find_interval(settings["algo.lr=0.2"])
     assert low < 70 < high
     assert compare.table(settings)[1]["95 %"] == f"{low:.1f} to {high:.1f}"
+    for runs in settings.values():  # the band of a curve is that interval, at each measurement
+        for run in runs:
+            for name in ("before", "step-00000001"):
+                source = run.folder / "completions" / "after.jsonl"
+                shutil.copy(source, source.with_stem(name))
+    read, _ = compare.read_runs([tmp_path])
+    *_, within = compare.curve([r for r in read if r.setting == "algo.lr=0.2"], "steps")
+    assert within.tolist() == 3 * [pytest.approx([low, high])]
 
     one = {"one": [settings["algo.lr=0.1"][0]], "two": [settings["algo.lr=0.2"][0]]}
     ((row,), _) = compare.tell_apart(one)
@@ -519,14 +528,15 @@ def test_what_else_changed_is_read_where_all_had_gained_as_much():
 
 def test_the_points_of_rft_count_its_fine_tuning_steps_alone():
     cost = {"generated_tokens": 60, "reward_evaluations": 6}
+    held_out = {"stage": "evaluate", "metric_name": "exact"}
     log = [
-        {"step": 1, "stage": "evaluate", "metric": 1.0, "metric_name": "exact"},
+        {"step": 1, "iteration": 0, "metric": 1.0, **held_out},
         {"step": 2, "stage": "generate", "seconds": 3.0, **cost},
         {"step": 3, "stage": "finetune", "seconds": 1.0},
         {"step": 4, "stage": "finetune", "seconds": 1.0},
-        {"step": 5, "stage": "evaluate", "metric": 7.0, "metric_name": "exact", **cost},
+        {"step": 5, "iteration": 1, "metric": 7.0, **held_out, **cost},
         {"step": 6, "stage": "finetune", "seconds": 1.0},
-        {"step": 7, "stage": "evaluate", "metric": 6.0, "metric_name": "exact", **cost},
+        {"step": 7, "iteration": 2, "metric": 6.0, **held_out, **cost},
     ]
     result = {"metric": "exact", "before": 1.0, "after": 7.0, "steps": 3, "seconds": 6.0, **cost}
     # The result is the best iteration's, at the cost of all.

@@ -143,7 +143,7 @@ def result(before: float, after: float, iteration: int | None = None) -> SimpleN
         "iteration": iteration,
         "steps": 50,
     }
-    return SimpleNamespace(**about, intervals=found)
+    return SimpleNamespace(**about, intervals=found, answered_by="")
 
 
 def moving(first: float, last: float) -> list[dict[str, float]]:

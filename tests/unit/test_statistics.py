@@ -70,6 +70,27 @@ def test_the_bootstrap_covers_other_scores(count):
     assert COVERED[0] < np.mean(found) < COVERED[1]
 
 
+def test_the_bootstrap_covers_corpus_measures():
+    """Of texts that are right, or of which some words are wrong or missing."""
+    draw = np.random.default_rng(3)
+
+    def text_pair() -> tuple[str, str]:
+        wanted = draw.integers(0, 40, draw.integers(4, 9))
+        wrong = draw.random(len(wanted)) < draw.choice([0.0, draw.random()])
+        given = np.where(wrong, draw.integers(0, 40, len(wanted)), wanted)
+        given = given[: len(given) - wrong[0]]
+        return " ".join(map(str, given)), " ".join(map(str, wanted))
+
+    pairs = [text_pair() for _ in range(5000)]
+    truth, found = text_metrics(*zip(*pairs, strict=True)), []
+    for _ in range(150):
+        drawn = [pairs[i] for i in draw.integers(0, len(pairs), 64)]
+        scores = text_scores(*zip(*drawn, strict=True))
+        intervals = {name: sure.find_interval(scores[name]) for name in ("bleu", "chrf")}
+        found += [low <= truth[name] <= high for name, (low, high) in intervals.items()]
+    assert 0.93 < np.mean(found) < 0.975, "of 300, which swing by a point"
+
+
 def test_the_bootstrap_covers_changes():
     found, draw = [], np.random.default_rng(2)
     for kind in ("likeness", "pass", "beta"):

@@ -2,6 +2,7 @@
 // Fills the comparison from the JSON beside it. Nothing is fetched.
 const data = JSON.parse(at("data").textContent);
 const boxes = [];
+document.title = "Comparison";
 
 function curves(cost) {
   return cost.settings.flatMap((one, i) => {

@@ -57,7 +57,7 @@ function draw(place, curves, { label, zero, log, sync, counts }) {
     return v === null || v === undefined ? "" : short(v) + (under && at !== null ? ` (${short(under[nearest(under, at)])})` : "");
   };
   for (const one of curves) {
-    tables.push([one.x, one.y]);
+    tables.push([one.x, log ? one.y.map((y) => (y > 0 ? y : null)) : one.y]);
     const line = { label: one.label, stroke: one.colour + (one.raw ? (one.y.length > 400 ? "28" : "50") : ""), width: one.raw ? 1 : 2, dash: one.dash, value };
     line.points = { show: !one.hidden && !one.line && one.y.length < 30 };
     line.spanGaps = true;

@@ -65,7 +65,8 @@ function redraw() {
   for (const [title, of] of all) {
     const every = of.flatMap(([, panel]) => panel.series), wanted = at("axis").value;
     const axis = every.every((one) => one[wanted]) ? wanted : "at", label = axis === "at" ? of[0][1].x : AXES[axis];
-    const log = at("log").checked && every.every((one) => one.y.every((y) => y > 0));
+    const values = every.flatMap((one) => one.y);  // 0 has no place on a logarithmic axis, and is left out
+    const log = at("log").checked && values.every((y) => y >= 0) && values.some((y) => y > 0);
     draw(boxes.get(title), curves(of, axis), { label, zero: of[0][1].zero, log, sync: label, counts: axis !== "seconds" });
   }
 }
