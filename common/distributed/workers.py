@@ -8,6 +8,7 @@ import copy
 import hashlib
 import logging
 import os
+import pickle
 import re
 import signal
 import sys
@@ -161,11 +162,8 @@ def _spawn(job: _Job, ranks: int) -> Any:
     # It warns of each rank that it ends because another failed; the failure itself is told below.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
-        reports = mp.get_context("spawn").SimpleQueue()
-        meeting = f"file://{folder}/meeting"  # a file, not a port: nothing to collide with
-        arguments = (job, ranks, meeting, reports)
         workers = mp.start_processes(
-            _spawned, args=arguments, nprocs=ranks, join=False, start_method="spawn"
+            _spawned, args=(job, ranks, folder), nprocs=ranks, join=False, start_method="spawn"
         )
         assert workers is not None
 
@@ -184,11 +182,8 @@ def _spawn(job: _Job, ranks: int) -> Any:
             while not workers.join(grace_period=PATIENCE):
                 pass
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            if (
-                reports.empty()
-                and isinstance(error, mp.ProcessExitedException)
-                and error.signal_name
-            ):
+            told = _read_outcomes(folder)
+            if not told and isinstance(error, mp.ProcessExitedException) and error.signal_name:
                 written = out_dir / (
                     "run.log" if error.error_index == 0 else f"rank-{error.error_index}.log"
                 )
@@ -198,34 +193,48 @@ def _spawn(job: _Job, ranks: int) -> Any:
                     f" {written}. Go on with hydra.run.dir={out_dir} resume=auto.",
                     EXIT_CRASH,
                 ) from None
-            if reports.empty():
+            if not told:
                 raise
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        outcomes = [reports.get()]
-        while not reports.empty():
-            outcomes.append(reports.get())
+        outcomes = _read_outcomes(folder)
     for outcome in outcomes:
         if isinstance(outcome, Exception):
             raise outcome
     return outcomes[0]
 
 
-def _spawned(local_rank: int, job: _Job, ranks: int, meeting: str, reports: Any) -> None:
+def _spawned(local_rank: int, job: _Job, ranks: int, folder: str) -> None:
+    meeting = f"file://{folder}/meeting"  # a file, not a port: nothing to collide with
     try:
         result = _grouped(job, local_rank, ranks, local_rank, meeting)
     except RunStopped as stopped:
-        reports.put(stopped)
+        _write_outcome(folder, local_rank, stopped)
         if not _is_common(stopped):
             sys.exit(stopped.code)
         return
     # perhaps in this rank alone: leaving with a code ends the others, which wait for it
     except ConfigError as error:
-        reports.put(error)
+        _write_outcome(folder, local_rank, error)
         sys.exit(EXIT_CONFIG)
     if local_rank == 0:
-        reports.put(result)
+        _write_outcome(folder, local_rank, result)
+
+
+def _write_outcome(folder: str, rank: int, outcome: Any) -> None:
+    """Leave what a rank returns or raises, whole, in a file. A pipe holds 64 KiB: the rank would
+    wait for a reader, and the reader for the rank to end.
+    """
+    beside = Path(folder, f"rank-{rank}.tmp")
+    beside.write_bytes(pickle.dumps(outcome))
+    beside.rename(beside.with_suffix(".outcome"))
+
+
+def _read_outcomes(folder: str) -> list[Any]:
+    """Return what the ranks have left, the earliest first."""
+    left = sorted(Path(folder).glob("*.outcome"), key=lambda path: path.stat().st_mtime_ns)
+    return [pickle.loads(path.read_bytes()) for path in left]
 
 
 def _grouped(job: _Job, rank: int, world: int, local_rank: int, meeting: str) -> Any:

@@ -139,6 +139,17 @@ def test_a_rank_that_is_killed_stops_the_others_and_is_named(warm, cache, tmp_pa
     assert "Traceback" not in printed.out + printed.err
 
 
+def return_much(run, context, task):
+    """Return more than a pipe holds."""
+    return bytes(2**20)
+
+
+def test_a_rank_returns_more_than_a_pipe_holds(warm, tmp_path):
+    given = command_line.compose([*SMALL, "opt=[ddp]"])
+    entry = f"{__name__}:return_much"
+    assert warm.call(launch_ranks, entry, given, tmp_path / "run") == bytes(2**20)
+
+
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_rank_was_killed(cache, tmp_path):
     out = tmp_path / "out"
