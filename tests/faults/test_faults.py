@@ -150,6 +150,21 @@ def test_a_rank_returns_more_than_a_pipe_holds(warm, tmp_path):
     assert warm.call(launch_ranks, entry, given, tmp_path / "run") == bytes(2**20)
 
 
+def stop_early(run, context, task):
+    """Have rank 0 ask its command to stop, before there is a step."""
+    if context.main:
+        os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+def test_ranks_that_are_stopped_before_their_steps_are_not_said_to_be_killed(warm, tmp_path):
+    given = command_line.compose([*SMALL, "opt=[ddp]"])
+    with pytest.raises(RunStopped) as raised:
+        warm.call(launch_ranks, f"{__name__}:stop_early", given, tmp_path / "run")
+    assert raised.value.code == 128 + signal.SIGTERM
+    assert str(raised.value).startswith("ended by SIGTERM, without saving. Go on with hydra.run.d")
+
+
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_rank_was_killed(cache, tmp_path):
     out = tmp_path / "out"
