@@ -172,8 +172,8 @@ class ScalingConfig(ClassifyConfig):
         """Raise ConfigError unless the numbers of ranks begin with 1 and grow."""
         if len(self.ranks) < 2 or self.ranks[0] != 1 or sorted(set(self.ranks)) != self.ranks:
             raise ConfigError(
-                f"algo.ranks={self.ranks} must be numbers of ranks that begin with 1 and grow. Use"
-                " for example algo.ranks=[1,2,4]."
+                f"algo.ranks={self.ranks} must begin with 1 and go on in ascending order. Use for"
+                " example algo.ranks=[1,2,4]."
             )
 
     @property
@@ -196,13 +196,14 @@ class PredictConfig(ScalingConfig):
         """
         if not self.ranks or self.ranks[0] < 2 or sorted(set(self.ranks)) != self.ranks:
             raise ConfigError(
-                f"algo.ranks={self.ranks} must be numbers of ranks from 2 on, and grow. Use for"
+                f"algo.ranks={self.ranks} must be numbers from 2 on, in ascending order. Use for"
                 " example algo.ranks=[2,4,8]."
             )
         for ranks in self.times:
             if ranks not in (1, *self.ranks):
                 raise ConfigError(
-                    f"algo.times names {ranks} ranks, algo.ranks={self.ranks} does not. Add it."
+                    f"algo.times has a time of {ranks} ranks, which algo.ranks={self.ranks} does"
+                    f" not name. Add {ranks} to algo.ranks."
                 )
         if self.times and 1 not in self.times:
             raise ConfigError(

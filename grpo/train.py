@@ -38,7 +38,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
     policy = Policy(lm, cfg)  # backward, clip, optimizer step
     collector = Collector(lm, cfg, policy.limit)  # sample, score, replace dead groups
     with Session(run, context, lm, steps=cfg.steps) as session:
-        session.state |= {"cursor": 0, "updates_left": 0}
+        session.state |= {"cursor": 0, "updates_left": 0, "idle": 0}
         session.start(policy, plan(lm, cfg, policy))
         if session.state["updates_left"] and not session.over:
             raise ConfigError(
@@ -54,8 +54,10 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
             step.log(**collector.numbers)
             if not collector.finite:
                 step.non_finite("NaN or infinity in a reward or logits", collector.offending)
-            elif rollouts is None and context.main:
-                log.warning("step %d: %s", step.index + 1, collector.nothing_to_learn())
+            elif rollouts is None:
+                session.state["idle"] += 1
+                if context.main and session.state["idle"] == 1:  # the others are counted
+                    log.warning("step %d: %s", step.index + 1, collector.nothing_to_learn())
             if rollouts is None:
                 continue  # counted and logged, without an optimizer step
             # A = (r - mean(r of the group)) / std, or as algo.advantage says: [prompts, G]
@@ -65,4 +67,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
                 numbers = policy.step(rollouts, advantage, policy_loss, update)
                 update.log(**numbers)
                 policy.check(numbers, rollouts, update)
+        if context.main and (idle := session.state["idle"]) > 1:
+            steps = session.state["step"]
+            log.warning("%d of %d steps had nothing to learn, so no update", idle, steps)
         return session.finish()

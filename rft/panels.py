@@ -31,7 +31,7 @@ PANELS = (
     _Ordered("loss", "Fine-tuning", "loss a token (nats)", {"finetune/loss": "loss"}),
     _Ordered("gradient", "Gradient norm", "norm before clipping", {"finetune/grad_norm": "norm"}),
     _Ordered("lr", "Learning rate", "learning rate", {"finetune/lr": "lr"}, exact=True),
-    _Ordered("entropy", "Entropy of samples", "nats a token", {"generate/entropy": "samples"}),
+    _Ordered("entropy", "Entropy of samples", "nats per token", {"generate/entropy": "samples"}),
     _Ordered("throughput", "Throughput of sampling", "tokens/s", GENERATED),
     _Ordered("throughput_training", "Throughput of fine-tuning", "tokens/s", TRAINED),
     _Stack("phases", "Where the time of a chunk goes", "seconds", {"generate/phase_seconds/*": ""}),

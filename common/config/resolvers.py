@@ -52,15 +52,15 @@ def for_tiny(name: str, default: Any, *, _root_: DictConfig) -> Any:
 
 
 def list_groups() -> str:
-    """Return the groups of conf/ with their options, for --help."""
+    """Return the groups of conf/ with their options, indented for --help."""
     groups = sorted(path for path in CONF.iterdir() if path.is_dir() and path.name != "hydra")
     found = {group.name: sorted(path.stem for path in group.glob("*.yaml")) for group in groups}
     found = {name: ", ".join(options) for name, options in found.items() if options}
     texts = (
-        textwrap.fill(options, 100, initial_indent=f"{name:<12}", subsequent_indent=" " * 14)
+        textwrap.fill(options, 100, initial_indent=f"  {name:<12}", subsequent_indent=" " * 14)
         for name, options in found.items()
     )
-    return "\n  ".join(texts)
+    return "\n".join(texts)
 
 
 def from_environment(names: str, default: int | None) -> int | None:

@@ -8,6 +8,7 @@ import copy
 import hashlib
 import logging
 import os
+import pickle
 import re
 import signal
 import sys
@@ -39,6 +40,7 @@ from common.screen import printing
 from common.signals import (
     EXIT_CONFIG,
     EXIT_CRASH,
+    EXIT_INTERRUPTED,
     EXIT_NUMBERS,
     EXIT_SIGNAL,
     EXIT_WRITE,
@@ -161,18 +163,18 @@ def _spawn(job: _Job, ranks: int) -> Any:
     # It warns of each rank that it ends because another failed; the failure itself is told below.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
-        reports = mp.get_context("spawn").SimpleQueue()
-        meeting = f"file://{folder}/meeting"  # a file, not a port: nothing to collide with
-        arguments = (job, ranks, meeting, reports)
         workers = mp.start_processes(
-            _spawned, args=arguments, nprocs=ranks, join=False, start_method="spawn"
+            _spawned, args=(job, ranks, folder), nprocs=ranks, join=False, start_method="spawn"
         )
         assert workers is not None
+
+        asked: int | None = None
 
         # Ctrl-C in a terminal reaches the workers by itself; a signal sent to this process alone
         # does not.
         def forward(number: int, _: Any) -> None:
-            StopSignal.last = number
+            nonlocal asked
+            StopSignal.last = asked = number
             # which is submitit's, and means nothing to a rank
             number = signal.SIGUSR1 if number == signal.SIGUSR2 else number
             for worker in workers.processes:
@@ -184,48 +186,79 @@ def _spawn(job: _Job, ranks: int) -> Any:
             while not workers.join(grace_period=PATIENCE):
                 pass
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            if (
-                reports.empty()
-                and isinstance(error, mp.ProcessExitedException)
-                and error.signal_name
-            ):
-                written = out_dir / (
-                    "run.log" if error.error_index == 0 else f"rank-{error.error_index}.log"
-                )
-                raise RunStopped(
-                    f"rank {error.error_index} was killed from outside ({error.signal_name}; where"
-                    " memory runs out, the system does that), so the others were stopped. Its log:"
-                    f" {written}. Go on with hydra.run.dir={out_dir} resume=auto.",
-                    EXIT_CRASH,
-                ) from None
-            if reports.empty():
-                raise
+            exited = isinstance(error, mp.ProcessExitedException)
+            if exited and error.exit_code == EXIT_INTERRUPTED:
+                asked = signal.SIGINT
+            if not _read_outcomes(folder) and not (exited and asked):
+                raise (_explain_kill(error, out_dir) if exited else error) from None
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        outcomes = [reports.get()]
-        while not reports.empty():
-            outcomes.append(reports.get())
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
-    return outcomes[0]
+        outcomes = _read_outcomes(folder)
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    if outcomes and not failures:
+        return outcomes[0]
+    # a signal outside of the steps ends a rank at once, and the others fail without it
+    crashed = any(isinstance(f, RunStopped) and f.code == EXIT_CRASH for f in failures[:1])
+    if failures and not (asked and crashed):
+        raise failures[0]
+    if asked in (None, signal.SIGINT):
+        raise KeyboardInterrupt
+    raise RunStopped(
+        f"ended by {signal.Signals(asked).name}, without saving. Go on with"
+        f" hydra.run.dir={out_dir} resume=auto.",
+        128 + asked,  # as of a process that a signal ends
+    )
 
 
-def _spawned(local_rank: int, job: _Job, ranks: int, meeting: str, reports: Any) -> None:
+def _explain_kill(error: mp.ProcessExitedException, out_dir: Path) -> Exception:
+    """Return what to raise where a rank has ended without a word: by a signal that nobody sent
+    through this process, or else by an exit code.
+    """
+    if not error.signal_name:
+        return error
+    rank = error.error_index
+    written = out_dir / ("run.log" if rank == 0 else f"rank-{rank}.log")
+    return RunStopped(
+        f"rank {rank} was killed from outside ({error.signal_name}; where memory runs out, the"
+        f" system does that), so the others were stopped. Its log: {written}. Go on with"
+        f" hydra.run.dir={out_dir} resume=auto.",
+        EXIT_CRASH,
+    )
+
+
+def _spawned(local_rank: int, job: _Job, ranks: int, folder: str) -> None:
+    meeting = f"file://{folder}/meeting"  # a file, not a port: nothing to collide with
     try:
         result = _grouped(job, local_rank, ranks, local_rank, meeting)
     except RunStopped as stopped:
-        reports.put(stopped)
+        _write_outcome(folder, local_rank, stopped)
         if not _is_common(stopped):
             sys.exit(stopped.code)
         return
     # perhaps in this rank alone: leaving with a code ends the others, which wait for it
     except ConfigError as error:
-        reports.put(error)
+        _write_outcome(folder, local_rank, error)
         sys.exit(EXIT_CONFIG)
+    except KeyboardInterrupt:  # with a code, or it would not end the others either
+        sys.exit(EXIT_INTERRUPTED)
     if local_rank == 0:
-        reports.put(result)
+        _write_outcome(folder, local_rank, result)
+
+
+def _write_outcome(folder: str, rank: int, outcome: Any) -> None:
+    """Leave what a rank returns or raises, whole, in a file. A pipe holds 64 KiB: the rank would
+    wait for a reader, and the reader for the rank to end.
+    """
+    beside = Path(folder, f"rank-{rank}.tmp")
+    beside.write_bytes(pickle.dumps(outcome))
+    beside.rename(beside.with_suffix(".outcome"))
+
+
+def _read_outcomes(folder: str) -> list[Any]:
+    """Return what the ranks have left, the earliest first."""
+    left = sorted(Path(folder).glob("*.outcome"), key=lambda path: path.stat().st_mtime_ns)
+    return [pickle.loads(path.read_bytes()) for path in left]
 
 
 def _grouped(job: _Job, rank: int, world: int, local_rank: int, meeting: str) -> Any:

@@ -256,9 +256,9 @@ def _why_not(runs: Sequence[Run]) -> str | None:
                 {json.dumps(p) for p in run.prompts} & {json.dumps(p) for p in first.prompts}
             )
             return (
-                f"the held-out prompts differ: {first.folder} has {len(first.prompts)},"
-                f" {run.folder} has {len(run.prompts)}, and {shared} are the same. Give both the"
-                " same task and the same evaluate.examples"
+                f"of {len(first.prompts)} held-out prompts of {first.folder} and {len(run.prompts)}"
+                f" of {run.folder} {shared or 'none'} are the same. Give both runs the same task"
+                " and the same evaluate.examples"
             )
     return None
 
@@ -343,14 +343,17 @@ def table(settings: dict[str, list[Run]], narrow: bool = False) -> list[dict[str
 def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> None:
     """Write comparison.md, .csv and .png into `out`, and print the table and what has no result."""
     for kind, settings in _measures(runs).items():
-        print(f"held-out {kind}, mean ± deviation over the runs of a setting\n")
-        print(side_by_side(table(settings, narrow=True)) + "\n")
         rows, remarks = tell_apart(settings)
-        print("\n".join([*([side_by_side(rows) + "\n"] if rows else []), *remarks]))
-        rows, told = _find_others(settings)
-        print(
-            "\n\n".join([*([told] if told else []), *([side_by_side(rows) + "\n"] if rows else [])])
-        )
+        others, told = _find_others(settings)
+        parts = [
+            f"held-out {kind}, mean ± deviation over the runs of a setting",
+            side_by_side(table(settings, narrow=True)),
+            side_by_side(rows),
+            "\n".join(remarks),
+            told,
+            side_by_side(others),
+        ]
+        print("\n\n".join(filter(None, parts)) + "\n")
     for failure in failures:
         print(failure)
     if not runs:

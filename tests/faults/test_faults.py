@@ -139,6 +139,32 @@ def test_a_rank_that_is_killed_stops_the_others_and_is_named(warm, cache, tmp_pa
     assert "Traceback" not in printed.out + printed.err
 
 
+def return_much(run, context, task):
+    """Return more than a pipe holds."""
+    return bytes(2**20)
+
+
+def test_a_rank_returns_more_than_a_pipe_holds(warm, tmp_path):
+    given = command_line.compose([*SMALL, "opt=[ddp]"])
+    entry = f"{__name__}:return_much"
+    assert warm.call(launch_ranks, entry, given, tmp_path / "run") == bytes(2**20)
+
+
+def stop_early(run, context, task):
+    """Have rank 0 ask its command to stop, before there is a step."""
+    if context.main:
+        os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+def test_ranks_that_are_stopped_before_their_steps_are_not_said_to_be_killed(warm, tmp_path):
+    given = command_line.compose([*SMALL, "opt=[ddp]"])
+    with pytest.raises(RunStopped) as raised:
+        warm.call(launch_ranks, f"{__name__}:stop_early", given, tmp_path / "run")
+    assert raised.value.code == 128 + signal.SIGTERM
+    assert str(raised.value).startswith("ended by SIGTERM, without saving. Go on with hydra.run.d")
+
+
 @pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_rank_was_killed(cache, tmp_path):
     out = tmp_path / "out"

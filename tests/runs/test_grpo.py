@@ -271,6 +271,8 @@ def test_a_step_without_live_groups_is_no_step(changes, rounds, tmp_path, in_cac
         f"step {alive + 1}: nothing to learn, so no optimizer step. Of {dead} groups in"
         f" {rounds + 1} rounds {dead} are" in text
     )
+    assert text.count("so no optimizer step") == 1, "once"
+    assert f"{6 - alive} of 6 steps had nothing to learn, so no update" in text
     saved = {
         step: checkpoint.load(tmp_path / "out" / "checkpoints" / f"step-{step:08d}")
         for step in (2, 4, 5, 6)

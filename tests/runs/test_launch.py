@@ -27,7 +27,7 @@ FAST = [*SMALL, "algo.steps=2"]
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        (["--help"], "algo=eggroll"),
+        (["--help"], "\n  algo        classify, "),
         (["--cfg", "job"], "rollout_rows: "),
         (["--info", "defaults"], "hardware"),
         (["algo.sgima=1"], ""),

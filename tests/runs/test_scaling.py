@@ -455,7 +455,7 @@ def test_a_scaling_run(launch: Launch, tmp_path, monkeypatch):
 
 MISTAKES = {
     "algo=scaling algo.ranks=[2,4]": (
-        "algo.ranks=[2, 4] must be numbers of ranks that begin with 1 and grow. Use for"
+        "algo.ranks=[2, 4] must begin with 1 and go on in ascending order. Use for"
         " example algo.ranks=[1,2,4]."
     ),
     "algo=scaling algo.mode=stong": (

@@ -500,8 +500,8 @@ def test_settings_are_told_apart_prompt_by_prompt_with_their_seeds(tmp_path):
     settings = {name: [r for r in runs if r.setting == name] for name in settings}
     rows, (remark,) = compare.tell_apart(settings)
     assert rows == []
-    assert "the held-out prompts differ: " in remark
-    assert "and 0 are the same. Give both the same task" in remark
+    assert "are not compared prompt by prompt: of 100 held-out prompts of " in remark
+    assert " none are the same. Give both runs the same task" in remark
 
 
 def test_what_else_changed_is_read_where_all_had_gained_as_much():
@@ -561,6 +561,7 @@ def test_the_command_compares_any_folders(launch, tmp_path, monkeypatch, capsys)
         r"^algo=eggroll +1 +10\.00 +31\.00 +2 +1\.23M +10 +2$", done.stdout, flags=re.M
     )
     lines = done.stdout.splitlines()
+    assert "\n\n\n" not in done.stdout, "what is not there leaves no gap"
     (remark,) = (line for line in lines if "has no scores of its prompts" in line)
     assert max(len(line) for line in lines if line != remark) <= 80
     assert {path.name for path in (tmp_path / "here").iterdir()} == {

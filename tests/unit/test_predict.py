@@ -330,7 +330,7 @@ def test_a_gpu_that_is_not_here_is_simulated(tmp_path):
 
 MISTAKES = {
     "algo.ranks=[1,2]": (
-        "algo.ranks=[1, 2] must be numbers of ranks from 2 on, and grow. Use for"
+        "algo.ranks=[1, 2] must be numbers from 2 on, in ascending order. Use for"
         " example algo.ranks=[2,4,8]."
     ),
     "algo.predict=[2]": "algo.predict is now algo=predict 'algo.ranks=[2,4,8]'.",
@@ -342,7 +342,7 @@ MISTAKES = {
         "algo.predict_times is now 'algo.times={1: 5.2, 4: 11.3}', with algo=predict."
     ),
     "algo.ranks=[4] algo.times={1:5,2:4}": (
-        "algo.times names 2 ranks, algo.ranks=[4] does not. Add it."
+        "algo.times has a time of 2 ranks, which algo.ranks=[4] does not name. Add 2 to algo.ranks."
     ),
     "algo.ranks=[4] algo.times={4:5}": (
         "algo.times has no time of one rank. Use for example 'algo.times={1: 5.2, 4: 2}'."
