@@ -41,7 +41,7 @@ def instantiate(
     parameters = inspect.signature(found).parameters.values()
     # A target that takes any keyword checks by itself.
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        settings = _check(key, settings, [p for p in parameters if p.name not in given])
+        settings = convert(key, settings, [p for p in parameters if p.name not in given])
     made = found(**given, **settings)
     missing = [name for name in methods if not callable(getattr(made, name, None))]
     if missing:
@@ -50,7 +50,7 @@ def instantiate(
     return made
 
 
-def _check(
+def convert(
     key: str, settings: dict[str, Any], parameters: Iterable[inspect.Parameter]
 ) -> dict[str, Any]:
     """Convert settings by the rules of every other setting. Raises: ConfigError."""

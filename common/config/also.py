@@ -18,6 +18,7 @@ KEY = "evaluate.also"
 def resolve_also(config: DictConfig, config_dir: str | None) -> None:
     """Put the settings of the tasks in evaluate.also in the place of their names.
 
+    A name FILE/DATASET is the task of the file with its setting `dataset`.
     Args: config_dir: one more folder of YAML files, as --config-dir. Raises: ConfigError for a name
     that is no task, or is given twice.
     """
@@ -29,10 +30,15 @@ def resolve_also(config: DictConfig, config_dir: str | None) -> None:
     choices, nodes = list_options("task", config_dir), {}
     folder = config_dir and str(Path(config_dir).resolve())
     for name in names:
-        choice(KEY, name, choices)
+        file, _, dataset = str(name).partition("/")
+        choice(KEY, file, choices)
         if name in nodes:
             raise ConfigError(f"{KEY} names {name} twice. Name each task once.")
-        nodes[name] = _compose(name, folder)
+        nodes[name] = _compose(file, folder)
+        if dataset and "dataset" not in nodes[name]:
+            raise ConfigError(f"{KEY}={name}: task={file} has no setting dataset. Use {file}.")
+        if dataset:
+            nodes[name]["dataset"] = dataset
     with open_dict(config):
         config.evaluate.also = nodes
 

@@ -34,9 +34,10 @@ def naming(name: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
+        file = name.partition("/")[0]
         raise ConfigError(
             f"evaluate.also, task {name}: {error} It has the settings of its file: for others,"
-            f" write one of your own with `defaults: [{name}]` (docs/uncertainty.md)."
+            f" write one of your own with `defaults: [{file}]` (docs/uncertainty.md)."
         ) from error
 
 

@@ -42,6 +42,9 @@ SHARED = [s for s in SMALL if not s.startswith("algo.") or s.startswith("algo.sa
 
 def needs(task: str, folder) -> list[str]:
     """Settings of a task that has no embedded data."""
+    if task == "reasoning_gym":
+        pytest.importorskip("reasoning_gym", reason="needs pip install 'clutch[reasoning_gym]'")
+        return ["task.problems=64", "task.test_problems=8"]
     if task == "gsm8k":
         rows = [
             {"question": f"What is {i} plus {i}?", "answer": f"{i} + {i} = {2 * i}\n#### {2 * i}"}

@@ -1,0 +1,279 @@
+"""The data sets of reasoning-gym (arXiv:2505.24760): questions made by a program, and a score of
+any answer to them.
+
+A run names one, with its settings (`task.dataset`, `task.config`); a mix of several is the
+package's own data set `composite`. Train and held-out rows come from two seeds. What an answer
+earns is the score of the data set. Where that score would run the answer as Python, or would
+compute without bound, the answer is read as a literal here, or must be plain arithmetic.
+"""
+
+import ast
+import difflib
+import importlib
+import inspect
+import io
+import json
+import os
+import random
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, Any
+
+from common.config import ConfigError, Count, Nonnegative, Share, at_least, holds
+from common.config.explain import unknown_key
+from common.instance import convert
+from common.tasks import Example, Messages
+from common.tasks.answers import path_key, tagged
+from common.tasks.checked import wording
+from common.tasks.rows import SPLIT_SEED, Weighted, converse, distinct, percent, tell
+from common.tasks.safe_arithmetic import evaluate
+
+# A row is made from a seed plus its position, so the two are far apart; numpy takes 32 bits.
+SEEDS = {"train": SPLIT_SEED, "test": 2**31 + SPLIT_SEED}
+RIGHT = 1 - 1e-6  # a score of an answer that is right; some are sums of shares
+
+# Questions of these follow the order of a set of texts, which Python draws at every start.
+_UNORDERED = (
+    *("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"),
+    "word_ladder",
+)
+# Scores of these evaluate an answer as Python, to take a list for a matrix.
+_EVALUATED = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
+# Scores of these give an answer to sympy's parser, which evaluates it too: whole numbers, names of
+# a letter and functions are let through, and of powers only small ones.
+_FUNCTIONS = "sqrt|exp|log|a?sin|a?cos|a?tan|sinh|cosh|tanh|pi"
+_ALGEBRA = re.compile(
+    r"(?:[0-9]{1,12}(?:\.[0-9]{1,12})?(?![0-9.A-Za-z_])"
+    rf"|(?:[a-zCXYZ]|{_FUNCTIONS})(?![A-Za-z_0-9(])|(?:{_FUNCTIONS})(?=\()"
+    r"|\*(?!\*)|\*\*(?:\(-?[0-9]{1,2}(?:/[0-9])?\)|-?[0-9]{1,2})(?! *\*\*|[0-9])|[-+/() ])*"
+)
+_EXPONENT = re.compile(r"[eE][-+]?[0-9]{4}")
+
+
+@dataclass(kw_only=True, eq=False)
+class ReasoningGym(Weighted):
+    """The task, with the settings of conf/task/reasoning_gym.yaml; `answer` is "" where the data
+    set gives none.
+    """
+
+    name = "reasoning_gym"
+
+    dataset: str
+    config: dict[str, Any]
+    problems: Annotated[int, (at_least, 2)]
+    test_problems: Count
+    template: Annotated[str, (holds, "{question}")]
+    chat: bool
+    system: str
+    weights: dict[str, Nonnegative]
+    share_right: Share
+
+    def __post_init__(self) -> None:
+        _check(self.dataset, self.config)
+        self.weigh(score=self._scores, answered=self._answered)
+        train = distinct(self._make("train", self.problems), _question)
+        test = distinct(self._make("test", self.test_problems), _question)
+        if len(train) < self.problems:  # there are not many: leave some to train on
+            test = test[: max(1, len(train) // 4)]
+        self.split(f"task.dataset={self.dataset}", train, test, 0, _question)
+
+    def prompt(self, example: Example) -> str | Messages:
+        """Return the question in the template; with task.chat a conversation."""
+        if self.chat:
+            return converse(self.system, (), example.question)
+        return self.template.replace("{question}", example.question)
+
+    def hint(self, example: Example) -> str | Messages:
+        """Return the prompt with the answer told, where there is one."""
+        return self.prompt(tell(example) if example.answer else example)
+
+    def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
+        """Return the right answer with probability task.share_right, else the same with a question
+        mark behind it, as `Custom` does.
+        """
+        prompt = self.prompt(example)
+        if not isinstance(prompt, str):
+            raise ConfigError(
+                "task.chat=true is for instruction models, and model=tiny is none. Leave"
+                " task.chat=false, or give a model: model=hf model.path=FOLDER_OR_HUB_ID."
+            )
+        if not example.answer:
+            raise ConfigError(
+                f"task.dataset={self.dataset!r} scores answers but gives none, so model=tiny cannot"
+                " be taught it. Give a model: model=hf model.path=FOLDER_OR_HUB_ID."
+            )
+        right = draw.random() < self.share_right
+        return prompt, f" {example.answer}{'' if right else '?'}"
+
+    def answer(self, completion: str) -> str | None:
+        """Return the text between the last tags; without task.chat, else the whole completion."""
+        found = tagged(completion)
+        if found is None and not self.chat:
+            found = completion
+        return None if found is None else found.strip() or None
+
+    def path_key(self, completion: str) -> str:
+        """Return the calculations on the way."""
+        return path_key(completion)
+
+    def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
+        """Return percentages: answers that are right, the mean score, and answers found."""
+        scores = self._scores(examples, completions)
+        return {
+            "accuracy": percent(score >= RIGHT for score in scores),
+            "score": percent(scores),
+            "answered": percent(self._answered(examples, completions)),
+        }
+
+    # --- components: (examples, completions) -> scores in [0, 1]
+
+    def _scores(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
+        made = _create(self.dataset, json.dumps(self.config), SEEDS["train"], self.problems)
+        with warnings.catch_warnings():  # numpy's, of texts that are no matrix
+            warnings.simplefilter("ignore")
+            return [
+                _score(made, self.answer(text), example.extra["entry"])
+                for example, text in zip(examples, completions, strict=True)
+            ]
+
+    def _answered(self, _: Sequence[Example], completions: Sequence[str]) -> list[float]:
+        return [float(self.answer(text) is not None) for text in completions]
+
+    def _make(self, split: str, count: int) -> Iterator[Example]:
+        """Yield the rows of a split. Raises: ConfigError for what the package raises."""
+        seed = SEEDS[split]
+        what = f"task.dataset={self.dataset}, task.config={self.config}: reasoning-gym"
+        with wording(what, f", in question 0 to {count - 1}", "Change task.config."), _seeded(seed):
+            made = _create(self.dataset, json.dumps(self.config), seed, count)
+            for position in range(count):
+                entry = made[position]
+                answer = entry["answer"]
+                if position == 0 and answer is not None:
+                    made.score_answer(answer, entry)
+                # An empty answer, or an integral that sympy could not solve, nobody can give.
+                if answer is None or (answer and _harmless(_source(entry), answer)):
+                    yield Example(0, entry["question"], answer or "", {"entry": entry})
+
+
+def _question(example: Example) -> str:
+    return example.question
+
+
+def _source(entry: dict[str, Any]) -> str:
+    return entry["metadata"]["source_dataset"]
+
+
+def _score(made: Any, answer: str | None, entry: dict[str, Any]) -> float:
+    """Return the data set's score of an answer, 0 where there is none or it cannot be scored."""
+    if answer is None or not _harmless(_source(entry), answer):
+        return 0.0
+    try:
+        found = float(made.score_answer(answer, entry))
+    except Exception:  # a reward never raises, whatever the package makes of the text
+        return 0.0
+    return min(1.0, max(0.0, found)) if found == found else 0.0
+
+
+def _harmless(name: str, answer: str) -> bool:
+    """Return whether the score of an answer neither runs it nor computes without bound."""
+    if name in ("countdown", "puzzle24"):
+        return evaluate(answer).value is not None
+    if name in ("polynomial_multiplication", "simple_integration", "intermediate_integration"):
+        return bool(_ALGEBRA.fullmatch(answer)) and len(re.findall(r"\) *\*\*", answer)) < 2
+    return name != "coin_flip" or not _EXPONENT.search(answer)
+
+
+# --- the package
+
+
+def _package() -> Any:
+    """Return reasoning-gym, which then runs no answer. Raises: ConfigError where there is none."""
+    try:
+        package: Any = importlib.import_module("reasoning_gym")  # optional, slow to import
+    except ImportError as error:
+        raise ConfigError(
+            f"task=reasoning_gym needs a package ({error}): pip install 'clutch[reasoning_gym]'."
+        ) from None
+    for name in _EVALUATED:
+        kind = package.factory.DATASETS[name][0]
+        vars(importlib.import_module(kind.__module__))["eval"] = ast.literal_eval
+    return package
+
+
+def _check(dataset: str, config: dict[str, Any], place: str = "task") -> dict[str, Any]:
+    """Return the settings of a data set as the package takes them. Raises: ConfigError for an
+    unknown data set or setting, or a value of a wrong type. place: of both keys, in the settings.
+    """
+    known = _package().factory.DATASETS
+    key = f"{place}.{'dataset' if place == 'task' else 'name'}"
+    if dataset not in known:
+        near = difflib.get_close_matches(dataset, known, n=3) or sorted(known)
+        raise ConfigError(
+            f"{key}={dataset!r} is no data set of reasoning-gym. Did you mean {', '.join(near)}?"
+        )
+    if dataset == "codeio":  # it runs code that draws from generators without a seed
+        raise ConfigError(
+            f"{key}='codeio' makes other questions at every start, and a run must find its own"
+            " again. Use another data set."
+        )
+    if dataset in _UNORDERED and os.environ.get("PYTHONHASHSEED", "random") == "random":
+        raise ConfigError(
+            f"{key}={dataset!r} makes other questions at every start of Python, and a run must find"
+            " its own again. Put PYTHONHASHSEED=0 before the command, or use another data set."
+        )
+    parameters = inspect.signature(known[dataset][1]).parameters
+    names = [name for name in parameters if name not in ("seed", "size")]
+    for name in config:
+        if name not in names:
+            raise ConfigError(unknown_key(f"{place}.config.{name}", names))
+    if dataset == "composite":
+        return {"datasets": _check_parts(config.get("datasets"), place)}
+    given = [parameters[name].replace(default=inspect.Parameter.empty) for name in config]
+    return convert(f"{place}.config", config, given)
+
+
+def _check_parts(parts: Any, place: str) -> list[Any]:
+    """Return the data sets of `composite`. Raises: ConfigError."""
+    key = f"{place}.config.datasets"
+    shape = (
+        f"Give '{key}=[{{name: chain_sum, weight: 2, config: {{max_digits: 2}}}}, {{name: gcd}}]'."
+    )
+    if not isinstance(parts, list) or not parts:
+        raise ConfigError(f"{key} is needed by the data set composite. {shape}")
+    found = []
+    for position, part in enumerate(parts):
+        names = set(part) if isinstance(part, dict) else set()
+        odd = "name" not in names or not names <= {"name", "weight", "config"}
+        if odd or not isinstance(part.get("config", {}), dict) or part["name"] == "composite":
+            raise ConfigError(f"{key}[{position}]={part!r:.80} is no data set. {shape}")
+        weight = part.get("weight", 1)
+        if not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            raise ConfigError(f"{key}[{position}].weight={weight!r} is no number above 0.")
+        own = _check(part["name"], part.get("config", {}), f"{key}[{position}]")
+        found.append(_package().composite.DatasetSpec(part["name"], weight, own))
+    return found
+
+
+@lru_cache(maxsize=8)
+def _create(dataset: str, config: str, seed: int, size: int) -> Any:
+    """Return a data set of the package; config: in JSON. Some cannot be sent to other processes,
+    so each process has its own.
+    """
+    given = _check(dataset, json.loads(config))
+    return _package().create_dataset(dataset, seed=seed, size=size, **given)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed Python's global generator for data sets that draw from it, and keep what they print."""
+    before = random.getstate()
+    random.seed(seed)
+    try:
+        with redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        random.setstate(before)

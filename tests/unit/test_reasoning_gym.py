@@ -1,0 +1,160 @@
+"""The data sets of reasoning-gym: rows, scores, and that nothing that a model writes is run."""
+
+import json
+import pickle
+import random
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from common.config import ConfigError
+from common.tasks import build
+from common.tasks.reasoning_gym import ReasoningGym
+from launch import compose, train
+from tests.support import ROOT, SMALL_GRPO
+
+pytest.importorskip("reasoning_gym", reason="needs pip install 'clutch[reasoning_gym]'")
+
+SETTINGS: dict[str, Any] = OmegaConf.to_container(  # type: ignore
+    OmegaConf.load(ROOT / "conf/task/reasoning_gym.yaml")
+)
+MIX = [{"name": "chain_sum", "weight": 2, "config": {"max_digits": 1}}, {"name": "gcd"}]
+
+
+def make(dataset: str, **changed: Any) -> ReasoningGym:
+    task = build(SETTINGS | {"problems": 20, "test_problems": 8, "dataset": dataset} | changed)
+    assert isinstance(task, ReasoningGym)
+    return task
+
+
+def error(dataset: str, **changed: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make(dataset, **changed)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        *("chain_sum", "spell_backward", "gcd", "arc_1d", "bf", "countdown", "puzzle24", "sudoku"),
+        *("simple_integration", "binary_matrix", "spiral_matrix", "string_manipulation"),
+    ],
+)
+def test_own_answers_are_right_and_garbage_is_not(dataset, capsys):
+    task = make(dataset)
+    rows = task.examples("train")
+    assert task.rewards(rows, [f" {row.answer}" for row in rows]) == pytest.approx(
+        [1.0] * len(rows)
+    )
+    tags = [f"so <answer>{row.answer}</answer>" for row in rows]
+    assert task.metrics(rows, tags) == pytest.approx(
+        {"accuracy": 100.0, "score": 100.0, "answered": 100.0}
+    )
+    for text in ("", "garbage", "<answer>", "[[[", "9" * 5000, "(" * 500, "\x00", "1e99999999"):
+        assert all(0 <= value < 1 for value in task.rewards(rows, [text] * len(rows)))
+    sent = pickle.loads(pickle.dumps(task))
+    assert sent.rewards(rows, tags) == task.rewards(rows, tags)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_splits_are_disjoint_and_the_same_at_every_start():
+    code = (
+        "import json, sys; from common.tasks import build\n"
+        "settings = json.loads(sys.argv[1])\n"
+        "for name in ('chain_sum', 'list_functions'):\n"
+        "    task = build(settings | {'dataset': name})\n"
+        "    rows = [[e.question, e.answer] for s in ('train', 'test') for e in task.examples(s)]\n"
+        "    print(json.dumps(rows))\n"
+    )
+    given = json.dumps(SETTINGS | {"problems": 40, "test_problems": 20})
+    found = [
+        subprocess.check_output([sys.executable, "-c", code, given], cwd=ROOT, text=True)
+        for _ in range(2)
+    ]
+    assert found[0] == found[1]
+    few = make(
+        "chain_sum", problems=500, test_problems=200, config={"max_terms": 2, "max_digits": 1}
+    )
+    sets = [{row.question for row in few.examples(split)} for split in ("train", "test")]
+    assert not sets[0] & sets[1]
+    assert len(sets[0]) > 2 * len(sets[1]) > 50
+
+
+def test_text_of_a_model_is_not_run(tmp_path):
+    file = tmp_path / "run"
+    attack = f"__import__('pathlib').Path({str(file)!r}).touch()"
+    for dataset in ("string_insertion", "spiral_matrix", "binary_matrix", "n_queens", "countdown"):
+        task = make(dataset)
+        task.rewards(task.examples("test")[:1], [attack])
+    for dataset in ("puzzle24", "simple_integration", "intermediate_integration"):
+        task = make(dataset, problems=4, test_problems=2)
+        rows = task.examples("test")[:1]
+        huge = ["9**9**9**9", "((9**99)**99)**99", "exit()", "(x).real", "factorial(99999)"]
+        assert max(task.rewards(rows * 6, [attack, *huge])) < 0.2
+    assert not file.exists()
+
+
+def test_tags_are_needed_in_a_conversation():
+    task = make("spell_backward", chat=True)
+    (row, *_) = task.examples("test")
+    assert task.prompt(row)[0] == {"role": "system", "content": SETTINGS["system"]}
+    assert task.reward(row, row.answer) == 0
+    assert task.reward(row, f"<answer>{row.answer}</answer>") == 1
+    assert "The answer is" in task.hint(row)[1]["content"]  # type: ignore[index]
+
+
+def test_a_mix_has_rows_of_all():
+    task = make("composite", config={"datasets": MIX})
+    rows = task.examples("train")
+    sources = {row.extra["entry"]["metadata"]["source_dataset"] for row in rows}
+    assert sources == {"chain_sum", "gcd"}
+    assert task.metrics(rows, [row.answer for row in rows])["accuracy"] == 100
+
+
+def test_mistakes_are_told(monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert "task.dataset='chan_sum' is no data set of reasoning-gym. Did you mean chain_sum" in (
+        error("chan_sum")
+    )
+    assert "task.config.max_digit is not a setting. Did you mean 'max_digits'?" in error(
+        "chain_sum", config={"max_digit": 2}
+    )
+    assert "task.config.max_digits='two'" in error("chain_sum", config={"max_digits": "two"})
+    assert "task.config={'min_terms': 9}" in (text := error("chain_sum", config={"min_terms": 9}))
+    assert "max_terms must be >= min_terms" in text
+    assert "task.config.datasets is needed" in error("composite")
+    part = [{"name": "gcd", "config": {"terms": 1}}]
+    assert "task.config.datasets[0].config.terms" in error("composite", config={"datasets": part})
+    assert "Put PYTHONHASHSEED=0 before the command" in error("ransom_note")
+    assert "codeio' makes other questions at every start" in error("codeio")
+    unknown = make("rush_hour", problems=4, test_problems=2)
+    with pytest.raises(ConfigError, match="scores answers but gives none"):
+        unknown.pretraining(unknown.examples("train")[0], random.Random(0))
+
+
+def test_a_missing_package_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    assert "pip install 'clutch[reasoning_gym]'" in error("chain_sum")
+
+
+def test_a_run_trains_on_one_and_measures_others(in_cache, tmp_path):
+    given = [text for text in SMALL_GRPO if not text.startswith("task")]
+    also = "evaluate.also=[reasoning_gym,reasoning_gym/chain_sum]"
+    more = ["task=reasoning_gym", "task.problems=40", "task.test_problems=8", also]
+    result = train(compose([*given, *more, "algo.steps=2"]), tmp_path)
+    assert result.task == "reasoning_gym"
+    for name in ("accuracy", "reasoning_gym/accuracy", "reasoning_gym/chain_sum/score"):
+        assert 0 <= result.metrics["after"][name] <= 100
+
+
+def test_unknown_names_beside_the_task_are_told(in_cache, tmp_path):
+    with pytest.raises(ConfigError, match=r"task=units has no setting dataset. Use units"):
+        compose(["evaluate.also=[units/gcd]"])
+    run = compose(["hardware=cpu", "evaluate.also=[reasoning_gym/chan_sum]"])
+    with pytest.raises(
+        ConfigError, match=r"evaluate.also, task reasoning_gym/chan_sum: .*chain_sum"
+    ):
+        train(run, tmp_path)
