@@ -241,7 +241,7 @@ def open_dicts(arguments: Sequence[str], algorithms: Mapping[str, type]) -> list
     algo.optimizer.kwargs: Hydra takes a key that no file has for a mistake.
     """
     dicts = {f"algo.{name}" for schema in algorithms.values() for name in list_dicts(schema)}
-    more = ("slurm.options", "task.rewards", "engine.settings")
+    more = ("slurm.options", "task.rewards", "task.config", "engine.settings")
     opened = re.compile("|".join(rf"{name}[.=]" for name in (*dicts, *more)))
     return [f"++{argument}" if opened.match(argument) else argument for argument in arguments]
 

@@ -143,7 +143,13 @@ def test_a_missing_package_is_told(monkeypatch):
 def test_a_run_trains_on_one_and_measures_others(in_cache, tmp_path):
     given = [text for text in SMALL_GRPO if not text.startswith("task")]
     also = "evaluate.also=[reasoning_gym,reasoning_gym/chain_sum]"
-    more = ["task=reasoning_gym", "task.problems=40", "task.test_problems=8", also]
+    more = [
+        "task=reasoning_gym",
+        "task.problems=40",
+        "task.test_problems=8",
+        "task.config.max_word_len=5",
+        also,
+    ]
     result = train(compose([*given, *more, "algo.steps=2"]), tmp_path)
     assert result.task == "reasoning_gym"
     for name in ("accuracy", "reasoning_gym/accuracy", "reasoning_gym/chain_sum/score"):
