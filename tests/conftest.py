@@ -7,6 +7,7 @@ this file too, and they wait for it.
 import gc
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,8 @@ for name in [name for name in os.environ if name.startswith(FOREIGN) and name !=
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 os.environ["CLUTCH_PLOTS"] = "0"  # half a second of each run; tests of what a run leaves draw them
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A shell has what it runs in the background ignore Ctrl-C, and so would all that is started here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Thousands of waits for the disk, for power cuts that no test makes.
 os.fsync = lambda _: None
 

@@ -129,15 +129,10 @@ def open_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
 
 
 def serve(folders: Sequence[Path], port: int) -> None:
-    """Serve until Ctrl-C, which this thread only waits for: in the midst of a request it can get
-    lost.
-    """
+    """Serve until Ctrl-C."""
     with open_server(folders, port) as server:
         print(f"http://{HOST}:{server.server_address[1]}/ (Ctrl-C ends it)", flush=True)
-        serving = threading.Thread(target=server.serve_forever, daemon=True)
-        serving.start()
         try:
-            serving.join()
+            server.serve_forever()
         except KeyboardInterrupt:
-            server.shutdown()
             print()
