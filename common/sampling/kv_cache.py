@@ -111,25 +111,53 @@ class SlotCache:
 class PromptCache:
     """Collects the keys and values of `count` prompts, [count, heads, T, size] a layer, of which
     each forward makes those of `rows`.
+
+    Prompts that begin alike go on from an `opening`, at row `origin` [count] of it: a forward makes
+    what comes after it, `padding` [rows] columns and then tokens, and attends to the opening and to
+    these. What is collected has all padding on the left.
     """
 
-    def __init__(self, count: int = 0) -> None:
-        self.count = count
+    def __init__(
+        self, count: int = 0, opening: "PromptCache | None" = None, origin: Tensor | None = None
+    ) -> None:
+        self.count, self.opening, self.origin = count, opening, origin
         self.rows = torch.arange(count)
+        self.padding: list[int] = []
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store whole prompts of `layer`, [rows, heads, T, size]."""
+        """Store whole prompts of `layer`, or the rest of them, [rows, heads, T, size]. Returns what
+        they attend to.
+        """
         keys = keys.to(values.dtype)
+        if self.opening is None:
+            self.store(layer, keys, values)
+            return keys, values
+        assert self.origin is not None
+        origin, opening = self.origin[self.rows], self.opening
+        length = opening.keys[layer].shape[2]
+        keys = torch.cat((opening.keys[layer][origin], keys), dim=2)
+        values = torch.cat((opening.values[layer][origin], values), dim=2)
+        self.store(layer, keys, values)
+        # The opening moves to the right, to the rows' own tokens; padding is zeros.
+        padding = torch.tensor(self.padding, device=keys.device)
+        for width in sorted({*self.padding} - {0}):
+            some = self.rows[padding == width]
+            for stored in (self.keys[layer], self.values[layer]):
+                stored[some, :, width : width + length] = stored[some, :, :length]
+                stored[some, :, :width] = 0
+        return keys, values
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write down prompts of `layer`, in the place of `rows`."""
         if layer == len(self.keys):
             self.keys.append(keys.new_empty(self.count, *keys.shape[1:]))
             self.values.append(values.new_empty(self.count, *values.shape[1:]))
         self.keys[layer].index_copy_(0, self.rows, keys)
         self.values[layer].index_copy_(0, self.rows, values)
-        return keys, values
 
 
 class Prefix:

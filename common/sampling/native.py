@@ -2,7 +2,8 @@
 algorithms.
 
 A prompt is prefilled once for all its samples, and once for all members of a population as far as
-these have blocks in common (trunk.py). Where it has several samples, its keys and values are stored
+these have blocks in common (trunk.py). What all prompts of a call begin with, such as instructions
+and worked examples, is prefilled once for all of them, or once per member (`find_opening`). Where it has several samples, its keys and values are stored
 once: all rows of a prompt attend to them in one product (Hydragen, arXiv:2402.05099, has the
 same idea), so a step reads them once per group and not once per row. What rows generate has a cache
 that is allocated once, in slots; a finished row's slot goes to the next request. Keys are
@@ -67,6 +68,8 @@ DONE = ("tokens", "logprobs", "lengths", "finished", "witness")
 IN_CACHE = 16 * 49152
 # Prompts are prefilled in pieces of so many tokens: more at a time is not faster, and takes memory.
 PIECE_ON_CPU, PIECE = 1 << 12, 1 << 14
+# What prompts have in common is not worth a forward of its own below so many tokens.
+SHORT_OPENING = 32
 
 
 @contextmanager
@@ -320,6 +323,9 @@ class _Grid:
         self.firsts = [g * self.requests * requests.apart for g in range(self.groups)]
         self.slots = min(self.requests, max(1, rows // self.groups))  # of each group
         self.longest = max(len(prompt) for prompt in prompts)
+        of_group = len(prompts) // (self.groups if requests.apart else 1)
+        self.opening = find_opening(prompts, of_group)
+        self.opened: PromptCache | None = None  # of every group
         groups = self.groups
         total, length = groups * self.requests, sampling.max_new_tokens
         self.tokens = torch.full((total, length), sampler.pad_id, device=device)
@@ -576,7 +582,7 @@ class _Grid:
         if width:
             ids = [p + [p[-1] if p else 0] * (width - len(p)) for p in needed]  # dummies fill up
             flat = [i for row in ids for i in row]
-            prompt, logits = self.prefill([self.prompts[i] for i in flat], width)
+            prompt, logits = self.prefill_rest([self.prompts[i] for i in flat], width)
             source = [
                 [g * width + ids[g].index(q // self.samples) for q in qs]
                 for g, qs in enumerate(wanted)
@@ -613,19 +619,23 @@ class _Grid:
         self.prefix.replace(keep, prompt, lengths)
         return list(range(len(keep), len(keep) + len(lengths)))
 
-    def prefill(self, prompts: list[Sequence[int]], each: int) -> tuple[PromptCache, Tensor]:
+    def prefill(
+        self, prompts: list[Sequence[int]], each: int, opening: PromptCache | None = None
+    ) -> tuple[PromptCache, Tensor]:
         """Run prompts, `each` of every group, through the model piece by piece, padded on the left.
-        Returns their cache and the last logits [n, V].
+        opening: of every group, what its prompts go on from. Returns their cache and the last
+        logits [n, V].
         """
-        width = max(len(p) for p in prompts)
-        cache, parts, order, trunk = PromptCache(len(prompts)), [], [], None
+        width, device = max(len(p) for p in prompts), self.sampler.device
+        group = torch.arange(len(prompts), device=device) // each
+        cache, parts, order, trunk = PromptCache(len(prompts), opening, group), [], [], None
         if self.trunk and self.groups > 1:
             most, model = max(1, self.sampler.piece // width), self.sampler.used
             run = partial(self.prefill_piece, width=width)
-            trunk = Trunk(model, self.trunk, prompts, run, most)
+            trunk = Trunk(model, self.trunk, prompts, run, most, opening)
             trunk.hand_over(cache)
         for groups, rows in self.pieces(each, width):
-            cache.rows = torch.tensor(rows, device=self.sampler.device)
+            cache.rows = torch.tensor(rows, device=device)
             with self.narrow(groups), trunk.skipped(cache.rows) if trunk else nullcontext():
                 parts.append(self.prefill_piece([prompts[row] for row in rows], cache, width))
             order += rows
@@ -633,6 +643,16 @@ class _Grid:
         if order != sorted(order):
             logits = logits[torch.tensor(order, device=logits.device).argsort()]
         return cache, logits
+
+    def prefill_rest(self, prompts: list[Sequence[int]], each: int) -> tuple[PromptCache, Tensor]:
+        """`prefill`, but what all prompts of the call begin with goes through the model once per
+        group and call.
+        """
+        if not self.opening:
+            return self.prefill(prompts, each)
+        if self.opened is None:
+            self.opened, _ = self.prefill([self.opening] * self.groups, 1)
+        return self.prefill([p[len(self.opening) :] for p in prompts], each, self.opened)
 
     def pieces(self, each: int, width: int) -> Iterator[tuple[range, list[int]]]:
         """Yield the groups and the rows of each piece of a prefill, of `each` rows per group and
@@ -665,10 +685,13 @@ class _Grid:
         causal = (column[None, :] <= column[:, None])[None] & (
             column[None, None, :] >= first[:, None, None]
         )
-        mask = additive(
-            causal | torch.eye(width, dtype=torch.bool, device=device)[None], self.sampler.dtype
-        )[:, None]
+        visible = causal | torch.eye(width, dtype=torch.bool, device=device)[None]
         position = (column[None, :] - first[:, None]).clamp(min=0)
+        if cache.opening is not None:
+            cache.padding, length = [width - len(p) for p in prompts], len(self.opening)
+            visible = torch.nn.functional.pad(visible, (length, 0), value=True)
+            position = position + length
+        mask = additive(visible, self.sampler.dtype)[:, None]
         return self.sampler.used(
             input_ids=ids,
             attention_mask=mask,
@@ -794,6 +817,22 @@ class _Grid:
         self.cache.shift(by)
         self.start -= by
         self.cache.first = int(self.start.min())
+
+
+def find_opening(prompts: Sequence[Sequence[int]], of_group: int) -> Sequence[int]:
+    """Return the tokens that all prompts begin with, such as instructions and worked examples, none
+    where it would save less than half of the tokens to be prefilled.
+
+    of_group: prompts that go on from one opening. Each of them keeps a token of its own, whose
+    logits are needed.
+    """
+    low, high = min(prompts), max(prompts)  # what these have in common, all have
+    most = min(map(len, prompts)) - 1
+    same = next((i for i in range(most) if low[i] != high[i]), most)
+    saved = (of_group - 1) * same
+    if same < SHORT_OPENING or 2 * saved < of_group * max(map(len, prompts)):
+        return ()
+    return low[:same]
 
 
 def _draw_floats(sampling: SamplingConfig) -> int:

@@ -24,7 +24,7 @@ class Trunk:
 
     A block of a decoder returns its hidden states [rows, T, d], alone or first in a tuple.
     Args: prompts: of each row; run: puts some prompts through the model and fills a cache; most: so
-    many at a time.
+    many at a time; opening: what all prompts go on from, where they begin alike.
     """
 
     def __init__(
@@ -34,11 +34,13 @@ class Trunk:
         prompts: Prompts,
         run: Callable[[Prompts, PromptCache], Any],
         most: int,
+        opening: PromptCache | None = None,
     ) -> None:
         self.blocks, device = fsdp.blocks(model)[:count], fsdp.device(model)
         places = {tuple(p): place for place, p in enumerate(dict.fromkeys(map(tuple, prompts)))}
         self.origin = torch.tensor([places[tuple(prompt)] for prompt in prompts], device=device)
-        self.cache, different, parts = PromptCache(len(places)), list(places), []
+        same = torch.zeros(len(places), dtype=torch.long, device=device)  # whichever group's
+        self.cache, different, parts = PromptCache(len(places), opening, same), list(places), []
         for start in range(0, len(different), most):
             some = different[start : start + most]
             self.cache.rows = torch.arange(start, start + len(some), device=device)

@@ -13,7 +13,7 @@ from eggroll import noise as noise_module
 from eggroll.config import NoiseConfig
 from eggroll.fitness import fitness, over_samples
 from eggroll.noise import Noise
-from tests.support.models import ARCHITECTURES, small_model
+from tests.support.models import ARCHITECTURES, prompts_that_open_alike, small_model
 
 GREEDY = SamplingConfig(max_new_tokens=12, temperature=0.0, top_p=1.0, top_k=0)
 
@@ -185,6 +185,37 @@ def test_members_share_the_blocks_below_the_noise(name, rows, monkeypatch):
             for member in range(4)
         ]
         assert torch.equal(made.tokens, torch.cat([one.tokens for one in alone]))
+        assert len({tuple(row) for row in made.tokens.tolist()}) > 3, "members differ"
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("shared", [{}, {"lower": "frozen"}])
+@pytest.mark.parametrize("rows", [8, 100])
+def test_members_prefill_what_prompts_begin_with_once(name, shared, rows, monkeypatch):
+    """Each of them, and all of them together below the noise; every member's completions are its
+    own model's.
+    """
+    model = small_model(name)
+    noise = Noise(model, policy(name, **shared), rank=2, mirrored=True, seed=3)
+    prompts, seen = prompts_that_open_alike(), []
+    alone = [
+        Sampler(
+            materialised(model, noise, 1, member, 4, 0.3), pad_id=0, stop_ids=[11, 12], rows=4
+        ).generate(Requests(prompts=prompts), GREEDY)
+        for member in range(4)
+    ]
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    for piece in (1 << 12, 20):
+        monkeypatch.setattr(native, "PIECE_ON_CPU", piece)
+        seen.clear()
+        with noise.members(1, range(4), 0.3):
+            asked = Requests(prompts=prompts, groups=4, narrow=noise.narrow, trunk=noise.trunk)
+            made = Sampler(model, pad_id=0, stop_ids=[11, 12], rows=rows).generate(asked, GREEDY)
+        assert torch.equal(made.tokens, torch.cat([one.tokens for one in alone]))
+        opened = sum(rows for rows, width in seen if width == 40)
+        assert opened == 4 + noise.trunk, "frozen blocks have read it before"
         assert len({tuple(row) for row in made.tokens.tolist()}) > 3, "members differ"
 
 

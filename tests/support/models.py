@@ -63,6 +63,15 @@ def prompts(lengths=(3, 9, 5, 12, 7), seed=0):
     return [torch.randint(2, 90, (n,), generator=generator).tolist() for n in lengths]
 
 
+def prompts_that_open_alike(lengths=(3, 9, 5, 1), opening=40, seed=0):
+    """Prompts with the same instructions before tokens of their own, so many of each."""
+    generator = torch.Generator().manual_seed(seed)
+    start, *rest = (
+        torch.randint(2, 90, (n,), generator=generator).tolist() for n in (opening, *lengths)
+    )
+    return [[*start, 90 + place, *own[1:]] for place, own in enumerate(rest)]
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model" / "model.safetensors")
 

@@ -19,6 +19,7 @@ from tests.support.models import (
     ARCHITECTURES,
     check_greedy,
     prompts,
+    prompts_that_open_alike,
     sampling,
     small_model,
 )
@@ -64,6 +65,15 @@ def test_rows_with_lengths_of_their_own_change_nothing(name, rows, groups, flash
     same(flash(model, rows).generate(requests, sampling(1.0)), plain)
     assert Tape.replayed > Tape.recorded > 1, "one for each number of rows"
     assert Tape.recorded <= 4
+
+
+def test_prompts_that_begin_alike(flash):
+    """What is prefilled once for all of them lies in front of each row's own tokens."""
+    model = small_model("qwen2")
+    requests = Requests(prompts=prompts_that_open_alike(), samples=2, seed=3, logprobs=True)
+    plain = Sampler(model, rows=8, **STOPS).generate(requests, sampling(1.0))
+    for rows in (3, 8):
+        same(flash(model, rows).generate(requests, sampling(1.0)), plain)
 
 
 def test_calls_that_follow_record_nothing(flash):

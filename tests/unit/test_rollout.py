@@ -4,11 +4,12 @@ import torch
 from common.model.half import packed
 from common.sampling import native
 from common.sampling.engine import Requests
-from common.sampling.native import BLOCK, LOOK_EVERY, Sampler, draw, invert_cdf
+from common.sampling.native import BLOCK, LOOK_EVERY, Sampler, draw, find_opening, invert_cdf
 from tests.support.models import (
     ARCHITECTURES,
     check_greedy,
     prompts,
+    prompts_that_open_alike,
     sampling,
     small_model,
 )
@@ -176,6 +177,49 @@ def test_the_prompt_of_a_group_is_prefilled_once():
         Requests(prompts=prompts(), samples=4), sampling(1.0, new=6)
     )
     assert sum(prefilled) == 5  # 20 rows through 3 slots
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("rows", [2, 64])
+def test_what_prompts_begin_with_is_prefilled_once(name, samples, rows, monkeypatch):
+    """In the call, whatever the pieces and the refills; and it changes nothing."""
+    model, seen = small_model(name), []
+
+    def note(_: object, args: tuple, kwargs: dict) -> None:
+        if kwargs["input_ids"].shape[1] > 1:
+            seen.append(tuple(kwargs["input_ids"].shape))
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    asked = Requests(prompts=prompts_that_open_alike(), samples=samples, seed=3, logprobs=True)
+    for piece in (1 << 12, 10):
+        monkeypatch.setattr(native, "PIECE_ON_CPU", piece)
+        seen.clear()
+        made = sampler(model, rows).generate(asked, sampling(1.0))
+        assert seen[0] == (1, 40)
+        assert all(width <= 9 for _, width in seen[1:])
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "SHORT_OPENING", 1000)
+            seen.clear()
+            whole = sampler(model, rows).generate(asked, sampling(1.0))
+            assert max(width for _, width in seen) == 49
+        assert torch.equal(made.tokens, whole.tokens)
+        assert torch.equal(made.lengths, whole.lengths)
+        torch.testing.assert_close(made.logprobs, whole.logprobs, rtol=0, atol=1e-5)
+
+
+def test_an_opening_is_what_all_prompts_begin_with():
+    start = list(range(40))
+    assert find_opening([[*start, 50], [*start, 51, 52], [*start, 53]], 3) == start
+    assert find_opening([[*start, 50], [*start, 50], [*start, 50]], 3) == start
+    same = [start, start, start]
+    assert find_opening(same, 3) == start[:39], "the last token of each is its own"
+    assert find_opening([start[:36], start, start], 3) == start[:35]
+    assert find_opening([[*start, 50], [*start, 51]], 2) == (), "half of the tokens are not saved"
+    assert find_opening([start, start, list(range(1, 41))], 3) == ()
+    short = [[*start[:20], 50 + i] for i in range(8)]
+    assert find_opening(short, 8) == (), "20 tokens are not worth a forward"
+    assert find_opening([[7], [7], [8]], 3) == ()
 
 
 def test_draw_follows_the_distribution():
