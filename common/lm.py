@@ -23,8 +23,14 @@ from common.model.adapter import Adapter
 from common.model.export import empty_like, export_model
 from common.model.half import keep_wide, narrow, narrowed, round_layers
 from common.model.load import load_model
-from common.model.memory import StateMemory, head_size
-from common.model.prompts import context_length, context_name, encode_prompts, stop_ids
+from common.model.memory import StateMemory, cache_bytes, head_size
+from common.model.prompts import (
+    context_length,
+    context_name,
+    encode_prompts,
+    find_opening,
+    stop_ids,
+)
 from common.rows import RowLimit
 from common.sampling.engine import Completions, Engine, Load, Requests, Setup, open_engine
 from common.tasks import Example, Task, build, task_name
@@ -203,7 +209,10 @@ class LM:
     def read_examples(self) -> None:
         """Read training and held-out examples into `order` and `held_out`. Raises: ConfigError."""
         splits = {"train": list(self.task.examples("train")), "test": self.candidates()}
-        splits, self.longest_prompt = self.fit_prompts(self.task.prompt, splits)
+        splits, prompts = self.fit_prompts(self.task.prompt, splits)
+        self.longest_prompt = max(map(len, prompts))
+        # As of a set of many; that of the few prompts of a step is hardly longer.
+        self.opening = len(find_opening(prompts, len(prompts)))
         self.order = ExampleOrder(splits["train"], self.run.seed)
         self.held_out = splits["test"][: self.run.evaluate.examples]
 
@@ -230,8 +239,8 @@ class LM:
         ask: Callable[[Example], Any],
         splits: dict[str, list[Example]],
         tokens: int | None = None,
-    ) -> tuple[dict[str, list[Example]], int]:
-        """Return the examples whose prompts fit the context, and the tokens of the longest.
+    ) -> tuple[dict[str, list[Example]], list[list[int]]]:
+        """Return the examples whose prompts fit the context, and the tokens of all these prompts.
 
         Args: ask: makes the prompt of an example; tokens: of a completion, None =
         algo.sampling.max_new_tokens.
@@ -241,7 +250,7 @@ class LM:
         new: int = tokens or self.run.algo.sampling.max_new_tokens
         context = context_length(self.model)
         kept: dict[str, list[Example]] = {split: [] for split in splits}
-        misfits, fitting, longest = [], 0, 0
+        misfits, fitting, longest = [], [], 0
         for split, examples in splits.items():
             prompts = encode_prompts(self.tokenizer, [ask(example) for example in examples])
             for example, ids in zip(examples, prompts, strict=True):
@@ -250,7 +259,7 @@ class LM:
                     misfits.append((split, example.id, len(ids)))
                 else:
                     kept[split].append(example)
-                    fitting = max(fitting, len(ids))
+                    fitting.append(ids)
         count = sum(map(len, splits.values()))
         self.skipped_prompts += len(misfits)
         if misfits and (self.run.prompts.too_long == "error" or not all(kept.values())):
@@ -346,6 +355,13 @@ class LM:
             return self.rollout_fixed + self.engine.peak_bytes(rows, load)
 
         fit(self.engine.limit, peak, self.context)
+
+    @property
+    def opening_bytes(self) -> float:
+        """Bytes of what all prompts begin with, which the native engine holds once per member."""
+        if self.engine.separate:
+            return 0.0
+        return self.opening * cache_bytes(self.model.config, self.precision.compute.itemsize)
 
     def rollout_peak(self, completions: int, samples: int) -> float:
         """Return the bytes of a rollout of so many completions, `samples` of each prompt, with the

@@ -54,12 +54,12 @@ def split_prompts(lm: LM) -> Prompts:
         )
     validation = ExampleOrder(train, seed).take(0, count)
     train = without(task, train, validation)
-    held_out, hinted = lm.candidates(), 0
+    held_out, hinted = lm.candidates(), []
     if cfg.hint_samples:  # longer than the prompts
         kept, hinted = lm.fit_prompts(task.hint, {"train": train})  # type: ignore[attr-defined]
         train = kept["train"]
     splits = {"train": [*train, *validation], "test": held_out}
-    splits, longest = lm.fit_prompts(task.prompt, splits)
+    splits, plain = lm.fit_prompts(task.prompt, splits)
     fitting = {example.id for example in splits["train"]}
     train = [example for example in train if example.id in fitting]
     validation = [example for example in validation if example.id in fitting]
@@ -68,8 +68,8 @@ def split_prompts(lm: LM) -> Prompts:
     if not overlap:
         told = f"none of {len(examples):,} training prompts is among the {len(everything):,}"
         told += " evaluation prompts"
-    order = ExampleOrder(train, seed)
-    return Prompts(train, validation, held_out, told, order, max(longest, hinted))
+    order, longest = ExampleOrder(train, seed), max(map(len, [*plain, *hinted]))
+    return Prompts(train, validation, held_out, told, order, longest)
 
 
 def without(task: Task, examples: list[Example], measured: list[Example]) -> list[Example]:

@@ -13,6 +13,9 @@ from common.config import ConfigError
 from common.files import first_line
 from common.tasks import Messages, plain
 
+# What prompts have in common is not worth a forward of its own below so many tokens.
+SHORT_OPENING = 32
+
 
 def context_length(model: PreTrainedModel) -> int:
     """Return how long a sequence, prompt and completion together in tokens, the sampler computes
@@ -108,6 +111,25 @@ def encode_prompts(
                 " task's prompt a text."
             )
     return prompts
+
+
+def find_opening(prompts: Sequence[Sequence[int]], of_group: int) -> Sequence[int]:
+    """Return the tokens that all prompts begin with, such as instructions and worked examples, none
+    where it would save less than half of the tokens to be prefilled.
+
+    of_group: prompts that go on from one opening. Each of them keeps a token of its own, whose
+    logits are needed.
+    """
+    if not prompts:
+        return ()
+    # What the first and the last of them in order have in common, all have.
+    low, high = min(prompts, key=tuple), max(prompts, key=tuple)
+    most = min(map(len, prompts)) - 1
+    same = next((i for i in range(most) if low[i] != high[i]), most)
+    saved = (of_group - 1) * same
+    if same < SHORT_OPENING or 2 * saved < of_group * max(map(len, prompts)):
+        return ()
+    return low[:same]
 
 
 def _conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:

@@ -3,13 +3,14 @@ algorithms.
 
 A prompt is prefilled once for all its samples, and once for all members of a population as far as
 these have blocks in common (trunk.py). What all prompts of a call begin with, such as instructions
-and worked examples, is prefilled once for all of them, or once per member (`find_opening`). Where it has several samples, its keys and values are stored
-once: all rows of a prompt attend to them in one product (Hydragen, arXiv:2402.05099, has the
-same idea), so a step reads them once per group and not once per row. What rows generate has a cache
-that is allocated once, in slots; a finished row's slot goes to the next request. Keys are
-right-aligned: all rows write the same column, a row's valid columns end there, so a step's write is
-one slice and a newcomer starts at the current column. Where a prompt has one sample or cannot be
-apart (see `Sampler.shares`), each row has its prompt in front of its own columns.
+and worked examples, is prefilled once for all of them, or once per member (`find_opening`). Where a
+prompt has several samples, its keys and values are stored once: all rows of a prompt attend to them
+in one product (Hydragen, arXiv:2402.05099, has the same idea), so a step reads them once per group
+and not once per row. What rows generate has a cache that is allocated once, in slots; a finished
+row's slot goes to the next request. Keys are right-aligned: all rows write the same column, a row's
+valid columns end there, so a step's write is one slice and a newcomer starts at the current column.
+Where a prompt has one sample or cannot be apart (see `Sampler.shares`), each row has its prompt in
+front of its own columns.
 
 On CUDA a decode step is several hundred kernels that each run for less time than they take to
 launch, so it is recorded as a CUDA graph and replayed (`CudaGraphs`): one graph for each number of
@@ -41,7 +42,7 @@ from common.model import logprobs, quantized, varlen
 from common.model.half import Narrow, compiled, is_adapted, packed, packs
 from common.model.masks import additive
 from common.model.memory import cache_bytes
-from common.model.prompts import context_length
+from common.model.prompts import context_length, find_opening
 from common.model.transfer import to_device
 from common.profile import tracing_some
 from common.rows import RowLimit
@@ -68,8 +69,6 @@ DONE = ("tokens", "logprobs", "lengths", "finished", "witness")
 IN_CACHE = 16 * 49152
 # Prompts are prefilled in pieces of so many tokens: more at a time is not faster, and takes memory.
 PIECE_ON_CPU, PIECE = 1 << 12, 1 << 14
-# What prompts have in common is not worth a forward of its own below so many tokens.
-SHORT_OPENING = 32
 
 
 @contextmanager
@@ -323,8 +322,8 @@ class _Grid:
         self.firsts = [g * self.requests * requests.apart for g in range(self.groups)]
         self.slots = min(self.requests, max(1, rows // self.groups))  # of each group
         self.longest = max(len(prompt) for prompt in prompts)
-        of_group = len(prompts) // (self.groups if requests.apart else 1)
-        self.opening = find_opening(prompts, of_group)
+        own = self.groups if requests.apart else 1
+        self.opening = find_opening(prompts, len(prompts) // own)
         self.opened: PromptCache | None = None  # of every group
         groups = self.groups
         total, length = groups * self.requests, sampling.max_new_tokens
@@ -334,8 +333,7 @@ class _Grid:
             self.logprobs = torch.zeros((total, length), device=device)
         self.lengths = torch.zeros(total, dtype=torch.long, device=device)
         self.finished = torch.zeros(total, dtype=torch.bool, device=device)
-        # Of each row, a sum that is finite as long as its logits are.
-        self.witness = torch.zeros(total, device=device)
+        self.witness = torch.zeros(total, device=device)  # sums, finite as long as logits are
         self.uniforms = None
         if sampling.temperature > 0:
             keys = range(len(prompts)) if requests.ids is None else requests.ids
@@ -817,22 +815,6 @@ class _Grid:
         self.cache.shift(by)
         self.start -= by
         self.cache.first = int(self.start.min())
-
-
-def find_opening(prompts: Sequence[Sequence[int]], of_group: int) -> Sequence[int]:
-    """Return the tokens that all prompts begin with, such as instructions and worked examples, none
-    where it would save less than half of the tokens to be prefilled.
-
-    of_group: prompts that go on from one opening. Each of them keeps a token of its own, whose
-    logits are needed.
-    """
-    low, high = min(prompts), max(prompts)  # what these have in common, all have
-    most = min(map(len, prompts)) - 1
-    same = next((i for i in range(most) if low[i] != high[i]), most)
-    saved = (of_group - 1) * same
-    if same < SHORT_OPENING or 2 * saved < of_group * max(map(len, prompts)):
-        return ()
-    return low[:same]
 
 
 def _draw_floats(sampling: SamplingConfig) -> int:

@@ -1,10 +1,12 @@
 import pytest
 import torch
 
+from common.model import prompts as model_prompts
 from common.model.half import packed
+from common.model.prompts import find_opening
 from common.sampling import native
 from common.sampling.engine import Requests
-from common.sampling.native import BLOCK, LOOK_EVERY, Sampler, draw, find_opening, invert_cdf
+from common.sampling.native import BLOCK, LOOK_EVERY, Sampler, draw, invert_cdf
 from tests.support.models import (
     ARCHITECTURES,
     check_greedy,
@@ -199,7 +201,7 @@ def test_what_prompts_begin_with_is_prefilled_once(name, samples, rows, monkeypa
         assert seen[0] == (1, 40)
         assert all(width <= 9 for _, width in seen[1:])
         with monkeypatch.context() as patch:
-            patch.setattr(native, "SHORT_OPENING", 1000)
+            patch.setattr(model_prompts, "SHORT_OPENING", 1000)
             seen.clear()
             whole = sampler(model, rows).generate(asked, sampling(1.0))
             assert max(width for _, width in seen) == 49
@@ -219,7 +221,7 @@ def test_an_opening_is_what_all_prompts_begin_with():
     assert find_opening([start, start, list(range(1, 41))], 3) == ()
     short = [[*start[:20], 50 + i] for i in range(8)]
     assert find_opening(short, 8) == (), "20 tokens are not worth a forward"
-    assert find_opening([[7], [7], [8]], 3) == ()
+    assert find_opening([[7], [7], [8]], 3) == find_opening([], 0) == ()
 
 
 def test_draw_follows_the_distribution():
