@@ -25,6 +25,7 @@ from common.model.half import keep_wide, narrow, narrowed, round_layers
 from common.model.load import load_model
 from common.model.memory import StateMemory, cache_bytes, head_size
 from common.model.prompts import (
+    SAVED,
     context_length,
     context_name,
     encode_prompts,
@@ -212,7 +213,7 @@ class LM:
         splits, prompts = self.fit_prompts(self.task.prompt, splits)
         self.longest_prompt = max(map(len, prompts))
         # As of a set of many; that of the few prompts of a step is hardly longer.
-        self.opening = len(find_opening(prompts, len(prompts)))
+        self.opening = len(find_opening(prompts, len(prompts), SAVED))
         self.order = ExampleOrder(splits["train"], self.run.seed)
         self.held_out = splits["test"][: self.run.evaluate.examples]
 

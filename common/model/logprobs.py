@@ -4,9 +4,10 @@ vocabulary in chunks.
 A batch has places [prompts, P + G * C]: a row is one prompt (on the right of P) and then its G
 completions (each on the left of C). The model computes the tokens of all rows as one sequence
 without the empty places; attention alone lays them out, so that a completion attends to its prompt
-and to itself, never to another. Positions go on from the prompt. The forward equals one of G
-separate rows [prompt, completion], at a fraction of the tokens (PrefixGrouper, arXiv:2506.05433,
-has the same idea for FlashAttention).
+and to itself, never to another. Positions go on from the prompt. What all prompts begin with, such
+as instructions and worked examples (`find_opening`), is computed in the first row alone, and laid
+out in each. The forward equals one of G separate rows [prompt, completion], at a fraction of the
+tokens (PrefixGrouper, arXiv:2506.05433, has the same idea for FlashAttention).
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from common.config import ConfigError
 from common.distributed import fsdp
 from common.model import attention, varlen
 from common.model.masks import additive
+from common.model.prompts import find_opening
 from common.model.transfer import to_device
 from common.precision import exact_float32
 
@@ -40,10 +42,14 @@ class Groups:
 
     Attributes:
         ids, positions: int64 [1, T], row by row.
-        places: int64 [T], the place of each among n * (P + G * C); None where all are taken.
+        places: int64 [T], the place of each among n * (P + G * C), the first where it has several;
+            None where all are taken.
+        copies: None, or where the opening stands in the other rows: int64 [(n - 1) * opening],
+            the tokens and their places.
         mask: bool [n * G, C], True on real completion tokens. slots: int64 [N], where these are.
         targets: int64 [N], those tokens. predictors: int64 [N], which of the T predicts each.
         lengths: tokens of each prompt and of its completions, by row; 0 where there are fewer.
+        opening: tokens that all prompts begin with.
         sizes: n, P, G, C.
         prompt_mask: [n, 1, P, P], None where no prompt is padded. completion_mask: [n * G, 1, C,
             P + C]. Both are additive. spans: what takes the place of both in flash attention.
@@ -53,11 +59,13 @@ class Groups:
     ids: Tensor
     positions: Tensor
     places: Tensor | None
+    copies: tuple[Tensor, Tensor] | None
     mask: Tensor
     slots: Tensor
     targets: Tensor
     predictors: Tensor
     lengths: list[list[int]]
+    opening: int
     sizes: tuple[int, int, int, int]
     prompt_mask: Tensor | None = None
     completion_mask: Tensor | None = None
@@ -68,7 +76,7 @@ class Groups:
         attention for the heads of `config`, else masks, made here and not in each layer.
         """
         if varlen.has_flash(config, self.ids.device, dtype):
-            return replace(self, spans=varlen.span(self.lengths, self.ids.device))
+            return replace(self, spans=varlen.span(self.lengths, self.opening, self.ids.device))
         return self.masked(dtype)
 
     def masked(self, dtype: torch.dtype) -> "Groups":
@@ -93,9 +101,12 @@ class Groups:
         n, prompt, size, length = self.sizes
         x = x.transpose(1, 2)[0]
         if self.places is not None:
-            x = x.new_zeros(n * (prompt + size * length), *x.shape[1:]).index_copy_(
-                0, self.places, x
-            )
+            laid = x.new_zeros(n * (prompt + size * length), *x.shape[1:])
+            laid.index_copy_(0, self.places, x)
+            if self.copies is not None:
+                tokens, places = self.copies
+                laid.index_copy_(0, places, x[tokens])
+            x = laid
         return x.view(n, prompt + size * length, *x.shape[1:]).transpose(1, 2)
 
     def take_up(self, x: Tensor) -> Tensor:
@@ -115,11 +126,13 @@ def group(
     width = max(len(p) for p in prompts)
     length = max(len(c) for group in completions for c in group)
     ids = torch.zeros(n, width + size * length, dtype=torch.long)
-    real = torch.zeros(ids.shape, dtype=torch.bool)
+    real = torch.zeros(ids.shape, dtype=torch.bool)  # but what another row has computed
+    opening = len(find_opening(prompts, n, 0.0))
     tokens = torch.tensor([len(p) for p in prompts])  # of each prompt
     for row, (prompt, group) in enumerate(zip(prompts, completions, strict=True)):
+        skipped = opening if row else 0
         for start, part in [
-            (width - len(prompt), prompt),
+            (width - len(prompt) + skipped, prompt[skipped:]),
             *((width + i * length, c) for i, c in enumerate(group)),
         ]:
             ids[row, start : start + len(part)] = torch.as_tensor(part)
@@ -131,21 +144,26 @@ def group(
     number = (real.flatten().cumsum(0) - 1).view(real.shape)  # of the token at each place
     own = number[:, width:].view(n, size, length)
     before = torch.cat((number[:, width - 1, None, None].expand(n, size, 1), own[:, :, :-1]), dim=2)
+    same = torch.arange(opening)
+    again = (torch.arange(1, n) * ids.shape[1] + first[1:])[:, None] + same
+    copied = [same.repeat(n - 1), again.flatten()]
     # What is on the host goes to the device at once.
     places, slots = real.flatten().nonzero()[:, 0], mask.flatten().nonzero()[:, 0]
     laid = [ids[real][None], positions[real][None], places, slots, ids[:, width:][mask.flatten(1)]]
-    moved = to_device([*laid, before[mask]], device)
-    ids, positions, places, slots, targets, predictors = moved
+    moved = to_device([*laid, before[mask], *copied], device)
+    ids, positions, places, slots, targets, predictors, *copied = moved
     filled = torch.zeros(n * size * length, dtype=torch.bool, device=device)
     return Groups(
         ids=ids,
         positions=positions,
         places=None if len(places) == real.numel() else places,
+        copies=(copied[0], copied[1]) if opening else None,
         mask=filled.index_fill_(0, slots, True).view(n * size, length),
         slots=slots,
         targets=targets,
         predictors=predictors,
         lengths=[[len(p), *map(len, cs)] for p, cs in zip(prompts, completions, strict=True)],
+        opening=opening,
         sizes=(n, width, size, length),
     )
 

@@ -13,8 +13,9 @@ from common.config import ConfigError
 from common.files import first_line
 from common.tasks import Messages, plain
 
-# What prompts have in common is not worth a forward of its own below so many tokens.
-SHORT_OPENING = 32
+# What prompts begin with is computed once, if it is as many tokens; and the sampler, which needs a
+# forward for it, wants to save so large a share of all.
+SHORT_OPENING, SAVED = 32, 0.5
 
 
 def context_length(model: PreTrainedModel) -> int:
@@ -113,9 +114,9 @@ def encode_prompts(
     return prompts
 
 
-def find_opening(prompts: Sequence[Sequence[int]], of_group: int) -> Sequence[int]:
+def find_opening(prompts: Sequence[Sequence[int]], of_group: int, least: float) -> Sequence[int]:
     """Return the tokens that all prompts begin with, such as instructions and worked examples, none
-    where it would save less than half of the tokens to be prefilled.
+    where that would save less than the share `least` of their tokens.
 
     of_group: prompts that go on from one opening. Each of them keeps a token of its own, whose
     logits are needed.
@@ -127,7 +128,7 @@ def find_opening(prompts: Sequence[Sequence[int]], of_group: int) -> Sequence[in
     most = min(map(len, prompts)) - 1
     same = next((i for i in range(most) if low[i] != high[i]), most)
     saved = (of_group - 1) * same
-    if same < SHORT_OPENING or 2 * saved < of_group * max(map(len, prompts)):
+    if same < SHORT_OPENING or saved <= least * of_group * max(map(len, prompts)):
         return ()
     return low[:same]
 

@@ -3,11 +3,12 @@ each other, key heads that query heads share, and no mask.
 
 Tokens lie as in `logprobs.Groups`: a row is a prompt and then its completions, without empty
 places. Two calls make the attention of a row. Every sequence attends to itself, causally; and the
-completions of a prompt, as one sequence of queries, attend to all of the prompt. A token of a
-completion gets the mean of both, weighted by the sums of their softmax: so a prompt's keys are
-neither copied for its completions nor hidden from them by a mask. Going backward, flash attention
-makes the softmax again from that sum; given the sum of both parts and the mean, each call returns
-its share of the gradients (as in Ring Attention, arXiv:2310.01889).
+completions of a prompt, as one sequence of queries, attend to all of the prompt. Where prompts
+begin alike, a third call lets all rows but the first attend to that opening, which the first one
+has. A token gets the mean of its parts, weighted by the sums of their softmax: so a prompt's keys
+are neither copied for its completions nor hidden from them by a mask. Going backward, flash
+attention makes the softmax again from that sum; given the sum of all parts and the mean, each call
+returns its share of the gradients (as in Ring Attention, arXiv:2310.01889).
 
 The kernels are FlashAttention-2's (arXiv:2307.08691), by the operator of PyTorch that
 `torch.nn.attention.varlen` calls, which PyTorch has in that module from 2.12 on.
@@ -127,25 +128,36 @@ def attend_backward(
 
 
 @dataclass(frozen=True)
+class Look:
+    """Queries that attend to keys of other sequences. queries, keys: int64, which of the tokens
+    these are.
+    """
+
+    sequences: Sequences
+    queries: Tensor
+    keys: Tensor
+
+
+@dataclass(frozen=True)
 class Spans:
-    """The places of n prompts and their completions among T tokens, N of them in completions, M in
-    prompts.
+    """The places of prompts and their completions among T tokens.
 
     Attributes:
         own: every prompt and every completion, attending to itself.
-        to_prompt: the completions of each prompt, one sequence of queries, and the prompt as keys.
-        completions, prompts: int64 [N] and [M], which of the T tokens these are.
+        looks: the completions of each prompt, one sequence of queries, at the prompt; and, where
+            prompts begin alike, all rows but the first at the opening.
     """
 
     own: Sequences
-    to_prompt: Sequences
-    completions: Tensor
-    prompts: Tensor
+    looks: tuple[Look, ...]
 
 
-def span(lengths: Sequence[Sequence[int]], device: torch.device) -> Spans:
-    """Lay out rows of a prompt and its completions. lengths: tokens of each, by row; 0 = none."""
+def span(lengths: Sequence[Sequence[int]], opening: int, device: torch.device) -> Spans:
+    """Lay out rows of a prompt and its completions. lengths: tokens of each, by row; 0 = none;
+    opening: tokens of each prompt that only the first row has.
+    """
     rows = torch.tensor(lengths)  # [n, 1 + G]
+    rows[1:, 0] -= opening
     prompts, completions = rows[:, 0], rows[:, 1:].sum(1)
     flat = rows.flatten()
     first = torch.arange(rows.shape[1]).expand_as(rows).flatten() == 0
@@ -153,14 +165,18 @@ def span(lengths: Sequence[Sequence[int]], device: torch.device) -> Spans:
     flat = flat[flat > 0]
     found = [torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in (flat, completions, prompts)]
     found += [(~of_prompt).nonzero()[:, 0], of_prompt.nonzero()[:, 0]]
-    own, queries, keys, *where = to_device(found, device)
-    own, queries, keys = (x.int() for x in (own, queries, keys))
+    others = torch.arange(int(rows[0].sum()), len(of_prompt))
+    found += [torch.tensor([0, len(others)]), torch.tensor([0, opening])]
+    found += [others, torch.arange(opening)]
+    own, queries, keys, at, of, *looking = to_device(found, device)
+    own, queries, keys, *ends = (x.int() for x in (own, queries, keys, *looking[:2]))
     longest = int(flat.max())
-    return Spans(
-        Sequences(own, own, (longest, longest), causal=True),
-        Sequences(queries, keys, (int(completions.max()), int(prompts.max())), causal=False),
-        *where,
-    )
+    to_prompt = Sequences(queries, keys, (int(completions.max()), int(prompts.max())), causal=False)
+    looks = [Look(to_prompt, at, of)]
+    if opening:
+        to_opening = Sequences(ends[0], ends[1], (len(others), opening), causal=False)
+        looks.append(Look(to_opening, looking[2], looking[3]))
+    return Spans(Sequences(own, own, (longest, longest), causal=True), tuple(looks))
 
 
 def attend_in_groups(
@@ -173,20 +189,21 @@ def attend_in_groups(
 
 
 class _Grouped(torch.autograd.Function):
-    """Both calls, put together."""
+    """All calls, put together."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float | None
     ) -> Tensor:
         """Args: as of `attend_in_groups`."""
-        at, of = spans.completions, spans.prompts
         out, total = attend(query, key, value, spans.own, scale)
-        prompt, prompt_total = attend(query[at], key[of], value[of], spans.to_prompt, scale)
-        own_total = total[:, at]  # [heads, N]
-        share = torch.sigmoid(prompt_total - own_total).T[..., None]
-        out[at] = torch.lerp(out[at].float(), prompt.float(), share).to(out.dtype)
-        total[:, at] = torch.logaddexp(own_total, prompt_total)
+        for look in spans.looks:
+            at, of = look.queries, look.keys
+            other, other_total = attend(query[at], key[of], value[of], look.sequences, scale)
+            own_total = total[:, at]  # [heads, queries]
+            share = torch.sigmoid(other_total - own_total).T[..., None]
+            out[at] = torch.lerp(out[at].float(), other.float(), share).to(out.dtype)
+            total[:, at] = torch.logaddexp(own_total, other_total)
         ctx.save_for_backward(query, key, value, out, total)
         ctx.spans, ctx.scale = spans, scale
         return out
@@ -194,14 +211,14 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Add what the completions' attention to their prompts says to what is their own."""
+        """Add what the attention to others says to what is their own."""
         query, key, value, out, total = ctx.saved_tensors
         spans: Spans = ctx.spans
-        at, of = spans.completions, spans.prompts
-        inputs = (query, key, value)
-        own = attend_backward(grad, inputs, (out, total), spans.own, ctx.scale)
-        inputs, made = (query[at], key[of], value[of]), (out[at], total[:, at].contiguous())
-        more = attend_backward(grad[at], inputs, made, spans.to_prompt, ctx.scale)
-        for gradient, where, other in zip(own, (at, of, of), more, strict=True):
-            gradient[where] += other
+        own = attend_backward(grad, (query, key, value), (out, total), spans.own, ctx.scale)
+        for look in spans.looks:
+            at, of = look.queries, look.keys
+            inputs, made = (query[at], key[of], value[of]), (out[at], total[:, at].contiguous())
+            more = attend_backward(grad[at], inputs, made, look.sequences, ctx.scale)
+            for gradient, where, other in zip(own, (at, of, of), more, strict=True):
+                gradient[where] += other
         return *own, None, None

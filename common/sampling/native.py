@@ -42,7 +42,7 @@ from common.model import logprobs, quantized, varlen
 from common.model.half import Narrow, compiled, is_adapted, packed, packs
 from common.model.masks import additive
 from common.model.memory import cache_bytes
-from common.model.prompts import context_length, find_opening
+from common.model.prompts import SAVED, context_length, find_opening
 from common.model.transfer import to_device
 from common.profile import tracing_some
 from common.rows import RowLimit
@@ -323,7 +323,7 @@ class _Grid:
         self.slots = min(self.requests, max(1, rows // self.groups))  # of each group
         self.longest = max(len(prompt) for prompt in prompts)
         own = self.groups if requests.apart else 1
-        self.opening = find_opening(prompts, len(prompts) // own)
+        self.opening = find_opening(prompts, len(prompts) // own, SAVED)
         self.opened: PromptCache | None = None  # of every group
         groups = self.groups
         total, length = groups * self.requests, sampling.max_new_tokens

@@ -25,6 +25,13 @@ def data(sizes=((5, (3, 7, 1)), (9, (4, 6)), (2, (7, 2, 5)))):
     return [ids(p) for p, _ in sizes], [[ids(c) for c in cs] for _, cs in sizes]
 
 
+def data_that_opens_alike(opening=40):
+    """The same with a long text in front of every prompt."""
+    prompts, completions = data()
+    start = data(((opening, (1,)),))[0][0]
+    return [[*start, 90 + i, *own] for i, own in enumerate(prompts)], completions
+
+
 def unpadded(model, prompts, completions, temperature):
     """One row at a time, no padding, the model's own logits."""
     logp, entropy = [], []
@@ -75,6 +82,23 @@ def test_equals_the_unpadded_model(name, temperature, chunk, fused, monkeypatch)
     prepare(model)
     prompts, completions = data()
     check_unpadded(model, other, prompts, completions, temperature, 1e-5)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_prompts_begin_with_is_computed_once(name, fused, monkeypatch):
+    """It changes neither values nor gradients, whether prompts are as long as each other or not."""
+    if not fused:
+        monkeypatch.setattr(attention, "fits", lambda *_: False)
+    prompts, completions = data_that_opens_alike()
+    level = [prompt[:43] for prompt in prompts]
+    for given in (prompts, level):
+        model, other = small_model(name), small_model(name)
+        prepare(model)
+        laid = group(given, completions, CPU)
+        rows = [len(row) for group in completions for row in group]
+        assert laid.ids.numel() == sum(map(len, given)) - 2 * 40 + sum(rows)
+        check_unpadded(model, other, given, completions, 0.7, 2e-5)
 
 
 def test_no_padding_is_computed():

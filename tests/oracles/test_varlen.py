@@ -10,7 +10,7 @@ from common.model.logprobs import group, prepare, token_logprobs
 from common.model.memory import Batch, activation_bytes
 from common.model.varlen import Sequences, attend, attend_in_groups, has_flash, span
 from common.optim import checkpoint_activations, no_dropout
-from tests.oracles.test_logprobs import CPU, check_unpadded, data
+from tests.oracles.test_logprobs import CPU, check_unpadded, data, data_that_opens_alike
 from tests.support.flash import emulated, forward
 from tests.support.models import ARCHITECTURES, small_model
 
@@ -25,15 +25,16 @@ def flash():
 
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_equals_the_unpadded_model(name, recomputed, flash):
-    """Values and gradients; prompts and completions of any lengths."""
+@pytest.mark.parametrize("make", [data, data_that_opens_alike])
+def test_equals_the_unpadded_model(make, name, recomputed, flash):
+    """Values and gradients; of any lengths, and of prompts that begin alike."""
     model, other = small_model(name), small_model(name)
     prepare(model)
     if recomputed:
         checkpoint_activations(model)
         no_dropout(model)
         model.train()
-    prompts, completions = data()
+    prompts, completions = make()
     laid = group(prompts, completions, CPU)
     assert laid.for_attention(model.config, BF16).completion_mask is None
     check_unpadded(model, other, prompts, completions, 0.7, 2e-5)
@@ -57,10 +58,11 @@ def alike(one, other):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_in_bfloat16_it_is_the_masked_attention(name):
+@pytest.mark.parametrize("make", [data, data_that_opens_alike])
+def test_in_bfloat16_it_is_the_masked_attention(make, name):
     model = small_model(name)
     prepare(model)
-    laid = group(*data(), CPU)
+    laid = group(*make(), CPU)
     masked = gradients(model, laid)
     with emulated():
         alike(gradients(model, laid), masked)
@@ -188,14 +190,26 @@ def test_on_a_gpu_the_kernel_is_what_the_tests_compute(queries, keys, causal):
 
 def test_spans_are_those_of_the_layout():
     """Rows of a prompt and its completions, one behind the other."""
-    laid = span([[2, 1, 3], [1, 2, 2]], CPU)
+    laid = span([[2, 1, 3], [1, 2, 2]], 0, CPU)
     assert laid.own.queries.tolist() == [0, 2, 3, 6, 7, 9, 11]
-    assert laid.to_prompt.queries.tolist() == [0, 4, 8]
-    assert laid.to_prompt.keys.tolist() == [0, 2, 3]
-    assert laid.prompts.tolist() == [0, 1, 6]
-    assert laid.completions.tolist() == [2, 3, 4, 5, 7, 8, 9, 10]
-    assert (laid.own.longest, laid.to_prompt.longest) == ((3, 3), (4, 2))
+    [look] = laid.looks
+    assert look.sequences.queries.tolist() == [0, 4, 8]
+    assert look.sequences.keys.tolist() == [0, 2, 3]
+    assert look.keys.tolist() == [0, 1, 6]
+    assert look.queries.tolist() == [2, 3, 4, 5, 7, 8, 9, 10]
+    assert (laid.own.longest, look.sequences.longest) == ((3, 3), (4, 2))
     query = torch.randn(11, 2, 8, requires_grad=True)
     with emulated():
         attend_in_groups(query, query, query, laid, None).sum().backward()
     assert query.grad.isfinite().all()
+
+
+def test_spans_of_prompts_that_begin_alike():
+    """The first row has the opening; the others look at it with all that they have."""
+    own, (to_prompt, to_opening) = (laid := span([[4, 1], [3, 2]], 2, CPU)).own, laid.looks
+    assert own.queries.tolist() == [0, 4, 5, 6, 8]
+    assert to_prompt.keys.tolist() == [0, 1, 2, 3, 5]
+    assert to_prompt.sequences.keys.tolist() == [0, 4, 5]
+    assert to_opening.queries.tolist() == [5, 6, 7]
+    assert to_opening.keys.tolist() == [0, 1]
+    assert to_opening.sequences.longest == (3, 2)

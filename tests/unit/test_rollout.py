@@ -212,16 +212,21 @@ def test_what_prompts_begin_with_is_prefilled_once(name, samples, rows, monkeypa
 
 def test_an_opening_is_what_all_prompts_begin_with():
     start = list(range(40))
-    assert find_opening([[*start, 50], [*start, 51, 52], [*start, 53]], 3) == start
-    assert find_opening([[*start, 50], [*start, 50], [*start, 50]], 3) == start
-    same = [start, start, start]
-    assert find_opening(same, 3) == start[:39], "the last token of each is its own"
-    assert find_opening([start[:36], start, start], 3) == start[:35]
-    assert find_opening([[*start, 50], [*start, 51]], 2) == (), "half of the tokens are not saved"
-    assert find_opening([start, start, list(range(1, 41))], 3) == ()
-    short = [[*start[:20], 50 + i] for i in range(8)]
-    assert find_opening(short, 8) == (), "20 tokens are not worth a forward"
-    assert find_opening([[7], [7], [8]], 3) == find_opening([], 0) == ()
+
+    def found(prompts: list[list[int]], least: float = 0.5) -> list[int]:
+        return list(find_opening(prompts, len(prompts), least))
+
+    assert found([[*start, 50], [*start, 51, 52], [*start, 53]]) == start
+    assert found([[*start, 50], [*start, 50], [*start, 50]]) == start
+    assert found([start, start, start]) == start[:39], "the last token of each is its own"
+    assert found([start[:36], start, start]) == start[:35]
+    two = [[*start, 50], [*start, 51]]
+    assert found(two) == [], "half of the tokens are not saved"
+    assert found(two, 0.0) == start
+    assert found([start], 0.0) == [], "one prompt shares with none"
+    assert found([start, start, start[1:]]) == []
+    assert found([[*start[:20], 50 + i] for i in range(8)], 0.0) == [], "20 tokens are too few"
+    assert found([[7], [7], [8]]) == found([]) == []
 
 
 def test_draw_follows_the_distribution():
