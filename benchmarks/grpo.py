@@ -59,20 +59,24 @@ PLAIN, OURS, PEER = "one prompt at a time", "float32", "TRL 1.16"
 
 class Positions(Chess):
     """The chess rows, scored as the peer's script scores them: random bytes earn something too, so
-    groups are alive. times: how often a prompt says its question.
+    groups are alive. times: questions of a prompt, its own or, with `alike`, that of another before
+    it, the same in all prompts.
     """
 
-    def __init__(self, times: int = 1) -> None:
+    def __init__(self, times: int = 1, alike: bool = False) -> None:
         settings: dict[str, Any] = dict(shipped("task/chess.yaml"))
         for name in ("_target_", "pretrain_steps", "positions", "test_positions", "weights"):
             settings.pop(name)
         super().__init__(positions=256, test_positions=8, weights={"levenshtein": 1.0}, **settings)
         self.components = {"levenshtein": self.rewards}
-        self.times = times
+        self.times, self.first = times, None
+        if alike:
+            self.first = next(iter(self.examples("train"))).question
 
     def prompt(self, example: Example) -> str:
-        """Return the question, again and again."""
-        return " ".join([example.question] * self.times)
+        """Return the question behind others."""
+        before = [self.first or example.question] * (self.times - 1)
+        return " ".join([*before, example.question])
 
     def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         """Return the similarity of each completion to the answer."""
@@ -123,7 +127,7 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
     memory = measure.Peak()
     run = run_of(work, f"algo.steps={work['steps'] + 1}", *work["switches"])
     folder = Path(tempfile.mkdtemp(dir=work["folder"]))
-    train(run, folder / "run", task=Positions(work["times"]))
+    train(run, folder / "run", task=Positions(work["times"], work["alike"]))
     peak = memory.gb()
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()[1:]
     events = [json.loads(line) for line in lines]
@@ -280,7 +284,7 @@ def peer(work: dict[str, Any]) -> dict[str, Any]:
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work["model"])
     tokenizer.eos_token = "<eos>"  # it wants one; the model's configuration has none
-    task = Positions(work["times"])
+    task = Positions(work["times"], work["alike"])
     rows = [(task.prompt(row), row.answer) for row in task.examples("train")]
     data = Dataset.from_list([{"prompt": prompt, "answer": answer} for prompt, answer in rows])
     arguments = GRPOConfig(
@@ -374,7 +378,7 @@ def run(options: argparse.Namespace) -> measure.Report:
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         work = {"model": f"{folder}/model", "folder": folder, "new": NEW[name], "half": False}
-        work |= {"prompts": PROMPTS, "samples": SAMPLES, "times": 1, "parts": 1}
+        work |= {"prompts": PROMPTS, "samples": SAMPLES, "times": 1, "alike": False, "parts": 1}
         work |= {"lr": LR, "curve": True}
         work |= {"steps": report.repeats, "device": device.type, "beta": options.beta}
         report.conditions["sizes"] = write_model(name, work["model"])
