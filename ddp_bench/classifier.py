@@ -69,7 +69,7 @@ class Classifier:
     def probabilities(self, rows: Any, chosen: Sequence[int]) -> Tensor:
         """Return class probabilities of `chosen`, float64 [len(chosen), classes], on all ranks."""
         context, model = self.context, self.model
-        mine = range(context.rank, len(chosen), context.world_size)
+        mine = context.share(range(len(chosen)))
         found = torch.zeros(len(chosen), len(self.task.classes), dtype=torch.float64)
         with fsdp.forwards(model, idle=lambda: self._forward(rows, [0])):
             if mine:
