@@ -4,21 +4,26 @@ tiny model, by the held-out measure after training.
     python -m benchmarks probe --json probe.json                 # all points, hours
     python -m benchmarks probe --json probe.json --points 5      # five more of them
 
-A point is a run of EGGROLL's defaults, in a process of its own. The points that the JSON holds are
-not run again, so that a grid is filled in over several sessions; it is written after each of them.
-Seeds come one after the other, each with all points, the probe's choice and the defaults first. No
-clock is read: the runs may share the machine.
+A point is a run of EGGROLL's defaults, in a process of its own with one thread; there are as many
+at a time as cores, as no clock is read. The points that the JSON holds are not run again, so that a
+grid is filled in bit by bit; it is written after each of them. Seeds come one after the other, each
+with all points, the probe's choice and the defaults first.
 """
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import torch
 
 from benchmarks import measure
 from benchmarks.measure import Report
@@ -73,6 +78,7 @@ def name_points(sizes: Sizes, seeds: int) -> Iterator[tuple[str, list[str]]]:
 
 def measure_point(overrides: list[str]) -> dict[str, Any]:
     """Return what a run came to; a run that ends in NaN has nothing after training."""
+    torch.set_num_threads(1)
     with TemporaryDirectory() as folder:
         try:
             result = train(compose(overrides), Path(folder))
@@ -92,13 +98,18 @@ def run(options: argparse.Namespace) -> Report:
     points = read_points(options.json, report.conditions["sizes"])
     report.conditions[POINTS] = points
     asked = dict(name_points(sizes, report.repeats))
-    missing = [name for name in asked if name not in points]
-    for name in missing[: options.points]:
-        measure.progress(f"{len(points) + 1} of {len(asked)}: {name}")
-        found = measure.in_new_process(__name__, measure_point, asked[name])
-        points[name] = found | {"commit": report.conditions["commit"]}
-        if options.json is not None:
-            report.save(options.json)
+    missing = [name for name in asked if name not in points][: options.points]
+    runs = partial(measure.in_new_process, __name__, measure_point)
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        waiting = {pool.submit(runs, asked[name]): name for name in missing}
+        measure.progress(f"{len(points)} of {len(asked)} points")
+        for done in as_completed(waiting):
+            points[waiting[done]] = done.result() | {"commit": report.conditions["commit"]}
+            points = {name: points[name] for name in [*asked, *points] if name in points}
+            report.conditions[POINTS] = points
+            measure.progress(f"{len(points)} of {len(asked)} points: {waiting[done]}")
+            if options.json is not None:
+                report.save(options.json)
     measure.progress("")
     for task in sizes.tasks:
         add_task(report, sizes, task)
