@@ -37,9 +37,9 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--weights": {"type": Path, "metavar": "DIR", "help": "default: random numbers"},
         "--vllm": {"type": Path, "metavar": "PYTHON", "help": "default: without vLLM"},
         "--part": {
-            "choices": ("sampling", "grpo", "rft"),
+            "choices": ("sampling", "eggroll", "grpo", "rft"),
             "default": "sampling",
-            "help": "sampling and EGGROLL; a GRPO step beside TRL's; RFT beside `generate` and TRL",
+            "help": "sampling; a step of EGGROLL; of GRPO beside TRL's; RFT beside both peers",
         },
     },
     "directions": {

@@ -1,6 +1,7 @@
 """Compare with `generate` and vLLM on a model that people use: SmolLM2-135M, in bfloat16.
 
     python -m benchmarks real --weights DIR --vllm PYTHON --json real.json
+    python -m benchmarks real --weights DIR --part eggroll --json eggroll.json
     python -m benchmarks real --weights DIR --part grpo --json grpo.json
     python -m benchmarks real --weights DIR --part rft --json rft.json
 
@@ -19,9 +20,9 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -153,7 +154,7 @@ def run(options: argparse.Namespace) -> Report:
     if options.part != "sampling":
         if options.weights is None:
             sys.exit(f"error: --part {options.part} needs --weights DIR.")
-        (compare_grpo if options.part == "grpo" else compare_rft)(report, options)
+        PARTS[options.part](report, options)
         return report
     new = 4 if options.quick else MEMBERS.new_tokens
     model = load(options.weights).to(report.device)
@@ -177,21 +178,31 @@ def run(options: argparse.Namespace) -> Report:
         compare_population(report, model, adapted, new)
     if options.vllm is not None:
         compare_engine(report, model, options.vllm, new)
-    if not options.quick:
-        for name in (STEP, ALIKE):
-            work = Work(EVOLVED, report.device, torch.bfloat16, model=model, algo=warm(EVOLVED))
-            if name == ALIKE:
-                work.prompts[:, :OPENING] = work.prompts[0, :OPENING]
-            took, _ = measure.seconds(partial(evolve, work), report.device)
-            report.add(name, took, "s")
-            report.figures.append((name, "<= 30 s on two cores", f"{took:.0f} s"))
     return report
 
 
-def evolve(work: Work) -> None:
-    """Take a step of EGGROLL."""
-    work.population()
-    work.update()
+def time_steps(report: Report, options: argparse.Namespace) -> None:
+    """Time a step of EGGROLL."""
+    model = load(options.weights).to(report.device)
+    few = {"members": 2, "prompts": 2, "new_tokens": 4} if options.quick else {}
+    sizes = replace(EVOLVED, **few)
+    report.conditions["sizes"] = {"evolved": asdict(sizes)}
+
+    def prepare(alike: bool) -> Callable[[], None]:
+        work = Work(sizes, report.device, torch.bfloat16, model=model, algo=warm(sizes))
+        if alike:
+            work.prompts[:, :OPENING] = work.prompts[0, :OPENING]
+
+        def step() -> None:
+            work.population()
+            work.update()
+
+        return step
+
+    cases = [Case(STEP, prepare(alike=False)), Case(ALIKE, prepare(alike=True))]
+    for name, timing in report.time(cases).items():
+        report.add(name, timing.p50, "s")
+        report.figures.append((name, "<= 30 s on two cores", f"{timing.p50:.1f} s"))
 
 
 def warm(sizes: Sizes) -> EggrollConfig:
@@ -322,3 +333,6 @@ def add_figures(report: Report, speeds: dict[str, list[float]], shape: str) -> N
         if shape + peer in speeds:
             ratio = paired(speeds[shape + OURS], speeds[shape + peer])
             report.figures.append((f"{shape}against {peer}", least, f"{ratio:.2f}x"))
+
+
+PARTS = {"eggroll": time_steps, "grpo": compare_grpo, "rft": compare_rft}
