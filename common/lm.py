@@ -23,9 +23,8 @@ from common.model.adapter import Adapter
 from common.model.export import empty_like, export_model
 from common.model.half import keep_wide, narrow, narrowed, round_layers
 from common.model.load import load_model
-from common.model.memory import StateMemory, cache_bytes, head_size
+from common.model.memory import StateMemory, head_size
 from common.model.prompts import (
-    SAVED,
     context_length,
     context_name,
     encode_prompts,
@@ -211,11 +210,17 @@ class LM:
         """Read training and held-out examples into `order` and `held_out`. Raises: ConfigError."""
         splits = {"train": list(self.task.examples("train")), "test": self.candidates()}
         splits, prompts = self.fit_prompts(self.task.prompt, splits)
-        self.longest_prompt = max(map(len, prompts))
-        # As of a set of many; that of the few prompts of a step is hardly longer.
-        self.opening = len(find_opening(prompts, len(prompts), SAVED))
+        self.measure_prompts(prompts, [])
         self.order = ExampleOrder(splits["train"], self.run.seed)
         self.held_out = splits["test"][: self.run.evaluate.examples]
+
+    def measure_prompts(self, prompts: list[list[int]], hinted: list[list[int]]) -> None:
+        """Note for plans how many tokens the longest prompt has, and how many all begin with.
+        hinted: other prompts, which no model is trained on.
+        """
+        self.longest_prompt = max(map(len, [*prompts, *hinted]))
+        # As of a set of many; that of the few prompts of a step is at least as long, hardly longer.
+        self.opening = len(find_opening(prompts, len(prompts), 0.0))
 
     def candidates(self) -> list[Example]:
         """Return the test examples that evaluate.examples are taken of: with prompts.too_long=skip
@@ -345,30 +350,26 @@ class LM:
             state = StateMemory.of_adapter(*held, trained, copies, moments)
         return replace(state, engine=engine)
 
-    def fit_rollout(self, state: StateMemory, extra_bytes: float = 0.0) -> None:
+    def fit_rollout(self, state: StateMemory, extra_bytes: float = 0.0, groups: int = 1) -> None:
         """Fit the engine's rows to the memory, for prompts of which each has one sample, and more
-        of them than rows. extra_bytes: what else is there, whatever the rows.
+        of them than rows. extra_bytes: what else is there, whatever the rows; groups: the most of a
+        call.
         """
         self.rollout_fixed = state.on_rank(self.model, rollout=True) + extra_bytes
-        load = Load(self.longest_prompt, self.run.algo.sampling)
+        self.opened = groups * self.opening
+        load = Load(self.longest_prompt, self.run.algo.sampling, opening=self.opened)
 
         def peak(rows: int) -> float:
             return self.rollout_fixed + self.engine.peak_bytes(rows, load)
 
         fit(self.engine.limit, peak, self.context)
 
-    @property
-    def opening_bytes(self) -> float:
-        """Bytes of what all prompts begin with, which the native engine holds once per member."""
-        if self.engine.separate:
-            return 0.0
-        return self.opening * cache_bytes(self.model.config, self.precision.compute.itemsize)
-
     def rollout_peak(self, completions: int, samples: int) -> float:
         """Return the bytes of a rollout of so many completions, `samples` of each prompt, with the
         weights and what else is there.
         """
-        load = Load(self.longest_prompt, self.run.algo.sampling, samples, completions)
+        settings = self.run.algo.sampling
+        load = Load(self.longest_prompt, settings, samples, completions, self.opened)
         rows = min(self.engine.limit.rows, completions)
         self.rollout_sampled = self.engine.peak_bytes(rows, load)
         return self.rollout_fixed + self.rollout_sampled

@@ -195,7 +195,8 @@ class Classifier:
         fit(limit, lambda rows: held + rows * row, context)
         limit.rows = min(context.gather_objects(limit.rows))  # ranks cut their batches alike
         share = -(-self.cfg.batch_size // context.world_size)
-        self.peak = training_peak(self.model, self.memory, row, limit.rows, share)
+        held, single = min(limit.rows, share) * row, share <= limit.rows
+        self.peak = training_peak(self.model, self.memory, held, single)
 
     def export(self, folder: Path, weights: dict[str, Tensor] | None) -> Path:
         """Write FOLDER/model, and the predictions and confusions of its test beside it."""

@@ -125,7 +125,7 @@ class Population:
         self.members = cfg.most_members  # what memory is planned for
         directions = len(self._chunks()[0]) // cfg.pair
         drawn = 4.0 * sum(4 * a.blocks for a in noise.addresses) * directions
-        lm.fit_rollout(self.state, drawn + len(self._chunks()[0]) * lm.opening_bytes)
+        lm.fit_rollout(self.state, drawn, len(self._chunks()[0]))
         # Members are shared out by the rows, so ranks with unlike memory must agree on them.
         lm.engine.limit.rows = min(lm.context.gather_objects(lm.engine.limit.rows))
         self.perturbed = sum(math.prod(address.shape) for address in noise.addresses)

@@ -240,20 +240,28 @@ class Policy:
         once = logits_bytes(lm.model, self.limit.rows * cfg.sampling.max_new_tokens)
         state = self.state.on_rank(lm.model, rollout=False)
         new, compute = cfg.sampling.max_new_tokens, lm.precision.compute
-        one = Batch(1 / cfg.samples_per_prompt, lm.longest_prompt, 1, new, compute)
-        row = activation_bytes(lm.model, one, self.recomputed)
-        fit(self.limit, lambda rows: state + once + rows * row, lm.context)
-        passing = passing_bytes(lm.model, one) if self.recomputed else 0.0
+
+        def batch(rows: int) -> Batch:
+            prompts = rows / cfg.samples_per_prompt
+            return Batch(prompts, lm.longest_prompt, rows, new, compute, lm.opening)
+
+        def held(rows: int) -> float:
+            return activation_bytes(lm.model, batch(rows), self.recomputed)
+
+        fit(self.limit, lambda rows: state + once + held(rows), lm.context)
         # Ranks cut micro-batches alike: see `step`.
         self.limit.rows = min(lm.context.gather_objects(self.limit.rows))
         share = -(-cfg.prompts_per_step // lm.context.world_size) * cfg.samples_per_prompt
         self.completions = share  # of this rank per step
-        once = logits_bytes(lm.model, min(self.limit.rows, share) * cfg.sampling.max_new_tokens)
+        most = min(self.limit.rows, share)
+        once = logits_bytes(lm.model, most * new)
+        passing = passing_bytes(lm.model, batch(most)) if self.recomputed else 0.0
+        single = share <= self.limit.rows
         reference = lm.reference_bytes if own and not kept else 0
         missing = self.state.gradients_on_rank(lm.model)  # in a rollout
         self.peak = max(
             lm.rollout_peak(share, cfg.samples_per_prompt) - missing,
-            training_peak(lm.model, self.state, row, self.limit.rows, share, once, passing),
+            training_peak(lm.model, self.state, held(most), single, once, passing),
             lm.rollout_fixed - missing + reference,
         )
 

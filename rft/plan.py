@@ -24,7 +24,7 @@ from rft.prompts import Prompts
 TRAIN_ROWS = {"cpu": 32, "cuda": 128}
 
 
-def fit_rows(lm: LM, prompts: Prompts) -> tuple[RowLimit, float, StateMemory]:
+def fit_rows(lm: LM) -> tuple[RowLimit, float, StateMemory]:
     """Fit rollout and training rows to the memory. Returns those of training, the bytes in all, and
     what of them are weights and training state.
     """
@@ -35,22 +35,27 @@ def fit_rows(lm: LM, prompts: Prompts) -> tuple[RowLimit, float, StateMemory]:
         cfg.train_rows or min(cfg.batch_size, TRAIN_ROWS[lm.device.type]),
         fixed=fsdp.of(lm.model) is not None,
     )
-    lm.longest_prompt = prompts.longest
     lm.fit_rollout(lm.state_memory(False, copies=lm.half))
     # Autocast's casts, which go block by block where activations are recomputed.
     recomputed, compute = lm.run.opt.checkpointing.enabled, lm.precision.compute
     training = lm.state_memory(True, copies=lm.half and not recomputed)
-    one = Batch(1, prompts.longest, 1, tokens, compute)
-    row = activation_bytes(lm.model, one, recomputed)
-    passing = passing_bytes(lm.model, one) if recomputed else 0.0
     once = logits_bytes(lm.model, limit.rows * tokens)
-    held = training.on_rank(lm.model, rollout=False) + once
-    fit(limit, lambda rows: held + rows * row, lm.context)
+    state = training.on_rank(lm.model, rollout=False)
+
+    def batch(rows: int) -> Batch:
+        return Batch(rows, lm.longest_prompt, rows, tokens, compute, lm.opening)
+
+    def held(rows: int) -> float:
+        return activation_bytes(lm.model, batch(rows), recomputed)
+
+    fit(limit, lambda rows: state + once + held(rows), lm.context)
     share = -(-cfg.batch_size // lm.context.world_size)
-    once = logits_bytes(lm.model, min(limit.rows, share) * tokens)
+    most = min(limit.rows, share)
+    once = logits_bytes(lm.model, most * tokens)
+    passing = passing_bytes(lm.model, batch(most)) if recomputed else 0.0
     peak = max(
         lm.rollout_peak(cfg.prompts_per_batch * cfg.chunk_size, cfg.chunk_size),
-        training_peak(lm.model, training, row, limit.rows, share, once, passing),
+        training_peak(lm.model, training, held(most), share <= limit.rows, once, passing),
     )
     return limit, peak, training
 

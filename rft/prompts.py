@@ -14,14 +14,13 @@ from rft.config import RftConfig
 
 @dataclass(frozen=True)
 class Prompts:
-    """overlap: a sentence on what training and evaluation prompts share. longest: in tokens."""
+    """overlap: a sentence on what training and evaluation prompts share."""
 
     train: list[Example]
     validation: list[Example]
     held_out: list[Example]
     overlap: str
     order: ExampleOrder
-    longest: int
 
     def of(self, iteration: int, count: int | None) -> list[Example]:
         """Return the `count` training prompts (None = all) of a 1-based iteration, in order."""
@@ -68,8 +67,8 @@ def split_prompts(lm: LM) -> Prompts:
     if not overlap:
         told = f"none of {len(examples):,} training prompts is among the {len(everything):,}"
         told += " evaluation prompts"
-    order, longest = ExampleOrder(train, seed), max(map(len, [*plain, *hinted]))
-    return Prompts(train, validation, held_out, told, order, longest)
+    lm.measure_prompts(plain, hinted)
+    return Prompts(train, validation, held_out, told, ExampleOrder(train, seed))
 
 
 def without(task: Task, examples: list[Example], measured: list[Example]) -> list[Example]:

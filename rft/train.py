@@ -94,7 +94,7 @@ def prepare(session: Session, lm: LM) -> Work:
     prompts = split_prompts(lm)
     lm.held_out, lm.order = prompts.held_out, prompts.order
     folder = RunFolder(run, lm.context)
-    train_limit, peak, state = fit_rows(lm, prompts)
+    train_limit, peak, state = fit_rows(lm)
     tell(run, lm.context, lm, plan(lm, prompts, train_limit, peak, state))
     if lm.context.main and not cfg.shard:
         summary.write_run(run, lm.context.out_dir, lm.context.device.name, lm.reproducible)

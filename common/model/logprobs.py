@@ -44,8 +44,7 @@ class Groups:
         ids, positions: int64 [1, T], row by row.
         places: int64 [T], the place of each among n * (P + G * C), the first where it has several;
             None where all are taken.
-        copies: None, or where the opening stands in the other rows: int64 [(n - 1) * opening],
-            the tokens and their places.
+        copies: None, or where the opening stands in the other rows: int64 [(n - 1) * opening].
         mask: bool [n * G, C], True on real completion tokens. slots: int64 [N], where these are.
         targets: int64 [N], those tokens. predictors: int64 [N], which of the T predicts each.
         lengths: tokens of each prompt and of its completions, by row; 0 where there are fewer.
@@ -59,7 +58,7 @@ class Groups:
     ids: Tensor
     positions: Tensor
     places: Tensor | None
-    copies: tuple[Tensor, Tensor] | None
+    copies: Tensor | None
     mask: Tensor
     slots: Tensor
     targets: Tensor
@@ -104,8 +103,8 @@ class Groups:
             laid = x.new_zeros(n * (prompt + size * length), *x.shape[1:])
             laid.index_copy_(0, self.places, x)
             if self.copies is not None:
-                tokens, places = self.copies
-                laid.index_copy_(0, places, x[tokens])
+                # Not x[tokens], whose gradient would be a sum in the dtype of x.
+                laid.index_copy_(0, self.copies, x[: self.opening].repeat(n - 1, 1, 1))
             x = laid
         return x.view(n, prompt + size * length, *x.shape[1:]).transpose(1, 2)
 
@@ -144,20 +143,18 @@ def group(
     number = (real.flatten().cumsum(0) - 1).view(real.shape)  # of the token at each place
     own = number[:, width:].view(n, size, length)
     before = torch.cat((number[:, width - 1, None, None].expand(n, size, 1), own[:, :, :-1]), dim=2)
-    same = torch.arange(opening)
-    again = (torch.arange(1, n) * ids.shape[1] + first[1:])[:, None] + same
-    copied = [same.repeat(n - 1), again.flatten()]
+    again = (torch.arange(1, n) * ids.shape[1] + first[1:])[:, None] + torch.arange(opening)
     # What is on the host goes to the device at once.
     places, slots = real.flatten().nonzero()[:, 0], mask.flatten().nonzero()[:, 0]
     laid = [ids[real][None], positions[real][None], places, slots, ids[:, width:][mask.flatten(1)]]
-    moved = to_device([*laid, before[mask], *copied], device)
-    ids, positions, places, slots, targets, predictors, *copied = moved
+    moved = to_device([*laid, before[mask], again.flatten()], device)
+    ids, positions, places, slots, targets, predictors, copies = moved
     filled = torch.zeros(n * size * length, dtype=torch.bool, device=device)
     return Groups(
         ids=ids,
         positions=positions,
         places=None if len(places) == real.numel() else places,
-        copies=(copied[0], copied[1]) if opening else None,
+        copies=copies if opening else None,
         mask=filled.index_fill_(0, slots, True).view(n * size, length),
         slots=slots,
         targets=targets,

@@ -87,27 +87,26 @@ class StateMemory:
 def training_peak(
     model: Any,
     state: StateMemory,
-    row: float,
-    rows: int,
-    share: int,
+    held: float,
+    single: bool,
     once: float = 0.0,
     passing: float = 0.0,
 ) -> float:
-    """Return the most bytes that a rank holds while it trains on `share` rows, `rows` at a time.
+    """Return the most bytes that a rank holds while it trains.
 
-    Args: row: bytes of a row in a forward; once: bytes of a forward, however many it has, which are
-    gone when the blocks go backward; passing: of `row`, what is there only while one of them does.
+    Args: held: bytes that its largest forward has for the backward pass; single: whether it is the
+    only one of a step; once: bytes beside them that are gone when the blocks go backward; passing:
+    of `held`, what is there only while one of them does.
     """
     fixed, config = state.on_rank(model, rollout=False), getattr(model, "config", None)
     missing = 0.0
-    if share <= rows and state.gradients:
+    if single and state.gradients:
         # The only backward pass of a step begins without gradients but for a language model's head.
         head = 4.0 * config.vocab_size * config.hidden_size if config and not state.adapter else 0.0
         missing = state.gradients_on_rank(model) - head / fsdp.share(model)
-    some = min(rows, share)
     begun = fixed - missing - fsdp.block_gradients(model)
-    begun += some * (row - passing) + max(once, some * passing)
-    return max(begun, fixed + some * passing)  # the last block goes backward beside all gradients
+    begun += held - passing + max(once, passing)
+    return max(begun, fixed + passing)  # the last block goes backward beside all gradients
 
 
 def cache_bytes(config: Any, size: int) -> int:
@@ -124,7 +123,7 @@ def logits_bytes(model: PreTrainedModel, tokens: int) -> float:
 @dataclass(frozen=True)
 class Batch:
     """The rows of a training forward: `rows` completions of `new_tokens`, which share `prompts` of
-    `prompt_tokens`. compute: dtype under autocast.
+    `prompt_tokens`. compute: dtype under autocast; opening: tokens that all prompts begin with.
     """
 
     prompts: float
@@ -132,19 +131,26 @@ class Batch:
     rows: int
     new_tokens: int
     compute: torch.dtype
+    opening: int = 0
+
+    @property
+    def places(self) -> float:
+        """The tokens where attention lays them out, prompts once."""
+        return self.prompts * self.prompt_tokens + self.rows * self.new_tokens
 
     @property
     def tokens(self) -> float:
-        """All tokens, prompts once."""
-        return self.prompts * self.prompt_tokens + self.rows * self.new_tokens
+        """The tokens that are computed: of all prompts the opening once."""
+        return self.places - max(0.0, self.prompts - 1) * self.opening
 
 
 def activation_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> float:
     """Return an estimate of what a training forward keeps for its backward pass.
 
-    Linear in prompts and rows; the logits (`logits_bytes`) are not in it. recomputed: blocks are
-    checkpointed. Counted for Llama, Qwen2, Qwen3 and GPT-2 from the tensors that autograd saves
-    (tests/oracles/test_logprobs.py) and from whole runs (tests/runs/test_standin.py).
+    Linear in rows and in prompts from one on; the logits (`logits_bytes`) are not in it.
+    recomputed: blocks are checkpointed. Counted for Llama, Qwen2, Qwen3 and GPT-2 from the tensors
+    that autograd saves (tests/oracles/test_logprobs.py) and from whole runs
+    (tests/runs/test_standin.py).
     """
     config = model.config
     if recomputed:  # of a block its input alone is kept
@@ -175,15 +181,14 @@ def _block_bytes(model: PreTrainedModel, batch: Batch) -> float:
     # each linear layer, queries, and the norms of queries and keys where there are any.
     kept = 42 if narrow == 4 else 35
     flash = varlen.has_flash(config, stands_for(model.device), batch.compute)
-    if not flash:
-        kept += 5 * narrow  # queries and outputs, laid out by prompt and completion
     kept += 10 * any("q_norm" in name for name, _ in model.named_parameters())
     # Frozen norms keep no normalised states; an adapter keeps the products with its first matrices.
     ranks = sum(p.shape[0] for name, p in model.named_parameters() if ".lora_A." in name)
     kept -= 8 * (ranks > 0)
     # With masks every completion has its own copy of its prompt's keys and values, and every head
-    # its own; fused attention has none, and is counted alike.
+    # its own; fused attention has none, and is counted alike. The rest is laid out once.
     copied = batch.rows * (batch.prompt_tokens + batch.new_tokens) * 2 * heads * narrow
+    copied += (6 * batch.places - tokens) * narrow * hidden
     if flash:  # the queries, the keys and values that heads share, and the sums of the softmax
         shared = 2 * varlen.key_heads(config) * head_size(config)
         copied = tokens * ((heads + shared) * narrow + 4 * config.num_attention_heads)

@@ -62,13 +62,15 @@ class Load:
     """The calls of `generate` that a plan is made for.
 
     Attributes: prompt_tokens: of the longest prompt; samples: of each prompt; completions: of a
-    call, None = more than there are rows for.
+    call, None = more than there are rows for; opening: tokens that prompts begin with, which are
+    kept until no request waits, of all groups.
     """
 
     prompt_tokens: int
     sampling: SamplingConfig
     samples: int = 1
     completions: int | None = None
+    opening: int = 0
 
 
 @dataclass

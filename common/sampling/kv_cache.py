@@ -113,8 +113,8 @@ class PromptCache:
     each forward makes those of `rows`.
 
     Prompts that begin alike go on from an `opening`, at row `origin` [count] of it: a forward makes
-    what comes after it, `padding` [rows] columns and then tokens, and attends to the opening and to
-    these. What is collected has all padding on the left.
+    what comes after it and attends to both. `source`: where padding stands between the two, the
+    columns [rows, T] in an order with all of it on the left; else None.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class PromptCache:
     ) -> None:
         self.count, self.opening, self.origin = count, opening, origin
         self.rows = torch.arange(count)
-        self.padding: list[int] = []
+        self.source: Tensor | None = None
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -133,31 +133,26 @@ class PromptCache:
         they attend to.
         """
         keys = keys.to(values.dtype)
-        if self.opening is None:
-            self.store(layer, keys, values)
-            return keys, values
-        assert self.origin is not None
-        origin, opening = self.origin[self.rows], self.opening
-        length = opening.keys[layer].shape[2]
-        keys = torch.cat((opening.keys[layer][origin], keys), dim=2)
-        values = torch.cat((opening.values[layer][origin], values), dim=2)
-        self.store(layer, keys, values)
-        # The opening moves to the right, to the rows' own tokens; padding is zeros.
-        padding = torch.tensor(self.padding, device=keys.device)
-        for width in sorted({*self.padding} - {0}):
-            some = self.rows[padding == width]
-            for stored in (self.keys[layer], self.values[layer]):
-                stored[some, :, width : width + length] = stored[some, :, :length]
-                stored[some, :, :width] = 0
-        return keys, values
-
-    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write down prompts of `layer`, in the place of `rows`."""
+        if self.opening is not None:
+            keys = self.continued(self.opening.keys[layer], keys)
+            values = self.continued(self.opening.values[layer], values)
         if layer == len(self.keys):
             self.keys.append(keys.new_empty(self.count, *keys.shape[1:]))
             self.values.append(values.new_empty(self.count, *values.shape[1:]))
         self.keys[layer].index_copy_(0, self.rows, keys)
         self.values[layer].index_copy_(0, self.rows, values)
+        return keys, values
+
+    def continued(self, opening: Tensor, own: Tensor) -> Tensor:
+        """Return what the rows of a forward have of an opening [n, heads, T, size], and their own
+        [rows, heads, T, size] behind it.
+        """
+        assert self.origin is not None
+        whole = torch.cat((opening[self.origin[self.rows]], own), dim=2)
+        if self.source is None:
+            return whole
+        row = torch.arange(len(whole), device=whole.device)[:, None]
+        return whole[row, :, self.source].transpose(1, 2)
 
 
 class Prefix:

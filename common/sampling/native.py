@@ -181,15 +181,17 @@ class Sampler:
         token = cache_bytes(config, size)
         prefilled = prompts * tokens * token * (2 if apart else 1)
         slots = rows * (new if apart else tokens + new) * token
+        opened = load.opening * token
         logits = rows * _draw_floats(load.sampling) * 4.0 * config.vocab_size
         logits += (prompts + max(rows, prompts)) * size * config.vocab_size
         packing = (
             self.packs and self.recorder is None and packs(stands_for(self.device), self.dtype)
         )
         piece = self._piece_bytes(prompts, tokens, packing)
-        placing = prefilled + slots + logits
-        filling = placing - logits + piece if waiting else prefilled + piece
-        decoding = slots + prefilled * apart + self._step_bytes(rows, tokens + new, load.sampling)
+        placing = prefilled + slots + logits + opened * waiting
+        filling = (placing - logits if waiting else prefilled + opened) + piece
+        decoding = slots + prefilled * apart + opened * waiting
+        decoding += self._step_bytes(rows, tokens + new, load.sampling)
         weights = fsdp.parameters(self.model) + quantized.packed_away(self.model)
         return 2.0 * weights * packing + max(filling, placing, decoding)
 
@@ -581,6 +583,10 @@ class _Grid:
             ids = [p + [p[-1] if p else 0] * (width - len(p)) for p in needed]  # dummies fill up
             flat = [i for row in ids for i in row]
             prompt, logits = self.prefill_rest([self.prompts[i] for i in flat], width)
+            left = (self.requests - q - len(qs) for q, qs in zip(self.queued, wanted, strict=True))
+            # The samples that are left of a prompt that is held need no prefill.
+            if max(left) < (self.samples if self.prefix and self.groups == 1 else 1):
+                self.opened = None  # before there are slots
             source = [
                 [g * width + ids[g].index(q // self.samples) for q in qs]
                 for g, qs in enumerate(wanted)
@@ -625,18 +631,21 @@ class _Grid:
         logits [n, V].
         """
         width, device = max(len(p) for p in prompts), self.sampler.device
+        # A token of an opening has keys and values alone, less than a quarter of what one takes.
+        size = max(width, (width + len(self.opening) * (opening is not None)) // 4)
         group = torch.arange(len(prompts), device=device) // each
         cache, parts, order, trunk = PromptCache(len(prompts), opening, group), [], [], None
         if self.trunk and self.groups > 1:
-            most, model = max(1, self.sampler.piece // width), self.sampler.used
+            most, model = max(1, self.sampler.piece // size), self.sampler.used
             run = partial(self.prefill_piece, width=width)
             trunk = Trunk(model, self.trunk, prompts, run, most, opening)
             trunk.hand_over(cache)
-        for groups, rows in self.pieces(each, width):
+        for groups, rows in self.pieces(each, size):
             cache.rows = torch.tensor(rows, device=device)
             with self.narrow(groups), trunk.skipped(cache.rows) if trunk else nullcontext():
                 parts.append(self.prefill_piece([prompts[row] for row in rows], cache, width))
             order += rows
+        cache.opening = None  # of which each prompt has its own copy now
         logits = torch.cat(parts)
         if order != sorted(order):
             logits = logits[torch.tensor(order, device=logits.device).argsort()]
@@ -649,14 +658,14 @@ class _Grid:
         if not self.opening:
             return self.prefill(prompts, each)
         if self.opened is None:
-            self.opened, _ = self.prefill([self.opening] * self.groups, 1)
+            self.opened = self.prefill([self.opening] * self.groups, 1)[0]
         return self.prefill([p[len(self.opening) :] for p in prompts], each, self.opened)
 
-    def pieces(self, each: int, width: int) -> Iterator[tuple[range, list[int]]]:
-        """Yield the groups and the rows of each piece of a prefill, of `each` rows per group and
-        `width` tokens per row.
+    def pieces(self, each: int, size: int) -> Iterator[tuple[range, list[int]]]:
+        """Yield the groups and the rows of each piece of a prefill, of `each` rows per group that
+        take as much as `size` tokens each.
         """
-        fitting = max(1, self.sampler.piece // width)
+        fitting = max(1, self.sampler.piece // size)
         # Groups that cannot be apart stay together, and so do mirrored pairs.
         together = min(self.groups, 2 if self.narrows else self.groups)
         some = min(each, max(1, fitting // together))
@@ -673,22 +682,22 @@ class _Grid:
         """Run prompts, padded on the left to `width`, through the model. Returns the last logits
         [n, V].
         """
-        device = self.sampler.device
+        device, before = self.sampler.device, 0 if cache.opening is None else len(self.opening)
+        padding = [width - len(p) for p in prompts]
         ids = torch.tensor(
-            [[self.sampler.pad_id] * (width - len(p)) + list(p) for p in prompts], device=device
+            [[self.sampler.pad_id] * n + list(p) for n, p in zip(padding, prompts, strict=True)],
+            device=device,
         )
-        first = torch.tensor([width - len(p) for p in prompts], device=device)
-        column = torch.arange(width, device=device)
+        first = torch.tensor(padding, device=device)[:, None]
+        column = torch.arange(before + width, device=device)
+        own = column[before:]
         # A padding row attends to itself alone: a softmax over nothing would be NaN, and spread.
-        causal = (column[None, :] <= column[:, None])[None] & (
-            column[None, None, :] >= first[:, None, None]
-        )
-        visible = causal | torch.eye(width, dtype=torch.bool, device=device)[None]
-        position = (column[None, :] - first[:, None]).clamp(min=0)
-        if cache.opening is not None:
-            cache.padding, length = [width - len(p) for p in prompts], len(self.opening)
-            visible = torch.nn.functional.pad(visible, (length, 0), value=True)
-            position = position + length
+        causal = (column <= own[:, None]) & (column >= first[:, :, None])
+        visible = causal | (column == own[:, None])
+        position = (own - first).clamp(min=0)
+        cache.source = None
+        if before and any(padding):
+            cache.source = torch.where(column < before + first, column - first, column).clamp(min=0)
         mask = additive(visible, self.sampler.dtype)[:, None]
         return self.sampler.used(
             input_ids=ids,

@@ -101,6 +101,18 @@ def test_what_prompts_begin_with_is_computed_once(name, fused, monkeypatch):
         check_unpadded(model, other, given, completions, 0.7, 2e-5)
 
 
+def test_the_gradient_of_an_opening_is_summed_in_float32():
+    """Of as many rows as there are prompts, in whatever dtype they are."""
+    start = list(range(40))
+    laid = group([[*start, 50 + i % 40, i] for i in range(64)], [[[1]]] * 64, CPU)
+    x = torch.zeros(1, 1, laid.ids.numel(), 1, dtype=torch.bfloat16, requires_grad=True)
+    out = laid.lay_out(x)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    out.backward(grad)
+    summed = grad[:, 0, :40, 0].float().sum(0)
+    torch.testing.assert_close(x.grad[0, 0, :40, 0].float(), summed, rtol=2**-7, atol=0.05)
+
+
 def test_no_padding_is_computed():
     model = small_model("llama")
     prepare(model)
@@ -257,8 +269,9 @@ def test_large_logits_in_half_precision_are_no_reason_to_refuse():
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "llama with an adapter"])
-def test_activations_are_estimated(name, compute, recomputed):
-    """Beside the tensors that autograd really keeps."""
+@pytest.mark.parametrize("opening", [0, 60])
+def test_activations_are_estimated(opening, name, compute, recomputed):
+    """Beside the tensors that autograd really keeps; of prompts that begin alike, too."""
     model = small_model(name.split()[0])
     prepare(model)
     if "adapter" in name:
@@ -275,14 +288,15 @@ def test_activations_are_estimated(name, compute, recomputed):
     if recomputed:
         checkpoint_activations(model)
         model.train()
-    laid = group([[5] * 30] * 2, [[[7] * 25] * 4] * 2, CPU)
+    prompts = [[*[5] * opening, first, *[5] * 29] for first in (6, 7)]
+    laid = group(prompts, [[[7] * 25] * 4] * 2, CPU)
     with (
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=compute == torch.bfloat16),
     ):
         token_logprobs(model, laid, 1.0)
     counted = sum(size for size, _ in kept.values())
-    batch = Batch(2, 30, 8, 25, compute)
+    batch = Batch(2, opening + 30, 8, 25, compute, opening)
     estimate = activation_bytes(model, batch, recomputed)
     if recomputed:  # two whole blocks more, of the backward pass
         assert counted < estimate < activation_bytes(model, batch, False) * 1.2

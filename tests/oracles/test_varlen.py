@@ -107,7 +107,8 @@ def test_no_key_is_copied_for_a_completion(flash):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_activations_are_estimated(name, flash):
+@pytest.mark.parametrize("opening", [0, 60])
+def test_activations_are_estimated(opening, name, flash):
     """Beside the tensors that autograd keeps: no mask, no copies of keys."""
     model, kept = small_model(name), {}
     prepare(model)
@@ -119,7 +120,8 @@ def test_activations_are_estimated(name, flash):
             kept[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
-    laid = group([[5] * 30] * 2, [[[7] * 25] * 4] * 2, CPU)
+    prompts = [[*[5] * opening, first, *[5] * 29] for first in (6, 7)]
+    laid = group(prompts, [[[7] * 25] * 4] * 2, CPU)
     with (
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         torch.autocast("cpu", BF16),
@@ -127,7 +129,8 @@ def test_activations_are_estimated(name, flash):
         token_logprobs(model, laid, 1.0)
     counted = sum(size for size, _ in kept.values())
     counted -= 2 * sum(parameter.numel() for parameter in model.parameters())  # autocast's copies
-    assert counted < activation_bytes(model, Batch(2, 30, 8, 25, BF16), False) < 1.4 * counted
+    batch = Batch(2, opening + 30, 8, 25, BF16, opening)
+    assert counted < activation_bytes(model, batch, False) < 1.4 * counted
 
 
 def test_dropout_is_refused(flash):

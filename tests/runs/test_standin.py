@@ -549,6 +549,13 @@ class Long(Letters):
         return random.random()
 
 
+class Alike(Long):
+    """Prompts of 1,006 or 1,012 tokens, all but a few of which all have."""
+
+    def prompt(self, example):
+        return "Repeat two letters. " * 50 + f"{example.question} " * (2 + 2 * (example.id % 2))
+
+
 class Measured(Exception):
     """Ends a run after its first step."""
 
@@ -576,8 +583,10 @@ def model_of(shape):
         return AutoModelForCausalLM.from_config(configure_qwen(shape)).eval()
 
 
-def measure_peak(shape, folder, arguments):
-    """Make one step with a model of that shape, of zeros. Return the planned and the real peak."""
+def measure_peak(shape, folder, arguments, kind=Long):
+    """Make one step with a model of that shape, of zeros, on a kind of task. Return the planned and
+    the real peak.
+    """
     device, planned = standin.DEVICE, []
     device.limit(400 << 30)
     device.compute_below(1 << 20)
@@ -609,7 +618,7 @@ def measure_peak(shape, folder, arguments):
     with contextlib.suppress(Measured, RunStopped):
         given = compose([*arguments, "hardware=a100_80g"])
         package = type(given.algo).__module__.removesuffix(".config")
-        task = None if package == "ddp_bench" else Long("smooth")
+        task = None if package == "ddp_bench" else kind("smooth")
         launch(f"{package}.train:train", given, folder, task)
     return float(re.search(r"about ([0-9.]+) GB", planned[0])[1]), device.peak / 2**30
 
@@ -632,6 +641,45 @@ def test_the_plan_is_within_a_tenth_of_the_peak(
     shape, algo, switches, standin, tmp_path, monkeypatch
 ):
     check_plan(shape, algo, one_step(algo, switches), (standin, tmp_path, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    ("algo", "switches"),
+    [
+        ("eggroll", "amp"),
+        ("rft", "amp"),
+        ("grpo", "amp,checkpointing"),
+        pytest.param("grpo", "amp", marks=pytest.mark.slow),
+        pytest.param("eggroll", "", marks=pytest.mark.slow),
+    ],
+)
+def test_the_plan_knows_what_prompts_begin_with(algo, switches, standin, tmp_path):
+    """That is held once more while prompts wait, and is in a training forward once."""
+    arguments = [*one_step(algo, switches), *(["algo.prompts_per_step=4"] * (algo == "eggroll"))]
+    planned, peak = standin.call(measure_peak, "0.5b", tmp_path, arguments, Alike)
+    assert 0.98 * peak < planned < 1.1 * peak
+
+
+def rollout_peak(rows, opening):
+    """Sample from twice as many prompts as rows, which begin alike. Return the planned and the real
+    peak beside the model.
+    """
+    device, settings = standin.DEVICE, sampling(1.0, new=16)
+    device.limit(400 << 30)
+    device.compute_below(1 << 20)
+    sampler = Sampler(model_of("0.5b").bfloat16(), pad_id=0, stop_ids=(), rows=rows, graphs=True)
+    held = device.live
+    device.reset_peak()
+    asked = [[*[5] * opening, *[6 + i % 200] * (1 + i % 8)] for i in range(2 * rows)]
+    sampler.generate(Requests(prompts=asked), settings)
+    load = Load(opening + 8, settings, opening=opening)
+    return sampler.peak_bytes(rows, load), device.peak - held
+
+
+def test_many_short_rests_of_prompts_take_no_more_than_whole_prompts(standin):
+    """Each of them looks at its own copy of what all begin with."""
+    planned, peak = standin.call(rollout_peak, 256, 1000)
+    assert 0.99 * peak < planned < 1.1 * peak
 
 
 def check_plan(shape, algo, arguments, using):

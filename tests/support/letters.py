@@ -58,3 +58,10 @@ class Letters:
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
         right = example.answer
         return self.prompt(example), " " + (right if draw.random() < 0.4 else right.upper())
+
+
+class Instructed(Letters):
+    """With instructions and worked examples in front of every prompt."""
+
+    def prompt(self, example: Example) -> str:
+        return "Repeat two letters.\nab => abab\nxy => xyxy\n" + super().prompt(example)

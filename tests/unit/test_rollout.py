@@ -210,6 +210,26 @@ def test_what_prompts_begin_with_is_prefilled_once(name, samples, rows, monkeypa
         torch.testing.assert_close(made.logprobs, whole.logprobs, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("samples", [1, 3])
+def test_an_opening_is_held_while_requests_wait(samples, monkeypatch):
+    """Not beside the slots of those that are the last to be prefilled."""
+    held, inner = [], native._Grid.put
+
+    def put(grid, *arguments):
+        held.append(grid.opened is not None)
+        inner(grid, *arguments)
+
+    monkeypatch.setattr(native._Grid, "put", put)
+    for rows, times in ((64, 1), (2, samples + 1)):
+        held.clear()
+        asked = Requests(prompts=prompts_that_open_alike(), samples=samples)
+        sampler(small_model("llama"), rows, stop=()).generate(asked, sampling(1.0, new=3))
+        assert len(held) >= times
+        assert held == sorted(held, reverse=True)
+        assert held[0] == (rows == 2)
+        assert not held[-1]
+
+
 def test_an_opening_is_what_all_prompts_begin_with():
     start = list(range(40))
 
