@@ -6,8 +6,9 @@ tiny model, by the held-out measure after training.
 
 A point is a run of EGGROLL's defaults, in a process of its own with one thread; there are as many
 at a time as cores, as no clock is read. The points that the JSON holds are not run again, so that a
-grid is filled in bit by bit; it is written after each of them. Seeds come one after the other, each
-with all points, the probe's choice and the defaults first.
+grid is filled in bit by bit; it is written after each of them. Seeds come one after the other, the
+probe's choice and the defaults first. After the first seed a task goes on with those of its grid
+that came to `NEAR` of its best: the others would not be the best in the mean.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from launch import compose, train
 
 AUTO, DEFAULT = "auto", "default"
 POINTS = "points"  # of the conditions in the JSON
+NEAR = 0.8
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,20 @@ def settings(sizes: Sizes) -> dict[str, list[str]]:
     return {AUTO: ["algo.sigma=auto", "algo.lr=auto"], DEFAULT: [], **given}
 
 
-def name_points(sizes: Sizes, seeds: int) -> Iterator[tuple[str, list[str]]]:
-    """Yield every point in the order of work: its name, and the overrides of its run."""
-    for seed in range(1, seeds + 1):
-        for name, given in settings(sizes).items():
-            for task in sizes.tasks:
+def name_points(sizes: Sizes, seed: int, points: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the points of a seed in the order of work: the name and the overrides of each run."""
+    for name, given in settings(sizes).items():
+        for task in sizes.tasks:
+            if seed == 1 or name in (AUTO, DEFAULT) or is_near(points, task, name):
                 made = ["algo=eggroll", f"task={task}", f"seed={seed}", *sizes.overrides, *given]
                 yield f"{task}: {name}: seed {seed}", made
+
+
+def is_near(points: dict[str, Any], task: str, name: str) -> bool:
+    """Return whether a point came to `NEAR` of the best of its task with the first seed."""
+    first = {key: point["after"] or 0.0 for key, point in points.items() if key.endswith("seed 1")}
+    best = max(value for key, value in first.items() if key.startswith(f"{task}: sigma"))
+    return first[f"{task}: {name}: seed 1"] >= NEAR * best
 
 
 def measure_point(overrides: list[str]) -> dict[str, Any]:
@@ -97,25 +106,33 @@ def run(options: argparse.Namespace) -> Report:
     report = Report("probe", options, 3, sizes=asdict(sizes), dtype="float32")
     points = read_points(options.json, report.conditions["sizes"])
     report.conditions[POINTS] = points
-    asked = dict(name_points(sizes, report.repeats))
-    missing = [name for name in asked if name not in points][: options.points]
-    runs = partial(measure.in_new_process, __name__, measure_point)
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        waiting = {pool.submit(runs, asked[name]): name for name in missing}
-        measure.progress(f"{len(points)} of {len(asked)} points")
-        for done in as_completed(waiting):
-            points[waiting[done]] = done.result() | {"commit": report.conditions["commit"]}
-            points = {name: points[name] for name in [*asked, *points] if name in points}
-            report.conditions[POINTS] = points
-            measure.progress(f"{len(points)} of {len(asked)} points: {waiting[done]}")
-            if options.json is not None:
-                report.save(options.json)
-    measure.progress("")
+    left = options.points if options.points is not None else sys.maxsize
+    for seed in range(1, report.repeats + 1):
+        asked = dict(name_points(sizes, seed, points))
+        missing = [name for name in asked if name not in points]
+        run_points(report, {name: asked[name] for name in missing[:left]}, options.json)
+        done = sum(name in points for name in asked)
+        report.notes.append(f"seed {seed}: {done} of {len(asked)} points")
+        left -= len(missing)
+        if left < 0:
+            break
     for task in sizes.tasks:
         add_task(report, sizes, task)
-    done = sum(name in points for name in asked)
-    report.notes.append(f"{done} of {len(asked)} points; means are over the seeds that are there.")
     return report
+
+
+def run_points(report: Report, asked: dict[str, list[str]], path: Path | None) -> None:
+    """Run points, as many at a time as there are cores, and keep what each came to."""
+    points = report.conditions[POINTS]
+    runs = partial(measure.in_new_process, __name__, measure_point)
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        waiting = {pool.submit(runs, overrides): name for name, overrides in asked.items()}
+        for number, done in enumerate(as_completed(waiting), 1):
+            points[waiting[done]] = done.result() | {"commit": report.conditions["commit"]}
+            measure.progress(f"{number} of {len(asked)} points: {waiting[done]}")
+            if path is not None:
+                report.save(path)
+    measure.progress("")
 
 
 def read_points(path: Path | None, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -130,18 +147,18 @@ def read_points(path: Path | None, sizes: dict[str, Any]) -> dict[str, Any]:
 
 def add_task(report: Report, sizes: Sizes, task: str) -> None:
     """Add the means of a task's points, and how the probe's choice stands beside the others."""
-    points, means = report.conditions[POINTS], {}
+    points, means, seeds = report.conditions[POINTS], {}, {}
     for name in settings(sizes):
         keys = [f"{task}: {name}: seed {seed}" for seed in range(1, report.repeats + 1)]
         values = [points[key]["after"] or 0.0 for key in keys if key in points]
         if values:
-            means[name] = statistics.fmean(values)
+            means[name], seeds[name] = statistics.fmean(values), len(values)
             report.add(f"{task}: {name}", means[name], "held out")
-            report.add(f"{task}: {name}", len(values), "seeds")
-    grid = {name: mean for name, mean in means.items() if name not in (AUTO, DEFAULT)}
+            report.add(f"{task}: {name}", seeds[name], "seeds")
+    grid = [name for name in means if name not in (AUTO, DEFAULT)]
     if AUTO in means and grid:
-        best = max(grid, key=lambda name: grid[name])
-        share = f"{means[AUTO]:.1f} of {grid[best]:.1f} ({best}; {len(grid)} points)"
+        best = max(grid, key=lambda name: (seeds[name], means[name]))
+        share = f"{means[AUTO]:.1f} of {means[best]:.1f} ({best}; {len(grid)} points)"
         report.figures.append((f"{task}: auto, of the grid's best", ">= 90 %", share))
     if AUTO in means and DEFAULT in means:
         both = f"{means[AUTO]:.1f} against {means[DEFAULT]:.1f}"

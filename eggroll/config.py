@@ -169,6 +169,12 @@ class EggrollConfig:
             )
         self._check_shares()
         if self.method != "eggroll":
+            if self.most_members > self.first_members:
+                raise ConfigError(
+                    f"algo.members={self.members} has no effect with algo.method={self.method},"
+                    " which tries as many members at every step. Set"
+                    f" algo.members={self.first_members}."
+                )
             no = f"with algo.method={self.method}, which takes the best members. Leave it out."
             idle = ["fitness", "noise_reuse", "weight_decay", "max_update", "sample_quantile"]
             idle += ["optimizer.name", "optimizer.kwargs", "stop_at.drift"]
@@ -218,11 +224,6 @@ class EggrollConfig:
                 f"algo.fitness=prompt_zscore does not go with"
                 f" algo.prompts_per_step={self.prompts_per_step}, where members answer different"
                 " prompts. Use algo.fitness=zscore."
-            )
-        if self.method != "eggroll" and self.most_members > self.first_members:
-            raise ConfigError(
-                f"algo.members={self.members} has no effect with algo.method={self.method}, whose"
-                f" members stay as many. Set algo.members={self.first_members}."
             )
 
     def check_run(self, run: Run) -> None:

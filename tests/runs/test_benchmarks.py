@@ -1,12 +1,13 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
-from benchmarks import directions, eggroll, grpo, measure
+from benchmarks import directions, eggroll, grpo, measure, probe
 from benchmarks.measure import Case
 from benchmarks.together import RUNS
 from tests.support import ROOT
@@ -360,7 +361,7 @@ def test_a_grid_is_filled_in_over_several_sessions(benchmark, tmp_path):
     path = tmp_path / "grid.json"
     given = ("probe", "--quick", "--json", str(path), "--device", "cpu")
     said = benchmark(*given, "--points", "1")
-    assert "1 of 3 points" in said.stdout
+    assert "seed 1: 1 of 3 points" in said.stdout
     content = json.loads(path.read_text())
     (first,) = content["conditions"]["points"]
     assert first == "translate: auto: seed 1"
@@ -370,20 +371,28 @@ def test_a_grid_is_filled_in_over_several_sessions(benchmark, tmp_path):
     benchmark(*given)
     content = json.loads(path.read_text())
     points = content["conditions"]["points"]
-    assert list(points) == [
-        first,
-        "translate: default: seed 1",
-        "translate: sigma 0.01, lr 0.02: seed 1",
-    ]
+    default, point = "translate: default: seed 1", "translate: sigma 0.01, lr 0.02: seed 1"
+    assert points.keys() == {first, default, point}
     assert points[first]["after"] == 77.0
-    others = [points[name]["after"] for name in list(points)[1:]]
-    assert others[0] == others[1], "the default is that point of the grid"
+    assert points[default]["after"] == points[point]["after"], "the default is that point"
     assert (
         "77.0 of"
         in content["conditions"]["figures"]["translate: auto, of the grid's best"]["measured"]
     )
     said = benchmark("probe", "--json", str(path), code=1)
     assert "holds points of another grid. Give another --json." in said.stderr
+
+
+def test_a_grid_goes_on_with_the_points_that_came_near_its_best():
+    values = {"auto": 9.0, "default": 1.0, "sigma 0.01, lr 0.01": 10.0, "sigma 0.01, lr 0.02": 8.0}
+    sizes = replace(probe.QUICK, tasks=("units",), sigmas=(0.01,), lrs=(0.01, 0.02, 0.04))
+    points = {f"units: {name}: seed 1": {"after": value} for name, value in values.items()}
+    points["units: sigma 0.01, lr 0.04: seed 1"] = {"after": None}  # NaN
+    assert dict(probe.name_points(sizes, 1, {})).keys() == points.keys()
+    points["units: sigma 0.01, lr 0.02: seed 1"]["after"] = 7.9
+    asked = [name for name, _ in probe.name_points(sizes, 2, points)]
+    named = ("auto", "default", "sigma 0.01, lr 0.01")
+    assert asked == [f"units: {name}: seed 2" for name in named]
 
 
 def test_the_page_of_a_long_run_is_measured(benchmark, tmp_path):

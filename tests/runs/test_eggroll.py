@@ -995,6 +995,8 @@ def test_corp_moves_only_through_the_gate(tmp_path):
         compose(["algo.method=corp", "algo.fitness=pair_sign"])
     with pytest.raises(ConfigError, match=r"algo\.lr=auto has no effect with algo\.method=randopt"):
         compose(["algo.method=randopt", "algo.lr=auto"])
+    with pytest.raises(ConfigError, match=r"algo\.members=16-64 .* Set algo\.members=16\."):
+        compose(["algo.method=randopt", "algo.members=16-64"])
 
 
 def test_corp_weighs_members_by_what_they_earned_above_the_mean():
