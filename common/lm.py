@@ -23,7 +23,15 @@ from common.model.adapter import Adapter
 from common.model.export import empty_like, export_model
 from common.model.half import keep_wide, narrow, narrowed, round_layers
 from common.model.load import load_model
-from common.model.memory import StateMemory, head_size
+from common.model.memory import (
+    Batch,
+    StateMemory,
+    activation_bytes,
+    head_size,
+    logits_bytes,
+    passing_bytes,
+    training_peak,
+)
 from common.model.prompts import (
     context_length,
     context_name,
@@ -363,6 +371,32 @@ class LM:
             return self.rollout_fixed + self.engine.peak_bytes(rows, load)
 
         fit(self.engine.limit, peak, self.context)
+
+    def fit_training(
+        self, limit: RowLimit, state: StateMemory, completions: int, samples: int = 1
+    ) -> float:
+        """Fit the rows of training forwards to the memory, on every rank the same, since ranks cut
+        micro-batches alike. Returns the bytes of a step's training.
+
+        Args: completions: of this rank per step; samples: of a prompt, which share it.
+        """
+        new, compute = self.run.algo.sampling.max_new_tokens, self.precision.compute
+        recomputed = self.run.opt.checkpointing.enabled
+        fixed = state.on_rank(self.model, rollout=False)
+
+        def batch(rows: int) -> Batch:
+            return Batch(rows / samples, self.longest_prompt, rows, new, compute, self.opening)
+
+        def held(rows: int) -> float:
+            return activation_bytes(self.model, batch(rows), recomputed)
+
+        once = logits_bytes(self.model, limit.rows * new)
+        fit(limit, lambda rows: fixed + once + held(rows), self.context)
+        limit.rows = min(self.context.gather_objects(limit.rows))
+        most, single = min(limit.rows, completions), completions <= limit.rows
+        once = logits_bytes(self.model, most * new)
+        passing = passing_bytes(self.model, batch(most)) if recomputed else 0.0
+        return training_peak(self.model, state, held(most), single, once, passing)
 
     def rollout_peak(self, completions: int, samples: int) -> float:
         """Return the bytes of a rollout of so many completions, `samples` of each prompt, with the

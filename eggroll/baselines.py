@@ -56,7 +56,8 @@ def run_baseline(run: Run, population: Population, weights: Weights) -> Result:
             return session.finish()
         if not session.state["best"]:  # a budget that the probe has used up
             return session.finish()
-        return session.finish(last=vote(population, session.state["best"], tuned.sigma))
+        best, before = session.state["best"], session.state["before"]
+        return session.finish(last=vote(population, best, tuned.sigma, before))
 
 
 # --- RandOpt
@@ -72,10 +73,14 @@ def choose_best(
     step.log(reward_kept=step.state["best"][-1][0])
 
 
-def vote(population: Population, best: list[list[Any]], sigma: float) -> Evaluation:
+def vote(
+    population: Population, best: list[list[Any]], sigma: float, before: dict[str, Any]
+) -> Evaluation:
     """Return the held-out measurement, of what most of the best members answer in place of the
     model, and beside it that of the best member. Of equally many, the better member's answer
     counts; who has no answer has no vote. Each answers greedily, and each rank asks them all.
+
+    before: the measurement before training, as a checkpoint has it.
     """
     lm, cfg = population.lm, population.cfg
     tokens, held_out = cfg.sampling.max_new_tokens, lm.held_out
@@ -105,12 +110,16 @@ def vote(population: Population, best: list[list[Any]], sigma: float) -> Evaluat
         most, _ = votes.most_common(1)[0]  # of equal counts the first, which is the best's
         chosen.append(texts[said.index(most)])
     single, measures = (lm.task.metrics(held_out, texts) for texts in (answers[0], chosen))
-    found = lm.evaluate()  # what else is measured is of the model, which has not moved
-    found.metrics |= measures
-    others = {name: own for name, own in found.scores.items() if name not in measures}
-    found.scores = score(lm.task, held_out, chosen, measures) | others
-    found.completions, found.by = chosen, f"the vote of the best {len(best)} members"
-    found.beside = {"best_member": single}
+    # What else was measured before training is of the model, which has not moved since.
+    scores = {name: own for name, own in before["scores"].items() if name not in measures}
+    found = Evaluation(
+        before["metrics"] | measures,
+        chosen,
+        generated=0,
+        scores=score(lm.task, held_out, chosen, measures) | scores,
+        by=f"the vote of the best {len(best)} members",
+        beside={"best_member": single},
+    )
     if lm.context.main:
         shown = ", ".join(f"{name} {value:.2f}" for name, value in single.items())
         log.info("held-out, the best member alone: %s", shown)

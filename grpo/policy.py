@@ -10,15 +10,8 @@ from common import optim
 from common.checkpoint import Checkpoint
 from common.config import ConfigError
 from common.distributed import fsdp
-from common.lm import LM, fit
+from common.lm import LM
 from common.model import logprobs
-from common.model.memory import (
-    Batch,
-    activation_bytes,
-    logits_bytes,
-    passing_bytes,
-    training_peak,
-)
 from common.model.transfer import to_device
 from common.rows import RowLimit
 from common.step import Step
@@ -237,31 +230,14 @@ class Policy:
         self.state = lm.state_memory(True, kept, copies)
         lm.fit_rollout(self.state)
 
-        once = logits_bytes(lm.model, self.limit.rows * cfg.sampling.max_new_tokens)
-        state = self.state.on_rank(lm.model, rollout=False)
-        new, compute = cfg.sampling.max_new_tokens, lm.precision.compute
-
-        def batch(rows: int) -> Batch:
-            prompts = rows / cfg.samples_per_prompt
-            return Batch(prompts, lm.longest_prompt, rows, new, compute, lm.opening)
-
-        def held(rows: int) -> float:
-            return activation_bytes(lm.model, batch(rows), self.recomputed)
-
-        fit(self.limit, lambda rows: state + once + held(rows), lm.context)
-        # Ranks cut micro-batches alike: see `step`.
-        self.limit.rows = min(lm.context.gather_objects(self.limit.rows))
         share = -(-cfg.prompts_per_step // lm.context.world_size) * cfg.samples_per_prompt
         self.completions = share  # of this rank per step
-        most = min(self.limit.rows, share)
-        once = logits_bytes(lm.model, most * new)
-        passing = passing_bytes(lm.model, batch(most)) if self.recomputed else 0.0
-        single = share <= self.limit.rows
+        training = lm.fit_training(self.limit, self.state, share, cfg.samples_per_prompt)
         reference = lm.reference_bytes if own and not kept else 0
         missing = self.state.gradients_on_rank(lm.model)  # in a rollout
         self.peak = max(
             lm.rollout_peak(share, cfg.samples_per_prompt) - missing,
-            training_peak(lm.model, self.state, held(most), single, once, passing),
+            training,
             lm.rollout_fixed - missing + reference,
         )
 

@@ -114,7 +114,7 @@ class Collector:
         self.limit = RowLimit("algo.train_rows", train_limit.rows, fixed=fixed)
         self.numbers: dict[str, Any] = {}
         self.offending: list[dict[str, Any]] = []
-        self.ends = samples.TokenEnds(lm.tokenizer)
+        self.tokens = samples.Tokens(lm.tokenizer)
 
     def collect(self, step: Step) -> Rollouts | None:
         """Sample the groups of one step, from where the last one ended in the training order.
@@ -332,8 +332,7 @@ class Collector:
                             "reward": group.scores[row],
                             "components": {n: v[first + row] for n, v in parts} or None,
                             "advantage": None if own is None else own[row],
-                            "ends": self.ends.find(tokens[row], text),
-                            "logprobs": [round(p, 3) for p in drawn[row][: group.lengths[row]]],
+                            **self.tokens.describe(tokens[row], text, drawn[row]),
                         }
                     )
         return found

@@ -223,7 +223,7 @@ class Generator:
     def __init__(self, lm: LM, store: Store, iteration: int) -> None:
         self.lm, self.store, self.iteration = lm, store, iteration
         self.cfg: RftConfig = lm.run.algo
-        self.ends = samples.TokenEnds(lm.tokenizer)
+        self.tokens = samples.Tokens(lm.tokenizer)
 
     def waves(self, todo: Sequence[Chunk], enough: Callable[[], bool]) -> Iterator[Wave]:
         """Make `todo`, a chunk per rank at a time; yield each wave, to be added to the store.
@@ -340,6 +340,5 @@ class Generator:
         tokens, logprobs = made.completions.tokens[:rows], made.completions.logprobs[:rows]
         kept = zip(keys, made.texts, lengths, tokens.tolist(), logprobs.tolist(), strict=False)
         for key, text, length, own, drawn in kept:
-            ends = self.ends.find(own[:length], text)
-            found[key] = {"ends": ends, "logprobs": [round(p, 3) for p in drawn[:length]]}
+            found[key] = self.tokens.describe(own[:length], text, drawn)
         return found

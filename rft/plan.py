@@ -5,15 +5,8 @@ import os
 from common.budget import describe_length
 from common.config.resolvers import from_environment
 from common.distributed import fsdp
-from common.lm import LM, fit
-from common.model.memory import (
-    Batch,
-    StateMemory,
-    activation_bytes,
-    logits_bytes,
-    passing_bytes,
-    training_peak,
-)
+from common.lm import LM
+from common.model.memory import StateMemory
 from common.rows import RowLimit
 from common.tasks import task_name
 from rft.config import ENVIRONMENT, RftConfig
@@ -29,7 +22,6 @@ def fit_rows(lm: LM) -> tuple[RowLimit, float, StateMemory]:
     what of them are weights and training state.
     """
     cfg: RftConfig = lm.run.algo
-    tokens = cfg.sampling.max_new_tokens
     limit = RowLimit(
         "algo.train_rows",
         cfg.train_rows or min(cfg.batch_size, TRAIN_ROWS[lm.device.type]),
@@ -37,25 +29,11 @@ def fit_rows(lm: LM) -> tuple[RowLimit, float, StateMemory]:
     )
     lm.fit_rollout(lm.state_memory(False, copies=lm.half))
     # Autocast's casts, which go block by block where activations are recomputed.
-    recomputed, compute = lm.run.opt.checkpointing.enabled, lm.precision.compute
-    training = lm.state_memory(True, copies=lm.half and not recomputed)
-    once = logits_bytes(lm.model, limit.rows * tokens)
-    state = training.on_rank(lm.model, rollout=False)
-
-    def batch(rows: int) -> Batch:
-        return Batch(rows, lm.longest_prompt, rows, tokens, compute, lm.opening)
-
-    def held(rows: int) -> float:
-        return activation_bytes(lm.model, batch(rows), recomputed)
-
-    fit(limit, lambda rows: state + once + held(rows), lm.context)
+    training = lm.state_memory(True, copies=lm.half and not lm.run.opt.checkpointing.enabled)
     share = -(-cfg.batch_size // lm.context.world_size)
-    most = min(limit.rows, share)
-    once = logits_bytes(lm.model, most * tokens)
-    passing = passing_bytes(lm.model, batch(most)) if recomputed else 0.0
     peak = max(
+        lm.fit_training(limit, training, share),
         lm.rollout_peak(cfg.prompts_per_batch * cfg.chunk_size, cfg.chunk_size),
-        training_peak(lm.model, training, held(most), share <= limit.rows, once, passing),
     )
     return limit, peak, training
 

@@ -41,13 +41,20 @@ def describe(task: Any, example: Example, group: int, prompt: str | None = None)
     return {"id": example.id, "group": group, "prompt": text, "answer": str(example.answer)}
 
 
-class TokenEnds:
-    """Finds where in a completion its tokens end; the text of a token is looked up once."""
+class Tokens:
+    """Describes the tokens of completions; the text of a token is looked up once."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.texts = tokenizer, {}
 
-    def find(self, tokens: Sequence[int], text: str) -> list[int]:
+    def describe(self, tokens: Sequence[int], text: str, logprobs: Sequence[float]) -> Row:
+        """Return where in a completion's `text` its tokens end, and how likely each was. logprobs:
+        of at least as many tokens.
+        """
+        drawn = [round(logprob, 3) for logprob in logprobs[: len(tokens)]]
+        return {"ends": self.find_ends(tokens, text), "logprobs": drawn}
+
+    def find_ends(self, tokens: Sequence[int], text: str) -> list[int]:
         """Return for each token the number of characters of `text` up to its end.
 
         A token that is part of a character, or left out of the text, ends where the one before it

@@ -7,11 +7,12 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import directions, eggroll, grpo, measure, probe
+from benchmarks import directions, eggroll, grpo, measure, probe, real
 from benchmarks.measure import Case
 from benchmarks.together import RUNS
 from tests.support import ROOT
 from tests.support.commands import Launch
+from tests.support.models import small_model
 
 ROWS = [
     "one sample at a time (2 of 16 samples, scaled)",
@@ -354,6 +355,33 @@ def test_directions_by_command(benchmark, tmp_path):
     content = json.loads(path.read_text())
     assert set(content["conditions"]["cosines"]) == set(directions.KINDS)
     assert all(abs(row["value"] or 0) <= 1 for row in content["rows"])
+
+
+@pytest.mark.parametrize(
+    ("part", "rows"),
+    [
+        (
+            "sampling",
+            {
+                *("8 x 8: generate", "8 x 8: this project", "32 x 8: this project"),
+                *("this project without noise", "this project, a population"),
+            },
+        ),
+        ("eggroll", {real.STEP, real.ALIKE}),
+    ],
+)
+def test_shapes_of_users_are_measured(benchmark, tmp_path, part, rows):
+    model = small_model("llama", vocabulary=49152)
+    model.config.max_position_embeddings = 256
+    model.save_pretrained(tmp_path / "weights")
+    path = tmp_path / "out.json"
+    given = ("--weights", str(tmp_path / "weights"), "--part", part, "--json", str(path))
+    benchmark("real", "--quick", "--repeats", "1", "--device", "cpu", *given)
+    content = json.loads(path.read_text())
+    measured = {row["row"]: row["value"] for row in content["rows"]}
+    assert rows <= measured.keys()
+    assert all(measured[row] > 0 for row in rows)
+    assert content["conditions"]["dtype"] == "bfloat16"
 
 
 def test_a_grid_is_filled_in_over_several_sessions(benchmark, tmp_path):

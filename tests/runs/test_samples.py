@@ -6,7 +6,7 @@ import pytest
 
 from common.config import ConfigError
 from common.report import samples
-from common.report.samples import Samples, TokenEnds, read_steps, stride
+from common.report.samples import Samples, Tokens, read_steps, stride
 from launch import compose, train
 from tests.support import CONF, MOVING, SMALL_GRPO, SMALL_RFT, events
 from tests.support import samples as sampled
@@ -142,9 +142,12 @@ def test_tokens_end_where_their_texts_do():
         def batch_decode(self, rows):
             return [" ".join({1: "two", 2: " and", 3: "�", 9: ""}[i] for i in row) for row in rows]
 
-    ends = TokenEnds(Words())
-    assert ends.find([1, 2, 1, 9], "two and two") == [3, 7, 11, 11]
-    assert ends.find([1, 3, 3, 2], "twoé and") == [3, 3, 3, 8]
+    tokens = Tokens(Words())
+    assert tokens.find_ends([1, 2, 1, 9], "two and two") == [3, 7, 11, 11]
+    assert tokens.find_ends([1, 3, 3, 2], "twoé and") == [3, 3, 3, 8]
+    padded = [-0.12345, -2.0, 0.0]
+    found = tokens.describe([1, 2], "two and", padded)
+    assert found == {"ends": [3, 7], "logprobs": [-0.123, -2.0]}
 
 
 def test_parquet_needs_its_package_and_completions(monkeypatch):
