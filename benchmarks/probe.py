@@ -8,11 +8,12 @@ A point is a run of EGGROLL's defaults, in a process of its own with one thread;
 at a time as cores, as no clock is read. The points that the JSON holds are not run again, so that a
 grid is filled in bit by bit; it is written after each of them. Seeds come one after the other, the
 probe's choice and the defaults first. After the first seed a task goes on with those of its grid
-that came to `NEAR` of its best: the others would not be the best in the mean.
+that gained `NEAR` of the most: the others would not be the best in the mean.
 """
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -33,7 +34,7 @@ from launch import compose, train
 
 AUTO, DEFAULT = "auto", "default"
 POINTS = "points"  # of the conditions in the JSON
-NEAR = 0.8
+NEAR = 2 / 3
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,14 @@ def name_points(sizes: Sizes, seed: int, points: dict[str, Any]) -> Iterator[tup
 
 
 def is_near(points: dict[str, Any], task: str, name: str) -> bool:
-    """Return whether a point came to `NEAR` of the best of its task with the first seed."""
-    first = {key: point["after"] or 0.0 for key, point in points.items() if key.endswith("seed 1")}
-    best = max(value for key, value in first.items() if key.startswith(f"{task}: sigma"))
-    return first[f"{task}: {name}: seed 1"] >= NEAR * best
+    """Return whether a point gained `NEAR` of the most that one of its task did with seed 1."""
+    own = {key: point for key, point in points.items() if key.startswith(f"{task}: sigma")}
+    gains = {
+        key: point["after"] - point["before"]
+        for key, point in own.items()
+        if key.endswith("seed 1") and point["after"] is not None
+    }
+    return gains.get(f"{task}: {name}: seed 1", -math.inf) >= NEAR * max(gains.values())
 
 
 def measure_point(overrides: list[str]) -> dict[str, Any]:
