@@ -157,7 +157,8 @@ class EggrollConfig:
                 f"algo.members={self.members} is odd, and algo.mirrored=true needs pairs. "
                 f"Use algo.members={even}, or algo.mirrored=false."
             )
-        if self.most_members > self.first_members and self.rows_per_member == 1:
+        halves = self.prompts_each if self.sample_quantile is not None else self.rows_per_member
+        if self.most_members > self.first_members and halves == 1:
             raise ConfigError(
                 f"algo.members={self.members} has no effect with"
                 f" algo.prompts_per_step={self.prompts_per_step}: members are doubled where halves"

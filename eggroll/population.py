@@ -77,17 +77,22 @@ class Tried:
             )
         if cfg.method == "corp":
             return above_mean(self.rewards)
-        samples = cfg.samples_per_prompt
-        counted = [self.rewards, *self.components.values()]
-        counted = [over_samples(part, samples, cfg.sample_quantile) for part in counted]
+        counted, samples = self.counted(cfg)
+        rewards, components = counted.rewards, counted.components
         if cfg.shares > 1:  # only the members of a pair have answered the same
-            counted = [within_pairs(part) for part in counted]
-        rewards, *parts = counted
-        if cfg.sample_quantile is not None:
-            samples = 1
-        return fitness(
-            rewards, cfg.fitness, samples, dict(zip(self.components, parts, strict=True))
-        )
+            rewards = within_pairs(rewards)
+            components = {name: within_pairs(part) for name, part in components.items()}
+        return fitness(rewards, cfg.fitness, samples, components)
+
+    def counted(self, cfg: EggrollConfig) -> tuple["Tried", int]:
+        """Return the same with the rewards that count of the samples, and how many of each prompt
+        there are then.
+        """
+        if cfg.sample_quantile is None:
+            return self, cfg.samples_per_prompt
+        pick = partial(over_samples, samples=cfg.samples_per_prompt, quantile=cfg.sample_quantile)
+        components = {name: pick(part) for name, part in self.components.items()}
+        return replace(self, rewards=pick(self.rewards), components=components), 1
 
     def numbers(self, cfg: EggrollConfig) -> dict[str, Any]:
         """Return what goes into the log."""

@@ -246,7 +246,9 @@ class Probe:
         survived &= cut <= tried.centre.cut + LOSS
         if whole is not None and tried.centre.answered is not None:
             survived &= whole.mean().item() >= tried.centre.answered - LOSS
-        shaped = replace(tried, rewards=rewards).shaped(self.cfg)
+        mended = replace(tried, rewards=rewards)
+        shaped = mended.shaped(self.cfg)
+        counted, samples = mended.counted(self.cfg)
         directions = by_direction(shaped, pair)
         variance = directions.square().mean().item() * (self.members // self.cfg.pair)
         row = Row(
@@ -257,7 +259,7 @@ class Probe:
             answered=None if whole is None else whole.mean().item(),
             reward=means.mean().item(),
             reward_std=spread,
-            prompt_agreement=agree_prompts(rewards, pair, self.cfg.samples_per_prompt),
+            prompt_agreement=agree_prompts(counted.rewards, pair, samples),
             step=math.sqrt(variance) / self.members,
             survived=survived,
         )

@@ -74,7 +74,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
                     weights.descend(name, gradient, lr, compare)  # W <- W - lr * gradient
                     del gradient  # before the next one is made
                 finite, moved = weights.measure()
-            looked = instruments.look(tried, shaped, noise, draw, cfg.samples_per_prompt, closely)
+            counted, samples = tried.counted(cfg)
+            looked = instruments.look(counted, shaped, noise, draw, samples, closely)
             step.log(lr=lr, **moved, **looked, state_memory_gb=weights.memory_gb)
             step.log(**population.grow(step.state, looked.get("prompt_agreement")))
             step.stop_if(None if finite else "weights are not finite.")

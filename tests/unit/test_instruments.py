@@ -5,12 +5,14 @@ import math
 import pytest
 import torch
 
+from common.config import ConfigError
 from eggroll import instruments
 from eggroll.config import NoiseConfig
 from eggroll.fitness import fitness
 from eggroll.noise import Noise
 from eggroll.population import Tried
 from eggroll.weights import movement
+from launch import compose
 from tests.support.models import small_model
 
 KINDS = ("matrices", "vectors", "embeddings", "head")
@@ -128,3 +130,21 @@ def test_masters_in_float32_are_what_the_forward_uses():
     ).tolist()
     assert (changed, count) == (25, 100)
     assert product == square == pytest.approx(25)
+
+
+def test_what_is_looked_at_are_the_samples_that_count():
+    """Members whose samples have the same mean, and another best one."""
+    asked = ["algo.members=16", "algo.samples_per_prompt=2", "algo.sampling.temperature=1"]
+    cfg = compose([*asked, "algo.prompts_per_step=4", "algo.sample_quantile=1"]).algo
+    apart = torch.rand(16, 1, generator=torch.Generator().manual_seed(0)).double().expand(16, 4) / 2
+    rewards = torch.stack((0.5 + apart, 0.5 - apart), 2).flatten(1)
+    found = tried(rewards, best=rewards)
+    noise = some_noise(1, True, "lowrank", "frozen", "frozen", "frozen")
+    counted, samples = found.counted(cfg)
+    looked = instruments.look(counted, found.shaped(cfg), noise, 0, samples, True)
+    assert looked["prompt_agreement"] == pytest.approx(1)
+    assert looked["component_cosine"]["best"] == pytest.approx(1)
+    with pytest.raises(ConfigError, match="has no effect with algo.prompts_per_step=1"):
+        compose(
+            [*asked[1:], "algo.members=4-8", "algo.prompts_per_step=1", "algo.sample_quantile=1"]
+        )
