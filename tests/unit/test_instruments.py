@@ -144,7 +144,7 @@ def test_what_is_looked_at_are_the_samples_that_count():
     looked = instruments.look(counted, found.shaped(cfg), noise, 0, samples, True)
     assert looked["prompt_agreement"] == pytest.approx(1)
     assert looked["component_cosine"]["best"] == pytest.approx(1)
-    with pytest.raises(ConfigError, match="has no effect with algo.prompts_per_step=1"):
+    with pytest.raises(ConfigError, match=r"has no effect with algo\.prompts_per_step=1"):
         compose(
             [*asked[1:], "algo.members=4-8", "algo.prompts_per_step=1", "algo.sample_quantile=1"]
         )
