@@ -122,6 +122,9 @@ class EggrollConfig:
     WHOLE_NUMBERS: ClassVar = ("int8",)
     PROBES: ClassVar = True
     RENAMED: ClassVar = {"rows_per_forward": "algo.rollout_rows"}
+    NO_EFFECT_WITH_METHOD: ClassVar = {
+        "randopt": {"algo.lr": "algo.method=randopt, which moves no weights"}
+    }
 
     name: str
     method: Annotated[str, (choice, ("eggroll", "randopt", "corp"))]
@@ -192,6 +195,11 @@ class EggrollConfig:
             raise ConfigError(
                 f"algo.max_update={self.max_update:g} goes with plain SGD, whose step is lr times"
                 " the gradient. Leave out algo.optimizer, or algo.max_update."
+            )
+        if self.max_update is not None and self.weight_decay:
+            raise ConfigError(
+                f"algo.max_update={self.max_update:g} bounds what the rewards move, and"
+                f" algo.weight_decay={self.weight_decay:g} would add to it. Leave out one of them."
             )
         if self.sample_quantile is not None and self.samples_per_prompt == 1:
             raise ConfigError(

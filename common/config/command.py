@@ -5,6 +5,7 @@ A settings class of an algorithm may declare, each as a ClassVar:
 
     NO_EFFECT = {"model": "the sizes are algo.model.*"}  # settings that mean nothing to it, and why
     NO_EFFECT_WITH_TASK = {"my_tasks.Mine": {"algo.tokenizer": "task=mine, which has no texts"}}
+    NO_EFFECT_WITH_METHOD = {"vote": {"algo.lr": "algo.method=vote, which moves no weights"}}
     TASKS = ("class", "my_package.tasks.")  # the kind of its tasks, and this project's package
     BUILDS_TASK = ("my_package.tasks:made",)  # what makes one, in a module without torch
 """
@@ -137,8 +138,10 @@ def check_run(run: Run, algorithms: Mapping[str, type], overrides: Sequence[str]
     check_kind(target, wanted, f"algo={run.algo.name}", "task")
     for name, node in run.evaluate.also.items():
         check_kind(node["_target_"], REWARD_TASKS[0], f"evaluate.also={name}", "evaluate.also")
-    with_task = getattr(type(run.algo), "NO_EFFECT_WITH_TASK", {}).get(target, {})
-    for key, reason in _find_given(with_task, overrides):
+    method = getattr(run.algo, "method", None)
+    idle = dict(getattr(type(run.algo), "NO_EFFECT_WITH_TASK", {}).get(target, {}))
+    idle |= getattr(type(run.algo), "NO_EFFECT_WITH_METHOD", {}).get(method, {})
+    for key, reason in _find_given(idle, overrides):
         raise ConfigError(f"{key} has no effect with {reason}. Leave it out.")
 
 
