@@ -84,6 +84,11 @@ class Tried:
             components = {name: within_pairs(part) for name, part in components.items()}
         return fitness(rewards, cfg.fitness, samples, components)
 
+    def of(self, columns: slice) -> "Tried":
+        """Return the same with some of the columns of rewards and components."""
+        components = {name: part[:, columns] for name, part in self.components.items()}
+        return replace(self, rewards=self.rewards[:, columns], components=components)
+
     def counted(self, cfg: EggrollConfig) -> tuple["Tried", int]:
         """Return the same with the rewards that count of the samples, and how many of each prompt
         there are then.

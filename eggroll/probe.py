@@ -26,6 +26,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from common.config import ConfigError
 from common.distributed.context import Context
 from common.files import write_text
@@ -193,7 +195,7 @@ class Probe:
         seconds, used = time.perf_counter() - began, self.attempt
         lr = self.cfg.lr
         if self.run.probe or lr == AUTO:
-            steps = self._count_steps(used.tokens / len(rows))
+            steps = self._count_steps(used.tokens / len(rows), used.tokens)
             try:
                 lr, reason = choose_lr(self.cfg, sigma, chosen.step, steps)
             except ConfigError as error:
@@ -249,7 +251,12 @@ class Probe:
         mended = replace(tried, rewards=rewards)
         shaped = mended.shaped(self.cfg)
         counted, samples = mended.counted(self.cfg)
-        directions = by_direction(shaped, pair)
+        parts = [shaped]
+        if self.cfg.fitness == "centered":  # whose spread is that of as few prompts as a step has
+            each = self.cfg.rows_per_member
+            starts = range(0, rewards.shape[1] - each + 1, each)
+            parts = [mended.of(slice(at, at + each)).shaped(self.cfg) for at in starts]
+        directions = by_direction(torch.stack(parts, 1), pair)
         variance = directions.square().mean().item() * (self.members // self.cfg.pair)
         row = Row(
             sigma=sigma,
@@ -267,12 +274,15 @@ class Probe:
             log.info("%s", describe(row))
         return row
 
-    def _count_steps(self, tokens: float) -> int:
-        """Return the steps that the run is expected to make, of which one takes so many tokens."""
-        if self.cfg.steps is not None:
-            return self.cfg.steps
-        limit = self.run.budget.tokens
-        return UNMEASURED_STEPS if limit is None else max(1, round(limit / max(1.0, tokens)))
+    def _count_steps(self, tokens: float, used: int) -> int:
+        """Return the steps that the run is expected to make, of which one takes so many tokens.
+        used: the tokens of the probe, which count.
+        """
+        limit, most = self.run.budget.tokens, self.cfg.steps
+        if limit is None:
+            return UNMEASURED_STEPS if most is None else most
+        found = max(1, round((limit - used) / max(1.0, tokens)))
+        return found if most is None else min(found, most)
 
 
 def choose_sigma(rows: list[Row], size: float) -> tuple[float, str]:
@@ -300,8 +310,14 @@ def choose_lr(cfg: EggrollConfig, sigma: float, step: float, steps: int) -> tupl
             " the same. Use a finer reward or more prompts (algo.prompts_per_step), or give"
             " algo.sigma and algo.lr."
         )
-    walk = sigma * WALK / math.sqrt(steps)
-    return walk / step, f"lr moves a weight by {walk / sigma:.2g} sigma per step, for {steps} steps"
+    planned, schedule = cfg.steps or steps, cfg.lr_schedule
+    square = sum(schedule.factor(index, planned) ** 2 for index in range(steps))
+    walk = sigma * WALK / math.sqrt(square)
+    per = "the first step" if schedule.changes else "step"
+    return (
+        walk / step,
+        f"lr moves a weight by {walk / sigma:.2g} sigma per {per}, for {steps} steps",
+    )
 
 
 def scale_step(cfg: EggrollConfig, step: float) -> float:
@@ -318,7 +334,7 @@ def scale_step(cfg: EggrollConfig, step: float) -> float:
                 f"algo.lr=auto with algo.optimizer.kwargs.momentum={momentum:g}: it must be at"
                 " least 0 and below 1."
             )
-        return step / (1 - momentum)
+        return step * (1 - kwargs.get("dampening", 0.0)) / (1 - momentum)
     raise ConfigError(
         f"algo.lr=auto does not know the steps of algo.optimizer.name={name}. Use SGD, Adam or"
         " AdamW, or give algo.lr."

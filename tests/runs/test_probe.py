@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common import checkpoint
-from common.config import ConfigError
+from common.config import ConfigError, ScheduleConfig
 from common.signals import EXIT_SIGNAL, RunStopped
 from eggroll import probe
 from eggroll.population import Population
@@ -49,12 +49,51 @@ def test_lr_makes_all_steps_a_walk_of_some_sigma():
     assert choose_lr(momentum, 0.01, 0.1, 49)[0] == pytest.approx(lr / 10)
     adam = replace(cfg, optimizer=replace(cfg.optimizer, name="Adam"))
     assert choose_lr(adam, 0.01, 0.1, 49)[0] == pytest.approx(lr / 10)
+    damped = replace(momentum.optimizer, kwargs={"momentum": 0.9, "dampening": 0.9})
+    assert choose_lr(replace(cfg, optimizer=damped), 0.01, 0.1, 49)[0] == pytest.approx(lr)
+    schedule = ScheduleConfig(kind="linear", end=0.0)
+    falling = replace(cfg, lr_schedule=schedule, steps=49)
+    first, why = choose_lr(falling, 0.01, 0.1, 49)
+    walk = math.sqrt(sum((first * 0.1 * schedule.factor(i, 49)) ** 2 for i in range(49)))
+    assert walk == pytest.approx(probe.WALK * 0.01)
+    assert "per the first step" in why
     with pytest.raises(ConfigError, match=r"does not know the steps of algo\.optimizer.name=Rprop"):
         choose_lr(replace(cfg, optimizer=replace(cfg.optimizer, name="Rprop")), 0.01, 0.1, 49)
     with pytest.raises(
         ConfigError, match=r"all earn the same\. Use a finer reward or more prompts"
     ):
         choose_lr(cfg, 0.01, 0.0, 49)
+
+
+def test_lr_of_centered_fitness_is_for_the_luck_of_the_prompts_of_a_step(tmp_path, monkeypatch):
+    """Of which the probe has more: 16 members in place of 64 answer four times as many."""
+    draw, try_out = torch.Generator().manual_seed(0), Population.try_out
+
+    def lucky(self, examples, *args, **kwargs):
+        tried = try_out(self, examples, *args, **kwargs)
+        return replace(tried, rewards=torch.rand(tried.rewards.shape, generator=draw).double())
+
+    monkeypatch.setattr(Population, "try_out", lucky)
+    asked = ["algo.members=64", "algo.prompts_per_step=2", "algo.fitness=centered", "algo.lr=auto"]
+    found = train(compose([*MOVING, *asked, "probe=true"]), tmp_path, Letters("smooth"))
+    # The difference of two means of 2 prompts, of 1 / 12 each, in 32 directions.
+    wanted = math.sqrt(2 / 24 * 32) / 64
+    steps = [row.step for row in found.rows]
+    assert math.sqrt(sum(s * s for s in steps) / len(steps)) == pytest.approx(wanted, rel=0.15)
+
+
+def test_steps_that_a_budget_leaves():
+    def count(*asked: str) -> int:
+        probed = probe.Probe.__new__(probe.Probe)
+        probed.run = compose([*AUTO, *asked])
+        probed.cfg = probed.run.algo
+        return probed._count_steps(tokens=100.0, used=1000)
+
+    assert count("algo.steps=null", "budget.tokens=5000") == 40
+    assert count("algo.steps=50", "budget.tokens=5000") == 40
+    assert count("algo.steps=30", "budget.tokens=5000") == 30
+    assert count("algo.steps=null", "budget.seconds=60") == probe.UNMEASURED_STEPS
+    assert count("algo.steps=null", "budget.tokens=500") == 1
 
 
 def test_a_probe_trains_nothing(launch, tmp_path):
