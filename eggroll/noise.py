@@ -121,13 +121,18 @@ def addresses(
     model: nn.Module, noise: NoiseConfig, rank: int, only: Container[str] | None = None
 ) -> list[Address]:
     """List what is perturbed in `model`, in its order. only: names, of an adapter's matrices; None
-    = any. Raises: ConfigError where a pattern matches nothing or asks for low rank on a vector, or
-    where nothing is perturbed.
+    = any. Raises: ConfigError where a pattern matches nothing or asks for low rank on a vector,
+    where the head is tied and has a policy of its own, or where nothing is perturbed.
     """
     found, unused = [], set(noise.patterns)
     block = block_of(model)
     below = (max(block.values(), default=0) + 1) // 2
     kinds = {n: k for n, k in kind_of(model).items() if only is None or n in only}
+    if only is None and noise.head != "frozen" and "head" not in kinds.values():
+        raise ConfigError(
+            f"algo.noise.head={noise.head} has no effect: the output layer of this model is tied to"
+            " its embedding. Leave it out, or use algo.noise.embeddings."
+        )
     for number, (name, parameter) in enumerate(model.named_parameters()):
         if name not in kinds:
             continue

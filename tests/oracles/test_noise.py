@@ -28,6 +28,8 @@ def policy(
 ):
     if name == "gpt2" and embeddings != "frozen":
         patterns = {"*wpe*": "frozen", **patterns}  # positions are shared by all rows
+    if small_model(name).config.tie_word_embeddings:
+        head = "frozen"  # it is the embedding
     return NoiseConfig(
         matrices=matrices, vectors=vectors, embeddings=embeddings, head=head, patterns=patterns
     )
@@ -377,6 +379,14 @@ def test_policies_that_cannot_be(choices, text):
     with pytest.raises(ConfigError) as caught:
         Noise(small_model("llama"), policy(**choices), rank=1, mirrored=True, seed=0)
     assert text in str(caught.value)
+
+
+def test_a_head_that_is_tied_has_no_noise_of_its_own():
+    tied = NoiseConfig(
+        matrices="lowrank", vectors="frozen", embeddings="frozen", head="full", patterns={}
+    )
+    with pytest.raises(ConfigError, match=r"algo\.noise\.head=full has no effect: .* is tied to"):
+        Noise(small_model("qwen2"), tied, rank=1, mirrored=True, seed=0)
 
 
 def test_an_unknown_module_is_refused_with_the_way_out():
