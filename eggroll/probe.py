@@ -293,7 +293,11 @@ def choose_sigma(rows: list[Row], size: float) -> tuple[float, str]:
         why = f"members break at the smallest sigma that was tried, {smallest:.3g}; half of it"
         return smallest / 2, why
     largest = survivors[-1].sigma
-    why = f"members survive up to sigma {largest:.3g} ({largest / size:.2g} of the weights' size)"
+    share = f"({largest / size:.2g} of the weights' size)"
+    why = f"members survive up to sigma {largest:.3g} {share}"
+    if len(survivors) == len(rows):
+        why = f"no sigma that was tried breaks the members, up to {largest:.3g} {share}: the reward"
+        why += " does not say where they do"
     return largest / 2, f"{why}; half of it is used"
 
 

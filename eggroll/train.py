@@ -43,7 +43,10 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
     lm.read_examples()
     population = Population(lm, noise, cfg)
     if run.probe:
-        return probe.show(population, weights)
+        try:
+            return probe.show(population, weights)
+        finally:
+            lm.close()
     if cfg.method != "eggroll":
         return baselines.run_baseline(run, population, weights)
     with Session(run, context, lm, steps=cfg.steps) as session:

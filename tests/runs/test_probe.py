@@ -13,6 +13,7 @@ import torch
 
 from common import checkpoint
 from common.config import ConfigError, ScheduleConfig
+from common.lm import LM
 from common.signals import EXIT_SIGNAL, RunStopped
 from eggroll import probe
 from eggroll.population import Population
@@ -32,6 +33,13 @@ def row(sigma: float, survived: bool, step: float = 0.1) -> Row:
 
 
 def test_half_of_the_largest_sigma_that_is_survived():
+    whole = [row(0.02, True), row(0.1, True)]
+    sigma, why = choose_sigma(whole, size=0.1)
+    assert sigma == 0.05
+    assert why == (
+        "no sigma that was tried breaks the members, up to 0.1 (1 of the weights' size): the"
+        " reward does not say where they do; half of it is used"
+    )
     rows = [row(0.01, True), row(0.02, True), row(0.04, False), row(0.08, False)]
     sigma, why = choose_sigma(rows, size=0.1)
     assert sigma == 0.01
@@ -128,9 +136,13 @@ def test_a_sweep_of_probes_ends_with_a_table(launch, tmp_path):
     assert "no result" not in said.stdout
 
 
-def test_where_nothing_is_right_the_table_is_shown_all_the_same(tmp_path):
+def test_where_nothing_is_right_the_table_is_shown_all_the_same(tmp_path, monkeypatch):
     run = compose([*MOVING, "probe=true"])
+    closed, close = [], LM.close
+    monkeypatch.setattr(LM, "close", lambda lm: closed.append(close(lm)))
     found = train(run, tmp_path, Letters("right"))
+    assert len(closed) == 1, "workers that score, and an engine, would stay"
+    assert "no sigma that was tried breaks the members" in found.why
     assert found.lr is None
     assert "finds no difference between the members" in found.why
     assert json.loads((tmp_path / "probe.json").read_text())["lr"] is None
