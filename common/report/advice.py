@@ -176,10 +176,13 @@ def _one_sided(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None
     most, least = (pick(means, key=lambda name: means[name]) for pick in (max, min))
     if means[most] < 0.7 or means[least] > 0.2:
         return None
+    advice = "If that is what counts, give it more weight."
+    if algo.get("fitness") == "component_zscore":  # which counts all alike
+        advice = "If that is what counts, use algo.fitness=zscore with more weight for it."
     return Advice(
         "one component",
         f"the updates follow the component {most} of the reward (cosine {means[most]:.2f}) and"
-        f" hardly {least} ({means[least]:.2f}). If that is what counts, give it more weight.",
+        f" hardly {least} ({means[least]:.2f}). {advice}",
     )
 
 

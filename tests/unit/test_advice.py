@@ -210,3 +210,9 @@ def test_the_next_command_has_a_folder_of_its_own():
         advice.command(given, "algo.steps=15")
         == "python launch.py algo=grpo 'task.path=a b.csv' algo.steps=15"
     )
+
+
+def test_weights_of_components_are_not_advised_where_they_do_not_count():
+    events = [{"component_cosine": {"answered": 0.95, "right": 0.05}}] * advice.WINDOW
+    (said,) = advice.find_advice(events, ALGO | {"fitness": "component_zscore"})
+    assert "use algo.fitness=zscore with more weight for it" in said.text
