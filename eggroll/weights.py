@@ -280,14 +280,18 @@ class Weights:
         if compared is None:
             return finite, {}
         moved, stepped, changed, count, *cosines = sums[2:]
-        step, whole = cosines[:2], cosines[2:]
-        return finite, {
+        found = {
             "drift": math.sqrt(moved / started),
             "update_norm": math.sqrt(stepped / started),
             "applied_share": changed / count,
-            "applied_cosine": step[0] / math.sqrt(max(step[1] * stepped, 1e-60)),
-            "applied_cosine_all": whole[0] / math.sqrt(max(whole[1] * moved, 1e-60)),
         }
+        for name, (product, square), meant in (
+            ("applied_cosine", cosines[:2], stepped),
+            ("applied_cosine_all", cosines[2:], moved),
+        ):
+            if meant > 0:  # a step that moves nothing has no direction
+                found[name] = product / math.sqrt(max(square * meant, 1e-60))
+        return finite, found
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the masters, for a checkpoint; those of whole numbers in two parts."""

@@ -11,7 +11,7 @@ from eggroll.config import NoiseConfig
 from eggroll.fitness import fitness
 from eggroll.noise import Noise
 from eggroll.population import Tried
-from eggroll.weights import movement
+from eggroll.weights import Weights, movement
 from launch import compose
 from tests.support.models import small_model
 
@@ -119,6 +119,20 @@ def test_rounding_of_an_update():
     assert cosines[2] / math.sqrt(cosines[3] * whole) == pytest.approx(since, rel=1e-4)
     assert by_step < 0.5, "one step is mostly rounding"
     assert since > 0.95, "what all steps came to is not lost, as the masters keep it"
+
+
+def test_a_step_that_moves_nothing_has_no_direction(tmp_path):
+    model = small_model("gpt2").requires_grad_(False)
+    cfg = compose(["algo.members=4"]).algo
+    noise = Noise(model, cfg.noise, rank=1, mirrored=True, seed=0)
+    weights = Weights(model, noise, cfg, {}, offload=False, folder=tmp_path)
+    for shaped in ([0.0] * 4, [1.0, 0.0, 0.0, 0.0]):
+        for name, gradient in noise.gradients(0, torch.tensor(shaped)):
+            weights.descend(name, gradient, 0.1, compare=True)
+        _, found = weights.measure()
+        moves = any(shaped)
+        assert found["applied_share"] == pytest.approx(float(moves), abs=0.01)
+        assert ("applied_cosine" in found, "applied_cosine_all" in found) == (moves, moves)
 
 
 def test_masters_in_float32_are_what_the_forward_uses():
