@@ -72,8 +72,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Findings:
-    """The outcome of a probe. lr: None where no member differs; why: the choice in words; centre:
-    the unperturbed model's reward.
+    """The outcome of a probe. lr: None where no member differs, and of RandOpt; why: the choice in
+    words; centre: the unperturbed model's reward.
     """
 
     sigma: float
@@ -105,7 +105,7 @@ def tune(population: Population, weights: Weights, session: Session) -> Tuned:
         session.listen()
         found = Probe(population, weights, lambda: session.stopping).look()
         tell(found, population.lm.context)
-        state["tuned"] = {"sigma": found.sigma, "lr": found.lr}
+        state["tuned"] = {"sigma": found.sigma, "lr": cfg.lr if found.lr is None else found.lr}
         state["generated"] += found.tokens
         state["evaluations"] += found.evaluations
         state["seconds"] += found.seconds
@@ -193,8 +193,8 @@ class Probe:
         if chosen is None:  # lr is of what was seen there
             rows = sorted([*rows, chosen := self._try(sigma)], key=lambda row: row.sigma)
         seconds, used = time.perf_counter() - began, self.attempt
-        lr = self.cfg.lr
-        if self.run.probe or lr == AUTO:
+        lr = None if self.cfg.method == "randopt" else self.cfg.lr  # which moves no weights
+        if lr is not None and (self.run.probe or lr == AUTO):
             steps = self._count_steps(used.tokens / len(rows), used.tokens)
             try:
                 lr, reason = choose_lr(self.cfg, sigma, chosen.step, steps)

@@ -49,6 +49,9 @@ def own_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+RANDOPT = [text for text in MOVING if not text.startswith("algo.lr=")] + ["algo.method=randopt"]
+
+
 def run_here(out: Path, *overrides: str, task: object = None):
     return train(compose([*MOVING, *overrides]), out, task or Letters("smooth"))
 
@@ -922,7 +925,7 @@ def test_components_are_logged_and_normalised_apart(tmp_path):
 
 
 def test_randopt_lets_the_best_vote_and_leaves_the_weights(tmp_path):
-    result = run_here(tmp_path, "algo.method=randopt", "algo.steps=3")
+    result = train(compose([*RANDOPT, "algo.steps=3"]), tmp_path, Letters("smooth"))
     assert set(result.metrics) == {"before", "after", "best_member"}
     assert "examples) by the vote of the best 8 members" in result.verdict
     page = (tmp_path / "report.md").read_text()
@@ -953,7 +956,7 @@ def test_the_best_members_vote(tmp_path, monkeypatch):
     # pairs: a-b, c-d, ...; the last three of the best have no answer, and so no vote
     words = ("xa", "xb", "yc", "yd", "ye", "yf", *("-" + letter for letter in "ghijkl"))
     said = iter([[text] * 8 for text in words])
-    run = compose([*MOVING, "algo.method=randopt", "algo.steps=1"])
+    run = compose([*RANDOPT, "algo.steps=1"])
     generate = LM.generate
 
     def answer(lm, requests, sampling=None):

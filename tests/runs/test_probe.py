@@ -151,6 +151,13 @@ def test_where_nothing_is_right_the_table_is_shown_all_the_same(tmp_path, monkey
         train(run, tmp_path, Letters("right"))
 
 
+def test_a_method_that_moves_no_weights_is_told_no_lr(tmp_path):
+    without = [text for text in MOVING if not text.startswith("algo.lr=")]
+    asked = compose([*without, "algo.method=randopt", "algo.sigma=auto", "algo.steps=1"])
+    train(asked, tmp_path, Letters("smooth"))
+    assert json.loads((tmp_path / "probe.json").read_text())["lr"] is None
+
+
 @pytest.mark.faults
 def test_a_signal_ends_the_probe_of_a_run_before_its_next_sigma(tmp_path, monkeypatch):
     tried, attempt = [], probe.Probe._try
