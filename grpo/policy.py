@@ -192,7 +192,7 @@ class Policy:
             self.updater.backward(value)
             totals["loss"] += value.detach()
             totals["tokens"] += mask.sum()
-            gap = (logp.detach() - sampled).abs() * mask
+            gap = (old - sampled).abs() * mask  # not of updates since
             totals["gap"] += gap.sum()
             for name, number in sums.items():
                 totals[name] += number

@@ -189,7 +189,8 @@ class Sampler:
         )
         piece = self._piece_bytes(prompts, tokens, packing)
         placing = prefilled + slots + logits + opened * waiting
-        filling = (placing - logits if waiting else prefilled + opened) + piece
+        # With flash attention they are on a board, which the last call may have left.
+        filling = prefilled + opened + slots * (waiting or self.flash) + piece
         decoding = slots + prefilled * apart + opened * waiting
         decoding += self._step_bytes(rows, tokens + new, load.sampling)
         weights = fsdp.parameters(self.model) + quantized.packed_away(self.model)

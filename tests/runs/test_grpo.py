@@ -143,6 +143,7 @@ def test_every_option_trains(changes, untrained, tmp_path, in_cache):
     if "algo.num_iterations=2" in changes:
         assert logged[0]["ratio_kl"] == 0
         assert logged[1]["ratio_kl"] > 0  # off the sampling policy
+        assert logged[1]["sampler_gap"] < 1e-5, "of the policy that sampled"
     if any("beta" in c for c in changes) and "algo.kl.where=reward" not in changes:
         assert logged[0]["kl"] == pytest.approx(0, abs=1e-6)
         assert logged[1]["kl"] > 0

@@ -9,7 +9,8 @@ import torch
 
 from common.distributed import fsdp
 from common.model import varlen
-from common.sampling.engine import Requests
+from common.model.memory import cache_bytes
+from common.sampling.engine import Load, Requests
 from common.sampling.flash import halve
 from common.sampling.native import LOOK_EVERY, Sampler
 from eggroll.config import NoiseConfig
@@ -127,6 +128,16 @@ def test_nothing_is_kept_where_backward_passes_want_the_memory(flash):
     sampler.model.requires_grad_(True)
     sampler.rest()
     assert sampler.board is None
+
+
+def test_the_plan_counts_slots_while_prompts_are_prefilled(flash):
+    """The last call has left them."""
+    sampler = flash(small_model("qwen2"), 64)
+    sampler.generate(Requests(prompts=prompts()), sampling(new=4))
+    assert sampler.board.cache.keys
+    token = cache_bytes(sampler.model.config, 4)
+    held = 64 * 60 * token + 64 * (60 + 20) * token + sampler._piece_bytes(64, 60, False)
+    assert sampler.peak_bytes(64, Load(60, sampling(new=20), completions=64)) >= held
 
 
 def test_nothing_is_kept_of_a_call_that_failed(flash, monkeypatch):
