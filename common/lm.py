@@ -227,7 +227,8 @@ class LM:
         hinted: other prompts, which no model is trained on.
         """
         self.longest_prompt = max(map(len, [*prompts, *hinted]))
-        # As of a set of many; that of the few prompts of a step is at least as long, hardly longer.
+        # As of a set of many. That of the few prompts of a step is at least as long, and longer
+        # where some of the task's prompts begin otherwise, which a plan does not know.
         self.opening = len(find_opening(prompts, len(prompts), 0.0))
 
     def candidates(self) -> list[Example]:
@@ -358,19 +359,28 @@ class LM:
             state = StateMemory.of_adapter(*held, trained, copies, moments)
         return replace(state, engine=engine)
 
-    def fit_rollout(self, state: StateMemory, extra_bytes: float = 0.0, groups: int = 1) -> None:
+    def fit_rollout(
+        self, state: StateMemory, extra_bytes: float = 0.0, groups: int = 1, each: int = 1
+    ) -> None:
         """Fit the engine's rows to the memory, for prompts of which each has one sample, and more
-        of them than rows. extra_bytes: what else is there, whatever the rows; groups: the most of a
-        call.
+        of them than rows.
+
+        Args: extra_bytes: what else is there, whatever the rows; groups: the most of a call; each:
+        rows of a group.
         """
         self.rollout_fixed = state.on_rank(self.model, rollout=True) + extra_bytes
-        self.opened = groups * self.opening
-        load = Load(self.longest_prompt, self.run.algo.sampling, opening=self.opened)
+        self.groups, self.group_rows = groups, each
 
         def peak(rows: int) -> float:
-            return self.rollout_fixed + self.engine.peak_bytes(rows, load)
+            return self.rollout_fixed + self.engine.peak_bytes(rows, self._load(rows))
 
         fit(self.engine.limit, peak, self.context)
+
+    def _load(self, rows: int, samples: int = 1, completions: int | None = None) -> Load:
+        """Return what a plan of so many rows is made for: an opening for each group among them."""
+        opened = self.opening * min(self.groups, max(1, rows // self.group_rows))
+        settings = self.run.algo.sampling
+        return Load(self.longest_prompt, settings, samples, completions, opened)
 
     def fit_training(
         self, limit: RowLimit, state: StateMemory, completions: int, samples: int = 1
@@ -402,9 +412,8 @@ class LM:
         """Return the bytes of a rollout of so many completions, `samples` of each prompt, with the
         weights and what else is there.
         """
-        settings = self.run.algo.sampling
-        load = Load(self.longest_prompt, settings, samples, completions, self.opened)
         rows = min(self.engine.limit.rows, completions)
+        load = self._load(rows, samples, completions)
         self.rollout_sampled = self.engine.peak_bytes(rows, load)
         return self.rollout_fixed + self.rollout_sampled
 

@@ -42,6 +42,8 @@ def run_baseline(run: Run, population: Population, weights: Weights) -> Result:
         session.state["best"] = []  # of RandOpt: [reward, draw, member], the best first
         session.start(weights, population.plan())
         tuned = probe.tune(population, weights, session)
+        if not session.over:
+            session.warm_up(population.rehearse)
         for step in session.steps():
             start = 0 if randopt else step.index  # one answer sheet for all that are compared
             examples = lm.order.take(start * cfg.prompts, cfg.prompts)

@@ -196,11 +196,6 @@ class EggrollConfig:
                 f"algo.max_update={self.max_update:g} goes with plain SGD, whose step is lr times"
                 " the gradient. Leave out algo.optimizer, or algo.max_update."
             )
-        if self.max_update is not None and self.weight_decay:
-            raise ConfigError(
-                f"algo.max_update={self.max_update:g} bounds what the rewards move, and"
-                f" algo.weight_decay={self.weight_decay:g} would add to it. Leave out one of them."
-            )
         if self.sample_quantile is not None and self.samples_per_prompt == 1:
             raise ConfigError(
                 f"algo.sample_quantile={self.sample_quantile:g} has no effect with"

@@ -69,6 +69,14 @@ def over_samples(rewards: Tensor, samples: int, quantile: float | None) -> Tenso
     return rewards.unflatten(1, (-1, samples)).quantile(quantile, dim=2)
 
 
+def equal_parts(components: Mapping[str, Tensor]) -> Tensor:
+    """Return the sum of the components of a reward [members, prompts * samples], each over the
+    deviation of its members' means: the reward whose mean component_zscore follows.
+    """
+    parts = [part.double() for part in components.values()]
+    return torch.stack([_over_deviation(part, part.mean(1)) for part in parts]).sum(0)
+
+
 def by_direction(fitness: Tensor, mirrored: bool) -> Tensor:
     """Fitness [members] -> the weight of each direction [directions]: mirrored members share one,
     f+ E - f- E. Equal fitness gives exactly 0.

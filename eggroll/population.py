@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from common.budget import describe_length
-from common.config import ConfigError
 from common.distributed import fsdp
 from common.lm import LM
 from common.report import samples
@@ -18,7 +17,7 @@ from common.sampling.engine import Completions, Requests
 from common.tasks import Example
 from common.tasks.scoring import Scored
 from eggroll.config import EggrollConfig
-from eggroll.fitness import above_mean, fitness, over_samples, within_pairs
+from eggroll.fitness import above_mean, equal_parts, fitness, over_samples, within_pairs
 from eggroll.noise import Noise
 from eggroll.weights import count_state
 
@@ -67,14 +66,7 @@ class Tried:
         return bool(torch.isfinite(self.rewards).all())
 
     def shaped(self, cfg: EggrollConfig) -> Tensor:
-        """Return the fitness of the members, [members]. Raises: ConfigError for components of a
-        reward that has none.
-        """
-        if cfg.fitness == "component_zscore" and not self.components:
-            raise ConfigError(
-                "algo.fitness=component_zscore needs a reward with components, and this task's has"
-                " none. Use algo.fitness=zscore, or task=custom with several rewards."
-            )
+        """Return the fitness of the members, [members]."""
         if cfg.method == "corp":
             return above_mean(self.rewards)
         counted, samples = self.counted(cfg)
@@ -90,14 +82,17 @@ class Tried:
         return replace(self, rewards=self.rewards[:, columns], components=components)
 
     def counted(self, cfg: EggrollConfig) -> tuple["Tried", int]:
-        """Return the same with the rewards that count of the samples, and how many of each prompt
-        there are then.
+        """Return the same with the rewards that count, of the samples and of the components, and
+        how many samples of each prompt there are then.
         """
-        if cfg.sample_quantile is None:
-            return self, cfg.samples_per_prompt
-        pick = partial(over_samples, samples=cfg.samples_per_prompt, quantile=cfg.sample_quantile)
-        components = {name: pick(part) for name, part in self.components.items()}
-        return replace(self, rewards=pick(self.rewards), components=components), 1
+        found, samples = self, cfg.samples_per_prompt
+        if cfg.sample_quantile is not None:
+            pick = partial(over_samples, samples=samples, quantile=cfg.sample_quantile)
+            components = {name: pick(part) for name, part in self.components.items()}
+            found, samples = replace(self, rewards=pick(self.rewards), components=components), 1
+        if cfg.fitness == "component_zscore":
+            found = replace(found, rewards=equal_parts(found.components))
+        return found, samples
 
     def numbers(self, cfg: EggrollConfig) -> dict[str, Any]:
         """Return what goes into the log."""
@@ -135,7 +130,7 @@ class Population:
         self.members = cfg.most_members  # what memory is planned for
         directions = len(self._chunks()[0]) // cfg.pair
         drawn = 4.0 * sum(4 * a.blocks for a in noise.addresses) * directions
-        lm.fit_rollout(self.state, drawn, len(self._chunks()[0]))
+        lm.fit_rollout(self.state, drawn, len(self._chunks()[0]), cfg.rows_per_member)
         # Members are shared out by the rows, so ranks with unlike memory must agree on them.
         lm.engine.limit.rows = min(lm.context.gather_objects(lm.engine.limit.rows))
         self.perturbed = sum(math.prod(address.shape) for address in noise.addresses)
@@ -357,8 +352,9 @@ class Population:
         found = {"prompts": [prompts[p] for p in places], "ids": [ids[p] for p in places]}
         return replace(requests, **found, apart=True)
 
-    def rehearse(self, examples: list[Example]) -> None:
+    def rehearse(self) -> None:
         """Sample the first chunk of a step and throw it away: compilation happens here."""
+        examples = self.lm.order.take(0, self.cfg.prompts)
         with fsdp.forwards(self.lm.model):
             self.sample(self._chunks()[0], self.request(examples, 0), 0, 1e-3)
 

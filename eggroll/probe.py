@@ -185,6 +185,11 @@ class Probe:
             log.info(HEAD)
         if self.run.probe or self.cfg.sigma == AUTO:
             rows = sorted(self._search(), key=lambda row: row.sigma)
+            if not self.run.probe and not any(row.reward_std for row in rows):
+                raise ConfigError(
+                    "algo.sigma=auto finds no difference between the members at any sigma: all earn"
+                    f" {self.centre:.3g}. Use a finer reward or other prompts, or give algo.sigma."
+                )
             sigma, why = choose_sigma(rows, self.size)
         else:
             rows = [self._try(float(self.cfg.sigma))]

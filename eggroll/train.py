@@ -33,6 +33,11 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
     lm = LM(run, context, task, population=cfg.most_members, rank=cfg.rank)
     how = {"rank": cfg.rank, "mirrored": cfg.mirrored, "seed": run.seed}
     noise = Noise(lm.model, cfg.noise, **how, only=lm.adapter)
+    if cfg.fitness == "component_zscore" and not getattr(lm.task, "components", None):
+        raise ConfigError(
+            "algo.fitness=component_zscore needs a reward with components, and this task's has"
+            " none. Use algo.fitness=zscore, or task=custom with several rewards."
+        )
     if cfg.rank != 1 and all(address.policy == "full" for address in noise.addresses):
         raise ConfigError(
             f"algo.rank={cfg.rank} has no effect: nothing has low-rank noise. Set algo.rank=1."
@@ -55,7 +60,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
         population.use(session.state["members"], "the run that goes on has grown")
         tuned = probe.tune(population, weights, session)  # sigma and lr, as set or as measured
         if not session.over:
-            session.warm_up(lambda: population.rehearse(lm.order.take(0, cfg.prompts)))
+            session.warm_up(population.rehearse)
         for step in session.steps():
             sigma = tuned.sigma * cfg.sigma_schedule.factor(step.index, cfg.steps)
             lr = tuned.lr * cfg.lr_schedule.factor(step.index, cfg.steps)

@@ -1024,5 +1024,3 @@ def test_a_trust_region_bounds_each_update(tmp_path):
     assert same_bits(tmp_path / "wide", tmp_path / "free")
     with pytest.raises(ConfigError, match=r"max_update=0\.1 goes with plain SGD"):
         compose(["algo.max_update=0.1", "algo.optimizer.name=Adam"])
-    with pytest.raises(ConfigError, match=r"algo\.weight_decay=0\.1 would add to it"):
-        compose(["algo.max_update=0.1", "algo.weight_decay=0.1"])

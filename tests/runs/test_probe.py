@@ -149,6 +149,9 @@ def test_where_nothing_is_right_the_table_is_shown_all_the_same(tmp_path, monkey
     (tmp_path / "result.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"holds a run, whose probe\.json would be lost"):
         train(run, tmp_path, Letters("right"))
+    given = compose([*MOVING, "algo.sigma=auto", "algo.lr=0.1"])
+    with pytest.raises(ConfigError, match=r"sigma=auto finds no difference .* all earn 0\. Use a"):
+        train(given, tmp_path / "given", Letters("right"))
 
 
 def test_a_method_that_moves_no_weights_is_told_no_lr(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from common.config import ConfigError
 from eggroll import instruments
 from eggroll.config import NoiseConfig
-from eggroll.fitness import fitness
+from eggroll.fitness import equal_parts, fitness
 from eggroll.noise import Noise
 from eggroll.population import Tried
 from eggroll.weights import Weights, movement
@@ -162,3 +162,17 @@ def test_what_is_looked_at_are_the_samples_that_count():
         compose(
             [*asked[1:], "algo.members=4-8", "algo.prompts_per_step=1", "algo.sample_quantile=1"]
         )
+
+
+def test_what_is_looked_at_with_component_zscore_is_what_it_follows():
+    draw = torch.Generator().manual_seed(0)
+    parts = {name: torch.rand(8, 6, generator=draw).double() for name in ("form", "right")}
+    parts["right"] = parts["right"] / 100 + 0.2  # differs little between members
+    followed = equal_parts(parts).mean(1)
+    shaped = fitness(sum(parts.values()), "component_zscore", components=parts)
+    torch.testing.assert_close((followed - followed.mean()) / 2, shaped)
+    parts["never"] = torch.ones(8, 6).double() / 3
+    torch.testing.assert_close(equal_parts(parts).mean(1), followed)
+    cfg = compose(["algo.fitness=component_zscore"]).algo
+    found = tried(sum(parts.values()), **parts)
+    assert torch.equal(found.counted(cfg)[0].rewards, equal_parts(parts))
