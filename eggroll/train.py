@@ -33,15 +33,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
     lm = LM(run, context, task, population=cfg.most_members, rank=cfg.rank)
     how = {"rank": cfg.rank, "mirrored": cfg.mirrored, "seed": run.seed}
     noise = Noise(lm.model, cfg.noise, **how, only=lm.adapter)
-    if cfg.fitness == "component_zscore" and not getattr(lm.task, "components", None):
-        raise ConfigError(
-            "algo.fitness=component_zscore needs a reward with components, and this task's has"
-            " none. Use algo.fitness=zscore, or task=custom with several rewards."
-        )
-    if cfg.rank != 1 and all(address.policy == "full" for address in noise.addresses):
-        raise ConfigError(
-            f"algo.rank={cfg.rank} has no effect: nothing has low-rank noise. Set algo.rank=1."
-        )
+    check(cfg, lm, noise)
     # Float32 masters, the initial weights, the optimizers.
     offload, folder = run.opt.offload.enabled, context.out_dir
     weights = Weights(lm.model, noise, cfg, lm.wide, offload=offload, folder=folder)
@@ -89,3 +81,16 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
             step.stop_if(None if finite else "weights are not finite.")
             step.stop_if(cfg.stop_at.crossed(moved.get("drift", 0.0)))
         return session.finish()
+
+
+def check(cfg: EggrollConfig, lm: LM, noise: Noise) -> None:
+    """Raise ConfigError for settings that do not go with the task, or with what is perturbed."""
+    if cfg.fitness == "component_zscore" and not getattr(lm.task, "components", None):
+        raise ConfigError(
+            "algo.fitness=component_zscore needs a reward with components, and this task's has"
+            " none. Use algo.fitness=zscore, or task=custom with several rewards."
+        )
+    if cfg.rank != 1 and all(address.policy == "full" for address in noise.addresses):
+        raise ConfigError(
+            f"algo.rank={cfg.rank} has no effect: nothing has low-rank noise. Set algo.rank=1."
+        )
