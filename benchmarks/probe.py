@@ -13,7 +13,6 @@ that gained `NEAR` of the most: the others would not be the best in the mean.
 
 import argparse
 import json
-import math
 import os
 import statistics
 import sys
@@ -81,13 +80,15 @@ def name_points(sizes: Sizes, seed: int, points: dict[str, Any]) -> Iterator[tup
 
 def is_near(points: dict[str, Any], task: str, name: str) -> bool:
     """Return whether a point gained `NEAR` of the most that one of its task did with seed 1."""
-    own = {key: point for key, point in points.items() if key.startswith(f"{task}: sigma")}
     gains = {
         key: point["after"] - point["before"]
-        for key, point in own.items()
-        if key.endswith("seed 1") and point["after"] is not None
+        for key, point in points.items()
+        if key.startswith(f"{task}: sigma")
+        and key.endswith("seed 1")
+        and point["after"] is not None
     }
-    return gains.get(f"{task}: {name}: seed 1", -math.inf) >= NEAR * max(gains.values())
+    gain = gains.get(f"{task}: {name}: seed 1")
+    return gain is not None and gain >= NEAR * max(gains.values())
 
 
 def measure_point(overrides: list[str]) -> dict[str, Any]:
