@@ -151,7 +151,7 @@ def fold(
     with fsdp.forwards(lm.model):
         after = population.ask_centre(requests, repeated)
     gain = (after.rewards - before.rewards).unflatten(0, (-1, cfg.samples_per_prompt)).mean(1)
-    error = gain.std() / len(gain) ** 0.5 if len(gain) > 1 else 0.0
+    error = gain.std() / len(gain) ** 0.5
     passed = finite and bool(gain.mean() > error)
     if not passed:
         weights.put_back(*kept)

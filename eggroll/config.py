@@ -191,6 +191,12 @@ class EggrollConfig:
                 "algo.lr=auto has no effect with algo.method=randopt, which moves no weights. Leave"
                 " it out."
             )
+        if self.method == "corp" and self.prompts_each == 1:
+            raise ConfigError(
+                "algo.prompts_per_step=1 does not go with algo.method=corp, which takes a step"
+                " where prompts earn more by more than the standard error, and that of one prompt"
+                " is not known. Use 2 or more."
+            )
         if self.max_update is not None and (self.optimizer.name != "SGD" or self.optimizer.kwargs):
             raise ConfigError(
                 f"algo.max_update={self.max_update:g} goes with plain SGD, whose step is lr times"

@@ -55,7 +55,8 @@ ADAMS = ("Adam", "AdamW", *EIGHT_BITS)  # whose steps are lr for each weight
 @dataclass(frozen=True)
 class Row:
     """The outcome of one sigma; shares of completions, and rewards. answered: where the task knows;
-    step: the root mean square, per weight, of the update at lr 1, of as many members as a run has.
+    step: the root mean square, per weight, of the update at lr 1, of as many members as a run has;
+    as_set: whether it is algo.sigma, which probe=true looks at beside those of its own.
     """
 
     sigma: float
@@ -68,6 +69,7 @@ class Row:
     prompt_agreement: float | None
     step: float
     survived: bool
+    as_set: bool = False
 
 
 @dataclass(frozen=True)
@@ -191,12 +193,15 @@ class Probe:
                     f" {self.centre:.3g}. Use a finer reward or other prompts, or give algo.sigma."
                 )
             sigma, why = choose_sigma(rows, self.size)
+            if self.cfg.sigma != AUTO:  # how the setting does, beside what is chosen without it
+                rows.append(self._try(float(self.cfg.sigma), as_set=True))
         else:
             rows = [self._try(float(self.cfg.sigma))]
             sigma, why = rows[0].sigma, f"sigma {rows[0].sigma:g} is set"
         chosen = next((row for row in rows if math.isclose(row.sigma, sigma)), None)
         if chosen is None:  # lr is of what was seen there
-            rows = sorted([*rows, chosen := self._try(sigma)], key=lambda row: row.sigma)
+            rows.append(chosen := self._try(sigma))
+        rows.sort(key=lambda row: row.sigma)
         seconds, used = time.perf_counter() - began, self.attempt
         lr = None if self.cfg.method == "randopt" else self.cfg.lr  # which moves no weights
         if lr is not None and (self.run.probe or lr == AUTO):
@@ -227,7 +232,7 @@ class Probe:
             yield row
             survived, sigma = (middle, sigma) if row.survived else (survived, middle)
 
-    def _try(self, sigma: float) -> Row:
+    def _try(self, sigma: float, as_set: bool = False) -> Row:
         if self.stopping():
             raise RunStopped(
                 "stopped in the probe, before the first step. The same command begins anew.",
@@ -274,6 +279,7 @@ class Probe:
             prompt_agreement=agree_prompts(counted.rewards, pair, samples),
             step=math.sqrt(variance) / self.members,
             survived=survived,
+            as_set=as_set,
         )
         if self.context.main:
             log.info("%s", describe(row))
@@ -361,9 +367,10 @@ def describe(row: Row) -> str:
     shares = (row.changed, row.identical_pairs, row.truncated, row.answered)
     cells = [f"{'-' if share is None else f'{share:.0%}':>8}" for share in shares]
     agreement = "-" if row.prompt_agreement is None else f"{row.prompt_agreement:.2f}"
+    marks = ("" if row.survived else "  broken") + ("  as set" if row.as_set else "")
     return (
         f"{row.sigma:8.2g} {cells[0]} {cells[1]:>11} {cells[2]} {cells[3]:>9} {row.reward:7.3f}"
-        f" {row.reward_std:7.3f} {agreement:>10}{'' if row.survived else '  broken'}"
+        f" {row.reward_std:7.3f} {agreement:>10}{marks}"
     )
 
 

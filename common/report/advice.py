@@ -149,6 +149,27 @@ def _identical(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None
     return Advice("identical pairs", f"{text} Raise the noise.", _times(algo, "sigma", 2))
 
 
+def _idle(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
+    share, same = _mean(recent, "zero_fitness"), _mean(recent, "identical_pairs")
+    spread = _mean(recent, "reward_std") or 0.0
+    # Members that say the same, or of which none differs, have a line of their own.
+    if share is None or share < 0.7 or (same or 0.0) >= 0.7 or spread <= 1e-9 or _rises(recent):
+        return None
+    text = f"{share:.0%} of the members move nothing, although they answer differently: they earn"
+    advice = "the same as their mirrored ones. Use a finer reward, or give a step more prompts."
+    return Advice("idle members", f"{text} {advice}", _times(algo, "prompts_per_step", 2))
+
+
+def _rounded(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
+    followed = [e["applied_cosine_all"] for e in recent if e.get("applied_cosine_all") is not None]
+    if not followed or followed[-1] >= 0.5 or _rises(recent):
+        return None
+    text = "most of what the weights have moved is lost in rounding: the cosine of the model that"
+    text += f" answers with the float32 masters is {followed[-1]:.2f}."
+    advice = "More steps add up in the masters; larger ones are seen at once."
+    return Advice("rounding", f"{text} {advice}", _times(algo, "lr", 2))
+
+
 def _broken(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
     looked = [event for event in recent if event.get("reward_centre") is not None]
     reward, centre = _mean(looked, "reward"), _mean(looked, "reward_centre")
@@ -188,7 +209,7 @@ def _one_sided(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None
 
 Rule = Callable[[Sequence[Numbers], dict[str, Any]], Advice | None]
 RULES: tuple[Rule, ...] = (_dead_groups, _truncated, _drift, _pull, _spread, _entropy, _unsolved)
-RULES += (_broken, _identical, _luck, _one_sided)
+RULES += (_broken, _identical, _idle, _rounded, _luck, _one_sided)
 
 
 class Adviser:

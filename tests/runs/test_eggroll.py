@@ -1000,6 +1000,8 @@ def test_corp_moves_only_through_the_gate(tmp_path):
     with pytest.raises(ConfigError, match=r"algo\.lr has no effect with algo\.method=randopt"):
         compose(["algo.method=randopt", "algo.lr=0.5"])
     assert compose(["algo.method=corp", "algo.lr=0.5"]).algo.lr == 0.5
+    with pytest.raises(ConfigError, match=r"of one prompt is not known\. Use 2 or more"):
+        compose(["algo.method=corp", "algo.prompts_per_step=1"])
     with pytest.raises(ConfigError, match=r"algo\.members=16-64 .* Set algo\.members=16\."):
         compose(["algo.method=randopt", "algo.members=16-64"])
 

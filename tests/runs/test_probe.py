@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -114,6 +115,9 @@ def test_a_probe_trains_nothing(launch, tmp_path):
     assert not (out / "metrics.jsonl").exists()
     assert not (out / "checkpoints").exists()
     assert len(found["rows"]) >= 4
+    (as_set,) = [row for row in found["rows"] if row["as_set"]]
+    assert as_set["sigma"] == compose(MOVING).algo.sigma
+    assert re.search(r"^ .* as set$", said.stdout, re.MULTILINE)
     assert [r["sigma"] for r in found["rows"]] == sorted(r["sigma"] for r in found["rows"])
 
 
@@ -208,6 +212,25 @@ def test_two_ranks_find_the_same(warm: Warm, tmp_path):
     )
     assert (one.sigma, one.lr, one.rows) == (two.sigma, two.lr, two.rows)
     assert one.tokens == two.tokens
+
+
+def test_the_probe_sees_the_model_in_the_precision_of_the_run(tmp_path):
+    found = {
+        name: train(
+            compose([*MOVING, "probe=true", *given]),
+            tmp_path / name,
+            Letters("smooth"),
+        )
+        for name, given in {
+            "float32": (),
+            "bfloat16": ("opt=[amp]", "opt.amp.dtype=bfloat16"),
+        }.items()
+    }
+    one, half = found.values()
+    assert one.rows[0].sigma == pytest.approx(half.rows[0].sigma, rel=0.01)
+    assert one.rows != half.rows
+    assert 0.25 < half.sigma / one.sigma < 4
+    assert 0.25 < half.lr / one.lr < 4
 
 
 def last(folder: Path) -> checkpoint.Checkpoint:

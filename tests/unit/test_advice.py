@@ -58,6 +58,16 @@ LINES = {
         "90% of the answers of mirrored members are the same text",
         "algo.sigma=0.02",
     ),
+    "idle members": (
+        {"zero_fitness": 0.9, "identical_pairs": 0.2, "reward_std": 0.01},
+        "90% of the members move nothing, although they answer differently",
+        "algo.prompts_per_step=16",
+    ),
+    "rounding": (
+        {"applied_cosine_all": 0.3},
+        "the cosine of the model that answers with the float32 masters is 0.30.",
+        "algo.lr=0.2",
+    ),
     "broken": (
         {"reward": 0.1, "reward_centre": 0.5},
         "members earn 0.10 where the model without noise earns 0.50.",
@@ -80,7 +90,7 @@ LINES = {
 @pytest.mark.parametrize("name", LINES)
 def test_each_line_is_said_once(name):
     event, words, change = LINES[name]
-    of_population = ("zero spread", "identical pairs", "broken", "luck")
+    of_population = ("zero spread", "identical pairs", "idle members", "broken", "luck")
     algo = ALGO | ({"sigma": 0.01, "prompts_per_step": 8} if name in of_population else {})
     adviser = advice.Adviser(algo)
     assert not any(adviser.look(event) for _ in range(advice.WINDOW - 1)), "not so soon"

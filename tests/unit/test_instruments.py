@@ -64,6 +64,16 @@ def test_cosines_are_those_of_the_updates(rank, policies, mirrored, monkeypatch)
     assert found["member_agreement"] == pytest.approx(cosine(*halves), abs=1e-4)
 
 
+def test_products_that_cost_too_much_are_left_out(monkeypatch):
+    noise = some_noise(3, True, "lowrank", "frozen", "frozen", "frozen")
+    monkeypatch.setattr("eggroll.noise.PRODUCTS", 12)
+    assert noise.gram(3, 4) is not None
+    assert noise.gram(3, 5) is None
+    rewards = torch.rand(10, 4, generator=torch.Generator().manual_seed(0)).double()
+    found = instruments.look(tried(rewards), fitness(rewards, "zscore"), noise, 3, 1, True)
+    assert set(found) == {"zero_fitness", "prompt_agreement"}
+
+
 def test_prompts_agree_where_members_differ_by_what_they_are():
     draw = torch.Generator().manual_seed(0)
     member, luck = (torch.randn(64, n, generator=draw).double() for n in (1, 8))
