@@ -101,8 +101,8 @@ def _values(arguments: Sequence[str], *keys: str) -> list[str]:
 
 def check_effect(name: str, algorithm: type, overrides: Sequence[str]) -> None:
     """Raise ConfigError for an override that the algorithm declares to mean nothing to it."""
-    for key, reason in _find_given(getattr(algorithm, "NO_EFFECT", {}), overrides):
-        raise ConfigError(f"{key} has no effect with algo={name}: {reason}. Leave it out.")
+    for given, reason in _find_given(getattr(algorithm, "NO_EFFECT", {}), overrides):
+        raise ConfigError(f"{given} has no effect with algo={name}: {reason}. Leave it out.")
 
 
 def check_run(run: Run, algorithms: Mapping[str, type], overrides: Sequence[str]) -> None:
@@ -141,16 +141,17 @@ def check_run(run: Run, algorithms: Mapping[str, type], overrides: Sequence[str]
     method = getattr(run.algo, "method", None)
     idle = dict(getattr(type(run.algo), "NO_EFFECT_WITH_TASK", {}).get(target, {}))
     idle |= getattr(type(run.algo), "NO_EFFECT_WITH_METHOD", {}).get(method, {})
-    for key, reason in _find_given(idle, overrides):
-        raise ConfigError(f"{key} has no effect with {reason}. Leave it out.")
+    for text, reason in _find_given(idle, overrides):
+        raise ConfigError(f"{text} has no effect with {reason}. Leave it out.")
 
 
 def _find_given(reasons: Mapping[str, str], overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the overrides' keys that are one of `reasons`, or below one, with the reason."""
-    for key in (override.partition("=")[0].lstrip("+") for override in overrides):
+    """Yield the overrides of a key that is one of `reasons`, or below one, with the reason."""
+    for given in (override.lstrip("+") for override in overrides):
+        key = given.partition("=")[0]
         for name, reason in reasons.items():
             if key == name or key.startswith(f"{name}."):
-                yield key, reason
+                yield given, reason
 
 
 # --- folders

@@ -258,24 +258,24 @@ MISTAKES = {
         "Use one of task=chess, countdown, custom, gsm8k, reasoning_gym, translate, units."
     ),
     "algo=classify model=gpt2": (
-        "model has no effect with algo=classify: the sizes are algo.model.*. Leave it out."
+        "model=gpt2 has no effect with algo=classify: the sizes are algo.model.*. Leave it out."
     ),
     "algo=classify algo.ddp.powersgd_rank=4": (
         "algo.ddp.powersgd_rank=4 has no effect with algo.ddp.hook=none. Add "
         "algo.ddp.hook=powersgd, or leave it out."
     ),
     "algo=classify evaluate.every=3": (
-        "evaluate.every has no effect with algo=classify: it evaluates after each epoch. "
+        "evaluate.every=3 has no effect with algo=classify: it evaluates after each epoch. "
         "Leave it out."
     ),
     "experiment=ag_news_small scoring.kind=threads": (
-        "scoring.kind has no effect with algo=classify: there are no rewards. Leave it out."
+        "scoring.kind=threads has no effect with algo=classify: there are no rewards. Leave it out."
     ),
     "algo=classify algo.model.heads=3": (
         "algo.model.size=128 is not a multiple of algo.model.heads=3."
     ),
     "algo=classify task=trajectories algo.tokenizer.vocabulary=900": (
-        "algo.tokenizer.vocabulary has no effect with "
+        "algo.tokenizer.vocabulary=900 has no effect with "
         "task=trajectories, which has no texts. Leave it out."
     ),
     "algo=classify algo.validation_share=0": (

@@ -997,7 +997,7 @@ def test_corp_moves_only_through_the_gate(tmp_path):
         compose(["algo.method=corp", "algo.fitness=pair_sign"])
     with pytest.raises(ConfigError, match=r"algo\.lr=auto has no effect with algo\.method=randopt"):
         compose(["algo.method=randopt", "algo.lr=auto"])
-    with pytest.raises(ConfigError, match=r"algo\.lr has no effect with algo\.method=randopt"):
+    with pytest.raises(ConfigError, match=r"algo\.lr=0\.5 has no effect with algo\.method=randopt"):
         compose(["algo.method=randopt", "algo.lr=0.5"])
     assert compose(["algo.method=corp", "algo.lr=0.5"]).algo.lr == 0.5
     with pytest.raises(ConfigError, match=r"of one prompt is not known\. Use 2 or more"):

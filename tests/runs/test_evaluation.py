@@ -116,7 +116,7 @@ MISTAKES = {
     "evaluate.also=[units,units]": "evaluate.also names units twice. Name each task once.",
     "evaluate.also=[topics]": "evaluate.also=topics needs a reward task, and ddp_bench",
     "evaluate.samples=0": "evaluate.samples=0 is too small. Give a value of at least 1.",
-    "algo=classify evaluate.text=x": "evaluate.text has no effect with algo=classify: it evaluates",
+    "algo=classify evaluate.text=x": "evaluate.text=x has no effect with algo=classify: it",
     "algo=rft algo.pass_samples=4": "algo.pass_samples is now evaluate.samples, of every",
 }
 

@@ -223,7 +223,7 @@ def test_experiments_of_large_models_fit_their_card(name, models):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["algo=classify"], "plan has no effect with algo=classify"),
+        (["algo=classify"], "plan=true has no effect with algo=classify"),
         (
             ["algo=grpo", "opt=[fsdp]", "opt.fsdp.cpu_offload=true", "hardware=a100_80g"],
             "does not count what opt.fsdp.cpu_offload=true keeps on the CPU",

@@ -467,12 +467,12 @@ MISTAKES = {
     ),
     "algo=classify algo.scaling=[1,2]": "algo.scaling is now algo=scaling 'algo.ranks=[1,2,4]'.",
     "algo=scaling algo.epochs=2": (
-        "algo.epochs has no effect with algo=scaling: it measures steps and keeps no model. Leave"
+        "algo.epochs=2 has no effect with algo=scaling: it measures steps and keeps no model. Leave"
         " it out."
     ),
     "algo=scaling tracker=wandb": (
-        "tracker has no effect with algo=scaling: it measures steps and keeps no model. Leave it"
-        " out."
+        "tracker=wandb has no effect with algo=scaling: it measures steps and keeps no model. Leave"
+        " it out."
     ),
 }
 

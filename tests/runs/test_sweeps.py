@@ -70,7 +70,7 @@ MISTAKES = {
         "budget.token is not a setting. Did you mean 'tokens'? Settings here: tokens, seconds."
     ),
     "algo=classify budget.tokens=5": (
-        "budget.tokens has no effect with algo=classify: it generates nothing, and algo.epochs "
+        "budget.tokens=5 has no effect with algo=classify: it generates nothing, and algo.epochs "
         "ends it. Leave it out."
     ),
     "algo.steps=null": "algo.steps is null, so nothing ends the run. Give a number, or a budget.",

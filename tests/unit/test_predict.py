@@ -335,7 +335,7 @@ MISTAKES = {
     ),
     "algo.predict=[2]": "algo.predict is now algo=predict 'algo.ranks=[2,4,8]'.",
     "algo.epochs=3": (
-        "algo.epochs has no effect with algo=predict: it measures steps and keeps no model. Leave"
+        "algo.epochs=3 has no effect with algo=predict: it measures steps and keeps no model. Leave"
         " it out."
     ),
     "algo=classify algo.predict_times={1:5}": (
