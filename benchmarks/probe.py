@@ -8,7 +8,7 @@ A point is a run of EGGROLL's defaults, in a process of its own with one thread;
 at a time as cores, as no clock is read. The points that the JSON holds are not run again, so that a
 grid is filled in bit by bit; it is written after each of them. Seeds come one after the other, the
 probe's choice and the defaults first. After the first seed a task goes on with those of its grid
-that gained `NEAR` of the most: the others would not be the best in the mean.
+that gained `NEAR` of the most, the best first: the others would not be the best in the mean.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -69,17 +68,25 @@ def settings(sizes: Sizes) -> dict[str, list[str]]:
     return {AUTO: ["algo.sigma=auto", "algo.lr=auto"], DEFAULT: [], **given}
 
 
-def name_points(sizes: Sizes, seed: int, points: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the points of a seed in the order of work: the name and the overrides of each run."""
+def name_points(sizes: Sizes, seed: int, points: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the points of a seed in the order of work: the name and the overrides of each run."""
+    shares = {task: share_gains(points, task) for task in sizes.tasks}
+    found = []
     for name, given in settings(sizes).items():
         for task in sizes.tasks:
-            if seed == 1 or name in (AUTO, DEFAULT) or is_near(points, task, name):
+            first = seed == 1 or name in (AUTO, DEFAULT)
+            share = 1.0 if first else shares[task].get(f"{task}: {name}: seed 1", 0.0)
+            if share >= NEAR:
                 made = ["algo=eggroll", f"task={task}", f"seed={seed}", *sizes.overrides, *given]
-                yield f"{task}: {name}: seed {seed}", made
+                found.append((share, f"{task}: {name}: seed {seed}", made))
+    found.sort(key=lambda point: -point[0])
+    return {name: made for _, name, made in found}
 
 
-def is_near(points: dict[str, Any], task: str, name: str) -> bool:
-    """Return whether a point gained `NEAR` of the most that one of its task did with seed 1."""
+def share_gains(points: dict[str, Any], task: str) -> dict[str, float]:
+    """Return what each point of a task's grid gained with seed 1, as a share of the most that one
+    of them did.
+    """
     gains = {
         key: point["after"] - point["before"]
         for key, point in points.items()
@@ -87,8 +94,8 @@ def is_near(points: dict[str, Any], task: str, name: str) -> bool:
         and key.endswith("seed 1")
         and point["after"] is not None
     }
-    gain = gains.get(f"{task}: {name}: seed 1")
-    return gain is not None and gain >= NEAR * max(gains.values())
+    most = max(gains.values(), default=0.0)
+    return {key: gain / most if most > 0 else 1.0 for key, gain in gains.items()}
 
 
 def measure_point(overrides: list[str]) -> dict[str, Any]:
@@ -114,7 +121,7 @@ def run(options: argparse.Namespace) -> Report:
     report.conditions[POINTS] = points
     left = options.points if options.points is not None else sys.maxsize
     for seed in range(1, report.repeats + 1):
-        asked = dict(name_points(sizes, seed, points))
+        asked = name_points(sizes, seed, points)
         missing = [name for name in asked if name not in points]
         run_points(report, {name: asked[name] for name in missing[:left]}, options.json)
         done = sum(name in points for name in asked)
