@@ -131,8 +131,7 @@ class Population:
         directions = len(self._chunks()[0]) // cfg.pair
         drawn = 4.0 * sum(4 * a.blocks for a in noise.addresses) * directions
         lm.fit_rollout(self.state, drawn, len(self._chunks()[0]), cfg.rows_per_member)
-        # Members are shared out by the rows, so ranks with unlike memory must agree on them.
-        lm.engine.limit.rows = min(lm.context.gather_objects(lm.engine.limit.rows))
+        self._agree()
         self.perturbed = sum(math.prod(address.shape) for address in noise.addresses)
         self.members = cfg.first_members
         if ranks > len(self._chunks()) and lm.context.main:
@@ -160,6 +159,7 @@ class Population:
         found = torch.zeros(5 + len(names), self.members, cfg.rows_per_member, dtype=torch.float64)
         generated, self.offending, self.shown, centre = 0, [], [], None
         requests = self.request(examples, step.index)
+        self._agree()
         mine = context.share(self._chunks())
         with fsdp.forwards(self.lm.model):
             if closely:
@@ -392,19 +392,18 @@ class Population:
         }
 
     def _exchange(self, found: Tensor, generated: int) -> tuple[Tensor, int]:
-        """Add up what was found of each row and the tokens of all ranks: that is all they exchange.
-
-        A rank whose memory ran out takes fewer rows from now on, and so must all, because members
-        are shared out by them.
-        """
-        context, limit = self.lm.context, self.lm.engine.limit
-        held = torch.zeros(context.world_size, dtype=torch.float64)
-        held[context.rank] = limit.rows
+        """Add up what was found of each row, and the tokens, over all ranks."""
         tokens = torch.tensor([generated], dtype=torch.float64)
-        totals = torch.cat((found.flatten(), tokens, held))
-        totals = context.sum(totals.to(self.lm.device)).cpu()
-        limit.rows = int(totals[found.numel() + 1 :].min())
-        return totals[: found.numel()].view_as(found), int(totals[found.numel()])
+        totals = torch.cat((found.flatten(), tokens)).to(self.lm.device)
+        totals = self.lm.context.sum(totals).cpu()
+        return totals[:-1].view_as(found), int(totals[-1])
+
+    def _agree(self) -> None:
+        """Take the fewest rows of all ranks, as members are shared out by them. Ranks have unlike
+        memory, or one has run out of it, among members, in an evaluation or wherever else.
+        """
+        limit = self.lm.engine.limit
+        limit.rows = min(self.lm.context.gather_objects(limit.rows))
 
     def _chunks(self) -> list[range]:
         ranks, rows = self.lm.context.world_size, self.lm.engine.limit.rows

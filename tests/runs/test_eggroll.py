@@ -727,14 +727,16 @@ def test_a_prompt_that_does_not_fit_is_a_worded_error(tmp_path):
 # --- memory that runs out
 
 
-def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, above_rows: int) -> list[int]:
-    """The sampler's forwards fail above a number of rows. Returns the rows tried, filled as the run
-    goes.
+def run_out_of_memory(
+    monkeypatch: pytest.MonkeyPatch, above_rows: int, population: bool = True
+) -> list[int]:
+    """The sampler's forwards, of a population or of the model alone, fail above a number of rows.
+    Returns the rows tried, filled as the run goes.
     """
     real, tried = Sampler._generate, []
 
     def generate(self, requests, sampling, rows, watch):
-        if requests.groups > 1:
+        if (requests.groups > 1) == population:
             tried.append(rows)
             if rows > above_rows:
                 raise torch.OutOfMemoryError("CUDA out of memory (a test)")
@@ -758,23 +760,30 @@ def test_out_of_memory_halves_the_rows(tmp_path, monkeypatch):
 
 
 class ShortOnRank1(Letters):
-    """Rank 1, and it alone, has memory for forwards of four rows."""
+    """Rank 1, and it alone, has memory for forwards of four rows of members, or of two rows in
+    evaluations.
+    """
+
+    def __init__(self, scoring: str, population: bool) -> None:
+        super().__init__(scoring)
+        self.population = population
 
     def examples(self, split):
         if dist.is_initialized() and dist.get_rank() == 1 and split == "test":
-            run_out_of_memory(
-                pytest.MonkeyPatch(), above_rows=4
-            )  # in a process of its own, which ends with the run
+            # in a process of its own, which ends with the run
+            above = 4 if self.population else 2
+            run_out_of_memory(pytest.MonkeyPatch(), above, self.population)
         return super().examples(split)
 
 
 @pytest.mark.faults
-def test_ranks_agree_on_the_rows_when_one_runs_out_of_memory(run_in_ranks, tmp_path):
+@pytest.mark.parametrize("population", [True, False])
+def test_ranks_agree_on_the_rows_when_one_runs_out_of_memory(run_in_ranks, tmp_path, population):
     """Members are shared out by rows, so a rank that goes on with fewer on its own would leave some
     out.
     """
     run_here(tmp_path / "one", "algo.steps=3")
-    run_in_ranks(tmp_path / "two", "algo.steps=3", task=ShortOnRank1("smooth"))
+    run_in_ranks(tmp_path / "two", "algo.steps=3", task=ShortOnRank1("smooth", population))
     assert "repeating with 4 rows per forward" in (tmp_path / "two" / "rank-1.log").read_text()
     assert "repeating with" not in (tmp_path / "two" / "run.log").read_text()
     assert largest_difference(tmp_path / "one", tmp_path / "two") < 1e-4
