@@ -255,8 +255,9 @@ class Weights:
         """Return what makes the forward's weight of a master; None where they are one."""
         if name in self.fixed:
             return self.fixed[name].rounded
-        dtype = self.used[name].dtype
-        return None if self.used[name] is self.masters[name] else lambda m: m.to(dtype).float()
+        shards = fsdp.of(self.model)  # of which a forward gathers weights in a dtype of its own
+        dtype = shards.dtype if shards else self.used[name].dtype
+        return None if dtype == torch.float32 else lambda m: m.to(dtype).float()
 
     def measure(self) -> tuple[bool, dict[str, float]]:
         """Return whether all perturbed weights are finite and, once all of them have been stepped,
