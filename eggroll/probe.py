@@ -262,7 +262,7 @@ class Probe:
         shaped = mended.shaped(self.cfg)
         counted, samples = mended.counted(self.cfg)
         parts = [shaped]
-        if self.cfg.fitness == "centered":  # whose spread is that of as few prompts as a step has
+        if self.cfg.fitness != "zscore":  # whose updates are as long with the few prompts of a step
             each = self.cfg.rows_per_member
             starts = range(0, rewards.shape[1] - each + 1, each)
             parts = [mended.of(slice(at, at + each)).shaped(self.cfg) for at in starts]

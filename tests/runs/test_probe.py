@@ -74,19 +74,33 @@ def test_lr_makes_all_steps_a_walk_of_some_sigma():
         choose_lr(cfg, 0.01, 0.0, 49)
 
 
-def test_lr_of_centered_fitness_is_for_the_luck_of_the_prompts_of_a_step(tmp_path, monkeypatch):
+# The square of the difference of a pair that answers 2 prompts: of rewards in [0, 1], of variance
+# 1 / 12 each; of the same over their deviation; and of +1 and -1, where the pair is not as often
+# right, if an answer is right in one case of ten.
+@pytest.mark.parametrize(
+    ("shaping", "square"),
+    [
+        ("centered", 2 / 24),
+        ("prompt_zscore", 1),
+        ("pair_sign", 4 * (1 - 0.81**2 - 0.18**2 - 0.01**2)),
+    ],
+)
+def test_lr_is_for_the_luck_of_the_prompts_of_a_step(tmp_path, monkeypatch, shaping, square):
     """Of which the probe has more: 16 members in place of 64 answer four times as many."""
     draw, try_out = torch.Generator().manual_seed(0), Population.try_out
 
     def lucky(self, examples, *args, **kwargs):
         tried = try_out(self, examples, *args, **kwargs)
-        return replace(tried, rewards=torch.rand(tried.rewards.shape, generator=draw).double())
+        rewards = torch.rand(tried.rewards.shape, generator=draw).double()
+        return replace(
+            tried, rewards=(rewards < 0.1).double() if shaping == "pair_sign" else rewards
+        )
 
     monkeypatch.setattr(Population, "try_out", lucky)
-    asked = ["algo.members=64", "algo.prompts_per_step=2", "algo.fitness=centered", "algo.lr=auto"]
-    found = train(compose([*MOVING, *asked, "probe=true"]), tmp_path, Letters("smooth"))
-    # The difference of two means of 2 prompts, of 1 / 12 each, in 32 directions.
-    wanted = math.sqrt(2 / 24 * 32) / 64
+    asked = ["algo.members=64", "algo.prompts_per_step=2", "algo.lr=auto"]
+    asked += [f"algo.fitness={shaping}", "probe=true"]
+    found = train(compose([*MOVING, *asked]), tmp_path, Letters("smooth"))
+    wanted = math.sqrt(square * 32) / 64  # in 32 directions
     steps = [row.step for row in found.rows]
     assert math.sqrt(sum(s * s for s in steps) / len(steps)) == pytest.approx(wanted, rel=0.15)
 
