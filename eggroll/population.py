@@ -70,11 +70,7 @@ class Tried:
         if cfg.method == "corp":
             return above_mean(self.rewards)
         counted, samples = self.counted(cfg)
-        rewards, components = counted.rewards, counted.components
-        if cfg.shares > 1:  # only the members of a pair have answered the same
-            rewards = within_pairs(rewards)
-            components = {name: within_pairs(part) for name, part in components.items()}
-        return fitness(rewards, cfg.fitness, samples, components)
+        return fitness(counted.rewards, cfg.fitness, samples, counted.components)
 
     def of(self, columns: slice) -> "Tried":
         """Return the same with some of the columns of rewards and components."""
@@ -83,13 +79,17 @@ class Tried:
 
     def counted(self, cfg: EggrollConfig) -> tuple["Tried", int]:
         """Return the same with the rewards that count, of the samples and of the components, and
-        how many samples of each prompt there are then.
+        how many samples of each prompt there are then. Where only the members of a pair have
+        answered the same prompts, rewards are beside the pair's mean.
         """
         found, samples = self, cfg.samples_per_prompt
         if cfg.sample_quantile is not None:
             pick = partial(over_samples, samples=samples, quantile=cfg.sample_quantile)
             components = {name: pick(part) for name, part in self.components.items()}
             found, samples = replace(self, rewards=pick(self.rewards), components=components), 1
+        if cfg.shares > 1:
+            components = {name: within_pairs(part) for name, part in found.components.items()}
+            found = replace(found, rewards=within_pairs(found.rewards), components=components)
         if cfg.fitness == "component_zscore":
             found = replace(found, rewards=equal_parts(found.components))
         return found, samples
