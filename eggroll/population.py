@@ -324,9 +324,12 @@ class Population:
         self, members: range, requests: Requests, draw: int, sigma: float
     ) -> list[Completions]:
         """Sample `members` side by side; in several parts where memory has just run out."""
+        asked_for = self.lm.engine.limit.rows
 
         def attempt(rows: int) -> list[Completions]:
             made = []
+            if rows < asked_for:
+                self.noise.forget()  # what it takes for forwards that did not fit
             for part in split(members, self.cfg, rows):
                 with self.noise.members(draw, part, sigma):
                     factors = partial(self.noise.factors, draw, part, sigma)

@@ -106,6 +106,7 @@ def tune(population: Population, weights: Weights, session: Session) -> Tuned:
     if "tuned" not in state:
         session.listen()
         found = Probe(population, weights, lambda: session.stopping).look()
+        population.noise.forget()  # the run's forwards have other members
         tell(found, population.lm.context)
         state["tuned"] = {"sigma": found.sigma, "lr": cfg.lr if found.lr is None else found.lr}
         state["generated"] += found.tokens

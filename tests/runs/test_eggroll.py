@@ -759,6 +759,27 @@ def test_out_of_memory_halves_the_rows(tmp_path, monkeypatch):
     assert log.count("WARNING out of memory: repeating with 4 rows per forward") == 1
 
 
+@pytest.mark.parametrize("auto", [False, True])
+def test_noise_of_forwards_that_are_no_more_is_given_back(tmp_path, monkeypatch, auto):
+    """Of those that did not fit, and of the probe, whose members are fewer."""
+    held, fill = [], Noise.members
+
+    def members(self, *args):
+        held.append({count for count, _ in self._perturbed})
+        return fill(self, *args)
+
+    monkeypatch.setattr(Noise, "members", members)
+    asked = ["algo.steps=2", "algo.members=32", "algo.rollout_rows=16"]
+    if auto:
+        run_here(tmp_path, *asked, "algo.sigma=auto")
+        assert held[-1] == {4}, "directions of the run; those of the probe have more prompts"
+    else:
+        run_out_of_memory(monkeypatch, above_rows=8)
+        run_here(tmp_path, *asked)
+        assert held[1] == set(), "while the step is repeated"
+        assert held[-1] == {2}
+
+
 class ShortOnRank1(Letters):
     """Rank 1, and it alone, has memory for forwards of four rows of members, or of two rows in
     evaluations.
