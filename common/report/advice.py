@@ -8,7 +8,7 @@ list: "It does not learn: what now".
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
@@ -34,6 +34,12 @@ def find_advice(recent: Sequence[Numbers], algo: dict[str, Any]) -> list[Advice]
     """Return what the rules find in the latest events. algo: the settings of the algorithm."""
     algo = _with_measured(algo, recent)
     return [found for rule in RULES if (found := rule(recent, algo)) is not None]
+
+
+def settings(algo: Any) -> dict[str, Any]:
+    """Return the settings of an algorithm that its method heeds: no other is advised."""
+    idle = getattr(type(algo), "NO_EFFECT_WITH_METHOD", {}).get(getattr(algo, "method", None), {})
+    return {key: value for key, value in asdict(algo).items() if f"algo.{key}" not in idle}
 
 
 # --- rules
@@ -277,10 +283,12 @@ def _reason(result: Any, events: Sequence[Numbers], algo: dict[str, Any]) -> tup
         )
     if found := find_advice(events[-WINDOW:], algo):
         return f"Likely reason: {found[0].text}", found[0].change
-    if first - last >= RISEN:
+    if first - last >= RISEN and "lr" in algo:
         text = f"The reward of training samples fell from {first:.2f} to {last:.2f}."
         return f"{text} It moves too fast.", _times(algo, "lr", 0.3)
-    text = "The reward of training samples hardly moved: it needs more steps, or larger ones."
+    text = "Nothing better has been found: it needs more steps."
+    if "lr" in algo:
+        text = "The reward of training samples hardly moved: it needs more steps, or larger ones."
     return text, _times(algo, "steps", 3) or _times(algo, "iterations", 2) or _times(algo, "lr", 3)
 
 

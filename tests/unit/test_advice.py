@@ -1,5 +1,6 @@
 """The words that a run's numbers are put into: each line of advice, and each verdict."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from common.report import advice
 from common.report.summary import find_intervals
+from launch import compose
 
 ALGO: dict[str, Any] = {
     "lr": 0.1,
@@ -203,6 +205,17 @@ def test_verdicts(name):
     said, tried = advice.judge(outcome, 256, events, ALGO)
     assert words in said
     assert tried == change
+
+
+def test_a_method_that_moves_no_weights_is_not_told_to_move_them_otherwise():
+    """Its lr is refused, so a command with another one would end at once."""
+    given = ["algo=eggroll", "algo.method=randopt", "algo.steps=null", "budget.tokens=100"]
+    algo = advice.settings(compose(given).algo)
+    for events in (moving(0.6, 0.1), moving(0.10, 0.12)):
+        said, change = advice.judge(result(60, 10), 256, events, algo)
+        assert not re.search(r"too fast|larger ones", said)
+        assert change == ""
+    assert advice.judge(result(60, 10), 256, [], algo | {"steps": 5})[1] == "algo.steps=15"
 
 
 def test_no_gain_is_claimed_that_its_interval_or_its_test_does_not_support():
