@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
+from common.config import ScheduleConfig
 from common.report.events import Numbers
 from common.statistics import is_supported, show_interval, show_p
 
@@ -51,9 +52,17 @@ def _mean(recent: Sequence[Numbers], name: str) -> float | None:
 
 
 def _with_measured(algo: dict[str, Any], events: Sequence[Numbers]) -> dict[str, Any]:
-    """Return the settings, each number that the run had to find as an event has it."""
-    found = [key for key, value in algo.items() if value == "auto" and events and key in events[-1]]
-    return algo | {key: events[-1][key] for key in found}
+    """Return the settings, each number that the run had to find as an event has it, before the
+    schedule that it follows.
+    """
+    found = {}
+    for key in [key for key, value in algo.items() if value == "auto"]:
+        event = next((event for event in reversed(events) if event.get(key)), None)
+        if event is not None:
+            found[key] = event[key]
+            if schedule := algo.get(f"{key}_schedule"):
+                found[key] /= ScheduleConfig(**schedule).factor(event["step"] - 1, algo["steps"])
+    return algo | found
 
 
 def _times(algo: dict[str, Any], key: str, factor: float) -> str:

@@ -126,6 +126,20 @@ def test_a_setting_that_was_measured_is_changed_from_what_it_came_to():
     assert change == "algo.lr=0.03"
 
 
+def test_a_setting_that_was_measured_and_is_scheduled_is_changed_from_where_it_began():
+    """Its last value is a tenth of that, and raising it to twice a tenth would be lowering it."""
+    falling = {"sigma": "auto", "steps": 41, "sigma_schedule": {"kind": "linear", "end": 0.1}}
+    shares = [1 - 0.9 * step / 40 for step in range(41)]
+    events = [
+        {"step": step, "identical_pairs": 0.9, "sigma": 0.04 * share}
+        for step, share in enumerate(shares, 1)
+    ]
+    _, change = advice.judge(result(5, 5), 256, events, ALGO | falling)
+    assert change == "algo.sigma=0.08"
+    (said,) = advice.find_advice(events[10:30], ALGO | falling)
+    assert said.change == "algo.sigma=0.08"
+
+
 def test_every_rule_is_reached():
     names = set()
     for event, _, _ in LINES.values():
