@@ -143,13 +143,19 @@ class Population:
             )
 
     def try_out(
-        self, examples: list[Example], draw: int, sigma: float, step: Any, closely: bool = False
+        self,
+        examples: list[Example],
+        draw: int,
+        sigma: float,
+        step: Any,
+        closely: bool = False,
+        centre: Centre | None = None,
     ) -> Tried:
         """Sample and score every member. `offending` then describes the rows of this rank that are
         not finite, and `shown` those that the run keeps.
 
-        Args: step: common.step.Step, or what takes the same calls outside of one; closely: ask the
-        unperturbed model too, which counts as an evaluation.
+        Args: step: common.step.Step, or what takes the same calls outside of one; closely: look at
+        the unperturbed model too; centre: what it came to, None = ask it, as an evaluation.
         """
         cfg, context = self.cfg, self.lm.context
         each = cfg.samples_per_prompt
@@ -157,12 +163,12 @@ class Population:
         # What Tried has of each row, in its order; 0 for the members of other ranks.
         names = list(getattr(self.lm.scorer.task, "components", None) or {})
         found = torch.zeros(5 + len(names), self.members, cfg.rows_per_member, dtype=torch.float64)
-        generated, self.offending, self.shown, centre = 0, [], [], None
+        generated, self.offending, self.shown = 0, [], []
         requests = self.request(examples, step.index)
         self._agree()
         mine = context.share(self._chunks())
         with fsdp.forwards(self.lm.model):
-            if closely:
+            if closely and centre is None:
                 with step.untimed():
                     centre = self.ask_centre(requests, repeated)
             for members in mine:

@@ -18,7 +18,7 @@ from common.lm import LM
 from common.signals import EXIT_SIGNAL, RunStopped
 from eggroll import probe
 from eggroll.population import Population
-from eggroll.probe import Row, choose_lr, choose_sigma
+from eggroll.probe import Attempt, Row, choose_lr, choose_sigma
 from launch import compose, train
 from tests.support import CONF, MOVING, events
 from tests.support.commands import Warm
@@ -117,6 +117,34 @@ def test_steps_that_a_budget_leaves():
     assert count("algo.steps=30", "budget.tokens=5000") == 30
     assert count("algo.steps=null", "budget.seconds=60") == probe.UNMEASURED_STEPS
     assert count("algo.steps=null", "budget.tokens=500") == 1
+
+
+def test_a_step_of_the_run_takes_the_tokens_of_the_sigma_that_is_chosen(tmp_path, monkeypatch):
+    """And not those of members that break, and write on and on."""
+    try_out = Population.try_out
+
+    def writing(self, examples, draw, sigma, step, *args, **kwargs):
+        tried = try_out(self, examples, draw, sigma, Attempt(), *args, **kwargs)
+        broken = sigma > 0.01
+        step.used(tokens=10_000 if broken else 100, samples=1)
+        return replace(tried, rewards=tried.rewards * (not broken))
+
+    monkeypatch.setattr(Population, "try_out", writing)
+    asked = compose([*MOVING, "algo.steps=null", "budget.tokens=1000000", "probe=true"])
+    found = train(asked, tmp_path, Letters("smooth"))
+    assert not all(row.survived for row in found.rows), "otherwise this says nothing"
+    (chosen,) = [row for row in found.rows if row.sigma == found.sigma]
+    assert chosen.tokens == 100
+    assert f"for {round((1_000_000 - found.tokens) / 100)} steps" in found.why
+
+
+def test_the_model_without_noise_answers_once(tmp_path, monkeypatch):
+    """At each sigma it would answer the same; what it takes counts."""
+    asked, ask = [], Population.ask_centre
+    monkeypatch.setattr(Population, "ask_centre", lambda *a: asked.append(ask(*a)) or asked[-1])
+    found = train(compose([*MOVING, "probe=true"]), tmp_path, Letters("smooth"))
+    (centre,) = asked
+    assert found.tokens == sum(row.tokens for row in found.rows) + centre.generated
 
 
 def test_a_probe_trains_nothing(launch, tmp_path):
