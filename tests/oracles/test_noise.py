@@ -427,6 +427,16 @@ def test_prompt_zscore_ignores_how_hard_a_prompt_is():
     )
 
 
+def test_prompt_zscore_is_a_zscore_that_is_shorter_where_prompts_disagree():
+    draw = torch.Generator().manual_seed(0)
+    member, luck = (torch.randn(400, n, generator=draw).double() for n in (1, 9))
+    for rewards, length in ((luck, 1 / 3), (member + 0 * luck, 1), (member + luck, 5**0.5 / 3)):
+        f, wanted = fitness(rewards, "prompt_zscore"), fitness(rewards, "zscore")
+        ratio = (f @ wanted / wanted.square().sum()).item()
+        torch.testing.assert_close(f, ratio * wanted)
+        assert ratio == pytest.approx(length, rel=0.06)
+
+
 def test_components_count_alike():
     """Whatever their spread; one that is equal for all members counts for nothing."""
     draw = torch.Generator().manual_seed(0)
