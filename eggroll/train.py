@@ -85,10 +85,12 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
 
 def check(cfg: EggrollConfig, lm: LM, noise: Noise) -> None:
     """Raise ConfigError for settings that do not go with the task, or with what is perturbed."""
-    if cfg.fitness == "component_zscore" and not getattr(lm.task, "components", None):
+    parts = len(getattr(lm.task, "components", None) or ())
+    if cfg.fitness == "component_zscore" and parts < 2:
         raise ConfigError(
-            "algo.fitness=component_zscore needs a reward with components, and this task's has"
-            " none. Use algo.fitness=zscore, or task=custom with several rewards."
+            "algo.fitness=component_zscore needs a reward with two components or more, and this"
+            f" task's has {parts or 'none'}. Use algo.fitness=zscore, or task=custom with several"
+            " rewards."
         )
     if cfg.rank != 1 and all(address.policy == "full" for address in noise.addresses):
         raise ConfigError(

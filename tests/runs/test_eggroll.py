@@ -947,8 +947,13 @@ def test_components_are_logged_and_normalised_apart(tmp_path):
     assert first["reward"] == pytest.approx(whole / sum(weights.values()))
     assert "reward_centre" in first
     assert "reward_centre" not in second, "one step in ten is looked at closely"
-    with pytest.raises(ConfigError, match="component_zscore needs a reward with components"):
-        run_here(tmp_path / "letters", "algo.fitness=component_zscore")
+    for parts, said in (((), "has none"), (("right",), "has 1")):
+        task = Letters("smooth")
+        task.components = parts
+        with pytest.raises(ConfigError, match=f"two components or more, and this task's {said}"):
+            run_here(tmp_path / "letters", "algo.fitness=component_zscore", task=task)
+    with pytest.raises(ConfigError, match=r"prompt_zscore has no effect with .*=1: it is zscore"):
+        compose(["algo.fitness=prompt_zscore", "algo.prompts_per_step=1"])
 
 
 # --- baselines
