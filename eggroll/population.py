@@ -387,9 +387,10 @@ class Population:
         if trunk and not lm.engine.separate and fsdp.of(lm.model) is None:
             above += ", up to which members share a prefill"
         drawn = f"sampled (temperature {heat:g})" if heat else "greedy"
+        length = describe_length(lm.run, cfg.steps, "steps")
+        lr = f", lr {show(cfg.lr)}" if cfg.method != "randopt" else ""
         return {
-            "algorithm": f"eggroll, {describe_length(lm.run, cfg.steps, 'steps')}, rank {cfg.rank},"
-            f" sigma {show(cfg.sigma)}, lr {show(cfg.lr)}",
+            "algorithm": f"{cfg.method}, {length}, rank {cfg.rank}, sigma {show(cfg.sigma)}{lr}",
             **facts,
             "model": f"{facts['model']}, {self.perturbed / 1e6:.2f}M perturbed{above}",
             "population": f"{members} x {prompts} x"

@@ -138,7 +138,8 @@ class Weights:
             home = "cpu" if offload and held else self.used[name].device
             self.masters[name] = wide.pop(name).to(home)
         wide.clear()
-        self.initial = DiskTensors(((n, self._now(n)) for n in held), folder)
+        compared = held if cfg.method == "eggroll" else []  # others ask for no drift
+        self.initial = DiskTensors(((n, self._now(n)) for n in compared), folder)
         # |W0|^2 and, while a step is made, |W|^2 and the sums of what is compared: see `movement`.
         self.size: Tensor | float = 0.0
         self.moved: Tensor | None = None

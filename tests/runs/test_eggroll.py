@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from common import checkpoint, precision, profile
+from common import checkpoint, plan, precision, profile
 from common.config import ConfigError
 from common.lm import LM
 from common.model.half import narrow
@@ -1013,6 +1013,20 @@ def test_the_best_members_vote(tmp_path, monkeypatch):
     assert voted[0] == f"y{second}", "two say y, and the better of the two is read"
     rows = (tmp_path / "completions" / "after.jsonl").read_text().splitlines()
     assert [json.loads(row)["completion"] for row in rows] == voted
+
+
+@pytest.mark.parametrize("method", ["randopt", "corp"])
+def test_a_baseline_keeps_no_initial_weights_and_its_plan_says_what_it_is(tmp_path, method):
+    """Nothing reads them, and those of 7B parameters are a file of 24 GB."""
+    run = compose([*RANDOPT, f"algo.method={method}", "plan=true"])
+    model = small_model("gpt2").requires_grad_(False)
+    noise = Noise(model, run.algo.noise, rank=1, mirrored=True, seed=0)
+    weights = Weights(model, noise, run.algo, {}, offload=False, folder=tmp_path)
+    assert weights.initial.places == {}
+    assert weights.root_mean_square() > 0
+    lines = plan.make("eggroll.train:train", run).rows
+    assert lines["algorithm"].startswith(f"{method}, 4 steps")
+    assert ("lr" in lines["algorithm"]) == (method == "corp")
 
 
 def test_corp_moves_only_through_the_gate(tmp_path):
