@@ -34,8 +34,9 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
     how = {"rank": cfg.rank, "mirrored": cfg.mirrored, "seed": run.seed}
     noise = Noise(lm.model, cfg.noise, **how, only=lm.adapter)
     check(cfg, lm, noise)
-    # Float32 masters, the initial weights, the optimizers.
-    offload, folder = run.opt.offload.enabled, context.out_dir
+    # Float32 masters, the initial weights, the optimizers. Only this loop looks at the drift.
+    offload, looped = run.opt.offload.enabled, cfg.method == "eggroll" and not run.probe
+    folder = context.out_dir if looped else None
     weights = Weights(lm.model, noise, cfg, lm.wide, offload=offload, folder=folder)
     lm.read_examples()
     population = Population(lm, noise, cfg)
