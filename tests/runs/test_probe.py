@@ -110,7 +110,7 @@ def test_steps_that_a_budget_leaves():
         probed = probe.Probe.__new__(probe.Probe)
         probed.run = compose([*AUTO, *asked])
         probed.cfg = probed.run.algo
-        return probed._count_steps(tokens=100.0, used=1000)
+        return probed._count_steps(tokens=100, used=1000)
 
     assert count("algo.steps=null", "budget.tokens=5000") == 40
     assert count("algo.steps=50", "budget.tokens=5000") == 40
