@@ -171,6 +171,11 @@ class EggrollConfig:
             raise ConfigError(
                 "algo.fitness=pair_sign compares pairs. Set algo.mirrored=true, or use zscore."
             )
+        if self.fitness == "prompt_zscore" and self.rows_per_member == 1:
+            raise ConfigError(
+                "algo.fitness=prompt_zscore has no effect with algo.prompts_per_step=1: it is"
+                " zscore. Give a step more prompts, or use algo.fitness=zscore."
+            )
         self._check_shares()
         if self.method != "eggroll":
             if self.most_members > self.first_members:

@@ -14,7 +14,8 @@ def fitness(
 
     zscore            mean over prompts, then (f - mean) / deviation
     prompt_zscore     minus each prompt's mean over members, over one deviation of all, then the
-                      mean over prompts (paper, 6.3)
+                      mean over prompts (paper, 6.3): a zscore that is the shorter, the more luck
+                      there is in the prompts
     component_zscore  the mean of the components' own zscores, [members, prompts * samples] each, so
                       that one that differs little between members counts as much as the others
     centered          mean over prompts, then f - mean: an update grows and falls with the spread
@@ -22,11 +23,11 @@ def fitness(
     pair_sign         members 2j and 2j+1 get the sign of their difference, and its negative
     """
     rewards = rewards.double()
-    mean = rewards.mean(1)
+    mean = _mean(rewards)
     if shaping == "zscore":
         return _over_deviation(mean - mean.mean(), mean)
     if shaping == "component_zscore":
-        means = [part.double().mean(1) for part in (components or {}).values()]
+        means = [_mean(part.double()) for part in (components or {}).values()]
         scores = torch.stack([_over_deviation(m - m.mean(), m) for m in means])
         return scores.mean(0)
     if shaping == "centered":
@@ -34,7 +35,7 @@ def fitness(
     if shaping == "prompt_zscore":
         by_prompt = rewards.unflatten(1, (-1, samples))  # [members, prompts, samples]
         centred = (by_prompt - by_prompt.mean((0, 2), keepdim=True)).flatten(1)
-        return _over_deviation(centred, centred).mean(1)
+        return _mean(_over_deviation(centred, centred))
     if shaping == "centered_rank":
         below = (mean[None, :] < mean[:, None]).sum(1)
         equal = (mean[None, :] == mean[:, None]).sum(1) - 1
@@ -82,6 +83,13 @@ def by_direction(fitness: Tensor, mirrored: bool) -> Tensor:
     f+ E - f- E. Equal fitness gives exactly 0.
     """
     return fitness[0::2] - fitness[1::2] if mirrored else fitness
+
+
+def _mean(rewards: Tensor) -> Tensor:
+    """Return the mean over prompts, without the last bits, which depend on their order: members
+    that earn the same on other prompts are equal.
+    """
+    return rewards.mean(1).round(decimals=12)
 
 
 def _over_deviation(centred: Tensor, values: Tensor) -> Tensor:

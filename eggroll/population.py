@@ -70,11 +70,7 @@ class Tried:
         if cfg.method == "corp":
             return above_mean(self.rewards)
         counted, samples = self.counted(cfg)
-        rewards, components = counted.rewards, counted.components
-        if cfg.shares > 1:  # only the members of a pair have answered the same
-            rewards = within_pairs(rewards)
-            components = {name: within_pairs(part) for name, part in components.items()}
-        return fitness(rewards, cfg.fitness, samples, components)
+        return fitness(counted.rewards, cfg.fitness, samples, counted.components)
 
     def of(self, columns: slice) -> "Tried":
         """Return the same with some of the columns of rewards and components."""
@@ -83,13 +79,17 @@ class Tried:
 
     def counted(self, cfg: EggrollConfig) -> tuple["Tried", int]:
         """Return the same with the rewards that count, of the samples and of the components, and
-        how many samples of each prompt there are then.
+        how many samples of each prompt there are then. Where only the members of a pair have
+        answered the same prompts, rewards are beside the pair's mean.
         """
         found, samples = self, cfg.samples_per_prompt
         if cfg.sample_quantile is not None:
             pick = partial(over_samples, samples=samples, quantile=cfg.sample_quantile)
             components = {name: pick(part) for name, part in self.components.items()}
             found, samples = replace(self, rewards=pick(self.rewards), components=components), 1
+        if cfg.shares > 1:
+            components = {name: within_pairs(part) for name, part in found.components.items()}
+            found = replace(found, rewards=within_pairs(found.rewards), components=components)
         if cfg.fitness == "component_zscore":
             found = replace(found, rewards=equal_parts(found.components))
         return found, samples
@@ -131,8 +131,7 @@ class Population:
         directions = len(self._chunks()[0]) // cfg.pair
         drawn = 4.0 * sum(4 * a.blocks for a in noise.addresses) * directions
         lm.fit_rollout(self.state, drawn, len(self._chunks()[0]), cfg.rows_per_member)
-        # Members are shared out by the rows, so ranks with unlike memory must agree on them.
-        lm.engine.limit.rows = min(lm.context.gather_objects(lm.engine.limit.rows))
+        self._agree()
         self.perturbed = sum(math.prod(address.shape) for address in noise.addresses)
         self.members = cfg.first_members
         if ranks > len(self._chunks()) and lm.context.main:
@@ -144,13 +143,19 @@ class Population:
             )
 
     def try_out(
-        self, examples: list[Example], draw: int, sigma: float, step: Any, closely: bool = False
+        self,
+        examples: list[Example],
+        draw: int,
+        sigma: float,
+        step: Any,
+        closely: bool = False,
+        centre: Centre | None = None,
     ) -> Tried:
         """Sample and score every member. `offending` then describes the rows of this rank that are
         not finite, and `shown` those that the run keeps.
 
-        Args: step: common.step.Step, or what takes the same calls outside of one; closely: ask the
-        unperturbed model too, which counts as an evaluation.
+        Args: step: common.step.Step, or what takes the same calls outside of one; closely: look at
+        the unperturbed model too; centre: what it came to, None = ask it, as an evaluation.
         """
         cfg, context = self.cfg, self.lm.context
         each = cfg.samples_per_prompt
@@ -158,11 +163,12 @@ class Population:
         # What Tried has of each row, in its order; 0 for the members of other ranks.
         names = list(getattr(self.lm.scorer.task, "components", None) or {})
         found = torch.zeros(5 + len(names), self.members, cfg.rows_per_member, dtype=torch.float64)
-        generated, self.offending, self.shown, centre = 0, [], [], None
+        generated, self.offending, self.shown = 0, [], []
         requests = self.request(examples, step.index)
+        self._agree()
         mine = context.share(self._chunks())
         with fsdp.forwards(self.lm.model):
-            if closely:
+            if closely and centre is None:
                 with step.untimed():
                     centre = self.ask_centre(requests, repeated)
             for members in mine:
@@ -324,9 +330,12 @@ class Population:
         self, members: range, requests: Requests, draw: int, sigma: float
     ) -> list[Completions]:
         """Sample `members` side by side; in several parts where memory has just run out."""
+        asked_for = self.lm.engine.limit.rows
 
         def attempt(rows: int) -> list[Completions]:
             made = []
+            if rows < asked_for:
+                self.noise.forget()  # what it takes for forwards that did not fit
             for part in split(members, self.cfg, rows):
                 with self.noise.members(draw, part, sigma):
                     factors = partial(self.noise.factors, draw, part, sigma)
@@ -378,9 +387,10 @@ class Population:
         if trunk and not lm.engine.separate and fsdp.of(lm.model) is None:
             above += ", up to which members share a prefill"
         drawn = f"sampled (temperature {heat:g})" if heat else "greedy"
+        length = describe_length(lm.run, cfg.steps, "steps")
+        lr = f", lr {show(cfg.lr)}" if cfg.method != "randopt" else ""
         return {
-            "algorithm": f"eggroll, {describe_length(lm.run, cfg.steps, 'steps')}, rank {cfg.rank},"
-            f" sigma {show(cfg.sigma)}, lr {show(cfg.lr)}",
+            "algorithm": f"{cfg.method}, {length}, rank {cfg.rank}, sigma {show(cfg.sigma)}{lr}",
             **facts,
             "model": f"{facts['model']}, {self.perturbed / 1e6:.2f}M perturbed{above}",
             "population": f"{members} x {prompts} x"
@@ -392,19 +402,18 @@ class Population:
         }
 
     def _exchange(self, found: Tensor, generated: int) -> tuple[Tensor, int]:
-        """Add up what was found of each row and the tokens of all ranks: that is all they exchange.
-
-        A rank whose memory ran out takes fewer rows from now on, and so must all, because members
-        are shared out by them.
-        """
-        context, limit = self.lm.context, self.lm.engine.limit
-        held = torch.zeros(context.world_size, dtype=torch.float64)
-        held[context.rank] = limit.rows
+        """Add up what was found of each row, and the tokens, over all ranks."""
         tokens = torch.tensor([generated], dtype=torch.float64)
-        totals = torch.cat((found.flatten(), tokens, held))
-        totals = context.sum(totals.to(self.lm.device)).cpu()
-        limit.rows = int(totals[found.numel() + 1 :].min())
-        return totals[: found.numel()].view_as(found), int(totals[found.numel()])
+        totals = torch.cat((found.flatten(), tokens)).to(self.lm.device)
+        totals = self.lm.context.sum(totals).cpu()
+        return totals[:-1].view_as(found), int(totals[-1])
+
+    def _agree(self) -> None:
+        """Take the fewest rows of all ranks, as members are shared out by them. Ranks have unlike
+        memory, or one has run out of it, among members, in an evaluation or wherever else.
+        """
+        limit = self.lm.engine.limit
+        limit.rows = min(self.lm.context.gather_objects(limit.rows))
 
     def _chunks(self) -> list[range]:
         ranks, rows = self.lm.context.world_size, self.lm.engine.limit.rows

@@ -38,7 +38,7 @@ from common.signals import EXIT_SIGNAL, RunStopped
 from eggroll.config import AUTO, EggrollConfig
 from eggroll.fitness import by_direction
 from eggroll.instruments import agree_prompts
-from eggroll.population import Population
+from eggroll.population import Centre, Population
 from eggroll.weights import Weights
 
 log = logging.getLogger("clutch")
@@ -56,7 +56,8 @@ ADAMS = ("Adam", "AdamW", *EIGHT_BITS)  # whose steps are lr for each weight
 class Row:
     """The outcome of one sigma; shares of completions, and rewards. answered: where the task knows;
     step: the root mean square, per weight, of the update at lr 1, of as many members as a run has;
-    as_set: whether it is algo.sigma, which probe=true looks at beside those of its own.
+    tokens: what the members wrote; as_set: whether it is algo.sigma, which probe=true looks at
+    beside those of its own.
     """
 
     sigma: float
@@ -69,6 +70,7 @@ class Row:
     prompt_agreement: float | None
     step: float
     survived: bool
+    tokens: int = 0
     as_set: bool = False
 
 
@@ -106,6 +108,7 @@ def tune(population: Population, weights: Weights, session: Session) -> Tuned:
     if "tuned" not in state:
         session.listen()
         found = Probe(population, weights, lambda: session.stopping).look()
+        population.noise.forget()  # the run's forwards have other members
         tell(found, population.lm.context)
         state["tuned"] = {"sigma": found.sigma, "lr": cfg.lr if found.lr is None else found.lr}
         state["generated"] += found.tokens
@@ -178,7 +181,12 @@ class Probe:
                 " weights, and all that are perturbed here are 0. Give both, or perturb others too."
             )
         self.attempt = Attempt()
-        self.centre = 0.0
+        self.plain: Centre | None = None  # the model without noise, which answers once
+
+    @property
+    def centre(self) -> float:
+        """Return what the model without noise earns, once it has been asked."""
+        return 0.0 if self.plain is None else self.plain.rewards.mean().item()
 
     def look(self) -> Findings:
         """Try sigmas and choose. Returns the same on every rank."""
@@ -205,7 +213,7 @@ class Probe:
         seconds, used = time.perf_counter() - began, self.attempt
         lr = None if self.cfg.method == "randopt" else self.cfg.lr  # which moves no weights
         if lr is not None and (self.run.probe or lr == AUTO):
-            steps = self._count_steps(used.tokens / len(rows), used.tokens)
+            steps = self._count_steps(chosen.tokens, used.tokens)
             try:
                 lr, reason = choose_lr(self.cfg, sigma, chosen.step, steps)
             except ConfigError as error:
@@ -238,10 +246,14 @@ class Probe:
                 "stopped in the probe, before the first step. The same command begins anew.",
                 EXIT_SIGNAL,
             )
-        population, pair = self.population, self.cfg.mirrored
-        tried = population.try_out(self.examples, DRAW, sigma, self.attempt, closely=True)
+        population, pair, before = self.population, self.cfg.mirrored, self.attempt.tokens
+        tried = population.try_out(self.examples, DRAW, sigma, self.attempt, True, self.plain)
         assert tried.centre is not None
         assert tried.changed is not None
+        tokens = self.attempt.tokens - before
+        if self.plain is None:
+            self.plain = tried.centre
+            self.attempt.used(tokens=self.plain.generated, samples=len(self.plain.texts))
         if not tried.centre.rewards.isfinite().all():
             raise ConfigError(
                 "the probe met NaN or infinity in a reward or in logits of the model without noise."
@@ -249,7 +261,6 @@ class Probe:
             )
         finite = tried.finite  # what is not earns nothing, and that sigma is too large
         rewards = tried.rewards.nan_to_num(0.0, 0.0, 0.0)
-        self.centre = tried.centre.rewards.mean().item()
         means = rewards.mean(1)
         spread = means.std(correction=0).item()
         least = (1 - LOSS) * self.centre - spread / math.sqrt(len(means))
@@ -262,7 +273,7 @@ class Probe:
         shaped = mended.shaped(self.cfg)
         counted, samples = mended.counted(self.cfg)
         parts = [shaped]
-        if self.cfg.fitness == "centered":  # whose spread is that of as few prompts as a step has
+        if self.cfg.fitness != "zscore":  # whose updates are as long with the few prompts of a step
             each = self.cfg.rows_per_member
             starts = range(0, rewards.shape[1] - each + 1, each)
             parts = [mended.of(slice(at, at + each)).shaped(self.cfg) for at in starts]
@@ -279,13 +290,14 @@ class Probe:
             prompt_agreement=agree_prompts(counted.rewards, pair, samples),
             step=math.sqrt(variance) / self.members,
             survived=survived,
+            tokens=tokens,
             as_set=as_set,
         )
         if self.context.main:
             log.info("%s", describe(row))
         return row
 
-    def _count_steps(self, tokens: float, used: int) -> int:
+    def _count_steps(self, tokens: int, used: int) -> int:
         """Return the steps that the run is expected to make, of which one takes so many tokens.
         used: the tokens of the probe, which count.
         """

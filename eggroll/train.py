@@ -34,8 +34,9 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
     how = {"rank": cfg.rank, "mirrored": cfg.mirrored, "seed": run.seed}
     noise = Noise(lm.model, cfg.noise, **how, only=lm.adapter)
     check(cfg, lm, noise)
-    # Float32 masters, the initial weights, the optimizers.
-    offload, folder = run.opt.offload.enabled, context.out_dir
+    # Float32 masters, the initial weights, the optimizers. Only this loop looks at the drift.
+    offload, looped = run.opt.offload.enabled, cfg.method == "eggroll" and not run.probe
+    folder = context.out_dir if looped else None
     weights = Weights(lm.model, noise, cfg, lm.wide, offload=offload, folder=folder)
     lm.read_examples()
     population = Population(lm, noise, cfg)
@@ -85,10 +86,12 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
 
 def check(cfg: EggrollConfig, lm: LM, noise: Noise) -> None:
     """Raise ConfigError for settings that do not go with the task, or with what is perturbed."""
-    if cfg.fitness == "component_zscore" and not getattr(lm.task, "components", None):
+    parts = len(getattr(lm.task, "components", None) or ())
+    if cfg.fitness == "component_zscore" and parts < 2:
         raise ConfigError(
-            "algo.fitness=component_zscore needs a reward with components, and this task's has"
-            " none. Use algo.fitness=zscore, or task=custom with several rewards."
+            "algo.fitness=component_zscore needs a reward with two components or more, and this"
+            f" task's has {parts or 'none'}. Use algo.fitness=zscore, or task=custom with several"
+            " rewards."
         )
     if cfg.rank != 1 and all(address.policy == "full" for address in noise.addresses):
         raise ConfigError(

@@ -67,7 +67,7 @@ class DiskTensors:
     float32 on the CPU when read. Raises: OSError with the folder where there is no room.
     """
 
-    def __init__(self, tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]], folder: Path | None) -> None:
         self.places: dict[str, tuple[int, torch.Size]] = {}
         self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (open as long as this object lives)
         weakref.finalize(self, self.file.close)
@@ -101,10 +101,10 @@ class Weights:
     optimizers.
 
     Training is to take hardly more memory than sampling does: an update goes parameter by
-    parameter, and the initial weights lie in a file of `folder`. Reading them back takes as long as
-    the rest of an update or longer, so that an update does it only where `compares` says so. In
-    float32 the forward uses the masters; else they are beside what it uses, on the CPU with
-    `offload`.
+    parameter, and the initial weights lie in a file of `folder`; None = nothing is compared with
+    them. Reading them back takes as long as the rest of an update or longer, so that an update does
+    it only where `compares` says so. In float32 the forward uses the masters; else they are beside
+    what it uses, on the CPU with `offload`.
 
     Args: wide: the float32 weights of a model that is in half precision, as `half.narrow` returns
     them; emptied, so that those that are not perturbed are gone.
@@ -118,7 +118,7 @@ class Weights:
         wide: dict[str, Tensor],
         *,
         offload: bool,
-        folder: Path,
+        folder: Path | None,
     ) -> None:
         self.cfg, self.model = cfg, model
         self.memory_gb: float | None = None  # of weights and optimizer state on this rank
@@ -138,7 +138,7 @@ class Weights:
             home = "cpu" if offload and held else self.used[name].device
             self.masters[name] = wide.pop(name).to(home)
         wide.clear()
-        self.initial = DiskTensors(((n, self._now(n)) for n in held), folder)
+        self.initial = DiskTensors(((n, self._now(n)) for n in held if folder), folder)
         # |W0|^2 and, while a step is made, |W|^2 and the sums of what is compared: see `movement`.
         self.size: Tensor | float = 0.0
         self.moved: Tensor | None = None
@@ -255,8 +255,9 @@ class Weights:
         """Return what makes the forward's weight of a master; None where they are one."""
         if name in self.fixed:
             return self.fixed[name].rounded
-        dtype = self.used[name].dtype
-        return None if self.used[name] is self.masters[name] else lambda m: m.to(dtype).float()
+        shards = fsdp.of(self.model)  # of which a forward gathers weights in a dtype of its own
+        dtype = shards.dtype if shards else self.used[name].dtype
+        return None if dtype == torch.float32 else lambda m: m.to(dtype).float()
 
     def measure(self) -> tuple[bool, dict[str, float]]:
         """Return whether all perturbed weights are finite and, once all of them have been stepped,

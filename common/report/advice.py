@@ -8,10 +8,11 @@ list: "It does not learn: what now".
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
+from common.config import ScheduleConfig
 from common.report.events import Numbers
 from common.statistics import is_supported, show_interval, show_p
 
@@ -36,6 +37,12 @@ def find_advice(recent: Sequence[Numbers], algo: dict[str, Any]) -> list[Advice]
     return [found for rule in RULES if (found := rule(recent, algo)) is not None]
 
 
+def settings(algo: Any) -> dict[str, Any]:
+    """Return the settings of an algorithm that its method heeds: no other is advised."""
+    idle = getattr(type(algo), "NO_EFFECT_WITH_METHOD", {}).get(getattr(algo, "method", None), {})
+    return {key: value for key, value in asdict(algo).items() if f"algo.{key}" not in idle}
+
+
 # --- rules
 
 
@@ -45,9 +52,17 @@ def _mean(recent: Sequence[Numbers], name: str) -> float | None:
 
 
 def _with_measured(algo: dict[str, Any], events: Sequence[Numbers]) -> dict[str, Any]:
-    """Return the settings, each number that the run had to find as an event has it."""
-    found = [key for key, value in algo.items() if value == "auto" and events and key in events[-1]]
-    return algo | {key: events[-1][key] for key in found}
+    """Return the settings, each number that the run had to find as an event has it, before the
+    schedule that it follows.
+    """
+    found = {}
+    for key in [key for key, value in algo.items() if value == "auto"]:
+        event = next((event for event in reversed(events) if event.get(key)), None)
+        if event is not None:
+            found[key] = event[key]
+            if schedule := algo.get(f"{key}_schedule"):
+                found[key] /= ScheduleConfig(**schedule).factor(event["step"] - 1, algo["steps"])
+    return algo | found
 
 
 def _times(algo: dict[str, Any], key: str, factor: float) -> str:
@@ -277,10 +292,12 @@ def _reason(result: Any, events: Sequence[Numbers], algo: dict[str, Any]) -> tup
         )
     if found := find_advice(events[-WINDOW:], algo):
         return f"Likely reason: {found[0].text}", found[0].change
-    if first - last >= RISEN:
+    if first - last >= RISEN and "lr" in algo:
         text = f"The reward of training samples fell from {first:.2f} to {last:.2f}."
         return f"{text} It moves too fast.", _times(algo, "lr", 0.3)
-    text = "The reward of training samples hardly moved: it needs more steps, or larger ones."
+    text = "Nothing better has been found: it needs more steps."
+    if "lr" in algo:
+        text = "The reward of training samples hardly moved: it needs more steps, or larger ones."
     return text, _times(algo, "steps", 3) or _times(algo, "iterations", 2) or _times(algo, "lr", 3)
 
 

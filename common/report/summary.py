@@ -264,7 +264,7 @@ def finish_run(
     tracker.artifact("model", exported, f"step-{result.steps}")
     tracker.close()
     if count := len(subject.held_out or ()):
-        algo, logged = asdict(run.algo), events(folder / "metrics.jsonl")
+        algo, logged = advice.settings(run.algo), events(folder / "metrics.jsonl")
         result.verdict, change = advice.judge(result, count, logged, algo)
         if change:  # a run that Python began has no command to repeat
             given = story.arguments(folder)

@@ -6,12 +6,11 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from common.config import Run
-from common.report.advice import Adviser
+from common.report.advice import Adviser, settings
 from common.report.events import EVALUATIONS, cut_events, events, jsonable, numbers, write_jsonl
 from common.report.progress import Progress
 from common.report.samples import Samples
@@ -59,7 +58,7 @@ class Tracker:
             self.screen.clear()
             for record in self.held:
                 self.screen.add(record["metric_name"], record["metric"])
-        self.adviser = Adviser(asdict(run.algo))
+        self.adviser = Adviser(settings(run.algo))
         if steps is not None:
             self.begin("", steps, resumed, "step")
 

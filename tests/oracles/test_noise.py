@@ -12,6 +12,7 @@ from common.sampling.native import Sampler
 from eggroll import noise as noise_module
 from eggroll.config import NoiseConfig
 from eggroll.fitness import fitness, over_samples
+from eggroll.instruments import idle_share
 from eggroll.noise import Noise
 from tests.support.models import ARCHITECTURES, prompts_that_open_alike, small_model
 
@@ -426,6 +427,16 @@ def test_prompt_zscore_ignores_how_hard_a_prompt_is():
     )
 
 
+def test_prompt_zscore_is_a_zscore_that_is_shorter_where_prompts_disagree():
+    draw = torch.Generator().manual_seed(0)
+    member, luck = (torch.randn(400, n, generator=draw).double() for n in (1, 9))
+    for rewards, length in ((luck, 1 / 3), (member + 0 * luck, 1), (member + luck, 5**0.5 / 3)):
+        f, wanted = fitness(rewards, "prompt_zscore"), fitness(rewards, "zscore")
+        ratio = (f @ wanted / wanted.square().sum()).item()
+        torch.testing.assert_close(f, ratio * wanted)
+        assert ratio == pytest.approx(length, rel=0.06)
+
+
 def test_components_count_alike():
     """Whatever their spread; one that is equal for all members counts for nothing."""
     draw = torch.Generator().manual_seed(0)
@@ -461,11 +472,23 @@ def test_pair_sign():
     assert f.tolist() == [1, -1, 0, 0, -1, 1]
 
 
-@pytest.mark.parametrize(
-    "shaping", ["zscore", "prompt_zscore", "centered", "centered_rank", "pair_sign"]
-)
+SHAPINGS = ("zscore", "prompt_zscore", "centered", "centered_rank", "pair_sign")
+
+
+@pytest.mark.parametrize("shaping", SHAPINGS)
 def test_equal_rewards_give_zero(shaping):
     assert (fitness(torch.full((8, 3), 0.1), shaping) == 0).all()
+
+
+@pytest.mark.parametrize("shaping", SHAPINGS)
+def test_members_that_earn_the_same_on_other_prompts_are_equal(shaping):
+    """In whatever order the tenths are added up, whose sums differ in the last bit."""
+    draw = torch.Generator().manual_seed(0)
+    tenths = torch.randint(0, 11, (20, 1, 8), generator=draw).double() / 10
+    order = torch.rand(20, 2, 8, generator=draw).argsort(2)
+    rewards = tenths.expand(-1, 2, -1).gather(2, order).flatten(0, 1)
+    assert (rewards.mean(1)[0::2] != rewards.mean(1)[1::2]).any(), "otherwise this says nothing"
+    assert idle_share(fitness(rewards, shaping), mirrored=True) == 1
 
 
 def test_a_layer_that_does_more_than_its_class_is_refused():

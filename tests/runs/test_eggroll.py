@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from common import checkpoint, precision, profile
+from common import checkpoint, plan, precision, profile
 from common.config import ConfigError
 from common.lm import LM
 from common.model.half import narrow
@@ -727,14 +727,16 @@ def test_a_prompt_that_does_not_fit_is_a_worded_error(tmp_path):
 # --- memory that runs out
 
 
-def run_out_of_memory(monkeypatch: pytest.MonkeyPatch, above_rows: int) -> list[int]:
-    """The sampler's forwards fail above a number of rows. Returns the rows tried, filled as the run
-    goes.
+def run_out_of_memory(
+    monkeypatch: pytest.MonkeyPatch, above_rows: int, population: bool = True
+) -> list[int]:
+    """The sampler's forwards, of a population or of the model alone, fail above a number of rows.
+    Returns the rows tried, filled as the run goes.
     """
     real, tried = Sampler._generate, []
 
     def generate(self, requests, sampling, rows, watch):
-        if requests.groups > 1:
+        if (requests.groups > 1) == population:
             tried.append(rows)
             if rows > above_rows:
                 raise torch.OutOfMemoryError("CUDA out of memory (a test)")
@@ -757,24 +759,52 @@ def test_out_of_memory_halves_the_rows(tmp_path, monkeypatch):
     assert log.count("WARNING out of memory: repeating with 4 rows per forward") == 1
 
 
+@pytest.mark.parametrize("auto", [False, True])
+def test_noise_of_forwards_that_are_no_more_is_given_back(tmp_path, monkeypatch, auto):
+    """Of those that did not fit, and of the probe, whose members are fewer."""
+    held, fill = [], Noise.members
+
+    def members(self, *args):
+        held.append({count for count, _ in self._perturbed})
+        return fill(self, *args)
+
+    monkeypatch.setattr(Noise, "members", members)
+    asked = ["algo.steps=2", "algo.members=32", "algo.rollout_rows=16"]
+    if auto:
+        run_here(tmp_path, *asked, "algo.sigma=auto")
+        assert held[-1] == {4}, "directions of the run; those of the probe have more prompts"
+    else:
+        run_out_of_memory(monkeypatch, above_rows=8)
+        run_here(tmp_path, *asked)
+        assert held[1] == set(), "while the step is repeated"
+        assert held[-1] == {2}
+
+
 class ShortOnRank1(Letters):
-    """Rank 1, and it alone, has memory for forwards of four rows."""
+    """Rank 1, and it alone, has memory for forwards of four rows of members, or of two rows in
+    evaluations.
+    """
+
+    def __init__(self, scoring: str, population: bool) -> None:
+        super().__init__(scoring)
+        self.population = population
 
     def examples(self, split):
         if dist.is_initialized() and dist.get_rank() == 1 and split == "test":
-            run_out_of_memory(
-                pytest.MonkeyPatch(), above_rows=4
-            )  # in a process of its own, which ends with the run
+            # in a process of its own, which ends with the run
+            above = 4 if self.population else 2
+            run_out_of_memory(pytest.MonkeyPatch(), above, self.population)
         return super().examples(split)
 
 
 @pytest.mark.faults
-def test_ranks_agree_on_the_rows_when_one_runs_out_of_memory(run_in_ranks, tmp_path):
+@pytest.mark.parametrize("population", [True, False])
+def test_ranks_agree_on_the_rows_when_one_runs_out_of_memory(run_in_ranks, tmp_path, population):
     """Members are shared out by rows, so a rank that goes on with fewer on its own would leave some
     out.
     """
     run_here(tmp_path / "one", "algo.steps=3")
-    run_in_ranks(tmp_path / "two", "algo.steps=3", task=ShortOnRank1("smooth"))
+    run_in_ranks(tmp_path / "two", "algo.steps=3", task=ShortOnRank1("smooth", population))
     assert "repeating with 4 rows per forward" in (tmp_path / "two" / "rank-1.log").read_text()
     assert "repeating with" not in (tmp_path / "two" / "run.log").read_text()
     assert largest_difference(tmp_path / "one", tmp_path / "two") < 1e-4
@@ -917,8 +947,13 @@ def test_components_are_logged_and_normalised_apart(tmp_path):
     assert first["reward"] == pytest.approx(whole / sum(weights.values()))
     assert "reward_centre" in first
     assert "reward_centre" not in second, "one step in ten is looked at closely"
-    with pytest.raises(ConfigError, match="component_zscore needs a reward with components"):
-        run_here(tmp_path / "letters", "algo.fitness=component_zscore")
+    for parts, said in (((), "has none"), (("right",), "has 1")):
+        task = Letters("smooth")
+        task.components = parts
+        with pytest.raises(ConfigError, match=f"two components or more, and this task's {said}"):
+            run_here(tmp_path / "letters", "algo.fitness=component_zscore", task=task)
+    with pytest.raises(ConfigError, match=r"prompt_zscore has no effect with .*=1: it is zscore"):
+        compose(["algo.fitness=prompt_zscore", "algo.prompts_per_step=1"])
 
 
 # --- baselines
@@ -978,6 +1013,27 @@ def test_the_best_members_vote(tmp_path, monkeypatch):
     assert voted[0] == f"y{second}", "two say y, and the better of the two is read"
     rows = (tmp_path / "completions" / "after.jsonl").read_text().splitlines()
     assert [json.loads(row)["completion"] for row in rows] == voted
+
+
+@pytest.mark.parametrize("given", ["algo.method=randopt", "algo.method=corp", "probe=true", ""])
+def test_initial_weights_are_kept_where_something_reads_them(tmp_path, monkeypatch, given):
+    """Of 7B parameters they are a file of 24 GB."""
+    kept, init = [], DiskTensors.__init__
+    monkeypatch.setattr(
+        DiskTensors, "__init__", lambda *args: [init(*args), kept.append(args[0].places)][0]
+    )
+    asked = [text for text in MOVING if given != "algo.method=randopt" or "algo.lr=" not in text]
+    train(compose([*asked, "algo.steps=1", *given.split()]), tmp_path, Letters("smooth"))
+    (places,) = kept
+    assert bool(places) == (not given)
+
+
+@pytest.mark.parametrize("method", ["randopt", "corp"])
+def test_the_plan_names_the_method(method):
+    run = compose([*RANDOPT, f"algo.method={method}", "plan=true"])
+    said = plan.make("eggroll.train:train", run).rows["algorithm"]
+    assert said.startswith(f"{method}, 4 steps")
+    assert ("lr" in said) == (method == "corp")
 
 
 def test_corp_moves_only_through_the_gate(tmp_path):

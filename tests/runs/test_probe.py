@@ -18,7 +18,7 @@ from common.lm import LM
 from common.signals import EXIT_SIGNAL, RunStopped
 from eggroll import probe
 from eggroll.population import Population
-from eggroll.probe import Row, choose_lr, choose_sigma
+from eggroll.probe import Attempt, Row, choose_lr, choose_sigma
 from launch import compose, train
 from tests.support import CONF, MOVING, events
 from tests.support.commands import Warm
@@ -74,19 +74,33 @@ def test_lr_makes_all_steps_a_walk_of_some_sigma():
         choose_lr(cfg, 0.01, 0.0, 49)
 
 
-def test_lr_of_centered_fitness_is_for_the_luck_of_the_prompts_of_a_step(tmp_path, monkeypatch):
+# The square of the difference of a pair that answers 2 prompts: of rewards in [0, 1], of variance
+# 1 / 12 each; of the same over their deviation; and of +1 and -1, where the pair is not as often
+# right, if an answer is right in one case of ten.
+@pytest.mark.parametrize(
+    ("shaping", "square"),
+    [
+        ("centered", 2 / 24),
+        ("prompt_zscore", 1),
+        ("pair_sign", 4 * (1 - 0.81**2 - 0.18**2 - 0.01**2)),
+    ],
+)
+def test_lr_is_for_the_luck_of_the_prompts_of_a_step(tmp_path, monkeypatch, shaping, square):
     """Of which the probe has more: 16 members in place of 64 answer four times as many."""
     draw, try_out = torch.Generator().manual_seed(0), Population.try_out
 
     def lucky(self, examples, *args, **kwargs):
         tried = try_out(self, examples, *args, **kwargs)
-        return replace(tried, rewards=torch.rand(tried.rewards.shape, generator=draw).double())
+        rewards = torch.rand(tried.rewards.shape, generator=draw).double()
+        return replace(
+            tried, rewards=(rewards < 0.1).double() if shaping == "pair_sign" else rewards
+        )
 
     monkeypatch.setattr(Population, "try_out", lucky)
-    asked = ["algo.members=64", "algo.prompts_per_step=2", "algo.fitness=centered", "algo.lr=auto"]
-    found = train(compose([*MOVING, *asked, "probe=true"]), tmp_path, Letters("smooth"))
-    # The difference of two means of 2 prompts, of 1 / 12 each, in 32 directions.
-    wanted = math.sqrt(2 / 24 * 32) / 64
+    asked = ["algo.members=64", "algo.prompts_per_step=2", "algo.lr=auto"]
+    asked += [f"algo.fitness={shaping}", "probe=true"]
+    found = train(compose([*MOVING, *asked]), tmp_path, Letters("smooth"))
+    wanted = math.sqrt(square * 32) / 64  # in 32 directions
     steps = [row.step for row in found.rows]
     assert math.sqrt(sum(s * s for s in steps) / len(steps)) == pytest.approx(wanted, rel=0.15)
 
@@ -96,13 +110,41 @@ def test_steps_that_a_budget_leaves():
         probed = probe.Probe.__new__(probe.Probe)
         probed.run = compose([*AUTO, *asked])
         probed.cfg = probed.run.algo
-        return probed._count_steps(tokens=100.0, used=1000)
+        return probed._count_steps(tokens=100, used=1000)
 
     assert count("algo.steps=null", "budget.tokens=5000") == 40
     assert count("algo.steps=50", "budget.tokens=5000") == 40
     assert count("algo.steps=30", "budget.tokens=5000") == 30
     assert count("algo.steps=null", "budget.seconds=60") == probe.UNMEASURED_STEPS
     assert count("algo.steps=null", "budget.tokens=500") == 1
+
+
+def test_a_step_of_the_run_takes_the_tokens_of_the_sigma_that_is_chosen(tmp_path, monkeypatch):
+    """And not those of members that break, and write on and on."""
+    try_out = Population.try_out
+
+    def writing(self, examples, draw, sigma, step, *args, **kwargs):
+        tried = try_out(self, examples, draw, sigma, Attempt(), *args, **kwargs)
+        broken = sigma > 0.01
+        step.used(tokens=10_000 if broken else 100, samples=1)
+        return replace(tried, rewards=tried.rewards * (not broken))
+
+    monkeypatch.setattr(Population, "try_out", writing)
+    asked = compose([*MOVING, "algo.steps=null", "budget.tokens=1000000", "probe=true"])
+    found = train(asked, tmp_path, Letters("smooth"))
+    assert not all(row.survived for row in found.rows), "otherwise this says nothing"
+    (chosen,) = [row for row in found.rows if row.sigma == found.sigma]
+    assert chosen.tokens == 100
+    assert f"for {round((1_000_000 - found.tokens) / 100)} steps" in found.why
+
+
+def test_the_model_without_noise_answers_once(tmp_path, monkeypatch):
+    """At each sigma it would answer the same; what it takes counts."""
+    asked, ask = [], Population.ask_centre
+    monkeypatch.setattr(Population, "ask_centre", lambda *a: asked.append(ask(*a)) or asked[-1])
+    found = train(compose([*MOVING, "probe=true"]), tmp_path, Letters("smooth"))
+    (centre,) = asked
+    assert found.tokens == sum(row.tokens for row in found.rows) + centre.generated
 
 
 def test_a_probe_trains_nothing(launch, tmp_path):

@@ -395,6 +395,20 @@ def test_one_rank_says_that_nothing_is_shared_out(in_cache, tmp_path, switches, 
     assert all(text in line for text, line in zip(said, found, strict=True))
 
 
+def test_what_rounding_leaves_of_an_update_is_told_of_gathered_weights(in_cache, tmp_path):
+    """Which are in half precision, although all that is held is float32."""
+    found = {}
+    for switches in ("amp", "fsdp,amp"):
+        more = ["opt.fsdp.ranks=1"] if "fsdp" in switches else []
+        asked = [*MOVING, f"opt=[{switches}]", "opt.amp.dtype=bfloat16", *more]
+        start(tmp_path, f"eggroll/{switches}", [*asked, "algo.lr=1e-4", "algo.steps=1"])
+        (found[switches],) = events(tmp_path / f"eggroll/{switches}")
+    plain, sharded = found.values()
+    assert plain["applied_share"] < 0.5, "otherwise this says nothing"
+    for name in ("applied_share", "applied_cosine", "applied_cosine_all"):
+        assert sharded[name] == pytest.approx(plain[name], rel=0.05), name
+
+
 def test_a_group_of_one_that_cannot_begin_says_why(in_cache, tmp_path, monkeypatch):
     """Nothing is there to be taken down, which would be another error, and hide the first."""
 

@@ -1,5 +1,6 @@
 """The words that a run's numbers are put into: each line of advice, and each verdict."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from common.report import advice
 from common.report.summary import find_intervals
+from launch import compose
 
 ALGO: dict[str, Any] = {
     "lr": 0.1,
@@ -124,6 +126,20 @@ def test_a_setting_that_was_measured_is_changed_from_what_it_came_to():
     assert change == "algo.lr=0.03"
 
 
+def test_a_setting_that_was_measured_and_is_scheduled_is_changed_from_where_it_began():
+    """Its last value is a tenth of that, and raising it to twice a tenth would be lowering it."""
+    falling = {"sigma": "auto", "steps": 41, "sigma_schedule": {"kind": "linear", "end": 0.1}}
+    shares = [1 - 0.9 * step / 40 for step in range(41)]
+    events = [
+        {"step": step, "identical_pairs": 0.9, "sigma": 0.04 * share}
+        for step, share in enumerate(shares, 1)
+    ]
+    _, change = advice.judge(result(5, 5), 256, events, ALGO | falling)
+    assert change == "algo.sigma=0.08"
+    (said,) = advice.find_advice(events[10:30], ALGO | falling)
+    assert said.change == "algo.sigma=0.08"
+
+
 def test_every_rule_is_reached():
     names = set()
     for event, _, _ in LINES.values():
@@ -203,6 +219,17 @@ def test_verdicts(name):
     said, tried = advice.judge(outcome, 256, events, ALGO)
     assert words in said
     assert tried == change
+
+
+def test_a_method_that_moves_no_weights_is_not_told_to_move_them_otherwise():
+    """Its lr is refused, so a command with another one would end at once."""
+    given = ["algo=eggroll", "algo.method=randopt", "algo.steps=null", "budget.tokens=100"]
+    algo = advice.settings(compose(given).algo)
+    for events in (moving(0.6, 0.1), moving(0.10, 0.12)):
+        said, change = advice.judge(result(60, 10), 256, events, algo)
+        assert not re.search(r"too fast|larger ones", said)
+        assert change == ""
+    assert advice.judge(result(60, 10), 256, [], algo | {"steps": 5})[1] == "algo.steps=15"
 
 
 def test_no_gain_is_claimed_that_its_interval_or_its_test_does_not_support():

@@ -186,3 +186,21 @@ def test_what_is_looked_at_with_component_zscore_is_what_it_follows():
     cfg = compose(["algo.fitness=component_zscore"]).algo
     found = tried(sum(parts.values()), **parts)
     assert torch.equal(found.counted(cfg)[0].rewards, equal_parts(parts))
+
+
+def test_agreement_with_component_zscore_is_not_of_how_hard_a_share_of_prompts_is():
+    """Which differs between pairs, and is left out of the fitness."""
+    asked = ["algo.members=8", "algo.prompts_per_step=4/8", "algo.fitness=component_zscore"]
+    cfg = compose(asked).algo
+    draw = torch.Generator().manual_seed(0)
+    parts = {name: torch.rand(8, 4, generator=draw).double() for name in ("form", "right")}
+    hard = torch.tensor([0, 0, 9, 9] * 2).double()[:, None]  # for one share, of one component
+    found = []
+    for form in (parts["form"], parts["form"] + hard):
+        made = tried(form + parts["right"], form=form, right=parts["right"])
+        rewards = made.counted(cfg)[0].rewards
+        pairs = (rewards[0::2] - rewards[1::2]).mean(1)
+        shaped = made.shaped(cfg)
+        torch.testing.assert_close(pairs / 2, shaped[0::2] - shaped[1::2])
+        found.append(instruments.agree_prompts(rewards, mirrored=True))
+    assert found[0] == pytest.approx(found[1])
