@@ -107,9 +107,11 @@ class Objective:
         width = max(len(ids) for _, ids in rows)
         self.ids = torch.zeros(len(rows), width, dtype=torch.long, device=device)
         self.mask = torch.zeros(len(rows), width - 1, device=device)
+        self.read = torch.zeros_like(self.ids, dtype=torch.bool)  # tokens that are no padding
         for row, (start, ids) in enumerate(rows):
             self.ids[row, : len(ids)] = torch.tensor(ids)
             self.mask[row, start - 1 : len(ids) - 1] = 1
+            self.read[row, : len(ids)] = True
 
     def value(self, prompts: slice = slice(None)) -> Tensor:
         """Return the mean over prompts of the expected reward; what pads a row counts nothing."""
@@ -133,7 +135,7 @@ class Objective:
         inputs: dict[str, Tensor] = {}
         hooks = [
             module.register_forward_pre_hook(
-                lambda _, args, name=name: inputs.update({f"{name}.weight": args[0].flatten(0, -2)})
+                lambda _, args, name=name: inputs.update({f"{name}.weight": args[0][self.read]})
             )
             for name, module in self.model.named_modules()
             if f"{name}.weight" in self.weights

@@ -263,13 +263,16 @@ def judge(
     ) + (f" by {result.answered_by}" if result.answered_by else "")
     if gain > 0 and is_supported(within, p):
         return f"it has learnt: {what}.", ""
-    reason, change = _reason(result, events, algo)
-    if gain < 0 and is_supported(within, p):
+    worse = gain < 0 and is_supported(within, p)
+    reason, change = _reason(result, events, algo, worse)
+    if worse:
         return f"it has got worse: {what}. {reason}", change or _times(algo, "lr", 0.3)
     return f"it has not measurably learnt: {what}. {reason}", change
 
 
-def _reason(result: Any, events: Sequence[Numbers], algo: dict[str, Any]) -> tuple[str, str]:
+def _reason(
+    result: Any, events: Sequence[Numbers], algo: dict[str, Any], worse: bool
+) -> tuple[str, str]:
     """Return the likely reason why nothing was learnt, and the override to try next."""
     if result.steps == 0:
         return "No step was made: what came before the first one used up the budget.", ""
@@ -295,6 +298,9 @@ def _reason(result: Any, events: Sequence[Numbers], algo: dict[str, Any]) -> tup
     if first - last >= RISEN and "lr" in algo:
         text = f"The reward of training samples fell from {first:.2f} to {last:.2f}."
         return f"{text} It moves too fast.", _times(algo, "lr", 0.3)
+    if worse and "lr" in algo:
+        text = "The reward of training samples hardly moved meanwhile. Smaller steps lose less."
+        return text, _times(algo, "lr", 0.3)
     text = "Nothing better has been found: it needs more steps."
     if "lr" in algo:
         text = "The reward of training samples hardly moved: it needs more steps, or larger ones."

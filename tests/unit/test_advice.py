@@ -189,6 +189,11 @@ VERDICTS = {
         " p < 0.001, 256 examples). The reward of training samples fell from 0.55 to 0.15.",
         "algo.lr=0.03",
     ),
+    "worse, by no reward": (
+        *(result(60, 10), moving(0.4, 0.42)),
+        "The reward of training samples hardly moved meanwhile. Smaller steps lose less.",
+        "algo.lr=0.03",
+    ),
     "by heart": (
         *(result(5, 6), moving(0.1, 0.9)),
         "The reward of training samples rose from 0.17 to 0.83, so it has learnt its training rows",
