@@ -2,7 +2,7 @@
 
 A rule looks at the last events of metrics.jsonl. What it finds is said when nothing will come of
 the run if it goes on like this, with the setting to change. docs/quickstart.md has the same as a
-list: "It does not learn: what now".
+list: "What to do when a run does not learn".
 """
 
 import re
