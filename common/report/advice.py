@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from common.config import ScheduleConfig
+from common.config.command import find_idle
 from common.report.events import Numbers
 from common.statistics import is_supported, show_interval, show_p
 
@@ -39,7 +40,7 @@ def find_advice(recent: Sequence[Numbers], algo: dict[str, Any]) -> list[Advice]
 
 def settings(algo: Any) -> dict[str, Any]:
     """Return the settings of an algorithm that its method heeds: no other is advised."""
-    idle = getattr(type(algo), "NO_EFFECT_WITH_METHOD", {}).get(getattr(algo, "method", None), {})
+    idle = find_idle(algo)
     return {key: value for key, value in asdict(algo).items() if f"algo.{key}" not in idle}
 
 
