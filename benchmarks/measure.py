@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import transformers
 
-from common import hardware
+from common import hardware, threads
 from common.files import first_line, write_text
 from common.precision import native_bf16
 from common.report.summary import find_commit
@@ -292,6 +292,7 @@ def find_device(name: str | None) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
     if device.type == "cpu":
         hardware.keep_freed_memory()
+        threads.watch_load()
     return device
 
 

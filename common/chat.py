@@ -40,6 +40,7 @@ from common.sampling.native import Sampler
 from common.sampling.remote.client import open_vllm
 from common.signals import EXIT_CONFIG, EXIT_INTERRUPTED
 from common.tasks import Messages, plain
+from common.threads import watch_load
 
 
 def model_of(given: str) -> tuple[str, str | None, str | Messages | None]:
@@ -163,6 +164,8 @@ def answer_all(given: argparse.Namespace) -> None:
     if given.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: there is no CUDA device. Use --device cpu.")
     device = torch.device("cuda" if given.device != "cpu" and torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        watch_load()
     dtype = torch.bfloat16 if device.type == "cuda" and native_bf16(device) else torch.float32
     options: dict[str, Any] = {"revision": None, "gguf_file": None, "attention": "sdpa"}
     config = ModelConfig(name="hf", path=path, **options)

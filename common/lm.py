@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from common import evaluation, hardware, optim, precision
+from common import evaluation, hardware, optim, precision, threads
 from common.config import ConfigError, Run, SamplingConfig
 from common.config.checks import CONF
 from common.distributed import fsdp
@@ -450,6 +450,7 @@ class LM:
             f"{compiled}, masters float32; attention {run.model.attention} ({kernel}){recomputed}"
             + precision.advise(self.precision, run, self.device, self.parameters),
             "ranks": str(self.context.world_size),
+            **threads.describe(device),
         }
 
     def offending_row(

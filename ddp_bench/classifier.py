@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import precision
+from common import precision, threads
 from common.checkpoint import Checkpoint
 from common.config import ConfigError, Run
 from common.distributed import fsdp
@@ -177,6 +177,7 @@ class Classifier:
             "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={preset}",
             "numbers": f"{self.precision.name}{scaler}, masters float32{compiled}{advice}",
             "ranks": f"{ranks}{sent}{hook}",
+            **threads.describe(device),
             "batch": f"{cfg.batch_size} rows: {share} per rank, forwards: {forwards}",
             "loader": f"{workers} worker processes per rank" if workers else "in this process",
         }

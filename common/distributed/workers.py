@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from common import hardware
+from common import hardware, threads
 from common.config import ConfigError, Run, flat
 from common.distributed import fsdp, slurm
 from common.distributed.alarm import Alarm
@@ -366,6 +366,7 @@ def _train(job: _Job, context: Context) -> Any:
     hardware.check(run.hardware, run.opt, context.device)
     if context.device.device.type == "cpu":
         hardware.keep_freed_memory()
+        threads.watch_load()
     _agree(run, context)
     run.algo.check_run(run)
     switch, workers = run.opt.workers
