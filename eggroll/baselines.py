@@ -46,7 +46,7 @@ def run_baseline(run: Run, population: Population, weights: Weights) -> Result:
             session.warm_up(population.rehearse)
         for step in session.steps():
             start = 0 if randopt else step.index  # one answer sheet for all that are compared
-            examples = lm.order.take(start * cfg.prompts, cfg.prompts)
+            examples = lm.order.take(start * cfg.prompts_per_step, cfg.prompts_per_step)
             tried = population.try_out(examples, step.index, tuned.sigma, step)
             step.log(**tried.numbers(cfg), sigma=tuned.sigma)
             if not tried.finite:
@@ -138,7 +138,7 @@ def fold(
     next step are answered better then, by more than the standard error of the difference.
     """
     lm, cfg = population.lm, population.cfg
-    examples = lm.order.take((step.index + 1) * cfg.prompts, cfg.prompts)
+    examples = lm.order.take((step.index + 1) * cfg.prompts_per_step, cfg.prompts_per_step)
     requests = population.request(examples, step.index)
     repeated = [example for example in examples for _ in range(cfg.samples_per_prompt)]
     with fsdp.forwards(lm.model):
