@@ -94,7 +94,7 @@ class EggrollConfig:
     }
 
     name: str
-    method: Annotated[str, (choice, ("eggroll", "randopt", "corp"))]
+    method: Annotated[str, (choice, ("eggroll", "randopt"))]
     steps: Count | None
     members: Annotated[int, (at_least, 2)]
     prompts_per_step: Count
@@ -133,25 +133,15 @@ class EggrollConfig:
                 "algo.fitness=prompt_zscore has no effect with algo.prompts_per_step=1: it is"
                 " zscore. Give a step more prompts, or use algo.fitness=zscore."
             )
-        if self.method != "eggroll":
-            no = f"with algo.method={self.method}, which takes the best members. Leave it out."
+        if self.method == "randopt":
+            no = "with algo.method=randopt, which moves no weights"
             idle = ["fitness", "noise_reuse", "weight_decay", "max_update", "sample_quantile"]
             idle += ["optimizer.name", "optimizer.kwargs", "stop_at.drift"]
             idle += ["lr_schedule.kind", "sigma_schedule.kind"]
             for key in idle:
                 value = operator.attrgetter(key)(self)
-                no_effect("algo/eggroll.yaml", key, value, no)
-        if self.method == "randopt" and self.lr == AUTO:
-            raise ConfigError(
-                "algo.lr=auto has no effect with algo.method=randopt, which moves no weights. Leave"
-                " it out."
-            )
-        if self.method == "corp" and self.prompts_per_step == 1:
-            raise ConfigError(
-                "algo.prompts_per_step=1 does not go with algo.method=corp, which takes a step"
-                " where prompts earn more by more than the standard error, and that of one prompt"
-                " is not known. Use 2 or more."
-            )
+                no_effect("algo/eggroll.yaml", key, value, f"{no}. Leave it out.")
+            unused((self.lr == AUTO, "algo.lr=auto", no))
         if self.max_update is not None and (self.optimizer.name != "SGD" or self.optimizer.kwargs):
             raise ConfigError(
                 f"algo.max_update={self.max_update:g} goes with plain SGD, whose step is lr times"

@@ -17,7 +17,7 @@ from common.sampling.engine import Completions, Requests
 from common.tasks import Example
 from common.tasks.scoring import Scored
 from eggroll.config import EggrollConfig
-from eggroll.fitness import above_mean, equal_parts, fitness, over_samples
+from eggroll.fitness import equal_parts, fitness, over_samples
 from eggroll.noise import Noise
 from eggroll.weights import count_state
 
@@ -64,8 +64,6 @@ class Tried:
 
     def shaped(self, cfg: EggrollConfig) -> Tensor:
         """Return the fitness of the members, [members]."""
-        if cfg.method == "corp":
-            return above_mean(self.rewards)
         counted, samples = self.counted(cfg)
         return fitness(counted.rewards, cfg.fitness, samples, counted.components)
 

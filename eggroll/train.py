@@ -15,7 +15,8 @@ from common.lm import LM
 from common.report.summary import Result
 from common.session import Session
 from common.tasks import Task
-from eggroll import baselines, instruments, probe
+from eggroll import instruments, probe
+from eggroll.baselines import run_randopt
 from eggroll.config import LOOK_EVERY, EggrollConfig
 from eggroll.noise import Noise
 from eggroll.population import Population
@@ -44,8 +45,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
             return probe.show(population, weights)
         finally:
             lm.close()
-    if cfg.method != "eggroll":
-        return baselines.run_baseline(run, population, weights)
+    if cfg.method == "randopt":
+        return run_randopt(run, population, weights)
     with Session(run, context, lm, steps=cfg.steps) as session:
         session.start(weights, population.plan())
         tuned = probe.tune(population, weights, session)  # sigma and lr, as set or as measured

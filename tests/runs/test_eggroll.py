@@ -21,7 +21,6 @@ from common.lm import LM
 from common.model.half import narrow
 from common.sampling.native import Sampler
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
-from eggroll.fitness import above_mean
 from eggroll.instruments import idle_share
 from eggroll.noise import Noise
 from eggroll.weights import DiskTensors, Weights
@@ -919,7 +918,7 @@ def test_the_best_members_vote(tmp_path, monkeypatch):
     assert [json.loads(row)["completion"] for row in rows] == voted
 
 
-@pytest.mark.parametrize("given", ["algo.method=randopt", "algo.method=corp", "probe=true", ""])
+@pytest.mark.parametrize("given", ["algo.method=randopt", "probe=true", ""])
 def test_initial_weights_are_kept_where_something_reads_them(tmp_path, monkeypatch, given):
     """Of 7B parameters they are a file of 24 GB."""
     kept, init = [], DiskTensors.__init__
@@ -932,43 +931,20 @@ def test_initial_weights_are_kept_where_something_reads_them(tmp_path, monkeypat
     assert bool(places) == (not given)
 
 
-@pytest.mark.parametrize("method", ["randopt", "corp"])
-def test_the_plan_names_the_method(method):
-    run = compose([*RANDOPT, f"algo.method={method}", "plan=true"])
+def test_the_plan_names_the_method():
+    run = compose([*RANDOPT, "plan=true"])
     said = plan.make("eggroll.train:train", run).rows["algorithm"]
-    assert said.startswith(f"{method}, 4 steps")
-    assert ("lr" in said) == (method == "corp")
+    assert said.startswith("randopt, 4 steps")
+    assert "lr" not in said
 
 
-def test_corp_moves_only_through_the_gate(tmp_path):
-    run_here(
-        tmp_path, "algo.method=corp", "algo.steps=6", "checkpoint.every=1", "checkpoint.keep=9"
-    )
-    passed = [event["passed"] for event in events(tmp_path)]
-    assert set(passed) == {0.0, 1.0}, "otherwise this says nothing"
-    folders = [tmp_path / "checkpoints" / f"step-{step:08d}" for step in range(1, 7)]
-    weights = [load_file(folder / "tensors.safetensors") for folder in folders]
-    for gate, before, after in zip(passed[1:], weights, weights[1:], strict=False):
-        same = all(torch.equal(before[name], after[name]) for name in before)
-        assert same == (gate == 0)
-    with pytest.raises(
-        ConfigError, match=r"algo\.fitness=pair_sign has no effect with algo\.method"
-    ):
-        compose(["algo.method=corp", "algo.fitness=pair_sign"])
-    with pytest.raises(ConfigError, match=r"algo\.lr=auto has no effect with algo\.method=randopt"):
-        compose(["algo.method=randopt", "algo.lr=auto"])
-    with pytest.raises(ConfigError, match=r"algo\.lr=0\.5 has no effect with algo\.method=randopt"):
-        compose(["algo.method=randopt", "algo.lr=0.5"])
-    assert compose(["algo.method=corp", "algo.lr=0.5"]).algo.lr == 0.5
-    with pytest.raises(ConfigError, match=r"of one prompt is not known\. Use 2 or more"):
-        compose(["algo.method=corp", "algo.prompts_per_step=1"])
-
-
-def test_corp_weighs_members_by_what_they_earned_above_the_mean():
-    assert above_mean(torch.tensor([[0.0, 0.2], [0.4, 0.4], [0.7, 0.7], [0.0, 0.0]])).tolist() == (
-        pytest.approx([0, 4 * 0.1 / 0.5, 4 * 0.4 / 0.5, 0])
-    )
-    assert above_mean(torch.full((4, 2), 0.3)).tolist() == [0, 0, 0, 0]
+def test_settings_of_an_update_have_no_effect_with_randopt():
+    for setting in ("fitness=pair_sign", "lr=auto", "lr=0.5", "weight_decay=0.1"):
+        key, value = setting.split("=")
+        with pytest.raises(
+            ConfigError, match=rf"algo\.{key}={value} has no effect with algo\.method=randopt"
+        ):
+            compose(["algo.method=randopt", f"algo.{setting}"])
 
 
 def test_a_trust_region_bounds_each_update(tmp_path):
