@@ -88,7 +88,6 @@ class EggrollConfig:
     # Of model.quantize, what is trained itself (eggroll/weights.py).
     WHOLE_NUMBERS: ClassVar = ("int8",)
     PROBES: ClassVar = True
-    RENAMED: ClassVar = {"rows_per_forward": "algo.rollout_rows"}
     NO_EFFECT_WITH_METHOD: ClassVar = {
         "randopt": {"algo.lr": "algo.method=randopt, which moves no weights"}
     }
