@@ -22,7 +22,6 @@ from common.config import ConfigError, Run, choice, command, resolvers, store, t
 from common.config.also import resolve_also
 from common.config.checks import CONF
 from common.config.explain import HYDRA_ERRORS, check_groups, explain, open_dicts
-from common.config.schema import HardwareConfig
 from common.distributed import slurm
 from common.early import build_early
 from common.exits import ending_command, ending_job
@@ -45,9 +44,6 @@ ALGORITHMS: dict[str, type] = {
 def register() -> None:
     """Tell Hydra the schemas and resolvers; safe to call again."""
     store.keep("run_schema", Run)
-    # A preset once had sizes of each algorithm.
-    now = "algo.rollout_rows and algo.train_rows (conf/experiment has the documents' sizes)"
-    HardwareConfig.RENAMED |= dict.fromkeys(ALGORITHMS, now)
     for name, schema in ALGORITHMS.items():
         store.keep(name, schema, "schema/algo")
     resolvers.register()

@@ -42,13 +42,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "help": "sampling; a step of EGGROLL; of GRPO beside TRL's; RFT beside both peers",
         },
     },
-    "directions": {
-        "--part": {
-            "choices": ("kinds", "prompts"),
-            "default": "kinds",
-            "help": "kinds of noise, or the same prompts for all members beside shares of more",
-        }
-    },
     "grpo": {
         "--model": {"choices": ("small", "gpt2"), "default": "small", "help": "gpt2: for a GPU"},
         "--brief": {"action": "store_true", "help": "the first three rows, without the switches"},

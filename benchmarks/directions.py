@@ -1,7 +1,6 @@
 """Compare kinds of noise by the cosine of their update with the exact policy gradient, per forward.
 
     python -m benchmarks directions
-    python -m benchmarks directions --part prompts
 
 A pre-trained tiny model draws completions of a task's prompts. The objective is the reward that
 the model expects among them, sum_y p(y) r(y) with p over these completions alone: a policy gradient
@@ -9,15 +8,13 @@ that can be had exactly, by backpropagation, and a fitness without luck, by one 
 What is left is what a kind of noise makes of its forwards.
 
 Then the same of one matrix, with more and more members: two halves of them agree as theory says.
---part prompts gives the members of one matrix the same few prompts, or shares of more of them
-(algo.prompts_per_step=8/64), and compares with the gradient over all prompts.
 """
 
 import argparse
 import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
@@ -50,9 +47,7 @@ SPAN = 0.99  # of the inputs' square that their span keeps
 
 @dataclass(frozen=True)
 class Sizes:
-    """The work. sigma: of the noise; halves: members of the last part; shares: of so many prompts
-    each, which `shared` members answer.
-    """
+    """The work. sigma: of the noise; halves: members of the last part."""
 
     task: str = "translate"
     prompts: int = 4
@@ -60,8 +55,6 @@ class Sizes:
     members: int = 64
     sigma: float = 0.005
     halves: tuple[int, ...] = (32, 64, 128, 256, 512, 1024)
-    shares: int = 8
-    shared: int = 512
     overrides: tuple[str, ...] = ()
 
 
@@ -72,8 +65,6 @@ QUICK = Sizes(
     members=8,
     sigma=0.05,
     halves=(8, 16),
-    shares=2,
-    shared=8,
     overrides=tuple(f"model.tiny.{text}" for text in SMALL),
 )
 
@@ -113,14 +104,12 @@ class Objective:
             self.mask[row, start - 1 : len(ids) - 1] = 1
             self.read[row, : len(ids)] = True
 
-    def value(self, prompts: slice = slice(None)) -> Tensor:
+    def value(self) -> Tensor:
         """Return the mean over prompts of the expected reward; what pads a row counts nothing."""
-        ids, mask = (x.view(*self.rewards.shape, -1)[prompts] for x in (self.ids, self.mask))
-        ids, mask, rewards = ids.flatten(0, 1), mask.flatten(0, 1), self.rewards[prompts]
-        logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]
-        logp = -F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
-        by_prompt = (logp * mask).sum(1).view_as(rewards)
-        return (by_prompt.softmax(1) * rewards).sum(1).mean()
+        logits = self.model(input_ids=self.ids, use_cache=False).logits[:, :-1]
+        logp = -F.cross_entropy(logits.transpose(1, 2), self.ids[:, 1:], reduction="none")
+        by_prompt = (logp * self.mask).sum(1).view_as(self.rewards)
+        return (by_prompt.softmax(1) * self.rewards).sum(1).mean()
 
     def gradient(self) -> dict[str, Tensor]:
         """Return the exact gradient of each matrix."""
@@ -151,11 +140,11 @@ class Objective:
         return found
 
     @torch.no_grad()
-    def at(self, direction: dict[str, Tensor], scale: float, prompts: slice = slice(None)) -> float:
+    def at(self, direction: dict[str, Tensor], scale: float) -> float:
         """Return the value at the weights plus `scale` times a direction."""
         for name, change in direction.items():
             self.weights[name].add_(change, alpha=scale)
-        value = self.value(prompts).item()
+        value = self.value().item()
         for name, change in direction.items():
             self.weights[name].sub_(change, alpha=scale)
         return value
@@ -231,9 +220,6 @@ def run(options: argparse.Namespace) -> Report:
     sizes = QUICK if options.quick else Sizes()
     report = Report("directions", options, 10, sizes=asdict(sizes))
     report.device = torch.device("cpu")
-    if options.part == "prompts":
-        compare_prompts(report, sizes)
-        return report
     objective = Objective(sizes, report.device)
     exact, spans = objective.gradient(), objective.spans()
     series: dict[str, list[float]] = {name: [] for name in KINDS}
@@ -289,42 +275,3 @@ def add_halves(
         report.add(row, statistics.fmean(values), "cosine")
         report.add(row, theory[members], "theory")
     report.conditions |= {"halves": found, "halves_theory": theory}
-
-
-def compare_prompts(report: Report, sizes: Sizes) -> None:
-    """Compare, at equal forwards and with noise on one matrix alone, members that answer the same
-    prompts and members whose prompts are shares of more: how far two halves of the members agree,
-    and how far all of them agree with the gradient over all prompts.
-    """
-    each, count = sizes.prompts, sizes.shared // 2
-    objective = Objective(replace(sizes, prompts=each * sizes.shares), report.device)
-    name, weight = min(objective.weights.items(), key=lambda item: item[1].numel())
-    objective.weights = {name: weight}
-    exact = objective.gradient()
-    same, own = f"the same {each} prompts", f"{each} of {each * sizes.shares} prompts"
-    found: dict[str, dict[str, list[float]]] = {
-        row: {"cosine of halves": [], "cosine with the gradient": []} for row in (same, own)
-    }
-    for repeat in range(report.repeats):
-        measure.progress(f"{repeat + 1} of {report.repeats}")
-        kept = list(draw("gaussian", 1, count, objective, {}, repeat))
-        for row, places in ((same, [repeat] * count), (own, range(count))):
-            weights = []
-            for direction, place in zip(kept, places, strict=True):
-                first = place % sizes.shares * each
-                prompts = slice(first, first + each)
-                up, down = (objective.at(direction, s * sizes.sigma, prompts) for s in (1, -1))
-                weights.append(up - down)
-            half = count // 2
-            parts = [combine(weights[p], kept[p]) for p in (slice(half), slice(half, None))]
-            found[row]["cosine of halves"].append(cosine(*parts))
-            whole = cosine(combine(weights, kept), exact)
-            found[row]["cosine with the gradient"].append(whole)
-    for row, cosines in found.items():
-        for unit, values in cosines.items():
-            report.add(row, statistics.fmean(values), unit)
-            error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-            report.add(row, error, f"its error{', gradient' if 'gradient' in unit else ''}")
-    report.conditions |= {"cosines": found, "dimensions": weight.numel()}
-    report.notes.append(f"{sizes.shared} members, {name} alone: {weight.numel():,} dimensions.")
-    measure.progress("")

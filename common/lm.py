@@ -229,7 +229,7 @@ class LM:
         self.longest_prompt = max(map(len, [*prompts, *hinted]))
         # As of a set of many. That of the few prompts of a step is at least as long, and longer
         # where some of the task's prompts begin otherwise, which a plan does not know.
-        self.opening = len(find_opening(prompts, len(prompts), 0.0))
+        self.opening = len(find_opening(prompts, 0.0))
 
     def candidates(self) -> list[Example]:
         """Return the test examples that evaluate.examples are taken of: with prompts.too_long=skip

@@ -105,17 +105,6 @@ class ClassifyConfig:
     NO_EFFECT_WITH_TASK: ClassVar[dict[str, dict[str, str]]] = {
         "ddp_bench.tasks.Trajectories": {"algo.tokenizer": "task=trajectories, which has no texts"}
     }
-    RENAMED: ClassVar[dict[str, str | None]] = {
-        "batch_rows": "algo.batch_size",
-        "micro_batch_rows": "algo.train_rows",
-        "scaling": "algo=scaling 'algo.ranks=[1,2,4]'",
-        "scaling_mode": "algo.mode, with algo=scaling or algo=predict",
-        "scaling_steps": "algo.steps, with algo=scaling or algo=predict",
-        "scaling_warmup": "algo.warmup_steps, with algo=scaling or algo=predict",
-        "scaling_repeats": "algo.repeats, with algo=scaling or algo=predict",
-        "predict": "algo=predict 'algo.ranks=[2,4,8]'",
-        "predict_times": "'algo.times={1: 5.2, 4: 11.3}', with algo=predict",
-    }
 
     name: str
     epochs: Count

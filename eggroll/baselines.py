@@ -1,15 +1,11 @@
-"""Baselines that keep evolution honest: what trying perturbations gives without following them.
+"""RandOpt, the baseline that keeps evolution honest: what trying perturbations gives without
+following them.
 
     python launch.py algo=eggroll algo.method=randopt algo.sigma=auto
-    python launch.py algo=eggroll algo.method=corp algo.sigma=auto
 
-Both try `members` perturbations of the weights per step, as EGGROLL does. RandOpt
-(arXiv:2603.12228) keeps the best of all that were tried and lets them vote; the weights stay as
-they are. CoRP (arXiv:2605.31494) folds a step's perturbations into the weights, each by how much
-more than the mean it earned, if other prompts are answered reliably better then. Departures: noise
-is EGGROLL's, low-rank and mirrored; CoRP's gate is the next step's prompts; and its perturbations
-are not weighted anew by how well they go together, which needs more of them than a step has: those
-of a language model are almost orthogonal.
+It tries `members` perturbations of the weights per step, as EGGROLL does, keeps the best of all
+steps, and lets them vote; the weights stay as they are (arXiv:2603.12228). Departure: the noise is
+EGGROLL's, low-rank and mirrored.
 """
 
 import logging
@@ -25,7 +21,7 @@ from common.report.summary import Result
 from common.sampling.engine import Requests
 from common.session import Session
 from eggroll import probe
-from eggroll.population import Population, Tried
+from eggroll.population import Population
 from eggroll.weights import Weights
 
 log = logging.getLogger("clutch")
@@ -33,46 +29,33 @@ log = logging.getLogger("clutch")
 BEST = 8  # perturbations that vote
 
 
-def run_baseline(run: Run, population: Population, weights: Weights) -> Result:
-    """Run the method that the settings name. Raises: as eggroll.train.train."""
+def run_randopt(run: Run, population: Population, weights: Weights) -> Result:
+    """Try members, step by step, and measure what the best of them vote for. Raises: as
+    eggroll.train.train.
+    """
     lm, cfg = population.lm, population.cfg
-    randopt = cfg.method == "randopt"
-    act = choose_best if randopt else fold
+    examples = lm.order.take(0, cfg.prompts_per_step)  # the same for all that are compared
     with Session(run, lm.context, lm, steps=cfg.steps) as session:
-        session.state["best"] = []  # of RandOpt: [reward, draw, member], the best first
+        session.state["best"] = []  # [reward, draw, member], the best first
         session.start(weights, population.plan())
         tuned = probe.tune(population, weights, session)
         if not session.over:
             session.warm_up(population.rehearse)
         for step in session.steps():
-            start = 0 if randopt else step.index  # one answer sheet for all that are compared
-            examples = lm.order.take(start * cfg.prompts, cfg.prompts)
             tried = population.try_out(examples, step.index, tuned.sigma, step)
             step.log(**tried.numbers(cfg), sigma=tuned.sigma)
             if not tried.finite:
                 step.non_finite("NaN or infinity in a reward or logits", population.offending)
                 continue
             step.show(population.rows())
-            act(step, tried, tuned, population, weights)
-        if not randopt:
-            return session.finish()
+            rewards = tried.rewards.mean(1).tolist()
+            scored = [[reward, step.index, member] for member, reward in enumerate(rewards)]
+            step.state["best"] = sorted([*step.state["best"], *scored], reverse=True)[:BEST]
+            step.log(reward_kept=step.state["best"][-1][0])
         if not session.state["best"]:  # a budget that the probe has used up
             return session.finish()
         best, before = session.state["best"], session.state["before"]
         return session.finish(last=vote(population, best, tuned.sigma, before))
-
-
-# --- RandOpt
-
-
-def choose_best(
-    step: Any, tried: Tried, tuned: probe.Tuned, population: Population, weights: Weights
-) -> None:
-    """Keep the best members of this step and those before."""
-    rewards = tried.rewards.mean(1).tolist()
-    scored = [[reward, step.index, member] for member, reward in enumerate(rewards)]
-    step.state["best"] = sorted([*step.state["best"], *scored], reverse=True)[:BEST]
-    step.log(reward_kept=step.state["best"][-1][0])
 
 
 def vote(
@@ -126,34 +109,3 @@ def vote(
         shown = ", ".join(f"{name} {value:.2f}" for name, value in single.items())
         log.info("held-out, the best member alone: %s", shown)
     return found
-
-
-# --- CoRP
-
-
-def fold(
-    step: Any, tried: Tried, tuned: probe.Tuned, population: Population, weights: Weights
-) -> None:
-    """Move the weights by lr times the weighted mean of the members' noise, if the prompts of the
-    next step are answered better then, by more than the standard error of the difference.
-    """
-    lm, cfg = population.lm, population.cfg
-    examples = lm.order.take((step.index + 1) * cfg.prompts, cfg.prompts)
-    requests = population.request(examples, step.index)
-    repeated = [example for example in examples for _ in range(cfg.samples_per_prompt)]
-    with fsdp.forwards(lm.model):
-        before = population.ask_centre(requests, repeated)
-    kept = weights.copy()
-    with step.phase("update"):
-        for name, gradient in population.noise.gradients(step.index, tried.shaped(cfg)):
-            weights.descend(name, gradient, tuned.lr, compare=False)
-        finite, _ = weights.measure()
-    with fsdp.forwards(lm.model):
-        after = population.ask_centre(requests, repeated)
-    gain = (after.rewards - before.rewards).unflatten(0, (-1, cfg.samples_per_prompt)).mean(1)
-    error = gain.std() / len(gain) ** 0.5
-    passed = finite and bool(gain.mean() > error)
-    if not passed:
-        weights.put_back(*kept)
-    step.used(tokens=before.generated + after.generated, samples=2 * len(repeated))
-    step.log(passed=float(passed), lr=tuned.lr)

@@ -1,6 +1,5 @@
 """Names, types and checks of conf/algo/eggroll.yaml."""
 
-import math
 import operator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -35,38 +34,6 @@ def positive_or_auto(key: str, value: float | str) -> None:
         raise ConfigError(f"{key}={value} is no number. Give one above 0, or auto.")
     if not isinstance(value, str):
         above(key, float(value), 0)
-
-
-def members_or_range(key: str, value: int | str) -> None:
-    """Raise ConfigError unless `value` is a number from 2 on, or doublings of one: 16-128."""
-    if isinstance(value, int):
-        return at_least(key, value, 2)
-    first, dash, most = value.partition("-")
-    numbers = [int(text) for text in (first, most if dash else first) if text.isdecimal()]
-    doubled = len(numbers) == 2 and numbers[0] and numbers[1] / numbers[0]
-    if not doubled or numbers[0] < 2 or doubled < 1 or not math.log2(doubled).is_integer():
-        raise ConfigError(
-            f"{key}={value} is no number of members. Give one from 2 on, such as 64, or two, the"
-            " second of which is the first doubled some times, such as 16-128."
-        )
-
-
-def ends(value: int | str, sign: str) -> tuple[int, int]:
-    """Return both numbers of 16-128 or 8/64; of a single number it, twice."""
-    numbers = [int(text) for text in str(value).split(sign)]
-    return numbers[0], numbers[-1]
-
-
-def prompts_or_share(key: str, value: int | str) -> None:
-    """Raise ConfigError unless `value` is a number of prompts, or an equal share of more: 8/64."""
-    each, slash, whole = str(value).partition("/")
-    if not (each.isdecimal() and int(each) and (not slash or whole.isdecimal())) or (
-        slash and (int(whole) % int(each) or int(whole) <= int(each))
-    ):
-        raise ConfigError(
-            f"{key}={value} is no number of prompts. Give one above 0, such as 8, or what each"
-            " member answers of a larger multiple of it, such as 8/64."
-        )
 
 
 Tuned = Annotated[int | float | str, (positive_or_auto,)]
@@ -121,16 +88,15 @@ class EggrollConfig:
     # Of model.quantize, what is trained itself (eggroll/weights.py).
     WHOLE_NUMBERS: ClassVar = ("int8",)
     PROBES: ClassVar = True
-    RENAMED: ClassVar = {"rows_per_forward": "algo.rollout_rows"}
     NO_EFFECT_WITH_METHOD: ClassVar = {
         "randopt": {"algo.lr": "algo.method=randopt, which moves no weights"}
     }
 
     name: str
-    method: Annotated[str, (choice, ("eggroll", "randopt", "corp"))]
+    method: Annotated[str, (choice, ("eggroll", "randopt"))]
     steps: Count | None
-    members: Annotated[int | str, (members_or_range,)]
-    prompts_per_step: Annotated[int | str, (prompts_or_share,)]
+    members: Annotated[int, (at_least, 2)]
+    prompts_per_step: Count
     samples_per_prompt: Count
     rollout_rows: int | None
     rank: Count
@@ -152,20 +118,10 @@ class EggrollConfig:
     def __post_init__(self) -> None:
         if self.rollout_rows is not None:
             at_least("algo.rollout_rows", self.rollout_rows, self.pair)
-        if self.mirrored and self.first_members % 2:
-            times = self.most_members // self.first_members
-            even = str(self.first_members + 1)
-            even += f"-{(self.first_members + 1) * times}" if times > 1 else ""
+        if self.mirrored and self.members % 2:
             raise ConfigError(
                 f"algo.members={self.members} is odd, and algo.mirrored=true needs pairs. "
-                f"Use algo.members={even}, or algo.mirrored=false."
-            )
-        halves = self.prompts_each if self.sample_quantile is not None else self.rows_per_member
-        if self.most_members > self.first_members and halves == 1:
-            raise ConfigError(
-                f"algo.members={self.members} has no effect with"
-                f" algo.prompts_per_step={self.prompts_per_step}: members are doubled where halves"
-                " of the prompts disagree. Give a step more prompts."
+                f"Use algo.members={self.members + 1}, or algo.mirrored=false."
             )
         if self.fitness == "pair_sign" and not self.mirrored:
             raise ConfigError(
@@ -176,32 +132,15 @@ class EggrollConfig:
                 "algo.fitness=prompt_zscore has no effect with algo.prompts_per_step=1: it is"
                 " zscore. Give a step more prompts, or use algo.fitness=zscore."
             )
-        self._check_shares()
-        if self.method != "eggroll":
-            if self.most_members > self.first_members:
-                raise ConfigError(
-                    f"algo.members={self.members} has no effect with algo.method={self.method},"
-                    " which tries as many members at every step. Set"
-                    f" algo.members={self.first_members}."
-                )
-            no = f"with algo.method={self.method}, which takes the best members. Leave it out."
+        if self.method == "randopt":
+            no = "with algo.method=randopt, which moves no weights"
             idle = ["fitness", "noise_reuse", "weight_decay", "max_update", "sample_quantile"]
             idle += ["optimizer.name", "optimizer.kwargs", "stop_at.drift"]
             idle += ["lr_schedule.kind", "sigma_schedule.kind"]
             for key in idle:
                 value = operator.attrgetter(key)(self)
-                no_effect("algo/eggroll.yaml", key, value, no)
-        if self.method == "randopt" and self.lr == AUTO:
-            raise ConfigError(
-                "algo.lr=auto has no effect with algo.method=randopt, which moves no weights. Leave"
-                " it out."
-            )
-        if self.method == "corp" and self.prompts_each == 1:
-            raise ConfigError(
-                "algo.prompts_per_step=1 does not go with algo.method=corp, which takes a step"
-                " where prompts earn more by more than the standard error, and that of one prompt"
-                " is not known. Use 2 or more."
-            )
+                no_effect("algo/eggroll.yaml", key, value, f"{no}. Leave it out.")
+            unused((self.lr == AUTO, "algo.lr=auto", no))
         if self.max_update is not None and (self.optimizer.name != "SGD" or self.optimizer.kwargs):
             raise ConfigError(
                 f"algo.max_update={self.max_update:g} goes with plain SGD, whose step is lr times"
@@ -218,29 +157,6 @@ class EggrollConfig:
                 " algo.sampling.temperature=0: they would be equal. Set a temperature above 0."
             )
 
-    def _check_shares(self) -> None:
-        """Raise ConfigError for settings that do not go with prompts that are shared out."""
-        if self.shares == 1:
-            return
-        if not self.mirrored or self.first_members // self.pair % self.shares:
-            raise ConfigError(
-                f"algo.prompts_per_step={self.prompts_per_step} makes {self.shares} shares, which"
-                f" {self.members} members with algo.mirrored={str(self.mirrored).lower()} cannot"
-                " have: as many pairs answer each share, and only pairs can be compared. Give a"
-                " number of pairs that the shares divide, and algo.mirrored=true."
-            )
-        if self.method != "eggroll":
-            raise ConfigError(
-                f"algo.method={self.method} compares members by their rewards, so all answer the"
-                f" same prompts. Set algo.prompts_per_step={self.prompts_each}."
-            )
-        if self.fitness == "prompt_zscore":
-            raise ConfigError(
-                f"algo.fitness=prompt_zscore does not go with"
-                f" algo.prompts_per_step={self.prompts_per_step}, where members answer different"
-                " prompts. Use algo.fitness=zscore."
-            )
-
     def check_run(self, run: Run) -> None:
         """Raise ConfigError for settings outside `algo` that do not go with these."""
         adapter = run.model.adapter
@@ -254,11 +170,6 @@ class EggrollConfig:
             off = "with model.adapter, whose matrices alone are perturbed. Leave it out."
             no_effect("algo/eggroll.yaml", f"noise.{kind}", getattr(self.noise, kind), off)
         dropout = adapter.dropout if adapter is not None else 0
-        if self.shares > 1 and run.engine["_target_"] != "common.sampling.native.open_native":
-            raise ConfigError(
-                f"algo.prompts_per_step={self.prompts_per_step} needs engine=native: another engine"
-                " gives all members the same prompts."
-            )
         unused(
             (
                 dropout,
@@ -285,34 +196,4 @@ class EggrollConfig:
     @property
     def rows_per_member(self) -> int:
         """Completions of one member per step."""
-        return self.prompts_each * self.samples_per_prompt
-
-    @property
-    def first_members(self) -> int:
-        """Members of the first step."""
-        return ends(self.members, "-")[0]
-
-    @property
-    def most_members(self) -> int:
-        """Members of a step at most."""
-        return ends(self.members, "-")[1]
-
-    @property
-    def prompts_each(self) -> int:
-        """Prompts that a member answers per step."""
-        return ends(self.prompts_per_step, "/")[0]
-
-    @property
-    def prompts(self) -> int:
-        """Prompts of a step: those of all members together."""
-        return ends(self.prompts_per_step, "/")[1]
-
-    @property
-    def shares(self) -> int:
-        """The parts that a step's prompts are in, of which a pair answers one."""
-        return self.prompts // self.prompts_each
-
-    def share_of(self, member: int) -> range:
-        """Return the places, among the prompts of a step, of those that a member answers."""
-        first = member // self.pair % self.shares * self.prompts_each
-        return range(first, first + self.prompts_each)
+        return self.prompts_per_step * self.samples_per_prompt

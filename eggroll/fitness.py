@@ -45,21 +45,6 @@ def fitness(
     return torch.stack((sign, -sign), dim=1).flatten()
 
 
-def within_pairs(rewards: Tensor) -> Tensor:
-    """Return rewards [members, ...] less the mean of the pair, members 2j and 2j+1."""
-    pairs = rewards.unflatten(0, (-1, 2))
-    return (pairs - pairs.mean(1, keepdim=True)).flatten(0, 1)
-
-
-def above_mean(rewards: Tensor) -> Tensor:
-    """Return CoRP's weights of rewards [members, ...], [members]: what each earned above the mean,
-    as a share of the members' number; so the update is a weighted mean of their noise.
-    """
-    mean = rewards.double().flatten(1).mean(1)
-    excess = (mean - mean.mean()).clamp(min=0)
-    return excess * len(mean) / excess.sum() if excess.sum() > 1e-9 else torch.zeros_like(mean)
-
-
 def over_samples(rewards: Tensor, samples: int, quantile: float | None) -> Tensor:
     """Return for rewards [members, prompts * samples] those that count: a quantile of the samples
     of each prompt, [members, prompts]. 1 is the best of them, so that what is learnt is to be right

@@ -63,7 +63,6 @@ PANELS = (
         "cosine of two halves' updates",
         {"prompt_agreement": "halves of the prompts", "member_agreement": "halves of the members"},
     ),
-    Panel("members", "Members of the population", "members", {"members": ""}),
     Panel("components", "Components of the reward", "reward", {"components/*": ""}),
     Panel(
         "component_cosine",

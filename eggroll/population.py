@@ -17,14 +17,11 @@ from common.sampling.engine import Completions, Requests
 from common.tasks import Example
 from common.tasks.scoring import Scored
 from eggroll.config import EggrollConfig
-from eggroll.fitness import above_mean, equal_parts, fitness, over_samples, within_pairs
+from eggroll.fitness import equal_parts, fitness, over_samples
 from eggroll.noise import Noise
 from eggroll.weights import count_state
 
 log = logging.getLogger("clutch")
-
-# The agreement of a step is known to 1 / sqrt(directions), so it is smoothed over some steps.
-ENOUGH, SMOOTHED = 0.1, 10
 
 
 @dataclass(frozen=True)
@@ -67,8 +64,6 @@ class Tried:
 
     def shaped(self, cfg: EggrollConfig) -> Tensor:
         """Return the fitness of the members, [members]."""
-        if cfg.method == "corp":
-            return above_mean(self.rewards)
         counted, samples = self.counted(cfg)
         return fitness(counted.rewards, cfg.fitness, samples, counted.components)
 
@@ -79,28 +74,22 @@ class Tried:
 
     def counted(self, cfg: EggrollConfig) -> tuple["Tried", int]:
         """Return the same with the rewards that count, of the samples and of the components, and
-        how many samples of each prompt there are then. Where only the members of a pair have
-        answered the same prompts, rewards are beside the pair's mean.
+        how many samples of each prompt there are then.
         """
         found, samples = self, cfg.samples_per_prompt
         if cfg.sample_quantile is not None:
             pick = partial(over_samples, samples=samples, quantile=cfg.sample_quantile)
             components = {name: pick(part) for name, part in self.components.items()}
             found, samples = replace(self, rewards=pick(self.rewards), components=components), 1
-        if cfg.shares > 1:
-            components = {name: within_pairs(part) for name, part in found.components.items()}
-            found = replace(found, rewards=within_pairs(found.rewards), components=components)
         if cfg.fitness == "component_zscore":
             found = replace(found, rewards=equal_parts(found.components))
         return found, samples
 
     def numbers(self, cfg: EggrollConfig) -> dict[str, Any]:
         """Return what goes into the log."""
-        reward, means = self.rewards.mean(), self.rewards.mean(1)
-        if cfg.shares > 1:  # members are compared with their mirror image alone
-            means = reward + within_pairs(means)
+        means = self.rewards.mean(1)
         found: dict[str, Any] = {
-            "reward": reward.item(),
+            "reward": self.rewards.mean().item(),
             "reward_best": means.max().item(),
             "reward_std": means.std(correction=0).item(),
             "truncated": self.cut.mean().item(),
@@ -127,13 +116,11 @@ class Population:
         lm.engine.limit.floor = cfg.pair
         ranks = lm.context.world_size
         self.state = count_state(lm, noise, cfg)
-        self.members = cfg.most_members  # what memory is planned for
         directions = len(self._chunks()[0]) // cfg.pair
         drawn = 4.0 * sum(4 * a.blocks for a in noise.addresses) * directions
         lm.fit_rollout(self.state, drawn, len(self._chunks()[0]), cfg.rows_per_member)
         self._agree()
         self.perturbed = sum(math.prod(address.shape) for address in noise.addresses)
-        self.members = cfg.first_members
         if ranks > len(self._chunks()) and lm.context.main:
             log.warning(
                 "%d ranks share %d forward(s) per step, so some are idle. Use more members, or"
@@ -158,11 +145,10 @@ class Population:
         the unperturbed model too; centre: what it came to, None = ask it, as an evaluation.
         """
         cfg, context = self.cfg, self.lm.context
-        each = cfg.samples_per_prompt
-        repeated = [example for example in examples for _ in range(each)]
+        repeated = [example for example in examples for _ in range(cfg.samples_per_prompt)]
         # What Tried has of each row, in its order; 0 for the members of other ranks.
         names = list(getattr(self.lm.scorer.task, "components", None) or {})
-        found = torch.zeros(5 + len(names), self.members, cfg.rows_per_member, dtype=torch.float64)
+        found = torch.zeros(5 + len(names), cfg.members, cfg.rows_per_member, dtype=torch.float64)
         generated, self.offending, self.shown = 0, [], []
         requests = self.request(examples, step.index)
         self._agree()
@@ -177,15 +163,12 @@ class Population:
                     texts = [text for part in made for text in part.texts(self.lm.tokenizer)]
                     generated += sum(part.generated for part in made)
                 with step.phase("reward"):
-                    places = [
-                        p * each + k for m in members for p in cfg.share_of(m) for k in range(each)
-                    ]
-                    asked = [repeated[place] for place in places]
+                    asked = repeated * len(members)
                     scored = self.lm.scorer.submit(asked, texts).result()
                     broken = [bad for part in made for bad in part.broken.tolist()]
                     self._mark(scored.rewards, broken, texts, asked, members)
                     cut = [not done for part in made for done in part.finished.tolist()]
-                    plain = [centre.texts[place] for place in places] if centre else texts
+                    plain = centre.texts * len(members) if centre else texts
                     changed = [text != other for text, other in zip(texts, plain, strict=True)]
                     whole = self._answered(texts) if closely else cut
                     rows = [scored.rewards, cut, self._compare_pairs(texts), changed, whole]
@@ -208,32 +191,6 @@ class Population:
             centre=centre,
         )
 
-    def grow(self, state: dict[str, Any], agreement: float | None) -> dict[str, Any]:
-        """Note how far halves of the prompts agree in a step, and double the members where that was
-        less than `ENOUGH` in the mean of `SMOOTHED` steps, up to the most of algo.members. Returns
-        what goes into the log.
-
-        Halves of the members would tell the same, but those of a language model agree by less than
-        chance does. state: of the run, in its checkpoints.
-        """
-        now, cfg = self.members, self.cfg
-        # A step in which all members earn the same says nothing.
-        if now < cfg.most_members and agreement is not None:
-            seen = state["agreements"] = [*state["agreements"], agreement][-SMOOTHED:]
-            if len(seen) == SMOOTHED and (mean := sum(seen) / SMOOTHED) < ENOUGH:
-                why = f"halves of the prompts agree by {mean:.2f} in the mean of {SMOOTHED} steps"
-                self.use(2 * now, why)
-                state |= {"members": self.members, "agreements": []}
-        return {"members": now} if cfg.most_members > cfg.first_members else {}
-
-    def use(self, members: int, why: str) -> None:
-        """Have so many members from now on."""
-        if members != self.members:
-            if self.lm.context.main:
-                log.info("%s: %d members from now on", why, members)
-            self.members = members
-            self.noise.forget()
-
     def rows(self, fitness: Tensor | None = None) -> list[samples.Row]:
         """Return the rows that the run keeps, with the fitness of their members [members]."""
         values = None if fitness is None else fitness.tolist()
@@ -249,17 +206,17 @@ class Population:
     ) -> None:
         """Put the rows of some members that the run keeps into `shown`."""
         cfg, run, each = self.cfg, self.lm.run, self.cfg.samples_per_prompt
-        prompts = samples.kept(run, cfg.prompts_each)
+        prompts = samples.kept(run, cfg.prompts_per_step)
         everything = run.completions == "all"
-        most = self.members if everything else max(cfg.pair, samples.ROWS // each)
+        most = cfg.members if everything else max(cfg.pair, samples.ROWS // each)
         lengths = [length for part in made for length in part.lengths.tolist()]
         cut = [not done for part in made for done in part.finished.tolist()]
         for i, member in enumerate(members[: max(0, most - members.start)]):
             for place in range(prompts * each):
-                row, prompt = i * cfg.rows_per_member + place, cfg.share_of(member)[place // each]
+                row = i * cfg.rows_per_member + place
                 self.shown.append(
                     {
-                        **samples.describe(self.lm.task, asked[row], prompt),
+                        **samples.describe(self.lm.task, asked[row], place // each),
                         "member": member,
                         "sample": place % each,
                         "sign": (-1) ** member if cfg.mirrored else 1,
@@ -340,7 +297,7 @@ class Population:
                 with self.noise.members(draw, part, sigma):
                     factors = partial(self.noise.factors, draw, part, sigma)
                     asked = replace(
-                        self._shared_out(requests, part),
+                        requests,
                         groups=len(part),
                         narrow=self.noise.narrow,
                         factors=factors,
@@ -351,19 +308,9 @@ class Population:
 
         return self.lm.engine.limit.run(attempt)
 
-    def _shared_out(self, requests: Requests, members: range) -> Requests:
-        """Return requests with the prompts of each member, where they do not all have the same."""
-        if self.cfg.shares == 1:
-            return requests
-        places = [place for member in members for place in self.cfg.share_of(member)]
-        prompts, ids = requests.prompts, requests.ids
-        assert ids is not None
-        found = {"prompts": [prompts[p] for p in places], "ids": [ids[p] for p in places]}
-        return replace(requests, **found, apart=True)
-
     def rehearse(self) -> None:
         """Sample the first chunk of a step and throw it away: compilation happens here."""
-        examples = self.lm.order.take(0, self.cfg.prompts)
+        examples = self.lm.order.take(0, self.cfg.prompts_per_step)
         with fsdp.forwards(self.lm.model):
             self.sample(self._chunks()[0], self.request(examples, 0), 0, 1e-3)
 
@@ -371,17 +318,9 @@ class Population:
         """Say what a step will do, with sizes."""
         cfg, lm, ranks = self.cfg, self.lm, self.lm.context.world_size
         chunks, rows = self._chunks(), lm.engine.limit.rows
-        largest = share_out(cfg.most_members, cfg, rows, ranks)[0]
         used = min(rows, len(chunks[0]) * cfg.rows_per_member)
-        most = min(rows, len(largest) * cfg.rows_per_member)
-        memory = lm.rollout_peak(most, cfg.samples_per_prompt)
+        memory = lm.rollout_peak(used, cfg.samples_per_prompt)
         facts, heat = lm.describe(), cfg.sampling.temperature
-        members = f"{self.members} members"
-        if cfg.most_members > self.members:
-            members = f"{self.members} to {cfg.most_members} members, doubled as the signal falls,"
-        prompts = f"{cfg.prompts_each} prompts"
-        if cfg.shares > 1:
-            prompts = f"{cfg.prompts_each} of {cfg.prompts} prompts"
         trunk = self.noise.trunk
         above = f", above block {trunk}" if trunk else ""
         if trunk and not lm.engine.separate and fsdp.of(lm.model) is None:
@@ -393,12 +332,12 @@ class Population:
             "algorithm": f"{cfg.method}, {length}, rank {cfg.rank}, sigma {show(cfg.sigma)}{lr}",
             **facts,
             "model": f"{facts['model']}, {self.perturbed / 1e6:.2f}M perturbed{above}",
-            "population": f"{members} x {prompts} x"
+            "population": f"{cfg.members} members x {cfg.prompts_per_step} prompts x"
             f" {cfg.samples_per_prompt} samples, {cfg.sampling.max_new_tokens} new tokens at most;"
             f" rewards are of {drawn} completions",
             "forwards": f"{len(chunks)} per step, {used} rows each (algo.rollout_rows={rows}),"
             f" {-(-len(chunks) // ranks)} per rank",
-            **lm.describe_memory(memory, most, self.state),
+            **lm.describe_memory(memory, used, self.state),
         }
 
     def _exchange(self, found: Tensor, generated: int) -> tuple[Tensor, int]:
@@ -417,7 +356,7 @@ class Population:
 
     def _chunks(self) -> list[range]:
         ranks, rows = self.lm.context.world_size, self.lm.engine.limit.rows
-        return share_out(self.members, self.cfg, rows, ranks)
+        return share_out(self.cfg, rows, ranks)
 
 
 def show(value: float | str) -> str:
@@ -425,15 +364,15 @@ def show(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
 
-def share_out(members: int, cfg: EggrollConfig, rows: int, ranks: int) -> list[range]:
+def share_out(cfg: EggrollConfig, rows: int, ranks: int) -> list[range]:
     """Return the members of each forward: as many as `rows` holds, and few enough that every rank
     has a forward.
 
     Chunks change the result by float rounding alone; where they are the same on one rank and on
     two, as when one rank makes two forwards of equal size, a CPU gives the same bits.
     """
-    share = -(-members // (ranks * cfg.pair)) * cfg.pair
-    return split(range(members), cfg, min(rows, share * cfg.rows_per_member))
+    share = -(-cfg.members // (ranks * cfg.pair)) * cfg.pair
+    return split(range(cfg.members), cfg, min(rows, share * cfg.rows_per_member))
 
 
 def split(members: range, cfg: EggrollConfig, rows: int) -> list[range]:

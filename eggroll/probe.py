@@ -166,13 +166,12 @@ class Probe:
         cfg, self.stopping = population.cfg, stopping
         if cfg.lr == AUTO:
             scale_step(cfg, 1.0)  # what cannot be chosen is told at once
-        members = min(population.members, MEMBERS)
-        prompts = -(-population.members * cfg.prompts_each // members)
-        self.members = population.members
+        members = min(cfg.members, MEMBERS)
+        prompts = -(-cfg.members * cfg.prompts_per_step // members)
         self.cfg, self.context, self.run = cfg, population.lm.context, population.lm.run
         self.population = copy.copy(population)
-        self.population.cfg = replace(cfg, prompts_per_step=prompts, sigma=1.0, lr=1.0)
-        self.population.members = members
+        sizes = {"members": members, "prompts_per_step": prompts}
+        self.population.cfg = replace(cfg, **sizes, sigma=1.0, lr=1.0)
         self.examples = population.lm.order.take(0, prompts)
         self.size = weights.root_mean_square()
         if self.size == 0 and (self.run.probe or AUTO in (cfg.sigma, cfg.lr)):
@@ -278,7 +277,7 @@ class Probe:
             starts = range(0, rewards.shape[1] - each + 1, each)
             parts = [mended.of(slice(at, at + each)).shaped(self.cfg) for at in starts]
         directions = by_direction(torch.stack(parts, 1), pair)
-        variance = directions.square().mean().item() * (self.members // self.cfg.pair)
+        variance = directions.square().mean().item() * (self.cfg.members // self.cfg.pair)
         row = Row(
             sigma=sigma,
             changed=tried.changed.mean().item(),
@@ -288,7 +287,7 @@ class Probe:
             reward=means.mean().item(),
             reward_std=spread,
             prompt_agreement=agree_prompts(counted.rewards, pair, samples),
-            step=math.sqrt(variance) / self.members,
+            step=math.sqrt(variance) / self.cfg.members,
             survived=survived,
             tokens=tokens,
             as_set=as_set,

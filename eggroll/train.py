@@ -5,9 +5,8 @@
 
 After "Evolution Strategies at the Hyperscale" (arXiv:2511.16652), algorithm 1. Departures: any
 Hugging Face decoder with a key-value cache and a parallel prefill; all members answer the same
-prompts of a step, or each pair a share of them; weight decay pulls towards the initial weights
-(arXiv:2605.30148). Ranks share members out and exchange rewards, and a few marks per row for the
-log; all make the same update.
+prompts of a step; weight decay pulls towards the initial weights (arXiv:2605.30148). Ranks share
+members out and exchange rewards, and a few marks per row for the log; all make the same update.
 """
 
 from common.config import ConfigError, Run
@@ -16,7 +15,8 @@ from common.lm import LM
 from common.report.summary import Result
 from common.session import Session
 from common.tasks import Task
-from eggroll import baselines, instruments, probe
+from eggroll import instruments, probe
+from eggroll.baselines import run_randopt
 from eggroll.config import LOOK_EVERY, EggrollConfig
 from eggroll.noise import Noise
 from eggroll.population import Population
@@ -30,7 +30,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
     infinity.
     """
     cfg: EggrollConfig = run.algo
-    lm = LM(run, context, task, population=cfg.most_members, rank=cfg.rank)
+    lm = LM(run, context, task, population=cfg.members, rank=cfg.rank)
     how = {"rank": cfg.rank, "mirrored": cfg.mirrored, "seed": run.seed}
     noise = Noise(lm.model, cfg.noise, **how, only=lm.adapter)
     check(cfg, lm, noise)
@@ -45,12 +45,10 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
             return probe.show(population, weights)
         finally:
             lm.close()
-    if cfg.method != "eggroll":
-        return baselines.run_baseline(run, population, weights)
+    if cfg.method == "randopt":
+        return run_randopt(run, population, weights)
     with Session(run, context, lm, steps=cfg.steps) as session:
-        session.state |= {"members": population.members, "agreements": []}
         session.start(weights, population.plan())
-        population.use(session.state["members"], "the run that goes on has grown")
         tuned = probe.tune(population, weights, session)  # sigma and lr, as set or as measured
         if not session.over:
             session.warm_up(population.rehearse)
@@ -58,7 +56,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
             sigma = tuned.sigma * cfg.sigma_schedule.factor(step.index, cfg.steps)
             lr = tuned.lr * cfg.lr_schedule.factor(step.index, cfg.steps)
             draw = step.index // cfg.noise_reuse
-            examples = lm.order.take(step.index * cfg.prompts, cfg.prompts)
+            examples = lm.order.take(step.index * cfg.prompts_per_step, cfg.prompts_per_step)
 
             closely = step.index % LOOK_EVERY == 0
             tried = population.try_out(examples, draw, sigma, step, closely)
@@ -78,7 +76,6 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
             counted, samples = tried.counted(cfg)
             looked = instruments.look(counted, shaped, noise, draw, samples, closely)
             step.log(lr=lr, **moved, **looked, state_memory_gb=weights.memory_gb)
-            step.log(**population.grow(step.state, looked.get("prompt_agreement")))
             step.stop_if(None if finite else "weights are not finite.")
             step.stop_if(cfg.stop_at.crossed(moved.get("drift", 0.0)))
         return session.finish()

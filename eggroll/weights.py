@@ -1,6 +1,5 @@
 """The perturbed weights: float32 masters, those of the forward, the initial ones; optimizers."""
 
-import copy
 import math
 import tempfile
 import weakref
@@ -183,21 +182,6 @@ class Weights:
         fixed.write(master)
         master.data = master.new_empty(0)
 
-    def copy(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return copies of `tensors` and `extra`."""
-        tensors = {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
-        return tensors, copy.deepcopy(self.extra())
-
-    @torch.no_grad()
-    def put_back(self, tensors: dict[str, Tensor], extra: dict[str, Any]) -> None:
-        """Take over the weights and the optimizers' state that `tensors` and `extra` had."""
-        for name, held in self.tensors().items():
-            held.copy_(tensors[name])
-        for name, master in self.masters.items():
-            if name not in self.fixed:
-                self.used[name].copy_(master)
-            self.optimizers[name].load_state_dict(extra["optimizers"][name])
-
     def root_mean_square(self) -> float:
         """Return that of the perturbed weights as they were at the start of the run."""
         count = sum(math.prod(used.shape) for used in self.used.values())
@@ -324,7 +308,13 @@ class Weights:
                 f"{saved.path} holds other parameters than this run perturbs. Start with resume=no."
             )
         extra = fsdp.restore(saved, tensors, self.fresh)
-        self.put_back(tensors, extra)
+        with torch.no_grad():
+            for name, held in self.tensors().items():
+                held.copy_(tensors[name])
+            for name, master in self.masters.items():
+                if name not in self.fixed:
+                    self.used[name].copy_(master)
+                self.optimizers[name].load_state_dict(extra["optimizers"][name])
 
 
 def count_state(lm: LM, noise: Noise, cfg: EggrollConfig) -> StateMemory:
@@ -334,13 +324,12 @@ def count_state(lm: LM, noise: Noise, cfg: EggrollConfig) -> StateMemory:
     fixed = sum(size for name, size in sizes.items() if name in small)
     plain = sum(sizes.values()) - fixed
     moments = optim.state_bytes(cfg.optimizer) * (fixed + plain) * (cfg.method != "randopt")
-    copied = (4.0 * plain + 3.0 * fixed + moments) * (cfg.method == "corp")
     if fsdp.of(lm.model):  # the model's own weights are the masters
-        return StateMemory(4.0 * lm.parameters + moments + copied, optimizer=moments)
+        return StateMemory(4.0 * lm.parameters + moments, optimizer=moments)
     if lm.run.opt.offload.enabled:  # masters are on the CPU, and so is what comes of them
         return StateMemory(float(lm.own_bytes))
     masters = 4.0 * plain * lm.half + 2.0 * fixed  # and what rounding left
-    return StateMemory(lm.own_bytes + masters + moments + copied, optimizer=moments)
+    return StateMemory(lm.own_bytes + masters + moments, optimizer=moments)
 
 
 def movement(

@@ -88,11 +88,6 @@ class GrpoConfig:
     }
     # Settings that a run that is resumed may change.
     RESUME_MAY_CHANGE: ClassVar = ("steps", "rollout_rows", "train_rows")
-    RENAMED: ClassVar = {
-        "rows_per_forward": "algo.rollout_rows",
-        "micro_batch_rows": "algo.train_rows",
-        "passes": "algo.num_iterations",
-    }
 
     name: str
     steps: Count | None

@@ -55,18 +55,6 @@ class RftConfig:
 
     PROGRESS: ClassVar[dict[str, str]] = {}  # each stage has a line of its own
     RESUME_MAY_CHANGE: ClassVar = ("rollout_rows", "train_rows")
-    RENAMED: ClassVar[dict[str, str | None]] = {
-        "micro_batch_rows": "algo.rollout_rows",
-        "batch_rows": "algo.batch_size (completions per optimizer step) and algo.train_rows",
-        "accumulate": "algo.batch_size, the completions per optimizer step",
-        "empty_cache_every": None,
-        "packing": "gone: fine-tuning has no padding",
-        "pack_tokens": "gone: algo.train_rows is the size of a forward",
-        "pass_samples": "evaluate.samples, of every algorithm",
-        "lora.rank": "model.adapter.rank, where null is no adapter",
-        "lora.alpha": "model.adapter.alpha",
-        "lora.targets": "model.adapter.targets",
-    }
 
     name: str
     stage: Annotated[str, (choice, ("all", *STAGES))]

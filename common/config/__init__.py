@@ -22,7 +22,7 @@ from common.config.checks import (
     unused,
 )
 from common.config.convert import build, no_secrets, typed
-from common.config.explain import find_renamed, unknown_key, wrong_type
+from common.config.explain import unknown_key, wrong_type
 from common.config.schema import (
     AdapterConfig,
     AmpConfig,

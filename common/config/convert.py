@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from common.config.checks import ConfigError, declared
-from common.config.explain import find_renamed, first_line, nested_schema, unknown_key, wrong_type
+from common.config.explain import first_line, nested_schema, unknown_key, wrong_type
 from common.config.schema import Run, T
 
 
@@ -112,8 +112,7 @@ def _single(key: str, value: Any) -> list[tuple[str, Any]]:
 def _check_known(schema: type, key: str, prefix: str) -> None:
     names = [item.name for item in fields(schema)]
     if key not in names:
-        renamed = find_renamed(schema, [str(key)], f"{prefix}." if prefix else "")
-        raise ConfigError(renamed or unknown_key(_join(prefix, key), names, schema))
+        raise ConfigError(unknown_key(_join(prefix, key), names))
 
 
 def _join(prefix: str, key: str) -> str:

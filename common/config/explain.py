@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -76,33 +75,6 @@ def wrong_type(given: str, reason: str, names: Sequence[str] = ()) -> str:
     return f"{given}: {reason.removesuffix('.')}.{advice}"
 
 
-def find_renamed(schema: Any, names: Sequence[str], prefix: str = "") -> str | None:
-    """Return the error text for a key that once was a setting, or None where it never was one.
-
-    A dataclass declares such keys as `RENAMED: ClassVar[dict[str, str | None]]`: the old name below
-    it, dotted where a whole group is gone, and what to write now; "gone: why" and None, which means
-    that nothing read it, have nothing in its place.
-    `names` is the path from the dataclass `schema` on, `prefix` what stands before it.
-    """
-    for position in range(len(names)):
-        renamed: dict[str, str | None] = getattr(schema, "RENAMED", {})
-        before = prefix + "".join(f"{name}." for name in names[:position])
-        for end in range(len(names), position, -1):
-            old = ".".join(names[position:end])
-            found = [key for key in renamed if key == old or key.startswith(f"{old}.")]
-            if found:
-                now = {key: renamed[key] for key in found}
-                return " ".join(_say_renamed(before + key, new) for key, new in now.items())
-        schema = nested_schema(schema, names[position])
-    return None
-
-
-def _say_renamed(key: str, now: str | None) -> str:
-    if now is None or now.startswith("gone: "):
-        return f"{key} is {now or 'gone: nothing read it'}. Leave it out."
-    return f"{key} is now {now}."
-
-
 def nested_schema(schema: Any, name: str) -> type | None:
     """Return the dataclass of a field, or None for another type or an unknown field."""
     if not is_dataclass(schema):
@@ -111,19 +83,13 @@ def nested_schema(schema: Any, name: str) -> type | None:
     return next((k for k in getattr(kind, "__args__", (kind,)) if is_dataclass(k)), None)  # type: ignore[return-value]
 
 
-def unknown_key(full_key: str, names: list[str], schema: Any = None) -> str:
-    """Return the text for a key that does not exist, with the nearest one that does or once did.
-
-    schema: the dataclass that has the names, and those that are renamed.
-    """
+def unknown_key(full_key: str, names: list[str]) -> str:
+    """Return the text for a key that does not exist, with the nearest one that does."""
     key = full_key.rpartition(".")[2]
-    renamed: dict[str, str | None] = getattr(schema, "RENAMED", {})
     alias = _ALIASES.get(key, "")
     spoken = [alias] if alias.partition(".")[0] in names else []
-    near = next(iter([*spoken, *difflib.get_close_matches(key, [*names, *renamed], n=1)]), None)
+    near = next(iter([*spoken, *difflib.get_close_matches(key, names, n=1)]), None)
     hint = f" Did you mean {near!r}?" if near else ""
-    if near in renamed:
-        hint = f" {find_renamed(schema, [near], full_key.removesuffix(key))}"
     return f"{full_key} is not a setting.{hint} Settings here: {', '.join(names)}."
 
 
@@ -161,12 +127,6 @@ def explain(
             f" Hydra does not know goes in quotes within quotes: '{key}=\"...\"'."
         )
 
-    def path_to(key: str) -> tuple[Any, list[str], str]:
-        first, *names = key.lstrip("+").split(".")
-        if first == "algo":
-            return algorithms.get(find_choice(arguments, "algo", config_dir)), names, "algo."
-        return Run, [first, *names], ""
-
     if match := re.search(r"Could not override '(@?[\w.@/]+)'", text):
         path = match.group(1)
         inside = re.search(
@@ -174,14 +134,11 @@ def explain(
         )  # of a group given in braces
         if inside and inside[1].startswith(f"{path}."):
             path = inside[1]
-        schema, inner, prefix = path_to(path)
-        if renamed := find_renamed(schema, inner, prefix):
-            return renamed
         names = list_settings(path.split(".")[:-1], arguments, algorithms, config_dir)
         if others := find_owners(path, config_dir):
             return _setting_of_others(path, others, find_choice(arguments, "engine", config_dir))
         if names:
-            return unknown_key(path, names, reduce(nested_schema, inner[:-1], schema))
+            return unknown_key(path, names)
         if "No match in the defaults list" in text:
             groups = sorted(p.name for p in CONF.iterdir() if p.is_dir() and p.name[0] != "_")
             return unknown_key(path, groups)
@@ -191,9 +148,6 @@ def explain(
             choice(group, name, list_options(group, config_dir))
         except ConfigError as unknown:
             return str(unknown)
-    match = re.search(r"not in '[\s\S]*full_key: ([\w.]+)", text)  # a key in a file of the user's
-    if match and (renamed := find_renamed(*path_to(match[1]))):
-        return renamed
     cause = error.__cause__
     reason = first_line(cause if isinstance(cause, OmegaConfBaseException) else error)
     if match := re.search(r"Error merging override \+*(.+)", text):

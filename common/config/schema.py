@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from common.config.checks import (
     ConfigError,
@@ -202,10 +202,6 @@ class ModelConfig:
     adapter: AdapterConfig | None = field(default_factory=AdapterConfig)  # null without a rank
     tiny: TinyConfig | None = None
 
-    RENAMED: ClassVar[dict[str, str | None]] = {
-        "lora": "model.adapter.path, the folder of an adapter that the run goes on training"
-    }
-
     def __post_init__(self) -> None:
         if self.adapter is not None and self.adapter.rank is None and self.adapter.path is None:
             self.adapter = None
@@ -244,13 +240,6 @@ class PeakConfig:
 @dataclass(kw_only=True)
 class HardwareConfig:
     """Facts about a device. They size batches and never change a result."""
-
-    RENAMED: ClassVar[dict[str, str | None]] = {
-        "cuda_graphs": "engine.cuda_graphs",
-        "power_w": None,
-        "link_gbs": None,
-        "compute_capability": None,
-    }
 
     name: str
     device: Annotated[str, (choice, ("auto", "cpu", "cuda"))]

@@ -126,7 +126,7 @@ def group(
     length = max(len(c) for group in completions for c in group)
     ids = torch.zeros(n, width + size * length, dtype=torch.long)
     real = torch.zeros(ids.shape, dtype=torch.bool)  # but what another row has computed
-    opening = len(find_opening(prompts, n, 0.0))
+    opening = len(find_opening(prompts, 0.0))
     tokens = torch.tensor([len(p) for p in prompts])  # of each prompt
     for row, (prompt, group) in enumerate(zip(prompts, completions, strict=True)):
         skipped = opening if row else 0

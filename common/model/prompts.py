@@ -114,12 +114,10 @@ def encode_prompts(
     return prompts
 
 
-def find_opening(prompts: Sequence[Sequence[int]], of_group: int, least: float) -> Sequence[int]:
+def find_opening(prompts: Sequence[Sequence[int]], least: float) -> Sequence[int]:
     """Return the tokens that all prompts begin with, such as instructions and worked examples, none
-    where that would save less than the share `least` of their tokens.
-
-    of_group: prompts that go on from one opening. Each of them keeps a token of its own, whose
-    logits are needed.
+    where that would save less than the share `least` of their tokens. Each prompt keeps a token of
+    its own, whose logits are needed.
     """
     if not prompts:
         return ()
@@ -127,8 +125,8 @@ def find_opening(prompts: Sequence[Sequence[int]], of_group: int, least: float) 
     low, high = min(prompts, key=tuple), max(prompts, key=tuple)
     most = min(map(len, prompts)) - 1
     same = next((i for i in range(most) if low[i] != high[i]), most)
-    saved = (of_group - 1) * same
-    if same < SHORT_OPENING or saved <= least * of_group * max(map(len, prompts)):
+    saved = (len(prompts) - 1) * same
+    if same < SHORT_OPENING or saved <= least * len(prompts) * max(map(len, prompts)):
         return ()
     return low[:same]
 

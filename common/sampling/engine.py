@@ -34,7 +34,6 @@ class Requests:
         groups: how often the whole set is sampled, side by side. Rows of a group are adjacent in
             every forward, and every group has the same number of rows: that is what lets a
             population perturb each group on its own.
-        apart: whether `prompts` and `ids` are those of each group in turn, as many for every group.
         factors: None, or what yields the noise of a population: of each perturbed matrix the name,
             and left [groups, out, r] and right [groups, r, in], whose product is added to it.
         narrow: None, or what lets a forward have the rows of some groups alone: a context for a
@@ -50,7 +49,6 @@ class Requests:
     seed: int = 0
     draw: int = 0
     groups: int = 1
-    apart: bool = False
     factors: Callable[[], Iterator[tuple[str, Tensor, Tensor]]] | None = None
     narrow: Callable[[range], AbstractContextManager[None]] | None = None
     trunk: int = 0

@@ -320,13 +320,10 @@ class _Grid:
         self.trunk = requests.trunk if fsdp.of(sampler.model) is None else 0
         # Of each group, from its first on; request q is sample q % samples of prompt q // samples.
         self.samples = requests.samples
-        asked = len(prompts) * requests.samples
-        self.requests = asked // self.groups if requests.apart else asked
-        self.firsts = [g * self.requests * requests.apart for g in range(self.groups)]
+        self.requests = len(prompts) * requests.samples
         self.slots = min(self.requests, max(1, rows // self.groups))  # of each group
         self.longest = max(len(prompt) for prompt in prompts)
-        own = self.groups if requests.apart else 1
-        self.opening = find_opening(prompts, len(prompts) // own, SAVED)
+        self.opening = find_opening(prompts, SAVED)
         self.opened: PromptCache | None = None  # of every group
         groups = self.groups
         total, length = groups * self.requests, sampling.max_new_tokens
@@ -341,7 +338,7 @@ class _Grid:
         if sampling.temperature > 0:
             keys = range(len(prompts)) if requests.ids is None else requests.ids
             ids = torch.tensor(list(keys), device=device)
-            request = torch.arange(asked, device=device)
+            request = torch.arange(self.requests, device=device)
             sample = requests.first_sample + request % self.samples
             prompt = ids[request // self.samples]
             self.uniforms = token_uniforms(requests.seed, requests.draw, prompt, sample, length)
@@ -569,10 +566,7 @@ class _Grid:
             for q, f in zip(self.queued, free.sum(1).tolist(), strict=True)
         ]
         # requests, by group
-        wanted = [
-            list(range(first + q, first + q + n))
-            for first, q, n in zip(self.firsts, self.queued, take, strict=True)
-        ]
+        wanted = [list(range(q, q + n)) for q, n in zip(self.queued, take, strict=True)]
         if self.held is not None:
             chosen = [q for q in wanted[0] if q // self.samples == self.held.prompt]
             self.put(free, [chosen], self.held.logits, [[0] * len(chosen)], [self.held.place])
@@ -732,7 +726,7 @@ class _Grid:
                 rows.append(group * self.slots + slot)
                 requests.append(q)
                 origins.append(origin)
-                places.append(group * self.requests + q - self.firsts[group])
+                places.append(group * self.requests + q)
             self.queued[group] += len(qs)
         lengths = [len(self.prompts[q // self.samples]) for q in requests]
         at, origin, lengths, requests, places = to_device(

@@ -293,12 +293,6 @@ def test_sharded_weights_in_half_precision(launch, tmp_path):
     ("overrides", "text"),
     [
         (
-            ["algo=rft", "algo.lora.rank=16"],
-            "algo.lora.rank is now model.adapter.rank, where null is",
-        ),
-        (["algo=rft", "algo.lora.alpha=16"], "algo.lora.alpha is now model.adapter.alpha."),
-        (["algo=grpo", "model.lora=somewhere"], "model.lora is now model.adapter.path, the folder"),
-        (
             ["algo=grpo", "model.adapter.alpha=16"],
             "model.adapter.alpha=16 has no effect without model.adapter.rank. Set it, for example",
         ),

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -22,10 +21,8 @@ from common.lm import LM
 from common.model.half import narrow
 from common.sampling.native import Sampler
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
-from eggroll.fitness import above_mean, within_pairs
 from eggroll.instruments import idle_share
 from eggroll.noise import Noise
-from eggroll.population import Tried
 from eggroll.weights import DiskTensors, Weights
 from launch import compose, train
 from tests.support import MOVING, ROOT, SMALL, events
@@ -418,7 +415,6 @@ def test_a_mistake_on_one_rank_ends_all(run_in_ranks, tmp_path, capfd):
     [
         ["algo.noise_reuse=2"],
         ["algo.samples_per_prompt=2"],
-        ["algo.prompts_per_step=2/4"],
         ["algo.fitness=prompt_zscore"],
         ["algo.fitness=centered_rank"],
         ["algo.fitness=pair_sign"],
@@ -453,99 +449,6 @@ def test_every_setting_runs_and_changes_the_weights(plain, tmp_path, overrides):
     if "schedule" in overrides[0]:
         key = overrides[0].split("_")[0].removeprefix("algo.")
         assert log[2][key] == pytest.approx(log[0][key] / 2)
-
-
-def test_pairs_answer_prompts_of_their_own(run_in_ranks, tmp_path):
-    """Each share in turn; every member draws what it would alone, whatever the forwards; ranks and
-    a smaller forward change nothing.
-    """
-    pq = pytest.importorskip("pyarrow.parquet")
-    own = ("algo.prompts_per_step=2/4", "completions=all", "algo.samples_per_prompt=2")
-    run_here(tmp_path / "one", *own)
-    run_in_ranks(tmp_path / "two", *own)
-    assert same_bits(tmp_path / "one", tmp_path / "two")
-    assert timeless(tmp_path / "one") == timeless(tmp_path / "two")
-    rows = pq.read_table(next((tmp_path / "one").glob("completions/training/*"))).to_pylist()
-    kept = [row for row in rows if row["step"] == 1]
-    asked = {m: [r["prompt"] for r in kept if r["member"] == m] for m in range(8)}
-    assert asked[0] == asked[1] == asked[4] == asked[5]
-    assert asked[2] == asked[3] == asked[6] == asked[7]
-    assert not {*asked[0]} & {*asked[2]}
-    assert [len(ids) for ids in asked.values()] == [4] * 8
-    run_here(tmp_path / "small", *own, "algo.rollout_rows=8")
-    for name, tensor in saved(tmp_path / "one").tensors.items():
-        small = saved(tmp_path / "small").tensors[name]
-        torch.testing.assert_close(tensor, small, rtol=1e-4, atol=1e-5)
-    rewards = torch.tensor([[0.1, 0.3], [0.3, 0.9], [0.0, 0.0], [0.5, 0.0]])
-    wanted = torch.tensor([[-0.1, -0.3], [0.1, 0.3], [-0.25, 0.0], [0.25, 0.0]])
-    torch.testing.assert_close(within_pairs(rewards), wanted)
-
-
-def test_of_shared_out_prompts_the_best_sample_of_each_member_is_compared():
-    """And not the best difference of samples."""
-    asked = ["algo.prompts_per_step=1/2", "algo.samples_per_prompt=2", "algo.sample_quantile=1"]
-    cfg = compose([*MOVING, *asked, "algo.members=4", "algo.fitness=centered"]).algo
-    rewards = torch.tensor([[1.0, 1.0], [0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]).double()
-    tried = Tried(rewards, {}, cut=torch.zeros_like(rewards), twins=None)
-    wanted = torch.tensor([0.0, 0.0, 0.5, -0.5]).double()
-    torch.testing.assert_close(tried.shaped(cfg), wanted)
-    assert tried.numbers(cfg)["reward_best"] == 0.75  # 0.5, and 0.25 above the mirror image
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["algo.prompts_per_step=8/12"], "is no number of prompts. Give one above 0, such as 8"),
-        (["algo.prompts_per_step=0"], "is no number of prompts"),
-        (["algo.prompts_per_step=8/"], "is no number of prompts"),
-        (
-            ["algo.members=8", "algo.prompts_per_step=4/8", "algo.fitness=prompt_zscore"],
-            "does not go with algo.prompts_per_step=4/8",
-        ),
-        (["algo.prompts_per_step=two"], "is no number of prompts"),
-        (["algo.prompts_per_step=2/6"], "makes 3 shares, which 8 members with algo.mirrored=true"),
-        (["algo.prompts_per_step=2/4", "algo.mirrored=false"], "only pairs can be compared"),
-        (["algo.prompts_per_step=2/4", "algo.method=corp"], "so all answer the same prompts"),
-        (["algo.prompts_per_step=2/4", "engine=vllm"], "needs engine=native"),
-    ],
-)
-def test_words_for_prompts_that_cannot_be_shared_out(overrides, said):
-    def check() -> None:
-        run = compose([*MOVING, *overrides])
-        run.algo.check_run(run)
-
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        check()
-
-
-GROWING = ("algo.members=4-16", "algo.prompts_per_step=4")
-
-
-def test_members_are_doubled_as_the_signal_falls(run_in_ranks, tmp_path):
-    """In steps of luck alone every ten; on ranks, and resumed before and after, to the bit."""
-    run_here(tmp_path / "one", *GROWING, "algo.steps=22")
-    log = events(tmp_path / "one")
-    grown = [event["members"] for event in log]
-    seen = [event["prompt_agreement"] for event in log]
-    assert set(grown) >= {4, 8}, "otherwise this says nothing"
-    last = 0
-    for step in range(1, len(log)):
-        falls = step - last >= 10 and sum(seen[step - 10 : step]) / 10 < 0.1
-        assert grown[step] == grown[step - 1] * (2 if falls and grown[step - 1] < 16 else 1)
-        last = step if falls else last
-    run_in_ranks(tmp_path / "two", *GROWING, "algo.steps=22")
-    assert same_bits(tmp_path / "one", tmp_path / "two")
-    assert timeless(tmp_path / "one") == timeless(tmp_path / "two")
-    for steps in (7, 13, 22):
-        run_here(tmp_path / "parts", *GROWING, f"algo.steps={steps}", "resume=auto")
-    assert same_bits(tmp_path / "one", tmp_path / "parts")
-    assert [event["members"] for event in events(tmp_path / "parts")] == grown
-
-
-@pytest.mark.parametrize("members", ["16-24", "16-8", "0-8", "many", "16-"])
-def test_words_for_members_that_are_none(members):
-    with pytest.raises(ConfigError, match=f"algo.members={members} is no number of members"):
-        compose([*MOVING, f"algo.members={members}"])
 
 
 def test_weight_decay_pulls_to_the_initial_weights(tmp_path):
@@ -1015,7 +918,7 @@ def test_the_best_members_vote(tmp_path, monkeypatch):
     assert [json.loads(row)["completion"] for row in rows] == voted
 
 
-@pytest.mark.parametrize("given", ["algo.method=randopt", "algo.method=corp", "probe=true", ""])
+@pytest.mark.parametrize("given", ["algo.method=randopt", "probe=true", ""])
 def test_initial_weights_are_kept_where_something_reads_them(tmp_path, monkeypatch, given):
     """Of 7B parameters they are a file of 24 GB."""
     kept, init = [], DiskTensors.__init__
@@ -1028,45 +931,20 @@ def test_initial_weights_are_kept_where_something_reads_them(tmp_path, monkeypat
     assert bool(places) == (not given)
 
 
-@pytest.mark.parametrize("method", ["randopt", "corp"])
-def test_the_plan_names_the_method(method):
-    run = compose([*RANDOPT, f"algo.method={method}", "plan=true"])
+def test_the_plan_names_the_method():
+    run = compose([*RANDOPT, "plan=true"])
     said = plan.make("eggroll.train:train", run).rows["algorithm"]
-    assert said.startswith(f"{method}, 4 steps")
-    assert ("lr" in said) == (method == "corp")
+    assert said.startswith("randopt, 4 steps")
+    assert "lr" not in said
 
 
-def test_corp_moves_only_through_the_gate(tmp_path):
-    run_here(
-        tmp_path, "algo.method=corp", "algo.steps=6", "checkpoint.every=1", "checkpoint.keep=9"
-    )
-    passed = [event["passed"] for event in events(tmp_path)]
-    assert set(passed) == {0.0, 1.0}, "otherwise this says nothing"
-    folders = [tmp_path / "checkpoints" / f"step-{step:08d}" for step in range(1, 7)]
-    weights = [load_file(folder / "tensors.safetensors") for folder in folders]
-    for gate, before, after in zip(passed[1:], weights, weights[1:], strict=False):
-        same = all(torch.equal(before[name], after[name]) for name in before)
-        assert same == (gate == 0)
-    with pytest.raises(
-        ConfigError, match=r"algo\.fitness=pair_sign has no effect with algo\.method"
-    ):
-        compose(["algo.method=corp", "algo.fitness=pair_sign"])
-    with pytest.raises(ConfigError, match=r"algo\.lr=auto has no effect with algo\.method=randopt"):
-        compose(["algo.method=randopt", "algo.lr=auto"])
-    with pytest.raises(ConfigError, match=r"algo\.lr=0\.5 has no effect with algo\.method=randopt"):
-        compose(["algo.method=randopt", "algo.lr=0.5"])
-    assert compose(["algo.method=corp", "algo.lr=0.5"]).algo.lr == 0.5
-    with pytest.raises(ConfigError, match=r"of one prompt is not known\. Use 2 or more"):
-        compose(["algo.method=corp", "algo.prompts_per_step=1"])
-    with pytest.raises(ConfigError, match=r"algo\.members=16-64 .* Set algo\.members=16\."):
-        compose(["algo.method=randopt", "algo.members=16-64"])
-
-
-def test_corp_weighs_members_by_what_they_earned_above_the_mean():
-    assert above_mean(torch.tensor([[0.0, 0.2], [0.4, 0.4], [0.7, 0.7], [0.0, 0.0]])).tolist() == (
-        pytest.approx([0, 4 * 0.1 / 0.5, 4 * 0.4 / 0.5, 0])
-    )
-    assert above_mean(torch.full((4, 2), 0.3)).tolist() == [0, 0, 0, 0]
+def test_settings_of_an_update_have_no_effect_with_randopt():
+    for setting in ("fitness=pair_sign", "lr=auto", "lr=0.5", "weight_decay=0.1"):
+        key, value = setting.split("=")
+        with pytest.raises(
+            ConfigError, match=rf"algo\.{key}={value} has no effect with algo\.method=randopt"
+        ):
+            compose(["algo.method=randopt", f"algo.{setting}"])
 
 
 def test_a_trust_region_bounds_each_update(tmp_path):

@@ -117,7 +117,6 @@ MISTAKES = {
     "evaluate.also=[topics]": "evaluate.also=topics needs a reward task, and ddp_bench",
     "evaluate.samples=0": "evaluate.samples=0 is too small. Give a value of at least 1.",
     "algo=classify evaluate.text=x": "evaluate.text=x has no effect with algo=classify: it",
-    "algo=rft algo.pass_samples=4": "algo.pass_samples is now evaluate.samples, of every",
 }
 
 

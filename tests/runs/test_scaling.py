@@ -462,10 +462,6 @@ MISTAKES = {
         "algo.mode='stong' is not a choice. Did you mean 'strong'? Choices: strong, weak, both."
     ),
     "algo=scaling algo.steps=0": "algo.steps=0 is too small. Give a value of at least 1.",
-    "algo=classify algo.scaling_steps=5": (
-        "algo.scaling_steps is now algo.steps, with algo=scaling or algo=predict."
-    ),
-    "algo=classify algo.scaling=[1,2]": "algo.scaling is now algo=scaling 'algo.ranks=[1,2,4]'.",
     "algo=scaling algo.epochs=2": (
         "algo.epochs=2 has no effect with algo=scaling: it measures steps and keeps no model. Leave"
         " it out."

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.config import ConfigError, HardwareConfig, ScheduleConfig
+from common.config import ConfigError, ScheduleConfig
 from launch import ALGORITHMS, compose
 from tests.support import ROOT
 
@@ -180,7 +180,6 @@ MISTAKES = {
         " Add scoring.kind=threads or processes, or leave it out."
     ),
     "experiment=null": "experiment=null is what there is without it. Leave it out.",
-    "hardware.link_gbs=3": "hardware.link_gbs is gone: nothing read it. Leave it out.",
     "hardware.memory_gb=-1": "hardware.memory_gb=-1.0 is out of range. Give a value above 0.",
     "hardware.peak_tflops.bf16=0": (
         "hardware.peak_tflops.bf16=0.0 is out of range. Give a value above 0."
@@ -249,41 +248,6 @@ def test_mistakes_are_worded(override):
     with pytest.raises(ConfigError) as caught:
         compose([override])
     assert str(caught.value) == MISTAKES[override]
-
-
-@pytest.mark.parametrize(
-    ("override", "text"),
-    [
-        ("algo.old=3", "algo.old is now algo.lr=..."),
-        ("+algo.old=3", "algo.old is now algo.lr=..."),
-        ("algo.noise.old=3", "algo.noise.old is now algo.noise.new."),
-        ("hardware.watts=3", "hardware.watts is gone: nothing read it. Leave it out."),
-        ("hardware.group.rows=3", "hardware.group.rows is now algo.rollout_rows."),
-        ("experiment=mine", "algo.old is now algo.lr=..."),
-        ("experiment=group", "hardware.group.rows is now algo.rollout_rows."),
-        ("algo.odl=3", "algo.odl is not a setting. algo.old is now algo.lr=..."),
-        ("hardware.wats=3", "hardware.wats is not a setting. hardware.watts is gone"),
-    ],
-)
-def test_a_renamed_key_is_an_error_that_says_what_to_write_now(
-    monkeypatch, tmp_path, override, text
-):
-    renamed = {"old": "algo.lr=..", "noise.old": "algo.noise.new"}
-    monkeypatch.setattr(ALGORITHMS["eggroll"], "RENAMED", renamed, raising=False)
-    gone = {"watts": None, "group.rows": "algo.rollout_rows"}
-    monkeypatch.setattr(HardwareConfig, "RENAMED", gone, raising=False)
-    (tmp_path / "experiment").mkdir()
-    for name, line in (("mine", "algo: {old: 3}"), ("group", "hardware: {group: {rows: 3}}")):
-        file = tmp_path / "experiment" / f"{name}.yaml"
-        file.write_text(f"# @package _global_\n{line}\n")
-    with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
-        compose([override], str(tmp_path))
-
-
-def test_a_mistyped_renamed_key_is_told_what_it_is_now():
-    wanted = "algo.pases is not a setting. algo.passes is now algo.num_iterations. Settings here:"
-    with pytest.raises(ConfigError, match=f"^{wanted}"):
-        compose(["algo=grpo", "algo.pases=2"])
 
 
 def test_a_wrong_environment_variable_is_named_alone(monkeypatch):

@@ -333,13 +333,9 @@ MISTAKES = {
         "algo.ranks=[1, 2] must be numbers from 2 on, in ascending order. Use for"
         " example algo.ranks=[2,4,8]."
     ),
-    "algo.predict=[2]": "algo.predict is now algo=predict 'algo.ranks=[2,4,8]'.",
     "algo.epochs=3": (
         "algo.epochs=3 has no effect with algo=predict: it measures steps and keeps no model. Leave"
         " it out."
-    ),
-    "algo=classify algo.predict_times={1:5}": (
-        "algo.predict_times is now 'algo.times={1: 5.2, 4: 11.3}', with algo=predict."
     ),
     "algo.ranks=[4] algo.times={1:5,2:4}": (
         "algo.times has a time of 2 ranks, which algo.ranks=[4] does not name. Add 2 to algo.ranks."

@@ -234,7 +234,7 @@ def test_an_opening_is_what_all_prompts_begin_with():
     start = list(range(40))
 
     def found(prompts: list[list[int]], least: float = 0.5) -> list[int]:
-        return list(find_opening(prompts, len(prompts), least))
+        return list(find_opening(prompts, least))
 
     assert found([[*start, 50], [*start, 51, 52], [*start, 53]]) == start
     assert found([[*start, 50], [*start, 50], [*start, 50]]) == start
