@@ -486,7 +486,8 @@ def test_of_shared_out_prompts_the_best_sample_of_each_member_is_compared():
     asked = ["algo.prompts_per_step=1/2", "algo.samples_per_prompt=2", "algo.sample_quantile=1"]
     cfg = compose([*MOVING, *asked, "algo.members=4", "algo.fitness=centered"]).algo
     rewards = torch.tensor([[1.0, 1.0], [0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]).double()
-    tried = Tried(rewards, {}, cut=torch.zeros_like(rewards), twins=None)
+    none = torch.zeros_like(rewards)
+    tried = Tried(rewards, {}, cut=none, repeating=none, twins=None)
     wanted = torch.tensor([0.0, 0.0, 0.5, -0.5]).double()
     torch.testing.assert_close(tried.shaped(cfg), wanted)
     assert tried.numbers(cfg)["reward_best"] == 0.75  # 0.5, and 0.25 above the mirror image
