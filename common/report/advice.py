@@ -120,8 +120,7 @@ def _truncated(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None
     return Advice("truncation", text, change)
 
 
-_END = "reward an end (algo.overlong_buffer in GRPO, or a reward of your own), fine-tune on samples"
-_END += " that end first (algo=rft), or take a larger model"
+_END = "reward an end, first fine-tune on samples that do end, or take a larger model"
 
 
 def explain_cut_off(recent: Sequence[Numbers], algo: dict[str, Any]) -> tuple[str, str]:

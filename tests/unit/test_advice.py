@@ -152,7 +152,9 @@ def test_samples_that_are_cut_off_get_more_tokens_where_that_is_the_cause(name):
         said = advice.find_advice([event | more] * 3, ALGO)[0]
         assert words in said.text
         assert said.change == change
-        assert ("algo=rft" in said.text) == (name != "short of the answers"), "what else helps"
+        assert ("fine-tune on samples" in said.text) == (name != "short of the answers"), (
+            "what else helps"
+        )
         said = advice.find_advice([event | more] * 3, ALGO | {"overlong_buffer": 0})[0]
         assert said.change == (change or "algo.overlong_buffer=4")
 
