@@ -67,8 +67,10 @@ def model_of(given: str) -> tuple[str, str | None, str | Messages | None]:
     return str(folder / "model"), None, prompt
 
 
-def template_of(given: str) -> tuple[str, str] | None:
-    """Return the text before and after the only field of the run's task.template, if it has one."""
+def template_of(given: str, shown: str | Messages | None) -> tuple[str, str] | None:
+    """Return the text before and after the only field of the run's task.template, if it has one and
+    the prompt that is shown was made with it.
+    """
     path = Path(given).expanduser() / "run.yaml"
     saved = story.read_run(path.parent, "config") if path.is_file() else {}
     template = (saved["config"].get("task") or {}).get("template") if saved else None
@@ -77,7 +79,9 @@ def template_of(given: str) -> tuple[str, str] | None:
     if len(fields) != 1:
         return None
     texts = [text for text, _, _, _ in parts]
-    return "".join(texts[: fields[0]]), "".join(texts[fields[0] :])
+    before, after = "".join(texts[: fields[0]]), "".join(texts[fields[0] :])
+    last = shown[-1]["content"] if isinstance(shown, list) else before + after
+    return (before, after) if last.startswith(before) and last.endswith(after) else None
 
 
 def prompt_like(
@@ -180,10 +184,10 @@ def answer_all(given: argparse.Namespace) -> None:
         form = "through its chat template" if chat and tokenizer.chat_template else "as plain text"
         print(f"{given.model}: prompts go in {form}, each alone. Ctrl-D ends.")
         if shown is not None:
-            filled = ", task.template filled in" if template_of(given.model) else ""
+            filled = ", task.template filled in" if template_of(given.model, shown) else ""
             one = plain(shown[-1:]) if isinstance(shown, list) else shown
             print(f"One of the run's{filled}: {one.strip()}")
-    before, after = template_of(given.model) or ("", "")
+    before, after = template_of(given.model, shown) or ("", "")
     for number, typed in enumerate(prompts(given.prompt)):
         text = typed if given.plain else f"{before}{typed}{after}"
         ids = encode_prompts(tokenizer, [prompt_like(text, shown, given.system, chat)])[0]

@@ -280,6 +280,7 @@ def read_others(lm: Any) -> list[Other]:
     for name, own in build_others(nodes).items():
         with naming(name):
             task: Any = Checked(own)
+            lm.tell_chat(own)
             tokens = nodes[name].get("max_new_tokens") or lm.longest_answer(task)
             found.append(Other(name, task, lm.hold_out(task, tokens), tokens))
     return found

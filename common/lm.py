@@ -44,6 +44,7 @@ from common.sampling.engine import Completions, Engine, Load, Requests, Setup, o
 from common.tasks import Example, Task, build, task_name
 from common.tasks.checked import Checked
 from common.tasks.order import ExampleOrder, hold_out
+from common.tasks.rows import Rows
 from common.tasks.scoring import Scorer
 
 log = logging.getLogger("clutch")
@@ -87,6 +88,7 @@ class LM:
         narrows = self.half and bool(population) and context.mesh is None
         home = torch.device("cpu") if narrows and adapted is None else None
         self.model, self.tokenizer = load_on_all_ranks(run, self.task, context, held, home)
+        self.tell_chat(self.task.own)
         if not run.algo.sampling.max_new_tokens:
             run.algo.sampling.max_new_tokens = self.longest_answer(self.task)
             run.algo.__post_init__()  # what could not be checked before
@@ -213,6 +215,11 @@ class LM:
             optim.no_dropout(self.model)
 
     # --- prompts
+
+    def tell_chat(self, task: Any) -> None:
+        """Tell a task with task.chat=auto whether the tokenizer has a chat template."""
+        if isinstance(task, Rows):
+            task.templated = self.tokenizer.chat_template is not None
 
     def read_examples(self) -> None:
         """Read training and held-out examples into `order` and `held_out`. Raises: ConfigError."""
@@ -440,9 +447,12 @@ class LM:
         compiled = f", decoding compiled ({mode})" if run.opt.compile.enabled else ""
         recomputed = ", activations recomputed" if run.opt.checkpointing.enabled else ""
         adapter = f"; {self.adapter.describe()}" if self.adapter else ""
+        prompt = self.task.prompt(self.task.examples("train")[0])
+        templated = self.tokenizer.chat_template is not None and not isinstance(prompt, str)
         return {
             "task": f"{task_name(self.task)}: {len(self.order.examples):,} training examples,"
             f" {len(self.held_out)} held out{skipped}",
+            "prompts": "through the chat template" if templated else "plain text",
             "model": f"{self.name}, {self.parameters / 1e6:.2f}M parameters{adapter}",
             "engine": describe_engine(run, self.engine),
             "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={run.hardware.name}",

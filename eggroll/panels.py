@@ -52,6 +52,7 @@ PANELS = (
             "changed": "not the unperturbed model's",
             "identical_pairs": "those of the mirrored member",
             "truncated": "cut off",
+            "repeating": "cut off in a loop",
         },
         scale=PERCENT,
         zero=True,

@@ -43,8 +43,9 @@ class Tried:
 
     Attributes:
         rewards: NaN where a row's logits or its reward were not finite. components: the parts of
-        the reward by name, where the task has some. cut: 1 where a completion was cut off. twins:
-        1 where the text is that of the mirrored member; None without mirrored noise.
+        the reward by name, where the task has some. cut: 1 where a completion was cut off;
+        repeating: 1 where that was while its end repeated itself. twins: 1 where the text is that
+        of the mirrored member; None without mirrored noise.
         centre: what the unperturbed model came to; changed: 1 where a text is not its; answered: 1
         where a text holds an answer. None where that model was not asked, or the task cannot tell.
     """
@@ -52,6 +53,7 @@ class Tried:
     rewards: Tensor
     components: dict[str, Tensor]
     cut: Tensor
+    repeating: Tensor
     twins: Tensor | None
     changed: Tensor | None = None
     answered: Tensor | None = None
@@ -93,6 +95,7 @@ class Tried:
             "reward_best": means.max().item(),
             "reward_std": means.std(correction=0).item(),
             "truncated": self.cut.mean().item(),
+            "repeating": self.repeating.mean().item(),
         }
         if self.components:
             found["components"] = {n: part.mean().item() for n, part in self.components.items()}
@@ -148,7 +151,7 @@ class Population:
         repeated = [example for example in examples for _ in range(cfg.samples_per_prompt)]
         # What Tried has of each row, in its order; 0 for the members of other ranks.
         names = list(getattr(self.lm.scorer.task, "components", None) or {})
-        found = torch.zeros(5 + len(names), cfg.members, cfg.rows_per_member, dtype=torch.float64)
+        found = torch.zeros(6 + len(names), cfg.members, cfg.rows_per_member, dtype=torch.float64)
         generated, self.offending, self.shown = 0, [], []
         requests = self.request(examples, step.index)
         self._agree()
@@ -168,10 +171,11 @@ class Population:
                     broken = [bad for part in made for bad in part.broken.tolist()]
                     self._mark(scored.rewards, broken, texts, asked, members)
                     cut = [not done for part in made for done in part.finished.tolist()]
+                    loops = [again for part in made for again in part.repeating()]
                     plain = centre.texts * len(members) if centre else texts
                     changed = [text != other for text, other in zip(texts, plain, strict=True)]
                     whole = self._answered(texts) if closely else cut
-                    rows = [scored.rewards, cut, self._compare_pairs(texts), changed, whole]
+                    rows = [scored.rewards, cut, loops, self._compare_pairs(texts), changed, whole]
                     rows += [scored.components[name] for name in names]
                     here = torch.tensor(rows, dtype=torch.float64).unflatten(1, (len(members), -1))
                     found[:, members.start : members.stop] = here
@@ -180,11 +184,12 @@ class Population:
         with step.phase("exchange"):
             found, generated = self._exchange(found, generated)
         step.used(tokens=generated, samples=found[0].numel())
-        rewards, cut, twins, changed, whole, *parts = found
+        rewards, cut, loops, twins, changed, whole, *parts = found
         return Tried(
             rewards=rewards,
             components=dict(zip(names, parts, strict=True)),
             cut=cut,
+            repeating=loops,
             twins=twins if cfg.mirrored else None,
             changed=changed if centre else None,
             answered=whole if centre and centre.answered is not None else None,

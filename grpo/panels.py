@@ -62,7 +62,7 @@ PANELS = (
         "clipped",
         "Clipped and cut off",
         "%",
-        {"clipped": "tokens clipped", "truncated": "completions cut off"},
+        {"clipped": "tokens clipped", "truncated": "cut off", "repeating": "of these, in a loop"},
         scale=PERCENT,
         zero=True,
     ),

@@ -42,6 +42,7 @@ class Group:
     scores: list[float]  # the task's own
     lengths: list[int]
     finished: list[bool]
+    repeating: list[bool]  # cut off while their end repeated itself
     carries: list[bool]  # whether there is loss on a completion
     dead: str | None  # why it has nothing to teach, one of WHY_DEAD
 
@@ -169,8 +170,8 @@ class Collector:
             f"nothing to learn, so no optimizer step. Of {self.seen} groups in"
             f" {self.numbers['rounds']} rounds {dead['all_wrong']} are all wrong (too hard),"
             f" {dead['all_right']} all right (too easy), {dead['cut_off']} cut off as a whole"
-            f" (raise algo.sampling.max_new_tokens), and {dead['all_equal']} have equal rewards in"
-            " between (too coarse)."
+            f" (too long, or in a loop), and {dead['all_equal']} have equal rewards in between"
+            " (too coarse)."
         )
 
     def rehearse(self) -> None:
@@ -258,14 +259,14 @@ class Collector:
                 divergence = kl(logp[:n], ref[:n], cfg.kl.estimator, cfg.kl.clamp)
                 rewards[row] -= cfg.kl.beta * divergence.sum().double()
         rewards[made.broken.cpu()] = math.nan  # a policy without finite logits has drawn nothing
-        finished = made.finished.tolist()
+        finished, repeating = made.finished.tolist(), made.repeating()
         groups = []
         for place, example in enumerate(sampled.examples):
             part = slice(place * size, (place + 1) * size)
             carries = [done or not cfg.mask_truncated for done in finished[part]]
             dead = why_dead(scores[part], earned[part], carries)
             shared = rewards[part].tolist(), scores[part], lengths[part], finished[part]
-            group = Group(lm.context.rank, place, *shared, carries, dead)
+            group = Group(lm.context.rank, place, *shared, repeating[part], carries, dead)
             groups.append(group)
             for row, (score, reward) in enumerate(zip(group.scores, group.rewards, strict=True)):
                 if not (math.isfinite(score) and math.isfinite(reward)):
@@ -289,6 +290,7 @@ class Collector:
             **{f"dead_{why}": self.dead[why] / len(seen) for why in WHY_DEAD},
             "rounds": rounds,
             "truncated": 1 - finished / scores.numel(),
+            "repeating": sum(sum(group.repeating) for group in seen) / scores.numel(),
             "length": lengths.mean().item(),
         }
 

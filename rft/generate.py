@@ -305,6 +305,7 @@ class Generator:
         records: list[Record] = []
         offending: list[dict[str, Any]] = []
         broken, finished = completions.broken.tolist(), completions.finished.tolist()
+        repeating = completions.repeating()
         for row, (prompt, sample) in enumerate(made.chunk.keys()):
             text, reward = made.texts[row], rewards[row]
             sound = math.isfinite(reward) and not broken[row]
@@ -322,6 +323,7 @@ class Generator:
                     "parsed": answer(text),
                     "reward": reward if sound else 0.0,
                     "finished": finished[row],
+                    "repeating": repeating[row],
                     "accepted": sound and self.cfg.select.accepts(reward, finished[row]),
                     "path": path_key(text),
                     "entropy": round(entropy[row], 4) if math.isfinite(entropy[row]) else 0.0,

@@ -64,6 +64,7 @@ def select(
         "accepted_share": accepted / all_samples,
         "answered_share": answered if can_answer else None,
         "truncated_share": sum(not record["finished"] for record in records) / all_samples,
+        "repeating_share": sum(record.get("repeating", False) for record in records) / all_samples,
         "solved_share": solved / all_prompts,
         "all_right_share": all_right / all_prompts,
         "all_wrong_share": all_wrong / all_prompts,

@@ -16,7 +16,7 @@ from common.files import write_text
 from common.lm import LM
 from common.model.export import export_model
 from common.model.prompts import encode_prompts
-from common.report import samples, summary
+from common.report import advice, samples, summary
 from common.rows import RowLimit
 from common.signals import EXIT_NUMBERS, RunStopped
 from common.timer import Timer
@@ -148,6 +148,8 @@ def _keep_wave(
         "prompts": len(prompts),
         "samples": len(store.held),
         "solved": len(solved) / len(prompts),
+        "truncated": sum(not record["finished"] for record in fresh) / len(fresh),
+        "repeating": sum(record["repeating"] for record in fresh) / len(fresh),
         "entropy": sum(record["entropy"] for record in fresh) / len(fresh),
         "tokens_per_second": speed,
         "samples_per_second": len(fresh) / wave.sampling,
@@ -215,8 +217,7 @@ def choose(work: Work, iteration: int) -> bool:
     raise ConfigError(
         f"no completion of iteration {iteration} was accepted, so there is nothing to learn from:"
         f" {had}{100 * cut:.0f} % were cut off. Take more samples (algo.samples_per_prompt,"
-        f" algo.second_round_samples{hint}), raise algo.sampling.max_new_tokens or lower"
-        " algo.select.accept."
+        f" algo.second_round_samples{hint}), or lower algo.select.accept."
     )
 
 
@@ -239,10 +240,9 @@ def _write_selection(work: Work, selection: Selection, iteration: int) -> None:
         f" completions kept; {cut} were cut off; entropy {stats['entropy']:.2f}"
     )
     if stats["truncated_share"] > MANY_CUT:
-        log.warning(
-            f"{cut} of the samples were cut off, and those are never accepted. Raise"
-            " algo.sampling.max_new_tokens."
-        )
+        event = {name: stats[f"{name}_share"] for name in ("truncated", "repeating")}
+        why, _ = advice.explain_cut_off([event], advice.settings(work.cfg))
+        log.warning(f"{cut} of the samples were cut off, and those are never accepted. {why}")
     histogram = stats["prompts_by_share_right"]
     log.info("samples right  " + "  ".join(f"{name:>9}" for name in histogram))
     log.info("prompts        " + "  ".join(f"{count:>9}" for count in histogram.values()))

@@ -20,7 +20,9 @@ from common.statistics import is_supported, show_interval, show_p
 WINDOW = 20  # events that a rule looks at
 LEAST = 3  # events at the end of a run that is shorter
 SOLVED = 97.0  # held-out points from which on there is nothing left to learn
+HIGH = 0.9  # training reward from which on little is left to learn, and few samples teach
 RISEN = 0.1  # of the training reward, in [0, 1], that is a rise
+DAMAGED = 0.02  # rise of the bits per byte of evaluate.text that is said
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,13 @@ class Advice:
     change: str = ""
 
 
-def find_advice(recent: Sequence[Numbers], algo: dict[str, Any]) -> list[Advice]:
-    """Return what the rules find in the latest events. algo: the settings of the algorithm."""
-    algo = _with_measured(algo, recent)
+def find_advice(events: Sequence[Numbers], algo: dict[str, Any]) -> list[Advice]:
+    """Return what the rules find in the latest events; a collapse alone, as other signs come of it.
+    events: the first one, and the latest at least; algo: the settings of the algorithm.
+    """
+    algo, recent = _with_measured(algo, events), events[-WINDOW:]
+    if (collapse := _collapse(events, algo)) is not None:
+        return [collapse]
     return [found for rule in RULES if (found := rule(recent, algo)) is not None]
 
 
@@ -58,11 +64,13 @@ def _with_measured(algo: dict[str, Any], events: Sequence[Numbers]) -> dict[str,
     """
     found = {}
     for key in [key for key, value in algo.items() if value == "auto"]:
-        event = next((event for event in reversed(events) if event.get(key)), None)
-        if event is not None:
-            found[key] = event[key]
-            if schedule := algo.get(f"{key}_schedule"):
-                found[key] /= ScheduleConfig(**schedule).factor(event["step"] - 1, algo["steps"])
+        schedule, steps = algo.get(f"{key}_schedule"), algo.get("steps")
+        before = [event[key] for event in events if event.get(key)]
+        if schedule and steps:
+            factor = ScheduleConfig(**schedule).factor
+            before = [e[key] / factor(e["step"] - 1, steps) for e in events if e.get(key)]
+        if before:  # the largest, as a warm-up comes before it
+            found[key] = max(before)
     return algo | found
 
 
@@ -84,30 +92,51 @@ _DEAD = {
     " easier ones, use a reward that has parts, or a better base model",
     "dead_all_right": "all samples are right, so there is nothing left to learn in them. Give"
     " harder prompts",
-    "dead_cut_off": "all samples are cut off. Raise algo.sampling.max_new_tokens",
+    "dead_cut_off": "all samples are cut off",
     "dead_all_equal": "all samples earn the same. Use a finer reward, or draw more varied samples",
 }
 
 
 def _dead_groups(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
     share = _mean(recent, "dead_groups")
-    if share is None or share < 0.6:
-        return None
     cause = max(_DEAD, key=lambda name: _mean(recent, name) or 0.0)
-    key, factor = ("samples_per_prompt", 2)
-    if cause == "dead_cut_off":
-        key = "sampling.max_new_tokens"
-    change = "" if cause == "dead_all_right" else _times(algo, key, factor)
+    learns = _rises if cause == "dead_all_right" else _learns
+    if share is None or share < 0.6 or learns(recent):
+        return None
+    change = "" if cause == "dead_all_right" else _times(algo, "samples_per_prompt", 2)
     text = f"{share:.0%} of the groups teach nothing: in most of them {_DEAD[cause]}."
+    if cause == "dead_cut_off":
+        why, change = explain_cut_off(recent, algo)
+        text += f" {why}"
     return Advice("dead groups", text, change)
 
 
 def _truncated(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
     share = _mean(recent, "truncated")
-    if share is None or share < 0.5:
+    if share is None or share < 0.5 or (_mean(recent, "reward") or 0.0) > HIGH:
         return None
-    text = f"{share:.0%} of the samples are cut off before they end. Give them more tokens."
-    return Advice("truncation", text, _times(algo, "sampling.max_new_tokens", 2))
+    why, change = explain_cut_off(recent, algo)
+    text = f"{share:.0%} of the samples are cut off before they end. {why}"
+    return Advice("truncation", text, change)
+
+
+_END = "reward an end, first fine-tune on samples that do end, or take a larger model"
+
+
+def explain_cut_off(recent: Sequence[Numbers], algo: dict[str, Any]) -> tuple[str, str]:
+    """Return why samples are cut off and what there is to do, and the override to try."""
+    share, loops, reward = (_mean(recent, n) or 0.0 for n in ("truncated", "repeating", "reward"))
+    most, more = algo["sampling"]["max_new_tokens"], _times(algo, "sampling.max_new_tokens", 2)
+    if loops <= share / 2 and share < 0.98:
+        return "Others end, so the limit is short of the answers: give them more tokens.", more
+    if loops <= share / 2 and reward < RISEN:
+        text = "The limit is short of the answers, or the model writes no stop token: give more"
+        return f"{text} tokens, and where still none ends, {_END}.", more
+    why = f"They earn {reward:.2f} all the same: the model writes no stop token."
+    if loops > share / 2:
+        why = "Most of these repeat themselves, which more tokens do not change."
+    change = f"algo.overlong_buffer={most // 4}" if algo.get("overlong_buffer") == 0 else ""
+    return f"{why} To make them end, {_END}.", change
 
 
 def _rises(recent: Sequence[Numbers]) -> bool:
@@ -116,9 +145,39 @@ def _rises(recent: Sequence[Numbers]) -> bool:
     return half > 0 and fmean(rewards[half:]) > fmean(rewards[:half])
 
 
+def _learns(recent: Sequence[Numbers]) -> bool:
+    """Return whether the reward rises, or leaves little to learn: few samples teach then."""
+    return _rises(recent) or (_mean(recent, "reward") or 0.0) > HIGH
+
+
+# What falls, or what share rises, as the samples of a model become all alike.
+_FALLS = {"entropy": "the entropy", "length": "the length of samples"}
+_SHARES = {"dead_groups": "groups that teach nothing", "repeating": "samples in a loop"}
+
+
+def _ends(events: Sequence[Numbers], name: str) -> tuple[float, float]:
+    values = [event[name] for event in events if event.get(name) is not None]
+    return (values[0], fmean(values[-LEAST:])) if len(values) > LEAST else (1.0, 1.0)
+
+
+def _collapse(events: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
+    first, last = _ends(events, "reward")
+    if last > HIGH or last - first >= min(RISEN, (1 - first) / 5):
+        return None  # a model that learns grows sure of itself
+    ends = {name: _ends(events, name) for name in (*_FALLS, *_SHARES)}
+    said = [(_FALLS[n], *ends[n]) for n in _FALLS if ends[n][1] < ends[n][0] / 5]
+    said += [(_SHARES[n], *ends[n]) for n in _SHARES if ends[n][0] < 0.6 and ends[n][1] > 0.9]
+    if not said:
+        return None
+    said = ", ".join(f"{what} went from {a:.2g} to {b:.2g}" for what, a, b in said)
+    text = f"the model has collapsed: {said}, at a reward of {last:.2f}, {first:.2f} at first."
+    advice = "It moves too fast: begin anew with smaller steps, as more of them only go on."
+    return Advice("collapse", f"{text} {advice}", _times(algo, "lr", 0.1))
+
+
 def _drift(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
     drift = max((event.get("drift") or 0.0 for event in recent), default=0.0)
-    if drift < 0.7 or _rises(recent):  # a small model that learns moves far
+    if drift < 0.7 or _learns(recent):  # a small model that learns moves far
         return None
     text = f"the weights have moved by {drift:.0%} of their own size, which few models survive."
     return Advice("drift", f"{text} Lower the step size.", _times(algo, "lr", 0.3))
@@ -133,19 +192,12 @@ def _pull(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
 
 
 def _spread(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
-    if "sigma" not in algo or (spread := _mean(recent, "reward_std")) is None or spread > 1e-9:
+    spread = _mean(recent, "reward_std")
+    if "sigma" not in algo or spread is None or spread > 1e-9 or _learns(recent):
         return None
     text = "all members of the population earn the same, so there is no direction to move in."
     advice = "Raise the noise, or use a finer reward."
     return Advice("zero spread", f"{text} {advice}", _times(algo, "sigma", 3))
-
-
-def _entropy(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
-    entropy, reward = _mean(recent, "entropy"), _mean(recent, "reward")
-    if entropy is None or entropy > 0.01 or reward is None or reward > 0.9:
-        return None
-    text = f"the model hardly varies any more (entropy {entropy:.2g}), at a reward of {reward:.2f}."
-    return Advice("entropy", f"{text} It moves too fast.", _times(algo, "lr", 0.3))
 
 
 def _unsolved(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
@@ -159,7 +211,7 @@ def _unsolved(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
 
 def _identical(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
     share = _mean(recent, "identical_pairs")
-    if share is None or share < 0.7 or _rises(recent):  # the others teach enough
+    if share is None or share < 0.7 or _learns(recent):  # the others teach enough
         return None
     text = f"{share:.0%} of the answers of mirrored members are the same text and teach nothing."
     return Advice("identical pairs", f"{text} Raise the noise.", _times(algo, "sigma", 2))
@@ -169,7 +221,7 @@ def _idle(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
     share, same = _mean(recent, "zero_fitness"), _mean(recent, "identical_pairs")
     spread = _mean(recent, "reward_std") or 0.0
     # Members that say the same, or of which none differs, have a line of their own.
-    if share is None or share < 0.7 or (same or 0.0) >= 0.7 or spread <= 1e-9 or _rises(recent):
+    if share is None or share < 0.7 or (same or 0.0) >= 0.7 or spread <= 1e-9 or _learns(recent):
         return None
     text = f"{share:.0%} of the members move nothing, although they answer differently: they earn"
     advice = "the same as their mirrored ones. Use a finer reward, or give a step more prompts."
@@ -178,7 +230,7 @@ def _idle(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
 
 def _rounded(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
     followed = [e["applied_cosine_all"] for e in recent if e.get("applied_cosine_all") is not None]
-    if not followed or followed[-1] >= 0.5 or _rises(recent):
+    if not followed or followed[-1] >= 0.5 or _learns(recent):
         return None
     text = "most of what the weights have moved is lost in rounding: the cosine of the model that"
     text += f" answers with the float32 masters is {followed[-1]:.2f}."
@@ -196,8 +248,8 @@ def _broken(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
 
 
 def _luck(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
-    agreement, reward = _mean(recent, "prompt_agreement"), _mean(recent, "reward")
-    if agreement is None or agreement > 0.03 or (reward or 0) > 0.9 or _rises(recent):
+    agreement = _mean(recent, "prompt_agreement")
+    if agreement is None or agreement > 0.03 or _learns(recent):
         return None  # a run that learns averages luck out over its steps
     text = f"two halves of a step's prompts disagree on the members (cosine {agreement:.2f})."
     advice = "What a member earns is mostly luck: give a step more prompts."
@@ -224,7 +276,7 @@ def _one_sided(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None
 
 
 Rule = Callable[[Sequence[Numbers], dict[str, Any]], Advice | None]
-RULES: tuple[Rule, ...] = (_dead_groups, _truncated, _drift, _pull, _spread, _entropy, _unsolved)
+RULES: tuple[Rule, ...] = (_dead_groups, _truncated, _drift, _pull, _spread, _unsolved)
 RULES += (_broken, _identical, _idle, _rounded, _luck, _one_sided)
 
 
@@ -233,13 +285,16 @@ class Adviser:
 
     def __init__(self, algo: dict[str, Any]) -> None:
         self.algo, self.recent, self.given = algo, [], set[str]()
+        self.began: Numbers = {}  # by name the first value
 
     def look(self, event: Numbers) -> list[Advice]:
         """Take in an event. Returns: what is new, once there are enough of them."""
         self.recent = [*self.recent, event][-WINDOW:]
+        self.began = event | self.began
         if len(self.recent) < WINDOW:
             return []
-        found = [a for a in find_advice(self.recent, self.algo) if a.name not in self.given]
+        found = find_advice([self.began, *self.recent], self.algo)
+        found = [advice for advice in found if advice.name not in self.given]
         self.given |= {advice.name for advice in found}
         return found
 
@@ -262,13 +317,26 @@ def judge(
         f"held-out {result.metric} {result.before:.1f} -> {result.after:.1f}, {gain:+.1f} points"
         f" ({known}{examples} examples)"
     ) + (f" by {result.answered_by}" if result.answered_by else "")
+    damage, slower = _damage(result.metrics), _times(algo, "lr", 0.3)
     if gain > 0 and is_supported(within, p):
-        return f"it has learnt: {what}.", ""
+        return f"it has learnt: {what}.{damage}", slower if damage else ""
     worse = gain < 0 and is_supported(within, p)
-    reason, change = _reason(result, events, algo, worse)
-    if worse:
-        return f"it has got worse: {what}. {reason}", change or _times(algo, "lr", 0.3)
-    return f"it has not measurably learnt: {what}. {reason}", change
+    reason, change = _reason(result, events, algo, worse or bool(damage))
+    if (damage and not change.startswith("algo.lr=")) or (worse and not change):
+        change = slower
+    verdict = "got worse" if worse else "not measurably learnt"
+    return f"it has {verdict}: {what}. {reason}{damage}", change
+
+
+def _damage(metrics: dict[str, dict[str, float]]) -> str:
+    """Return what training has cost on evaluate.text, "" where that is little."""
+    old, new = (metrics[when].get("text/bits_per_byte", 0.0) for when in ("before", "after"))
+    if new <= (1 + DAMAGED) * old:
+        return ""
+    text = (
+        f" But evaluate.text went from {old:.2f} to {new:.2f} bits per byte ({new / old - 1:+.0%})"
+    )
+    return f"{text}: the model loses what it knew. Take smaller steps."
 
 
 def _reason(
@@ -279,6 +347,8 @@ def _reason(
         return "No step was made: what came before the first one used up the budget.", ""
     if result.before >= SOLVED:
         return "There was nothing left to learn: give harder prompts.", ""
+    if collapse := _collapse(events, algo):
+        return f"Likely reason: {collapse.text}", collapse.change
     if result.iteration == 0:
         text = "No iteration was better than the base model on the validation prompts."
         return text, _times(algo, "samples_per_prompt", 2)
@@ -294,7 +364,8 @@ def _reason(
             " Give more rows, and read completions/ for a reward that is gamed.",
             "",
         )
-    if found := find_advice(events[-WINDOW:], algo):
+    found = find_advice(events, algo)  # of which larger steps would lose more
+    if found := [advice for advice in found if not (worse and advice.name == "rounding")]:
         return f"Likely reason: {found[0].text}", found[0].change
     if first - last >= RISEN and "lr" in algo:
         text = f"The reward of training samples fell from {first:.2f} to {last:.2f}."

@@ -19,6 +19,8 @@ from common.model.adapter import Adapter
 from common.model.prompts import context_name
 from common.rows import RowLimit
 
+LOOP, LONGEST = 8, 256  # tokens at the end of a row that show a loop, and that are looked at
+
 
 @dataclass(frozen=True, kw_only=True)
 class Requests:
@@ -99,6 +101,22 @@ class Completions:
         pairs = zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)
         rows = [row[:length] for row, length in pairs]
         return tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+    def repeating(self) -> list[bool]:
+        """Return for each row whether it was cut off while its end repeated itself."""
+        return (ends_in_a_loop(self.tokens).cpu() & ~self.finished.cpu()).tolist()
+
+
+def ends_in_a_loop(tokens: Tensor) -> Tensor:
+    """Return for each row of [N, L] token ids whether its last `LOOP` tokens, or more, are one
+    sequence over and over, but for a tenth of them: bool [N].
+    """
+    found = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+    for period in range(1, min(tokens.shape[1], LONGEST) // 2 + 1):
+        tail = tokens[:, -max(LOOP, 2 * period) :]
+        same = (tail[:, period:] == tail[:, :-period]).double().mean(1)
+        found |= (same >= 0.9) & (tail.shape[1] >= LOOP)
+    return found
 
 
 Watch = Callable[[int], None]  # told how many rows have just finished

@@ -23,7 +23,7 @@ import Levenshtein
 from common.config import ConfigError, Nonnegative, Share, below, build, choice, shipped, unused
 from common.tasks import Example, Messages, answers, gsm8k, plain
 from common.tasks.data import Row, read_csv, read_dataset, read_jsonl, read_parquet, read_tsv
-from common.tasks.rows import Component, Rows, converse, percent, tell, weighted
+from common.tasks.rows import Chat, Component, Rows, converse, percent, tell, weighted
 from common.tasks.similarity import SIMILARITIES, text_metrics, text_scores
 
 LONGEST = 1000  # characters of an answer whose likeness is measured
@@ -56,7 +56,7 @@ class CustomConfig:
     prompt_field: str | None
     answer_field: str | None
     template: str | None
-    chat: bool
+    chat: Chat
     system: str
     reward: Annotated[str, (choice, REWARDS)]
     rewards: dict[str, Nonnegative]

@@ -29,7 +29,7 @@ from common.instance import convert
 from common.tasks import Example, Messages
 from common.tasks.answers import path_key, tagged
 from common.tasks.checked import wording
-from common.tasks.rows import SPLIT_SEED, Weighted, converse, distinct, percent, tell
+from common.tasks.rows import SPLIT_SEED, Chat, Weighted, converse, distinct, percent, tell
 from common.tasks.safe_arithmetic import evaluate
 
 # A row is made from a seed plus its position, so the two are far apart; numpy takes 32 bits.
@@ -67,7 +67,7 @@ class ReasoningGym(Weighted):
     problems: Annotated[int, (at_least, 2)]
     test_problems: Count
     template: Annotated[str, (holds, "{question}")]
-    chat: bool
+    chat: Chat
     system: str
     weights: dict[str, Nonnegative]
     share_right: Share
@@ -83,7 +83,7 @@ class ReasoningGym(Weighted):
 
     def prompt(self, example: Example) -> str | Messages:
         """Return the question in the template; with task.chat a conversation."""
-        if self.chat:
+        if self.converses:
             return converse(self.system, (), example.question)
         return self.template.replace("{question}", example.question)
 
@@ -112,7 +112,7 @@ class ReasoningGym(Weighted):
     def answer(self, completion: str) -> str | None:
         """Return the text between the last tags; without task.chat, else the whole completion."""
         found = tagged(completion)
-        if found is None and not self.chat:
+        if found is None and not self.converses:
             found = completion
         return None if found is None else found.strip() or None
 

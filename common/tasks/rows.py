@@ -4,7 +4,7 @@ import logging
 import random
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 from common.config import ConfigError
 from common.tasks import Example, Messages
@@ -18,6 +18,15 @@ Component = Callable[[Sequence[Example], Sequence[str]], list[float]]
 Key = Callable[[Example], Hashable]
 
 
+def chat_or_auto(key: str, value: Any) -> None:
+    """Raise ConfigError unless `value` is true, false or auto."""
+    if value not in (True, False, "auto"):
+        raise ConfigError(f"{key}={value!r} is not a choice. Choices: auto, true, false.")
+
+
+Chat = Annotated[bool | str, (chat_or_auto,)]
+
+
 class Rows:
     """A task that keeps its rows."""
 
@@ -25,12 +34,19 @@ class Rows:
     least = 2  # train rows
     dropped = 0  # train rows, because a test row has the same key
     repeatable = False  # whether the same example and text earn the same at every call
+    chat: bool | str
+    templated = False  # whether the tokenizer has a chat template: whoever has one says it
 
     def __init_subclass__(cls, **more: Any) -> None:
         """Tasks of this package are repeatable; a class of somebody else says so itself."""
         super().__init_subclass__(**more)
         if "repeatable" not in vars(cls):
             cls.repeatable = cls.__module__.startswith(f"{__package__}.")
+
+    @property
+    def converses(self) -> bool:
+        """Whether prompts are conversations."""
+        return self.templated if self.chat == "auto" else bool(self.chat)
 
     def split(
         self,

@@ -30,7 +30,7 @@ from common.config import (
 from common.tasks import Example, Messages
 from common.tasks.answers import SCIENTIFIC, decimal, path_key, tagged
 from common.tasks.data import read_jsonl, read_pairs
-from common.tasks.rows import SPLIT_SEED, Weighted, converse, percent, tell
+from common.tasks.rows import SPLIT_SEED, Chat, Weighted, converse, percent, tell
 
 LONGEST = 200  # characters between the tags
 # A number, and behind it the name of a unit, which begins with a letter: no further number, but the
@@ -160,7 +160,7 @@ class Units(Weighted):
     answer_digits: Count
     question: Annotated[str, (holds, "{value}", "{from}", "{to}")]
     template: Annotated[str, (holds, "{question}")]
-    chat: bool
+    chat: Chat
     system: str
     few_shot: list[dict[str, str]]
     tolerance: Share
@@ -182,7 +182,7 @@ class Units(Weighted):
 
     def prompt(self, example: Example) -> str | Messages:
         """Return the question in the template; with task.chat a conversation."""
-        if self.chat:
+        if self.converses:
             return converse(self.system, self.few_shot, example.question)
         return self.template.replace("{question}", example.question)
 

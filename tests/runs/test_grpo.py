@@ -314,7 +314,7 @@ def test_completions_without_loss_are_nothing_to_learn_from(tmp_path, in_cache):
     assert event["dead_cut_off"] == 1
     assert "loss" not in event
     assert (
-        "6 cut off as a whole (raise algo.sampling.max_new_tokens)"
+        "6 cut off as a whole (too long, or in a loop)"
         in (tmp_path / "out" / "run.log").read_text()
     )
 

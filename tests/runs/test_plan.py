@@ -1,6 +1,7 @@
 """plan=true: what a run would take, without making it. Counted peaks are in test_standin.py."""
 
 import copy
+import json
 import re
 import subprocess
 import sys
@@ -9,6 +10,9 @@ import pytest
 from transformers import Qwen3Config
 
 from common.config import ConfigError, command
+from common.distributed.context import Context
+from common.hardware import planning
+from common.lm import LM
 from common.model.tiny import byte_tokenizer
 from common.sampling.remote.client import OVERHEAD_GB
 from launch import compose, train
@@ -218,6 +222,49 @@ def test_experiments_of_large_models_fit_their_card(name, models):
     header = (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text()
     promised = float(re.findall(r"planned, with plan=true: ([0-9.]+) GB", header)[0])
     assert made.peak_gb == pytest.approx(promised, rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def instructed(models, tmp_path_factory):
+    """Return a folder of an instruction model: its shapes, and a tokenizer with a template."""
+    folder = tmp_path_factory.mktemp("instructed")
+    SHAPES["3b"].save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+GIVEN = ["task.path=data.jsonl", "task.prompt_field=question", "task.answer_field=answer"]
+
+
+@pytest.mark.parametrize("algo", ["grpo", "eggroll", "rft"])
+@pytest.mark.parametrize("task", ["units", "custom"])
+def test_a_plan_says_whether_prompts_go_through_a_chat_template(
+    task, algo, models, instructed, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"q{i}", "answer": f"a{i}"} for i in range(60)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [f"algo={algo}", f"task={task}", "model=hf", "hardware=a100_80g"]
+    given += ["algo.sampling.max_new_tokens=16", *(GIVEN if task == "custom" else [])]
+    chatty, plain = "through the chat template", "plain text"
+    for folder, chat, said in (
+        (instructed, "auto", chatty),
+        (instructed, "true", chatty),
+        (instructed, "false", plain),
+        (models["3b"], "auto", plain),
+    ):
+        made = plan(*given, f"model.path={folder}", f"task.chat={chat}")
+        assert made.rows["prompts"] == said
+
+
+def test_another_task_is_asked_in_the_form_that_the_model_takes(instructed, tmp_path):
+    given = ["model=hf", f"model.path={instructed}", "evaluate.also=[units]", "algo=grpo"]
+    run = compose([*given, "plan=true"])
+    with planning(run.hardware) as device:
+        (other,) = LM(run, Context(0, 1, device, tmp_path)).others
+    assert isinstance(other.task.prompt(other.examples[0]), list)
 
 
 @pytest.mark.parametrize(

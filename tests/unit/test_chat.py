@@ -153,9 +153,15 @@ def test_the_template_of_a_run_is_filled_in(run_folder):
         (run_folder / "run.yaml").write_text(
             json.dumps({"config": {"task": {"template": template}}})
         )
-        assert chat.template_of(str(run_folder)) == parts
+        assert chat.template_of(str(run_folder), None) == parts
+        asked = [{"role": "user", "content": "Q: 1\\nA {x}:"}]
+        assert chat.template_of(str(run_folder), asked) == parts
+    text = json.dumps({"config": {"task": {"template": "{question}:"}}})
+    (run_folder / "run.yaml").write_text(text)
+    bare = [{"role": "user", "content": "7 km in m"}]  # in a conversation task=units has none
+    assert chat.template_of(str(run_folder), bare) is None
     (run_folder / "run.yaml").write_text("config: {}\n")
-    assert chat.template_of(str(run_folder)) is None
+    assert chat.template_of(str(run_folder), None) is None
 
 
 def test_a_terminal_has_a_prompt_and_ends_with_ctrl_d(folder, warm, tmp_path):

@@ -25,7 +25,7 @@ def some_noise(rank: int, mirrored: bool, *policies: str) -> Noise:
 
 
 def tried(rewards: torch.Tensor, **components: torch.Tensor) -> Tried:
-    return Tried(rewards, components, torch.zeros_like(rewards), None)
+    return Tried(rewards, components, *torch.zeros(2, *rewards.shape), None)
 
 
 def update(noise: Noise, shaped: torch.Tensor) -> torch.Tensor:

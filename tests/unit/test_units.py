@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
 from common.config import ConfigError, ScoringConfig
+from common.config.checks import shipped
 from common.model.prompts import encode_prompts
 from common.model.tiny import byte_tokenizer
 from common.tasks import Example, Task, Teaches, build, plain
@@ -394,6 +395,19 @@ def test_a_template_that_refuses_the_roles_is_a_mistake_in_words(shared_data):
         "refuses a prompt of the roles system, user: System role not supported. Leave out the"
         " system text (task.system='' in task=units), or give plain prompts (task.chat=false)."
     )
+
+
+def test_auto_goes_by_the_chat_template_of_whichever_model_is_asked():
+    task = make(chat="auto")
+    row = task.examples("test")[0]
+    assert task.prompt(row) == f"{row.question}:"
+    task.templated = True
+    assert task.prompt(row) == make(chat=True).prompt(row)
+    assert task.hint(row)[-1]["content"] != row.question
+    task.templated = False
+    assert task.prompt(row) == f"{row.question}:"
+    with pytest.raises(ConfigError, match=r"^task\.chat='yes' .* auto, true, false"):
+        build({**shipped("task/units.yaml"), "chat": "yes"})
 
 
 def test_chat_is_not_for_the_tiny_model():
