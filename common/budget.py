@@ -44,6 +44,24 @@ class Budget:
         """Whether the run is to end."""
         return self.share >= 1
 
+    def progress(self, step: int, steps: int | None) -> float:
+        """Return how far a run is before 0-based `step`, from 0 to 1: by its steps (None = they are
+        open), or by its budget if that is further.
+        """
+        by_steps = 0.0 if steps is None else step / max(1, steps - 1)
+        return min(1.0, max(by_steps, self.share))
+
+    def steps_left(self, step: int, steps: int | None, before: float) -> float | None:
+        """Return how many steps are likely to be left, with 0-based `step`; None = not known yet.
+
+        Args: steps: of the run, None = they are open; before: the share of the budget that was used
+        before the first step.
+        """
+        counts = [] if steps is None else [float(steps - step)]
+        if step and self.share > before:
+            counts.append(max(1.0, (1 - self.share) * step / (self.share - before)))
+        return min(counts, default=None)
+
     @property
     def ended_by(self) -> str | None:
         """The limit that ended the run, for result.json; None where the budget is not spent."""

@@ -22,6 +22,7 @@ from common.precision import Precision
 BUCKET = 64 << 20
 # Adam with two moments of 8 bits each (arXiv:2110.02861), of bitsandbytes.
 EIGHT_BITS = ("Adam8bit", "AdamW8bit")
+ADAMS = ("Adam", "AdamW", *EIGHT_BITS)  # whose steps are as long as lr, for each weight
 
 
 def optimizer_class(config: OptimizerConfig) -> Any:
@@ -61,11 +62,9 @@ def state_bytes(config: OptimizerConfig) -> float:
     return 2 * (1 + 4 / 256) if config.name in EIGHT_BITS else 8.0  # 256 numbers share a scale
 
 
-def optimizer(
-    config: OptimizerConfig, parameters: Iterable[nn.Parameter], lr: float
-) -> torch.optim.Optimizer:
-    """Make the optimizer, fused where it can be. Raises: ConfigError for arguments that it does
-    not take.
+def optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Make the optimizer, fused where it can be; each step sets its learning rate. Raises:
+    ConfigError for arguments that it does not take.
     """
     kind, parameters = optimizer_class(config), list(parameters)
     if config.name in EIGHT_BITS and isinstance(parameters[0], DTensor):
@@ -73,7 +72,7 @@ def optimizer(
             f"algo.optimizer.name={config.name} does not go with opt=fsdp, which shares the state"
             f" out. Use {config.name.removesuffix('8bit')}, or opt=ddp."
         )
-    options: dict[str, Any] = {"lr": lr, **config.kwargs}
+    options: dict[str, Any] = {"lr": 1.0, **config.kwargs}
     if "fused" in inspect.signature(kind).parameters and "foreach" not in config.kwargs:
         options.setdefault("fused", True)
     try:
@@ -122,7 +121,7 @@ class Guards:
 class Updater:
     """Optimizer, GradScaler and clipping: turns accumulated gradients into one step.
 
-    Args: settings: has optimizer, lr and grad_clip.
+    Args: settings: has optimizer and grad_clip.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class Updater:
         device: torch.device,
     ) -> None:
         self.parameters, self.grad_clip, self.numbers = parameters, settings.grad_clip, numbers
-        self.optimizer = optimizer(settings.optimizer, parameters, settings.lr)
+        self.optimizer = optimizer(settings.optimizer, parameters)
         adam = settings.optimizer.name in ("Adam", "AdamW", *EIGHT_BITS)
         if adam and not any(parameter.is_meta for parameter in parameters):
             # Now, before the first rollout: made later, the state would lie scattered in what the

@@ -40,6 +40,11 @@ class Step:
         """Return what a checkpoint keeps of the run."""
         return self.session.state
 
+    @property
+    def progress(self) -> float:
+        """Return how far the run is before this step, from 0 at the first to 1 at the last."""
+        return self.session.budget.progress(self.index, self.session.total_steps)
+
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time the block under `name`; blocks of one name add up."""
         return self.session.timer(name)

@@ -132,7 +132,8 @@ class Stepper:
             total = self.context.sum(loss)
         with clock("optimizer"):
             warm = max(1, math.ceil(self.settings.warmup * steps))
-            factor = min(1.0, (step + 1) / warm) * self.settings.lr_schedule.factor(step, steps)
+            progress = step / max(1, steps - 1)
+            factor = min(1.0, (step + 1) / warm) * self.settings.lr_schedule.factor(progress)
             seen = self.updater.step(self.settings.lr * factor, total.item())
         return seen
 

@@ -14,7 +14,7 @@ from common.config import (
     SamplingConfig,
     ScheduleConfig,
     Share,
-    above,
+    Tuned,
     at_least,
     choice,
     no_effect,
@@ -22,21 +22,9 @@ from common.config import (
 )
 
 Policy = Annotated[str, (choice, ("lowrank", "full", "frozen"))]
-AUTO = "auto"  # of sigma and lr: a probe chooses
 LOOK_EVERY = 10  # steps, one of which is looked at closely for the log
 FITNESS = ("zscore", "prompt_zscore", "component_zscore", "centered")
 FITNESS += ("centered_rank", "pair_sign")
-
-
-def positive_or_auto(key: str, value: float | str) -> None:
-    """Raise ConfigError unless `value` is a number above 0, or auto."""
-    if isinstance(value, str) and value != AUTO:
-        raise ConfigError(f"{key}={value} is no number. Give one above 0, or auto.")
-    if not isinstance(value, str):
-        above(key, float(value), 0)
-
-
-Tuned = Annotated[int | float | str, (positive_or_auto,)]
 
 
 @dataclass(kw_only=True)
@@ -112,6 +100,7 @@ class EggrollConfig:
     sigma_schedule: ScheduleConfig
     weight_decay: Nonnegative
     max_update: Positive | None
+    max_drift: Positive | None
     stop_at: StopAtConfig
     sampling: SamplingConfig
 
@@ -134,14 +123,14 @@ class EggrollConfig:
             )
         if self.method == "randopt":
             no = "with algo.method=randopt, which moves no weights"
-            idle = ["fitness", "noise_reuse", "weight_decay", "max_update", "sample_quantile"]
+            idle = ["fitness", "noise_reuse", "weight_decay", "max_update", "max_drift"]
+            idle += ["sample_quantile"]
             idle += ["optimizer.name", "optimizer.kwargs", "stop_at.drift"]
             idle += ["lr_schedule.kind", "sigma_schedule.kind"]
             for key in idle:
                 value = operator.attrgetter(key)(self)
                 no_effect("algo/eggroll.yaml", key, value, f"{no}. Leave it out.")
-            unused((self.lr == AUTO, "algo.lr=auto", no))
-        if self.max_update is not None and (self.optimizer.name != "SGD" or self.optimizer.kwargs):
+        if self.max_update is not None and not self.plain_sgd:
             raise ConfigError(
                 f"algo.max_update={self.max_update:g} goes with plain SGD, whose step is lr times"
                 " the gradient. Leave out algo.optimizer, or algo.max_update."
@@ -187,6 +176,11 @@ class EggrollConfig:
                 "with algo=eggroll in float32, whose forward uses the masters (add opt=amp)",
             ),
         )
+
+    @property
+    def plain_sgd(self) -> bool:
+        """Whether a step is lr times the gradient."""
+        return self.optimizer.name == "SGD" and not self.optimizer.kwargs
 
     @property
     def pair(self) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from common.budget import describe_length
 from common.distributed import fsdp
 from common.lm import LM
+from common.recipe import describe_source
 from common.report import samples
 from common.sampling.engine import Completions, Requests
 from common.tasks import Example
@@ -334,7 +335,8 @@ class Population:
         length = describe_length(lm.run, cfg.steps, "steps")
         lr = f", lr {show(cfg.lr)}" if cfg.method != "randopt" else ""
         return {
-            "algorithm": f"{cfg.method}, {length}, rank {cfg.rank}, sigma {show(cfg.sigma)}{lr}",
+            "algorithm": f"{cfg.method}, {length}, rank {cfg.rank}, sigma {show(cfg.sigma)}{lr}"
+            f" ({describe_source(lm.run)})",
             **facts,
             "model": f"{facts['model']}, {self.perturbed / 1e6:.2f}M perturbed{above}",
             "population": f"{cfg.members} members x {cfg.prompts_per_step} prompts x"

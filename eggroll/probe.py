@@ -28,14 +28,14 @@ from typing import Any
 
 import torch
 
-from common.config import ConfigError
+from common.config import AUTO, ConfigError
 from common.distributed.context import Context
 from common.files import write_text
-from common.optim import EIGHT_BITS
+from common.optim import ADAMS
 from common.report import plots
 from common.session import Session
 from common.signals import EXIT_SIGNAL, RunStopped
-from eggroll.config import AUTO, EggrollConfig
+from eggroll.config import EggrollConfig
 from eggroll.fitness import by_direction
 from eggroll.instruments import agree_prompts
 from eggroll.population import Centre, Population
@@ -49,7 +49,6 @@ LOSS = 0.1  # of the reward, and of the share of whole answers: more is broken
 WALK = 1.25
 DRAW = 2**31 - 1  # of the probe's noise, which no step has
 UNMEASURED_STEPS = 100  # of a run that a budget of seconds ends
-ADAMS = ("Adam", "AdamW", *EIGHT_BITS)  # whose steps are lr for each weight
 
 
 @dataclass(frozen=True)
@@ -96,6 +95,7 @@ class Tuned:
 
     sigma: float
     lr: float
+    drift: float | None = None  # that a run with lr=auto was planned to come to by luck alone
 
 
 def tune(population: Population, weights: Weights, session: Session) -> Tuned:
@@ -103,14 +103,16 @@ def tune(population: Population, weights: Weights, session: Session) -> Tuned:
     chose them, which checkpoints keep. What it took counts as training.
     """
     cfg, state = population.cfg, session.state
-    if AUTO not in (cfg.sigma, cfg.lr):
-        return Tuned(float(cfg.sigma), float(cfg.lr))
+    moves = cfg.method != "randopt"
+    if cfg.sigma != AUTO and not (moves and cfg.lr == AUTO):
+        return Tuned(float(cfg.sigma), float(cfg.lr) if moves else 0.0)
     if "tuned" not in state:
         session.listen()
         found = Probe(population, weights, lambda: session.stopping).look()
         population.noise.forget()  # the run's forwards have other members
         tell(found, population.lm.context)
-        state["tuned"] = {"sigma": found.sigma, "lr": cfg.lr if found.lr is None else found.lr}
+        drift = WALK * found.sigma / weights.root_mean_square() if cfg.lr == AUTO else None
+        state["tuned"] = {"sigma": found.sigma, "lr": found.lr or 0.0, "drift": drift}
         state["generated"] += found.tokens
         state["evaluations"] += found.evaluations
         state["seconds"] += found.seconds
@@ -337,7 +339,7 @@ def choose_lr(cfg: EggrollConfig, sigma: float, step: float, steps: int) -> tupl
             " algo.sigma and algo.lr."
         )
     planned, schedule = cfg.steps or steps, cfg.lr_schedule
-    square = sum(schedule.factor(index, planned) ** 2 for index in range(steps))
+    square = sum(schedule.factor(index / max(1, planned - 1)) ** 2 for index in range(steps))
     walk = sigma * WALK / math.sqrt(square)
     per = "the first step" if schedule.changes else "step"
     return (

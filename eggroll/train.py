@@ -20,6 +20,7 @@ from eggroll.baselines import run_randopt
 from eggroll.config import LOOK_EVERY, EggrollConfig
 from eggroll.noise import Noise
 from eggroll.population import Population
+from eggroll.trust import TrustRegion
 from eggroll.weights import Weights
 
 
@@ -50,11 +51,13 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
     with Session(run, context, lm, steps=cfg.steps) as session:
         session.start(weights, population.plan())
         tuned = probe.tune(population, weights, session)  # sigma and lr, as set or as measured
+        session.state.setdefault("share_before", session.budget.share)  # the probe's
+        region = TrustRegion(cfg, weights, tuned.drift, session.state)
         if not session.over:
             session.warm_up(population.rehearse)
         for step in session.steps():
-            sigma = tuned.sigma * cfg.sigma_schedule.factor(step.index, cfg.steps)
-            lr = tuned.lr * cfg.lr_schedule.factor(step.index, cfg.steps)
+            sigma = tuned.sigma * cfg.sigma_schedule.factor(step.progress)
+            lr = tuned.lr * cfg.lr_schedule.factor(step.progress)
             draw = step.index // cfg.noise_reuse
             examples = lm.order.take(step.index * cfg.prompts_per_step, cfg.prompts_per_step)
 
@@ -66,13 +69,16 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
                 continue
             shaped = tried.shaped(cfg)  # fitness [members]
             step.show(population.rows(shaped))
-            lr = weights.trusted(lr, noise.expected_norm(shaped))
+            norm = noise.expected_norm(shaped)
+            left = session.budget.steps_left(step.index, cfg.steps, step.state["share_before"])
+            lr = region.shorten(lr, norm, left)
             compare = weights.compares(step.index)
             with step.phase("update"):
                 for name, gradient in noise.gradients(draw, shaped):  # -1/N sum_i fitness_i E_i
                     weights.descend(name, gradient, lr, compare)  # W <- W - lr * gradient
                     del gradient  # before the next one is made
                 finite, moved = weights.measure()
+            region.follow(lr * norm, moved.get("drift"))
             counted, samples = tried.counted(cfg)
             looked = instruments.look(counted, shaped, noise, draw, samples, closely)
             step.log(lr=lr, **moved, **looked, state_memory_gb=weights.memory_gb)

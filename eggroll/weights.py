@@ -192,12 +192,6 @@ class Weights:
         started = torch.tensor([self.started], dtype=torch.float64, device=fsdp.device(self.model))
         return fsdp.total(self.model, started).item()
 
-    def trusted(self, lr: float, gradient_norm: float) -> float:
-        """Return lr, or the one whose update is as long as algo.max_update allows."""
-        if self.cfg.max_update is None or gradient_norm == 0:
-            return lr
-        return min(lr, self.cfg.max_update * math.sqrt(self.size_at_start()) / gradient_norm)
-
     def compares(self, step: int) -> bool:
         """Return whether a 0-based step compares the weights with the initial ones: each step where
         something depends on it, else one in `LOOK_EVERY`, for the log.

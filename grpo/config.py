@@ -14,6 +14,7 @@ from common.config import (
     Run,
     SamplingConfig,
     ScheduleConfig,
+    Tuned,
     above,
     at_least,
     below,
@@ -109,7 +110,7 @@ class GrpoConfig:
     resample_rounds: Natural
     mask_truncated: bool
     overlong_buffer: Natural
-    lr: Positive
+    lr: Tuned
     lr_schedule: ScheduleConfig
     warmup_steps: Natural
     optimizer: OptimizerConfig

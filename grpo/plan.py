@@ -2,8 +2,9 @@
 
 from common.budget import describe_length
 from common.lm import LM
+from common.recipe import describe_lr
 from grpo.config import GrpoConfig
-from grpo.policy import Policy
+from grpo.policy import RATES, Policy
 
 
 def plan(lm: LM, cfg: GrpoConfig, policy: Policy) -> dict[str, str]:
@@ -17,7 +18,7 @@ def plan(lm: LM, cfg: GrpoConfig, policy: Policy) -> dict[str, str]:
     rollout = min(lm.engine.limit.rows, policy.completions)
     return {
         "algorithm": f"grpo, loss {cfg.loss}, {describe_length(run, cfg.steps, 'optimizer steps')},"
-        f" {cfg.num_iterations} per rollout, lr {cfg.lr:g}",
+        f" {cfg.num_iterations} per rollout, {describe_lr(lm, RATES)}",
         **facts,
         "model": f"{facts['model']}; reference {reference}",
         "rollout": f"{cfg.prompts_per_step} prompts x {cfg.samples_per_prompt} samples,"

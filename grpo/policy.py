@@ -13,6 +13,7 @@ from common.distributed import fsdp
 from common.lm import LM
 from common.model import logprobs
 from common.model.transfer import to_device
+from common.recipe import Rates, choose_lr
 from common.rows import RowLimit
 from common.step import Step
 from grpo.config import GrpoConfig
@@ -22,6 +23,11 @@ from grpo.rollouts import Rollouts
 # Completions in a training forward where algo.train_rows is null, before they are fitted to the
 # memory.
 TRAIN_ROWS = {"cpu": 32, "cuda": 128}
+# Learning rates where algo.lr is auto. Measured here: of model=tiny, and of SmolLM2-135M-Instruct
+# (LOG.md). At 7B: the defaults of TRL and verl, and what they advise for an adapter.
+RATES = Rates(
+    weights=((0.9e6, 1e-4), (0.135e9, 3e-5), (7e9, 1e-6)), adapter=((0.135e9, 6e-4), (7e9, 1e-5))
+)
 # Sums over tokens -> what the log calls their mean. gap: between the log-probabilities of the
 # sampler and of the trainer.
 PER_TOKEN = {
@@ -45,6 +51,7 @@ class Policy:
         self.lm, self.model, self.cfg = lm, lm.model, cfg
         self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         parameters = list(self.trained.values())
+        self.peak_lr = choose_lr(lm, RATES)
         self.updater = optim.Updater(parameters, cfg, lm.precision, lm.device)
         self.guards = optim.Guards(lm.precision.scaler)
         kind = "cpu" if cfg.loss == "bnpo" else lm.device.type  # its result depends on the rows
@@ -100,7 +107,7 @@ class Policy:
             summed = torch.tensor(values, dtype=torch.float64, device=self.lm.device)
             totals = dict(zip(names, context.sum(summed).tolist(), strict=True))
         with update.phase("update"):
-            updated = self.updater.step(self.lr(update.index), totals["loss"])
+            updated = self.updater.step(self.lr(update), totals["loss"])
         tokens = max(1.0, totals["tokens"])
         pulled = self.cfg.kl.beta and self.cfg.kl.where == "loss"
         shown = PER_TOKEN | (PULLED if pulled else {})
@@ -115,11 +122,11 @@ class Policy:
         else:
             update.stop_if(self.guards.trouble(numbers) or self.cfg.stop_at.crossed(numbers))
 
-    def lr(self, step: int) -> float:
-        """Return the learning rate of a 0-based step: linear warm-up, then the schedule."""
+    def lr(self, update: Step) -> float:
+        """Return the learning rate of an optimizer step: linear warm-up, then the schedule."""
         cfg = self.cfg
-        warm = min(1.0, (step + 1) / cfg.warmup_steps) if cfg.warmup_steps else 1.0
-        return cfg.lr * warm * cfg.lr_schedule.factor(step, cfg.steps)
+        warm = min(1.0, (update.index + 1) / cfg.warmup_steps) if cfg.warmup_steps else 1.0
+        return self.peak_lr * warm * cfg.lr_schedule.factor(update.progress)
 
     # --- for checkpoints
 

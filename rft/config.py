@@ -16,6 +16,7 @@ from common.config import (
     SamplingConfig,
     ScheduleConfig,
     Share,
+    Tuned,
     below,
     choice,
     share,
@@ -74,7 +75,7 @@ class RftConfig:
     epochs: Count
     batch_size: Count
     train_rows: Count | None
-    lr: Positive
+    lr: Tuned
     lr_schedule: ScheduleConfig
     warmup: Annotated[Nonnegative, (below, 1)]
     optimizer: OptimizerConfig

@@ -18,10 +18,17 @@ from common.checkpoint import latest
 from common.distributed import fsdp
 from common.lm import LM
 from common.model import logprobs
+from common.recipe import Rates, choose_lr
 from common.rows import RowLimit
 from common.timer import Timer
 from rft.config import RftConfig
 from rft.made_with import check_same
+
+# Learning rates where algo.lr is auto. Measured here: of model=tiny, and of SmolLM2-135M-Instruct
+# (conf/experiment/rft_smollm2_units.yaml). At 7B: the usual ones of supervised fine-tuning.
+RATES = Rates(
+    weights=((0.9e6, 1e-3), (0.135e9, 5e-5), (7e9, 1e-5)), adapter=((0.135e9, 6e-4), (7e9, 2e-4))
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,7 @@ class Finetuner:
         self.seed = seed
         self.named = {name: p for name, p in lm.model.named_parameters() if p.requires_grad}
         parameters = list(self.named.values())
+        self.peak_lr = choose_lr(lm, RATES)
         self.updater = optim.Updater(parameters, self.cfg, lm.precision, lm.device)
         self.guards = optim.Guards(lm.precision.scaler)
         self.recomputed = lm.run.opt.checkpointing.enabled
@@ -152,8 +160,9 @@ class Finetuner:
             loss = context.sum(torch.tensor([loss], dtype=torch.float64, device=device)).item()
         with timer("update"):
             warm = max(1, math.ceil(cfg.warmup * self.total))
-            factor = min(1.0, (step + 1) / warm) * cfg.lr_schedule.factor(step, self.total)
-            numbers = self.updater.step(cfg.lr * factor, loss)
+            progress = step / max(1, self.total - 1)
+            factor = min(1.0, (step + 1) / warm) * cfg.lr_schedule.factor(progress)
+            numbers = self.updater.step(self.peak_lr * factor, loss)
         self.done = step + 1
         return numbers | {"trained_tokens": tokens, "epoch": self.done / self.total * cfg.epochs}
 

@@ -7,9 +7,11 @@ from common.config.resolvers import from_environment
 from common.distributed import fsdp
 from common.lm import LM
 from common.model.memory import StateMemory
+from common.recipe import describe_lr
 from common.rows import RowLimit
 from common.tasks import task_name
 from rft.config import ENVIRONMENT, RftConfig
+from rft.finetune import RATES
 from rft.prompts import Prompts
 
 # Completions in a training forward where algo.train_rows is null, before they are fitted to the
@@ -63,7 +65,7 @@ def plan(
         " per forward",
         "select": f"reward from {cfg.select.accept:g}, up to {cfg.select.keep_per_prompt} ways per"
         f" prompt, buffer {cfg.select.buffer}",
-        "fine-tune": f"{trained}, {cfg.epochs} epochs, lr {cfg.lr:g}, {cfg.batch_size}"
+        "fine-tune": f"{trained}, {cfg.epochs} epochs, {describe_lr(lm, RATES)}, {cfg.batch_size}"
         f" completions per step, {limit.rows} per forward",
         "environment": ", ".join(describe_variables(cfg)),
         **lm.describe_memory(peak, rows, state),

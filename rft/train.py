@@ -98,7 +98,7 @@ def prepare(session: Session, lm: LM) -> Work:
     tell(run, lm.context, lm, plan(lm, prompts, train_limit, peak, state))
     if lm.context.main and not cfg.shard:
         summary.write_run(run, lm.context.out_dir, lm.context.device.name, lm.reproducible)
-    optim.optimizer(cfg.optimizer, [torch.nn.Parameter(torch.zeros(1))], cfg.lr)
+    optim.optimizer(cfg.optimizer, [torch.nn.Parameter(torch.zeros(1))])
     journal = Journal(session, folder)
     sizes, rows = Sizes(folder), lm.engine.limit.rows
     return Work(lm, cfg, folder, journal, prompts, train_limit, sizes, rows)

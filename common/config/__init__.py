@@ -3,12 +3,14 @@ here, so that `--help` stays fast.
 """
 
 from common.config.checks import (
+    AUTO,
     ConfigError,
     Count,
     Natural,
     Nonnegative,
     Positive,
     Share,
+    Tuned,
     above,
     at_least,
     at_most,

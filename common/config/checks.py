@@ -62,6 +62,17 @@ def share(key: str, value: float) -> None:
         raise ConfigError(f"{key}={value} is out of range. Give a share from 0 to 1.")
 
 
+AUTO = "auto"  # of a number: the run finds it out
+
+
+def positive_or_auto(key: str, value: float | str) -> None:
+    """Raise ConfigError unless `value` is a number above 0, or auto."""
+    if isinstance(value, str) and value != AUTO:
+        raise ConfigError(f"{key}={value} is not a number. Give one above 0, or auto.")
+    if not isinstance(value, str):
+        above(key, float(value), 0)
+
+
 def holds(key: str, text: str, *names: str) -> None:
     """Raise ConfigError unless each of `names` stands in `text`."""
     for name in names:
@@ -74,6 +85,7 @@ Natural = Annotated[int, (at_least, 0)]
 Positive = Annotated[float, (above, 0)]
 Nonnegative = Annotated[float, (at_least, 0)]
 Share = Annotated[float, (share,)]
+Tuned = Annotated[int | float | str, (positive_or_auto,)]  # auto = what the run finds out
 
 
 @functools.cache

@@ -20,7 +20,7 @@ def register() -> None:
     OmegaConf.register_new_resolver("clutch_started", started, replace=True, use_cache=True)
     OmegaConf.register_new_resolver("clutch_rank0", rank0_only, replace=True)
     OmegaConf.register_new_resolver("clutch_env", from_environment, replace=True)
-    OmegaConf.register_new_resolver("clutch_tiny", for_tiny, replace=True)
+    OmegaConf.register_new_resolver("clutch_recipe", from_recipe, replace=True)
     OmegaConf.register_new_resolver("clutch_groups", list_groups, replace=True)
     OmegaConf.register_new_resolver("clutch_without_budget", without_budget, replace=True)
 
@@ -44,11 +44,14 @@ def rank0_only(text: str) -> str | None:
     return text if int(os.environ.get("RANK", "0")) == 0 else None
 
 
-def for_tiny(name: str, default: Any, *, _root_: DictConfig) -> Any:
-    """Return what the task's file says of `name` for model=tiny; `default` for other models."""
-    given = OmegaConf.select(_root_, f"task.tiny.{name}")
+def from_recipe(key: str, default: Any, *, _root_: DictConfig) -> Any:
+    """Return a value that was tuned on the run's model, such as grpo.lr; `default` for a model
+    without a recipe. That of model=tiny may be the task's, because it is pre-trained for the task.
+    """
     tiny = OmegaConf.select(_root_, "model.path") is None
-    return given if tiny and given is not None else default
+    recipes = ["task.tiny", "model.recipe"] if tiny else ["model.recipe"]
+    tuned = (OmegaConf.select(_root_, f"{recipe}.{key}") for recipe in recipes)
+    return next((value for value in tuned if value is not None), default)
 
 
 def list_groups() -> str:

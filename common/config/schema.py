@@ -71,12 +71,8 @@ class ScheduleConfig:
         """Whether the factor is not always 1."""
         return self.kind != "constant"
 
-    def factor(self, step: int, steps: int | None) -> float:
-        """Return the factor at 0-based `step` of `steps`; None = not known, for a constant."""
-        if steps is None:
-            assert not self.changes, "Run checks it"
-            return 1.0
-        progress = step / max(1, steps - 1)
+    def factor(self, progress: float) -> float:
+        """Return the factor at a progress from 0, at the first step, to 1, at the last."""
         if self.kind == "linear":
             return 1 + (self.end - 1) * progress
         if self.kind == "cosine":
@@ -201,6 +197,7 @@ class ModelConfig:
     quantize: Annotated[str, (choice, ("int8", "nf4"))] | None = None
     adapter: AdapterConfig | None = field(default_factory=AdapterConfig)  # null without a rank
     tiny: TinyConfig | None = None
+    recipe: dict[str, Any] = field(default_factory=dict)  # tuned settings by algorithm
 
     def __post_init__(self) -> None:
         if self.adapter is not None and self.adapter.rank is None and self.adapter.path is None:
@@ -505,11 +502,6 @@ class Run:
                 raise ConfigError(
                     f"algo.{key} is null, so nothing ends the run. Give a number, or a budget."
                 )
-        if self.scheduled and getattr(self.algo, "steps", 0) is None:
-            raise ConfigError(
-                f"algo.{self.scheduled[0]} goes over algo.steps, which a budget leaves open. Give"
-                " algo.steps too; the budget may end the run earlier."
-            )
 
     @property
     def scheduled(self) -> list[str]:

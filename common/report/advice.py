@@ -67,8 +67,8 @@ def _with_measured(algo: dict[str, Any], events: Sequence[Numbers]) -> dict[str,
         schedule, steps = algo.get(f"{key}_schedule"), algo.get("steps")
         before = [event[key] for event in events if event.get(key)]
         if schedule and steps:
-            factor = ScheduleConfig(**schedule).factor
-            before = [e[key] / factor(e["step"] - 1, steps) for e in events if e.get(key)]
+            factor, last = ScheduleConfig(**schedule).factor, max(1, steps - 1)
+            before = [e[key] / factor((e["step"] - 1) / last) for e in events if e.get(key)]
         if before:  # the largest, as a warm-up comes before it
             found[key] = max(before)
     return algo | found

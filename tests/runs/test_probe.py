@@ -63,7 +63,7 @@ def test_lr_makes_all_steps_a_walk_of_some_sigma():
     schedule = ScheduleConfig(kind="linear", end=0.0)
     falling = replace(cfg, lr_schedule=schedule, steps=49)
     first, why = choose_lr(falling, 0.01, 0.1, 49)
-    walk = math.sqrt(sum((first * 0.1 * schedule.factor(i, 49)) ** 2 for i in range(49)))
+    walk = math.sqrt(sum((first * 0.1 * schedule.factor(i / 48)) ** 2 for i in range(49)))
     assert walk == pytest.approx(probe.WALK * 0.01)
     assert "per the first step" in why
     with pytest.raises(ConfigError, match=r"does not know the steps of algo\.optimizer.name=Rprop"):

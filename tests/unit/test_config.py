@@ -127,13 +127,13 @@ MISTAKES = {
         "algo.sgima is not a setting. Did you mean 'sigma'? Settings here: name, method, steps,"
         " members, prompts_per_step, samples_per_prompt, rollout_rows, rank, sigma, lr, mirrored,"
         " noise_reuse, fitness, sample_quantile, noise, optimizer, lr_schedule, sigma_schedule,"
-        " weight_decay, max_update, stop_at, sampling."
+        " weight_decay, max_update, max_drift, stop_at, sampling."
     ),
     "+algo.lrr=3": (
         "algo.lrr is not a setting. Did you mean 'lr'? Settings here: name, method, steps,"
         " members, prompts_per_step, samples_per_prompt, rollout_rows, rank, sigma, lr, mirrored,"
         " noise_reuse, fitness, sample_quantile, noise, optimizer, lr_schedule, sigma_schedule,"
-        " weight_decay, max_update, stop_at, sampling."
+        " weight_decay, max_update, max_drift, stop_at, sampling."
     ),
     "engine.python=.vllm/bin/python": (
         "engine.python has no effect with engine=native. It is a setting of engine=vllm. Leave it"
@@ -258,7 +258,7 @@ def test_a_wrong_environment_variable_is_named_alone(monkeypatch):
 
 def test_schedules():
     def factors(kind, end):
-        return [round(ScheduleConfig(kind=kind, end=end).factor(step, 5), 4) for step in range(5)]
+        return [round(ScheduleConfig(kind=kind, end=end).factor(step / 4), 4) for step in range(5)]
 
     assert factors("constant", 1.0) == [1, 1, 1, 1, 1]
     assert factors("linear", 0.0) == [1, 0.75, 0.5, 0.25, 0]
