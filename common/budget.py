@@ -7,7 +7,8 @@ from common.distributed.context import Context
 
 log = logging.getLogger("clutch")
 
-TENTHS = 10
+TENTHS, SIXTHS = 10, 6
+COST = 0.05  # of evaluations at sixths: their tokens, beside those of training until then
 OVERSHOT = 1.1  # share of a budget from which on it is worth a warning
 
 
@@ -67,16 +68,21 @@ class Budget:
         """The limit that ended the run, for result.json; None where the budget is not spent."""
         return self.limit if self.spent else None
 
-    def evaluation_due(self, step: int, every: int | None) -> bool:
+    def evaluation_due(self, step: int, every: int | None, total: int | None, cost: float) -> bool:
         """Return whether to measure after 1-based `step`, apart from the end of the run.
 
-        Args: every: steps between measurements; None = at each tenth of the budget.
+        Args: every: steps between measurements; None = at each tenth of the budget, or else at each
+        sixth of the `total` steps while that is cheap; cost: of one, as a share of the tokens of
+        training. Seconds would tell it too, but differ where a run was stopped and goes on.
         """
         if self.spent:
             return False
         if every is not None:
             return every > 0 and step % every == 0
-        return int(TENTHS * self.share) > int(TENTHS * self.before)
+        if total is None or self.limits.given:
+            return int(TENTHS * self.share) > int(TENTHS * self.before)
+        parts = SIXTHS * step // total
+        return parts > SIXTHS * (step - 1) // total and parts * cost <= COST
 
 
 def warn_if_overshot(share: float, limit: str) -> None:

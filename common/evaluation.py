@@ -58,7 +58,7 @@ class Evaluation:
 
     def kept(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of it."""
-        names = ("metrics", "completions", "scores")
+        names = ("metrics", "completions", "scores", "generated")
         return {name: getattr(self, name) for name in names}
 
     def add(self, measures: dict[str, tuple[float, list[float]]]) -> None:
@@ -116,8 +116,10 @@ def evaluate(lm: Any, accepts: Accepts = earns_all) -> Evaluation:
     found = measure(lm, lm.task, lm.held_out, lm.run.algo.sampling.max_new_tokens)
     if count := lm.run.evaluate.samples or 0:
         found.add(find_pass_rates(draw_samples(lm, count, accepts), count))
+        found.generated *= 1 + count  # about as long as the greedy one
     for other in lm.others:
         also = measure(lm, other.task, other.examples, other.tokens, other.name)
+        found.generated += also.generated
         found.metrics |= {f"{other.name}/{name}": value for name, value in also.metrics.items()}
         found.scores |= {f"{other.name}/{name}": values for name, values in also.scores.items()}
     if lm.windows:

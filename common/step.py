@@ -1,5 +1,6 @@
 """One step of a run: all that an algorithm says to the session."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -126,9 +127,9 @@ class Step:
         state["evaluations"] += self.samples * session.generates
         state["skipped"] = session.policy.skipped
         session.budget.add(state["generated"], state["seconds"])
-        due = session.budget.evaluation_due(
-            done, session.run.evaluate.every
-        ) and not session.reached(done)
+        one = state.get("before", {}).get("generated", math.inf)  # inf = not known
+        given = session.run.evaluate.every, session.total_steps, one / max(1, state["generated"])
+        due = session.budget.evaluation_due(done, *given) and not session.reached(done)
         if due and session.generates and not self.trouble:
             with self.phase("evaluate"):
                 found = session.subject.evaluate()

@@ -24,9 +24,10 @@ class ConfigError(ValueError):
     """A mistake of the user's: the text names the key, the value, the choices and the next step."""
 
 
-def choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
+def choice(key: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Raise ConfigError unless `value` is one of `choices`; name the nearest one."""
     if value not in choices:
+        choices = tuple(str(one).lower() if isinstance(one, bool) else one for one in choices)
         near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"{key}={value!r} is not a choice.{hint} Choices: {', '.join(choices)}.")

@@ -97,7 +97,7 @@ class OptimizerConfig:
 class EvaluateConfig:
     """The held-out measure."""
 
-    every: Natural | None  # steps; 0 = only before and after; null = at each tenth of the budget
+    every: Natural | None  # steps; 0 = only before and after; null = as conf/config.yaml says
     examples: Count  # how many held-out examples
     samples: Count | None  # of each, for pass@k; null = greedy alone
     also: Any  # names of tasks; from `common.config.also` on, their settings by name

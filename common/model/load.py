@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import constants, get_session, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
@@ -39,6 +39,7 @@ from common.model.tiny import byte_tokenizer, tiny_model, untrained
 
 log = logging.getLogger("clutch")
 QUANTIZE = "model.quantize"
+ANSWER, OFFLINE = 5.0, constants.HF_HUB_OFFLINE  # seconds for one of the hub; never asked
 # What transformers raises for a model that it cannot load.
 UNLOADABLE = (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError)
 UNLOADABLE += (SafetensorError, StrictDataclassError)
@@ -74,6 +75,8 @@ def load_model(
     else:
         path, where = find_source(config), f"model.path={config.path!r}"
     origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": False}
+    if not Path(path).is_dir():
+        _look_for_hub()
     with progress_bars(progress and config.path is not None and sys.stderr.isatty()):
         load = _shapes if shapes else _model
         model = load(config, path, where, origin, dtype)
@@ -117,6 +120,19 @@ def model_commit(config: ModelConfig) -> str | None:
 
 
 # --- inside
+
+
+def _look_for_hub() -> None:
+    """Take files of the hub's cache alone where the hub does not answer: its client would try again
+    for minutes, without a word.
+    """
+    try:
+        constants.HF_HUB_OFFLINE = OFFLINE
+        if not OFFLINE:
+            get_session().head(constants.ENDPOINT, timeout=ANSWER)
+    except Exception:  # whatever its client raises
+        log.warning("%s does not answer: only its cache is looked at", constants.ENDPOINT)
+        constants.HF_HUB_OFFLINE = True
 
 
 def _model(
@@ -292,6 +308,6 @@ def _advice(path: str, error: Exception) -> str:
     if Path(path).is_dir():
         return "Check that the folder is complete and written by save_pretrained."
     return (
-        "Check the spelling and the network, log in for a gated model (hf auth login), or give a"
-        " local folder."
+        "Check the spelling and the network, log in for a gated model (hf auth login), or give the"
+        " folder of a model that is on this machine: model.path=FOLDER."
     )

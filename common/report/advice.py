@@ -127,11 +127,11 @@ def explain_cut_off(recent: Sequence[Numbers], algo: dict[str, Any]) -> tuple[st
     """Return why samples are cut off and what there is to do, and the override to try."""
     share, loops, reward = (_mean(recent, n) or 0.0 for n in ("truncated", "repeating", "reward"))
     most, more = algo["sampling"]["max_new_tokens"], _times(algo, "sampling.max_new_tokens", 2)
-    if loops <= share / 2 and share < 0.98:
+    if loops <= share / 2 and share < 0.9:
         return "Others end, so the limit is short of the answers: give them more tokens.", more
     if loops <= share / 2 and reward < RISEN:
-        text = "The limit is short of the answers, or the model writes no stop token: give more"
-        return f"{text} tokens, and where still none ends, {_END}.", more
+        text = "The limit is short of the answers, or the model goes on behind them: give more"
+        return f"{text} tokens once, and if as few end then, {_END}.", more
     why = f"They earn {reward:.2f} all the same: the model writes no stop token."
     if loops > share / 2:
         why = "Most of these repeat themselves, which more tokens do not change."

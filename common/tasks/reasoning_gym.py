@@ -26,7 +26,7 @@ from typing import Annotated, Any
 from common.config import ConfigError, Count, Nonnegative, Share, at_least, holds
 from common.config.explain import unknown_key
 from common.instance import convert
-from common.tasks import Example, Messages
+from common.tasks import Example, Messages, plain
 from common.tasks.answers import path_key, tagged
 from common.tasks.checked import wording
 from common.tasks.rows import SPLIT_SEED, Chat, Weighted, converse, distinct, percent, tell
@@ -95,12 +95,7 @@ class ReasoningGym(Weighted):
         """Return the right answer with probability task.share_right, else the same with a question
         mark behind it, as `Custom` does.
         """
-        prompt = self.prompt(example)
-        if not isinstance(prompt, str):
-            raise ConfigError(
-                "task.chat=true is for instruction models, and model=tiny is none. Leave"
-                " task.chat=false, or give a model: model=hf model.path=FOLDER_OR_HUB_ID."
-            )
+        prompt = plain(self.prompt(example))
         if not example.answer:
             raise ConfigError(
                 f"task.dataset={self.dataset!r} scores answers but gives none, so model=tiny cannot"

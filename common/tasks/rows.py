@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-from common.config import ConfigError
+from common.config import ConfigError, choice
 from common.tasks import Example, Messages
 
 log = logging.getLogger("clutch")
@@ -16,15 +16,7 @@ SPLIT_SEED = 0  # apart from the run's seed, so that runs of a sweep measure on 
 # (examples, completions) -> a score in [0, 1] for each.
 Component = Callable[[Sequence[Example], Sequence[str]], list[float]]
 Key = Callable[[Example], Hashable]
-
-
-def chat_or_auto(key: str, value: Any) -> None:
-    """Raise ConfigError unless `value` is true, false or auto."""
-    if value not in (True, False, "auto"):
-        raise ConfigError(f"{key}={value!r} is not a choice. Choices: auto, true, false.")
-
-
-Chat = Annotated[bool | str, (chat_or_auto,)]
+Chat = Annotated[bool | str, (choice, ("auto", True, False))]
 
 
 class Rows:

@@ -27,7 +27,7 @@ from common.config import (
     choice,
     holds,
 )
-from common.tasks import Example, Messages
+from common.tasks import Example, Messages, plain
 from common.tasks.answers import SCIENTIFIC, decimal, path_key, tagged
 from common.tasks.data import read_jsonl, read_pairs
 from common.tasks.rows import SPLIT_SEED, Chat, Weighted, converse, percent, tell
@@ -198,12 +198,7 @@ class Units(Weighted):
         take one of three wrong ways. So the greedy answer is wrong where the habit is, and the
         right ways are still among the samples.
         """
-        prompt = self.prompt(example)
-        if not isinstance(prompt, str):
-            raise ConfigError(
-                "task.chat=true is for instruction models, and model=tiny is none. Leave"
-                " task.chat=false, or give a model: model=hf model.path=FOLDER_OR_HUB_ID."
-            )
+        prompt = plain(self.prompt(example))
         value = example.extra["value"]
         quantity = parse(example.question)
         if quantity is None or not self._matches(convert(*quantity), value):

@@ -358,22 +358,32 @@ def test_held_out_prompts_are_found_by_what_became_of_them(finished, tmp_path):
         assert wide <= window
 
 
+def point(browser):
+    """Move the mouse to the end of the first chart."""
+    x, y = browser.run(
+        "(box => [box.right - 1, box.top + 9])"
+        "(document.querySelector('.u-over').getBoundingClientRect())"
+    )
+    browser.ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    browser.run("new Promise(done => setTimeout(done, 100))")
+
+
 def test_the_cursor_reads_what_was_logged(finished):
     folder = finished["eggroll"]
     with opened(folder / "report.html") as browser:
-        x, y = browser.run(
-            "(box => [box.right - 1, box.top + 9])"
-            "(document.querySelector('.u-over').getBoundingClientRect())"
-        )
-        browser.ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-        browser.run("new Promise(done => setTimeout(done, 100))")
+        counts = ".chart .u-legend tr:first-child"
+        assert not any(texts(browser, counts)), "no chart repeats what its axis counts"
+        point(browser)
         heads = ".chart:first-child .u-legend .u-value"
         step, mean, best = texts(browser, heads)
-        last = events(folder)[-1]
+        assert step.startswith("optimizer step ")
+        step, last = step.split()[-1], events(folder)[-1]
         assert (int(step), float(mean)) == (last["step"], pytest.approx(last["reward"], rel=1e-3))
         assert float(best) == pytest.approx(last["reward_best"], rel=1e-3)
         other = texts(browser, ".chart:nth-child(3) .u-legend .u-value")
-        assert int(other[0]) == last["step"], "panels that count the same share the cursor"
+        assert int(other[0].split()[-1]) == last["step"], (
+            "panels that count the same share the cursor"
+        )
 
 
 def test_the_curves_go_by_tokens_and_seconds_too(finished):
@@ -382,9 +392,45 @@ def test_the_curves_go_by_tokens_and_seconds_too(finished):
             offered = browser.run("[...at('axis').options].map(one => one.value)")
             assert offered == axes
             select(browser, "axis", "seconds")
-            heads = texts(browser, ".chart .u-legend tr:first-child th")
+            point(browser)
+            heads = texts(browser, ".chart .u-legend tr:first-child")
             assert len(heads) > 4
             assert all(text.startswith("seconds of training") for text in heads)
+
+
+LEVEL = {  # values of a curve -> whether it is drawn over all of the height
+    "[1, 1.0002, 1.0004]": False,
+    "[1e-6, 1e-6, 1e-6]": False,
+    "[0, 0, 0]": False,
+    "[0.999, 1, 0.9995]": False,
+    "[1, 1.05, 1.1]": True,
+    "[1e-6, 2e-6, 4e-6]": True,
+    "[-0.001, 0.001, 0]": True,
+}
+
+
+@pytest.mark.parametrize("values", LEVEL)
+def test_no_two_ticks_of_a_chart_read_alike(values, finished):
+    with opened(finished["eggroll"] / "report.html") as browser:
+        curve = f"{{label: 'a', colour: '#000000', dash: [], x: [1, 2, 3], y: {values}}}"
+        options = "{label: 'step', sync: 'a', counts: true}"
+        browser.run(f"u = draw(box({{title: '', unit: ''}}, document.body), [{curve}], {options})")
+        ticks = browser.run("u.axes[1]._values")
+        low, high = browser.run("[u.scales.y.min, u.scales.y.max]")
+        assert len(ticks) > 2
+        assert len(set(ticks)) == len(ticks)
+        assert ticks == sorted(ticks, key=float)
+        found = json.loads(values)
+        assert (max(found) - min(found) > 0.5 * (high - low)) == LEVEL[values]
+    assert browser.requests == []
+
+
+def test_ticks_that_lie_close_are_told_apart(finished):
+    with opened(finished["eggroll"] / "report.html") as browser:
+        pairs = {(1.0002, 1e-4): "1.0002", (1e-6, 5e-8): "1.00e-6", (1.05e-6, 5e-8): "1.05e-6"}
+        pairs |= {(0.25, 0.25): "0.25", (300, 100): "300", (12.00005, 5e-5): "12.00005"}
+        for (tick, step), text in pairs.items():
+            assert browser.run(f"say({tick}, {step})") == text
 
 
 def test_zero_is_left_out_of_a_logarithmic_axis(finished):

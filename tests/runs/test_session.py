@@ -4,6 +4,7 @@ algorithm, an engine, a task and a loss are added as docs/architecture.md says.
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -73,6 +74,34 @@ def test_a_new_algorithm_trains(toy, in_cache, tmp_path):
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert kept == ["step-00000003", "step-00000006"]
     assert "toy" in (tmp_path / "report.md").read_text()
+
+
+def test_by_default_it_evaluates_at_sixths_of_the_steps_where_that_takes_few_tokens(
+    toy, in_cache, tmp_path
+):
+    """An evaluation of one example takes about half the tokens of a step of the toy."""
+    many = ("algo.steps=126", "checkpoint.every=50", "evaluate.examples=1")
+
+    def evaluated(folder: Path) -> list[int]:
+        return [event["step"] for event in events(folder) if "metric" in event]
+
+    launch.train(toy(*many), tmp_path / "whole", Letters())
+    assert evaluated(tmp_path / "whole") == [21, 42, 63, 84, 105]
+    launch.train(toy(*many, "evaluate.every=0"), tmp_path / "never", Letters())
+    assert evaluated(tmp_path / "never") == []
+    assert rewards(tmp_path / "never") == rewards(tmp_path / "whole"), "training does not see it"
+    whole = weights(tmp_path / "whole")
+    assert all(torch.equal(t, whole[n]) for n, t in weights(tmp_path / "never").items())
+    launch.train(toy(*many, "evaluate.examples=4"), tmp_path / "dear", Letters())
+    assert evaluated(tmp_path / "dear") == [], "twice the tokens of a step"
+    more = ["evaluate.samples=4"]  # of each example, and the greedy one
+    launch.train(toy(*many, *more), tmp_path / "samples", Letters())
+    assert evaluated(tmp_path / "samples") == []
+    saved = tmp_path / "whole" / "checkpoints" / "step-00000100"
+    shutil.copytree(saved, tmp_path / "cut" / "checkpoints" / saved.name)
+    again = toy(*many, f"resume={tmp_path / 'cut'}")
+    launch.train(again, tmp_path / "again", Letters())
+    assert evaluated(tmp_path / "again") == [105], "as the run that was never stopped"
 
 
 def test_killed_and_resumed_it_ends_as_if_it_had_not_been(toy, command, in_cache, tmp_path):

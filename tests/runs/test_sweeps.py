@@ -77,10 +77,6 @@ MISTAKES = {
     "algo=rft algo.iterations=null": (
         "algo.iterations is null, so nothing ends the run. Give a number, or a budget."
     ),
-    "budget.tokens=5 algo.lr_schedule.kind=linear algo.lr_schedule.end=0": (
-        "algo.lr_schedule goes over algo.steps, which a "
-        "budget leaves open. Give algo.steps too; the budget may end the run earlier."
-    ),
 }
 
 

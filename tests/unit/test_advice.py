@@ -138,8 +138,8 @@ CUT_OFF = {
         "algo.sampling.max_new_tokens=32",
     ),
     "one of the two": (
-        {"truncated": 1.0, "reward": 0.0},
-        "or the model writes no stop token: give more tokens, and where still none ends",
+        {"truncated": 0.92, "reward": 0.0},
+        "or the model goes on behind them: give more tokens once, and if as few end then",
         "algo.sampling.max_new_tokens=32",
     ),
 }

@@ -410,12 +410,11 @@ def test_auto_goes_by_the_chat_template_of_whichever_model_is_asked():
         build({**shipped("task/units.yaml"), "chat": "yes"})
 
 
-def test_chat_is_not_for_the_tiny_model():
+def test_a_model_without_a_template_is_taught_plain_lines():
     chat = make(chat=True)
-    with pytest.raises(
-        ConfigError, match=r"^task\.chat=true is for instruction models, and model=tiny is none\."
-    ):
-        chat.pretraining(chat.examples("train")[0], random.Random(0))
+    row = chat.examples("train")[0]
+    prompt, _ = chat.pretraining(row, random.Random(0))
+    assert prompt == plain(chat.prompt(row))
 
 
 # --- questions

@@ -34,9 +34,9 @@ function box(panel, place) {
 // What stands at a place of an axis whose places are `step` apart.
 function say(tick, step) {
   if (!tick) return tick === 0 ? "0" : "";
-  if (step < 5e-4) return tick.toExponential(1);
-  const digits = [0, 1, 2, 3, 4, 5, 6].find((d) => Math.abs(step * 10 ** d - Math.round(step * 10 ** d)) < 1e-6);
-  return tick.toFixed(digits ?? 6);
+  if (Math.abs(tick) < 1e-2 && step < 5e-4) return tick.toExponential(Math.ceil(Math.log10(Math.abs(tick) / step) - 1e-6));
+  const digits = [0, 1, 2, 3, 4, 5, 6, 7, 8].find((d) => Math.abs(step * 10 ** d - Math.round(step * 10 ** d)) < 1e-6);
+  return tick.toFixed(digits ?? 9);
 }
 
 // The place of the value nearest to place `i`: curves have their values at places of their own.
@@ -51,7 +51,7 @@ function nearest(values, i) {
 
 // curves: [{label, colour, dash, x, y, raw: faint, low, high: a band between two others}].
 function draw(place, curves, { label, zero, log, sync, counts }) {
-  const tables = [], series = [{ label, value: (u, v) => short(v) }], bands = [];
+  const tables = [], series = [{ label: "", value: (u, v) => (v === null || v === undefined ? "" : `${label} ${short(v)}`) }], bands = [];
   const value = (u, v, i, at) => {
     const under = u.data[u.series[i].under];
     return v === null || v === undefined ? "" : short(v) + (under && at !== null ? ` (${short(under[nearest(under, at)])})` : "");
@@ -70,8 +70,9 @@ function draw(place, curves, { label, zero, log, sync, counts }) {
   const axis = look();
   const range = log ? undefined : (u, low, high) => {
     if (zero) return [Math.min(0, low), high * 1.05 || 1];
-    if (low !== high) return uPlot.rangeNum(low, high, 0.1, true);
-    return low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, low + Math.abs(low) * 0.1];  // flat
+    const size = Math.max(Math.abs(low), Math.abs(high)), room = (size || 1) * 0.1;
+    if (high - low > 0.01 * size) return uPlot.rangeNum(low, high, 0.1, true);
+    return [low - room, high + room];  // flat, or noise that would be made large
   };
   const options = {
     width: place.clientWidth, height: 230, series, bands,

@@ -1,0 +1,69 @@
+"""Models of the hub on a machine that it cannot be reached from: an answer after one question."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from common.model.tiny import byte_tokenizer
+from tests.support import ROOT
+from tests.support.models import small_model
+
+GIVEN = ["algo=grpo", "task=chess", "model=hf", "model.path=someone/something"]
+GIVEN += ["algo.sampling.max_new_tokens=4"]
+
+
+@pytest.fixture(params=["refuses", "swallows"])
+def hub(request):
+    """Yield the address of a hub that never answers, and the connections that were made."""
+    asked = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def listen():
+            while True:
+                try:
+                    asked.append(server.accept()[0])
+                except OSError:  # closed
+                    return
+                if request.param == "refuses":
+                    asked[-1].close()
+
+        threading.Thread(target=listen, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", asked
+        server.shutdown(socket.SHUT_RDWR)
+    for connection in asked:
+        connection.close()
+
+
+def launch(hub, home, *arguments):
+    env = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
+    env |= {"HF_ENDPOINT": hub, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
+    command = [sys.executable, ROOT / "launch.py", *GIVEN, *arguments]
+    return subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize("plan", ["plan=true", "hydra.run.dir=run"])
+def test_a_hub_that_does_not_answer_is_asked_once_and_the_way_out_is_said(hub, plan, tmp_path):
+    address, asked = hub
+    made = launch(address, tmp_path, plan)
+    assert made.returncode == 2
+    assert len(asked) == 1, "no retries"
+    assert re.search(r"model\.path='someone/something' could not be loaded", made.stderr)
+    assert "model.path=FOLDER" in made.stderr
+
+
+def test_a_model_in_the_cache_of_the_hub_is_loaded(hub, tmp_path):
+    address, asked = hub
+    place = tmp_path / "hub" / "models--someone--something"
+    small_model("llama", 258).save_pretrained(place / "snapshots" / ("0" * 40))
+    byte_tokenizer().save_pretrained(place / "snapshots" / ("0" * 40))
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0" * 40)
+    made = launch(address, tmp_path, "plan=true")
+    assert made.returncode == 0, made.stderr
+    assert "someone/something, " in made.stdout
+    assert len(asked) == 1
