@@ -80,11 +80,9 @@ def ranks(run: Run, context: Context, task: tuple[int, int]) -> dict[str, Any]:
         m: optim.Updater(list(m.parameters()), run.algo, numbers, device) for m in (plain, sharded)
     }
 
-    def rollout(model: Any, how: str | None = None) -> None:
-        if how:
-            model.shards.rollout = how
+    def rollout(model: Any) -> None:
         context.barrier()
-        with fsdp.forwards(model):
+        with fsdp.gathered(model):
             samplers[model].generate(Requests(prompts=prompts, samples=SAMPLES), sampling)
 
     def step(model: Any) -> None:
@@ -98,8 +96,7 @@ def ranks(run: Run, context: Context, task: tuple[int, int]) -> dict[str, Any]:
 
     cases = [
         Case(ROLLOUT + DDP, lambda: rollout(plain)),
-        Case(f"{ROLLOUT}{FSDP}, gathered", lambda: rollout(sharded, "gathered")),
-        Case(f"{ROLLOUT}{FSDP}, layerwise", lambda: rollout(sharded, "layerwise")),
+        Case(ROLLOUT + FSDP, lambda: rollout(sharded)),
         Case(STEP + DDP, lambda: step(plain)),
         Case(STEP + FSDP, lambda: step(sharded)),
     ]
@@ -109,8 +106,6 @@ def ranks(run: Run, context: Context, task: tuple[int, int]) -> dict[str, Any]:
         state_gb = updaters[model].memory_gb
         assert state_gb is not None, "it has made a step"
         mb[f"training state a rank, {name}"] = state_gb * 2**10
-    for how in ("gathered", "layerwise"):
-        sharded.shards.rollout = how
-        mb[f"gathered meanwhile, {how}"] = fsdp.gathered_bytes(sharded, rollout=True) / 2**20
+    mb["gathered meanwhile"] = fsdp.gathered_bytes(sharded, rollout=True) / 2**20
     seconds = {name: timing.seconds for name, timing in timings.items()}
     return {"seconds": seconds, "parameters": fsdp.parameters(sharded), "mb": mb}

@@ -136,7 +136,7 @@ def measure(
     context = lm.context
     mine = context.share(examples)
     texts, generated, broken = [], 0, []
-    with fsdp.forwards(lm.model):
+    with fsdp.gathered(lm.model):
         if not what:  # the weights stay the same for what else is measured
             lm.engine.refresh()
         if mine:
@@ -228,7 +228,7 @@ def draw_samples(lm: Any, count: int, accepts: Accepts) -> list[int]:
     context, right = lm.context, []
     mine = context.share(lm.held_out)
     sampling = sampled_with(lm.run.algo.sampling)
-    with fsdp.forwards(lm.model):
+    with fsdp.gathered(lm.model):
         if mine:
             ids = [example.id for example in mine]
             asked = Requests(prompts=lm.encode(mine), ids=ids, samples=count, seed=lm.run.seed)
@@ -323,7 +323,7 @@ def measure_text(lm: Any) -> tuple[float, list[float]]:
     windows out; each goes through the model alone, so that the result is that of one rank.
     """
     context = lm.context
-    with fsdp.forwards(lm.model):
+    with fsdp.gathered(lm.model):
         found = [_bits(lm, *window) for window in context.share(lm.windows)]
     everyone = put_back(context.gather_objects(found))
     broken = [place for place, (bits, _) in enumerate(everyone) if not math.isfinite(bits)]

@@ -510,10 +510,10 @@ class LM:
         """Use the reference model on the device for the block, wherever opt=offload keeps it."""
         assert self.reference is not None
         if self.adapter is not None:  # the same weights
-            with self.adapter.initially(), fsdp.forwards(self.reference):
+            with self.adapter.initially(), fsdp.gathered(self.reference):
                 yield self.reference
             return
-        with fsdp.forwards(self.reference):
+        with fsdp.gathered(self.reference):
             if self.run.opt.offload.enabled:
                 self.reference.to(self.device)
             yield self.reference

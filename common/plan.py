@@ -197,20 +197,12 @@ def _quantize(run: Run, kind: str) -> Run:
     return replace(run, model=replace(run.model, quantize=kind))
 
 
-def _gather_by_layer(run: Run) -> Run:
-    """Return the run with sampling that gathers one block at a time, where weights are shared."""
-    if not run.opt.fsdp.enabled:
-        return run
-    return replace(run, opt=replace(run.opt, fsdp=replace(run.opt.fsdp, rollout="layerwise")))
-
-
-# By what they cost: nothing, a third of the training time, copies to and from the host, slower
-# sampling, another objective, other weights that are trained, and frozen weights that are rounded.
+# By what they cost: nothing, a third of the training time, copies to and from the host, another
+# objective, other weights that are trained, and frozen weights that are rounded.
 WAYS: tuple[Callable[[Run], Run], ...] = (
     lambda run: _switch(run, "amp"),
     lambda run: _switch(run, "checkpointing"),
     lambda run: _switch(run, "offload"),
-    _gather_by_layer,
     _drop_reference,
     _adapt,
     lambda run: _quantize(run, "int8"),
@@ -227,8 +219,6 @@ def _describe(run: Run, changed: Run) -> str:
     )
     if switches != before:
         words.append(f"'opt=[{','.join(switches)}]'")
-    if changed.opt.fsdp.rollout != run.opt.fsdp.rollout:
-        words.append(f"opt.fsdp.rollout={changed.opt.fsdp.rollout}")
     if changed.algo != run.algo:
         words.append("algo.kl.beta=0")
     if changed.model.adapter != run.model.adapter:

@@ -71,7 +71,7 @@ class Classifier:
         context, model = self.context, self.model
         mine = context.share(range(len(chosen)))
         found = torch.zeros(len(chosen), len(self.task.classes), dtype=torch.float64)
-        with fsdp.forwards(model, idle=lambda: self._forward(rows, [0])):
+        with fsdp.gathered(model):
             if mine:
                 found[list(mine)] = self._forward(rows, [chosen[i] for i in mine])
         return context.sum(found.to(self.device)).cpu()
@@ -109,7 +109,7 @@ class Classifier:
 
     def offending(self, chosen: Sequence[int]) -> list[dict[str, Any]]:
         """Describe the rows of `chosen` whose probabilities are not finite, or else all."""
-        with fsdp.forwards(self.model, idle=lambda: self._forward(self.train_rows, [0])):
+        with fsdp.gathered(self.model):
             found = self._forward(self.train_rows, chosen) if chosen else []
         pairs = zip(chosen, found, strict=True)
         broken = [row for row, part in pairs if not torch.isfinite(part).all()]

@@ -15,7 +15,6 @@ from common.config import (
     at_least,
     below,
     choice,
-    no_effect,
     unused,
 )
 
@@ -65,15 +64,7 @@ class WrapperConfig:
     static_graph: bool
     gradient_as_bucket_view: bool
     bucket_cap_mb: Positive
-    hook: Annotated[str, (choice, ("none", "fp16", "bf16", "powersgd"))]
-    powersgd_rank: Count
-    powersgd_start: Annotated[int, (at_least, 2)]
-
-    def __post_init__(self) -> None:
-        if self.hook != "powersgd":
-            other = f"with algo.ddp.hook={self.hook}. Add algo.ddp.hook=powersgd, or leave it out."
-            for key in ("powersgd_rank", "powersgd_start"):
-                no_effect("algo/classify.yaml", f"algo.ddp.{key}", getattr(self, key), other)
+    hook: Annotated[str, (choice, ("none", "fp16", "bf16"))]
 
 
 # What belongs to training, and means nothing where steps are measured or predicted.

@@ -109,10 +109,6 @@ def check(run: Run, out_dir: Path, simulating: bool) -> None:
     """Raise ConfigError for what algo=predict cannot go with here."""
     cfg: PredictConfig = run.algo
     scaling.check_alone(run, out_dir)
-    if cfg.ddp.hook == "powersgd":
-        raise ConfigError(
-            "algo=predict does not know what algo.ddp.hook=powersgd costs. Use none or fp16."
-        )
     if cfg.times and run.hardware.device != "cuda":
         raise ConfigError(
             f"algo.times are explained with the facts of a GPU, and hardware={run.hardware.name}"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -188,11 +188,7 @@ def wrapped(
         gradient_as_bucket_view=settings.gradient_as_bucket_view,
         bucket_cap_mb=settings.bucket_cap_mb,
     )
-    if settings.hook == "powersgd":
-        start = settings.powersgd_start + settings.static_graph  # the look counts as a step
-        state = powerSGD_hook.PowerSGDState(None, settings.powersgd_rank, start)
-        found.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif settings.hook != "none":
+    if settings.hook != "none":
         if settings.hook == "bf16" and dist.get_backend() != "nccl":
             raise ConfigError("algo.ddp.hook=bf16 needs NCCL, not gloo. Use algo.ddp.hook=fp16.")
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}

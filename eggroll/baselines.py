@@ -77,7 +77,7 @@ def vote(
         trunk=population.noise.trunk,
     )
     answers: list[list[str]] = []
-    with fsdp.forwards(lm.model):
+    with fsdp.gathered(lm.model):
         for _, draw, member in best:
             first = member - member % cfg.pair
             pair, noise = range(first, first + cfg.pair), population.noise

@@ -757,7 +757,7 @@ def _shared_inputs(model: nn.Module, layers: list[nn.Module]) -> dict[int, int]:
     ids = torch.zeros(1, 1, dtype=torch.long, device=fsdp.device(model))
     try:
         model.eval()
-        with fsdp.forwards(model), fsdp.autocast(model):
+        with fsdp.gathered(model), fsdp.autocast(model):
             model(input_ids=ids, use_cache=False)
     finally:
         model.train(training)

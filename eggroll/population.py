@@ -157,7 +157,7 @@ class Population:
         requests = self.request(examples, step.index)
         self._agree()
         mine = context.share(self._chunks())
-        with fsdp.forwards(self.lm.model):
+        with fsdp.gathered(self.lm.model):
             if closely and centre is None:
                 with step.untimed():
                     centre = self.ask_centre(requests, repeated)
@@ -317,7 +317,7 @@ class Population:
     def rehearse(self) -> None:
         """Sample the first chunk of a step and throw it away: compilation happens here."""
         examples = self.lm.order.take(0, self.cfg.prompts_per_step)
-        with fsdp.forwards(self.lm.model):
+        with fsdp.gathered(self.lm.model):
             self.sample(self._chunks()[0], self.request(examples, 0), 0, 1e-3)
 
     def plan(self) -> dict[str, str]:

@@ -200,10 +200,10 @@ class Collector:
             draw=step.index,
             logprobs=True,
         )
-        with step.phase("rollout"), fsdp.forwards(lm.model):
+        with step.phase("rollout"), fsdp.gathered(lm.model):
             made = lm.generate(requests) if mine else None
         if made is None:  # a rank without a prompt has only kept pace with the others
-            with fsdp.forwards(lm.reference):
+            with fsdp.gathered(lm.reference):
                 return None
         texts = made.texts(lm.tokenizer)
         with step.phase("reward"):

@@ -176,5 +176,5 @@ class Finetuner:
             losses = token_losses(model, [tree], device, dtype)
             return bool(torch.isfinite(losses).all())
 
-        with fsdp.forwards(model):
+        with fsdp.gathered(model):
             return [tree for tree in mine if not finite(tree)] or mine

@@ -239,7 +239,7 @@ class Generator:
         for start in range(0, len(todo) + size, size):
             was_ending, place = ending, start + context.rank
             mine = todo[place] if place < len(todo) and not ending else None
-            with fsdp.forwards(lm.model):
+            with fsdp.gathered(lm.model):
                 made = self._sample(mine, timer) if mine else None
             if start > 0:
                 with timer("reward"):
@@ -264,7 +264,7 @@ class Generator:
 
     def rehearse(self, todo: Sequence[Chunk]) -> None:
         """Sample this rank's first chunk and throw it away: compilation happens here."""
-        with fsdp.forwards(self.lm.model):
+        with fsdp.gathered(self.lm.model):
             for chunk in todo[self.lm.context.rank :][:1]:
                 self.lm.generate(self._requests(chunk))
 

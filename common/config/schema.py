@@ -283,7 +283,6 @@ class FsdpConfig(DdpConfig):
     """Workers on this node that share out weights, gradients and optimizer state."""
 
     ranks_per_group: Count | None = None  # that share one copy of the weights; null = all
-    rollout: Annotated[str, (choice, ("gathered", "layerwise"))] = "gathered"
     cpu_offload: bool = False
 
 

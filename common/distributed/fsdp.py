@@ -19,7 +19,7 @@ import copy
 import logging
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,21 +55,13 @@ log = logging.getLogger("clutch")
 
 @dataclass
 class Shards:
-    """The way in which a model is shared out. mesh: [replicate, shard]; dtype: of gathered weights;
-    rollout: opt.fsdp.rollout.
+    """The way in which a model is shared out. mesh: [replicate, shard]; dtype: of gathered
+    weights.
     """
 
     mesh: Any
     device: torch.device
     dtype: torch.dtype
-    rollout: str
-    in_step: bool = False  # whether ranks tell each other of each forward
-
-    def any(self, flag: bool) -> bool:
-        """True on all ranks that share the weights if it is true on one."""
-        value = torch.tensor([int(flag)], device=self.device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.mesh.get_group("shard"))
-        return bool(value.item())
 
 
 @dataclass(frozen=True)
@@ -118,8 +110,7 @@ def shard(models: list[Any], run: Run, context: Context, numbers: Precision) -> 
         if model is None:
             continue
         if isinstance(context.mesh, MeshOfPlan):
-            meta = torch.device("meta")
-            model.shards = Shards(context.mesh, meta, numbers.compute, run.opt.fsdp.rollout)
+            model.shards = Shards(context.mesh, torch.device("meta"), numbers.compute)
             continue
         for part in [*blocks(model), model]:
             send_weights(part, context)
@@ -128,9 +119,7 @@ def shard(models: list[Any], run: Run, context: Context, numbers: Precision) -> 
             # which only NCCL can.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-        model.shards = Shards(
-            context.mesh, context.device.device, numbers.compute, run.opt.fsdp.rollout
-        )
+        model.shards = Shards(context.mesh, context.device.device, numbers.compute)
         model.inside = types.MethodType(_call, model)
         register_fsdp_forward_method(model, "inside")
 
@@ -200,7 +189,7 @@ def inference(model: Any) -> Any:
 
 
 def autocast(model: Any) -> Any:
-    """The context of forwards that nobody needs: an adapter is float32 beside gathered weights that
+    """Return the context of dummy forwards: an adapter is float32 beside gathered weights that
     may be half as wide.
     """
     kind = dtype(model)
@@ -211,55 +200,13 @@ def inside(model: Any, function: Callable[..., T], *args: Any) -> T:
     """`function(model, *args)` as one forward of `model`, with the weights outside its blocks
     gathered meanwhile.
     """
-    shards = of(model)
-    if shards is None:
-        return function(model, *args)
-    if shards.in_step:
-        shards.any(True)
-    return model.inside(function, *args)
-
-
-@contextmanager
-def forwards(model: Any, idle: Callable[[], Any] | None = None) -> Iterator[None]:
-    """For forwards without a backward pass, of which each rank may make another number.
-
-    With opt.fsdp.rollout=gathered the weights are whole meanwhile. With layerwise each forward
-    gathers them, which takes all ranks: one that has left the block makes idle forwards until the
-    last one has.
-    Args: idle: makes a forward that nobody needs; None = of one token.
-    """
-    shards = of(model)
-    if shards is None:
-        yield
-        return
-    if shards.rollout == "gathered":
-        with gathered(model):
-            yield
-        return
-
-    def announce(*_: Any) -> None:
-        shards.any(True)
-
-    ids = torch.zeros(1, 1, dtype=torch.long, device=shards.device)
-    hook = model.register_forward_pre_hook(announce, prepend=True)
-    shards.in_step = True
-    try:
-        yield
-        hook.remove()
-        shards.in_step = False
-        with torch.no_grad(), autocast(model):
-            while shards.any(False):
-                idle() if idle else model(input_ids=ids, use_cache=False)
-    finally:
-        hook.remove()
-        shards.in_step = False
-        model.reshard()  # the root stays gathered after a forward, which an update would not reach
+    return model.inside(function, *args) if of(model) else function(model, *args)
 
 
 @contextmanager
 def gathered(model: Any) -> Iterator[None]:
-    """Meanwhile the weights of a sharded model are whole on every rank; what is written to them is
-    lost.
+    """Hold the weights of a sharded model whole on every rank, for forwards without a backward
+    pass, of which each rank may make another number. What is written to them is lost.
     """
     parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
     if parts:
@@ -276,14 +223,6 @@ def gathered(model: Any) -> Iterator[None]:
             model.set_reshard_after_forward(True)
             # the backward pass begins with the head
             model.set_reshard_after_forward(False, recurse=False)
-
-
-def each(model: Any, items: Iterable[T]) -> Iterator[T]:
-    """`items`, of which each rank may have another number, with a body that makes forwards of
-    `model`: see `forwards`.
-    """
-    with forwards(model):
-        yield from items
 
 
 # --- the shards of one rank
@@ -362,21 +301,19 @@ def _beside(here: float, whole: float) -> str:
 
 
 def gathered_bytes(model: Any, rollout: bool) -> float:
-    """Bytes of weights that are gathered at a time: all of them in a gathered rollout, else what is
-    outside the blocks and two blocks, in training with their gradients; 0 for a plain model.
+    """Bytes of weights that are gathered at a time: all of them in a rollout; in training what is
+    outside the blocks and two blocks, with their gradients; 0 for a plain model.
     """
     shards = of(model)
     if shards is None:
         return 0
-    if rollout and shards.rollout == "gathered":
+    if rollout:
         return shards.dtype.itemsize * parameters(model)
     held = list(model.parameters())
     inside = {id(p) for block in blocks(model) for p in block.parameters()}
     outside = [p for p in held if id(p) not in inside]
     each = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
     weights = sum(p.numel() for p in outside) + 2 * max(each, default=0)
-    if rollout:
-        return shards.dtype.itemsize * weights
     trained = sum(p.numel() for p in outside if p.requires_grad)
     return shards.dtype.itemsize * weights + 4.0 * trained + block_gradients(model)
 

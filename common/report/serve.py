@@ -24,7 +24,7 @@ HOST = "127.0.0.1"
 REST = 9  # seconds without reading files, for each second that was spent on it
 # The files of a run folder that its page is made of.
 FILES = ("run.yaml", "result.json", "metrics.jsonl", "evaluations.jsonl", "run.log")
-FILES += ("harness.json", "completions/*.jsonl", "shard-*/completions/*.jsonl")
+FILES += ("completions/*.jsonl", "shard-*/completions/*.jsonl")
 
 
 class Board:

@@ -179,20 +179,6 @@ def add_intervals(row: dict[str, str], sure: dict[str, Any] | None) -> dict[str,
     return row | {"test": "" if sure["p_value"] is None else show_p(sure["p_value"])}
 
 
-def find_harness(folder: Path) -> list[dict[str, str]]:
-    """Return a row per task and measure of lm-eval, none where it was not asked."""
-    rows, found = [], load(folder / "harness.json") or {"tasks": {}}
-    for task, measures in found["tasks"].items():
-        for name, sides in measures.items():
-            row = {"task": task, "measure": name}
-            for when in WHEN:
-                side = sides.get(when)
-                error = f" ± {side['stderr']:.4f}" if side and side["stderr"] is not None else ""
-                row[when] = f"{side['value']:.4f}{error}" if side else ""
-            rows.append(row)
-    return rows
-
-
 def find_phases(history: list[dict[str, Any]]) -> list[dict[str, str]]:
     """Return a row per phase: its seconds and its share, the longest first."""
     seconds: dict[str, float] = {}

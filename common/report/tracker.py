@@ -15,7 +15,6 @@ from common.report.events import EVALUATIONS, cut_events, events, jsonable, numb
 from common.report.progress import Progress
 from common.report.samples import Samples
 from common.report.sinks import open_sink
-from common.screen import find_screen
 from common.tasks import plain
 
 log = logging.getLogger("clutch")
@@ -53,11 +52,6 @@ class Tracker:
         self.sink = open_sink(run, out_dir, resumed, state or {})
         self.held: list[dict[str, Any]] = events(out_dir / EVALUATIONS)
         self.line: Progress | None = None
-        self.screen = find_screen()
-        if self.screen:
-            self.screen.clear()
-            for record in self.held:
-                self.screen.add(record["metric_name"], record["metric"])
         self.adviser = Adviser(settings(run.algo))
         if steps is not None:
             self.begin("", steps, resumed, "step")
@@ -75,8 +69,6 @@ class Tracker:
         self.file.flush()
         if self.sink:
             self.sink.log(numbers(event), event["step"])
-        if self.screen:
-            self.screen.look(event)
         if "metrics" in event:
             self._evaluated({key: event[key] for key in event if key in KEPT})
         for advice in self.adviser.look(event):
@@ -112,8 +104,6 @@ class Tracker:
 
     def _evaluated(self, record: dict[str, Any]) -> None:
         """Keep one line per step in RUN/evaluations.jsonl."""
-        if self.screen:
-            self.screen.add(record["metric_name"], record["metric"])
         others = (held for held in self.held if held["step"] != record["step"])
         self.held = sorted((*others, record), key=lambda held: held["step"])
         write_jsonl(self.out_dir / EVALUATIONS, self.held)
@@ -131,10 +121,8 @@ class Tracker:
             self.sink.table(f"completions/{name}", step, shown)
 
     def keep(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Keep completions of training (common.report.samples), and show some on a terminal."""
+        """Keep completions of training (common.report.samples)."""
         self.samples.add(step, rows)
-        if self.screen:
-            self.screen.quote([(row["prompt"], row["completion"]) for row in rows])
 
     def artifact(self, kind: str, folder: Path, alias: str) -> None:
         """Upload `folder` as a version of the artifact `kind` (checkpoint, model), if asked to."""

@@ -278,9 +278,8 @@ def test_two_ranks_make_the_adapter_of_one(launch, tmp_path, settings, switch):
 
 
 def test_sharded_weights_in_half_precision(launch, tmp_path):
-    """Ranks make unlike numbers of forwards, so that some are of no use to anyone."""
     own = ["--config-dir", CONF, *GRPO, "model.adapter.merge=true", "hydra.run.dir=out"]
-    launch(*own, "opt=[fsdp,amp]", "opt.fsdp.ranks=2", "opt.fsdp.rollout=layerwise")
+    launch(*own, "opt=[fsdp,amp]", "opt.fsdp.ranks=2")
     assert all(t.any() for name, t in matrices(tmp_path / "out").items() if "lora_B" in name)
     merged = load_file(tmp_path / "out/model/model.safetensors")
     assert {t.dtype for t in merged.values()} == {torch.float32}

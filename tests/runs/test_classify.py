@@ -180,26 +180,15 @@ def test_accumulation_on_one_rank_changes_nothing(one_rank, tmp_path):
     same_weights(tmp_path, one_rank, atol=2e-4)
 
 
-@pytest.mark.parametrize(
-    ("hook", "exact", "off"),
-    [pytest.param("fp16", 0, 1e-3, marks=pytest.mark.slow), ("powersgd", 2, 0.5)],
-)
-def test_compressed_gradients_learn_nearly_the_same(one_rank, warm, tmp_path, hook, exact, off):
-    """exact: steps before it begins to compress; with fp16 the loss of the first step is the same
-    all the same.
-    """
-    more = [
-        "opt=[ddp]",
-        "opt.ddp.ranks=2",
-        f"algo.ddp.hook={hook}",
-        *(["algo.ddp.powersgd_start=2"] if hook == "powersgd" else []),
-    ]
+def test_compressed_gradients_learn_nearly_the_same(one_rank, warm, tmp_path):
+    """The loss of the first step is the same all the same."""
+    more = ["opt=[ddp]", "opt.ddp.ranks=2", "algo.ddp.hook=fp16"]
     warm.call(train, compose([*SMALL_CLASSIFY, *LAST_WEIGHTS, *more]), tmp_path)
     apart = [
         abs(a["loss"] - b["loss"]) for a, b in zip(events(tmp_path), events(one_rank), strict=True)
     ]
-    assert max(apart[: exact + 1]) < 2e-6
-    assert 2e-6 < max(apart) < off, "it did something, and learnt all the same"
+    assert apart[0] < 2e-6
+    assert 2e-6 < max(apart) < 1e-3, "it did something, and learnt all the same"
 
 
 # --- killed and resumed
@@ -260,10 +249,6 @@ MISTAKES = {
     "algo=classify model=gpt2": (
         "model=gpt2 has no effect with algo=classify: the sizes are algo.model.*. Leave it out."
     ),
-    "algo=classify algo.ddp.powersgd_rank=4": (
-        "algo.ddp.powersgd_rank=4 has no effect with algo.ddp.hook=none. Add "
-        "algo.ddp.hook=powersgd, or leave it out."
-    ),
     "algo=classify evaluate.every=3": (
         "evaluate.every=3 has no effect with algo=classify: it evaluates after each epoch. "
         "Leave it out."
@@ -286,7 +271,7 @@ MISTAKES = {
         "algo.label_smoothing=1.0 is out of range. Give a value below 1."
     ),
     "algo=classify algo.ddp.hook=fp8": (
-        "algo.ddp.hook='fp8' is not a choice. Choices: none, fp16, bf16, powersgd."
+        "algo.ddp.hook='fp8' is not a choice. Choices: none, fp16, bf16."
     ),
 }
 

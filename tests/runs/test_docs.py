@@ -41,7 +41,7 @@ PROGRAMS = (
     "pytest",
     "clutch",
 )
-FOREIGN = ("pip", "tensorboard", "trackio", "wandb")  # of other projects
+FOREIGN = ("lm_eval", "pip", "tensorboard", "trackio", "wandb")  # of other projects
 
 
 @dataclass(frozen=True)

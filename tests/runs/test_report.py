@@ -109,22 +109,6 @@ def finished(cache, tmp_path_factory):
     return folders
 
 
-def test_what_lm_eval_has_found_is_in_the_reports(finished, tmp_path):
-    folder = shutil.copytree(finished["eggroll"], tmp_path / "run")
-    side = {"value": 0.25, "stderr": 0.0312}
-    found = {"arc_easy": {"acc": {"after": side}}}
-    board = serve.Board([folder])
-    mark = board.data()["mark"]
-    (folder / "harness.json").write_text(json.dumps({"tasks": found}))
-    board.rested = 0.0
-    assert board.data()["mark"] != mark, "a page that is served shows it too"
-    write_report(folder, figures=False)
-    assert "| arc_easy | acc |  | 0.2500 ± 0.0312 |" in (folder / "report.md").read_text()
-    assert '"harness": [["arc_easy", "acc", "", "0.2500 ± 0.0312"]]' in (
-        (folder / "report.html").read_text()
-    )
-
-
 @pytest.mark.parametrize("algo", RUNS)
 def test_a_run_leaves_a_report(finished, algo):
     folder = finished[algo]

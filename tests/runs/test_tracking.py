@@ -428,7 +428,7 @@ def test_wandb_sweeps_compose(path):
 
 
 @pytest.mark.parametrize("columns", [80, 160])
-def test_a_terminal_shows_one_live_screen(in_cache, warm, tmp_path, columns):
+def test_a_terminal_shows_a_live_line(in_cache, warm, tmp_path, columns):
     """On a real terminal: it is drawn in place, is never wider than the terminal, and other lines
     stay whole.
     """
@@ -450,7 +450,7 @@ def test_a_terminal_shows_one_live_screen(in_cache, warm, tmp_path, columns):
     os.close(its)
     plain = re.sub(r"\x1b\[\??[0-9;]*[A-Za-z]", "", written.decode())
     lines = [line for line in re.split(r"[\r\n]+", plain) if line]
-    live = [line for line in lines if line.startswith(("step ", "reward ", "time: ", "evaluating"))]
+    live = [line for line in lines if line.startswith(("step ", "evaluating"))]
     assert max(map(len, live)) < columns
     steps = [line for line in lines if line.startswith("step ")]
     assert steps[0].startswith("step 0/4 |")
@@ -460,11 +460,4 @@ def test_a_terminal_shows_one_live_screen(in_cache, warm, tmp_path, columns):
     assert ("drift" in last) == (columns == 160), "what has no room is left out whole"
     assert any(line.startswith("evaluating: completion ") for line in lines)
     assert any(re.fullmatch(r"before: held-out bleu \d+\.\d\d", line) for line in lines)
-    (reward,) = [line for line in lines if line.startswith("reward ")][-1:]
-    logged = [event["reward"] for event in events(tmp_path / "run")]
-    curve = reward.split()[1]
-    assert len(curve) == len(logged) == 4
-    assert f"{logged[0]:.4g} → {logged[-1]:.4g}" in reward
-    assert curve[logged.index(max(logged))] == ("█" if max(logged) > min(logged) else "▁")
-    assert any(line.startswith("time: rollout ") for line in lines)
     assert any(line.startswith("  report ") for line in lines)

@@ -37,6 +37,7 @@ def serve() -> None:
         standin.DEVICE = standin.start()
     import matplotlib.figure  # noqa: F401
     import sacrebleu  # noqa: F401
+    import scipy.stats  # noqa: F401
     import torch.multiprocessing
     from hydra._internal.hydra import Hydra
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401

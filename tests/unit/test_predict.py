@@ -362,7 +362,6 @@ def test_mistakes_are_worded(arguments):
 RUN_MISTAKES = {
     "hardware=cpu algo.times={1:5,4:4}": "hardware=cpu has none",
     "hardware=a100_40g opt=[compile]": "opt=compile can be measured on a a100_40g, not simulated",
-    "hardware=cpu algo.ddp.hook=powersgd": "does not know what algo.ddp.hook=powersgd costs",
     "hardware=cpu opt=[ddp] opt.ddp.ranks=2": (
         r"opt\.ddp\.ranks=2 has no effect with algo\.ranks=\[4\]"
     ),

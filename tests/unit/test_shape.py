@@ -208,8 +208,8 @@ def settings() -> dict[str, set[str]]:
 
 
 def attributes_read() -> set[str]:
-    """The names that product code reads off an object, and YAML by interpolation; the checks of a
-    setting are no reader.
+    """The names that product code reads off an object, those that engines are opened with, and YAML
+    by interpolation; the checks of a setting are no reader.
     """
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "conf").rglob("*.yaml")]
     found = {name for text in texts for name in re.findall(r"\$\{[\w.]*\.(\w+)\}", text)}
@@ -221,6 +221,8 @@ def attributes_read() -> set[str]:
                     node.body = []
             nodes = list(ast.walk(tree))
             found |= {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+            opens = [n for n in nodes if isinstance(n, Function) and n.name.startswith("open_")]
+            found |= {argument.arg for n in opens for argument in n.args.args}
             if any(isinstance(n, ast.Name) and n.id == "getattr" for n in nodes):
                 found |= {n.value for n in nodes if isinstance(n, ast.Constant)}
     return found

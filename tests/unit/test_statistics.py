@@ -32,7 +32,8 @@ def test_wilson_covers_shares(count):
     """
     draw = np.random.default_rng(count)
     right = draw.binomial(count, SHARES, (4000, len(SHARES)))
-    found = held(sure.wilson(right, count), SHARES).mean(0)
+    table = np.array([sure.wilson(number, count) for number in range(count + 1)])
+    found = held((table[right, 0], table[right, 1]), SHARES).mean(0)
     assert COVERED[0] < found.mean() < COVERED[1]
     assert found.min() > 0.9
 

@@ -15,7 +15,6 @@ function tell() {
   at("command").hidden = !run.command;
   at("command").textContent = run.command;
   show("measures", run.measures.heads, run.measures.rows);
-  show("harness", ["task", "measure", "before", "after"], run.harness);
   show("time", ["phase", "seconds", "share"], run.phases);
   show("facts", ["", ""], run.facts);
   at("warnings").hidden = !run.warnings.length;
