@@ -1,0 +1,120 @@
+"""Learning rates by size, the trust region of EGGROLL, and what is left of a budget."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from common.budget import Budget
+from common.config import BudgetConfig
+from common.recipe import Rates, choose_lr, describe_lr
+from eggroll.trust import ROOM, TrustRegion
+from grpo.policy import RATES as GRPO_RATES
+from launch import compose
+from rft.finetune import RATES as RFT_RATES
+from tests.support import CONF
+
+HF = ["model=hf", "model.path=somewhere"]
+
+
+@pytest.mark.parametrize("rates", [GRPO_RATES, RFT_RATES], ids=["grpo", "rft"])
+def test_rates_are_those_of_the_points_and_fall_with_the_size(rates):
+    for adapted, points in ((False, rates.weights), (True, rates.adapter)):
+        for size, rate in points:
+            assert rates.at(round(size), adapted) == pytest.approx(rate)
+        between = [rates.at(10**power, adapted) for power in range(5, 12)]
+        assert between == sorted(between, reverse=True)
+        assert between[0] == points[0][1]  # beyond the points theirs
+        assert between[-1] == points[-1][1]
+
+
+def test_rates_lie_on_a_line_in_logarithms():
+    rates = Rates(weights=((1e6, 1e-3), (1e10, 1e-5)), adapter=((1e6, 1.0), (1e7, 0.5)))
+    assert rates.at(10**8, False) == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize(
+    ("algo", "tiny"), [("grpo", 1e-4), ("rft", 1e-3), ("eggroll", 0.02)], ids=str
+)
+def test_a_recipe_belongs_to_the_model_that_it_was_tuned_on(algo, tiny):
+    assert compose([f"algo={algo}"]).algo.lr == tiny
+    other = compose([f"algo={algo}", *HF]).algo
+    assert other.lr == "auto"
+    if algo == "eggroll":
+        assert other.sigma == "auto"
+    own = [f"algo={algo}", *HF, f"+model.recipe={{{algo}: {{lr: 3e-7}}}}"]
+    assert compose(own).algo.lr == 3e-7
+
+
+def test_the_tiny_model_of_a_task_may_have_a_recipe_of_its_own():
+    task = ["task=custom", "task.path=rows.jsonl", "task.prompt_field=q", "task.answer_field=a"]
+    algo = compose(["algo=eggroll", *task]).algo
+    assert (algo.sigma, algo.lr, algo.sampling.temperature) == (0.04, 0.08, 1.0)
+    assert compose(["algo=grpo", *task]).algo.lr == 1e-4
+    assert compose(["algo=eggroll", *task, *HF]).algo.sampling.temperature == 0.0
+
+
+def model(run, parameters=135_000_000):
+    context = SimpleNamespace(main=True)
+    return SimpleNamespace(run=run, parameters=parameters, adapter=None, context=context)
+
+
+def test_the_plan_says_which_recipe_is_used(caplog):
+    lines = {
+        "lr 3e-05 (auto)": HF,
+        "lr 0.0001 (the recipe of model=tiny)": [],
+        "lr 2e-05 (as set)": [*HF, "algo.lr=2e-5"],
+    }
+    for line, overrides in lines.items():
+        assert describe_lr(model(compose(["algo=grpo", *overrides])), GRPO_RATES) == line
+    assert not caplog.records
+    describe_lr(model(compose(["algo=grpo", *HF, "algo.lr=1e-3"])), GRPO_RATES)
+    assert "algo.lr=0.001 is 33 times" in caplog.text
+    assert "algo.lr=auto is 3e-05" in caplog.text
+
+
+def test_auto_is_refused_for_an_optimizer_whose_steps_are_not_known():
+    run = compose(["algo=grpo", *HF, "algo.optimizer.name=SGD"])
+    with pytest.raises(ValueError, match=r"algo\.optimizer\.name=SGD.*give algo\.lr"):
+        choose_lr(model(run), GRPO_RATES)
+
+
+class Sized:
+    """Weights of size 2."""
+
+    def size_at_start(self) -> float:
+        return 4.0
+
+
+def walk(steps: int, length: float, *overrides: str, planned: float | None = None) -> float:
+    """Return the drift of a random walk of updates that would each be of `length`."""
+    cfg = compose(["algo=eggroll", *overrides], CONF).algo
+    region = TrustRegion(cfg, Sized(), planned, {})
+    norm, drift = 7.0, 0.0
+    for step in range(steps):
+        lr = region.shorten(length * 2.0 / norm, norm, float(steps - step))
+        drift = math.hypot(drift, lr * norm / 2.0)
+        region.follow(lr * norm, drift if step % 10 == 0 else None)
+    return drift
+
+
+def test_runs_of_any_length_end_in_the_trust_region():
+    assert walk(60, 0.08) == pytest.approx(0.08 * math.sqrt(60))  # which is within: as they are
+    assert walk(2000, 0.08) == pytest.approx(1.0)
+    assert walk(2000, 0.08, "algo.max_drift=0.3") == pytest.approx(0.3)
+    assert walk(2000, 0.08, "algo.max_drift=null") == pytest.approx(0.08 * math.sqrt(2000))
+    assert walk(2000, 0.08, planned=0.1) == pytest.approx(ROOM * 0.1)
+    free = walk(2000, 0.08, "algo.optimizer.name=Adam")  # whose updates are not known before
+    assert free == pytest.approx(0.08 * math.sqrt(2000))
+
+
+def test_the_steps_that_are_left_follow_from_the_share_of_the_budget_that_is_used():
+    context = SimpleNamespace(main=False, gather_objects=lambda value: [value])
+    budget = Budget(BudgetConfig(tokens=1000, seconds=None), context, 200, 0.0)
+    assert budget.steps_left(0, None, before=0.2) is None
+    assert budget.steps_left(0, 60, before=0.2) == 60
+    budget.add(400, 0.0)  # 4 steps of 50 tokens
+    assert budget.steps_left(4, None, before=0.2) == pytest.approx(12)
+    assert budget.steps_left(4, 9, before=0.2) == 5
+    assert budget.progress(4, None) == pytest.approx(0.4)
+    assert budget.progress(4, 5) == 1.0
