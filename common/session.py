@@ -157,6 +157,8 @@ class Session:
             state["before"] = before.kept()
             if context.main:
                 log.info("before: held-out %s %.2f", before.name, before.value)
+        if self.generates and summary.has_learnt_all(state["before"]["metrics"]):
+            self.end(summary.LEARNT_ALL)
         if context.main:
             self._open_tracker()
         self.budget = Budget(run.budget, context, state["generated"], state["seconds"])

@@ -47,6 +47,7 @@ SMALLEST, LARGEST, FACTOR, HALVINGS = 1 / 1024, 1.0, 4.0, 2  # of the weights' r
 MEMBERS = 16  # that try a sigma, or fewer; the prompts are as many as fill a step of the run
 LOSS = 0.1  # of the reward, and of the share of whole answers: more is broken
 WALK = 1.25
+TRIES = 6  # sigmas that a probe is likely to try
 DRAW = 2**31 - 1  # of the probe's noise, which no step has
 UNMEASURED_STEPS = 100  # of a run that a budget of seconds ends
 
@@ -226,9 +227,11 @@ class Probe:
         return Findings(sigma, lr, why, self.centre, rows, used.tokens, used.samples, seconds)
 
     def _search(self) -> Iterator[Row]:
-        sigma, survived = self.size * SMALLEST, 0.0
+        sigma, survived, began = self.size * SMALLEST, 0.0, time.perf_counter()
         while True:
             row = self._try(sigma)
+            if not survived:
+                self._foresee(TRIES * (time.perf_counter() - began))
             yield row
             if not row.survived:
                 break
@@ -240,6 +243,17 @@ class Probe:
             row = self._try(middle := math.sqrt(survived * sigma))
             yield row
             survived, sigma = (middle, sigma) if row.survived else (survived, middle)
+
+    def _foresee(self, seconds: float) -> None:
+        """Raise ConfigError where the probe will use up the budget; seconds: that it will take."""
+        tokens = TRIES * self.attempt.tokens
+        share, limit = self.run.budget.nearest(tokens, seconds)
+        if not self.run.probe and self.context.any(share >= 1):
+            raise ConfigError(
+                f"{limit} does not suffice for the probe of algo.sigma=auto alone, which is likely"
+                f" to take {tokens:,} tokens and {seconds:.0f} s. Give at least three times as"
+                " much, or algo.sigma and algo.lr, or fewer algo.members or algo.prompts_per_step."
+            )
 
     def _try(self, sigma: float, as_set: bool = False) -> Row:
         if self.stopping():

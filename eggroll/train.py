@@ -50,6 +50,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
         return run_randopt(run, population, weights)
     with Session(run, context, lm, steps=cfg.steps) as session:
         session.start(weights, population.plan())
+        if session.over:
+            return session.finish()
         tuned = probe.tune(population, weights, session)  # sigma and lr, as set or as measured
         session.state.setdefault("share_before", session.budget.share)  # the probe's
         region = TrustRegion(cfg, weights, tuned.drift, session.state)

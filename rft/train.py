@@ -54,6 +54,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
             (stages | {"evaluate": evaluate})[cfg.stage](work, work.folder.under_way())
             return leave(work)
         best, fallen, ended_by = evaluate(work, 0), 0, None
+        if summary.has_learnt_all(best["metrics"]):
+            return finish(work, 0, summary.LEARNT_ALL)
         work.stop_if_asked(0)
         for iteration in itertools.islice(itertools.count(1), cfg.iterations):
             if (ended_by := work.journal.spent_before(iteration)) is not None:

@@ -343,10 +343,10 @@ def _reason(
     result: Any, events: Sequence[Numbers], algo: dict[str, Any], worse: bool
 ) -> tuple[str, str]:
     """Return the likely reason why nothing was learnt, and the override to try next."""
-    if result.steps == 0:
-        return "No step was made: what came before the first one used up the budget.", ""
     if result.before >= SOLVED:
         return "There was nothing left to learn: give harder prompts.", ""
+    if result.steps == 0:
+        return "No step was made: what came before the first one used up the budget.", ""
     if collapse := _collapse(events, algo):
         return f"Likely reason: {collapse.text}", collapse.change
     if result.iteration == 0:

@@ -33,6 +33,17 @@ from common.tasks import Example, Task, plain, task_name
 log = logging.getLogger("clutch")
 
 
+LEARNT_ALL = "the base model, which has nothing left to learn"  # what ended the run
+
+
+def has_learnt_all(metrics: dict[str, float]) -> bool:
+    """Return whether the held-out measures, the headline first, leave nothing to learn; says so."""
+    name, value = next(iter(metrics.items()))
+    if value >= 100:
+        log.info("held-out %s is 100 before the first step: nothing is trained", name)
+    return value >= 100
+
+
 @dataclass
 class Result:
     """The outcome of a run, as in RUN/result.json. before, after: the held-out metric, of 100.

@@ -305,7 +305,7 @@ def test_auto_goes_on_with_what_it_chose(tmp_path, monkeypatch):
 
 def test_words_for_settings_that_do_not_go_together():
     with pytest.raises(
-        ConfigError, match=r"algo\.sigma=much is no number\. Give one above 0, or auto"
+        ConfigError, match=r"algo\.sigma=much is not a number\. Give one above 0, or auto"
     ):
         compose(["algo.sigma=much"])
     with pytest.raises(ConfigError, match="probe=true has no effect with algo=grpo"):
@@ -314,3 +314,9 @@ def test_words_for_settings_that_do_not_go_together():
         compose(["plan=true", "probe=true"])
     with pytest.raises(ConfigError, match=r"algo\.lr=-1\.0 is out of range"):
         compose(["algo.lr=-1"])
+
+
+def test_a_budget_that_the_probe_would_use_up_is_told_after_its_first_sigma(tmp_path):
+    run = compose([*AUTO, "budget.tokens=100"])
+    with pytest.raises(ConfigError, match=r"budget\.tokens=100 does not suffice.*algo\.sigma"):
+        train(run, tmp_path, Letters("smooth"))
