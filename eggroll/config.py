@@ -31,7 +31,7 @@ FITNESS += ("centered_rank", "pair_sign")
 def positive_or_auto(key: str, value: float | str) -> None:
     """Raise ConfigError unless `value` is a number above 0, or auto."""
     if isinstance(value, str) and value != AUTO:
-        raise ConfigError(f"{key}={value} is no number. Give one above 0, or auto.")
+        raise ConfigError(f"{key}={value} is not a number. Give one above 0, or auto.")
     if not isinstance(value, str):
         above(key, float(value), 0)
 

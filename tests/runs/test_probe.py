@@ -305,7 +305,7 @@ def test_auto_goes_on_with_what_it_chose(tmp_path, monkeypatch):
 
 def test_words_for_settings_that_do_not_go_together():
     with pytest.raises(
-        ConfigError, match=r"algo\.sigma=much is no number\. Give one above 0, or auto"
+        ConfigError, match=r"algo\.sigma=much is not a number\. Give one above 0, or auto"
     ):
         compose(["algo.sigma=much"])
     with pytest.raises(ConfigError, match="probe=true has no effect with algo=grpo"):
