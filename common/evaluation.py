@@ -335,7 +335,7 @@ def measure_text(lm: Any) -> tuple[float, list[float]]:
 
 @torch.no_grad()
 def _bits(lm: Any, before: list[int], tokens: list[int]) -> tuple[float, int]:
-    """Return the bits of the tokens of a window, and how many of them were foretold."""
+    """Return the bits of the tokens of a window, and how many of them were predicted."""
     ids = torch.tensor([[*before, *tokens]], device=lm.device)
     half = lm.half and not lm.population
     training = lm.model.training

@@ -111,7 +111,7 @@ class LM:
         elif adapted is not None:
             self.reference = self.model if reference else None
             keep_wide(self.model)
-        self.wide: dict[str, torch.Tensor] = {}  # of what is narrow, for who wants masters of it
+        self.wide: dict[str, torch.Tensor] = {}  # float32 originals of half-precision weights
         if narrows:
             here = torch.device("meta") if context.device.planned else self.device
             self.wide = narrow(self.model, self.precision.compute, here)

@@ -83,7 +83,7 @@ def held(path: Path, shared: bool = False) -> Iterator[None]:
         except OSError as error:
             raise ConfigError(
                 f"hydra.run.dir={path.parent} cannot be written: {error.strerror}. Choose another"
-                " folder, or mend its permissions."
+                " folder, or fix its permissions."
             ) from None
         try:
             _lock(descriptor, path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)

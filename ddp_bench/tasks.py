@@ -295,7 +295,7 @@ def _find_file(path: str, split: str) -> str | None:
     if not folder.is_dir():
         if folder.exists() or path.startswith((".", "~", "/")) or path.count("/") > 1:
             raise ConfigError(
-                f"task.path={path!r} is no folder; tried {folder.absolute()}. Give one with"
+                f"task.path={path!r} is not a folder; tried {folder.absolute()}. Give one with"
                 " train.jsonl and test.jsonl, or an id for the datasets library."
             )
         return None

@@ -221,7 +221,7 @@ class Probe:
             except ConfigError as error:
                 if not self.run.probe:
                     raise
-                lr, reason = None, str(error).rstrip(".")  # what was seen is told all the same
+                lr, reason = None, str(error).rstrip(".")  # measurements are still reported
             why += f"; {reason}"
         lr = None if lr is None else float(lr)
         return Findings(sigma, lr, why, self.centre, rows, used.tokens, used.samples, seconds)
@@ -272,7 +272,7 @@ class Probe:
         if not tried.centre.rewards.isfinite().all():
             raise ConfigError(
                 "the probe met NaN or infinity in a reward or in logits of the model without noise."
-                " Mend the reward, or the model."
+                " Fix the reward, or the model."
             )
         finite = tried.finite  # what is not earns nothing, and that sigma is too large
         rewards = tried.rewards.nan_to_num(0.0, 0.0, 0.0)

@@ -201,8 +201,8 @@ class Weights:
 
     @torch.no_grad()
     def descend(self, name: str, gradient: Tensor, lr: float, compare: bool) -> None:
-        """Make an optimizer step of one parameter against `gradient`, which is used up; `compare`
-        what comes of it with what was, and with the initial weights.
+        """Make an optimizer step of one parameter against `gradient`, which is used up. If
+        `compare`, also record the movement since the step before and since the initial weights.
         """
         with self._opened(name) as master:
             self._descend(name, master, gradient, lr, compare)

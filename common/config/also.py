@@ -25,7 +25,7 @@ def resolve_also(config: DictConfig, config_dir: str | None) -> None:
     names = config.evaluate.also
     if not isinstance(names, ListConfig):
         raise ConfigError(
-            f"{KEY}={names} is no list of tasks. Use '{KEY}=[{names}]', or [] for none."
+            f"{KEY}={names} is not a list of tasks. Use '{KEY}=[{names}]', or [] for none."
         )
     choices, nodes = list_options("task", config_dir), {}
     folder = config_dir and str(Path(config_dir).resolve())

@@ -63,9 +63,9 @@ def wrong_type(given: str, reason: str, names: Sequence[str] = ()) -> str:
     """
     key, _, value = given.partition("=")
     if "ListConfig" in reason:
-        return f"{given} is no list. Use '{key}=[{value if value[:1] not in '{[' else '...'}]'."
+        return f"{given} is not a list. Use '{key}=[{value if value[:1] not in '{[' else '...'}]'."
     if "to Dict[" in reason:
-        return f"{given} is no dict. Use '{key}={{NAME: VALUE}}'."
+        return f"{given} is not a dict. Use '{key}={{NAME: VALUE}}'."
     if "is not a subclass of" in reason:
         there = f", such as {key}.{names[0]}=VALUE. Settings there: {', '.join(names)}"
         return (
@@ -174,7 +174,7 @@ def check_groups(arguments: Sequence[str]) -> None:
         if override.is_sweep_override() or (group == "experiment" and isinstance(value, list)):
             continue  # a list of experiments: one upon the other
         instead = {
-            "experiment": "is what there is without it. Leave it out.",
+            "experiment": "is the default. Leave it out.",
             "opt": "is not a list. Use opt=[] for none, or for example 'opt=[amp,compile]'.",
         }
         if value is None:

@@ -75,7 +75,9 @@ def from_environment(names: str, default: int | None) -> int | None:
     for name in names.split("*"):
         text = os.environ.get(name, "")
         if text and not (text.isascii() and text.isdigit()):
-            raise ConfigError(f"the environment variable {name}={text!r} is no number. Unset it.")
+            raise ConfigError(
+                f"the environment variable {name}={text!r} is not a number. Unset it."
+            )
         found.append(int(text) if text else None)
     if all(value is None for value in found):
         return default

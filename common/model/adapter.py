@@ -302,8 +302,8 @@ def _read(model: Any, given: str, where: str, key: str) -> Any:
     settings = folder / ADAPTER
     if not settings.is_file():
         raise ConfigError(
-            f"{key} is no folder with a LoRA adapter: there is no {settings.absolute()}. Give the"
-            " folder that peft's save_pretrained wrote, such as RUN/adapter of a run with"
+            f"{key} is not a folder with a LoRA adapter: there is no {settings.absolute()}. Give"
+            " the folder that peft's save_pretrained wrote, such as RUN/adapter of a run with"
             " model.adapter; one on the hub comes with: hf download ID --local-dir FOLDER."
         )
     saved = json.loads(settings.read_text(encoding="utf-8"))

@@ -159,8 +159,8 @@ class Engine(Protocol):
 
     def peak_bytes(self, rows: int, load: Load) -> float:
         """Return an estimate of the most that a call takes with `rows` rows per forward, beside a
-        model that is not its own; with none, what it holds while nobody samples. It never falls as
-        rows grow.
+        model that is not its own; with 0 rows, the bytes held when idle. It never falls as rows
+        grow.
         """
         ...
 

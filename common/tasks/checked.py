@@ -95,7 +95,7 @@ def _show(value: Any) -> str:
 
 def _text(value: Any) -> str | None:
     if not isinstance(value, str):
-        return f"{_show(value)}, which is no text"
+        return f"{_show(value)}, which is not text"
     return f"{_show(value)}, which holds a lone surrogate" if _SURROGATE.search(value) else None
 
 
@@ -133,19 +133,19 @@ def _pair(value: Any) -> str | None:
 
 def _measures(value: Any) -> str | None:
     if not isinstance(value, Mapping) or not value:
-        return f'{_show(value)}, which is no dict of measures such as {{"exact": 50.0}}'
+        return f'{_show(value)}, which is not a dict of measures such as {{"exact": 50.0}}'
     for name, number in value.items():
         if not isinstance(name, str) or not isinstance(number, Real):
-            return f"{_show(number)} as {_show(name)}, which is no number"
+            return f"{_show(number)} as {_show(name)}, which is not a number"
     return None
 
 
 def _scores(value: Any) -> str | None:
     if not isinstance(value, Mapping):
-        return f'{_show(value)}, which is no dict of lists such as {{"exact": [0.0, 100.0]}}'
+        return f'{_show(value)}, which is not a dict of lists such as {{"exact": [0.0, 100.0]}}'
     for name, numbers in value.items():
         if not isinstance(name, str) or not isinstance(numbers, Sequence):
-            return f"{_show(numbers)} as {_show(name)}, which is no list"
+            return f"{_show(numbers)} as {_show(name)}, which is not a list"
         if odd := [n for n in numbers if not isinstance(n, Real) or not math.isfinite(n)]:
             return f"{_show(odd[0])} among the values of {name!r}, which is no finite number"
     return None

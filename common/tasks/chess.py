@@ -244,7 +244,7 @@ def _read(path: str, key: str) -> Iterator[tuple[str, str, str]]:
                 board.push(move)
                 yield before, move.uci(), board.fen()
         except ValueError as error:
-            raise ConfigError(f"{key}={path!r}: {where}: {error}. Mend or remove it.") from None
+            raise ConfigError(f"{key}={path!r}: {where}: {error}. Fix or remove it.") from None
 
 
 # What a source of rows gives: the place, for errors; position; moves
@@ -285,7 +285,7 @@ def _pgn(path: str, key: str) -> Iterator[_Line]:
             elif game.next() is not None:
                 yield where, board, list(game.mainline_moves())
         if error is not None:
-            raise ConfigError(f"{key}={path!r}: {where}: {error}. Mend or remove it.")
+            raise ConfigError(f"{key}={path!r}: {where}: {error}. Fix or remove it.")
 
 
 class _Strict(chess.pgn.GameBuilder[chess.pgn.Game]):

@@ -200,7 +200,7 @@ class Countdown(Weighted):
                     problem = found.problem or f"it is {found.value} of {list(found.numbers)}"
                     raise ConfigError(
                         f"task.solution_field={self.solution_field!r} in {row.where} is no solution"
-                        f" for {target} from {numbers}: {problem}. Mend or remove the row."
+                        f" for {target} from {numbers}: {problem}. Fix or remove the row."
                     )
             yield self._make(numbers, target, solution)
 

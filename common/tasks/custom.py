@@ -299,7 +299,7 @@ class Custom(Rows):
             )
             if not question.strip():
                 raise ConfigError(
-                    f"task.template={config.template!r} makes an empty prompt of {row.where}. Mend"
+                    f"task.template={config.template!r} makes an empty prompt of {row.where}. Fix"
                     " the row."
                 )
         answer = row.text(config.answer_field, "task.answer_field", numbers=True).strip()
@@ -310,7 +310,7 @@ class Custom(Rows):
             if final is None or (config.reward == "numeric" and extra["value"] is None):
                 raise ConfigError(
                     f"task.answer_field={config.answer_field!r} has no number in {row.where}:"
-                    f" {answer[-60:]!r}. Mend the row, or use another reward, such as"
+                    f" {answer[-60:]!r}. Fix the row, or use another reward, such as"
                     f" task.reward=exact. Fields there: {', '.join(row.fields)}."
                 )
         return Example(0, question, answer, extra)

@@ -60,7 +60,7 @@ class Row:
         elif numbers and isinstance(value, float) and math.isfinite(value):
             value = f"{value:.0f}" if value == int(value) else f"{Decimal(repr(value)):f}"
         if not isinstance(value, str):
-            problem = f"is no text in {self.where}, but {type(value).__name__}: {value!r:.60}."
+            problem = f"is not a text in {self.where}, but {type(value).__name__}: {value!r:.60}."
         elif not (value.strip() or blank):
             problem = f"is empty in {self.where}."
         elif "\0" in value:
@@ -70,7 +70,7 @@ class Row:
         else:
             return value
         there = f" Fields there: {named(self.fields)}." if len(self.fields) > 1 else ""
-        raise ConfigError(f"{key}={name!r} {problem} Mend or remove the row.{there}")
+        raise ConfigError(f"{key}={name!r} {problem} Fix or remove the row.{there}")
 
 
 def named(names: Iterable[str]) -> str:
@@ -137,7 +137,7 @@ def read_csv(path: str, key: str, skipped: list[str] | None = None) -> list[Row]
         return _table(numbered(), path, key, skipped)
     # a quote that is not closed takes in all that follows, so there is nothing to go on with
     except csv.Error as error:
-        raise ConfigError(f"{key}={path!r}: line {begin}: {error}. Mend or remove it.") from None
+        raise ConfigError(f"{key}={path!r}: line {begin}: {error}. Fix or remove it.") from None
 
 
 def _table(
@@ -158,7 +158,7 @@ def _table(
         elif cells:
             _refuse(
                 f"{key}={path!r}: line {line} has {len(cells)} cells, but line 1 names"
-                f" {len(names)} columns: {named(names)}. Mend or remove it.",
+                f" {len(names)} columns: {named(names)}. Fix or remove it.",
                 skipped,
             )
     return _not_empty(rows, f"{key}={path!r}")

@@ -138,7 +138,7 @@ def _read(path: str, split: str) -> list[Example]:
         if not mark or value is None:
             raise ConfigError(
                 f"task.path={path!r}: the answer in {row.where} has no final line '#### NUMBER':"
-                f" {text[-60:]!r}. Mend or remove the row."
+                f" {text[-60:]!r}. Fix or remove the row."
             )
         rows.append(Example(0, question, last.strip(), {"value": value}))
     return rows

@@ -247,7 +247,7 @@ def _check_parts(parts: Any, place: str) -> list[Any]:
             raise ConfigError(f"{key}[{position}]={part!r:.80} is no data set. {shape}")
         weight = part.get("weight", 1)
         if not isinstance(weight, int | float) or not 0 < weight < float("inf"):
-            raise ConfigError(f"{key}[{position}].weight={weight!r} is no number above 0.")
+            raise ConfigError(f"{key}[{position}].weight={weight!r} is not a number above 0.")
         own = _check(part["name"], part.get("config", {}), f"{key}[{position}]")
         found.append(_package().composite.DatasetSpec(part["name"], weight, own))
     return found

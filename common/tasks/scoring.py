@@ -23,7 +23,7 @@ LOOK_SECONDS = 0.1  # between looks at whether the workers of a pool are alive
 def score(task: Task, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
     """Return the task's reward of each completion. NaN and infinity pass through.
 
-    Raises: ConfigError naming the example where a reward raises, is no number, or is missing.
+    Raises: ConfigError naming the example where a reward raises, is not a number, or is missing.
     """
     name = type(task).__name__
     batched = getattr(task, "rewards", None)

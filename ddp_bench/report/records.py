@@ -63,7 +63,7 @@ def read_records(root: Path, warmup: int) -> tuple[list[Record], list[tuple[str,
     """
     if not root.is_dir():
         raise ConfigError(
-            f"--root {root} is no folder. Give the one that holds the run folders, for example"
+            f"--root {root} is not a folder. Give the one that holds the run folders, for example"
             " outputs."
         )
     names = ("run.yaml", "metrics.jsonl", "result.json", *TABLES)

@@ -288,7 +288,7 @@ def test_math_asks_math_verify_where_numbers_do_not_tell(data, monkeypatch):
         ),
         (
             ["task.path=data.jsonl", "task.prompt_field=question", "task.answer_field=blank"],
-            "task.answer_field='blank' is empty in 'data.jsonl' line 1. Mend or remove"
+            "task.answer_field='blank' is empty in 'data.jsonl' line 1. Fix or remove"
             f" the row. {THERE}",
         ),
         (
@@ -308,7 +308,7 @@ def test_math_asks_math_verify_where_numbers_do_not_tell(data, monkeypatch):
         ),
         (
             ["task.path=words.jsonl", *FIELDS, "task.reward=numeric"],
-            "task.answer_field='answer' has no number in 'words.jsonl' line 2: 'none'. Mend the"
+            "task.answer_field='answer' has no number in 'words.jsonl' line 2: 'none'. Fix the"
             " row, or use another reward, such as task.reward=exact. Fields there: ",
         ),
         (

@@ -360,7 +360,7 @@ def test_the_command_and_its_mistakes(launch: Launch, tmp_path):
     done = command("--root", str(tmp_path / "none"))
     assert (done.returncode, done.stdout) == (2, "")
     assert "error: --root" in done.stderr
-    assert "is no folder. Give the one that holds the run folders" in done.stderr
+    assert "is not a folder. Give the one that holds the run folders" in done.stderr
     write_run(tmp_path / "one")
     done = command("--root", str(tmp_path), "--datasets", "IMDB")
     assert done.stderr == "error: --datasets IMDB: no run of that task. Choices: ag_news.\n"

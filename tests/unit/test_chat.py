@@ -237,7 +237,7 @@ def test_a_chat_template_is_used(folder, tmp_path, monkeypatch, capsys):
         (
             lambda run: None,
             ["--adapter", "nowhere"],
-            "--adapter='nowhere' is no folder with a LoRA adapter",
+            "--adapter='nowhere' is not a folder with a LoRA adapter",
         ),
     ],
 )

@@ -501,7 +501,7 @@ def test_csv_with_a_test_file_leaks_nothing(tmp_path):
 )
 def test_a_broken_csv_row_is_named_by_file_and_line(tmp_path, row, text):
     path = table(tmp_path, GOOD, row, GOOD)
-    assert error(make, path=path).startswith(f"task.path={path!r}: {text} Mend or remove it.")
+    assert error(make, path=path).startswith(f"task.path={path!r}: {text} Fix or remove it.")
 
 
 PGN = """[Event "one"]
@@ -553,7 +553,7 @@ def test_pgn(tmp_path, name):
         (
             "8/P6k/8/8/8/8/8/K7 w",
             "8/P6k w",
-            "15: expected 8 rows in position part of fen: '8/P6k'. Mend or remove it.",
+            "15: expected 8 rows in position part of fen: '8/P6k'. Fix or remove it.",
         ),
         (
             "8/P6k/8/8/8/8/8/K7 w",
@@ -563,13 +563,13 @@ def test_pgn(tmp_path, name):
         (
             '[SetUp "1"]',
             '[Variant "Atomic"]',
-            "15: a game of another variant; this task plays standard chess. Mend or",
+            "15: a game of another variant; this task plays standard chess. Fix or",
         ),
         ('[SetUp "1"]', '[Variant "Chess960"]', "15: a game of another variant"),
         (
             '[SetUp "1"]',
             '[Variant "Made up"]',
-            "15: unsupported variant: Made up. Mend or remove it.",
+            "15: unsupported variant: Made up. Fix or remove it.",
         ),
     ],
 )

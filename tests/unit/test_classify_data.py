@@ -199,7 +199,7 @@ BAD = {
     ),
     "label of no kind": (
         b'{"text": "x", "label": true}\n',
-        "task.label_field='label' is no text in {train!r} line 3, but bool: True.",
+        "task.label_field='label' is not a text in {train!r} line 3, but bool: True.",
     ),
     "unknown label": (
         b'{"text": "x", "label": "c"}\n',
@@ -211,7 +211,7 @@ BAD = {
     "empty text": (
         b'{"text": "", "label": "a"}\n',
         (
-            "task.text_field='text' is empty in {train!r} line 3. Mend or remove the row."
+            "task.text_field='text' is empty in {train!r} line 3. Fix or remove the row."
             " Fields there: text, label."
         ),
     ),
@@ -299,9 +299,9 @@ def test_csv_gz_with_quotes_and_joined_fields(tmp_path):
 def test_csv_errors(tmp_path):
     for text, error in {
         "text,label\none,a\ntwo\n": (
-            "line 3 has 1 cells, but line 1 names 2 columns: text, label. Mend or remove it."
+            "line 3 has 1 cells, but line 1 names 2 columns: text, label. Fix or remove it."
         ),
-        'text,label\n"one\ntwo",a\n"open,b\n': "line 4: unexpected end of data. Mend or remove it.",
+        'text,label\n"one\ntwo",a\n"open,b\n': "line 4: unexpected end of data. Fix or remove it.",
         "text,text\na,b\n": "line 1 names a column twice: text, text. Rename one.",
     }.items():
         paths = files(tmp_path / "d", text.encode(), suffix="csv")
@@ -322,7 +322,7 @@ def test_missing_data(tmp_path):
             ("train", "c"),
         ): "task.train=c has no effect with task.path=a/b. Give one.",
         (("path", f"{tmp_path}/no"),): (
-            f"task.path='{tmp_path}/no' is no folder; tried {tmp_path}/no. Give one with "
+            f"task.path='{tmp_path}/no' is not a folder; tried {tmp_path}/no. Give one with "
             "train.jsonl and test.jsonl, or an id for the datasets library."
         ),
         (("path", str(tmp_path)),): (

@@ -148,7 +148,7 @@ MISTAKES = {
         " budget, prompts, evaluate, completions, checkpoint, scoring, not_finite, hardware, model,"
         " opt, tracker, slurm, engine, algo, task."
     ),
-    "algo.sigma=high": "algo.sigma=high is no number. Give one above 0, or auto.",
+    "algo.sigma=high": "algo.sigma=high is not a number. Give one above 0, or auto.",
     "algo.weight_decay=high": (
         "algo.weight_decay=high: Value 'high' of type 'str' could not be converted to Float. Give a"
         " number."
@@ -161,8 +161,8 @@ MISTAKES = {
         "algo.mirrored=maybe: Value 'maybe' is not a valid bool (type str). Give true or false."
     ),
     "seed=null": "seed=null: field 'seed' is not Optional. Give a value, or leave it out.",
-    "slurm.setup=module": "slurm.setup=module is no list. Use 'slurm.setup=[module]'.",
-    "slurm.options=3": "slurm.options=3 is no dict. Use 'slurm.options={NAME: VALUE}'.",
+    "slurm.setup=module": "slurm.setup=module is not a list. Use 'slurm.setup=[module]'.",
+    "slurm.options=3": "slurm.options=3 is not a dict. Use 'slurm.options={NAME: VALUE}'.",
     "algo.optimizer=AdamW": (
         "algo.optimizer=AdamW: algo.optimizer is a group of settings. Set them one by one, such as "
         "algo.optimizer.name=VALUE. Settings there: name, kwargs."
@@ -179,7 +179,7 @@ MISTAKES = {
         "scoring.timeout_seconds=5.0 has no effect with scoring.kind=serial: this process scores."
         " Add scoring.kind=threads or processes, or leave it out."
     ),
-    "experiment=null": "experiment=null is what there is without it. Leave it out.",
+    "experiment=null": "experiment=null is the default. Leave it out.",
     "hardware.memory_gb=-1": "hardware.memory_gb=-1.0 is out of range. Give a value above 0.",
     "hardware.peak_tflops.bf16=0": (
         "hardware.peak_tflops.bf16=0.0 is out of range. Give a value above 0."

@@ -402,14 +402,14 @@ def test_a_file_is_split_without_leaks(tmp_path):
             {"numbers": [1, 2], "target": 3, "solution": "1*2"},
             (
                 "task.solution_field='solution' in {file} line 3 is no solution for 3 from [1, 2]: "
-                "it is 2 of [1, 2]. Mend or remove the row."
+                "it is 2 of [1, 2]. Fix or remove the row."
             ),
         ),
         (
             {"numbers": [1, 2], "target": 3, "solution": "exit()"},
             (
                 "task.solution_field='solution' in {file} line 3 is no solution for 3 from [1, 2]:"
-                f" {LETTERS}. Mend or remove the row."
+                f" {LETTERS}. Fix or remove the row."
             ),
         ),
     ],

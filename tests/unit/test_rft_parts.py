@@ -274,7 +274,9 @@ def test_environment_variables_of_the_first_scripts_are_defaults(monkeypatch):
     monkeypatch.delenv("A100_BATCH_SIZE")
     assert (settings().train_rows, settings().batch_size) == (None, 64)
     monkeypatch.setenv("CHUNK_SIZE", "many")
-    with pytest.raises(ConfigError, match=r"environment variable CHUNK_SIZE='many' is no number"):
+    with pytest.raises(
+        ConfigError, match=r"environment variable CHUNK_SIZE='many' is not a number"
+    ):
         settings()
 
 

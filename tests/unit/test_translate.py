@@ -668,7 +668,7 @@ def test_parallel_file_errors(tmp_path):
         == f"task.source={three!r} has 3 lines and task.target={two!r} has 2. "
         "Give two files of the same length, whose lines belong together."
     )
-    empty = f"task.target={gap!r} is empty in line 2. Mend or remove the row."
+    empty = f"task.target={gap!r} is empty in line 2. Fix or remove the row."
     assert error(read_parallel, (three, gap), keys) == empty
     nul = write(tmp_path / "c.de", "1\n2\0\n3")
     assert error(read_parallel, (three, nul), keys).startswith(
@@ -682,7 +682,7 @@ def test_tsv_errors(tmp_path):
     assert (
         error(read_tsv, path, "task.path")
         == f"task.path={path!r}: line 4 has 1 cells, but line 1 names 2 columns: en, de. "
-        "Mend or remove it."
+        "Fix or remove it."
     )
     write(tmp_path / "a.tsv", "en\ten\none\teins\n")
     assert (
@@ -699,7 +699,7 @@ def test_tsv_errors(tmp_path):
     assert rows[0].fields == {"en": '"one', "de": "eins"}  # a quote is text
     assert (
         error(rows[1].text, "de", "task.target_field")
-        == f"task.target_field='de' is empty in {path!r} line 4. Mend or remove the row."
+        == f"task.target_field='de' is empty in {path!r} line 4. Fix or remove the row."
         " Fields there: en, de."
     )
 
@@ -730,7 +730,7 @@ def test_jsonl_field_errors(tmp_path):
     path = write(tmp_path / "a.jsonl", "\n".join([*rows, '{"en": "\\ud83d half"}']))
     first, second, third = read_jsonl(path, "task.path")
     assert second.text("x.y", "task.target_field") == "deep"
-    there, mend = "Fields there: en, de, n.", "Mend or remove the row."
+    there, mend = "Fields there: en, de, n.", "Fix or remove the row."
     assert (
         error(first.text, "dee", "task.target_field")
         == f"task.target_field='dee' is not a field of {path!r} line 1. Did you mean 'de'? {there}"
@@ -741,12 +741,12 @@ def test_jsonl_field_errors(tmp_path):
     )
     assert (
         error(first.text, "n", "task.target_field")
-        == f"task.target_field='n' is no text in {path!r} line 1, but int: 1. {mend} {there}"
+        == f"task.target_field='n' is not a text in {path!r} line 1, but int: 1. {mend} {there}"
     )
     there = "Fields there: en, de, n, x.y, x.z."
     assert (
         error(second.text, "x.z", "task.target_field")
-        == f"task.target_field='x.z' is no text in {path!r} line 2, but NoneType: None."
+        == f"task.target_field='x.z' is not a text in {path!r} line 2, but NoneType: None."
         f" {mend} {there}"
     )
     assert (

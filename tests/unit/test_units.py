@@ -643,7 +643,7 @@ def test_a_question_must_be_text(tmp_path):
     path = pairs_file(tmp_path, [*PAIRS, [7, 7]])
     assert (
         error(path=path)
-        == f"task.path='question' is no text in {path!r} row 21, but int: 7. Mend or remove the"
+        == f"task.path='question' is not a text in {path!r} row 21, but int: 7. Fix or remove the"
         " row. Fields there: question, answer."
     )
 
