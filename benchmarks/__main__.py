@@ -23,6 +23,7 @@ BENCHMARKS = {
     "directions": "kinds of noise: cosine of their update with the exact policy gradient",
     "probe": "EGGROLL's own sigma and lr beside a grid of both, filled in over several sessions",
     "forgetting": "what EGGROLL, GRPO and RFT forget at an equal gain, with and without a pull",
+    "crowded": "a run beside other processes: alone, beside a busy one, two at once",
     "loader": "a training iteration on sequences of varying length: lists and loops, then without",
 }
 SAMPLED = {"choices": ("small", "gpt2", "0.5b"), "help": "default: small on a CPU, 0.5b on CUDA"}

@@ -23,10 +23,11 @@ from common.tasks import Example, build
 from launch import compose, train
 
 TARGET, OTHER = "translate", "units"
+EGGROLL = ["algo=eggroll", "algo.sigma=0.01", "algo.lr=0.02"]  # as for model=tiny
 # By setting: with what is trained. The pull of RFT is that it begins from the base each time.
 SETTINGS = {
-    "eggroll": ["algo=eggroll"],
-    "eggroll, algo.weight_decay=0.5": ["algo=eggroll", "algo.weight_decay=0.5"],
+    "eggroll": [*EGGROLL],
+    "eggroll, algo.weight_decay=0.5": [*EGGROLL, "algo.weight_decay=0.5"],
     "grpo": ["algo=grpo"],
     "grpo, algo.kl.beta=0.1": ["algo=grpo", "algo.kl.beta=0.1"],
     "rft, algo.start_from=last": ["algo=rft", "algo.start_from=last"],

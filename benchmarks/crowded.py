@@ -1,0 +1,82 @@
+"""A run beside other processes: alone, beside one that never rests, beside another PyTorch program,
+and two at once; with waits as libgomp has them by default, and as a run has them.
+
+    python -m benchmarks crowded
+
+A value is the training seconds of eight steps of the default EGGROLL run; of two at once, the
+slower one's. Nothing else should use the machine.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.measure import Report
+
+LAUNCH = Path(__file__).resolve().parents[1] / "launch.py"
+# What libgomp does by default; set by hand, it holds, whatever the load.
+SPINNING = {"GOMP_SPINCOUNT": "300000"}
+NEVER_RESTS = [sys.executable, "-S", "-c", "while True: pass"]
+PROGRAM = "import torch\na = torch.rand(256, 256)\nwhile True: a = (a @ a).tanh()"
+PRODUCTS = [sys.executable, "-c", PROGRAM]
+OTHERS: dict[str, Sequence[Sequence[str]]] = {
+    "alone": (),
+    "beside one busy process": (NEVER_RESTS,),
+    "beside another PyTorch program": (PRODUCTS,),
+    "two at once": (),
+}
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Train beside others."""
+    report = Report("crowded", options, 3, dtype="float32")
+    if report.device.type != "cpu":
+        report.skip("crowded", "s", "it is about the cores of a CPU")
+        return report
+    steps = 1 if options.quick else 8
+    values: dict[str, list[float]] = {}
+    train_beside(steps, {}, (), 1)  # which pre-trains the model
+    for _ in range(report.repeats):
+        for name, others in OTHERS.items():
+            count = 2 if name == "two at once" else 1
+            for way, chosen in (("spinning", SPINNING), ("a run now", {})):
+                seconds = train_beside(steps, chosen, others, count)
+                values.setdefault(f"{name}, {way}", []).append(seconds)
+    report.compare(values, "s", "alone, spinning", less=True)
+    return report
+
+
+def train_beside(
+    steps: int, chosen: dict[str, str], others: Sequence[Sequence[str]], count: int
+) -> float:
+    """Return the training seconds of a run, or of the slowest of `count` that start together.
+
+    Args: chosen: variables of their environment; others: commands that run beside them.
+    """
+    unset = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    plain = {key: value for key, value in os.environ.items() if key not in unset}
+    with ExitStack() as stack:
+        root = Path(stack.enter_context(TemporaryDirectory()))
+        for command in others:
+            process = stack.enter_context(subprocess.Popen(command, env=plain))
+            stack.callback(process.kill)
+        folders = [root / str(number) for number in range(count)]
+        settings = ["algo=eggroll", f"algo.steps={steps}", "evaluate.examples=8"]
+        runs = [
+            subprocess.Popen(
+                [sys.executable, str(LAUNCH), *settings, f"hydra.run.dir={folder}"],
+                env=plain | chosen,
+                stdout=subprocess.DEVNULL,
+            )
+            for folder in folders
+        ]
+        for process in runs:
+            if process.wait():
+                raise RuntimeError(f"a run ended with exit code {process.returncode}")
+        return max(json.loads((f / "result.json").read_text())["seconds"] for f in folders)
