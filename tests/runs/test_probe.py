@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import checkpoint
+from common import checkpoint, precision
 from common.config import ConfigError, ScheduleConfig
 from common.lm import LM
 from common.signals import EXIT_SIGNAL, RunStopped
@@ -256,7 +256,8 @@ def test_two_ranks_find_the_same(warm: Warm, tmp_path):
     assert one.tokens == two.tokens
 
 
-def test_the_probe_sees_the_model_in_the_precision_of_the_run(tmp_path):
+def test_the_probe_sees_the_model_in_the_precision_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(precision, "native_bf16", lambda _: True)  # emulated where it is not
     found = {
         name: train(
             compose([*MOVING, "probe=true", *given]),

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
-from common import checkpoint, hardware, optim
+from common import checkpoint, hardware, optim, precision
 from common import plan as plans
 from common.config import ConfigError, Run
 from common.distributed import fsdp
@@ -389,8 +389,11 @@ def test_one_rank_says_that_nothing_is_shared_out(in_cache, tmp_path, switches, 
     assert all(text in line for text, line in zip(said, found, strict=True))
 
 
-def test_what_rounding_leaves_of_an_update_is_told_of_gathered_weights(in_cache, tmp_path):
+def test_what_rounding_leaves_of_an_update_is_told_of_gathered_weights(
+    in_cache, tmp_path, monkeypatch
+):
     """Which are in half precision, although all that is held is float32."""
+    monkeypatch.setattr(precision, "native_bf16", lambda _: True)  # emulated where it is not
     found = {}
     for switches in ("amp", "fsdp,amp"):
         more = ["opt.fsdp.ranks=1"] if "fsdp" in switches else []
