@@ -149,11 +149,12 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
 
 
 class Alone:
-    """A step without a session: an index, and a clock by phase."""
+    """A step without a session: an index, a progress, and a clock by phase."""
 
     def __init__(self, index: int) -> None:
         self.index, self.phase = index, Timer()
         self.state = {"cursor": 0}
+        self.progress = 0.0
 
     def used(self, **_: int) -> None:
         """Count nothing."""

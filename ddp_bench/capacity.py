@@ -82,8 +82,8 @@ def _option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
-# What ranks of EGGROLL exchange of a row: its reward, and four marks for the log, in float64.
-ROW_BYTES = 5 * 8
+# What ranks of EGGROLL exchange of a row: its reward, and five marks for the log, in float64.
+ROW_BYTES = 6 * 8
 
 
 @dataclass(frozen=True, kw_only=True)
