@@ -208,6 +208,9 @@ def gathered(model: Any) -> Iterator[None]:
     """Hold the weights of a sharded model whole on every rank, for forwards without a backward
     pass, of which each rank may make another number. What is written to them is lost.
     """
+    if model is None:  # a run without a reference model
+        yield
+        return
     parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
     if parts:
         model.inside(lambda _: None)  # what FSDP makes at the first forward

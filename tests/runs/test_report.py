@@ -36,10 +36,7 @@ from tests.support.letters import Letters
 
 TINY = [*SMALL[:6], "evaluate.examples=8"]
 RUNS = {
-    "eggroll": [
-        *(*SMALL, "evaluate.every=2", "algo.sigma=0.1", "algo.stop_at.drift=1e9"),
-        "algo.members=8-16",
-    ],
+    "eggroll": [*SMALL, "evaluate.every=2", "algo.sigma=0.1", "algo.stop_at.drift=1e9"],
     "grpo": [
         *(
             "algo=grpo",
