@@ -123,10 +123,10 @@ class EggrollConfig:
             )
         if self.method == "randopt":
             no = "with algo.method=randopt, which moves no weights"
-            idle = ["fitness", "noise_reuse", "weight_decay", "max_update", "max_drift"]
-            idle += ["sample_quantile"]
+            idle = ["fitness", "noise_reuse", "weight_decay", "max_update", "sample_quantile"]
             idle += ["optimizer.name", "optimizer.kwargs", "stop_at.drift"]
             idle += ["lr_schedule.kind", "sigma_schedule.kind"]
+            idle += [] if self.max_drift is None else ["max_drift"]
             for key in idle:
                 value = operator.attrgetter(key)(self)
                 no_effect("algo/eggroll.yaml", key, value, f"{no}. Leave it out.")

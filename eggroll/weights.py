@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from common import optim
 from common.checkpoint import Checkpoint
@@ -188,7 +189,11 @@ class Weights:
         return math.sqrt(self.size_at_start() / count)
 
     def size_at_start(self) -> float:
-        """Return |W0|^2 of the perturbed weights, on all ranks together."""
+        """Return |W0|^2 of the perturbed weights, on all ranks together; an adapter is whole on
+        each of them, whatever is shared out.
+        """
+        if not any(isinstance(used, DTensor) for used in self.used.values()):
+            return self.started
         started = torch.tensor([self.started], dtype=torch.float64, device=fsdp.device(self.model))
         return fsdp.total(self.model, started).item()
 

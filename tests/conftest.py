@@ -222,6 +222,14 @@ def begin(cache: Path, tmp_path: Path, warm: Warm) -> Iterator[Begin]:
 
 
 @pytest.fixture
+def emulated_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process compute in bfloat16 where opt=amp asks for it, on any CPU."""
+    from common import precision
+
+    monkeypatch.setattr(precision, "native_bf16", lambda _: True)
+
+
+@pytest.fixture
 def in_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For tests that load the tiny model in this process."""
     monkeypatch.setenv("CLUTCH_CACHE", str(cache))

@@ -28,9 +28,10 @@ from tests.support.adapters import ADAPTER, AMP, EGGROLL, RFT, matrices, run, sa
 from tests.support.models import small_model
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
-)
+pytestmark = [
+    pytest.mark.usefixtures("emulated_bf16"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
 
 GRPO = [*adapters.GRPO, "evaluate.every=2"]
 LEAN = "opt=[amp,checkpointing]"

@@ -24,9 +24,10 @@ from tests.support import CONF, SMALL, adapters, events
 from tests.support.adapters import ADAPTER, AMP, EGGROLL, RFT, matrices, run, same
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
-)
+pytestmark = [
+    pytest.mark.usefixtures("emulated_bf16"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
 
 GRPO = [*adapters.GRPO, "evaluate.every=0"]
 INT8, NF4 = "model.quantize=int8", "model.quantize=nf4"
