@@ -65,7 +65,7 @@ def describe_lr(lm: LM, rates: Rates) -> str:
 
 
 def describe_source(run: Run) -> str:
-    """Say where algo.lr, and for EGGROLL algo.sigma, come from."""
+    """Say where algo.lr, and what else its recipe has, come from."""
     name, algo = run.algo.name, run.algo
     if algo.lr == AUTO:
         return "auto"

@@ -158,7 +158,7 @@ class Session:
             if context.main:
                 log.info("before: held-out %s %.2f", before.name, before.value)
         if self.generates and summary.has_learnt_all(state["before"]["metrics"]):
-            self.end(summary.LEARNT_ALL)
+            self.ending = summary.LEARNT_ALL
         if context.main:
             self._open_tracker()
         self.budget = Budget(run.budget, context, state["generated"], state["seconds"])
@@ -182,10 +182,6 @@ class Session:
     def reached(self, step: int) -> bool:
         """Return whether the run ends at 1-based `step`, whatever the budget says."""
         return self.total_steps is not None and step >= self.total_steps
-
-    def end(self, why: str) -> None:
-        """End the run after this step."""
-        self.ending = why
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps that are left; see the module for what happens between two of them."""

@@ -37,7 +37,7 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
         state["before"] = subject.guess().kept()
         session.start(subject, subject.plan())
         if state["waited"] == cfg.patience:
-            session.end(f"algo.patience={cfg.patience}")
+            session.ending = f"algo.patience={cfg.patience}"
         feed = subject.loader.from_step(state["step"])
         for step in session.steps():
             epoch, position = divmod(step.index, len(batches))
@@ -66,7 +66,7 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
                 else:
                     state["waited"] += 1
                 if state["waited"] == cfg.patience:
-                    session.end(f"algo.patience={cfg.patience}")
+                    session.ending = f"algo.patience={cfg.patience}"
         last = subject.evaluate()
         last.beside = {"validation": state["best"]} if state["best"] else {}
         return session.finish(f"{context.out_dir}/model (ddp_bench.models.load)", last)

@@ -104,6 +104,8 @@ def tune(population: Population, weights: Weights, session: Session) -> Tuned:
     chose them, which checkpoints keep. What it took counts as training.
     """
     cfg, state = population.cfg, session.state
+    if session.over:  # no step asks for them
+        return Tuned(0.0, 0.0)
     moves = cfg.method != "randopt"
     if cfg.sigma != AUTO and not (moves and cfg.lr == AUTO):
         return Tuned(float(cfg.sigma), float(cfg.lr) if moves else 0.0)

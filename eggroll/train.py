@@ -50,11 +50,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
         return run_randopt(run, population, weights)
     with Session(run, context, lm, steps=cfg.steps) as session:
         session.start(weights, population.plan())
-        if session.over:
-            return session.finish()
         tuned = probe.tune(population, weights, session)  # sigma and lr, as set or as measured
-        session.state.setdefault("share_before", session.budget.share)  # the probe's
-        region = TrustRegion(cfg, weights, tuned.drift, session.state)
+        region = TrustRegion(cfg, weights, tuned.drift, session)
         if not session.over:
             session.warm_up(population.rehearse)
         for step in session.steps():
@@ -71,16 +68,14 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
                 continue
             shaped = tried.shaped(cfg)  # fitness [members]
             step.show(population.rows(shaped))
-            norm = noise.expected_norm(shaped)
-            left = session.budget.steps_left(step.index, cfg.steps, step.state["share_before"])
-            lr = region.shorten(lr, norm, left)
+            lr, length = region.shorten(lr, noise.expected_norm(shaped), step.index)
             compare = weights.compares(step.index)
             with step.phase("update"):
                 for name, gradient in noise.gradients(draw, shaped):  # -1/N sum_i fitness_i E_i
                     weights.descend(name, gradient, lr, compare)  # W <- W - lr * gradient
                     del gradient  # before the next one is made
                 finite, moved = weights.measure()
-            region.follow(lr * norm, moved.get("drift"))
+            region.follow(length, moved.get("drift"))
             counted, samples = tried.counted(cfg)
             looked = instruments.look(counted, shaped, noise, draw, samples, closely)
             step.log(lr=lr, **moved, **looked, state_memory_gb=weights.memory_gb)

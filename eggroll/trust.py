@@ -1,8 +1,8 @@
 """The trust region of a run: how far the weights may come from where they began."""
 
 import math
-from typing import Any
 
+from common.session import Session
 from eggroll.config import EggrollConfig
 from eggroll.weights import Weights
 
@@ -17,14 +17,15 @@ class TrustRegion:
     Most of an update is luck, so n updates of length u add up to a drift of about u * sqrt(n), as
     the steps of a random walk do. All lengths are shares of the initial weights' size.
 
-    Args: planned: the drift that the probe planned, None = it was not asked; state: what a
-    checkpoint keeps of the run, where the drift is noted.
+    Args: planned: the drift that the probe planned, None = it was not asked; session: what its
+    checkpoints keep of the run has the drift.
     """
 
     def __init__(
-        self, cfg: EggrollConfig, weights: Weights, planned: float | None, state: dict[str, Any]
+        self, cfg: EggrollConfig, weights: Weights, planned: float | None, session: Session
     ) -> None:
-        self.cfg, self.state = cfg, state
+        self.cfg, self.budget, self.state = cfg, session.budget, session.state
+        self.state.setdefault("share_before", self.budget.share)  # which the probe used
         self.size = math.sqrt(weights.size_at_start())
         self.state.setdefault("drift", 0.0)
         limits = [cfg.max_drift, None if planned is None else ROOM * planned]
@@ -32,19 +33,18 @@ class TrustRegion:
         if not cfg.plain_sgd or self.size == 0:  # whose steps, or shares, are not known
             self.limit = None
 
-    def shorten(self, lr: float, gradient_norm: float, steps_left: float | None) -> float:
-        """Return lr, or a smaller one. steps_left: with this one; None = not known yet."""
+    def shorten(self, lr: float, gradient_norm: float, step: int) -> tuple[float, float]:
+        """Return lr, or a smaller one, and the length of its update. step: 0-based."""
         bounds = [self.cfg.max_update]
-        if self.limit is not None and steps_left is not None:
+        left = self.budget.steps_left(step, self.cfg.steps, self.state["share_before"])
+        if self.limit is not None and left is not None:
             room = max(0.0, self.limit**2 - self.state["drift"] ** 2)
-            bounds.append(math.sqrt(room / steps_left))
+            bounds.append(math.sqrt(room / left))
         longest = min((bound for bound in bounds if bound is not None), default=None)
-        if longest is None or gradient_norm == 0:
-            return lr
-        return min(lr, longest * self.size / gradient_norm)
+        if longest is not None and gradient_norm > 0:
+            lr = min(lr, longest * self.size / gradient_norm)
+        return lr, lr * gradient_norm / self.size if self.size else 0.0
 
     def follow(self, length: float, drift: float | None) -> None:
         """Note the drift after an update of that length: as measured, or as of a random walk."""
-        if drift is None and self.size:
-            drift = math.hypot(self.state["drift"], length / self.size)
-        self.state["drift"] = drift or 0.0
+        self.state["drift"] = math.hypot(self.state["drift"], length) if drift is None else drift

@@ -64,10 +64,14 @@ def frozen() -> None:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no look at the load of the machine, which other tests make."""
     import torch
 
+    from common import threads
+
     torch.set_num_threads(1)
+    monkeypatch.setattr(threads, "watch_load", lambda: None)
 
 
 @pytest.fixture(scope="session")

@@ -45,7 +45,7 @@ def rank0_only(text: str) -> str | None:
 
 
 def from_recipe(key: str, default: Any, *, _root_: DictConfig) -> Any:
-    """Return a value that was tuned on the run's model, such as grpo.lr; `default` for a model
+    """Return a value that was tuned on the run's model, such as ALGORITHM.lr; `default` for a model
     without a recipe. That of model=tiny may be the task's, because it is pre-trained for the task.
     """
     tiny = OmegaConf.select(_root_, "model.path") is None

@@ -43,6 +43,7 @@ def serve() -> None:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    from common import threads
     from common.tasks import translate
     from launch import ALGORITHMS, compose
 
@@ -52,6 +53,7 @@ def serve() -> None:
     translate._number_words()
     get_checkpoint_conversion_mapping("llama")  # 400 patterns, compiled at the first model
     Hydra.get_mode = lambda *_, **__: None  # composes everything; no file here sets hydra.mode
+    threads.watch_load = lambda: None  # the load is that of other tests
     torch.multiprocessing.start_processes = forking(torch.multiprocessing.start_processes)
     assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
     gc.collect()

@@ -341,6 +341,8 @@ def test_the_commit_of_a_model_of_the_hub_is_kept(folder, launch, tmp_path):
     ]
     arguments = [
         "algo=eggroll",
+        "algo.sigma=0.01",
+        "algo.lr=0.02",
         "hardware=cpu",
         "model=hf",
         "model.path=acme/small",

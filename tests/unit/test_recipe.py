@@ -89,12 +89,17 @@ class Sized:
 def walk(steps: int, length: float, *overrides: str, planned: float | None = None) -> float:
     """Return the drift of a random walk of updates that would each be of `length`."""
     cfg = compose(["algo=eggroll", *overrides], CONF).algo
-    region = TrustRegion(cfg, Sized(), planned, {})
+    cfg.steps = steps
+    context = SimpleNamespace(main=False, gather_objects=lambda value: [value])
+    budget = Budget(BudgetConfig(tokens=None, seconds=None), context, 0, 0.0)
+    session = SimpleNamespace(budget=budget, state={})
+    region = TrustRegion(cfg, Sized(), planned, session)
     norm, drift = 7.0, 0.0
     for step in range(steps):
-        lr = region.shorten(length * 2.0 / norm, norm, float(steps - step))
-        drift = math.hypot(drift, lr * norm / 2.0)
-        region.follow(lr * norm, drift if step % 10 == 0 else None)
+        lr, made = region.shorten(length * 2.0 / norm, norm, step)
+        assert made == pytest.approx(lr * norm / 2.0)
+        drift = math.hypot(drift, made)
+        region.follow(made, drift if step % 10 == 0 else None)
     return drift
 
 
