@@ -72,6 +72,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
     torch.set_num_threads(1)
     monkeypatch.setattr(threads, "watch_load", lambda: None)
+    monkeypatch.setattr(threads, "_watcher", None)
 
 
 @pytest.fixture(scope="session")
