@@ -5,6 +5,7 @@ this file too, and they wait for it.
 """
 
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -65,11 +66,15 @@ def frozen() -> None:
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no look at the load of the machine, which other tests make."""
+    """And no look at the load of the machine, which other tests make. Nor does a test see the
+    warnings of the one before it, which wait for a log to be opened.
+    """
     import torch
 
     from common import threads
+    from common.failures import take_early
 
+    take_early(logging.getLogger("clutch").handlers)
     torch.set_num_threads(1)
     monkeypatch.setattr(threads, "watch_load", lambda: None)
     monkeypatch.setattr(threads, "_watcher", None)
