@@ -28,7 +28,7 @@ from benchmarks.measure import Case, Report, name_of, paired
 from benchmarks.models import build, differs, generate
 from common.model.half import narrow
 from common.precision import native_bf16
-from common.sampling.engine import Requests
+from common.sampling.engine import Population, Requests
 from common.sampling.native import Sampler
 from eggroll.config import EggrollConfig
 from eggroll.fitness import fitness
@@ -173,16 +173,17 @@ class Work:
 
     # --- as this project does it
 
-    def plain(self, narrow: Any = nullcontext) -> Tensor:
+    def plain(self, population: Population | None = None) -> Tensor:
         """Sample without noise, every prompt once per member."""
-        members = self.sizes.members
-        requests = Requests(prompts=self.prompts.tolist(), groups=members, narrow=narrow)
+        population = population or Population(members=self.sizes.members, narrow=nullcontext)
+        requests = Requests(prompts=self.prompts.tolist(), population=population)
         return self.sampler.generate(requests, self.settings.sampling).tokens
 
     def population(self) -> Tensor:
         """Sample all members in one forward; their noise is made here too."""
-        with self.noise.members(0, range(self.sizes.members), float(self.settings.sigma)):
-            return self.plain(self.noise.narrow)
+        members = range(self.sizes.members)
+        with self.noise.members(0, members, float(self.settings.sigma)) as population:
+            return self.plain(population)
 
     def draw_noise(self) -> None:
         """Draw the noise as `population` does before it samples."""

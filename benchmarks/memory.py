@@ -21,7 +21,7 @@ from benchmarks.measure import Report, name_of, paired
 from benchmarks.models import build
 from common.model.half import narrow
 from common.precision import native_bf16
-from common.sampling.engine import Requests
+from common.sampling.engine import Population, Requests
 from common.sampling.native import Sampler
 from eggroll.config import EggrollConfig
 from eggroll.fitness import fitness
@@ -88,7 +88,8 @@ def prepare(
     rewards = torch.rand(sizes.members, sizes.prompts, generator=draw)
 
     def sample() -> None:
-        sampler.generate(Requests(prompts=prompts, groups=sizes.members), algo.sampling)
+        population = Population(members=sizes.members)
+        sampler.generate(Requests(prompts=prompts, population=population), algo.sampling)
 
     def run() -> None:
         for step in range(STEPS):

@@ -40,7 +40,7 @@ from benchmarks.models import build, generate
 from common.config import SamplingConfig
 from common.distributed.context import Context
 from common.hardware import Device
-from common.sampling.engine import Requests, Setup
+from common.sampling.engine import Population, Requests, Setup
 from common.sampling.native import Sampler
 from common.sampling.remote.client import open_vllm
 from eggroll.config import EggrollConfig
@@ -250,8 +250,10 @@ def compare_engine(report: Report, model: Any, python: Path, new: int) -> None:
             one.refresh()
         members = Requests(
             prompts=draw_prompts(sizes.prompts, sizes.prompt_tokens),
-            groups=sizes.members,
-            factors=lambda: work.noise.factors(0, range(sizes.members), 0.01),
+            population=Population(
+                members=sizes.members,
+                factors=lambda: work.noise.factors(0, range(sizes.members), 0.01),
+            ),
         )
         weight = next(model.parameters())
 

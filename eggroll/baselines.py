@@ -10,8 +10,6 @@ EGGROLL's, low-rank and mirrored.
 
 import logging
 from collections import Counter
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from common.config import Run, SamplingConfig
@@ -70,20 +68,14 @@ def vote(
     lm, cfg = population.lm, population.cfg
     tokens, held_out = cfg.sampling.max_new_tokens, lm.held_out
     greedy = SamplingConfig(max_new_tokens=tokens, temperature=0.0, top_p=1.0, top_k=0)
-    asked = Requests(
-        prompts=lm.encode(held_out),
-        groups=cfg.pair,
-        narrow=population.noise.narrow,
-        trunk=population.noise.trunk,
-    )
+    prompts = lm.encode(held_out)
     answers: list[list[str]] = []
     with fsdp.gathered(lm.model):
         for _, draw, member in best:
             first = member - member % cfg.pair
             pair, noise = range(first, first + cfg.pair), population.noise
-            with noise.members(draw, pair, sigma):
-                factors = partial(noise.factors, draw, pair, sigma)
-                made = lm.generate(replace(asked, factors=factors), greedy)
+            with noise.members(draw, pair, sigma) as perturbed:
+                made = lm.generate(Requests(prompts=prompts, population=perturbed), greedy)
             texts = made.texts(lm.tokenizer)
             own = (member - first) * len(held_out)
             answers.append(texts[own : own + len(held_out)])

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +35,7 @@ from common.config import ConfigError
 from common.distributed import fsdp
 from common.model.half import multiply, plain_weight
 from common.model.quantized import QuantizedLinear
+from common.sampling import engine
 from common.sampling.random import normals
 from eggroll.config import NoiseConfig
 from eggroll.fitness import by_direction
@@ -243,9 +245,9 @@ class Noise:
         return list(buffer.split([4 * size for size in sizes], dim=1))
 
     @contextmanager
-    def members(self, draw: int, members: range, sigma: float) -> Iterator[None]:
+    def members(self, draw: int, members: range, sigma: float) -> Iterator[engine.Population]:
         """Perturb the model's forward: rows are member-major, the same number for each of
-        `members`.
+        `members`. Yields what an engine needs to sample from them.
 
         With mirrored noise `members` starts at an even number and has an even length.
         """
@@ -262,7 +264,12 @@ class Noise:
         try:
             for module, forward in perturbed.forwards:
                 module.forward = forward  # an instance attribute, which hides the class's method
-            yield
+            yield engine.Population(
+                members=len(members),
+                factors=partial(self.factors, draw, members, sigma),
+                narrow=self.narrow,
+                trunk=self.trunk,
+            )
         finally:
             self._population = None
             for module, _ in perturbed.forwards:

@@ -300,16 +300,8 @@ class Population:
             if rows < asked_for:
                 self.noise.forget()  # what it takes for forwards that did not fit
             for part in split(members, self.cfg, rows):
-                with self.noise.members(draw, part, sigma):
-                    factors = partial(self.noise.factors, draw, part, sigma)
-                    asked = replace(
-                        requests,
-                        groups=len(part),
-                        narrow=self.noise.narrow,
-                        factors=factors,
-                        trunk=self.noise.trunk,
-                    )
-                    made.append(self.lm.generate(asked))
+                with self.noise.members(draw, part, sigma) as population:
+                    made.append(self.lm.generate(replace(requests, population=population)))
             return made
 
         return self.lm.engine.limit.run(attempt)

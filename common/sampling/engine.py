@@ -23,6 +23,28 @@ LOOP, LONGEST = 8, 256  # tokens at the end of a row that show a loop, and that 
 
 
 @dataclass(frozen=True, kw_only=True)
+class Population:
+    """Perturbed copies of the model, which are sampled from side by side.
+
+    Rows of a member are adjacent in every forward, and every member has the same number of rows.
+
+    Attributes:
+        members: the number of copies.
+        factors: yields the noise, for an engine with weights of its own: of each perturbed matrix
+            the name, and left [members, out, r] and right [members, r, in], whose product is added
+            to it.
+        narrow: a context in which a forward has only the rows of a range of members, which begins
+            and ends with a pair (0-1, 2-3, ...). None where a forward always has all of them.
+        trunk: the number of blocks, counted from the first, that are the same for all members.
+    """
+
+    members: int
+    factors: Callable[[], Iterator[tuple[str, Tensor, Tensor]]] | None = None
+    narrow: Callable[[range], AbstractContextManager[None]] | None = None
+    trunk: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Requests:
     """The prompts to sample from. The draws of a token are keyed by (seed, draw, prompt id, sample
     id, position).
@@ -33,14 +55,7 @@ class Requests:
         samples: completions of each prompt. first_sample: id of the first one, so that more can be
             drawn later.
         draw: tells visits to the same prompt apart, for example the step.
-        groups: how often the whole set is sampled, side by side. Rows of a group are adjacent in
-            every forward, and every group has the same number of rows: that is what lets a
-            population perturb each group on its own.
-        factors: None, or what yields the noise of a population: of each perturbed matrix the name,
-            and left [groups, out, r] and right [groups, r, in], whose product is added to it.
-        narrow: None, or what lets a forward have the rows of some groups alone: a context for a
-            range of them that begins and ends with a pair, 0-1, 2-3, ...
-        trunk: blocks of the model, from the first on, that are the same for all groups.
+        population: None, or the perturbed copies of the model that each complete all prompts.
         logprobs: whether to return the log-probabilities of the sampled tokens.
     """
 
@@ -50,11 +65,13 @@ class Requests:
     first_sample: int = 0
     seed: int = 0
     draw: int = 0
-    groups: int = 1
-    factors: Callable[[], Iterator[tuple[str, Tensor, Tensor]]] | None = None
-    narrow: Callable[[range], AbstractContextManager[None]] | None = None
-    trunk: int = 0
+    population: Population | None = None
     logprobs: bool = False
+
+    @property
+    def members(self) -> int:
+        """The number of models that complete the prompts: 1 where there is no population."""
+        return 1 if self.population is None else self.population.members
 
 
 @dataclass(frozen=True)
@@ -75,7 +92,7 @@ class Load:
 
 @dataclass
 class Completions:
-    """The samples, in order (group, prompt, sample): N rows in all.
+    """The samples, in order (member, prompt, sample): N rows in all.
 
     tokens: int64 [N, L], padded with the pad id after `lengths`; the stop token, where there is
     one, is included.

@@ -47,7 +47,15 @@ from common.model.transfer import to_device
 from common.profile import tracing_some
 from common.rows import RowLimit
 from common.sampling.cuda_graphs import CudaGraphs
-from common.sampling.engine import Completions, Load, Requests, Setup, Watch, check_prompts
+from common.sampling.engine import (
+    Completions,
+    Load,
+    Population,
+    Requests,
+    Setup,
+    Watch,
+    check_prompts,
+)
 from common.sampling.flash import Board, halve, recorded_over
 from common.sampling.kv_cache import ATTENTION, Prefix, PromptCache, SlotCache
 from common.sampling.random import token_uniforms
@@ -313,11 +321,12 @@ class _Grid:
     ) -> None:
         device, prompts = sampler.device, requests.prompts
         self.sampler, self.sampling, self.watch = sampler, sampling, watch
-        self.narrows = requests.narrow is not None
-        self.narrow = requests.narrow or nullcontext
-        self.prompts, self.groups = prompts, requests.groups
+        population = requests.population or Population(members=1)
+        self.narrows = population.narrow is not None
+        self.narrow = population.narrow or nullcontext
+        self.prompts, self.groups = prompts, population.members
         # Sharded weights are gathered for a whole forward.
-        self.trunk = requests.trunk if fsdp.of(sampler.model) is None else 0
+        self.trunk = population.trunk if fsdp.of(sampler.model) is None else 0
         # Of each group, from its first on; request q is sample q % samples of prompt q // samples.
         self.samples = requests.samples
         self.requests = len(prompts) * requests.samples

@@ -7,7 +7,7 @@ import torch
 from common.config import ConfigError, SamplingConfig
 from common.distributed import fsdp
 from common.sampling import native
-from common.sampling.engine import Requests
+from common.sampling.engine import Population, Requests
 from common.sampling.native import Sampler
 from eggroll import noise as noise_module
 from eggroll.config import NoiseConfig
@@ -112,7 +112,7 @@ def test_population_samples_what_each_member_would(name):
     for rows in (8, 100):
         with noise.members(1, range(4), 0.05):
             made = Sampler(model, pad_id=0, stop_ids=[11, 12], rows=rows).generate(
-                Requests(prompts=prompts, groups=4), GREEDY
+                Requests(prompts=prompts, population=Population(members=4)), GREEDY
             )
         for member in range(4):
             alone = Sampler(
@@ -141,8 +141,8 @@ def test_a_prefill_in_pieces_samples_the_same(which, mirrored, monkeypatch):
         monkeypatch.setattr(native, "PIECE_ON_CPU", tokens)
         forwards.clear()
         sampler = Sampler(model, pad_id=0, stop_ids=[11, 12], rows=rows)
-        with noise.members(1, range(6), 0.05):
-            asked = Requests(prompts=prompts, groups=6, narrow=noise.narrow)
+        with noise.members(1, range(6), 0.05) as population:
+            asked = Requests(prompts=prompts, population=population)
             return sampler.generate(asked, GREEDY).tokens
 
     model.register_forward_pre_hook(note, with_kwargs=True)
@@ -176,8 +176,8 @@ def test_members_share_the_blocks_below_the_noise(name, rows, monkeypatch):
     for piece in (1 << 12, 20):
         monkeypatch.setattr(native, "PIECE_ON_CPU", piece)
         prefilled.update({0: 0, 1: 0})
-        with noise.members(1, range(4), 0.3):
-            asked = Requests(prompts=prompts, groups=4, narrow=noise.narrow, trunk=noise.trunk)
+        with noise.members(1, range(4), 0.3) as population:
+            asked = Requests(prompts=prompts, population=population)
             made = Sampler(model, pad_id=0, stop_ids=[11, 12], rows=rows).generate(asked, GREEDY)
         assert prefilled[1] >= 4 * 3
         assert prefilled[0] == 3 if rows == 100 else prefilled[0] <= prefilled[1] / 2
@@ -213,8 +213,8 @@ def test_members_prefill_what_prompts_begin_with_once(name, shared, rows, monkey
     for piece in (1 << 12, 20):
         monkeypatch.setattr(native, "PIECE_ON_CPU", piece)
         seen.clear()
-        with noise.members(1, range(4), 0.3):
-            asked = Requests(prompts=prompts, groups=4, narrow=noise.narrow, trunk=noise.trunk)
+        with noise.members(1, range(4), 0.3) as population:
+            asked = Requests(prompts=prompts, population=population)
             made = Sampler(model, pad_id=0, stop_ids=[11, 12], rows=rows).generate(asked, GREEDY)
         assert torch.equal(made.tokens, torch.cat([one.tokens for one in alone]))
         opened = sum(rows for rows, width in seen if width == 40)

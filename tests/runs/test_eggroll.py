@@ -639,7 +639,7 @@ def run_out_of_memory(
     real, tried = Sampler._generate, []
 
     def generate(self, requests, sampling, rows, watch):
-        if (requests.groups > 1) == population:
+        if (requests.members > 1) == population:
             tried.append(rows)
             if rows > above_rows:
                 raise torch.OutOfMemoryError("CUDA out of memory (a test)")

@@ -23,7 +23,7 @@ from common.config import ConfigError
 from common.distributed.context import Context
 from common.files import CheckpointError
 from common.lm import LM
-from common.sampling.engine import Requests
+from common.sampling.engine import Population, Requests
 from common.sampling.remote import server
 from eggroll.noise import Noise
 from tests.support import CONF, ROOT, SMALL_RFT, VLLM, events
@@ -152,12 +152,8 @@ def test_members_earn_what_those_of_the_native_engine_earn(open_lm, rank):
 
     def request(part, sigma):
         factors = noise.factors(1, part, sigma)
-        return Requests(
-            prompts=prompts(lm, 4),
-            groups=len(part),
-            factors=lambda: factors,
-            narrow=noise.narrow,
-        )
+        population = Population(members=len(part), factors=lambda: factors, narrow=noise.narrow)
+        return Requests(prompts=prompts(lm, 4), population=population)
 
     part = range(members)
     theirs = lm.generate(request(part, 0.05), GREEDY)

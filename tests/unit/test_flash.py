@@ -10,7 +10,7 @@ import torch
 from common.distributed import fsdp
 from common.model import varlen
 from common.model.memory import cache_bytes
-from common.sampling.engine import Load, Requests
+from common.sampling.engine import Load, Population, Requests
 from common.sampling.flash import halve
 from common.sampling.native import LOOK_EVERY, Sampler
 from eggroll.config import NoiseConfig
@@ -61,7 +61,9 @@ def test_greedy_equals_generate(name, rows, flash):
 def test_rows_with_lengths_of_their_own_change_nothing(name, rows, groups, flash):
     """Tokens, lengths and log-probabilities are those of plain steps."""
     model = small_model(name)
-    requests = Requests(prompts=prompts(), samples=4, seed=3, groups=groups, logprobs=True)
+    requests = Requests(
+        prompts=prompts(), samples=4, seed=3, population=Population(members=groups), logprobs=True
+    )
     plain = Sampler(model, rows=rows, **STOPS).generate(requests, sampling(1.0))
     same(flash(model, rows).generate(requests, sampling(1.0)), plain)
     assert Tape.replayed > Tape.recorded > 1, "one for each number of rows"
@@ -165,7 +167,7 @@ def test_a_population_and_the_plain_model_have_recordings_of_their_own(flash):
     noise = Noise(model, config, rank=2, mirrored=True, seed=5)
     plain, ours = Sampler(model, rows=8, **STOPS), flash(model, 8)
     arguments: Any = {"prompts": prompts((5, 9)), "logprobs": True}
-    population = Requests(groups=4, **arguments)
+    population = Requests(population=Population(members=4), **arguments)
     for step in range(2):
         recorded = Tape.recorded
         with noise.members(step, range(4), sigma=0.1):
@@ -209,7 +211,9 @@ def test_rows_are_halved(slots, used, left):
 @pytest.mark.parametrize("groups", [1, 3])
 def test_on_a_gpu_the_kernel_draws_what_masked_attention_draws(name, groups):
     model = small_model(name).to("cuda", torch.bfloat16).requires_grad_(False)
-    requests = Requests(prompts=prompts(), samples=4, seed=3, groups=groups, logprobs=True)
+    requests = Requests(
+        prompts=prompts(), samples=4, seed=3, population=Population(members=groups), logprobs=True
+    )
     made = []
     for graphs in (True, False):
         sampler = Sampler(model, rows=12, graphs=graphs, **STOPS)

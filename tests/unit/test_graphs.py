@@ -11,7 +11,7 @@ from common.config import ConfigError
 from common.distributed import fsdp
 from common.sampling import kv_cache
 from common.sampling.cuda_graphs import CudaGraphs
-from common.sampling.engine import Requests
+from common.sampling.engine import Population, Requests
 from common.sampling.native import LOOK_EVERY, Sampler
 from eggroll.config import NoiseConfig
 from eggroll.noise import Noise
@@ -70,7 +70,12 @@ def same(one: Any, other: Any) -> None:
 def test_recorded_steps_change_nothing(name, rows, groups, recorded):
     """Refills, shifts of the cache and shrinks included; nothing in a step waits for the device."""
     model = small_model(name)
-    arguments: Any = {"samples": 4, "seed": 3, "groups": groups, "logprobs": True}
+    arguments: Any = {
+        "samples": 4,
+        "seed": 3,
+        "population": Population(members=groups),
+        "logprobs": True,
+    }
     plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=rows).generate(
         Requests(prompts=prompts(), **arguments), sampling(1.0)
     )
@@ -174,7 +179,7 @@ def test_a_recorded_population_is_that_population(name, recorded):
         matrices="lowrank", vectors="full", embeddings="frozen", head="frozen", patterns={}
     )
     noise = Noise(model, config, rank=2, mirrored=True, seed=5)
-    arguments: Any = {"groups": 4, "logprobs": True}
+    arguments: Any = {"population": Population(members=4), "logprobs": True}
     plain, replayed = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=12), recorded(model, 12)
     for step in range(2):
         with noise.members(step, range(4), sigma=0.1):
@@ -205,7 +210,12 @@ def test_cuda_graphs_change_nothing(name, groups):
     made = []
     for graphs in (True, False):
         sampler = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=12, graphs=graphs)
-        arguments: Any = {"samples": 4, "seed": 3, "groups": groups, "logprobs": True}
+        arguments: Any = {
+            "samples": 4,
+            "seed": 3,
+            "population": Population(members=groups),
+            "logprobs": True,
+        }
         made.append(
             sampler.generate(Requests(prompts=prompts(), **arguments), sampling(1.0, new=100))
         )

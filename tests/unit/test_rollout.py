@@ -5,7 +5,7 @@ from common.model import prompts as model_prompts
 from common.model.half import packed
 from common.model.prompts import find_opening
 from common.sampling import native
-from common.sampling.engine import Requests
+from common.sampling.engine import Population, Requests
 from common.sampling.native import BLOCK, LOOK_EVERY, Sampler, draw, invert_cdf
 from tests.support.models import (
     ARCHITECTURES,
@@ -53,7 +53,8 @@ def test_a_sample_does_not_depend_on_its_company(name):
     assert torch.equal(alone.tokens, many.tokens[10:15])
     for rows in (4, 12, 100):
         grouped = sampler(model, rows).generate(
-            Requests(prompts=prompts(), samples=5, seed=3, groups=4), sampling(1.0)
+            Requests(prompts=prompts(), samples=5, seed=3, population=Population(members=4)),
+            sampling(1.0),
         )
         assert torch.equal(grouped.tokens.view(4, 25, -1), many.tokens.expand(4, -1, -1))
 
@@ -155,7 +156,13 @@ def test_a_shared_prompt_changes_nothing(name, rows, groups):
         assert with_prefix.shares
         with_prefix.shares = shares
         made[shares] = with_prefix.generate(
-            Requests(prompts=prompts(), samples=4, seed=3, groups=groups, logprobs=True),
+            Requests(
+                prompts=prompts(),
+                samples=4,
+                seed=3,
+                population=Population(members=groups),
+                logprobs=True,
+            ),
             sampling(1.0),
         )
     assert torch.equal(made[True].tokens, made[False].tokens)

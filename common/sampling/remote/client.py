@@ -35,7 +35,15 @@ from common.model.prompts import context_length
 from common.model.quantized import layers
 from common.model.source import ADAPTER
 from common.rows import RowLimit
-from common.sampling.engine import Completions, Load, Requests, Setup, Watch, check_prompts
+from common.sampling.engine import (
+    Completions,
+    Load,
+    Population,
+    Requests,
+    Setup,
+    Watch,
+    check_prompts,
+)
 from common.sampling.remote.link import INSTALL, EndedError, Link, writing
 
 T = TypeVar("T")
@@ -274,21 +282,20 @@ class Vllm:
 
     def _bytes_of_members(self, requests: Requests) -> int:
         """Return what the files of a population take at most."""
-        if requests.factors is None:
+        if requests.population is None:
             return 0
         sides = sum(sum(p.shape) for p in self.model.parameters() if p.ndim == 2)
         names = 256 * sum(1 for _ in self.model.parameters())
-        return requests.groups * (sides * self.setup.rank * self.dtype.itemsize + names)
+        return requests.members * (sides * self.setup.rank * self.dtype.itemsize + names)
 
     def _adapters(self, requests: Requests, folder: Path) -> list[str] | None:
-        """Return where vLLM finds the adapters to sample with, one per group; None = none."""
-        if requests.groups == 1 and requests.factors is None:
+        """Return where vLLM finds the adapters to sample with, one per member; None = none."""
+        if requests.population is None:
             return [self.adapter_folder] if self.adapter_folder else None
-        assert requests.factors is not None, "groups without factors"
         with writing(folder):
-            write_members(requests, folder, self.dtype)
+            write_members(requests.population, folder, self.dtype)
         there = self.link.bring(folder)
-        return [f"{there}/{member}" for member in range(requests.groups)]
+        return [f"{there}/{member}" for member in range(requests.members)]
 
     def _completions(
         self, found: dict[str, Tensor], requests: Requests, sampling: SamplingConfig
@@ -340,12 +347,12 @@ class Vllm:
         return self._held_bytes + rows * row
 
 
-def write_members(requests: Requests, folder: Path, dtype: torch.dtype) -> None:
+def write_members(population: Population, folder: Path, dtype: torch.dtype) -> None:
     """Write each member of a population as a LoRA adapter, in folders 0, 1, 2, ..."""
-    assert requests.factors is not None
-    parts: list[dict[str, Tensor]] = [{} for _ in range(requests.groups)]
+    assert population.factors is not None, "a population without factors"
+    parts: list[dict[str, Tensor]] = [{} for _ in range(population.members)]
     rank, modules = 1, set()
-    for name, left, right in requests.factors():
+    for name, left, right in population.factors():
         rank, module = left.shape[-1], name.removesuffix(".weight")
         modules.add(module.rsplit(".", 1)[-1])
         pairs = zip(left.to("cpu", dtype), right.to("cpu", dtype), strict=True)

@@ -26,7 +26,7 @@ class Echo:
 
     def generate(self, requests, sampling, watch=None):
         """Return the token once per sample."""
-        rows = len(requests.prompts) * requests.samples * requests.groups
+        rows = len(requests.prompts) * requests.samples * requests.members
         tokens = torch.full((rows, sampling.max_new_tokens), self.token)
         ones = torch.ones(rows, dtype=torch.long)
         broken = torch.zeros(rows, dtype=torch.bool)
