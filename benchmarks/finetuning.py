@@ -17,7 +17,7 @@ from common.distributed.context import Context
 from common.hardware import Device
 from common.lm import LM
 from common.rows import RowLimit
-from common.timer import Timer
+from common.run.timer import Timer
 from launch import compose
 from rft.finetune import Finetuner, Tree
 

@@ -40,13 +40,13 @@ from common.lm import LM
 from common.model.prompts import encode_prompts
 from common.model.tiny import byte_tokenizer
 from common.precision import native_bf16
+from common.run.timer import Timer
 from common.tasks import Example
 from common.tasks.chess import Chess
-from common.timer import Timer
 from ddp_bench.step import Clock
 from grpo.loss import advantages, policy_loss
 from grpo.policy import Policy
-from grpo.rollouts import Collector, Rollouts
+from grpo.rollouts import Batch, Collector
 from launch import compose, train
 
 PROMPTS, SAMPLES = 8, 8
@@ -159,32 +159,28 @@ class Alone:
     def used(self, **_: int) -> None:
         """Count nothing."""
 
-    def show(self, rows: Any) -> None:
-        """Keep nothing."""
-
 
 def open_policy(run: Run, context: Context) -> tuple[LM, Policy]:
     """Return the model and its policy before its first step."""
     lm = LM(run, context, Positions(), reference=bool(run.algo.kl.beta))
-    lm.read_examples()
     return lm, Policy(lm, run.algo)
 
 
-def collect(run: Run, context: Context, work: dict[str, Any]) -> Rollouts:
+def collect(run: Run, context: Context, work: dict[str, Any]) -> Batch:
     """Return this rank's groups of the fixed rollout: a first step in float32."""
     lm, policy = open_policy(run_of(work), context)
-    rollouts = Collector(lm, lm.run.algo, policy.limit).collect(Alone(0))  # type: ignore[arg-type]
-    assert rollouts is not None
-    return rollouts
+    collected = Collector(lm, lm.run.algo, policy.limit).collect(Alone(0))  # type: ignore[arg-type]
+    assert collected.batch is not None
+    return collected.batch
 
 
 def curve(run: Run, context: Context, work: dict[str, Any]) -> list[float]:
     """Return the losses of the passes over the fixed rollout; called in every rank."""
-    rollouts = collect(run, context, work)
-    advantage = advantages(rollouts.rewards, "group")
+    batch = collect(run, context, work)
+    advantage = advantages(batch.rewards, "group")
     _, policy = open_policy(run, context)
     steps: list[Any] = [Alone(index) for index in range(PASSES)]
-    return [policy.step(rollouts, advantage, policy_loss, step)["loss"] for step in steps]
+    return [policy.step(batch, advantage, policy_loss, step)["loss"] for step in steps]
 
 
 class Plain:
@@ -260,11 +256,12 @@ def baseline(work: dict[str, Any]) -> dict[str, Any]:
 def fixed_losses(work: dict[str, Any]) -> list[float]:
     """Return the losses of the passes over the fixed rollout."""
     folder = Path(work["folder"]) / "fixed"
-    whole: Rollouts = launch("benchmarks.grpo:collect", run_of(work), folder, work)
+    whole: Batch = launch("benchmarks.grpo:collect", run_of(work), folder, work)
     plain, losses, olds = Plain(work), [], {}
     for _ in range(PASSES):
         total = 0.0
-        for index, (prompt, rewards) in enumerate(zip(whole.prompts, whole.rewards, strict=True)):
+        prompts = [rollout.requests.prompts[place] for rollout, place in whole.sources]
+        for index, (prompt, rewards) in enumerate(zip(prompts, whole.rewards, strict=True)):
             part = slice(index * whole.size, (index + 1) * whole.size)
             start = torch.tensor([prompt] * whole.size)
             rows = torch.cat((start, whole.tokens[part]), dim=1).to(plain.device)

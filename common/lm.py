@@ -12,40 +12,24 @@ from typing import Any
 
 import torch
 
-from common import evaluation, hardware, optim, precision, threads
-from common.config import ConfigError, Run, SamplingConfig
-from common.config.checks import CONF
+from common import optim, precision
+from common.config import ConfigError, Run
 from common.distributed import fsdp
 from common.distributed.context import Context
-from common.evaluation import Accepts, Evaluation
 from common.model import logprobs, quantized
 from common.model.adapter import Adapter
 from common.model.export import empty_like, export_model
 from common.model.half import keep_wide, narrow, narrowed, round_layers
 from common.model.load import load_model
-from common.model.memory import (
-    Batch,
-    StateMemory,
-    activation_bytes,
-    head_size,
-    logits_bytes,
-    passing_bytes,
-    training_peak,
-)
-from common.model.prompts import (
-    context_length,
-    context_name,
-    encode_prompts,
-    find_opening,
-    stop_ids,
-)
-from common.rows import RowLimit
-from common.sampling.engine import Completions, Engine, Load, Requests, Setup, open_engine
-from common.tasks import Example, Task, build, task_name
+from common.model.prompts import stop_ids
+from common.rollout import evaluation
+from common.rollout.evaluation import Accepts, Evaluation
+from common.rollout.examples import Examples, read_examples
+from common.rollout.scoring import Scorer
+from common.sampling.engine import Engine, Load, Setup, open_engine
+from common.tasks import Example, Task, build
 from common.tasks.checked import Checked
-from common.tasks.order import ExampleOrder, hold_out
 from common.tasks.rows import Rows
-from common.tasks.scoring import Scorer
 
 log = logging.getLogger("clutch")
 
@@ -59,7 +43,7 @@ class LM:
 
     Args: task: None = the one that the run names; population: how many perturbed copies of its
     weights there are, which never see a backward pass, and whose rows may come in mirrored pairs;
-    rank: of their noise; reference: keep a frozen copy.
+    rank: of their noise; reference: keep a frozen copy; read: chooses the examples.
     Raises: ConfigError for a model, a task or settings that cannot work.
     """
 
@@ -72,6 +56,7 @@ class LM:
         population: int = 0,
         rank: int = 1,
         reference: bool = False,
+        read: Callable[["LM"], Examples] = read_examples,
     ) -> None:
         self.run, self.context = run, context
         self.device = context.device.device
@@ -79,7 +64,7 @@ class LM:
         self.name = run.model.path or run.model.name
         self.precision = precision.resolve(run.opt, self.device)
         self.half = self.precision.compute != torch.float32
-        self.population, self.rank, self.skipped_prompts = population, rank, 0
+        self.population, self.rank = population, rank
         adapted = run.model.adapter
         # What is frozen has no masters.
         held = self.precision.compute if adapted else torch.float32
@@ -95,6 +80,7 @@ class LM:
         self.others = evaluation.read_others(self)
         self.windows, self.token_bytes = evaluation.read_windows(self)
         self._check_others()
+        self.examples = read(self)
         self._prepare()
         self.reference: Any = None
         if reference and adapted is None:
@@ -214,105 +200,10 @@ class LM:
             logprobs.prepare(self.model)
             optim.no_dropout(self.model)
 
-    # --- prompts
-
     def tell_chat(self, task: Any) -> None:
         """Tell a task with task.chat=auto whether the tokenizer has a chat template."""
         if isinstance(task, Rows):
             task.templated = self.tokenizer.chat_template is not None
-
-    def read_examples(self) -> None:
-        """Read training and held-out examples into `order` and `held_out`. Raises: ConfigError."""
-        splits = {"train": list(self.task.examples("train")), "test": self.candidates()}
-        splits, prompts = self.fit_prompts(self.task.prompt, splits)
-        self.measure_prompts(prompts, [])
-        self.order = ExampleOrder(splits["train"], self.run.seed)
-        self.held_out = splits["test"][: self.run.evaluate.examples]
-
-    def measure_prompts(self, prompts: list[list[int]], hinted: list[list[int]]) -> None:
-        """Note for plans how many tokens the longest prompt has, and how many all begin with.
-        hinted: other prompts, which no model is trained on.
-        """
-        self.longest_prompt = max(map(len, [*prompts, *hinted]))
-        # As of a set of many. That of the few prompts of a step is at least as long, and longer
-        # where some of the task's prompts begin otherwise, which a plan does not know.
-        self.opening = len(find_opening(prompts, 0.0))
-
-    def candidates(self) -> list[Example]:
-        """Return the test examples that evaluate.examples are taken of: with prompts.too_long=skip
-        all, since others take the place of those that do not fit.
-        """
-        skip = self.run.prompts.too_long == "skip"
-        return hold_out(self.task, None if skip else self.run.evaluate.examples)
-
-    def hold_out(self, task: Any, tokens: int) -> list[Example]:
-        """Return the held-out examples of another task, whose completions have `tokens` at most.
-
-        Raises: ConfigError where a prompt does not fit the context.
-        """
-        count, skipped = self.run.evaluate.examples, self.skipped_prompts
-        found = hold_out(task, None if self.run.prompts.too_long == "skip" else count)
-        kept, _ = self.fit_prompts(task.prompt, {"test": found}, tokens)
-        self.skipped_prompts = skipped  # those of the run's own task
-        return kept["test"][:count]
-
-    def fit_prompts(
-        self,
-        ask: Callable[[Example], Any],
-        splits: dict[str, list[Example]],
-        tokens: int | None = None,
-    ) -> tuple[dict[str, list[Example]], list[list[int]]]:
-        """Return the examples whose prompts fit the context, and the tokens of all these prompts.
-
-        Args: ask: makes the prompt of an example; tokens: of a completion, None =
-        algo.sampling.max_new_tokens.
-        Raises: ConfigError where one does not fit with prompts.too_long=error, or none does.
-        """
-        key = "max_new_tokens" if tokens else "algo.sampling.max_new_tokens"
-        new: int = tokens or self.run.algo.sampling.max_new_tokens
-        context = context_length(self.model)
-        kept: dict[str, list[Example]] = {split: [] for split in splits}
-        misfits, fitting, longest = [], [], 0
-        for split, examples in splits.items():
-            prompts = encode_prompts(self.tokenizer, [ask(example) for example in examples])
-            for example, ids in zip(examples, prompts, strict=True):
-                longest = max(longest, len(ids))
-                if len(ids) + new > context:
-                    misfits.append((split, example.id, len(ids)))
-                else:
-                    kept[split].append(example)
-                    fitting.append(ids)
-        count = sum(map(len, splits.values()))
-        self.skipped_prompts += len(misfits)
-        if misfits and (self.run.prompts.too_long == "error" or not all(kept.values())):
-            split, first, length = misfits[0]
-            room, what = context - longest, context_name(self.model)
-            advice = f"Lower it to {room}, shorten" if room > 0 else "Shorten"
-            other = ", or leave them out with prompts.too_long=skip"
-            other = " so that some fit" if self.run.prompts.too_long == "skip" else other
-            raise ConfigError(
-                f"{len(misfits)} of {count} prompts do not fit the model's {what} of {context}"
-                f" tokens with {key}={new}: the first is {split} example {first} with {length}"
-                f" tokens, the longest has {longest}. {advice} the prompts{other}."
-            )
-        if misfits and self.context.main:
-            log.warning(
-                "%d of %d prompts do not fit the model's context of %d tokens and are left out"
-                " (prompts.too_long=skip)",
-                *(len(misfits), count, context),
-            )
-        return kept, fitting
-
-    def encode(self, examples: Sequence[Example]) -> list[list[int]]:
-        """Return the token ids of the examples' prompts."""
-        return encode_prompts(self.tokenizer, [self.task.prompt(example) for example in examples])
-
-    # --- sampling
-
-    def generate(self, requests: Requests, sampling: SamplingConfig | None = None) -> Completions:
-        """Sample with the weights as they are now; sampling: None = algo.sampling."""
-        self.engine.refresh()
-        return self.engine.generate(requests, sampling or self.run.algo.sampling)
 
     def evaluate(self, accepts: Accepts = evaluation.earns_all) -> Evaluation:
         """Measure all that the run asks for on held-out examples; every rank returns the same.
@@ -320,9 +211,9 @@ class LM:
 
         Raises: RunStopped where the model's logits are NaN or infinite.
         """
-        found = evaluation.evaluate(self, accepts)
+        measured = evaluation.evaluate(self, accepts)
         self.engine.rest()
-        return found
+        return measured
 
     def measure(self, examples: Sequence[Example]) -> Evaluation:
         """Complete other examples of the task greedily, and measure. Raises: RunStopped."""
@@ -351,135 +242,15 @@ class LM:
         parts = () if self.reference is None else self.reference.parameters()
         return sum(part.numel() * part.dtype.itemsize for part in parts)
 
-    def state_memory(self, trained: bool, reference: bool = False, copies: int = 0) -> StateMemory:
-        """Count weights and training state. reference: a frozen copy beside it; copies: in half
-        precision, of what has float32 weights.
-        """
-        engine = idle_bytes(self.run, self.engine) if self.engine.separate else 0.0
-        moments = optim.state_bytes(self.run.algo.optimizer)
-        if self.adapter is None:
-            size = self.parameters
-            frozen = self.reference_bytes if reference else 0
-            state = StateMemory.of_training(size, size * trained, frozen, copies, moments)
-        else:
-            held = self.own_bytes, self.adapter.size
-            state = StateMemory.of_adapter(*held, trained, copies, moments)
-        return replace(state, engine=engine)
+    @property
+    def idle_bytes(self) -> float:
+        """The bytes that the engine holds while nobody samples."""
+        return self.engine.peak_bytes(0, Load(1, self.run.algo.sampling))
 
-    def fit_rollout(
-        self, state: StateMemory, extra_bytes: float = 0.0, groups: int = 1, each: int = 1
-    ) -> None:
-        """Fit the engine's rows to the memory, for prompts of which each has one sample, and more
-        of them than rows.
-
-        Args: extra_bytes: what else is there, whatever the rows; groups: the most of a call; each:
-        rows of a group.
-        """
-        self.rollout_fixed = state.on_rank(self.model, rollout=True) + extra_bytes
-        self.groups, self.group_rows = groups, each
-
-        def peak(rows: int) -> float:
-            return self.rollout_fixed + self.engine.peak_bytes(rows, self._load(rows))
-
-        fit(self.engine.limit, peak, self.context)
-
-    def _load(self, rows: int, samples: int = 1, completions: int | None = None) -> Load:
-        """Return what a plan of so many rows is made for: an opening for each group among them."""
-        opened = self.opening * min(self.groups, max(1, rows // self.group_rows))
-        settings = self.run.algo.sampling
-        return Load(self.longest_prompt, settings, samples, completions, opened)
-
-    def fit_training(
-        self, limit: RowLimit, state: StateMemory, completions: int, samples: int = 1
-    ) -> float:
-        """Fit the rows of training forwards to the memory, on every rank the same, since ranks cut
-        micro-batches alike. Returns the bytes of a step's training.
-
-        Args: completions: of this rank per step; samples: of a prompt, which share it.
-        """
-        new, compute = self.run.algo.sampling.max_new_tokens, self.precision.compute
-        recomputed = self.run.opt.checkpointing.enabled
-        fixed = state.on_rank(self.model, rollout=False)
-
-        def batch(rows: int) -> Batch:
-            return Batch(rows / samples, self.longest_prompt, rows, new, compute, self.opening)
-
-        def held(rows: int) -> float:
-            return activation_bytes(self.model, batch(rows), recomputed)
-
-        once = logits_bytes(self.model, limit.rows * new)
-        fit(limit, lambda rows: fixed + once + held(rows), self.context)
-        limit.rows = min(self.context.gather_objects(limit.rows))
-        most, single = min(limit.rows, completions), completions <= limit.rows
-        once = logits_bytes(self.model, most * new)
-        passing = passing_bytes(self.model, batch(most)) if recomputed else 0.0
-        return training_peak(self.model, state, held(most), single, once, passing)
-
-    def rollout_peak(self, completions: int, samples: int) -> float:
-        """Return the bytes of a rollout of so many completions, `samples` of each prompt, with the
-        weights and what else is there.
-        """
-        rows = min(self.engine.limit.rows, completions)
-        load = self._load(rows, samples, completions)
-        self.rollout_sampled = self.engine.peak_bytes(rows, load)
-        return self.rollout_fixed + self.rollout_sampled
-
-    def describe_memory(self, peak: float, rows: int, state: StateMemory) -> dict[str, str]:
-        """Say for the plan what a rank takes. peak: bytes of a step; rows: of a rollout's forward;
-        state: the weights and the training state.
-        """
-        self.peak, self.planned_rows = peak, rows
-        shared = fsdp.planned(self.model, state.whole)
-        rollout = f"a rollout of {rows} rows {self.rollout_sampled / 2**30:.2f} GB"
-        return {
-            "memory": f"about {peak / 2**30:.2f} GB per rank, estimated: "
-            f"{state.describe(self.model)},"
-            f" {rollout}{shared}",
-        }
-
-    def describe(self) -> dict[str, str]:
-        """Say for the plan what the task, the model, the device and the numbers are."""
-        run, device = self.run, self.context.device
-        skipped = f"; {self.skipped_prompts} too long and left out" if self.skipped_prompts else ""
-        head = head_size(self.model.config)
-        kernel = hardware.attention_kernel(self.device, self.precision.compute, head, masked=True)
-        mode = run.opt.compile.mode
-        compiled = f", decoding compiled ({mode})" if run.opt.compile.enabled else ""
-        recomputed = ", activations recomputed" if run.opt.checkpointing.enabled else ""
-        adapter = f"; {self.adapter.describe()}" if self.adapter else ""
-        prompt = self.task.prompt(self.task.examples("train")[0])
-        templated = self.tokenizer.chat_template is not None and not isinstance(prompt, str)
-        return {
-            "task": f"{task_name(self.task)}: {len(self.order.examples):,} training examples,"
-            f" {len(self.held_out)} held out{skipped}",
-            "prompts": "through the chat template" if templated else "plain text",
-            "model": f"{self.name}, {self.parameters / 1e6:.2f}M parameters{adapter}",
-            "engine": describe_engine(run, self.engine),
-            "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={run.hardware.name}",
-            "numbers": f"{self.precision.name}{', GradScaler' if self.precision.scaler else ''}"
-            f"{compiled}, masters float32; attention {run.model.attention} ({kernel}){recomputed}"
-            + precision.advise(self.precision, run, self.device, self.parameters),
-            "ranks": str(self.context.world_size),
-            **threads.describe(device),
-        }
-
-    def offending_row(
-        self, example: Example, completion: Any, reward: float, broken: bool
-    ) -> dict[str, Any]:
-        """Describe a completion whose reward, or else whose logits (`broken`), are not finite.
-
-        Args: completion: its text, or its token ids.
-        """
-        if not isinstance(completion, str):
-            completion = self.tokenizer.decode(completion)
-        return {
-            "id": example.id,
-            "prompt": self.task.prompt(example),
-            "answer": example.answer,
-            "completion": completion,
-            "reward": str(reward),  # JSON has no NaN
-            "logits": "not finite" if broken else "finite",
-        }
+    @property
+    def held_out(self) -> list[Example]:
+        """The examples that every evaluation measures on."""
+        return self.examples.held_out
 
     def export(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> Path:
         """Write FOLDER/model, the model and its tokenizer as `from_pretrained` loads them; with an
@@ -519,33 +290,6 @@ class LM:
             yield self.reference
             if self.run.opt.offload.enabled:
                 self.reference.to("cpu")
-
-
-def describe_engine(run: Run, engine: Engine) -> str:
-    """Say which engine samples, and whether a sample can be drawn again."""
-    target = run.engine["_target_"]
-    shipped = (path for path in CONF.glob("engine/*.yaml") if target in path.read_text())
-    name = next((path.stem for path in shipped), target)
-    if engine.separate:
-        held = idle_bytes(run, engine) / 2**30
-        name += f" in a process of its own, {held:.1f} GB while the model is trained"
-    return name if engine.reproducible else f"{name}; the run cannot be repeated to the bit"
-
-
-def idle_bytes(run: Run, engine: Engine) -> float:
-    """Return what an engine holds while nobody samples."""
-    return engine.peak_bytes(0, Load(1, run.algo.sampling))
-
-
-def fit(limit: RowLimit, peak: Callable[[int], float], context: Context) -> None:
-    """Fit a limit to the memory of this rank, and say so where the setting asked for more. peak: as
-    for `RowLimit.fit`.
-    """
-    asked = limit.rows
-    limit.fit(peak, context.memory_gb)
-    if limit.rows < asked and context.main:
-        gb = context.memory_gb
-        log.info("%s=%d does not fit %.0f GB; going on with %d", limit.key, asked, gb, limit.rows)
 
 
 def load_on_all_ranks(

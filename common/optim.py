@@ -25,6 +25,17 @@ EIGHT_BITS = ("Adam8bit", "AdamW8bit")
 ADAMS = ("Adam", "AdamW", *EIGHT_BITS)  # whose steps are as long as lr, for each weight
 
 
+def warm_up(step: int, warmup_steps: float, total: int | None = None) -> float:
+    """Return the factor of a linear warm-up at 0-based `step`.
+
+    Args: warmup_steps: how many, or below 1 the share of the `total` steps.
+    """
+    count = warmup_steps
+    if warmup_steps < 1 and total is not None:
+        count = math.ceil(warmup_steps * total)
+    return min(1.0, (step + 1) / max(1, count))
+
+
 def optimizer_class(config: OptimizerConfig) -> Any:
     """Return the class that is named. Raises: ConfigError where there is none."""
     if config.name in EIGHT_BITS:

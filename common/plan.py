@@ -15,14 +15,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from common import hardware
+from common import hardware, precision, threads
 from common.config import AdapterConfig, ConfigError, Run
+from common.config.checks import CONF
 from common.distributed import fsdp
 from common.distributed.context import Context
 from common.instance import load
-from common.model.memory import cache_bytes
+from common.model.memory import cache_bytes, head_size
 from common.report import summary
 from common.rows import FITTED
+from common.tasks import task_name
 
 # A decode step on CUDA: what it reaches of the memory's bandwidth, and what it takes per layer at
 # least, seconds, however small the layer (LOG.md).
@@ -31,17 +33,17 @@ ADAPTER_RANK = 16  # of the adapter that is proposed where all weights do not fi
 
 
 class PlanMade(Exception):
-    """A run has come to its plan. subject: what it would train."""
+    """A run has come to its plan. subject: what it would train; memory: what a step takes."""
 
-    def __init__(self, rows: dict[str, str], subject: Any) -> None:
+    def __init__(self, rows: dict[str, str], subject: Any, memory: Any) -> None:
         super().__init__("the plan is made")
-        self.rows, self.subject = rows, subject
+        self.rows, self.subject, self.memory = rows, subject, memory
 
 
-def tell(run: Run, context: Context, subject: Any, rows: dict[str, str]) -> None:
+def tell(run: Run, context: Context, subject: Any, rows: dict[str, str], memory: Any) -> None:
     """Print the plan of a run on rank 0. Raises: PlanMade with plan=true, where that is all."""
     if run.plan:
-        raise PlanMade(rows, subject)
+        raise PlanMade(rows, subject, memory)
     if context.main:
         summary.print_plan(rows)
 
@@ -117,11 +119,12 @@ def make(entry: str, run: Run, task: Any = None) -> Plan:
         try:
             train(run, context, task)
         except PlanMade as made:
-            rows = made.rows | _estimate_speed(run, made.subject) | _remark(run, device)
+            speed = _estimate_speed(run, made.subject, made.memory.rows)
+            rows = made.rows | speed | _remark(run, device)
             rows.pop("folder", None)
             if workers.enabled and workers.ranks is None:
                 rows["ranks"] += f" (opt.{switch}.ranks plans more)"
-            return Plan(rows, made.subject.peak / 2**30, context.memory_gb)
+            return Plan(rows, made.memory.peak / 2**30, context.memory_gb)
     raise AssertionError("a run ends with its plan")
 
 
@@ -153,20 +156,64 @@ def _quiet() -> Iterator[None]:
         logging.disable(level)
 
 
-def _estimate_speed(run: Run, lm: Any) -> dict[str, str]:
-    """Say how fast a rank would sample on a GPU, if reading memory is what takes the time."""
+def _estimate_speed(run: Run, lm: Any, rows: int) -> dict[str, str]:
+    """Say how fast a rank would sample on a GPU, if reading memory is what takes the time. rows: of
+    a forward.
+    """
     bandwidth = run.hardware.bandwidth_gbs
     if bandwidth is None:
         return {}
-    new, rows = run.algo.sampling.max_new_tokens, lm.planned_rows
+    new = run.algo.sampling.max_new_tokens
     size = lm.precision.compute.itemsize
-    cache = cache_bytes(lm.model.config, size) * (lm.longest_prompt + new / 2)
+    cache = cache_bytes(lm.model.config, size) * (lm.examples.longest_prompt + new / 2)
     seconds = (size * lm.parameters + rows * cache) / (BANDWIDTH_SHARE * bandwidth * 1e9)
     seconds = max(seconds, LAYER_SECONDS * lm.model.config.num_hidden_layers)
     return {
         "speed": f"an estimate, not measured: {float(f'{rows / seconds:.2g}'):,.0f} tokens/s"
         f" sampled per rank with {rows} rows at {BANDWIDTH_SHARE:.0%} of {bandwidth:,.0f} GB/s"
     }
+
+
+# --- what a run is
+
+
+def describe(lm: Any) -> dict[str, str]:
+    """Say what the task, the model, the device and the numbers of a language model's run are."""
+    run, device = lm.run, lm.context.device
+    examples = lm.examples
+    skipped = f"; {examples.skipped} too long and left out" if examples.skipped else ""
+    head = head_size(lm.model.config)
+    kernel = hardware.attention_kernel(lm.device, lm.precision.compute, head, masked=True)
+    mode = run.opt.compile.mode
+    compiled = f", decoding compiled ({mode})" if run.opt.compile.enabled else ""
+    recomputed = ", activations recomputed" if run.opt.checkpointing.enabled else ""
+    adapter = f"; {lm.adapter.describe()}" if lm.adapter else ""
+    prompt = lm.task.prompt(lm.task.examples("train")[0])
+    templated = lm.tokenizer.chat_template is not None and not isinstance(prompt, str)
+    return {
+        "task": f"{task_name(lm.task)}: {len(examples.order.examples):,} training examples,"
+        f" {len(examples.held_out)} held out{skipped}",
+        "prompts": "through the chat template" if templated else "plain text",
+        "model": f"{lm.name}, {lm.parameters / 1e6:.2f}M parameters{adapter}",
+        "engine": describe_engine(lm),
+        "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={run.hardware.name}",
+        "numbers": f"{lm.precision.name}{', GradScaler' if lm.precision.scaler else ''}"
+        f"{compiled}, masters float32; attention {run.model.attention} ({kernel}){recomputed}"
+        + precision.advise(lm.precision, run, lm.device, lm.parameters),
+        "ranks": str(lm.context.world_size),
+        **threads.describe(device),
+    }
+
+
+def describe_engine(lm: Any) -> str:
+    """Say which engine samples, and whether a sample can be drawn again."""
+    target = lm.run.engine["_target_"]
+    shipped = (path for path in CONF.glob("engine/*.yaml") if target in path.read_text())
+    name = next((path.stem for path in shipped), target)
+    if lm.engine.separate:
+        idle = f"{lm.idle_bytes / 2**30:.1f} GB"
+        name += f" in a process of its own, {idle} while the model is trained"
+    return name if lm.engine.reproducible else f"{name}; the run cannot be repeated to the bit"
 
 
 # --- what would make it fit

@@ -14,10 +14,11 @@ from common.checkpoint import Checkpoint
 from common.config import ConfigError, Run
 from common.distributed import fsdp
 from common.distributed.context import Context
-from common.evaluation import Evaluation
 from common.files import write_text
-from common.lm import fit, same_on_all_ranks
+from common.lm import same_on_all_ranks
+from common.memory import fit
 from common.model.memory import StateMemory, training_peak
+from common.rollout.evaluation import Evaluation
 from common.tasks import task_name
 from ddp_bench import models
 from ddp_bench.config import ClassifyConfig

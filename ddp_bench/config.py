@@ -105,7 +105,7 @@ class ClassifyConfig:
     patience: Count | None
     lr: Positive
     lr_schedule: ScheduleConfig
-    warmup: Part
+    warmup_steps: Nonnegative
     optimizer: OptimizerConfig
     grad_clip: Positive
     label_smoothing: Part

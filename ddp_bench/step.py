@@ -6,7 +6,6 @@ its rows, divided by the rows of all ranks and multiplied by the number of ranks
 DistributedDataParallel's mean then divides by.
 """
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -131,9 +130,9 @@ class Stepper:
         with clock("exchange"):
             total = self.context.sum(loss)
         with clock("optimizer"):
-            warm = max(1, math.ceil(self.settings.warmup * steps))
+            warm = optim.warm_up(step, self.settings.warmup_steps, steps)
             progress = step / max(1, steps - 1)
-            factor = min(1.0, (step + 1) / warm) * self.settings.lr_schedule.factor(progress)
+            factor = warm * self.settings.lr_schedule.factor(progress)
             seen = self.updater.step(self.settings.lr * factor, total.item())
         return seen
 

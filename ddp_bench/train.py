@@ -13,7 +13,7 @@ from common.config import Run
 from common.distributed.context import Context
 from common.optim import Guards
 from common.report.summary import Result
-from common.session import Session
+from common.run.session import Session
 from ddp_bench.classifier import Classifier
 from ddp_bench.config import ClassifyConfig, check_switches
 from ddp_bench.step import Clock
@@ -51,7 +51,7 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
                 mine = context.share(rows)
                 step.stop_if(step.judge(what, subject.offending(mine), guards.ADVICE))
             step.stop_if(guards.trouble(numbers))
-            step.add_phases(clock.read())
+            step.timer.add(clock.read())
             if position < len(batches) - 1 or step.trouble:
                 continue
             step.keep = True  # a checkpoint after each epoch

@@ -10,14 +10,15 @@ EGGROLL's, low-rank and mirrored.
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from common.config import Run, SamplingConfig
 from common.distributed import fsdp
-from common.evaluation import Evaluation, score
 from common.report.summary import Result
-from common.sampling.engine import Requests
-from common.session import Session
+from common.rollout.evaluation import Evaluation, score
+from common.rollout.rollout import Rollout, generate, request
+from common.run.session import Session
 from eggroll import probe
 from eggroll.population import Population
 from eggroll.weights import Weights
@@ -32,10 +33,10 @@ def run_randopt(run: Run, population: Population, weights: Weights) -> Result:
     eggroll.train.train.
     """
     lm, cfg = population.lm, population.cfg
-    examples = lm.order.take(0, cfg.prompts_per_step)  # the same for all that are compared
+    examples = lm.examples.order.take(0, cfg.prompts_per_step)  # the same for all that are compared
     with Session(run, lm.context, lm, steps=cfg.steps) as session:
         session.state["best"] = []  # [reward, draw, member], the best first
-        session.start(weights, population.plan())
+        session.start(weights, *population.plan())
         tuned = probe.tune(population, weights, session)
         if not session.over:
             session.warm_up(population.rehearse)
@@ -43,9 +44,9 @@ def run_randopt(run: Run, population: Population, weights: Weights) -> Result:
             tried = population.try_out(examples, step.index, tuned.sigma, step)
             step.log(**tried.numbers(cfg), sigma=tuned.sigma)
             if not tried.finite:
-                step.non_finite("NaN or infinity in a reward or logits", population.offending)
+                step.non_finite("NaN or infinity in a reward or logits", tried.offending)
                 continue
-            step.show(population.rows())
+            step.rows = tried.rows()
             rewards = tried.rewards.mean(1).tolist()
             scored = [[reward, step.index, member] for member, reward in enumerate(rewards)]
             step.state["best"] = sorted([*step.state["best"], *scored], reverse=True)[:BEST]
@@ -68,15 +69,15 @@ def vote(
     lm, cfg = population.lm, population.cfg
     tokens, held_out = cfg.sampling.max_new_tokens, lm.held_out
     greedy = SamplingConfig(max_new_tokens=tokens, temperature=0.0, top_p=1.0, top_k=0)
-    prompts = lm.encode(held_out)
+    requests = request(lm, held_out)
     answers: list[list[str]] = []
     with fsdp.gathered(lm.model):
         for _, draw, member in best:
             first = member - member % cfg.pair
             pair, noise = range(first, first + cfg.pair), population.noise
             with noise.members(draw, pair, sigma) as perturbed:
-                made = lm.generate(Requests(prompts=prompts, population=perturbed), greedy)
-            texts = made.texts(lm.tokenizer)
+                completions = generate(lm, replace(requests, population=perturbed), greedy)
+            texts = Rollout.decode(lm.tokenizer, requests, completions, held_out).texts
             own = (member - first) * len(held_out)
             answers.append(texts[own : own + len(held_out)])
     read = getattr(lm.task, "answer", None) or str.strip

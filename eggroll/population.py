@@ -2,21 +2,23 @@
 
 import logging
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from common.budget import describe_length
 from common.distributed import fsdp
 from common.lm import LM
+from common.memory import Memory, RolloutMemory
+from common.plan import describe
 from common.recipe import describe_source
 from common.report import samples
+from common.rollout.rollout import Rollout, generate, request, roll_out
+from common.run.budget import describe_length
 from common.sampling.engine import Completions, Requests
 from common.tasks import Example
-from common.tasks.scoring import Scored
 from eggroll.config import EggrollConfig
 from eggroll.fitness import equal_parts, fitness, over_samples
 from eggroll.noise import Noise
@@ -49,6 +51,7 @@ class Tried:
         of the mirrored member; None without mirrored noise.
         centre: what the unperturbed model came to; changed: 1 where a text is not its; answered: 1
         where a text holds an answer. None where that model was not asked, or the task cannot tell.
+        offending: this rank's rows that are not finite; shown: those that the run keeps.
     """
 
     rewards: Tensor
@@ -59,6 +62,8 @@ class Tried:
     changed: Tensor | None = None
     answered: Tensor | None = None
     centre: Centre | None = None
+    offending: list[dict[str, Any]] = field(default_factory=list)
+    shown: list[samples.Row] = field(default_factory=list)
 
     @property
     def finite(self) -> bool:
@@ -69,6 +74,11 @@ class Tried:
         """Return the fitness of the members, [members]."""
         counted, samples = self.counted(cfg)
         return fitness(counted.rewards, cfg.fitness, samples, counted.components)
+
+    def rows(self, fitness: Tensor | None = None) -> list[samples.Row]:
+        """Return the rows that the run keeps, with the fitness of their members [members]."""
+        values = None if fitness is None else fitness.tolist()
+        return [row | {"fitness": values and values[row["member"]]} for row in self.shown]
 
     def of(self, columns: slice) -> "Tried":
         """Return the same with some of the columns of rewards and components."""
@@ -115,14 +125,13 @@ class Population:
 
     def __init__(self, lm: LM, noise: Noise, cfg: EggrollConfig) -> None:
         self.lm, self.noise, self.cfg = lm, noise, cfg
-        self.offending: list[dict[str, Any]] = []  # this rank's rows of the step, not finite
-        self.shown: list[samples.Row] = []  # those that the run keeps
         lm.engine.limit.floor = cfg.pair
         ranks = lm.context.world_size
         self.state = count_state(lm, noise, cfg)
         directions = len(self._chunks()[0]) // cfg.pair
         drawn = 4.0 * sum(4 * a.blocks for a in noise.addresses) * directions
-        lm.fit_rollout(self.state, drawn, len(self._chunks()[0]), cfg.rows_per_member)
+        members = len(self._chunks()[0])
+        self.memory = RolloutMemory(lm, self.state, drawn, members, cfg.rows_per_member)
         self._agree()
         self.perturbed = sum(math.prod(address.shape) for address in noise.addresses)
         if ranks > len(self._chunks()) and lm.context.main:
@@ -142,183 +151,155 @@ class Population:
         closely: bool = False,
         centre: Centre | None = None,
     ) -> Tried:
-        """Sample and score every member. `offending` then describes the rows of this rank that are
-        not finite, and `shown` those that the run keeps.
+        """Sample and score every member.
 
-        Args: step: common.step.Step, or what takes the same calls outside of one; closely: look at
-        the unperturbed model too; centre: what it came to, None = ask it, as an evaluation.
+        Args: step: a Step, or what takes the same calls outside of one; closely: look at the
+        unperturbed model too; centre: what it came to, None = ask it, as an evaluation.
         """
         cfg, context = self.cfg, self.lm.context
-        repeated = [example for example in examples for _ in range(cfg.samples_per_prompt)]
-        # What Tried has of each row, in its order; 0 for the members of other ranks.
-        names = list(getattr(self.lm.scorer.task, "components", None) or {})
-        found = torch.zeros(6 + len(names), cfg.members, cfg.rows_per_member, dtype=torch.float64)
-        generated, self.offending, self.shown = 0, [], []
-        requests = self.request(examples, step.index)
+        # What `Tried` has of each row; 0 for the members of other ranks.
+        components = list(getattr(self.lm.scorer.task, "components", None) or {})
+        columns = ["rewards", "cut", "repeating", "twins", "changed", "answered", *components]
+        table = torch.zeros(len(columns), cfg.members, cfg.rows_per_member, dtype=torch.float64)
+        generated, offending, shown = 0, [], []
+        requests = self.ask(examples, step.index)
         self._agree()
-        mine = context.share(self._chunks())
         with fsdp.gathered(self.lm.model):
             if closely and centre is None:
                 with step.untimed():
-                    centre = self.ask_centre(requests, repeated)
-            for members in mine:
+                    centre = self.ask_centre(examples, requests)
+            for members in context.share(self._chunks()):
                 with step.phase("rollout"):
-                    made = self.sample(members, requests, draw, sigma)
-                    texts = [text for part in made for text in part.texts(self.lm.tokenizer)]
-                    generated += sum(part.generated for part in made)
+                    completions = self.sample(members, requests, draw, sigma)
+                    rollout = Rollout.decode(self.lm.tokenizer, requests, completions, examples)
+                    generated += rollout.generated
                 with step.phase("reward"):
-                    asked = repeated * len(members)
-                    scored = self.lm.scorer.submit(asked, texts).result()
-                    broken = [bad for part in made for bad in part.broken.tolist()]
-                    self._mark(scored.rewards, broken, texts, asked, members)
-                    cut = [not done for part in made for done in part.finished.tolist()]
-                    loops = [again for part in made for again in part.repeating()]
-                    plain = centre.texts * len(members) if centre else texts
-                    changed = [text != other for text, other in zip(texts, plain, strict=True)]
-                    whole = self._answered(texts) if closely else cut
-                    rows = [scored.rewards, cut, loops, self._compare_pairs(texts), changed, whole]
-                    rows += [scored.components[name] for name in names]
-                    here = torch.tensor(rows, dtype=torch.float64).unflatten(1, (len(members), -1))
-                    found[:, members.start : members.stop] = here
+                    rollout.start_scoring(self.lm.scorer)
+                    marks = self._mark(rollout, centre if closely else None)
+                    rows = [marks.get(name, [0] * len(rollout.texts)) for name in columns]
+                    marked = torch.tensor(rows, dtype=torch.float64)
+                    table[:, members.start : members.stop] = marked.unflatten(1, (len(members), -1))
+                    offending += self._describe_offending(rollout, members)
                 with step.phase("keep"):
-                    self._keep(members, asked, texts, made, scored)
+                    shown += self._describe_kept(rollout, members)
         with step.phase("exchange"):
-            found, generated = self._exchange(found, generated)
-        step.used(tokens=generated, samples=found[0].numel())
-        rewards, cut, loops, twins, changed, whole, *parts = found
+            table, generated = self._exchange(table, generated)
+        step.used(tokens=generated, samples=table[0].numel())
+        found = dict(zip(columns, table, strict=True))
         return Tried(
-            rewards=rewards,
-            components=dict(zip(names, parts, strict=True)),
-            cut=cut,
-            repeating=loops,
-            twins=twins if cfg.mirrored else None,
-            changed=changed if centre else None,
-            answered=whole if centre and centre.answered is not None else None,
+            rewards=found["rewards"],
+            components={name: found[name] for name in components},
+            cut=found["cut"],
+            repeating=found["repeating"],
+            twins=found["twins"] if cfg.mirrored else None,
+            changed=found["changed"] if centre else None,
+            answered=found["answered"] if centre and centre.answered is not None else None,
             centre=centre,
+            offending=offending,
+            shown=shown,
         )
 
-    def rows(self, fitness: Tensor | None = None) -> list[samples.Row]:
-        """Return the rows that the run keeps, with the fitness of their members [members]."""
-        values = None if fitness is None else fitness.tolist()
-        return [row | {"fitness": values and values[row["member"]]} for row in self.shown]
-
-    def _keep(
-        self,
-        members: range,
-        asked: list[Example],
-        texts: list[str],
-        made: list[Completions],
-        scored: Scored,
-    ) -> None:
-        """Put the rows of some members that the run keeps into `shown`."""
-        cfg, run, each = self.cfg, self.lm.run, self.cfg.samples_per_prompt
-        prompts = samples.kept(run, cfg.prompts_per_step)
-        everything = run.completions == "all"
-        most = cfg.members if everything else max(cfg.pair, samples.ROWS // each)
-        lengths = [length for part in made for length in part.lengths.tolist()]
-        cut = [not done for part in made for done in part.finished.tolist()]
-        for i, member in enumerate(members[: max(0, most - members.start)]):
-            for place in range(prompts * each):
-                row = i * cfg.rows_per_member + place
-                self.shown.append(
-                    {
-                        **samples.describe(self.lm.task, asked[row], place // each),
-                        "member": member,
-                        "sample": place % each,
-                        "sign": (-1) ** member if cfg.mirrored else 1,
-                        "completion": texts[row],
-                        "tokens": lengths[row],
-                        "cut": cut[row],
-                        "reward": scored.rewards[row],
-                        "components": {n: v[row] for n, v in scored.components.items()} or None,
-                    }
-                )
-
-    def ask_centre(self, requests: Requests, repeated: list[Example]) -> Centre:
+    def ask_centre(self, examples: list[Example], requests: Requests) -> Centre:
         """Return what the unperturbed model completes with the draws that every member has, and
         earns; each rank asks it.
         """
-        made = self.lm.generate(requests)
-        texts = made.texts(self.lm.tokenizer)
-        rewards = self.lm.scorer.submit(repeated, texts).result().rewards
-        cut = 1 - made.finished.double().mean().item()
-        known = getattr(self.lm.task, "answer", None) is not None
-        answered = sum(self._answered(texts)) / len(texts) if known else None
+        rollout = roll_out(self.lm, examples, requests)
+        answered = self._find_answers(rollout.texts)
         return Centre(
-            texts, torch.tensor(rewards, dtype=torch.float64), cut, answered, made.generated
+            texts=rollout.texts,
+            rewards=torch.tensor(rollout.scored.rewards, dtype=torch.float64),
+            cut=1 - rollout.finished.double().mean().item(),
+            answered=sum(answered) / len(answered) if answered else None,
+            generated=rollout.generated,
         )
 
-    def _answered(self, texts: list[str]) -> list[bool]:
-        """Return for each text whether the task finds an answer in it, if it looks for one."""
-        read = getattr(self.lm.task, "answer", None)
-        return [read is not None and read(text) is not None for text in texts]
-
-    def _mark(
-        self,
-        rewards: list[float],
-        broken: list[bool],
-        texts: list[str],
-        asked: list[Example],
-        members: range,
-    ) -> None:
-        """Put NaN for rewards whose row says nothing, and keep those rows in `offending`."""
-        for row, (score, bad) in enumerate(zip(rewards, broken, strict=True)):
-            if bad or not math.isfinite(score):
-                found = self.lm.offending_row(asked[row], texts[row], score, bad)
-                member = members[row // self.cfg.rows_per_member]
-                self.offending.append({"member": member, **found})
-                rewards[row] = math.nan
-
-    def _compare_pairs(self, texts: list[str]) -> list[bool]:
-        """Return for each text whether it is that of the mirrored member, or of the member itself
-        without mirrored noise.
+    def _mark(self, rollout: Rollout, centre: Centre | None) -> dict[str, list[Any]]:
+        """Return by column what there is to say of each row of some members. centre: what the
+        unperturbed model came to, where that is looked at.
         """
+        texts, scored = rollout.texts, rollout.scored
         each, pair = self.cfg.rows_per_member, self.cfg.pair
+        # The mirrored member, or the member itself without mirrored noise.
+        twins = ((row // each ^ (pair - 1)) * each + row % each for row in range(len(texts)))
+        rewards = zip(scored.rewards, rollout.sound, strict=True)
+        marks = scored.components | {
+            "rewards": [reward if sound else math.nan for reward, sound in rewards],
+            "cut": (~rollout.finished).tolist(),
+            "repeating": rollout.repeating,
+            "twins": [text == texts[twin] for text, twin in zip(texts, twins, strict=True)],
+        }
+        if centre is not None:
+            marks["changed"] = [text != centre.texts[i % each] for i, text in enumerate(texts)]
+        if centre is not None and centre.answered is not None:
+            marks["answered"] = self._find_answers(texts)
+        return marks
+
+    def _describe_offending(self, rollout: Rollout, members: range) -> list[dict[str, Any]]:
+        """Describe the rows that are not finite."""
+        each, broken = self.cfg.rows_per_member, rollout.broken.tolist()
         return [
-            text == texts[(row // each ^ (pair - 1)) * each + row % each]
-            for row, text in enumerate(texts)
+            {
+                "member": members[row // each],
+                **rollout.describe_offending(row, self.lm.task, broken[row]),
+            }
+            for row, sound in enumerate(rollout.sound)
+            if not sound
         ]
 
-    def request(self, examples: list[Example], step: int) -> Requests:
-        """Ask for all that the members are to complete in a step."""
-        return Requests(
-            prompts=self.lm.encode(examples),
-            ids=[example.id for example in examples],
-            samples=self.cfg.samples_per_prompt,
-            seed=self.lm.run.seed,
-            draw=step,
-        )
+    def _describe_kept(self, rollout: Rollout, members: range) -> list[samples.Row]:
+        """Describe the rows that the run keeps."""
+        cfg, run = self.cfg, self.lm.run
+        each, prompts = cfg.samples_per_prompt, samples.kept(run, cfg.prompts_per_step)
+        everything = run.completions == "all"
+        most = cfg.members if everything else max(cfg.pair, samples.ROWS // each)
+        shown = []
+        for i, member in enumerate(members[: max(0, most - members.start)]):
+            first = i * cfg.rows_per_member
+            rows = rollout.describe(range(first, first + prompts * each), self.lm.task)
+            sign = (-1) ** member if cfg.mirrored else 1
+            shown += [{**row, "member": member, "sign": sign} for row in rows]
+        return shown
 
-    def sample(
-        self, members: range, requests: Requests, draw: int, sigma: float
-    ) -> list[Completions]:
+    def _find_answers(self, texts: list[str]) -> list[bool]:
+        """Return for each text whether the task finds an answer in it; empty where the task does
+        not look for one.
+        """
+        read = getattr(self.lm.task, "answer", None)
+        return [] if read is None else [read(text) is not None for text in texts]
+
+    def ask(self, examples: list[Example], step: int) -> Requests:
+        """Return the request for all that a member is to complete in a step."""
+        return request(self.lm, examples, samples=self.cfg.samples_per_prompt, draw=step)
+
+    def sample(self, members: range, requests: Requests, draw: int, sigma: float) -> Completions:
         """Sample `members` side by side; in several parts where memory has just run out."""
         asked_for = self.lm.engine.limit.rows
 
-        def attempt(rows: int) -> list[Completions]:
-            made = []
+        def attempt(rows: int) -> Completions:
+            parts = []
             if rows < asked_for:
                 self.noise.forget()  # what it takes for forwards that did not fit
             for part in split(members, self.cfg, rows):
                 with self.noise.members(draw, part, sigma) as population:
-                    made.append(self.lm.generate(replace(requests, population=population)))
-            return made
+                    parts.append(generate(self.lm, replace(requests, population=population)))
+            return Completions.join(parts)
 
         return self.lm.engine.limit.run(attempt)
 
     def rehearse(self) -> None:
         """Sample the first chunk of a step and throw it away: compilation happens here."""
-        examples = self.lm.order.take(0, self.cfg.prompts_per_step)
+        examples = self.lm.examples.order.take(0, self.cfg.prompts_per_step)
         with fsdp.gathered(self.lm.model):
-            self.sample(self._chunks()[0], self.request(examples, 0), 0, 1e-3)
+            self.sample(self._chunks()[0], self.ask(examples, 0), 0, 1e-3)
 
-    def plan(self) -> dict[str, str]:
-        """Say what a step will do, with sizes."""
+    def plan(self) -> tuple[dict[str, str], Memory]:
+        """Say what a step will do, with sizes, and what it takes."""
         cfg, lm, ranks = self.cfg, self.lm, self.lm.context.world_size
         chunks, rows = self._chunks(), lm.engine.limit.rows
         used = min(rows, len(chunks[0]) * cfg.rows_per_member)
-        memory = lm.rollout_peak(used, cfg.samples_per_prompt)
-        facts, heat = lm.describe(), cfg.sampling.temperature
+        sampling = self.memory.sampling_bytes(used, cfg.samples_per_prompt)
+        memory = Memory(self.state, sampling, used, self.memory.fixed + sampling)
+        facts, heat = describe(lm), cfg.sampling.temperature
         trunk = self.noise.trunk
         above = f", above block {trunk}" if trunk else ""
         if trunk and not lm.engine.separate and fsdp.of(lm.model) is None:
@@ -326,7 +307,7 @@ class Population:
         drawn = f"sampled (temperature {heat:g})" if heat else "greedy"
         length = describe_length(lm.run, cfg.steps, "steps")
         lr = f", lr {show(cfg.lr)}" if cfg.method != "randopt" else ""
-        return {
+        rows_of_plan = {
             "algorithm": f"{cfg.method}, {length}, rank {cfg.rank}, sigma {show(cfg.sigma)}{lr}"
             f" ({describe_source(lm.run)})",
             **facts,
@@ -336,15 +317,16 @@ class Population:
             f" rewards are of {drawn} completions",
             "forwards": f"{len(chunks)} per step, {used} rows each (algo.rollout_rows={rows}),"
             f" {-(-len(chunks) // ranks)} per rank",
-            **lm.describe_memory(memory, used, self.state),
+            **memory.describe(lm.model),
         }
+        return rows_of_plan, memory
 
-    def _exchange(self, found: Tensor, generated: int) -> tuple[Tensor, int]:
-        """Add up what was found of each row, and the tokens, over all ranks."""
+    def _exchange(self, table: Tensor, generated: int) -> tuple[Tensor, int]:
+        """Add up what there is to say of each row, and the tokens, over all ranks."""
         tokens = torch.tensor([generated], dtype=torch.float64)
-        totals = torch.cat((found.flatten(), tokens)).to(self.lm.device)
+        totals = torch.cat((table.flatten(), tokens)).to(self.lm.device)
         totals = self.lm.context.sum(totals).cpu()
-        return totals[:-1].view_as(found), int(totals[-1])
+        return totals[:-1].view_as(table), int(totals[-1])
 
     def _agree(self) -> None:
         """Take the fewest rows of all ranks, as members are shared out by them. Ranks have unlike

@@ -33,7 +33,7 @@ from common.distributed.context import Context
 from common.files import write_text
 from common.optim import ADAMS
 from common.report import plots
-from common.session import Session
+from common.run.session import Session
 from common.signals import EXIT_SIGNAL, RunStopped
 from eggroll.config import EggrollConfig
 from eggroll.fitness import by_direction
@@ -177,7 +177,7 @@ class Probe:
         self.population = copy.copy(population)
         sizes = {"members": members, "prompts_per_step": prompts}
         self.population.cfg = replace(cfg, **sizes, sigma=1.0, lr=1.0)
-        self.examples = population.lm.order.take(0, prompts)
+        self.examples = population.lm.examples.order.take(0, prompts)
         self.size = weights.root_mean_square()
         if self.size == 0 and (self.run.probe or AUTO in (cfg.sigma, cfg.lr)):
             raise ConfigError(

@@ -13,7 +13,7 @@ from common.config import ConfigError, Run
 from common.distributed.context import Context
 from common.lm import LM
 from common.report.summary import Result
-from common.session import Session
+from common.run.session import Session
 from common.tasks import Task
 from eggroll import instruments, probe
 from eggroll.baselines import run_randopt
@@ -39,7 +39,6 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
     offload, looped = run.opt.offload.enabled, cfg.method == "eggroll" and not run.probe
     folder = context.out_dir if looped else None
     weights = Weights(lm.model, noise, cfg, lm.wide, offload=offload, folder=folder)
-    lm.read_examples()
     population = Population(lm, noise, cfg)
     if run.probe:
         try:
@@ -49,7 +48,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
     if cfg.method == "randopt":
         return run_randopt(run, population, weights)
     with Session(run, context, lm, steps=cfg.steps) as session:
-        session.start(weights, population.plan())
+        session.start(weights, *population.plan())
         tuned = probe.tune(population, weights, session)  # sigma and lr, as set or as measured
         region = TrustRegion(cfg, weights, tuned.drift, session)
         if not session.over:
@@ -58,16 +57,17 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
             sigma = tuned.sigma * cfg.sigma_schedule.factor(step.progress)
             lr = tuned.lr * cfg.lr_schedule.factor(step.progress)
             draw = step.index // cfg.noise_reuse
-            examples = lm.order.take(step.index * cfg.prompts_per_step, cfg.prompts_per_step)
+            first = step.index * cfg.prompts_per_step
+            examples = lm.examples.order.take(first, cfg.prompts_per_step)
 
             closely = step.index % LOOK_EVERY == 0
             tried = population.try_out(examples, draw, sigma, step, closely)
             step.log(**tried.numbers(cfg), sigma=sigma)
             if not tried.finite:
-                step.non_finite("NaN or infinity in a reward or logits", population.offending)
+                step.non_finite("NaN or infinity in a reward or logits", tried.offending)
                 continue
             shaped = tried.shaped(cfg)  # fitness [members]
-            step.show(population.rows(shaped))
+            step.rows = tried.rows(shaped)
             lr, length = region.shorten(lr, noise.expected_norm(shaped), step.index)
             compare = weights.compares(step.index)
             with step.phase("update"):

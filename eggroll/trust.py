@@ -2,7 +2,7 @@
 
 import math
 
-from common.session import Session
+from common.run.session import Session
 from eggroll.config import EggrollConfig
 from eggroll.weights import Weights
 

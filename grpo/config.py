@@ -50,7 +50,7 @@ class StopAtConfig:
     """Guards; null = off."""
 
     kl: Positive | None
-    ratio_kl: Positive | None
+    approx_kl: Positive | None
     entropy_below: Positive | None
 
     def crossed(self, seen: dict[str, float]) -> str | None:
@@ -62,10 +62,11 @@ class StopAtConfig:
                 f"kl {seen['kl']:.3g} is above algo.stop_at.kl={self.kl:g}. Lower algo.lr or raise"
                 " algo.kl.beta."
             )
-        if self.ratio_kl is not None and seen["ratio_kl"] > self.ratio_kl:
+        if self.approx_kl is not None and seen["approx_kl"] > self.approx_kl:
             return (
-                f"ratio_kl {seen['ratio_kl']:.3g} is above algo.stop_at.ratio_kl={self.ratio_kl:g}."
-                " Lower algo.lr or algo.num_iterations."
+                f"approx_kl {seen['approx_kl']:.3g} is above"
+                f" algo.stop_at.approx_kl={self.approx_kl:g}. Lower algo.lr or"
+                " algo.num_iterations."
             )
         if self.entropy_below is not None and seen["entropy"] < self.entropy_below:
             return (
@@ -131,7 +132,7 @@ class GrpoConfig:
                 " and algo.kl.where=loss. Set algo.kl.beta, for example 0.001, or leave it out."
             )
         if self.num_iterations == 1:
-            for key in ("dual_clip", "delta", "stop_at.ratio_kl"):
+            for key in ("dual_clip", "delta", "stop_at.approx_kl"):
                 if (value := operator.attrgetter(key)(self)) is not None:
                     raise ConfigError(
                         f"algo.{key}={value:g} has no effect with algo.num_iterations=1: the ratio"

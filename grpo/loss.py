@@ -145,8 +145,8 @@ def policy_loss(  # noqa: PLR0913 (the tensors of one formula)
         outside = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
         # samples come from the old policy
         sums = {
-            "clipped": (outside.expand_as(mask) & mask).sum(),
-            "ratio_kl": ((kl(old, logp, "k3", settings.kl.clamp) * kept).sum()),
+            "clip_fraction": (outside.expand_as(mask) & mask).sum(),
+            "approx_kl": ((kl(old, logp, "k3", settings.kl.clamp) * kept).sum()),
             "entropy": (entropy * kept).sum() if entropy is not None else logp.new_zeros(()),
             "kl": (divergence * kept).sum() if divergence is not None else logp.new_zeros(()),
         }

@@ -48,7 +48,7 @@ PANELS = (
         "kl",
         "KL divergence",
         "nats per token",
-        {"kl": "from the reference", "ratio_kl": "from the policy that sampled"},
+        {"kl": "from the reference", "approx_kl": "from the policy that sampled"},
         zero=True,
     ),
     Panel(
@@ -59,10 +59,14 @@ PANELS = (
         zero=True,
     ),
     Panel(
-        "clipped",
+        "clip_fraction",
         "Clipped and cut off",
         "%",
-        {"clipped": "tokens clipped", "truncated": "cut off", "repeating": "of these, in a loop"},
+        {
+            "clip_fraction": "tokens clipped",
+            "truncated": "cut off",
+            "repeating": "of these, in a loop",
+        },
         scale=PERCENT,
         zero=True,
     ),

@@ -1,31 +1,31 @@
 """Say what a run will do, before the first step."""
 
-from common.budget import describe_length
 from common.lm import LM
+from common.plan import describe
 from common.recipe import describe_lr
+from common.run.budget import describe_length
 from grpo.config import GrpoConfig
 from grpo.policy import RATES, Policy
 
 
 def plan(lm: LM, cfg: GrpoConfig, policy: Policy) -> dict[str, str]:
     """Say what a run will do, with sizes."""
-    run, facts = lm.run, lm.describe()
+    run, facts = lm.run, describe(lm)
     offload = run.opt.offload.enabled
     reference = "none (beta 0)" if not cfg.kl.beta else f"on the {'CPU' if offload else 'device'}"
     if cfg.kl.beta and lm.adapter:
         own = "with the adapter as it was" if lm.adapter.config.path else "without the adapter"
         reference = f"the same weights {own}"
-    rollout = min(lm.engine.limit.rows, policy.completions)
     return {
         "algorithm": f"grpo, loss {cfg.loss}, {describe_length(run, cfg.steps, 'optimizer steps')},"
         f" {cfg.num_iterations} per rollout, {describe_lr(lm, RATES)}",
         **facts,
         "model": f"{facts['model']}; reference {reference}",
         "rollout": f"{cfg.prompts_per_step} prompts x {cfg.samples_per_prompt} samples,"
-        f" {cfg.sampling.max_new_tokens} new tokens at most, {rollout} rows per forward;"
+        f" {cfg.sampling.max_new_tokens} new tokens at most, {policy.memory.rows} rows per forward;"
         f" rewards are of sampled completions (temperature {cfg.sampling.temperature:g}); dead"
         f" groups replaced in {cfg.resample_rounds} rounds at most",
         "training": f"{min(policy.limit.rows, policy.completions)} completions per forward,"
         " gradients accumulated",
-        **lm.describe_memory(policy.peak, rollout, policy.state),
+        **policy.memory.describe(lm.model),
     }

@@ -11,14 +11,15 @@ from common.checkpoint import Checkpoint
 from common.config import ConfigError
 from common.distributed import fsdp
 from common.lm import LM
+from common.memory import Memory, RolloutMemory, count_state, fit_training
 from common.model import logprobs
 from common.model.transfer import to_device
 from common.recipe import Rates, choose_lr
 from common.rows import RowLimit
-from common.step import Step
+from common.run.step import Step
 from grpo.config import GrpoConfig
 from grpo.loss import Counts, sampler_weights
-from grpo.rollouts import Rollouts
+from grpo.rollouts import Batch
 
 # Completions in a training forward where algo.train_rows is null, before they are fitted to the
 # memory.
@@ -32,8 +33,8 @@ RATES = Rates(
 # sampler and of the trainer.
 PER_TOKEN = {
     "entropy": "entropy",
-    "clipped": "clipped",
-    "ratio_kl": "ratio_kl",
+    "clip_fraction": "clip_fraction",
+    "approx_kl": "approx_kl",
     "gap": "sampler_gap",
 }
 # The same where the loss pulls towards a reference model.
@@ -75,21 +76,18 @@ class Policy:
             )
         self._fit_rows()
 
-    def step(
-        self, rollouts: Rollouts, advantage: Tensor, loss: Loss, update: Step
-    ) -> dict[str, float]:
+    def step(self, batch: Batch, advantage: Tensor, loss: Loss, update: Step) -> dict[str, float]:
         """Make one optimizer step on the groups of all ranks. Returns what goes into the log.
 
         Args: advantage: float64 [P, G]; loss: grpo.loss.policy_loss, or another of its kind.
         """
-        context, first = self.lm.context, rollouts.old_logprobs is None
+        context = self.lm.context
+        computed = torch.zeros_like(batch.logprobs)  # in this pass
 
         def attempt(rows: int) -> dict[str, float]:
             self.updater.clear()
             self.watched.clear()
-            if first:  # what an attempt that ran out of memory left: the ratio is to be exactly 1
-                rollouts.old_logprobs = None
-            return self._backward(rollouts, advantage, loss, rows)
+            return self._backward(batch, advantage, loss, rows, computed)
 
         with update.phase("train"):
             self.model.train(self.recomputed)  # a checkpointed block wants training mode
@@ -100,6 +98,8 @@ class Policy:
                 if self.limit.rows > fewest:
                     self.limit.rows = fewest
                     totals = self.limit.run(attempt)
+            if batch.old_logprobs is None:
+                batch.old_logprobs = computed
         with update.phase("exchange"):
             optim.sum_gradients(self.updater.parameters)
             names = sorted(totals)
@@ -114,10 +114,10 @@ class Policy:
         shown |= CORRECTED if self.correction != "off" else {}
         return updated | {name: totals[key] / tokens for key, name in shown.items()}
 
-    def check(self, numbers: dict[str, float], rollouts: Rollouts, update: Step) -> None:
+    def check(self, numbers: dict[str, float], batch: Batch, update: Step) -> None:
         """Tell the update of numbers that are not finite, and of a guard that tripped."""
         if (what := self.guards.not_finite(numbers)) is not None:
-            rows = self._offending(rollouts)
+            rows = self._offending(batch)
             update.stop_if(update.judge(what, rows, self.guards.ADVICE))
         else:
             update.stop_if(self.guards.trouble(numbers) or self.cfg.stop_at.crossed(numbers))
@@ -125,7 +125,7 @@ class Policy:
     def lr(self, update: Step) -> float:
         """Return the learning rate of an optimizer step: linear warm-up, then the schedule."""
         cfg = self.cfg
-        warm = min(1.0, (update.index + 1) / cfg.warmup_steps) if cfg.warmup_steps else 1.0
+        warm = optim.warm_up(update.index, cfg.warmup_steps)
         return self.peak_lr * warm * cfg.lr_schedule.factor(update.progress)
 
     # --- for checkpoints
@@ -145,51 +145,53 @@ class Policy:
     # --- inside
 
     def _backward(
-        self, rollouts: Rollouts, advantage: Tensor, loss: Loss, rows: int
+        self, batch: Batch, advantage: Tensor, loss: Loss, rows: int, computed: Tensor
     ) -> dict[str, float]:
-        """Accumulate the gradient of this rank's groups. Returns sums over its tokens."""
-        lm, device, size = self.lm, self.lm.device, rollouts.size
-        batches = cut_batches(rollouts.lengths.view(-1, size), rows)
-        counted = [count_batches(groups, size, rows) for groups in rollouts.groups_per_rank]
-        counts = Counts(rollouts.rows, rollouts.loss_tokens, sum(counted))
-        if rollouts.old_logprobs is None:
-            rollouts.old_logprobs, first = torch.zeros_like(rollouts.logprobs), True
-        else:
-            first = False
+        """Accumulate the gradient of this rank's groups. Returns sums over its tokens.
+
+        Args: computed: takes the log-probabilities of this pass, float32 [n * G, T].
+        """
+        lm, device, size = self.lm, self.lm.device, batch.size
+        micro_batches = cut_batches(batch.lengths.view(-1, size), rows)
+        counted = [count_batches(groups, size, rows) for groups in batch.groups_per_rank]
+        counts = Counts(batch.rows, batch.loss_tokens, sum(counted))
         # Summed on the device: reading a number after each micro-batch would wait for it.
         totals = {
             name: torch.zeros((), dtype=torch.float64, device=device)
             for name in ("loss", "tokens", *PER_TOKEN, *PULLED, *CORRECTED)
         }
-        lengths = rollouts.lengths.tolist()
+        lengths = batch.lengths.tolist()
         rows_of = [
-            [g * size + row for g, part in batch for row in range(size)[part]] for batch in batches
+            [g * size + row for g, part in groups for row in range(size)[part]]
+            for groups in micro_batches
         ]
-        indices = to_device([torch.tensor(found) for found in rows_of], device) if batches else []
-        [mine] = to_device([advantage[rollouts.places].float().flatten()], device)
-        [carries] = to_device([rollouts.carries], device)
-        for batch, index in zip(batches, indices, strict=True):
+        indices = to_device([torch.tensor(chosen) for chosen in rows_of], device) if rows_of else []
+        [mine] = to_device([advantage[batch.places].float().flatten()], device)
+        [trains] = to_device([batch.trains], device)
+        for groups, index in zip(micro_batches, indices, strict=True):
             completions = [
-                [rollouts.tokens[i * size + j, : lengths[i * size + j]] for j in range(size)[part]]
-                for i, part in batch
+                [batch.tokens[i * size + j, : lengths[i * size + j]] for j in range(size)[part]]
+                for i, part in groups
             ]
-            prompts = [rollouts.prompts[group] for group, _ in batch]
+            sources = [batch.sources[group] for group, _ in groups]
+            prompts = [rollout.requests.prompts[place] for rollout, place in sources]
             laid = logprobs.group(prompts, completions, device)
             width = laid.mask.shape[1]
-            mask = laid.mask & carries[index][:, None]
+            mask = trains[index, :width]
             with torch.autocast(device.type, lm.precision.compute, enabled=lm.half):
                 logp, entropy = logprobs.token_logprobs(
                     self.model, laid, self.cfg.sampling.temperature
                 )
             self.watched.append((index, (~torch.isfinite(logp.detach()) & mask).any(1)))
-            if first:
-                rollouts.old_logprobs[index, :width] = logp.detach()
-            old = rollouts.old_logprobs[index, :width]
+            computed[index, :width] = logp.detach()
+            old = logp.detach()
+            if batch.old_logprobs is not None:
+                old = batch.old_logprobs[index, :width]
             ref = None
             if self.cfg.kl.beta and self.cfg.kl.where == "loss":
-                assert rollouts.reference is not None
-                ref = rollouts.reference[index, :width]
-            sampled, weight = rollouts.logprobs[index, :width], None
+                assert batch.reference is not None
+                ref = batch.reference[index, :width]
+            sampled, weight = batch.logprobs[index, :width], None
             if self.correction != "off":
                 weight = sampler_weights(old, sampled, mask, self.correction)
                 totals["weight"] += (weight * mask).sum()
@@ -204,11 +206,11 @@ class Policy:
             for name, number in sums.items():
                 totals[name] += number
         if fsdp.of(self.model):
-            missing = max(counted) - len(batches)
+            missing = max(counted) - len(micro_batches)
             logprobs.match_backward_passes(self.model, missing, device)
         return dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
 
-    def _offending(self, rollouts: Rollouts) -> list[dict[str, Any]]:
+    def _offending(self, batch: Batch) -> list[dict[str, Any]]:
         """Describe the rows of this rank whose log-probabilities are not finite; all of them where
         only their gradient is not.
         """
@@ -218,13 +220,12 @@ class Policy:
             for pair in zip(rows.tolist(), bad.tolist(), strict=True)
         ]
         broken = [row for row, is_bad in watched if is_bad]
-        found = []
+        offending = []
         for index in sorted(broken or [row for row, _ in watched]):
-            group, row = divmod(index, rollouts.size)
-            tokens = rollouts.tokens[index, : rollouts.lengths[index]].tolist()
-            example, score = rollouts.examples[group], rollouts.scores[group][row]
-            found.append(self.lm.offending_row(example, tokens, score, bool(broken)))
-        return found
+            rollout, place = batch.sources[index // batch.size]
+            row = place * batch.size + index % batch.size
+            offending.append(rollout.describe_offending(row, self.lm.task, bool(broken)))
+        return offending
 
     def _fit_rows(self) -> None:
         """Fit the rows of rollouts and of training to the memory of this device."""
@@ -234,19 +235,17 @@ class Policy:
         # Half-precision copies: the sampler's, and those of autocast, which goes block by block
         # where activations are recomputed.
         copies = lm.half * (1 if self.recomputed else 2)
-        self.state = lm.state_memory(True, kept, copies)
-        lm.fit_rollout(self.state)
+        state = count_state(lm, True, kept, copies)
+        rollout = RolloutMemory(lm, state)
 
         share = -(-cfg.prompts_per_step // lm.context.world_size) * cfg.samples_per_prompt
         self.completions = share  # of this rank per step
-        training = lm.fit_training(self.limit, self.state, share, cfg.samples_per_prompt)
+        training = fit_training(lm, self.limit, state, share, cfg.samples_per_prompt)
         reference = lm.reference_bytes if own and not kept else 0
-        missing = self.state.gradients_on_rank(lm.model)  # in a rollout
-        self.peak = max(
-            lm.rollout_peak(share, cfg.samples_per_prompt) - missing,
-            training,
-            lm.rollout_fixed - missing + reference,
-        )
+        sampling = rollout.sampling_bytes(share, cfg.samples_per_prompt)
+        fixed = rollout.fixed - state.gradients_on_rank(lm.model)
+        peak = max(fixed + sampling, training, fixed + reference)
+        self.memory = Memory(state, sampling, min(lm.engine.limit.rows, share), peak)
 
 
 def cut_batches(lengths: Tensor, rows: int) -> list[list[tuple[int, slice]]]:

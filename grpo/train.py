@@ -15,7 +15,7 @@ from common.config import ConfigError, Run
 from common.distributed.context import Context
 from common.lm import LM
 from common.report.summary import Result
-from common.session import Session
+from common.run.session import Session
 from common.tasks import Task
 from grpo.config import GrpoConfig
 from grpo.loss import advantages, policy_loss
@@ -34,12 +34,11 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
     """
     cfg: GrpoConfig = run.algo
     lm = LM(run, context, task, reference=bool(cfg.kl.beta))
-    lm.read_examples()
     policy = Policy(lm, cfg)  # backward, clip, optimizer step
     collector = Collector(lm, cfg, policy.limit)  # sample, score, replace dead groups
     with Session(run, context, lm, steps=cfg.steps) as session:
         session.state |= {"cursor": 0, "updates_left": 0, "idle": 0}
-        session.start(policy, plan(lm, cfg, policy))
+        session.start(policy, plan(lm, cfg, policy), policy.memory)
         if session.state["updates_left"] and not session.over:
             raise ConfigError(
                 f"algo.steps={cfg.steps} goes on from step {session.state['step']}, which ended a"
@@ -50,23 +49,24 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
         if not session.over:
             session.warm_up(collector.rehearse)
         for step in session.steps():
-            rollouts = collector.collect(step)
-            step.log(**collector.numbers)
-            if not collector.finite:
-                step.non_finite("NaN or infinity in a reward or logits", collector.offending)
-            elif rollouts is None:
+            collected = collector.collect(step)
+            step.log(**collected.numbers)
+            if not collected.finite:
+                what = "NaN or infinity in a reward or logits"
+                step.non_finite(what, collected.offending)
+            elif collected.batch is None:
                 session.state["idle"] += 1
                 if context.main and session.state["idle"] == 1:  # the others are counted
-                    log.warning("step %d: %s", step.index + 1, collector.nothing_to_learn())
-            if rollouts is None:
+                    log.warning("step %d: %s", step.index + 1, collected.why)
+            if (batch := collected.batch) is None:
                 continue  # counted and logged, without an optimizer step
             # A = (r - mean(r of the group)) / std, or as algo.advantage says: [prompts, G]
-            advantage = advantages(rollouts.rewards, cfg.advantage)
-            for update in step.updates(cfg.num_iterations):
+            advantage = advantages(batch.rewards, cfg.advantage)
+            for update in session.updates(step, cfg.num_iterations):
                 # mean over tokens of -min(ratio A, clip(ratio) A) + beta KL, or as algo.loss says
-                numbers = policy.step(rollouts, advantage, policy_loss, update)
+                numbers = policy.step(batch, advantage, policy_loss, update)
                 update.log(**numbers)
-                policy.check(numbers, rollouts, update)
+                policy.check(numbers, batch, update)
         if context.main and (idle := session.state["idle"]) > 1:
             steps = session.state["step"]
             log.warning("%d of %d steps had nothing to learn, so no update", idle, steps)

@@ -17,7 +17,6 @@ from common.config import (
     ScheduleConfig,
     Share,
     Tuned,
-    below,
     choice,
     share,
     unused,
@@ -77,7 +76,7 @@ class RftConfig:
     train_rows: Count | None
     lr: Tuned
     lr_schedule: ScheduleConfig
-    warmup: Annotated[Nonnegative, (below, 1)]
+    warmup_steps: Nonnegative
     optimizer: OptimizerConfig
     grad_clip: Positive
     patience: Count

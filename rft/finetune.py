@@ -2,7 +2,6 @@
 computed once for all of its completions and no padding (common/model/logprobs.py).
 """
 
-import math
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -20,7 +19,7 @@ from common.lm import LM
 from common.model import logprobs
 from common.recipe import Rates, choose_lr
 from common.rows import RowLimit
-from common.timer import Timer
+from common.run.timer import Timer
 from rft.config import RftConfig
 from rft.made_with import check_same
 
@@ -159,9 +158,9 @@ class Finetuner:
             optim.sum_gradients(self.updater.parameters)
             loss = context.sum(torch.tensor([loss], dtype=torch.float64, device=device)).item()
         with timer("update"):
-            warm = max(1, math.ceil(cfg.warmup * self.total))
+            warm = optim.warm_up(step, cfg.warmup_steps, self.total)
             progress = step / max(1, self.total - 1)
-            factor = min(1.0, (step + 1) / warm) * cfg.lr_schedule.factor(progress)
+            factor = warm * cfg.lr_schedule.factor(progress)
             numbers = self.updater.step(self.peak_lr * factor, loss)
         self.done = step + 1
         return numbers | {"trained_tokens": tokens, "epoch": self.done / self.total * cfg.epochs}

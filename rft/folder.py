@@ -12,11 +12,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from common import resume
 from common.config import ConfigError, Run
 from common.distributed.context import Context
 from common.files import problem, write_text
 from common.report.events import events
+from common.run import resume
 from rft.config import RftConfig
 from rft.generate import Record, Store, merged, shard_path
 from rft.made_with import check_same, evaluated_with, finetuned_with, sampled_with

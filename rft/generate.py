@@ -20,12 +20,11 @@ from common.config import ConfigError
 from common.distributed import fsdp
 from common.files import write_text
 from common.lm import LM
-from common.model.prompts import encode_prompts
 from common.report import samples
-from common.sampling.engine import Completions, Requests
+from common.rollout.rollout import Rollout, generate, request, roll_out
+from common.run.timer import Timer
+from common.sampling.engine import Requests
 from common.tasks import Example
-from common.tasks.scoring import Pending
-from common.timer import Timer
 from rft.config import RftConfig
 from rft.made_with import check_same
 
@@ -195,13 +194,11 @@ def merged(
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Sampled:
     """A sampled chunk whose rewards are on their way."""
 
     chunk: Chunk
-    completions: Completions
-    texts: list[str]
-    pending: Pending
+    rollout: Rollout
     seconds: float  # of sampling
 
 
@@ -211,7 +208,7 @@ class Wave:
 
     records: list[Record]  # of all ranks
     offending: list[dict[str, Any]] | None  # this rank's, not finite; None where no rank has any
-    drawn: dict[tuple[int, int], samples.Row]  # of those that the run shows: their tokens' chances
+    shown: list[samples.Row]  # samples of the first prompts of each chunk, as a run keeps them
     sampling: float  # seconds
     started: float  # of perf_counter
     timer: Timer
@@ -233,114 +230,97 @@ class Generator:
         """
         context, size, lm = self.lm.context, self.lm.context.world_size, self.lm
         self.store.drop(todo)
-        last: _Made | None = None
+        last: _Sampled | None = None
         ending = False
         started, timer = time.perf_counter(), Timer()
         for start in range(0, len(todo) + size, size):
             was_ending, place = ending, start + context.rank
             mine = todo[place] if place < len(todo) and not ending else None
             with fsdp.gathered(lm.model):
-                made = self._sample(mine, timer) if mine else None
+                sampled = self._sample(mine, timer) if mine else None
             if start > 0:
                 with timer("reward"):
                     records, offending = self._records(last) if last else ([], [])
                 with timer("keep"):
-                    drawn = self._drawn(last) if last else {}
+                    shown = self._describe_kept(last.rollout) if last else []
                 with timer("exchange"):
                     seconds = last.seconds if last else 0.0
-                    parts = context.gather_objects((records, drawn, seconds, bool(offending)))
+                    parts = context.gather_objects((records, shown, seconds, bool(offending)))
                 fresh = [record for part, *_ in parts for record in part]
-                drawn = {key: row for _, part, *_ in parts for key, row in part.items()}
+                shown = [row for _, part, *_ in parts for row in part]
                 seconds = max(seconds for *_, seconds, _ in parts)
-                shown = offending if any(bad for *_, bad in parts) else None
-                yield Wave(fresh, shown, drawn, seconds, started, timer)
+                broken = offending if any(bad for *_, bad in parts) else None
+                yield Wave(fresh, broken, shown, seconds, started, timer)
                 ending |= enough()
                 if start // size % EMPTY_CACHE_EVERY == 0 and torch.cuda.is_available():
                     torch.cuda.empty_cache()
                 started, timer = time.perf_counter(), Timer()
             if was_ending:
                 break
-            last = made
+            last = sampled
 
     def rehearse(self, todo: Sequence[Chunk]) -> None:
         """Sample this rank's first chunk and throw it away: compilation happens here."""
         with fsdp.gathered(self.lm.model):
             for chunk in todo[self.lm.context.rank :][:1]:
-                self.lm.generate(self._requests(chunk))
+                generate(self.lm, self._request(chunk))
 
-    def _requests(self, chunk: Chunk) -> Requests:
-        lm, task = self.lm, self.lm.task
-        ask = task.hint if chunk.round == "hint" else task.prompt  # type: ignore[attr-defined]
-        return Requests(
-            prompts=encode_prompts(lm.tokenizer, [ask(example) for example in chunk.examples]),
-            ids=[example.id for example in chunk.examples],
+    def _request(self, chunk: Chunk) -> Requests:
+        task = self.lm.task
+        return request(
+            self.lm,
+            chunk.examples,
+            task.hint if chunk.round == "hint" else task.prompt,  # type: ignore[attr-defined]
             samples=chunk.count,
             first_sample=chunk.first,
-            seed=lm.run.seed,
             draw=self.iteration,
             logprobs=True,
         )
 
-    def _sample(self, chunk: Chunk, timer: Timer) -> _Made:
-        lm, requests = self.lm, self._requests(chunk)
-        started = time.perf_counter()
-        with timer("rollout"):
-            made = lm.generate(requests)
-            texts = made.texts(lm.tokenizer)
-        seconds = time.perf_counter() - started
-        repeated = [example for example in chunk.examples for _ in range(chunk.count)]
-        with timer("reward"):
-            return _Made(chunk, made, texts, lm.scorer.submit(repeated, texts), seconds)
+    def _sample(self, chunk: Chunk, timer: Timer) -> _Sampled:
+        before = timer.seconds.get("rollout", 0.0)
+        rollout = roll_out(self.lm, chunk.examples, self._request(chunk), timer)
+        return _Sampled(chunk, rollout, timer.seconds["rollout"] - before)
 
-    def _records(self, made: _Made) -> tuple[list[Record], list[dict[str, Any]]]:
+    def _records(self, sampled: _Sampled) -> tuple[list[Record], list[dict[str, Any]]]:
         """Return the samples, and those that are not finite, which count as wrong."""
-        task, rewards, completions = self.lm.task, made.pending.result().rewards, made.completions
-        assert completions.logprobs is not None
-        lengths = completions.lengths.tolist()
+        task, rollout = self.lm.task, sampled.rollout
+        assert rollout.logprobs is not None
         # Estimated from what was drawn.
-        entropy = (-completions.logprobs.sum(1) / completions.lengths).tolist()
+        entropy = (-rollout.logprobs.sum(1).cpu() / rollout.lengths).tolist()
         answer = getattr(task, "answer", lambda text: None)
         path_key = getattr(task, "path_key", lambda text: "")
-        by_id = {example.id: example for example in made.chunk.examples}
         records: list[Record] = []
         offending: list[dict[str, Any]] = []
-        broken, finished = completions.broken.tolist(), completions.finished.tolist()
-        repeating = completions.repeating()
-        for row, (prompt, sample) in enumerate(made.chunk.keys()):
-            text, reward = made.texts[row], rewards[row]
-            sound = math.isfinite(reward) and not broken[row]
+        broken, finished = rollout.broken.tolist(), rollout.finished.tolist()
+        for row, (prompt, sample) in enumerate(sampled.chunk.keys()):
+            text, reward = rollout.texts[row], rollout.scored.rewards[row]
+            sound, example = rollout.sound[row], rollout.example(row)
             if not sound:
-                found = self.lm.offending_row(by_id[prompt], text, reward, broken[row])
-                offending.append({"sample": sample, **found})
+                described = rollout.describe_offending(row, task, broken[row])
+                offending.append({"sample": sample, **described})
             records.append(
                 {
                     "prompt": prompt,
                     "sample": sample,
-                    "round": made.chunk.round,
-                    "question": by_id[prompt].question,
-                    "answer": by_id[prompt].answer,
+                    "round": sampled.chunk.round,
+                    "question": example.question,
+                    "answer": example.answer,
                     "completion": text,
                     "parsed": answer(text),
                     "reward": reward if sound else 0.0,
                     "finished": finished[row],
-                    "repeating": repeating[row],
+                    "repeating": rollout.repeating[row],
                     "accepted": sound and self.cfg.select.accepts(reward, finished[row]),
                     "path": path_key(text),
                     "entropy": round(entropy[row], 4) if math.isfinite(entropy[row]) else 0.0,
-                    "tokens": completions.tokens[row, : lengths[row]].tolist(),
+                    "tokens": rollout.tokens[row, : rollout.lengths[row]].tolist(),
                 }
             )
         return records, offending
 
-    def _drawn(self, made: _Made) -> dict[tuple[int, int], samples.Row]:
-        """Return by sample how likely its tokens were, of the prompts that the run shows."""
-        assert made.completions.logprobs is not None
-        keys, found = made.chunk.keys(), {}
-        rows = len(keys) // len(made.chunk.examples)
-        rows *= samples.kept(self.lm.run, len(made.chunk.examples))
-        lengths = made.completions.lengths[:rows].tolist()
-        tokens, logprobs = made.completions.tokens[:rows], made.completions.logprobs[:rows]
-        kept = zip(keys, made.texts, lengths, tokens.tolist(), logprobs.tolist(), strict=False)
-        for key, text, length, own, drawn in kept:
-            found[key] = self.tokens.describe(own[:length], text, drawn)
-        return found
+    def _describe_kept(self, rollout: Rollout) -> list[samples.Row]:
+        """Describe the samples of the prompts that the run shows."""
+        prompts = samples.kept(self.lm.run, len(rollout.examples))
+        rows = range(prompts * rollout.requests.samples)
+        return rollout.describe(rows, self.lm.task, self.tokens)

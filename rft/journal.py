@@ -4,11 +4,11 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from common.budget import Budget
 from common.config import BudgetConfig
-from common.nonfinite import NonFinitePolicy
 from common.report.tracker import Tracker
-from common.session import Session
+from common.run.budget import Budget
+from common.run.nonfinite import NonFinitePolicy
+from common.run.session import Session
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
 from rft.folder import RunFolder, read_json, write_json
 from rft.generate import shard_counts

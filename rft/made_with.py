@@ -5,8 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import resume
 from common.config import Run
+from common.run import resume
 from rft.config import RftConfig
 from rft.prompts import Prompts
 
@@ -29,7 +29,7 @@ def sampled_with(run: Run, iteration: int) -> dict[str, Any]:
 def finetuned_with(run: Run) -> dict[str, Any]:
     """Return the settings that a fine-tuned model depends on, beside its samples."""
     cfg: RftConfig = run.algo
-    keys = ("start_from", "epochs", "batch_size", "lr", "warmup")
+    keys = ("start_from", "epochs", "batch_size", "lr", "warmup_steps")
     groups = ("select", "lr_schedule", "optimizer")
     return {
         "seed": run.seed,

@@ -2,13 +2,14 @@
 
 import os
 
-from common.budget import describe_length
 from common.config.resolvers import from_environment
 from common.distributed import fsdp
 from common.lm import LM
-from common.model.memory import StateMemory
+from common.memory import Memory, RolloutMemory, count_state, fit_training
+from common.plan import describe
 from common.recipe import describe_lr
 from common.rows import RowLimit
+from common.run.budget import describe_length
 from common.tasks import task_name
 from rft.config import ENVIRONMENT, RftConfig
 from rft.finetune import RATES
@@ -19,9 +20,9 @@ from rft.prompts import Prompts
 TRAIN_ROWS = {"cpu": 32, "cuda": 128}
 
 
-def fit_rows(lm: LM) -> tuple[RowLimit, float, StateMemory]:
-    """Fit rollout and training rows to the memory. Returns those of training, the bytes in all, and
-    what of them are weights and training state.
+def fit_rows(lm: LM) -> tuple[RowLimit, Memory]:
+    """Fit rollout and training rows to the memory. Returns those of training, and what a step
+    takes.
     """
     cfg: RftConfig = lm.run.algo
     limit = RowLimit(
@@ -29,32 +30,29 @@ def fit_rows(lm: LM) -> tuple[RowLimit, float, StateMemory]:
         cfg.train_rows or min(cfg.batch_size, TRAIN_ROWS[lm.device.type]),
         fixed=fsdp.of(lm.model) is not None,
     )
-    lm.fit_rollout(lm.state_memory(False, copies=lm.half))
+    rollout = RolloutMemory(lm, count_state(lm, False, copies=lm.half))
     # Autocast's casts, which go block by block where activations are recomputed.
-    training = lm.state_memory(True, copies=lm.half and not lm.run.opt.checkpointing.enabled)
+    state = count_state(lm, True, copies=lm.half and not lm.run.opt.checkpointing.enabled)
     share = -(-cfg.batch_size // lm.context.world_size)
-    peak = max(
-        lm.fit_training(limit, training, share),
-        lm.rollout_peak(cfg.prompts_per_batch * cfg.chunk_size, cfg.chunk_size),
-    )
-    return limit, peak, training
+    training = fit_training(lm, limit, state, share)
+    wave = cfg.prompts_per_batch * cfg.chunk_size
+    sampling = rollout.sampling_bytes(wave, cfg.chunk_size)
+    peak = max(training, rollout.fixed + sampling)
+    return limit, Memory(state, sampling, min(lm.engine.limit.rows, wave), peak)
 
 
-def plan(
-    lm: LM, prompts: Prompts, limit: RowLimit, peak: float, state: StateMemory
-) -> dict[str, str]:
-    """Say what will be done, with sizes. peak, state: as `fit_rows` returns them."""
+def plan(lm: LM, prompts: Prompts, limit: RowLimit, memory: Memory) -> dict[str, str]:
+    """Say what will be done, with sizes. limit, memory: as `fit_rows` returns them."""
     run, cfg = lm.run, lm.run.algo
     taken = len(prompts.of(1, cfg.prompts))
     trained = "the adapter" if lm.adapter else "all weights"
     stage = f"; stage {cfg.stage}" if cfg.stage != "all" else ""
     shard = f", shard {cfg.shard}" if cfg.shard else ""
-    rows = min(lm.engine.limit.rows, cfg.prompts_per_batch * cfg.chunk_size)
-    skipped = f"; {lm.skipped_prompts} too long and left out" if lm.skipped_prompts else ""
+    skipped = f"; {prompts.skipped} too long and left out" if prompts.skipped else ""
     lines = {
         "algorithm": f"rft, {describe_length(run, cfg.iterations, 'iterations')}, from the"
         f" {cfg.start_from} weights{stage}{shard}",
-        **lm.describe(),
+        **describe(lm),
         "task": f"{task_name(lm.task)}: {len(prompts.train):,} training prompts, {taken:,} per"
         f" iteration; {len(prompts.validation)} for validation, {len(prompts.held_out)} held"
         f" out{skipped}",
@@ -68,7 +66,7 @@ def plan(
         "fine-tune": f"{trained}, {cfg.epochs} epochs, {describe_lr(lm, RATES)}, {cfg.batch_size}"
         f" completions per step, {limit.rows} per forward",
         "environment": ", ".join(describe_variables(cfg)),
-        **lm.describe_memory(peak, rows, state),
+        **memory.describe(lm.model),
         "folder": str(lm.context.out_dir),
     }
     return {key: value for key, value in lines.items() if value}

@@ -7,20 +7,25 @@ from typing import Any
 
 from common.config import ConfigError
 from common.lm import LM
-from common.tasks import Example, Task
-from common.tasks.order import ExampleOrder
+from common.rollout.examples import (
+    Examples,
+    Fitting,
+    fit_prompts,
+    list_candidates,
+    measure_prompts,
+)
+from common.rollout.order import ExampleOrder
+from common.tasks import Example, Task, class_name
 from rft.config import RftConfig
 
 
-@dataclass(frozen=True)
-class Prompts:
+@dataclass(frozen=True, kw_only=True)
+class Prompts(Examples):
     """overlap: a sentence on what training and evaluation prompts share."""
 
     train: list[Example]
     validation: list[Example]
-    held_out: list[Example]
     overlap: str
-    order: ExampleOrder
 
     def of(self, iteration: int, count: int | None) -> list[Example]:
         """Return the `count` training prompts (None = all) of a 1-based iteration, in order."""
@@ -35,11 +40,16 @@ def split_prompts(lm: LM) -> Prompts:
     Raises: ConfigError where nothing is left to train on, or a prompt does not fit the context.
     """
     cfg: RftConfig = lm.run.algo
+    if cfg.hint_samples and not hasattr(lm.task, "hint"):
+        raise ConfigError(
+            f"algo.hint_samples={cfg.hint_samples}: {class_name(lm.task)} has no method"
+            " `hint(example)`, a prompt that tells the answer. Set it to 0."
+        )
     task, seed = lm.task, lm.run.seed
     everything, examples = list(task.examples("test")), list(task.examples("train"))
     train = without(task, examples, everything)
     # A task that reads both files may have left some out itself.
-    overlap = len(examples) - len(train) + getattr(task, "dropped", 0)
+    shared = len(examples) - len(train) + getattr(task, "dropped", 0)
     if not train:
         raise ConfigError(
             f"all {len(examples)} training prompts are evaluation prompts too, so none is left to"
@@ -53,22 +63,28 @@ def split_prompts(lm: LM) -> Prompts:
         )
     validation = ExampleOrder(train, seed).take(0, count)
     train = without(task, train, validation)
-    held_out, hinted = lm.candidates(), []
+    hinted = Fitting({"train": train}, [])
     if cfg.hint_samples:  # longer than the prompts
-        kept, hinted = lm.fit_prompts(task.hint, {"train": train})  # type: ignore[attr-defined]
-        train = kept["train"]
-    splits = {"train": [*train, *validation], "test": held_out}
-    splits, plain = lm.fit_prompts(task.prompt, splits)
-    fitting = {example.id for example in splits["train"]}
-    train = [example for example in train if example.id in fitting]
-    validation = [example for example in validation if example.id in fitting]
-    held_out = splits["test"][: lm.run.evaluate.examples]
-    told = f"{overlap} training prompts are evaluation prompts too: left out"
-    if not overlap:
-        told = f"none of {len(examples):,} training prompts is among the {len(everything):,}"
-        told += " evaluation prompts"
-    lm.measure_prompts(plain, hinted)
-    return Prompts(train, validation, held_out, told, ExampleOrder(train, seed))
+        hinted = fit_prompts(lm, task.hint, {"train": train})  # type: ignore[attr-defined]
+        train = hinted.splits["train"]
+    splits = {"train": [*train, *validation], "test": list_candidates(lm)}
+    fitting = fit_prompts(lm, task.prompt, splits)
+    fits = {example.id for example in fitting.splits["train"]}
+    train = [example for example in train if example.id in fits]
+    validation = [example for example in validation if example.id in fits]
+    overlap = f"{shared} training prompts are evaluation prompts too: left out"
+    if not shared:
+        overlap = f"none of {len(examples):,} training prompts is among the {len(everything):,}"
+        overlap += " evaluation prompts"
+    return Prompts(
+        order=ExampleOrder(train, seed),
+        held_out=fitting.splits["test"][: lm.run.evaluate.examples],
+        train=train,
+        validation=validation,
+        overlap=overlap,
+        skipped=hinted.skipped + fitting.skipped,
+        **measure_prompts(fitting.prompts, hinted.prompts),
+    )
 
 
 def without(task: Task, examples: list[Example], measured: list[Example]) -> list[Example]:

@@ -18,8 +18,8 @@ from common.model.export import export_model
 from common.model.prompts import encode_prompts
 from common.report import advice, samples, summary
 from common.rows import RowLimit
+from common.run.timer import Timer
 from common.signals import EXIT_NUMBERS, RunStopped
-from common.timer import Timer
 from rft.config import RftConfig
 from rft.finetune import Finetuner, Tree
 from rft.folder import RunFolder, Sizes, read_json, write_json
@@ -173,22 +173,7 @@ def _rows(work: Work, wave: Wave) -> list[samples.Row]:
     """Return the samples of a wave that the run keeps beside its own files of them."""
     ids = list(dict.fromkeys(record["prompt"] for record in wave.records))
     places = {one: place for place, one in enumerate(ids[: samples.kept(work.lm.run, len(ids))])}
-    return [
-        {
-            "id": record["prompt"],
-            "group": places[record["prompt"]],
-            "prompt": record["question"],
-            "answer": record["answer"],
-            "sample": record["sample"],
-            "completion": record["completion"],
-            "tokens": len(record["tokens"]),
-            "cut": not record["finished"],
-            "reward": record["reward"],
-            **wave.drawn[record["prompt"], record["sample"]],
-        }
-        for record in wave.records
-        if record["prompt"] in places
-    ]
+    return [row | {"group": places[row["id"]]} for row in wave.shown if row["id"] in places]
 
 
 # --- select

@@ -20,20 +20,20 @@ import logging
 import torch
 
 from common import optim
-from common.budget import warn_if_overshot
-from common.config import ConfigError, Run
+from common.config import Run
 from common.distributed import fsdp
 from common.distributed.context import Context
 from common.lm import LM
 from common.plan import tell
 from common.report import page, summary
-from common.session import Session
-from common.tasks import Task, class_name
+from common.run.budget import warn_if_overshot
+from common.run.session import Session
+from common.tasks import Task
 from rft.config import STAGES, RftConfig
 from rft.folder import RunFolder, Sizes, read_json
 from rft.journal import Journal
 from rft.plan import fit_rows, plan
-from rft.prompts import split_prompts
+from rft.prompts import Prompts, split_prompts
 from rft.stages import Work, choose, evaluate, finetune, generate
 
 log = logging.getLogger("clutch")
@@ -45,7 +45,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
     Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN.
     """
     cfg: RftConfig = run.algo
-    lm = LM(run, context, task)
+    lm = LM(run, context, task, read=split_prompts)
     with Session(run, context, lm, steps=None) as session:
         work = prepare(session, lm)
         session.listen()
@@ -88,16 +88,11 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
 def prepare(session: Session, lm: LM) -> Work:
     """Check what can be checked before hours of sampling, print the plan, open the log."""
     run, cfg = session.run, session.run.algo
-    if cfg.hint_samples and not hasattr(lm.task, "hint"):
-        raise ConfigError(
-            f"algo.hint_samples={cfg.hint_samples}: {class_name(lm.task)} has no method"
-            " `hint(example)`, a prompt that tells the answer. Set it to 0."
-        )
-    prompts = split_prompts(lm)
-    lm.held_out, lm.order = prompts.held_out, prompts.order
+    prompts = lm.examples
+    assert isinstance(prompts, Prompts)
     folder = RunFolder(run, lm.context)
-    train_limit, peak, state = fit_rows(lm)
-    tell(run, lm.context, lm, plan(lm, prompts, train_limit, peak, state))
+    train_limit, memory = fit_rows(lm)
+    tell(run, lm.context, lm, plan(lm, prompts, train_limit, memory), memory)
     if lm.context.main and not cfg.shard:
         summary.write_run(run, lm.context.out_dir, lm.context.device.name, lm.reproducible)
     optim.optimizer(cfg.optimizer, [torch.nn.Parameter(torch.zeros(1))])

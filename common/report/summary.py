@@ -220,7 +220,7 @@ def make_result(
 ) -> Result:
     """Put together the outcome of a run.
 
-    Args: subject: what was trained (common.session.Subject); state: what the session counted;
+    Args: subject: what was trained (common.run.session.Subject); state: what the session counted;
     measured: before and after, as `Evaluation.kept` returns it.
     """
     metrics = {when: kept["metrics"] for when, kept in zip(WHEN, measured, strict=True)}

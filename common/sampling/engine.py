@@ -108,6 +108,18 @@ class Completions:
     logprobs: Tensor | None
     broken: Tensor
 
+    @classmethod
+    def join(cls, parts: Sequence["Completions"]) -> "Completions":
+        """Return the rows of several calls of equal sampling settings, one behind the other."""
+        logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+        return cls(
+            tokens=torch.cat([part.tokens for part in parts]),
+            lengths=torch.cat([part.lengths for part in parts]),
+            finished=torch.cat([part.finished for part in parts]),
+            logprobs=torch.cat(logprobs) if logprobs else None,
+            broken=torch.cat([part.broken for part in parts]),
+        )
+
     @property
     def generated(self) -> int:
         """The number of tokens, without those thrown away after a row's end."""

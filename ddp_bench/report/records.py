@@ -21,7 +21,16 @@ PHASES = ("data", "forward", "backward", "communication", "exchange", "optimizer
 TABLES = ("scaling.json", "prediction.json")
 # Settings that change neither the time of a step nor what is computed in it, or that tell ranks and
 # batch apart.
-NOT_A_GROUP = ("name", "ddp", "batch_size", "epochs", "patience", "lr", "lr_schedule", "warmup")
+NOT_A_GROUP = (
+    "name",
+    "ddp",
+    "batch_size",
+    "epochs",
+    "patience",
+    "lr",
+    "lr_schedule",
+    "warmup_steps",
+)
 NOT_A_GROUP += ("validation_share",)
 
 

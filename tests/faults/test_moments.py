@@ -26,7 +26,7 @@ RUNS = {
 }
 # What is under way: where it begins, and which of its calls is met.
 MOMENTS = {
-    "start": ("common.session:Session.__init__", 1),
+    "start": ("common.run.session:Session.__init__", 1),
     "evaluation before": ("common.lm:LM.evaluate", 1),
     "evaluation": ("common.lm:LM.evaluate", 2),
     "checkpoint": ("common.checkpoint:_write", 1),

@@ -233,8 +233,8 @@ def test_overlong_penalty():
         ("algo.dual_clip=3", "algo.dual_clip=3 has no effect with algo.num_iterations=1"),
         ("algo.delta=4", "algo.delta=4 has no effect with algo.num_iterations=1"),
         (
-            "algo.stop_at.ratio_kl=0.1",
-            "algo.stop_at.ratio_kl=0.1 has no effect with algo.num_iterations=1: the ratio",
+            "algo.stop_at.approx_kl=0.1",
+            "algo.stop_at.approx_kl=0.1 has no effect with algo.num_iterations=1: the ratio",
         ),
         (
             "algo.kl.estimator=k2",
@@ -277,7 +277,7 @@ def test_mistakes(override, text):
     [
         "algo.kl.beta=0.1 algo.kl.estimator=k1 algo.kl.where=reward",
         "algo.kl.beta=0.1 algo.kl.clamp=5",
-        "algo.num_iterations=2 algo.kl.clamp=5",  # of ratio_kl
+        "algo.num_iterations=2 algo.kl.clamp=5",  # of approx_kl
         "algo.num_iterations=2 algo.epsilon_low=0.1 algo.epsilon_high=0.28",
         "algo.num_iterations=2 algo.loss=cispo algo.cispo_max=2",
         "algo.loss=cispo algo.cispo_max=0.5",

@@ -12,9 +12,9 @@ import types
 import pytest
 
 from common.config import ConfigError
+from common.rollout.scoring import score_parts
 from common.tasks import build
 from common.tasks.data import Row
-from common.tasks.scoring import score_parts
 from launch import compose, train
 from tests.support import ROOT, SMALL
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import evaluation
 from common.config import ConfigError
 from common.distributed.context import Context, put_back
+from common.rollout import evaluation
 from common.tasks import Example
 from launch import compose, train
 from tests.support import CONF, ROOT, SMALL, SMALL_GRPO, events

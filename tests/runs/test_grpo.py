@@ -21,11 +21,11 @@ from common.lm import LM
 from common.model import logprobs
 from common.model.half import round_layers
 from common.optim import Guards, optimizer_class, state_bytes
+from common.rollout.scoring import Scorer
 from common.rows import RowLimit
 from common.sampling.native import Sampler
 from common.signals import RunStopped
 from common.tasks import Example
-from common.tasks.scoring import Scorer
 from grpo.config import StopAtConfig
 from grpo.policy import count_batches, cut_batches
 from grpo.rollouts import why_dead
@@ -69,8 +69,8 @@ def test_a_run_leaves_everything(launch: Launch, tmp_path):
     }
     keys |= {
         "entropy",
-        "clipped",
-        "ratio_kl",
+        "clip_fraction",
+        "approx_kl",
         "sampler_gap",
         "dead_groups",
         "truncated",
@@ -82,7 +82,7 @@ def test_a_run_leaves_everything(launch: Launch, tmp_path):
     for event in logged:
         assert keys <= event.keys()
         assert event["sampler_gap"] < 1e-5  # sampler and trainer agree
-        assert event["ratio_kl"] == 0  # one pass: on policy
+        assert event["approx_kl"] == 0  # one pass: on policy
     assert "written to" in done.stdout
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
 
@@ -141,8 +141,8 @@ def test_every_option_trains(changes, untrained, tmp_path, in_cache):
     logged = events(tmp_path / "out")
     assert all(torch.isfinite(torch.tensor([e["loss"], e["grad_norm"]])).all() for e in logged)
     if "algo.num_iterations=2" in changes:
-        assert logged[0]["ratio_kl"] == 0
-        assert logged[1]["ratio_kl"] > 0  # off the sampling policy
+        assert logged[0]["approx_kl"] == 0
+        assert logged[1]["approx_kl"] > 0  # off the sampling policy
         assert logged[1]["sampler_gap"] < 1e-5, "of the policy that sampled"
     if any("beta" in c for c in changes) and "algo.kl.where=reward" not in changes:
         assert logged[0]["kl"] == pytest.approx(0, abs=1e-6)
@@ -219,7 +219,7 @@ def test_killed_and_resumed_equals_unbroken(launch: Launch, begin: Begin, tmp_pa
         "entropy",
         "generated_tokens",
         "reward_evaluations",
-        "ratio_kl",
+        "approx_kl",
     )
     for mended, whole in zip(events(tmp_path / "broken"), events(tmp_path / "whole"), strict=True):
         assert {k: mended[k] for k in kept} == {k: whole[k] for k in kept}
@@ -287,7 +287,7 @@ def test_a_step_without_live_groups_is_no_step(changes, rounds, tmp_path, in_cac
         made = event["step"] <= alive
         assert event["dead_groups"] == event["dead_all_wrong"] == (0 if made else 1)
         assert event["live_groups"] == (3 if made else 0)
-        for key in ("loss", "grad_norm", "entropy", "clipped", "sampler_gap", "lr"):
+        for key in ("loss", "grad_norm", "entropy", "clip_fraction", "sampler_gap", "lr"):
             assert (key in event) == made
 
 
@@ -361,7 +361,7 @@ def test_fp16_that_overflows_for_good_stops():
     seen = {
         "loss": 0.1,
         "grad_norm": 1.0,
-        "ratio_kl": 0.0,
+        "approx_kl": 0.0,
         "entropy": 1.0,
         "loss_scale": 65536.0,
         "overflow": 0.0,
@@ -385,9 +385,9 @@ def test_fp16_that_overflows_for_good_stops():
     assert "gradient norm inf" in (Guards(scaled=False).not_finite(without) or "")
     assert Guards(scaled=True).not_finite(overflow) is None
     assert "loss nan" in (Guards(scaled=True).not_finite(seen | {"loss": float("nan")}) or "")
-    stop_at = StopAtConfig(kl=None, ratio_kl=0.1, entropy_below=0.5)
+    stop_at = StopAtConfig(kl=None, approx_kl=0.1, entropy_below=0.5)
     assert stop_at.crossed(seen) is None
-    assert "algo.stop_at.ratio_kl=0.1" in (stop_at.crossed(seen | {"ratio_kl": 0.2}) or "")
+    assert "algo.stop_at.approx_kl=0.1" in (stop_at.crossed(seen | {"approx_kl": 0.2}) or "")
     assert "algo.stop_at.entropy_below=0.5" in (stop_at.crossed(seen | {"entropy": 0.2}) or "")
 
 
@@ -615,7 +615,7 @@ def test_ranks_cut_micro_batches_alike(tmp_path, in_cache):
     same(weights(tmp_path / "cramped"), weights(tmp_path / "small"))
     for one, other in zip(events(tmp_path / "cramped"), events(tmp_path / "small"), strict=True):
         assert one["grad_norm"] == other["grad_norm"] > 0
-        assert one["ratio_kl"] == 0
+        assert one["approx_kl"] == 0
 
 
 class Wordy(Fixed):
@@ -645,7 +645,7 @@ def test_prompts_that_do_not_fit_are_found_before_the_first_step(tmp_path, in_ca
 
 
 def _nothing():
-    from common.evaluation import Evaluation
+    from common.rollout.evaluation import Evaluation
 
     return Evaluation({"bleu": 0.0}, [""] * 4, 0)
 

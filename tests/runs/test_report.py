@@ -28,8 +28,8 @@ from common.config import ConfigError
 from common.report import __main__, compare, dashboard, panels, plots, serve, story
 from common.report.events import EVALUATIONS, markdown_table, numbers
 from common.report.page import write_report
+from common.rollout.order import ExampleOrder
 from common.signals import RunStopped
-from common.tasks.order import ExampleOrder
 from launch import compose, train
 from tests.support import CONF, SMALL, events
 from tests.support.letters import Letters

@@ -245,7 +245,7 @@ def test_a_new_loss_is_a_function(in_cache, tmp_path, monkeypatch):
     def reinforce(logp, old, advantage, mask, counts, settings, **more):
         loss = -(advantage[:, None] * logp * mask).sum() / counts.tokens
         zero = logp.new_zeros(())
-        return loss, {"clipped": zero, "ratio_kl": zero, "entropy": zero, "kl": zero}
+        return loss, {"clip_fraction": zero, "approx_kl": zero, "entropy": zero, "kl": zero}
 
     sizes = ["algo.steps=2", "algo.prompts_per_step=2", "algo.sampling.max_new_tokens=8"]
     run = launch.compose(["algo=grpo", *TOY[1:], *sizes, "algo.samples_per_prompt=4"])

@@ -257,7 +257,7 @@ def grpo_is_that_of_one_rank(folder: Path, how: str) -> None:
     same(one, two)
     for mine, theirs in zip(events(two), events(one), strict=True):
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
-        for key in ("loss", "kl", "ratio_kl", "reward"):
+        for key in ("loss", "kl", "approx_kl", "reward"):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-7), key
     first, second = (json.loads((path / "result.json").read_text()) for path in (one, two))
     assert (first["world_size"], second["world_size"]) == (1, 2)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from common import checkpoint, lm, rows
+from common import checkpoint, lm, memory, rows
 from common import plan as plans
 from common.config import ConfigError, SamplingConfig
 from common.distributed.workers import launch
@@ -25,11 +25,11 @@ from common.model.half import narrow
 from common.model.quantized import replace_layers
 from common.model.tiny import byte_tokenizer
 from common.report import summary
+from common.run.session import Session
 from common.sampling import native
 from common.sampling.engine import Load, Requests
 from common.sampling.kv_cache import SlotCache
 from common.sampling.native import Sampler
-from common.session import Session
 from common.signals import EXIT_NUMBERS, EXIT_WRITE, RunStopped
 from eggroll import weights
 from eggroll.noise import Noise
@@ -447,12 +447,12 @@ def load_for_evolution(folder, arguments):
     plan is made.
     """
 
-    def stop(self, peak, rows, state):
-        planned.append(state.on_rank(self.model, rollout=True))
+    def stop(self, model):
+        planned.append(self.state.on_rank(model, rollout=True))
         raise Measured
 
     planned = []
-    lm.LM.describe_memory = stop
+    memory.Memory.describe = stop
     with contextlib.suppress(Measured):
         train(folder, arguments)
     return planned[0], standin.DEVICE.peak

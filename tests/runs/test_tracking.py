@@ -18,8 +18,8 @@ import yaml
 from common import checkpoint
 from common.config import ConfigError
 from common.report.events import numbers
+from common.rollout.order import ExampleOrder
 from common.signals import EXIT_NUMBERS
-from common.tasks.order import ExampleOrder
 from launch import compose, train
 from tests.support import CONF, ROOT, SMALL, events
 from tests.support.letters import Letters

@@ -23,6 +23,7 @@ from common.config import ConfigError
 from common.distributed.context import Context
 from common.files import CheckpointError
 from common.lm import LM
+from common.rollout import rollout
 from common.sampling.engine import Population, Requests
 from common.sampling.remote import server
 from eggroll.noise import Noise
@@ -54,7 +55,6 @@ def open_lm(in_cache, tmp_path):
             run = launch.compose([*GRPO, *overrides])
             lm = LM(run, Context(0, 1, hardware.find(run.hardware), tmp_path / "run"), **more)
             stack.callback(lm.close)
-            lm.read_examples()
             return lm
 
         yield make
@@ -62,13 +62,13 @@ def open_lm(in_cache, tmp_path):
 
 def both(lm, requests, sampling):
     """The completions of vLLM and of the native engine with the weights of `lm`."""
-    theirs = lm.generate(requests, sampling)
+    theirs = rollout.generate(lm, requests, sampling)
     lm.run.engine = yaml.safe_load((ROOT / "conf/engine/native.yaml").read_text())
     return theirs, lm.open_engine(lm.model).generate(requests, sampling)
 
 
 def prompts(lm, count):
-    return lm.encode(lm.order.take(0, count))
+    return rollout.request(lm, lm.examples.order.take(0, count)).prompts
 
 
 @torch.no_grad()
@@ -111,7 +111,7 @@ def test_samples_have_the_log_probabilities_of_what_the_trainer_computes(open_lm
 
     lm = open_lm(*LOCAL, "algo.sampling.temperature=0.7")
     asked = prompts(lm, 4)
-    made = lm.generate(Requests(prompts=asked, samples=3, seed=1, logprobs=True))
+    made = rollout.generate(lm, Requests(prompts=asked, samples=3, seed=1, logprobs=True))
     assert made.tokens.shape[0] == 12
     assert len({tuple(row) for row in made.tokens.tolist()}) > 4
     rows = [[made.tokens[3 * i + j, : made.lengths[3 * i + j]] for j in range(3)] for i in range(4)]
@@ -120,16 +120,16 @@ def test_samples_have_the_log_probabilities_of_what_the_trainer_computes(open_lm
         found, _ = logprobs.token_logprobs(lm.model, laid, 0.7)
     gap = ((found - made.logprobs[:, : found.shape[1]]) * laid.mask).abs().max().item()
     assert gap < 1e-3
-    again = lm.generate(Requests(prompts=asked, samples=3, seed=2, logprobs=True))
+    again = rollout.generate(lm, Requests(prompts=asked, samples=3, seed=2, logprobs=True))
     assert not torch.equal(again.tokens, made.tokens)
 
 
 def test_weights_that_changed_are_the_weights_that_answer(open_lm):
     lm = open_lm(*LOCAL)
     requests = Requests(prompts=prompts(lm, 16), logprobs=True)
-    before = lm.generate(requests, GREEDY)
+    before = rollout.generate(lm, requests, GREEDY)
     version = lm.engine.version
-    assert torch.equal(lm.generate(requests, GREEDY).tokens, before.tokens)
+    assert torch.equal(rollout.generate(lm, requests, GREEDY).tokens, before.tokens)
     assert lm.engine.version == version  # nothing was sent
     move(lm.model)
     theirs, ours = both(lm, requests, GREEDY)
@@ -156,13 +156,13 @@ def test_members_earn_what_those_of_the_native_engine_earn(open_lm, rank):
         return Requests(prompts=prompts(lm, 4), population=population)
 
     part = range(members)
-    theirs = lm.generate(request(part, 0.05), GREEDY)
+    theirs = rollout.generate(lm, request(part, 0.05), GREEDY)
     lm.run.engine = yaml.safe_load((ROOT / "conf/engine/native.yaml").read_text())
     native = lm.open_engine(lm.model, floor=2)
     with noise.members(1, part, 0.05):
         ours = native.generate(request(part, 0.05), GREEDY)
     assert len({tuple(row) for row in ours.tokens.tolist()}) > members  # the noise moves them
-    examples = lm.order.take(0, 4) * members
+    examples = lm.examples.order.take(0, 4) * members
     rewards = [
         lm.scorer.submit(examples, made.texts(lm.tokenizer)).result().rewards
         for made in (theirs, ours)
@@ -170,14 +170,14 @@ def test_members_earn_what_those_of_the_native_engine_earn(open_lm, rank):
     same = sum(a == b for a, b in zip(*rewards, strict=True)) / len(examples)
     print(f"{same:.1%} of {len(examples)} rewards equal")
     assert same >= 0.95
-    other = lm.generate(request(part, 0.1), GREEDY)
+    other = rollout.generate(lm, request(part, 0.1), GREEDY)
     assert not torch.equal(other.tokens, theirs.tokens)  # new noise is a new adapter
 
 
 def test_only_an_adapter_is_sent(open_lm, tmp_path):
     lm = open_lm(*LOCAL, "model.adapter.rank=4")
     requests = Requests(prompts=prompts(lm, 16))
-    lm.generate(requests, GREEDY)
+    rollout.generate(lm, requests, GREEDY)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in lm.adapter.parameters.values():
@@ -187,7 +187,7 @@ def test_only_an_adapter_is_sent(open_lm, tmp_path):
     lm.engine.link.ask = lambda message, **more: (sent.append(message["do"]), ask(message, **more))[
         1
     ]
-    changed = lm.generate(requests, GREEDY)
+    changed = rollout.generate(lm, requests, GREEDY)
     assert sent == ["stamp", "generate"]
     native = lm.run.engine = yaml.safe_load((ROOT / "conf/engine/native.yaml").read_text())
     assert native
@@ -215,13 +215,13 @@ def test_one_that_sleeps_wakes_with_the_weights_that_it_had(open_lm, tmp_path, m
     lm = open_lm(*ENGINE, f"engine.python={python}")
     lm.engine.sleeps = True
     requests = Requests(prompts=prompts(lm, 8))
-    made = lm.generate(requests, GREEDY)
+    made = rollout.generate(lm, requests, GREEDY)
     lm.engine.rest()
-    told = lm.generate(requests, GREEDY)
+    told = rollout.generate(lm, requests, GREEDY)
     assert torch.equal(told.tokens, made.tokens)
     lm.evaluate()  # which lets it sleep when it is done
     move(lm.model)
-    changed = lm.generate(requests, GREEDY)
+    changed = rollout.generate(lm, requests, GREEDY)
     assert not torch.equal(changed.tokens, made.tokens)
     lm.run.engine = yaml.safe_load((ROOT / "conf/engine/native.yaml").read_text())
     ours = lm.open_engine(lm.model).generate(requests, GREEDY)
@@ -234,7 +234,7 @@ def test_one_that_dies_is_started_again_once(open_lm, monkeypatch):
     lm = open_lm(*LOCAL)
     requests = Requests(prompts=prompts(lm, 8), samples=2, seed=1)
 
-    made = lm.generate(requests)
+    made = rollout.generate(lm, requests)
     first = lm.engine.link.process
 
     receive = lm.engine.link._receive
@@ -251,7 +251,7 @@ def test_one_that_dies_is_started_again_once(open_lm, monkeypatch):
     assert torch.equal(dying.lengths, made.lengths)  # the same seed, and the same weights
     lm.engine.link.process.send_signal(signal.SIGKILL)
     with pytest.raises(ConfigError, match=r"ended for the second time .*resume=auto"):
-        lm.generate(requests)
+        rollout.generate(lm, requests)
 
 
 @pytest.mark.parametrize(
@@ -405,7 +405,7 @@ def test_a_server_elsewhere(open_lm, monkeypatch):
             monkeypatch.setenv(server.KEY, "secret")
             lm = open_lm(*ENGINE, f"engine.url={url}")
             requests = Requests(prompts=prompts(lm, 16))
-            before = lm.generate(requests, GREEDY)
+            before = rollout.generate(lm, requests, GREEDY)
             move(lm.model)
             theirs, ours = both(lm, requests, GREEDY)
             assert not torch.equal(theirs.tokens, before.tokens)

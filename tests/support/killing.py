@@ -368,7 +368,7 @@ RUNS = {
             "algo.model.feedforward=64",
             "algo.tokenizer.vocabulary=600",
         ),
-        *("algo.lr=3e-3", "algo.patience=6", "algo.warmup=0.1", "checkpoint.every=2"),
+        *("algo.lr=3e-3", "algo.patience=6", "algo.warmup_steps=0.1", "checkpoint.every=2"),
     ],
 }
 RANKS = {1: [], 2: ["opt=[ddp]", "opt.ddp.ranks=2"]}

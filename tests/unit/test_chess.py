@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from common.config import ConfigError, ScoringConfig
+from common.rollout.scoring import Scorer, score
 from common.tasks import Example, Task, Teaches, build
 from common.tasks.chess import FIELDS, Chess, shaped, valid_fens
-from common.tasks.scoring import Scorer, score
 from tests.support import ROOT
 
 SETTINGS: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/task/chess.yaml"))  # type: ignore

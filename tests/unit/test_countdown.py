@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from common.config import ConfigError, ScoringConfig
+from common.rollout.scoring import Scorer, score
 from common.tasks import Example, Task, Teaches, build
 from common.tasks.countdown import Countdown, expression, solve
 from common.tasks.safe_arithmetic import DIGITS, LONGEST, evaluate
-from common.tasks.scoring import Scorer, score
 from tests.support import ROOT
 
 SETTINGS: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/task/countdown.yaml"))  # type: ignore

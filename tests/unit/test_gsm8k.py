@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from common.config import ConfigError, ScoringConfig
+from common.rollout.scoring import Scorer
 from common.tasks import Example, Task, build
 from common.tasks.gsm8k import Gsm8k, answer, number
-from common.tasks.scoring import Scorer
 from tests.support import ROOT
 
 SETTINGS: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/task/gsm8k.yaml"))  # type: ignore

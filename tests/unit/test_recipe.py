@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.budget import Budget
 from common.config import BudgetConfig
 from common.recipe import Rates, choose_lr, describe_lr
+from common.run.budget import Budget
 from eggroll.trust import ROOM, TrustRegion
 from grpo.policy import RATES as GRPO_RATES
 from launch import compose

@@ -10,9 +10,9 @@ import torch
 
 from common import optim
 from common.config import ConfigError
-from common.evaluation import pass_at
 from common.model import logprobs
 from common.precision import Precision
+from common.rollout.evaluation import pass_at
 from common.tasks import Example
 from launch import compose
 from rft.finetune import Tree, micro_batches, steps, token_losses

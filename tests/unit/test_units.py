@@ -21,9 +21,9 @@ from common.config import ConfigError, ScoringConfig
 from common.config.checks import shipped
 from common.model.prompts import encode_prompts
 from common.model.tiny import byte_tokenizer
+from common.rollout.scoring import Scorer
 from common.tasks import Example, Task, Teaches, build, plain
 from common.tasks.answers import path_key, tagged
-from common.tasks.scoring import Scorer
 from common.tasks.units import _WRONG, UNITS, Units, convert, number, parse
 from tests.support import ROOT
 

@@ -6,25 +6,26 @@ import torch
 
 from common.distributed import fsdp
 from common.lm import LM
-from common.sampling.engine import Requests
-from common.session import Session
+from common.plan import describe
+from common.rollout.rollout import request, roll_out
+from common.run.session import Session
 
 
 def train(run, context, task=None):
     """Climb, and return the result."""
     cfg, lm = run.algo, LM(run, context, task, population=True)
-    lm.read_examples()
     climber = Climber(lm.model)
     with Session(run, context, lm, steps=cfg.steps) as session:
         session.state["best"] = -1.0
-        session.start(climber, {"algorithm": "toy", **lm.describe()})
+        session.start(climber, {"algorithm": "toy", **describe(lm)})
         for step in session.steps():
-            examples = lm.order.take(step.index * cfg.prompts_per_step, cfg.prompts_per_step)
+            first = step.index * cfg.prompts_per_step
+            examples = lm.examples.order.take(first, cfg.prompts_per_step)
             climber.move(step.index, cfg.sigma)
-            with step.phase("rollout"):
-                made = lm.generate(Requests(prompts=lm.encode(examples), draw=step.index))
-            rewards = lm.scorer.submit(examples, made.texts(lm.tokenizer)).result().rewards
-            step.used(tokens=made.generated, samples=len(rewards))
+            requests = request(lm, examples, draw=step.index)
+            rollout = roll_out(lm, examples, requests, step.phase)
+            rewards = rollout.scored.rewards
+            step.used(tokens=rollout.generated, samples=len(rewards))
             reward = sum(rewards) / len(rewards)
             step.log(reward=reward)
             if not math.isfinite(reward):

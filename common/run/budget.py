@@ -23,8 +23,8 @@ class Budget:
         self,
         limits: BudgetConfig,
         context: Context,
-        tokens: int,
-        seconds: float,
+        tokens: int = 0,
+        seconds: float = 0.0,
         quiet: bool = False,
     ) -> None:
         self.limits, self.context, self.quiet = limits, context, quiet

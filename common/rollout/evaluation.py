@@ -18,7 +18,8 @@ from common.distributed import fsdp
 from common.distributed.context import put_back
 from common.model.prompts import context_length, encode_prompts
 from common.report.progress import watch_completions
-from common.sampling.engine import Requests
+from common.rollout.examples import hold_out_other
+from common.rollout.rollout import Rollout, generate, request
 from common.signals import EXIT_NUMBERS, RunStopped
 from common.tasks import Example, class_name
 from common.tasks.checked import Checked
@@ -141,12 +142,13 @@ def measure(
             lm.engine.refresh()
         if mine:
             greedy = SamplingConfig(max_new_tokens=tokens, temperature=0.0, top_p=1.0, top_k=0)
-            prompts = encode_prompts(lm.tokenizer, [task.prompt(example) for example in mine])
+            requests = request(lm, mine, task.prompt, ids=None)
             line = f"evaluating {what}".strip()
             with watch_completions(line, len(mine), context.main) as watch:
-                made = lm.engine.generate(Requests(prompts=prompts), greedy, watch)
-            texts, generated = made.texts(lm.tokenizer), made.generated
-            pairs = zip(mine, made.broken.tolist(), strict=True)
+                completions = generate(lm, requests, greedy, watch, refresh=False)
+            rollout = Rollout.decode(lm.tokenizer, requests, completions, mine)
+            texts, generated = rollout.texts, rollout.generated
+            pairs = zip(mine, rollout.broken.tolist(), strict=True)
             broken = [example.id for example, bad in pairs if bad]
     parts = context.gather_objects((texts, generated, broken))
     broken = [example for _, _, found in parts for example in found]
@@ -230,13 +232,12 @@ def draw_samples(lm: Any, count: int, accepts: Accepts) -> list[int]:
     sampling = sampled_with(lm.run.algo.sampling)
     with fsdp.gathered(lm.model):
         if mine:
-            ids = [example.id for example in mine]
-            asked = Requests(prompts=lm.encode(mine), ids=ids, samples=count, seed=lm.run.seed)
+            requests = request(lm, mine, samples=count)
             with watch_completions(f"pass@{count}", len(mine) * count, context.main) as watch:
-                made = lm.engine.generate(asked, sampling, watch)
-            repeated = [example for example in mine for _ in range(count)]
-            rewards = lm.scorer.submit(repeated, made.texts(lm.tokenizer)).result().rewards
-            pairs = zip(rewards, made.finished.tolist(), strict=True)
+                completions = generate(lm, requests, sampling, watch, refresh=False)
+            rollout = Rollout.decode(lm.tokenizer, requests, completions, mine)
+            rollout.start_scoring(lm.scorer)
+            pairs = zip(rollout.scored.rewards, rollout.finished.tolist(), strict=True)
             good = [accepts(reward, ended) for reward, ended in pairs]
             right = [sum(good[i : i + count]) for i in range(0, len(good), count)]
     return put_back(context.gather_objects(right))
@@ -284,7 +285,7 @@ def read_others(lm: Any) -> list[Other]:
             task: Any = Checked(own)
             lm.tell_chat(own)
             tokens = nodes[name].get("max_new_tokens") or lm.longest_answer(task)
-            found.append(Other(name, task, lm.hold_out(task, tokens), tokens))
+            found.append(Other(name, task, hold_out_other(lm, task, tokens), tokens))
     return found
 
 

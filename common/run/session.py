@@ -7,7 +7,7 @@
         return session.finish()
 
 An algorithm tells a step numbers (`log`), cost (`used`), trouble (`non_finite`, `stop_if`), phases
-(`phase`) and completions (`show`), nothing else. When its block ends, the session does in order:
+(`phase`) and completions (`rows`), nothing else. When its block ends, the session does in order:
 
 1. it counts the step, its seconds and what it used, and looks at the budget;
 2. evaluates on held-out examples, if that is due and the run neither ends here nor is in trouble;
@@ -17,35 +17,38 @@ An algorithm tells a step numbers (`log`), cost (`used`), trouble (`non_finite`,
 6. stops the run after a signal, unless all is done (exit code 75).
 
 Seconds are of training alone: neither of evaluations nor of checkpoints. Several optimizer steps on
-one rollout are `step.updates(n)`: each is counted, evaluated and logged (1 to 4); checkpoints and
-signals wait for the last of them, as a rollout is never stored.
+one rollout are `session.updates(step, n)`: each is counted, evaluated and logged (1 to 4);
+checkpoints and signals wait for the last of them, as a rollout is never stored.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
-from common import resume
-from common.budget import Budget
-from common.checkpoint import Checkpoint, Writer
+from common import hardware
+from common.checkpoint import describe_latest
 from common.config import Run
 from common.distributed import fsdp
 from common.distributed.context import Context
-from common.evaluation import Evaluation
-from common.nonfinite import NonFinitePolicy
+from common.memory import Memory
 from common.plan import tell
 from common.profile import profile_steps
 from common.report import page, summary
 from common.report.tracker import Tracker
-from common.signals import EXIT_SIGNAL, RunStopped, StopSignal
-from common.step import Step
-from common.timer import Timer
+from common.rollout.evaluation import Evaluation
+from common.run import resume
+from common.run.budget import Budget
+from common.run.checkpoints import Checkpointed, Checkpoints
+from common.run.nonfinite import NonFinitePolicy
+from common.run.step import Step
+from common.run.timer import Timer
+from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped, StopSignal
 
 log = logging.getLogger("clutch")
 
@@ -73,22 +76,6 @@ class Subject(Protocol):
         ...
 
 
-class Checkpointed(Protocol):
-    """The part of a checkpoint that is the algorithm's."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the weights."""
-        ...
-
-    def extra(self) -> dict[str, Any]:
-        """Return nested dicts of tensors and numbers, such as an optimizer's state."""
-        ...
-
-    def load(self, saved: Checkpoint) -> None:
-        """Take over a checkpoint. Raises: ConfigError where it does not fit."""
-        ...
-
-
 class Session:
     """One run on one rank. Every method is called on all ranks.
 
@@ -96,6 +83,7 @@ class Session:
         state: what a checkpoint keeps of the run, all of it JSON: steps, seconds, what was
             generated. An algorithm may add keys of its own before `start`.
         total_steps: of the whole run; None = a budget ends it.
+        ending: what ends the run before its steps or its budget do, as result.json says it.
         generates: whether tokens and rewards are counted and logged, and the subject evaluated on a
             schedule.
     """
@@ -119,13 +107,15 @@ class Session:
         self.timer = Timer()
         self.ending: str | None = None
         self.signal: StopSignal | None = None
-        self.writer = Writer()
+        self.checkpoints: Checkpoints | None = None
+        self.policy = NonFinitePolicy(run, context, subject.precision.compute)
+        self.budget = Budget(run.budget, context)
 
     def __enter__(self) -> "Session":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._written(self.writer.settle())
+        self._settle()
         self.stack.close()
         self.subject.close()
         if error is not None and self.tracker:
@@ -136,20 +126,24 @@ class Session:
 
     # --- before the steps
 
-    def start(self, saved: Checkpointed, plan: dict[str, str]) -> None:
+    def start(
+        self, saved: Checkpointed, plan: dict[str, str], memory: Memory | None = None
+    ) -> None:
         """Resume or begin: print the plan, measure before the first step, open the log.
+
+        Args: memory: what a step takes, for plan=true.
 
         Raises: ConfigError where the run folder does not allow it.
         """
-        run, context, state, self.saved = self.run, self.context, self.state, saved
-        tell(run, context, self.subject, plan | {"folder": str(context.out_dir)})
+        run, context, state = self.run, self.context, self.state
+        self.checkpoints = Checkpoints(run, context, self.subject.model, saved)
+        tell(run, context, self.subject, plan | {"folder": str(context.out_dir)}, memory)
         resumed = resume.find(run, context)
         if resumed is not None:
             saved.load(resumed)
             state |= resumed.state["run"]
             state["reproducible"] &= self.subject.reproducible
-        dtype = self.subject.precision.compute
-        self.policy = NonFinitePolicy(run, context, dtype, state["skipped"])
+        self.policy.skipped = state["skipped"]
         if context.main:
             summary.write_run(run, context.out_dir, context.device.name, state["reproducible"])
         if "before" not in state and self.generates:
@@ -161,7 +155,7 @@ class Session:
             self.ending = summary.LEARNT_ALL
         if context.main:
             self._open_tracker()
-        self.budget = Budget(run.budget, context, state["generated"], state["seconds"])
+        self.budget.add(state["generated"], state["seconds"])
 
     def warm_up(self, rehearse: Callable[[], Any]) -> None:
         """With opt=compile, call `rehearse`, so that the first step's time is that of a step."""
@@ -187,12 +181,24 @@ class Session:
         """Yield the steps that are left; see the module for what happens between two of them."""
         self.listen()
         while not self.over:
-            step = Step(self)
+            step = self._begin()
             yield step
-            if not step.updated:
-                step.close()
+            if self.state["step"] == step.index:  # else it was the first of several updates
+                self._end(step)
             self._keep(step)
         self.stack.close()
+
+    def updates(self, step: Step, count: int) -> Iterator[Step]:
+        """Yield `count` optimizer steps on one rollout, fewer where the run's steps end before. The
+        first one is `step`.
+        """
+        total, numbers = self.total_steps, dict(step.numbers)
+        for number in range(count if total is None else min(count, total - step.index)):
+            update = self._begin() if number else step
+            update.numbers = dict(numbers)
+            yield update
+            self._end(update)
+        self.state["updates_left"] = step.index + count - self.state["step"]
 
     def listen(self) -> None:
         """From now on, take note of signals, and trace steps with opt=profile."""
@@ -204,6 +210,76 @@ class Session:
     def stopping(self) -> bool:
         """Whether a signal has come on any rank."""
         return self.context.any(self.signal is not None and self.signal.name is not None)
+
+    def _begin(self) -> Step:
+        index = self.state["step"]
+        progress = self.budget.progress(index, self.total_steps)
+        return Step(index, progress, self.state, self.timer, self.policy)
+
+    def _end(self, step: Step) -> None:
+        """Do what comes after each optimizer step: points 1 to 4 of the module's list."""
+        if not step.logged:
+            self._stop(step)
+        if step.rows is not None:
+            with step.phase("keep"):
+                parts = self.context.gather_objects(step.rows)
+                if self.tracker:
+                    self.tracker.keep(step.index + 1, [row for part in parts for row in part])
+        seconds = time.perf_counter() - step.started - step.untimed_seconds
+        state, counts = self.state, self.generates
+        state["step"] = done = step.index + 1
+        state["seconds"] += seconds
+        state["generated"] += step.tokens * counts
+        state["evaluations"] += step.samples * counts
+        state["skipped"] = self.policy.skipped
+        self.budget.add(state["generated"], state["seconds"])
+        if counts and not step.trouble and self._is_evaluation_due(done):
+            with step.phase("evaluate"):
+                measured = self.subject.evaluate()
+            self._keep_completions(f"step-{done:08d}", done, measured.kept())
+            step.log(metric=measured.value, metric_name=measured.name, metrics=measured.metrics)
+        self._write_event(step, seconds)
+        if step.trouble:
+            self._stop(step)
+        self.timer = Timer()
+        self.trace()
+
+    def _is_evaluation_due(self, done: int) -> bool:
+        """Return whether to measure after 1-based step `done`, which is not the last."""
+        state = self.state
+        one = state.get("before", {}).get("generated", math.inf)  # inf = not known
+        cost, every = one / max(1, state["generated"]), self.run.evaluate.every
+        due = self.budget.evaluation_due(done, every, self.total_steps, cost)
+        return due and not self.reached(done)
+
+    def _write_event(self, step: Step, seconds: float) -> None:
+        if self.tracker is None:
+            return
+        state, counted = self.state, {}
+        if self.generates:
+            counted["generated_tokens"] = state["generated"]
+            counted["reward_evaluations"] = state["evaluations"]
+        event = {
+            "step": state["step"],
+            "seconds": seconds,
+            "phase_seconds": self.timer.seconds,
+            **self.warmed_up,
+            **counted,
+            "tokens_per_second": step.tokens / seconds,
+            "samples_per_second": step.samples / seconds,
+            "skipped_steps": state["skipped"],
+            "peak_memory_gb": hardware.peak_memory_gb(self.context.device.device),
+            **step.numbers,
+        }
+        self.warmed_up = {}
+        self.tracker.log(event, self._budget_used())
+        state["tracker"] = self.tracker.state()
+
+    def _stop(self, step: Step) -> NoReturn:
+        """Stop the run because of the trouble of a step."""
+        self._settle()
+        last = describe_latest(self.context.out_dir / "checkpoints")
+        raise RunStopped(f"step {step.index + 1}: {step.trouble} {last}", EXIT_NUMBERS)
 
     def _keep(self, step: Step) -> None:
         """Write a checkpoint if one is due, and stop after a signal."""
@@ -222,25 +298,19 @@ class Session:
             )
 
     def _save(self, beside: bool) -> None:
-        """Write a checkpoint. On a GPU, with `beside`, it is written while training goes on."""
-        self._written(self.writer.wait())
+        assert self.checkpoints is not None
         if self.tracker:
             self.tracker.sync()  # what the checkpoint says is logged is then on the disk
-        context, step, extra = self.context, self.state["step"], self.saved.extra()
-        tensors = {name: tensor.detach() for name, tensor in self.saved.tensors().items()}
-        state = {"run": self.state, "config": asdict(self.run)}
-        root, keep = context.out_dir / "checkpoints", self.run.checkpoint.keep
-        if beside and context.device.device.type == "cuda" and not fsdp.of(self.subject.model):
-            fsdp.check_equal(context, tensors, step)
-            if context.main:
-                self.writer.start(root, step, tensors, state, extra, keep)
-        else:
-            self._written(fsdp.save(context, root, step, tensors, state, extra, keep))
-            context.barrier()
+        self._upload(self.checkpoints.save(self.state, beside))
 
-    def _written(self, folder: Path | None) -> None:
-        if self.tracker and folder is not None:
-            self.tracker.artifact("checkpoint", folder, f"step-{int(folder.name[5:])}")
+    def _settle(self) -> None:
+        if self.checkpoints is not None:
+            self._upload(self.checkpoints.settle())
+
+    def _upload(self, folders: list[Path]) -> None:
+        for folder in folders:
+            if self.tracker:
+                self.tracker.artifact("checkpoint", folder, f"step-{int(folder.name[5:])}")
 
     # --- the end
 

@@ -11,9 +11,9 @@ import torch
 
 from common.config import Run
 from common.distributed.context import Context
-from common.evaluation import OVERFLOW
 from common.files import write_text
 from common.report.events import events
+from common.rollout.evaluation import OVERFLOW
 
 log = logging.getLogger("clutch")
 

@@ -11,6 +11,11 @@ class Timer:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
+    def add(self, seconds: dict[str, float]) -> None:
+        """Add seconds by phase that something else has timed."""
+        for name, value in seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + value
+
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Time the block under `name`; blocks of one name add up."""

@@ -1,0 +1,138 @@
+"""How many rows fit the memory of a rank, and what a step of a run takes of it."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from common import optim
+from common.distributed import fsdp
+from common.distributed.context import Context
+from common.lm import LM
+from common.model.memory import (
+    Batch,
+    StateMemory,
+    activation_bytes,
+    logits_bytes,
+    passing_bytes,
+    training_peak,
+)
+from common.rows import RowLimit
+from common.sampling.engine import Load
+
+log = logging.getLogger("clutch")
+
+
+def count_state(lm: LM, trained: bool, reference: bool = False, copies: int = 0) -> StateMemory:
+    """Count weights and training state. reference: a frozen copy beside it; copies: in half
+    precision, of what has float32 weights.
+    """
+    moments = optim.state_bytes(lm.run.algo.optimizer)
+    if lm.adapter is None:
+        size = lm.parameters
+        frozen = lm.reference_bytes if reference else 0
+        state = StateMemory.of_training(size, size * trained, frozen, copies, moments)
+    else:
+        sizes = lm.own_bytes, lm.adapter.size
+        state = StateMemory.of_adapter(*sizes, trained, copies, moments)
+    return replace(state, engine=lm.idle_bytes if lm.engine.separate else 0.0)
+
+
+class RolloutMemory:
+    """The memory of rollouts, whose rows it fits for prompts of which each has one sample, and more
+    of them than rows.
+
+    Args: state: weights and training state; extra_bytes: what else is there, whatever the rows;
+    groups: the most of a call; each: rows of a group.
+    Attributes: fixed: bytes without rows.
+    """
+
+    def __init__(
+        self,
+        lm: LM,
+        state: StateMemory,
+        extra_bytes: float = 0.0,
+        groups: int = 1,
+        each: int = 1,
+    ) -> None:
+        self.lm, self.groups, self.each = lm, groups, each
+        self.fixed = state.on_rank(lm.model, rollout=True) + extra_bytes
+
+        def peak(rows: int) -> float:
+            return self.fixed + lm.engine.peak_bytes(rows, self._load(rows))
+
+        fit(lm.engine.limit, peak, lm.context)
+
+    def _load(self, rows: int, samples: int = 1, completions: int | None = None) -> Load:
+        """Return what a plan of so many rows is made for: an opening for each group among them."""
+        examples, sampling = self.lm.examples, self.lm.run.algo.sampling
+        opened = examples.opening * min(self.groups, max(1, rows // self.each))
+        return Load(examples.longest_prompt, sampling, samples, completions, opened)
+
+    def sampling_bytes(self, completions: int, samples: int) -> float:
+        """Return the bytes of a rollout of so many completions, `samples` of each prompt, beside
+        what is there whatever the rows.
+        """
+        rows = min(self.lm.engine.limit.rows, completions)
+        return self.lm.engine.peak_bytes(rows, self._load(rows, samples, completions))
+
+
+def fit_training(
+    lm: LM, limit: RowLimit, state: StateMemory, completions: int, samples: int = 1
+) -> float:
+    """Fit the rows of training forwards to the memory, on every rank the same, since ranks cut
+    micro-batches alike. Returns the bytes of a step's training.
+
+    Args: completions: of this rank per step; samples: of a prompt, which share it.
+    """
+    new, compute = lm.run.algo.sampling.max_new_tokens, lm.precision.compute
+    recomputed = lm.run.opt.checkpointing.enabled
+    fixed = state.on_rank(lm.model, rollout=False)
+
+    def batch(rows: int) -> Batch:
+        longest, opening = lm.examples.longest_prompt, lm.examples.opening
+        return Batch(rows / samples, longest, rows, new, compute, opening)
+
+    def held(rows: int) -> float:
+        return activation_bytes(lm.model, batch(rows), recomputed)
+
+    once = logits_bytes(lm.model, limit.rows * new)
+    fit(limit, lambda rows: fixed + once + held(rows), lm.context)
+    limit.rows = min(lm.context.gather_objects(limit.rows))
+    most, single = min(limit.rows, completions), completions <= limit.rows
+    once = logits_bytes(lm.model, most * new)
+    passing = passing_bytes(lm.model, batch(most)) if recomputed else 0.0
+    return training_peak(lm.model, state, held(most), single, once, passing)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a rank takes in a step, as a plan says it.
+
+    Attributes: state: weights and training state; sampling: bytes of a rollout beside them; rows:
+    of a rollout's forward; peak: bytes of a step.
+    """
+
+    state: StateMemory
+    sampling: float
+    rows: int
+    peak: float
+
+    def describe(self, model: Any) -> dict[str, str]:
+        """Say it for the plan."""
+        rollout = f"a rollout of {self.rows} rows {self.sampling / 2**30:.2f} GB"
+        return {
+            "memory": f"about {self.peak / 2**30:.2f} GB per rank, estimated:"
+            f" {self.state.describe(model)}, {rollout}{fsdp.planned(model, self.state.whole)}"
+        }
+
+
+def fit(limit: RowLimit, peak: Callable[[int], float], context: Context) -> None:
+    """Fit a limit to the memory of this rank, and say so where the setting asked for more. peak: as
+    for `RowLimit.fit`.
+    """
+    asked = limit.rows
+    limit.fit(peak, context.memory_gb)
+    if limit.rows < asked and context.main:
+        gb = context.memory_gb
+        log.info("%s=%d does not fit %.0f GB; going on with %d", limit.key, asked, gb, limit.rows)

@@ -1,0 +1,133 @@
+"""The examples of a run: those to train on, in their order, and those that are held out; which of
+their prompts fit the context, and how long they are.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.config import ConfigError
+from common.model.prompts import context_length, context_name, encode_prompts, find_opening
+from common.rollout.order import ExampleOrder, hold_out
+from common.tasks import Example
+
+log = logging.getLogger("clutch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examples:
+    """The examples of a run, once they are chosen.
+
+    Attributes:
+        order: the training examples, as they come. held_out: what every evaluation measures.
+        longest_prompt: tokens of the longest prompt; opening: tokens that prompts begin with.
+        skipped: prompts that are left out because they are too long.
+    """
+
+    order: ExampleOrder
+    held_out: list[Example]
+    longest_prompt: int
+    opening: int
+    skipped: int
+
+
+@dataclass
+class Fitting:
+    """Examples by split whose prompts fit the context. prompts: the tokens of all of these;
+    skipped: how many others there are.
+    """
+
+    splits: dict[str, list[Example]]
+    prompts: list[list[int]]
+    skipped: int = 0
+
+
+def read_examples(lm: Any) -> Examples:
+    """Read the training and the held-out examples of a run. Raises: ConfigError."""
+    splits = {"train": list(lm.task.examples("train")), "test": list_candidates(lm)}
+    fitting = fit_prompts(lm, lm.task.prompt, splits)
+    return Examples(
+        order=ExampleOrder(fitting.splits["train"], lm.run.seed),
+        held_out=fitting.splits["test"][: lm.run.evaluate.examples],
+        skipped=fitting.skipped,
+        **measure_prompts(fitting.prompts),
+    )
+
+
+def measure_prompts(
+    prompts: Sequence[list[int]], hinted: Sequence[list[int]] = ()
+) -> dict[str, int]:
+    """Return what plans need to know: the tokens of the longest prompt, and how many all begin
+    with. hinted: other prompts, which no model is trained on.
+    """
+    # As of a set of many. The opening of the few prompts of a step is at least as long, and longer
+    # where some of the task's prompts begin otherwise, which a plan does not know.
+    opening = len(find_opening(prompts, 0.0))
+    return {"longest_prompt": max(map(len, [*prompts, *hinted])), "opening": opening}
+
+
+def list_candidates(lm: Any) -> list[Example]:
+    """Return the test examples that evaluate.examples are taken of: with prompts.too_long=skip all,
+    since others take the place of those that do not fit.
+    """
+    skip = lm.run.prompts.too_long == "skip"
+    return hold_out(lm.task, None if skip else lm.run.evaluate.examples)
+
+
+def hold_out_other(lm: Any, task: Any, tokens: int) -> list[Example]:
+    """Return the held-out examples of another task, whose completions have `tokens` at most.
+
+    Raises: ConfigError where a prompt does not fit the context.
+    """
+    count = lm.run.evaluate.examples
+    candidates = hold_out(task, None if lm.run.prompts.too_long == "skip" else count)
+    return fit_prompts(lm, task.prompt, {"test": candidates}, tokens).splits["test"][:count]
+
+
+def fit_prompts(
+    lm: Any,
+    ask: Callable[[Example], Any],
+    splits: dict[str, list[Example]],
+    tokens: int | None = None,
+) -> Fitting:
+    """Return the examples whose prompts fit the context.
+
+    Args: ask: makes the prompt of an example; tokens: of a completion, None =
+    algo.sampling.max_new_tokens.
+    Raises: ConfigError where one does not fit with prompts.too_long=error, or none does.
+    """
+    key = "max_new_tokens" if tokens else "algo.sampling.max_new_tokens"
+    new: int = tokens or lm.run.algo.sampling.max_new_tokens
+    context = context_length(lm.model)
+    fitting = Fitting({split: [] for split in splits}, [])
+    misfits, longest = [], 0
+    for split, examples in splits.items():
+        prompts = encode_prompts(lm.tokenizer, [ask(example) for example in examples])
+        for example, ids in zip(examples, prompts, strict=True):
+            longest = max(longest, len(ids))
+            if len(ids) + new > context:
+                misfits.append((split, example.id, len(ids)))
+            else:
+                fitting.splits[split].append(example)
+                fitting.prompts.append(ids)
+    count = sum(map(len, splits.values()))
+    fitting.skipped = len(misfits)
+    if misfits and (lm.run.prompts.too_long == "error" or not all(fitting.splits.values())):
+        split, first, length = misfits[0]
+        room, what = context - longest, context_name(lm.model)
+        advice = f"Lower it to {room}, shorten" if room > 0 else "Shorten"
+        other = ", or leave them out with prompts.too_long=skip"
+        other = " so that some fit" if lm.run.prompts.too_long == "skip" else other
+        raise ConfigError(
+            f"{len(misfits)} of {count} prompts do not fit the model's {what} of {context}"
+            f" tokens with {key}={new}: the first is {split} example {first} with {length}"
+            f" tokens, the longest has {longest}. {advice} the prompts{other}."
+        )
+    if misfits and lm.context.main:
+        log.warning(
+            "%d of %d prompts do not fit the model's context of %d tokens and are left out"
+            " (prompts.too_long=skip)",
+            *(len(misfits), count, context),
+        )
+    return fitting

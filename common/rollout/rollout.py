@@ -1,0 +1,190 @@
+"""Prompts in, scored completions out: encode, generate, decode, score, and what a run keeps.
+
+Shapes: N rows in the order (member, prompt, sample), of T tokens at most.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.config import SamplingConfig
+from common.model.prompts import encode_prompts
+from common.report import samples
+from common.rollout.scoring import Pending, Scored, Scorer
+from common.sampling.engine import Completions, Requests, Watch
+from common.tasks import Example
+
+Phase = Callable[[str], AbstractContextManager[Any]]
+
+
+@dataclass
+class Rollout:
+    """Completions with their texts, decoded once, and their rewards. It stays on its rank.
+
+    Attributes:
+        examples: of each prompt. requests: what was asked for: prompts, samples, members.
+        tokens: int64 [N, T], padded after `lengths`, int64 [N]; both on the CPU.
+        trains: bool [N, T], the tokens that the policy wrote, on the CPU.
+        finished: bool [N], False where a row was cut off; repeating: whether it was cut off while
+            its end repeated itself; broken: where logits were not finite, so that it says nothing.
+        logprobs: float32 [N, T], of the sampled tokens, on the device; None if not asked for.
+        texts: special tokens left out.
+        pending: the rewards on their way; None where nobody asked for them.
+    """
+
+    examples: Sequence[Example]
+    requests: Requests
+    tokens: Tensor
+    trains: Tensor
+    lengths: Tensor
+    finished: Tensor
+    repeating: list[bool]
+    broken: Tensor
+    logprobs: Tensor | None
+    texts: list[str]
+    pending: Pending | None = None
+
+    @classmethod
+    def decode(
+        cls,
+        tokenizer: Any,
+        requests: Requests,
+        completions: Completions,
+        examples: Sequence[Example] = (),
+    ) -> "Rollout":
+        """Return the completions as a rollout whose rewards nobody has asked for."""
+        tokens, lengths = completions.tokens.cpu(), completions.lengths.cpu()
+        return cls(
+            examples=examples,
+            requests=requests,
+            tokens=tokens,
+            trains=torch.arange(tokens.shape[1]) < lengths[:, None],
+            lengths=lengths,
+            finished=completions.finished.cpu(),
+            repeating=completions.repeating(),
+            broken=completions.broken.cpu(),
+            logprobs=completions.logprobs,
+            texts=completions.texts(tokenizer),
+        )
+
+    def start_scoring(self, scorer: Scorer) -> None:
+        """Ask for the rewards of all rows."""
+        repeated = [self.example(row) for row in range(len(self.texts))]
+        self.pending = scorer.submit(repeated, self.texts)
+
+    @cached_property
+    def scored(self) -> Scored:
+        """The rewards in the order of the rows, once they are there.
+
+        Raises: ConfigError for a reward that fails or hangs.
+        """
+        assert self.pending is not None
+        return self.pending.result()
+
+    @property
+    def generated(self) -> int:
+        """The number of tokens that the policy wrote."""
+        return int(self.trains.sum())
+
+    def example(self, row: int) -> Example:
+        """Return the example of a row."""
+        return self.examples[row // self.requests.samples % len(self.examples)]
+
+    @cached_property
+    def sound(self) -> list[bool]:
+        """Whether the logits and the reward of each row are finite."""
+        pairs = zip(self.scored.rewards, self.broken.tolist(), strict=True)
+        return [math.isfinite(reward) and not broken for reward, broken in pairs]
+
+    def describe_offending(self, row: int, task: Any, broken: bool) -> dict[str, Any]:
+        """Describe a row whose reward, or else whose logits (`broken`), are not finite."""
+        example = self.example(row)
+        return {
+            "id": example.id,
+            "prompt": task.prompt(example),
+            "answer": example.answer,
+            "completion": self.texts[row],
+            "reward": str(self.scored.rewards[row]),  # JSON has no NaN
+            "logits": "not finite" if broken else "finite",
+        }
+
+    def describe(
+        self, rows: Iterable[int], task: Any, tokens: samples.Tokens | None = None
+    ) -> list[samples.Row]:
+        """Return rows as a run keeps them; their group is the place of their prompt here. tokens:
+        describes tokens and their log-probabilities too.
+        """
+        described = []
+        for row in rows:
+            place = row // self.requests.samples % len(self.examples)
+            length, components = int(self.lengths[row]), self.scored.components.items()
+            described.append(
+                {
+                    **samples.describe(task, self.examples[place], place),
+                    "sample": self.requests.first_sample + row % self.requests.samples,
+                    "completion": self.texts[row],
+                    "tokens": length,
+                    "cut": not self.finished[row],
+                    "reward": self.scored.rewards[row],
+                    "components": {name: part[row] for name, part in components} or None,
+                }
+            )
+            if tokens is not None:
+                assert self.logprobs is not None
+                ids, drawn = self.tokens[row, :length].tolist(), self.logprobs[row].tolist()
+                described[-1] |= tokens.describe(ids, self.texts[row], drawn)
+        return described
+
+
+def request(
+    lm: Any,
+    examples: Sequence[Example],
+    ask: Callable[[Example], Any] | None = None,
+    **settings: Any,
+) -> Requests:
+    """Return the request for completions of examples, whose draws are keyed by the run's seed and
+    the examples' ids.
+
+    Args: ask: makes the prompt of an example, None = the task's; settings: other fields.
+    """
+    prompts = encode_prompts(lm.tokenizer, [(ask or lm.task.prompt)(one) for one in examples])
+    keys = {"ids": [example.id for example in examples], "seed": lm.run.seed}
+    return Requests(prompts=prompts, **(keys | settings))
+
+
+def generate(
+    lm: Any,
+    requests: Requests,
+    sampling: SamplingConfig | None = None,
+    watch: Watch | None = None,
+    *,
+    refresh: bool = True,
+) -> Completions:
+    """Sample what was asked for.
+
+    Args: sampling: None = algo.sampling; refresh: take over the trainer's weights first.
+    """
+    if refresh:
+        lm.engine.refresh()
+    return lm.engine.generate(requests, sampling or lm.run.algo.sampling, watch)
+
+
+def roll_out(
+    lm: Any, examples: Sequence[Example], requests: Requests, phase: Phase = nullcontext
+) -> Rollout:
+    """Sample completions of examples, and start to score them; other work can be done meanwhile.
+
+    Args: phase: times the block under a name.
+    """
+    with phase("rollout"):
+        completions = generate(lm, requests)
+        rollout = Rollout.decode(lm.tokenizer, requests, completions, examples)
+    with phase("reward"):
+        rollout.start_scoring(lm.scorer)
+    return rollout

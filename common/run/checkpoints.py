@@ -1,0 +1,62 @@
+"""The checkpoints that a run writes."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from common.checkpoint import Checkpoint, Writer
+from common.config import Run
+from common.distributed import fsdp
+from common.distributed.context import Context
+
+
+class Checkpointed(Protocol):
+    """The part of a checkpoint that is the algorithm's."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights."""
+        ...
+
+    def extra(self) -> dict[str, Any]:
+        """Return nested dicts of tensors and numbers, such as an optimizer's state."""
+        ...
+
+    def load(self, saved: Checkpoint) -> None:
+        """Take over a checkpoint. Raises: ConfigError where it does not fit."""
+        ...
+
+
+class Checkpoints:
+    """Writes checkpoints, on a GPU while training goes on. Args: model: the one that is trained."""
+
+    def __init__(self, run: Run, context: Context, model: Any, saved: Checkpointed) -> None:
+        self.run, self.context, self.saved = run, context, saved
+        self.can_go_on = context.device.device.type == "cuda" and not fsdp.of(model)
+        self.writer = Writer()
+
+    def save(self, state: dict[str, Any], beside: bool) -> list[Path]:
+        """Write a checkpoint, with `beside` while training goes on. Returns the folders that have
+        become whole.
+
+        Args: state: of the run; its `step` names the checkpoint.
+        """
+        whole = [self.writer.wait()]
+        context, step, extra = self.context, state["step"], self.saved.extra()
+        tensors = {name: tensor.detach() for name, tensor in self.saved.tensors().items()}
+        content = {"run": state, "config": asdict(self.run)}
+        root, keep = context.out_dir / "checkpoints", self.run.checkpoint.keep
+        if beside and self.can_go_on:
+            fsdp.check_equal(context, tensors, step)
+            if context.main:
+                self.writer.start(root, step, tensors, content, extra, keep)
+        else:
+            whole.append(fsdp.save(context, root, step, tensors, content, extra, keep))
+            context.barrier()
+        return [folder for folder in whole if folder is not None]
+
+    def settle(self) -> list[Path]:
+        """Wait for the checkpoint that is under way. Returns its folder, once that is whole."""
+        folder = self.writer.settle()
+        return [] if folder is None else [folder]

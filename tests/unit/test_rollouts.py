@@ -1,0 +1,98 @@
+"""common/rollout against a naive loop: one prompt, one sample, one reward at a time."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from common import hardware
+from common.distributed.context import Context
+from common.lm import LM
+from common.rollout.rollout import Rollout, generate, request, roll_out
+from common.sampling.engine import Completions, Requests
+from launch import compose
+from tests.support import SMALL_GRPO
+from tests.support.letters import Letters
+
+
+@pytest.fixture
+def lm(in_cache, tmp_path):
+    run = compose([*SMALL_GRPO, "algo.sampling.temperature=1.0"])
+    opened = LM(run, Context(0, 1, hardware.find(run.hardware), tmp_path), Letters("smooth"))
+    yield opened
+    opened.close()
+
+
+def test_it_equals_a_loop_over_prompts_and_samples(lm):
+    examples = lm.examples.order.take(0, 3)
+    asked = {"draw": 5, "logprobs": True}
+    rollout = roll_out(lm, examples, request(lm, examples, samples=2, **asked))
+    assert [rollout.example(row).id for row in range(6)] == [e.id for e in examples for _ in "ab"]
+    for row in range(6):
+        example = examples[row // 2]
+        alone = generate(lm, request(lm, [example], first_sample=row % 2, **asked))
+        length = int(alone.lengths[0])
+        tokens = alone.tokens[0, :length]
+        assert torch.equal(rollout.tokens[row, :length], tokens)
+        assert rollout.trains[row].tolist() == [True] * length + [False] * (8 - length)
+        assert rollout.lengths[row] == length
+        text = lm.tokenizer.decode(tokens, skip_special_tokens=True)
+        assert rollout.texts[row] == text
+        assert rollout.scored.rewards[row] == lm.task.reward(example, text)
+        assert bool(rollout.finished[row]) == bool(alone.finished[0])
+    assert rollout.generated == rollout.lengths.sum()
+
+
+def test_rows_that_a_run_keeps_and_rows_that_are_not_finite(lm):
+    examples = lm.examples.order.take(0, 2)
+    requests = request(lm, examples, samples=3, first_sample=4, logprobs=True)
+    rollout = roll_out(lm, examples, requests)
+    rows = rollout.describe([0, 5], lm.task)
+    assert [(row["group"], row["sample"], row["id"]) for row in rows] == [
+        (0, 4, examples[0].id),
+        (1, 6, examples[1].id),
+    ]
+    assert [row["completion"] for row in rows] == [rollout.texts[0], rollout.texts[5]]
+    assert [row["reward"] for row in rows] == [rollout.scored.rewards[r] for r in (0, 5)]
+
+    rollout.broken[1], rollout.scored.rewards[3] = True, float("nan")
+    assert rollout.sound == [True, False, True, False, True, True]
+    offending = rollout.describe_offending(3, lm.task, broken=False)
+    assert offending["reward"] == "nan"
+    assert (offending["id"], offending["logits"]) == (examples[1].id, "finite")
+
+
+def test_sampling_and_scoring_are_timed_apart(lm):
+    phases = []
+
+    @contextmanager
+    def phase(name):
+        phases.append(name)
+        yield
+
+    examples = lm.examples.order.take(0, 1)
+    roll_out(lm, examples, request(lm, examples), phase)
+    assert phases == ["rollout", "reward"]
+
+
+def test_parts_of_a_population_are_one_rollout(lm):
+    """Where memory ran out, members were sampled in several calls."""
+    examples = lm.examples.order.take(0, 2)
+    requests = request(lm, examples, samples=2)
+    parts = [generate(lm, requests), generate(lm, request(lm, examples, samples=2, draw=1))]
+    joined = Rollout.decode(lm.tokenizer, requests, Completions.join(parts), examples)
+    assert joined.tokens.shape[0] == len(joined.texts) == 8
+    assert [joined.example(row).id for row in range(8)] == 2 * [
+        e.id for e in examples for _ in "ab"
+    ]
+    assert torch.equal(joined.tokens[4:], parts[1].tokens)
+    assert joined.logprobs is None
+
+
+def test_a_request_is_keyed_by_the_run_and_the_examples(lm):
+    examples = lm.examples.order.take(0, 2)
+    requests = request(lm, examples, lambda example: "ab", samples=3)
+    assert isinstance(requests, Requests)
+    assert (requests.seed, requests.samples) == (lm.run.seed, 3)
+    assert list(requests.ids) == [example.id for example in examples]
+    assert requests.prompts[0] == requests.prompts[1]
