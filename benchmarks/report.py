@@ -120,7 +120,7 @@ def run(options: argparse.Namespace) -> measure.Report:
     with tempfile.TemporaryDirectory() as kept:
         folder = Path(kept) / "run"
         write_run(folder, steps, completions)
-        case = Case("make", lambda: page.write_report(folder, figures=False))
+        case = Case("make", lambda: page.write_report(folder))
         made = min(report.time([case])[case.name].seconds)
         report.add(case.name, made, "s")
         size = (folder / "report.html").stat().st_size / 1e6

@@ -1,4 +1,4 @@
-"""How many rows fit the memory of a rank, and what a step of a run takes of it."""
+"""Fit rows to the memory of a rank, and count what a step of a run takes of it."""
 
 import logging
 from collections.abc import Callable
@@ -107,7 +107,7 @@ def fit_training(
 
 @dataclass(frozen=True)
 class Memory:
-    """What a rank takes in a step, as a plan says it.
+    """The memory that a rank takes in a step, as a plan says it.
 
     Attributes: state: weights and training state; sampling: bytes of a rollout beside them; rows:
     of a rollout's forward; peak: bytes of a step.

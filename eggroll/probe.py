@@ -420,7 +420,7 @@ def draw(found: Findings, path: Path) -> None:
         for name, values in curves.items()
     }
     with plots.saved(path) as axis:
-        plots.lines(axis, {name: xy for name, xy in series.items() if xy[0]}, exact=True)
+        plots.lines(axis, {name: xy for name, xy in series.items() if xy[0]})
         axis.axhline(found.centre, color="0.4", linestyle=":", linewidth=1.5)
         axis.axvline(found.sigma, color="0.4", linestyle="--", linewidth=1.5)
         axis.set_xscale("log")

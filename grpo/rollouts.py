@@ -98,7 +98,7 @@ class Batch:
 
 @dataclass
 class Collected:
-    """What came of a step's prompts.
+    """The outcome of a step's prompts.
 
     Attributes:
         numbers: what goes into the log. batch: the groups to learn from; None where there are none.

@@ -26,7 +26,6 @@ for name in [name for name in os.environ if name.startswith(FOREIGN) and name !=
     del os.environ[name]
 # Threads do not survive a fork, and two test processes with two threads each slow all of them.
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-os.environ["CLUTCH_PLOTS"] = "0"  # half a second of each run; tests of what a run leaves draw them
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A shell has what it runs in the background ignore Ctrl-C, and so would all that is started here.
 signal.signal(signal.SIGINT, signal.default_int_handler)

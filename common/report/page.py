@@ -1,5 +1,5 @@
-"""RUN/report.md, RUN/plots and RUN/report.html: what a run did, for people. A function of the files
-of the run folder alone.
+"""RUN/report.md and RUN/report.html: what a run did, for people. A function of the files of the run
+folder alone.
 
     python -m common.report outputs/mine
 
@@ -7,32 +7,16 @@ So it is the same after a kill and a resume as after an unbroken run, and can be
 was killed.
 """
 
-import itertools
 import logging
-import os
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from common.config import ConfigError
 from common.files import write_text
-from common.report import panels, plots, web
-from common.report.events import EVALUATIONS, events, markdown_table
-from common.report.panels import AXES, ORDERS, Panel
-from common.report.story import (
-    arguments,
-    columns,
-    find_facts,
-    find_measures,
-    find_phases,
-    find_points,
-    find_title,
-    find_warnings,
-    load,
-    read_rows,
-    read_run,
-)
+from common.report import web
+from common.report.events import EVALUATIONS, markdown_table
+from common.report.story import load, read_rows
 from common.tasks import plain
 
 log = logging.getLogger("clutch")
@@ -44,7 +28,7 @@ LONGEST = 600  # characters of a completion shown; the files have all
 def write_or_warn(folder: Path) -> bool:
     """Write the report of a run that must not fail for it; return whether it is there."""
     try:
-        write_report(folder, figures=os.environ.get("CLUTCH_PLOTS") != "0")
+        write_report(folder)
     except Exception as error:
         log.warning(
             "%s/report.md could not be written (%s: %s). Again: python -m common.report %s",
@@ -54,32 +38,27 @@ def write_or_warn(folder: Path) -> bool:
     return True
 
 
-def write_report(folder: Path, figures: bool = True) -> Path:
-    """Write FOLDER/report.md, FOLDER/report.html and, with `figures`, FOLDER/plots/*.png. Returns
-    the first one's path.
+def write_report(folder: Path) -> Path:
+    """Write FOLDER/report.md and FOLDER/report.html. Returns the first one's path.
 
     Raises: ConfigError where `folder` is no run folder.
     """
     check_folder(folder)
-    saved = read_run(folder, "config", "versions", "commit", "device")
-    result = load(folder / "result.json")
-    history, evaluations = events(folder / "metrics.jsonl"), events(folder / EVALUATIONS)
-    algo = saved["config"]["algo"]["name"]
-    drawn = draw(folder / "plots", algo, history, evaluations) if figures else []
+    data = web.read_data(folder)
     parts = [
-        _head(folder, saved, result, history),
-        _facts(find_facts(saved, result, history)),
-        _section("Held-out measures", find_measures(result, evaluations)),
-        _figures(drawn),
-        _section("Time", find_phases(history)),
+        _head(folder, data),
+        markdown_table([{"": key, " ": value} for key, value in data["facts"]]),
+        _section("Held-out measures", data["measures"]["heads"], data["measures"]["rows"]),
+        *(_section(one["title"], one["heads"], one["rows"]) for one in data["tables"]),
+        _section("Time", ["phase", "seconds", "share"], data["phases"]),
         _completions(folder / "completions"),
         _confusion(folder / "confusion.json"),
-        _warnings(find_warnings(folder / "run.log")),
+        _warnings(data["warnings"]),
         _files(folder),
     ]
     path = folder / "report.md"
     write_text(path, "\n\n".join(part for part in parts if part) + "\n")
-    web.write_page(folder, saved, result, history, evaluations)
+    web.write_page(folder, data)
     return path
 
 
@@ -91,116 +70,31 @@ def check_folder(folder: Path) -> None:
         )
 
 
-# --- figures
-
-
-def draw(
-    out: Path, algo: str, history: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]
-) -> list[tuple[Panel, Path]]:
-    """Draw the panels of an algorithm that its events or held-out measures have numbers of."""
-    out.mkdir(exist_ok=True)
-    for path in out.glob("*.png"):  # of an earlier report, which may have had others
-        path.unlink()
-    logged, measured = columns(history), columns(evaluations)
-    made = []
-    for panel in panels.find_panels().get(algo, ()):
-        points = measured if any("metrics/" in name for name in panel.curves) else logged
-        series = {
-            legend: find_points(panel, points[name])
-            for name, legend in panel.found(list(points)).items()
-        }
-        series = {legend: xy for legend, xy in series.items() if xy[0]}
-        if panel.kind == "stack":  # layers that stay at nothing would fill the legend
-            least = 0.002 * sum(sum(y) for _, y in series.values())
-            series = {legend: xy for legend, xy in series.items() if sum(xy[1]) > least}
-        # the headline measure is the first
-        series = dict(list(series.items())[: len(plots.COLOURS)])
-        if not series:
-            continue
-        path = out / f"{panel.name}.png"
-        with plots.saved(path) as axis:
-            _draw(axis, panel, series, history)
-        made.append((panel, path))
-    return made
-
-
-def _draw(
-    axis: Any,
-    panel: Panel,
-    series: dict[str, tuple[list[float], list[float]]],
-    history: Sequence[dict[str, Any]],
-) -> None:
-    stage = next(iter(panel.curves)).partition("/")[0]
-    breaks: list[float] = []  # where iterations meet, on an axis that counts events
-    if panel.x == "order":
-        met = [event["iteration"] for event in history if event.get("stage") == stage]
-        breaks = [n + 0.5 for n, (a, b) in enumerate(itertools.pairwise(met), 1) if a != b]
-    label = f"{ORDERS[stage]} (dotted: next iteration)" if panel.x == "order" else AXES[panel.x]
-    if panel.kind == "bars":
-        x = next(iter(series.values()))[0]
-        heights = {f"iteration {i:g}": [y[k] for _, y in series.values()] for k, i in enumerate(x)}
-        plots.bars(axis, list(series), heights)
-        label = "share of a prompt's samples that is right"
-    elif panel.kind == "stack":
-        x = sorted({place for xs, _ in series.values() for place in xs})
-        found = {legend: dict(zip(*xy, strict=True)) for legend, xy in series.items()}
-        layers = {legend: [of.get(place, 0.0) for place in x] for legend, of in found.items()}
-        plots.stack(axis, x, layers)
-    else:
-        plots.lines(axis, series, panel.exact, breaks)
-    plots.finished(axis, panel.title, label, panel.unit, panel.zero or panel.kind != "lines")
-    for place in breaks:
-        axis.axvline(place, color="0.4", linestyle=":", linewidth=1.5)
-    if panel.kind != "bars":
-        axis.xaxis.get_major_locator().set_params(integer=True)
-
-
-# --- text
-
-
-def _head(
-    folder: Path,
-    saved: dict[str, Any],
-    result: dict[str, Any] | None,
-    history: list[dict[str, Any]],
-) -> str:
-    title, measured = find_title(folder, saved, result)
-    lines = [f"# {title}"]
-    if result and (verdict := result.get("verdict")):
+def _head(folder: Path, data: dict[str, Any]) -> str:
+    lines = [f"# {data['title']}"]
+    if verdict := data["verdict"]:
         lines.append(f"{verdict[0].upper()}{verdict[1:]}")
-        if result["next_command"]:
-            lines.append(f"Try next:\n\n    {result['next_command']}")
+        if data["next"]:
+            lines.append(f"Try next:\n\n    {data['next']}")
+    measured = data["measured"]
     if measured and (folder / f"{measured}.txt").exists():
         text = (folder / f"{measured}.txt").read_text(encoding="utf-8").strip()
         lines.append(f"```\n{text}\n```")
     elif measured:
         lines.append(f"The times are in {measured}.json.")
-    elif not result:
-        steps, done = saved["config"]["algo"].get("steps"), history[-1]["step"] if history else 0
+    elif not data["ended"]:
         lines.append(
-            f"{done}{f' of {steps}' if steps else ''} steps are logged. Go on with"
+            f"{data['logged']} are logged. Go on with"
             f" `hydra.run.dir={shlex.quote(str(folder))} resume=auto`."
         )
-    if (folder / ".hydra" / "overrides.yaml").exists():
-        lines.append(f"```\npython launch.py {shlex.join(arguments(folder))}\n```")
+    if data["command"]:
+        lines.append(f"```\n{data['command']}\n```")
     return "\n\n".join(lines)
 
 
-def _facts(facts: dict[str, str]) -> str:
-    return markdown_table([{"": key, " ": value} for key, value in facts.items()])
-
-
-def _section(title: str, rows: list[dict[str, str]]) -> str:
-    return f"## {title}\n\n{markdown_table(rows)}" if rows else ""
-
-
-def _figures(figures: list[tuple[Panel, Path]]) -> str:
-    if not figures:
-        return ""
-    image = '<img src="plots/{}" alt="{}" width="49%">'
-    images = [image.format(path.name, panel.title) for panel, path in figures]
-    head = "## Curves\n\nThin: each step. Thick: running mean.\n\n"
-    return head + "\n".join(" ".join(images[i : i + 2]) + "<br>" for i in range(0, len(images), 2))
+def _section(title: str, heads: list[str], rows: list[list[str]]) -> str:
+    table = [dict(zip(heads, row, strict=True)) for row in rows]
+    return f"## {title}\n\n{markdown_table(table)}" if rows else ""
 
 
 def _completions(folder: Path) -> str:
@@ -241,6 +135,7 @@ def _warnings(found: list[str]) -> str:
 
 def _files(folder: Path) -> str:
     known = {
+        "report.html": "this, with curves and more completions",
         "model": "the trained model",
         "metrics.jsonl": "every step",
         EVALUATIONS: "every held-out measure",

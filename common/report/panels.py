@@ -28,13 +28,13 @@ ORDERS = {"generate": "chunk of samples", "finetune": "fine-tuning step"}
 class Panel:
     """One figure."""
 
-    name: str  # of its file
+    name: str
     title: str
     unit: str  # of the y axis
     # A measure (a pattern stands for all that fit) -> its legend, "" for the last part of the name.
     curves: dict[str, str]
     x: str = "step"  # epoch | iteration | event (of the log) | order (of events with the measure)
-    kind: str = "lines"  # stack (shares of a whole) | bars (a distribution for each iteration)
+    kind: str = "lines"  # stack (shares of a whole) | bars (a table: a distribution per iteration)
     scale: float = 1.0  # of values, for `unit`; the dashboard shows them as they are
     zero: bool = False  # the y axis starts at 0
     exact: bool = False  # no running mean

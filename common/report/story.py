@@ -1,7 +1,6 @@
 """Read a run folder: what its files say, as the data that the pages of a run are made of."""
 
 import json
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,6 @@ from common.config import ConfigError, flat
 from common.config.checks import CONF, shipped
 from common.files import first_line
 from common.report.events import numbers
-from common.report.panels import Panel
 from common.statistics import show_interval, show_p
 
 WHEN = ("before", "after")
@@ -201,19 +199,6 @@ def columns(history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[dict[str,
         for name, value in numbers(event).items():
             found.setdefault(name, []).append((event, value))
     return found
-
-
-def find_points(
-    panel: Panel, column: list[tuple[dict[str, Any], float]]
-) -> tuple[list[float], list[float]]:
-    """Return x and y of a measure, where it is finite."""
-    key = "step" if panel.x == "event" else panel.x
-    kept = [
-        (float(n if panel.x == "order" else event[key]), panel.scale * value)
-        for n, (event, value) in enumerate(column, 1)
-        if math.isfinite(value)
-    ]
-    return [x for x, _ in kept], [y for _, y in kept]
 
 
 def read_rows(path: Path, count: int) -> list[dict[str, Any]]:

@@ -325,7 +325,7 @@ def _print_summary(result: Result, samples: list[dict[str, str]], what: str, mod
         rows["try next"] = result.next_command
     rows["written to"] = folder
     if reported:
-        rows["  report"] = f"{folder}/report.html, and report.md with plots/"
+        rows["  report"] = f"{folder}/report.html, and report.md"
     rows[f"  {what}"] = model
     rows |= {"  metrics": f"{folder}/metrics.jsonl", "  result": f"{folder}/result.json"}
     print_plan(rows)

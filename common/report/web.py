@@ -44,46 +44,29 @@ Events = Sequence[dict[str, Any]]
 Data = dict[str, Any]
 
 
-def write_page(
-    folder: Path,
-    saved: Data,
-    result: Data | None,
-    history: list[Data],
-    evaluations: list[Data],
-) -> Path:
-    """Write FOLDER/report.html.
-
-    Args: saved: of run.yaml; result: of result.json, None where the run has not ended; history,
-    evaluations: the events of the log and of the held-out measures.
-    """
+def write_page(folder: Path, data: Data) -> Path:
+    """Write FOLDER/report.html. data: of `read_data`."""
     path = folder / "report.html"
-    data = find_data(folder, saved, result, history, evaluations)
     write_text(path, render("page", {"live": False, "runs": [data]}))
     return path
 
 
 def read_data(folder: Path) -> Data:
-    """Return all that the page shows of a run folder. Raises: ConfigError where it is damaged."""
+    """Return all that the report of a run shows. Raises: ConfigError where a file is damaged."""
     saved = read_run(folder, "config", "versions", "commit", "device")
+    result = load(folder / "result.json")  # None where the run has not ended
     history, evaluations = events(folder / "metrics.jsonl"), events(folder / EVALUATIONS)
-    return find_data(folder, saved, load(folder / "result.json"), history, evaluations)
-
-
-def find_data(
-    folder: Path,
-    saved: Data,
-    result: Data | None,
-    history: list[Data],
-    evaluations: list[Data],
-) -> Data:
-    """Return all that the page shows of a run; the arguments are those of `write_page`."""
-    title, _ = find_title(folder, saved, result)
+    steps, done = saved["config"]["algo"].get("steps"), history[-1]["step"] if history else 0
+    title, measured = find_title(folder, saved, result)
     measures = find_measures(result, evaluations)
     given = (folder / ".hydra" / "overrides.yaml").exists()
     kept = completions.read_training(folder)
     return {
         "name": folder.resolve().name,
         "title": title,
+        "measured": measured,
+        "ended": result is not None,
+        "logged": f"{done}{f' of {steps}' if steps else ''} steps",
         "verdict": (result or {}).get("verdict") or "",
         "next": (result or {}).get("next_command") or "",
         "command": f"python launch.py {shlex.join(arguments(folder))}" if given else "",
@@ -91,6 +74,7 @@ def find_data(
             "heads": list(measures[0]) if measures else [],
             "rows": [list(row.values()) for row in measures],
         },
+        "tables": find_tables(saved["config"]["algo"]["name"], history),
         "panels": find_curves(saved["config"]["algo"]["name"], history, evaluations),
         "phases": [list(row.values()) for row in find_phases(history)],
         "facts": [list(pair) for pair in find_facts(saved, result, history).items()],
@@ -153,6 +137,22 @@ def find_curves(algo: str, history: Events, evaluations: Events) -> list[Data]:
         about |= {"x": panel.axis(history), "series": [one for one in series if one["y"]]}
         found.append(about)
     return found
+
+
+def find_tables(algo: str, history: Events) -> list[Data]:
+    """Return the distributions of an algorithm: of each a row per iteration."""
+    logged, tables = columns(history), []
+    for panel in panels.find_panels().get(algo, ()):
+        shown = panel.found(list(logged)) if panel.kind == "bars" else {}
+        if shown:
+            counts = zip(*(logged[name] for name in shown), strict=True)
+            rows = [
+                [str(row[0][0]["iteration"]), *(f"{count:g}" for _, count in row)] for row in counts
+            ]
+            tables.append(
+                {"title": panel.title, "heads": ["iteration", *shown.values()], "rows": rows}
+            )
+    return tables
 
 
 def find_places(history: Events) -> dict[int, tuple[float | None, float]]:

@@ -152,7 +152,7 @@ def test_a_run_puts_everything_into_its_folder(launch, in_cache, tmp_path):
     done = launch(
         *FAST,
         f"hydra.run.dir={out}",
-        env={"PYTHONPATH": str(poison), "CLUTCH_PLOTS": "1"},
+        env={"PYTHONPATH": str(poison)},
         fresh=True,
     )
     assert {path.name for path in tmp_path.iterdir()} == {"mine", "poison"}
@@ -168,7 +168,7 @@ def test_a_run_puts_everything_into_its_folder(launch, in_cache, tmp_path):
             "completions",
             "model",
         ),
-        *("report.md", "report.html", "plots", "evaluations.jsonl"),
+        *("report.md", "report.html", "evaluations.jsonl"),
     }
     result = json.loads((out / "result.json").read_text())
     assert set(result) >= {

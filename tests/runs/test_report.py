@@ -19,7 +19,6 @@ from statistics import fmean
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.image import imread
 from matplotlib.transforms import Bbox
 
 from benchmarks import report as long_run
@@ -87,13 +86,6 @@ RUNS = {
 CONDITIONAL = {"dead", "components", "component_cosine", "text"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def drawn():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("CLUTCH_PLOTS", raising=False)
-        yield
-
-
 @pytest.fixture(scope="module")
 def finished(cache, tmp_path_factory):
     """The folder of a finished run of each algorithm."""
@@ -117,17 +109,10 @@ def test_a_run_leaves_a_report(finished, algo):
     )
     for name, value in result["metrics"]["after"].items():
         assert re.search(rf"^\| {re.escape(name)} \|.*\| {value:.2f} (\(|\|)", page, re.MULTILINE)
-    shown = re.findall(r'src="(plots/\w+\.png)"', page)
-    assert sorted(shown) == sorted(f"plots/{path.name}" for path in (folder / "plots").iterdir())
-    assert {"metric", "throughput", "phases", "loss" if algo != "eggroll" else "drift"} <= {
-        Path(p).stem for p in shown
-    }
-    for path in shown:
-        image = imread(folder / path)
-        assert image.shape[:2] == (528, 825)
-        assert image[:, :, :3].min() < 0.5 < image[:, :, :3].mean(), "something is drawn on white"
     for link in re.findall(r"^- \[.*?\]\((.*?)\)", page, re.MULTILINE):
         assert (folder / link).exists()
+    if algo == "rft":
+        assert re.search(r"^## Acceptance by prompt\n\n\| iteration \|", page, re.MULTILINE)
     if algo != "classify":
         first = json.loads((folder / "completions" / "before.jsonl").read_text().splitlines()[0])
         assert f"| {first['prompt']} |" in page
@@ -328,7 +313,7 @@ def test_held_out_prompts_are_found_by_what_became_of_them(finished, tmp_path):
             for row, score in zip(rows, scores, strict=True)
         )
         path.write_text("".join(line + "\n" for line in lines))
-    write_report(folder, figures=False)
+    write_report(folder)
     with opened(folder / "report.html", 390) as browser:
         for became, count in (("learnt", 2), ("lost", 2), ("right", 4), ("", 8)):
             select(browser, "became", became)
@@ -429,13 +414,13 @@ def test_what_a_model_wrote_stays_text(finished, tmp_path):
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     rows[0]["completion"] = hostile = "</script><script>document.title='taken'</script><b>&amp;"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_report(folder, figures=False)
+    write_report(folder)
     kept = folder / "completions" / "training.jsonl"
     lines = [json.loads(line) for line in kept.read_text().splitlines()]
     lines[-1]["prompt"] = 100 * "W" + hostile
     lines[-1]["rows"][0] |= {"completion": hostile, "ends": [3], "logprobs": [-1.0]}
     kept.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    write_report(folder, figures=False)
+    write_report(folder)
     (data,) = embedded(folder)["runs"]
     assert data["completions"]["evaluations"][-1]["texts"][0] == hostile
     with opened(folder / "report.html", 390) as browser:
@@ -449,7 +434,7 @@ def test_a_long_run_is_a_small_page(tmp_path):
     """Of 20,000 steps and 100,000 completions. python -m benchmarks report times it."""
     folder = tmp_path / "run"
     long_run.write_run(folder)
-    write_report(folder, figures=False)
+    write_report(folder)
     assert (folder / "report.html").stat().st_size < 5e6
     (data,) = embedded(folder)["runs"]
     logged = {event["step"]: event for event in events(folder)}
@@ -482,30 +467,17 @@ def test_every_panel_shows_what_is_logged(finished, algo):
         else events(folder)
     )
     names = list(dict.fromkeys(name for event in logged for name in numbers(event)))
-    drawn = {path.stem for path in (folder / "plots").iterdir()}
+    (data,) = embedded(folder)["runs"]
+    drawn = {panel["title"] for panel in data["panels"] if panel["series"]}
+    drawn |= {table["title"] for table in data["tables"]}
     for panel in panels.find_panels()[algo]:
         if panel.name not in CONDITIONAL:
             assert panel.found(names), panel
-            assert panel.name in drawn
+            assert panel.title in drawn
         else:
             assert all(curve in names or "*" in curve for curve in panel.curves), panel
-    stems = [panel.name for panel in panels.find_panels()[algo]]
-    assert len(stems) == len(set(stems)), "each panel has a file of its own"
-
-
-def test_points_are_what_was_logged(finished):
-    history = events(finished["eggroll"])
-    drift = next(panel for panel in panels.find_panels()["eggroll"] if panel.name == "drift")
-    idle = next(panel for panel in panels.find_panels()["eggroll"] if panel.name == "zero_fitness")
-    points = story.columns(history)
-    x, y = story.find_points(drift, points["drift"])
-    assert x == [1, 2, 3, 4]
-    assert y == [event["drift"] for event in history]
-    assert story.find_points(idle, points["zero_fitness"])[1] == [
-        100 * event["zero_fitness"] for event in history
-    ]
-    points["drift"][1] = (history[1], float("nan"))
-    assert story.find_points(drift, points["drift"])[0] == [1, 3, 4]
+    titles = [panel.title for panel in panels.find_panels()[algo]]
+    assert len(titles) == len(set(titles))
 
 
 def test_a_resumed_run_has_one_report_of_the_whole(in_cache, tmp_path):
@@ -526,7 +498,6 @@ def test_a_killed_run_gets_its_report_by_command(finished, tmp_path, monkeypatch
     shutil.copytree(finished["grpo"], folder)
     for name in ("result.json", "report.md", "completions/after.jsonl"):
         (folder / name).unlink()
-    shutil.rmtree(folder / "plots")
     log = folder / "metrics.jsonl"
     log.write_text(
         "".join(line + "\n" for line in log.read_text().splitlines()[:3]) + '{"step": 4, "rew'
@@ -536,7 +507,6 @@ def test_a_killed_run_gets_its_report_by_command(finished, tmp_path, monkeypatch
     assert capsys.readouterr().out == f"{folder}/report.md\n"
     page = (folder / "report.md").read_text()
     assert page.startswith("# grpo on Letters: not finished\n\n3 of 4 steps are logged. Go on with")
-    assert (folder / "plots" / "reward.png").exists()
     assert "| prompt | before | last | answer |" in page
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
     with pytest.raises(SystemExit, match="2"):
@@ -656,13 +626,13 @@ def test_a_run_that_was_stopped_has_a_report(in_cache, tmp_path):
 
 
 def test_a_report_that_cannot_be_written_does_not_end_the_run(in_cache, tmp_path):
-    (tmp_path / "plots").write_text("in the way")
+    (tmp_path / "report.html").mkdir(parents=True)  # in the way
     result = train(compose([*SMALL, "algo.steps=1"]), tmp_path)
     assert json.loads((tmp_path / "result.json").read_text())["steps"] == result.steps == 1
     assert (tmp_path / "model" / "config.json").exists()
     log = (tmp_path / "run.log").read_text()
     assert re.search(r"WARNING .*report\.md could not be written .*python -m common\.report", log)
-    (tmp_path / "plots").unlink()
+    (tmp_path / "report.html").rmdir()
     page = write_report(tmp_path).read_text()
     assert "## Warnings\n\n- " in page
 
@@ -699,13 +669,6 @@ def test_a_figure_covers_and_cuts_nothing(tmp_path, labels, values):
     for name, box in boxes.items():
         assert whole.x0 <= box.x0 < box.x1 <= whole.x1, name
         assert whole.y0 <= box.y0 < box.y1 <= whole.y1, name
-
-
-def test_long_curves_are_thinned_and_means_keep_the_mean():
-    x, y = plots.binned(list(range(10_000)), [float(i % 2) for i in range(10_000)])
-    assert len(x) == len(y) <= plots.BINS
-    assert all(0.3 < value < 0.7 for value in y)
-    assert plots.running_mean([1.0, 2.0, 6.0], 1) == [1.5, 3.0, 4.0]
 
 
 def test_what_would_end_a_cell_is_escaped():

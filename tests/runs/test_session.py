@@ -68,7 +68,7 @@ def test_a_new_algorithm_trains(toy, in_cache, tmp_path):
     assert [event["step"] for event in found if "metric" in event] == [2, 4]
     assert found[-1]["reward_evaluations"] == 12
     assert found[-1]["generated_tokens"] == result.generated_tokens > 0
-    assert set(found[0]["phase_seconds"]) == {"rollout"}
+    assert set(found[0]["phase_seconds"]) == {"rollout", "reward"}
     lines = (tmp_path / "evaluations.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 2, 4, 6]
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())

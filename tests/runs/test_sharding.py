@@ -106,9 +106,7 @@ LONG = {  # the same in other combinations
 def start(out: Path, folder: str, overrides: list[str]):
     task = Letters("smooth") if folder.startswith("eggroll") else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            page, "write_or_warn", lambda _: False
-        )  # reports with plots take longer than these runs
+        patch.setattr(page, "write_or_warn", lambda _: False)
         return train(compose(overrides, CONF), out / folder, task)
 
 
