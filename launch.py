@@ -90,10 +90,10 @@ def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
     """
     if task is None:
         task = build_early(run, *map(load, getattr(run.algo, "BUILDS_TASK", ())))
-    if own := getattr(run.algo, "STARTS_RANKS", None):
+    if starter := getattr(run.algo, "STARTS_RANKS", None):
         folder = Path(out_dir).resolve()
         with held(folder / ".lock-own"):  # its ranks hold the folder in turn
-            return load(own)(run, folder, task)
+            return load(starter)(run, folder, task)
     entry = f"{type(run.algo).__module__.partition('.')[0]}.train:train"
     if run.plan:
         return load("common.plan:show")(entry, run, task)
@@ -103,8 +103,8 @@ def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
 @hydra.main(config_path="conf", config_name="config", version_base="1.3")
 def _main(config: DictConfig) -> None:
     with ending_job() as folder:
-        given = HydraConfig.get()
-        run = to_run(config, list(given.overrides.task), command.given_dir(given))
+        of_hydra = HydraConfig.get()
+        run = to_run(config, list(of_hydra.overrides.task), command.given_dir(of_hydra))
         if run.slurm.script is not None:  # main has dealt with that of the command line
             sweeps = "Sweeps: hydra/launcher=submitit_slurm."
             raise ConfigError(f"slurm.script goes on the command line, and not with -m. {sweeps}")

@@ -122,7 +122,7 @@ def prompts(given: str | None) -> Iterator[str]:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     about = "Try a model that a run trained, or any other."
-    found = argparse.ArgumentParser("python -m common.chat", description=about)
+    command_line = argparse.ArgumentParser("python -m common.chat", description=about)
     options: dict[str, dict[str, Any]] = {
         "model": {"metavar": "MODEL", "help": "a run or model folder, or an id of the HF hub"},
         "--prompt": {"help": "instead of lines of standard input, blank ones skipped"},
@@ -137,8 +137,8 @@ def parser() -> argparse.ArgumentParser:
         "--device": {"choices": ("auto", "cpu", "cuda"), "default": "auto"},
     }
     for name, option in options.items():
-        found.add_argument(name, **option)
-    return found
+        command_line.add_argument(name, **option)
+    return command_line
 
 
 def open_sampler(
@@ -196,8 +196,10 @@ def answer_all(given: argparse.Namespace) -> None:
             context = f"the model's context of {sampler.context_length}"
             raise ConfigError(f"a prompt of {len(ids)} tokens fills {context}. Shorten it.")
         sampling.max_new_tokens = min(given.max_new_tokens, room)
-        made = sampler.generate(Requests(prompts=[ids], seed=given.seed, draw=number), sampling)
-        print(made.texts(tokenizer)[0].strip(), flush=True)
+        completions = sampler.generate(
+            Requests(prompts=[ids], seed=given.seed, draw=number), sampling
+        )
+        print(completions.texts(tokenizer)[0].strip(), flush=True)
 
 
 def main() -> int:

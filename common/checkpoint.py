@@ -172,16 +172,16 @@ def latest(root: Path) -> Checkpoint | None:
     """Return the newest valid checkpoint below `root`, or None. Each invalid entry that is newer
     gets one logged warning.
     """
-    found: list[tuple[int, bool, Path]] = []
+    candidates: list[tuple[int, bool, Path]] = []
     for path in sorted(root.iterdir()) if root.is_dir() else []:
         name = _NAME.fullmatch(path.name)
         if name:
-            found.append((int(name[1]), name[2] is None, path))
+            candidates.append((int(name[1]), name[2] is None, path))
         elif path.name.startswith(TEMPORARY):
             log.warning("checkpoint %s is skipped: half-written, its writer was stopped.", path)
         elif not path.name.startswith("."):
             log.warning("checkpoint %s is skipped: foreign, its name is not step-NNNNNNNN.", path)
-    for _, _, path in sorted(found, reverse=True):
+    for _, _, path in sorted(candidates, reverse=True):
         try:
             return load(path)
         except CheckpointError as error:
@@ -191,8 +191,10 @@ def latest(root: Path) -> Checkpoint | None:
 
 def describe_latest(root: Path) -> str:
     """Say in a sentence which checkpoint below `root` is the newest valid one."""
-    found = latest(root)
-    return f"Last good checkpoint: {found.path}." if found else "No checkpoint was written before."
+    newest = latest(root)
+    return (
+        f"Last good checkpoint: {newest.path}." if newest else "No checkpoint was written before."
+    )
 
 
 def load(path: Path) -> Checkpoint:

@@ -87,10 +87,10 @@ def check_visible(config: HardwareConfig) -> None:
     ]
     if not named or config.device == "cpu" or torch.version.cuda is None:
         return
-    found = torch.cuda.device_count()
-    if found < len(named):
+    count = torch.cuda.device_count()
+    if count < len(named):
         raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES={text} names {len(named)} devices, but CUDA finds {found} of"
+            f"CUDA_VISIBLE_DEVICES={text} names {len(named)} devices, but CUDA finds {count} of"
             " them: one of these ordinals does not exist on this node, or is named twice. Correct"
             " it (nvidia-smi -L lists them), or use hardware=cpu."
         )

@@ -32,22 +32,22 @@ def instantiate(
     settings = {name: value for name, value in node.items() if name != "_target_"}
     module, _, name = target.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name)
+        target_object = getattr(importlib.import_module(module), name)
     except Exception as error:
         raise ConfigError(
             f"{key}._target_={target!r} cannot be imported: {type(error).__name__}: {error}. Check"
             " the name, and that its folder is on PYTHONPATH."
         ) from error
-    parameters = inspect.signature(found).parameters.values()
+    parameters = inspect.signature(target_object).parameters.values()
     # A target that takes any keyword checks by itself.
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         settings = convert(key, settings, [p for p in parameters if p.name not in given])
-    made = found(**given, **settings)
-    missing = [name for name in methods if not callable(getattr(made, name, None))]
+    instance = target_object(**given, **settings)
+    missing = [name for name in methods if not callable(getattr(instance, name, None))]
     if missing:
         where = f" See {see} for those it needs." if see else ""
         raise ConfigError(f"{key}._target_={target!r} has no method {missing[0]}.{where}")
-    return made
+    return instance
 
 
 def convert(

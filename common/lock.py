@@ -55,11 +55,11 @@ def reserved(arguments: Sequence[str]) -> Iterator[None]:
     """Hold the run folder that the arguments name for a command, from before Hydra writes its files
     there. Shards of one run share it. Raises: InUseError where another process has it.
     """
-    given = find_folder(arguments, "hydra.run.dir")
-    if given is None or "${" in given or os.environ.get("RANK", "0") != "0":
+    named = find_folder(arguments, "hydra.run.dir")
+    if named is None or "${" in named or os.environ.get("RANK", "0") != "0":
         yield
         return
-    folder = Path(given)
+    folder = Path(named)
     if (path := folder / NAME).is_file():  # a run from Python holds no other
         with path.open("rb") as file:
             _lock(file.fileno(), path, fcntl.LOCK_SH)
@@ -102,7 +102,7 @@ def held(path: Path, shared: bool = False) -> Iterator[None]:
 def _lock(descriptor: int, path: Path, kind: int) -> None:
     """Take the lock of an open file; in a job of Slurm wait for one that has just died."""
     patience = REQUEUED if "SLURM_JOB_ID" in os.environ else MOMENT
-    began, told = time.monotonic(), False
+    began, warned = time.monotonic(), False
     while True:
         try:
             return fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -122,8 +122,8 @@ def _lock(descriptor: int, path: Path, kind: int) -> None:
                 f"{path.parent} is in use: {_holder(path)}. Two runs in one folder would overwrite"
                 " each other. Wait until it has ended, or use another hydra.run.dir."
             )
-        if waited > MOMENT and not told:
-            told = True
+        if waited > MOMENT and not warned:
+            warned = True
             log.warning(
                 "%s is in use: %s. Waiting %.0f s at most.",
                 *(path.parent, _holder(path), patience),

@@ -130,17 +130,17 @@ def make(entry: str, run: Run, task: Any = None) -> Plan:
 
 def _remark(run: Run, device: hardware.Device) -> dict[str, str]:
     """Say which of the settings a plan does not go by."""
-    found = {}
+    remarks = {}
     if run.hardware.device == "cuda" and run.hardware.memory_gb is None:
-        found["planned for"] = (
+        remarks["planned for"] = (
             f"this machine ({device.name}, {device.memory_gb:.0f} GB), as hardware.memory_gb=null"
             f" does not say what hardware={run.hardware.name} has"
         )
     if run.resume != "no":
-        found["resume"] = (
+        remarks["resume"] = (
             f"{run.resume} is not looked at: a run that goes on takes what it takes from the start"
         )
-    return found
+    return remarks
 
 
 @contextmanager

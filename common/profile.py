@@ -49,18 +49,18 @@ def tracing_some() -> Iterator[Callable[[int], None]]:
     """Leave decoding steps of the block beyond `MOST` out of the trace. Yields what to tell how
     many have been made.
     """
-    made = 0
+    traced = 0
 
     def count(steps: int) -> None:
-        nonlocal made
-        if made < MOST <= made + steps:
+        nonlocal traced
+        if traced < MOST <= traced + steps:
             _trace(False)
-        made += steps
+        traced += steps
 
     try:
         yield count
     finally:
-        if made >= MOST:
+        if traced >= MOST:
             _trace(True)
 
 

@@ -80,12 +80,12 @@ def correct(tests: Sequence[tuple[Interval, float]]) -> list[tuple[Interval, flo
     has changed, one claim in twenty such tables is false, not one in twenty tests.
     """
     order = sorted(range(len(tests)), key=lambda i: tests[i][1])
-    found, least = list(tests), 0.0
+    corrected, least = list(tests), 0.0
     for rank, place in enumerate(order):
         interval, p = tests[place]
         least = max(least, min(1.0, (len(tests) - rank) * p))
-        found[place] = interval, least
-    return found
+        corrected[place] = interval, least
+    return corrected
 
 
 def show_interval(interval: Sequence[float] | None, signed: bool = False) -> str:
@@ -108,8 +108,8 @@ def wilson(right: int, count: int) -> Interval:
     """Return the interval of a share, of which `right` of `count` were found."""
     from scipy.stats import binomtest  # a second, which --help need not wait
 
-    found = binomtest(right, count).proportion_ci(LEVEL, method="wilson")
-    return float(found.low), float(found.high)
+    interval = binomtest(right, count).proportion_ci(LEVEL, method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def tango(gained: Any, lost: Any, count: int) -> tuple[Any, Any]:
@@ -180,12 +180,12 @@ def swap(differences: np.ndarray) -> float:
     """Return the p of a mean of `differences` that may as well have had other signs."""
     if not np.any(differences):
         return 1.0
-    found, total, draw = 0, abs(float(np.sum(differences))), np.random.default_rng(0)
+    as_far, total, draw = 0, abs(float(np.sum(differences))), np.random.default_rng(0)
     for part in _parts(SWAPS, len(differences)):
         signs = draw.integers(0, 2, (part, len(differences)), dtype=np.int8)
         sums = (2.0 * signs - 1.0) @ differences
-        found += int(np.count_nonzero(np.abs(sums) >= total * (1 - 1e-12)))
-    return (found + 1) / (SWAPS + 1)
+        as_far += int(np.count_nonzero(np.abs(sums) >= total * (1 - 1e-12)))
+    return (as_far + 1) / (SWAPS + 1)
 
 
 def contributions(

@@ -78,8 +78,8 @@ def vote(
             with noise.members(draw, pair, sigma) as perturbed:
                 completions = generate(lm, replace(requests, population=perturbed), greedy)
             texts = Rollout.decode(lm.tokenizer, requests, completions, held_out).texts
-            own = (member - first) * len(held_out)
-            answers.append(texts[own : own + len(held_out)])
+            start = (member - first) * len(held_out)
+            answers.append(texts[start : start + len(held_out)])
     read = getattr(lm.task, "answer", None) or str.strip
     chosen = []
     for texts in zip(*answers, strict=True):
@@ -89,8 +89,8 @@ def vote(
         chosen.append(texts[said.index(most)])
     single, measures = (lm.task.metrics(held_out, texts) for texts in (answers[0], chosen))
     # What else was measured before training is of the model, which has not moved since.
-    scores = {name: own for name, own in before["scores"].items() if name not in measures}
-    found = Evaluation(
+    scores = {name: start for name, start in before["scores"].items() if name not in measures}
+    voted = Evaluation(
         before["metrics"] | measures,
         chosen,
         generated=0,
@@ -101,4 +101,4 @@ def vote(
     if lm.context.main:
         shown = ", ".join(f"{name} {value:.2f}" for name, value in single.items())
         log.info("held-out, the best member alone: %s", shown)
-    return found
+    return voted

@@ -29,7 +29,7 @@ def look(
                       1 / sqrt(d): few members agree on little
     component_cosine  of the update that one component of the reward would make with the whole's
     """
-    found: dict[str, Any] = {
+    instruments: dict[str, Any] = {
         "zero_fitness": idle_share(shaped, noise.mirrored),
         "prompt_agreement": agree_prompts(tried.rewards, noise.mirrored, samples),
     }
@@ -38,12 +38,14 @@ def look(
     if gram is not None:
         gram = gram.cpu()
         even = torch.arange(len(weights)) % 2 == 0
-        found["member_agreement"] = cosine(weights * even, weights * ~even, gram)
+        instruments["member_agreement"] = cosine(weights * even, weights * ~even, gram)
         means = {name: part.mean(1) for name, part in tried.components.items()}
         parts = {n: by_direction(mean - mean.mean(), noise.mirrored) for n, mean in means.items()}
         cosines = {n: cosine(part, weights, gram) for n, part in parts.items()}
-        found["component_cosine"] = {n: c for n, c in cosines.items() if c is not None} or None
-    return {name: value for name, value in found.items() if value is not None}
+        instruments["component_cosine"] = {
+            n: c for n, c in cosines.items() if c is not None
+        } or None
+    return {name: value for name, value in instruments.items() if value is not None}
 
 
 def idle_share(shaped: Tensor, mirrored: bool) -> float:

@@ -126,7 +126,7 @@ def addresses(
     = any. Raises: ConfigError where a pattern matches nothing or asks for low rank on a vector,
     where the head is tied and has a policy of its own, or where nothing is perturbed.
     """
-    found, unused = [], set(noise.patterns)
+    perturbed, unused = [], set(noise.patterns)
     block = block_of(model)
     below = (max(block.values(), default=0) + 1) // 2
     kinds = {n: k for n, k in kind_of(model).items() if only is None or n in only}
@@ -151,19 +151,19 @@ def addresses(
                 f" {tuple(parameter.shape)}, which has no rank. Use full or frozen there."
             )
         if policy != "frozen":
-            found.append(Address(name, number, tuple(parameter.shape), policy, rank))
+            perturbed.append(Address(name, number, tuple(parameter.shape), policy, rank))
     if unused:
         names = ", ".join(list(kinds)[:4])
         raise ConfigError(
             f"algo.noise.patterns: {sorted(unused)[0]!r} has no effect: it matches no parameter, or"
             f" an earlier pattern takes them all. Parameters are named like {names}, ..."
         )
-    if not found:
+    if not perturbed:
         raise ConfigError(
             "algo.noise freezes every parameter. Set at least one of matrices, vectors, embeddings,"
             " head."
         )
-    return found
+    return perturbed
 
 
 @dataclass(frozen=True)
@@ -671,8 +671,8 @@ class _Norm:
         }
 
     def refill(self, noise: list[Tensor], sigma: float) -> None:
-        for kept, part in zip(self.noise.values(), noise, strict=True):
-            self.population.signed(part[:, : kept.shape[1]], kept, sigma)
+        for noise_of_weight, part in zip(self.noise.values(), noise, strict=True):
+            self.population.signed(part[:, : noise_of_weight.shape[1]], noise_of_weight, sigma)
 
     def of_rows(self, own: str, x: Tensor) -> Tensor | None:
         parameter = getattr(self.module, own, None)

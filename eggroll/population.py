@@ -89,19 +89,19 @@ class Tried:
         """Return the same with the rewards that count, of the samples and of the components, and
         how many samples of each prompt there are then.
         """
-        found, samples = self, cfg.samples_per_prompt
+        counted, samples = self, cfg.samples_per_prompt
         if cfg.sample_quantile is not None:
             pick = partial(over_samples, samples=samples, quantile=cfg.sample_quantile)
             components = {name: pick(part) for name, part in self.components.items()}
-            found, samples = replace(self, rewards=pick(self.rewards), components=components), 1
+            counted, samples = replace(self, rewards=pick(self.rewards), components=components), 1
         if cfg.fitness == "component_zscore":
-            found = replace(found, rewards=equal_parts(found.components))
-        return found, samples
+            counted = replace(counted, rewards=equal_parts(counted.components))
+        return counted, samples
 
     def numbers(self, cfg: EggrollConfig) -> dict[str, Any]:
         """Return what goes into the log."""
         means = self.rewards.mean(1)
-        found: dict[str, Any] = {
+        numbers: dict[str, Any] = {
             "reward": self.rewards.mean().item(),
             "reward_best": means.max().item(),
             "reward_std": means.std(correction=0).item(),
@@ -109,15 +109,15 @@ class Tried:
             "repeating": self.repeating.mean().item(),
         }
         if self.components:
-            found["components"] = {n: part.mean().item() for n, part in self.components.items()}
+            numbers["components"] = {n: part.mean().item() for n, part in self.components.items()}
         if self.twins is not None:
-            found["identical_pairs"] = self.twins.mean().item()
+            numbers["identical_pairs"] = self.twins.mean().item()
         if self.changed is not None and self.centre is not None:
-            found["changed"] = self.changed.mean().item()
-            found["reward_centre"] = self.centre.rewards.mean().item()
+            numbers["changed"] = self.changed.mean().item()
+            numbers["reward_centre"] = self.centre.rewards.mean().item()
         if self.answered is not None:
-            found["answered"] = self.answered.mean().item()
-        return found
+            numbers["answered"] = self.answered.mean().item()
+        return numbers
 
 
 class Population:
@@ -185,15 +185,15 @@ class Population:
         with step.phase("exchange"):
             table, generated = self._exchange(table, generated)
         step.used(tokens=generated, samples=table[0].numel())
-        found = dict(zip(columns, table, strict=True))
+        of_column = dict(zip(columns, table, strict=True))
         return Tried(
-            rewards=found["rewards"],
-            components={name: found[name] for name in components},
-            cut=found["cut"],
-            repeating=found["repeating"],
-            twins=found["twins"] if cfg.mirrored else None,
-            changed=found["changed"] if centre else None,
-            answered=found["answered"] if centre and centre.answered is not None else None,
+            rewards=of_column["rewards"],
+            components={name: of_column[name] for name in components},
+            cut=of_column["cut"],
+            repeating=of_column["repeating"],
+            twins=of_column["twins"] if cfg.mirrored else None,
+            changed=of_column["changed"] if centre else None,
+            answered=of_column["answered"] if centre and centre.answered is not None else None,
             centre=centre,
             offending=offending,
             shown=shown,

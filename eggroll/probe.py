@@ -111,14 +111,14 @@ def tune(population: Population, weights: Weights, session: Session) -> Tuned:
         return Tuned(float(cfg.sigma), float(cfg.lr) if moves else 0.0)
     if "tuned" not in state:
         session.listen()
-        found = Probe(population, weights, lambda: session.stopping).look()
+        findings = Probe(population, weights, lambda: session.stopping).look()
         population.noise.forget()  # the run's forwards have other members
-        tell(found, population.lm.context)
-        drift = WALK * found.sigma / weights.root_mean_square() if cfg.lr == AUTO else None
-        state["tuned"] = {"sigma": found.sigma, "lr": found.lr or 0.0, "drift": drift}
-        state["generated"] += found.tokens
-        state["evaluations"] += found.evaluations
-        state["seconds"] += found.seconds
+        tell(findings, population.lm.context)
+        drift = WALK * findings.sigma / weights.root_mean_square() if cfg.lr == AUTO else None
+        state["tuned"] = {"sigma": findings.sigma, "lr": findings.lr or 0.0, "drift": drift}
+        state["generated"] += findings.tokens
+        state["evaluations"] += findings.evaluations
+        state["seconds"] += findings.seconds
         session.budget.add(state["generated"], state["seconds"])
     return Tuned(**state["tuned"])
 
@@ -131,9 +131,9 @@ def show(population: Population, weights: Weights) -> Findings:
         raise ConfigError(
             f"{folder} holds a run, whose probe.json would be lost. Use another hydra.run.dir."
         )
-    found = Probe(population, weights).look()
-    tell(found, context)
-    return found
+    findings = Probe(population, weights).look()
+    tell(findings, context)
+    return findings
 
 
 class Attempt:
@@ -321,8 +321,8 @@ class Probe:
         limit, most = self.run.budget.tokens, self.cfg.steps
         if limit is None:
             return UNMEASURED_STEPS if most is None else most
-        found = max(1, round((limit - used) / max(1.0, tokens)))
-        return found if most is None else min(found, most)
+        affordable = max(1, round((limit - used) / max(1.0, tokens)))
+        return affordable if most is None else min(affordable, most)
 
 
 def choose_sigma(rows: list[Row], size: float) -> tuple[float, str]:
@@ -403,9 +403,9 @@ def describe(row: Row) -> str:
     )
 
 
-def draw(found: Findings, path: Path) -> None:
+def draw(findings: Findings, path: Path) -> None:
     """Draw what the sigmas did, and the one that was chosen."""
-    rows = found.rows
+    rows = findings.rows
     curves = {
         "reward": [row.reward for row in rows],
         "answers changed": [row.changed for row in rows],
@@ -421,8 +421,8 @@ def draw(found: Findings, path: Path) -> None:
     }
     with plots.saved(path) as axis:
         plots.lines(axis, {name: xy for name, xy in series.items() if xy[0]})
-        axis.axhline(found.centre, color="0.4", linestyle=":", linewidth=1.5)
-        axis.axvline(found.sigma, color="0.4", linestyle="--", linewidth=1.5)
+        axis.axhline(findings.centre, color="0.4", linestyle=":", linewidth=1.5)
+        axis.axvline(findings.sigma, color="0.4", linestyle="--", linewidth=1.5)
         axis.set_xscale("log")
         plots.finished(
             axis,
@@ -433,12 +433,12 @@ def draw(found: Findings, path: Path) -> None:
         )
 
 
-def tell(found: Findings, context: Context) -> None:
+def tell(findings: Findings, context: Context) -> None:
     """Print the choice, and write RUN/probe.json and RUN/probe.png, on rank 0."""
     if not context.main:
         return
-    lr = "" if found.lr is None else f" algo.lr={found.lr:.3g}"
-    log.info("without noise: reward %.3f", found.centre)
-    log.info("probe: algo.sigma=%.3g%s: %s.", found.sigma, lr, found.why)
-    write_text(context.out_dir / "probe.json", json.dumps(asdict(found), indent=2) + "\n")
-    draw(found, context.out_dir / "probe.png")
+    lr = "" if findings.lr is None else f" algo.lr={findings.lr:.3g}"
+    log.info("without noise: reward %.3f", findings.centre)
+    log.info("probe: algo.sigma=%.3g%s: %s.", findings.sigma, lr, findings.why)
+    write_text(context.out_dir / "probe.json", json.dumps(asdict(findings), indent=2) + "\n")
+    draw(findings, context.out_dir / "probe.png")

@@ -264,7 +264,7 @@ class Weights:
         if compared is None:
             return finite, {}
         moved, stepped, changed, count, *cosines = sums[2:]
-        found = {
+        movement = {
             "drift": math.sqrt(moved / started),
             "update_norm": math.sqrt(stepped / started),
             "applied_share": changed / count,
@@ -274,15 +274,15 @@ class Weights:
             ("applied_cosine_all", cosines[2:], moved),
         ):
             if meant > 0:  # a step that moves nothing has no direction
-                found[name] = product / math.sqrt(max(square * meant, 1e-60))
-        return finite, found
+                movement[name] = product / math.sqrt(max(square * meant, 1e-60))
+        return finite, movement
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the masters, for a checkpoint; those of whole numbers in two parts."""
-        found = {n: master for n, master in self.masters.items() if n not in self.fixed}
+        tensors = {n: master for n, master in self.masters.items() if n not in self.fixed}
         for name, fixed in self.fixed.items():
-            found |= {name: fixed.layer.weight, f"{name}.rest": fixed.rest}
-        return found
+            tensors |= {name: fixed.layer.weight, f"{name}.rest": fixed.rest}
+        return tensors
 
     def extra(self) -> dict[str, Any]:
         """Beside the weights, what a checkpoint holds."""

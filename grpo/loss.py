@@ -104,8 +104,8 @@ def policy_loss(  # noqa: PLR0913 (the tensors of one formula)
         counts: of the whole optimizer step.
     Returns: a scalar, and sums over this micro-batch's tokens for the log.
     """
-    kept = mask.to(logp.dtype)
-    lengths = kept.sum(1).clamp(min=1)  # [B]
+    weights = mask.to(logp.dtype)
+    lengths = weights.sum(1).clamp(min=1)  # [B]
     # exp of more would be infinite soon
     log_ratio = (logp - old).masked_fill(~mask, 0.0).clamp(-20.0, 20.0)
     advantage = advantage[:, None]  # [B, 1]
@@ -113,7 +113,7 @@ def policy_loss(  # noqa: PLR0913 (the tensors of one formula)
 
     if settings.loss == "gspo":
         # [B, 1], one per sequence
-        ratio = torch.exp((log_ratio * kept).sum(1, keepdim=True) / lengths[:, None])
+        ratio = torch.exp((log_ratio * weights).sum(1, keepdim=True) / lengths[:, None])
     else:
         ratio = torch.exp(log_ratio)  # [B, T]
     clipped = ratio.clamp(low, high)
@@ -138,7 +138,7 @@ def policy_loss(  # noqa: PLR0913 (the tensors of one formula)
         loss = loss - settings.entropy_bonus * entropy
     loss = loss.masked_fill(~mask, 0.0)
 
-    total = _aggregate(loss, kept, counts, settings)
+    total = _aggregate(loss, weights, counts, settings)
     with torch.no_grad():
         if settings.loss == "cispo":
             low, high = 0.0, settings.cispo_max
@@ -146,9 +146,9 @@ def policy_loss(  # noqa: PLR0913 (the tensors of one formula)
         # samples come from the old policy
         sums = {
             "clip_fraction": (outside.expand_as(mask) & mask).sum(),
-            "approx_kl": ((kl(old, logp, "k3", settings.kl.clamp) * kept).sum()),
-            "entropy": (entropy * kept).sum() if entropy is not None else logp.new_zeros(()),
-            "kl": (divergence * kept).sum() if divergence is not None else logp.new_zeros(()),
+            "approx_kl": ((kl(old, logp, "k3", settings.kl.clamp) * weights).sum()),
+            "entropy": (entropy * weights).sum() if entropy is not None else logp.new_zeros(()),
+            "kl": (divergence * weights).sum() if divergence is not None else logp.new_zeros(()),
         }
     return total, sums
 

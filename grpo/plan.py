@@ -14,8 +14,8 @@ def plan(lm: LM, cfg: GrpoConfig, policy: Policy) -> dict[str, str]:
     offload = run.opt.offload.enabled
     reference = "none (beta 0)" if not cfg.kl.beta else f"on the {'CPU' if offload else 'device'}"
     if cfg.kl.beta and lm.adapter:
-        own = "with the adapter as it was" if lm.adapter.config.path else "without the adapter"
-        reference = f"the same weights {own}"
+        which = "with the adapter as it was" if lm.adapter.config.path else "without the adapter"
+        reference = f"the same weights {which}"
     return {
         "algorithm": f"grpo, loss {cfg.loss}, {describe_length(run, cfg.steps, 'optimizer steps')},"
         f" {cfg.num_iterations} per rollout, {describe_lr(lm, RATES)}",

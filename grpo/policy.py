@@ -230,18 +230,18 @@ class Policy:
     def _fit_rows(self) -> None:
         """Fit the rows of rollouts and of training to the memory of this device."""
         lm, cfg = self.lm, self.cfg
-        own = bool(cfg.kl.beta and lm.adapter is None)  # the reference model has weights
-        kept = own and not lm.run.opt.offload.enabled
+        has_weights = bool(cfg.kl.beta and lm.adapter is None)  # the reference model has weights
+        stays = has_weights and not lm.run.opt.offload.enabled
         # Half-precision copies: the sampler's, and those of autocast, which goes block by block
         # where activations are recomputed.
         copies = lm.half * (1 if self.recomputed else 2)
-        state = count_state(lm, True, kept, copies)
+        state = count_state(lm, True, stays, copies)
         rollout = RolloutMemory(lm, state)
 
         share = -(-cfg.prompts_per_step // lm.context.world_size) * cfg.samples_per_prompt
         self.completions = share  # of this rank per step
         training = fit_training(lm, self.limit, state, share, cfg.samples_per_prompt)
-        reference = lm.reference_bytes if own and not kept else 0
+        reference = lm.reference_bytes if has_weights and not stays else 0
         sampling = rollout.sampling_bytes(share, cfg.samples_per_prompt)
         fixed = rollout.fixed - state.gradients_on_rank(lm.model)
         peak = max(fixed + sampling, training, fixed + reference)

@@ -286,7 +286,7 @@ class Collector:
         known = {}
         if batch is not None:
             advantage = advantages(batch.rewards, self.cfg.advantage).tolist()
-            known = {id(group): own for group, own in zip(live, advantage, strict=True)}
+            known = {id(group): values for group, values in zip(live, advantage, strict=True)}
         shown: list[samples.Row] = []
         for place, group in enumerate(groups[: samples.kept(lm.run, len(groups))]):
             if group.rank != lm.context.rank:
@@ -294,10 +294,10 @@ class Collector:
             sampled, first = rounds[group.round], group.place * size
             assert sampled is not None
             rows = sampled.rollout.describe(range(first, first + size), lm.task, self.tokens)
-            own = known.get(id(group), [None] * size)
+            values = known.get(id(group), [None] * size)
             shown += [
                 {**row, "group": place, "advantage": value}
-                for row, value in zip(rows, own, strict=True)
+                for row, value in zip(rows, values, strict=True)
             ]
         return shown
 

@@ -52,14 +52,14 @@ class RunFolder:
     def finished(self, iteration: int) -> bool:
         """Return whether an iteration has its model, which must be made with these settings."""
         folder = self.of(iteration)
-        found = [folder / name for name in ("model", "adapter") if (folder / name).is_dir()]
-        if not found:
+        exported = [folder / name for name in ("model", "adapter") if (folder / name).is_dir()]
+        if not exported:
             return False
         path = folder / "finetune.json"
         if "made_with" not in (record := read_json(path)):
             raise ConfigError(
-                f"{path} is missing or damaged beside {found[0]}. Remove {found[0]} to make it"
-                " again."
+                f"{path} is missing or damaged beside {exported[0]}. Remove {exported[0]} to"
+                " make it again."
             )
         check_same(path, record["made_with"], finetuned_with(self.run))
         return True
@@ -85,8 +85,8 @@ class RunFolder:
     def evaluated(self, iteration: int, prompts: Prompts) -> dict[str, Any] | None:
         """Return the evaluation of an iteration if it was made with these settings."""
         saved = self.evaluation(iteration)
-        made = json.loads(json.dumps(evaluated_with(self.run, prompts)))
-        return saved if saved.get("made_with") == made else None
+        settings = json.loads(json.dumps(evaluated_with(self.run, prompts)))
+        return saved if saved.get("made_with") == settings else None
 
     # --- samples
 
@@ -122,9 +122,9 @@ class RunFolder:
         """Take up an iteration that a smaller budget had cut short, as if it had not been cut."""
         folders = self.root.glob("iteration-*")
         last = max((int(path.name.removeprefix("iteration-")) for path in folders), default=0)
-        found = events(self.written / "metrics.jsonl")
-        tokens = max((event.get("generated_tokens", 0) for event in found), default=0)
-        seconds = sum(event.get("seconds", 0.0) for event in found)
+        logged = events(self.written / "metrics.jsonl")
+        tokens = max((event.get("generated_tokens", 0) for event in logged), default=0)
+        seconds = sum(event.get("seconds", 0.0) for event in logged)
         if not last or not self.was_cut(last) or self.run.budget.nearest(tokens, seconds)[0] >= 1:
             return
         folder = self.of(last)
@@ -140,7 +140,7 @@ class RunFolder:
         path = self.written / "metrics.jsonl"
         self.continued = path.exists()
         saved: dict[int, float] = {}  # fine-tuning steps of an iteration that will not come again
-        found = []
+        standing = []
         for event in events(path):
             if event.get("stage") == "finetune":
                 iteration = event["iteration"]
@@ -149,10 +149,10 @@ class RunFolder:
                     saved[iteration] = math.inf if done else self._steps_saved(iteration)
                 if event["train_step"] > saved[iteration]:
                     break
-            found.append(event)
-        while found and not self._came_to_be(found[-1]):
-            found.pop()
-        return found
+            standing.append(event)
+        while standing and not self._came_to_be(standing[-1]):
+            standing.pop()
+        return standing
 
     def _came_to_be(self, event: dict[str, Any]) -> bool:
         """Return whether what the last event tells of is there: a kill may have come between."""
@@ -226,7 +226,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read what `write_json` wrote; empty where there is no such file, or a damaged one."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

@@ -100,8 +100,8 @@ class Journal:
 
     def budget(self, limits: BudgetConfig | None = None) -> Budget:
         """Return what is used of the run's budget, or of other limits."""
-        given, used = limits or self.session.run.budget, self.used["generated_tokens"]
-        return Budget(given, self.context, used, self.seconds.total(), quiet=True)
+        chosen, used = limits or self.session.run.budget, self.used["generated_tokens"]
+        return Budget(chosen, self.context, used, self.seconds.total(), quiet=True)
 
     def sampling_limits(self, iteration: int) -> BudgetConfig:
         """Return the limits for the samples of an iteration: half of the seconds that were left."""

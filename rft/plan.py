@@ -74,12 +74,12 @@ def plan(lm: LM, prompts: Prompts, limit: RowLimit, memory: Memory) -> dict[str,
 
 def describe_variables(cfg: RftConfig) -> list[str]:
     """Say which of the environment variables are set, and whether a setting overrides them."""
-    found = []
+    described = []
     for name, key in ENVIRONMENT.items():
-        if given := os.environ.get(name):
+        if text := os.environ.get(name):
             product = from_environment("A100_BATCH_SIZE*A100_GRAD_ACCUM", cfg.batch_size)
-            now = product if key == "batch_size" else int(given)
+            now = product if key == "batch_size" else int(text)
             counts = now == getattr(cfg, key)
             overridden = "" if counts else f" (overridden: {getattr(cfg, key)})"
-            found.append(f"{name}={given}{overridden}")
-    return found
+            described.append(f"{name}={text}{overridden}")
+    return described

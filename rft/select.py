@@ -36,7 +36,7 @@ def select(
     by_prompt: dict[int, list[Record]] = {}
     for record in records:
         by_prompt.setdefault(record["prompt"], []).append(record)
-    kept: dict[int, list[Record]] = {}
+    chosen: dict[int, list[Record]] = {}
     paths = all_right = all_wrong = dropped = 0
     histogram = dict.fromkeys(("none", *(f"to {q}%" for q in QUARTERS), "below all", "all"), 0)
     for prompt in sorted(by_prompt):
@@ -52,7 +52,7 @@ def select(
             continue
         different = distinct(right)
         paths += len(different)
-        kept[prompt] = diverse(different, settings.keep_per_prompt, settings.min_distance)
+        chosen[prompt] = diverse(different, settings.keep_per_prompt, settings.min_distance)
     prompts, samples = len(by_prompt), len(records)
     all_prompts, all_samples, solved = max(1, prompts), max(1, samples), prompts - all_wrong
     accepted = sum(record["accepted"] for record in records)
@@ -70,13 +70,13 @@ def select(
         "all_wrong_share": all_wrong / all_prompts,
         "dropped_all_right": dropped,
         "paths_per_solved_prompt": paths / max(1, solved - dropped),
-        "kept": sum(map(len, kept.values())),
-        "kept_prompts": len(kept),
-        "hinted": sum(record["round"] == "hint" for rows in kept.values() for record in rows),
+        "kept": sum(map(len, chosen.values())),
+        "kept_prompts": len(chosen),
+        "hinted": sum(record["round"] == "hint" for rows in chosen.values() for record in rows),
         "entropy": sum(record["entropy"] for record in records) / all_samples,
         "prompts_by_share_right": histogram,
     }
-    return Selection(kept, stats)
+    return Selection(chosen, stats)
 
 
 def _share(right: int, of: int) -> str:

@@ -213,7 +213,7 @@ def _write_selection(work: Work, selection: Selection, iteration: int) -> None:
         work.journal.write("select", iteration, **stats)
         work.journal.sync()
     write_json(folder / "selected.json", fresh)
-    rows = [record for kept in selection.kept.values() for record in kept]
+    rows = [record for records in selection.kept.values() for record in records]
     text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in rows)
     write_text(folder / "selected.jsonl", text)
     percent = {key: f"{100 * stats[f'{key}_share']:.0f} %" for key in ("solved", "all_right")}
@@ -322,9 +322,11 @@ def _export(work: Work, tuner: Finetuner, selection: Selection, iteration: int) 
     weights = fsdp.whole(lm.model) if lm.adapter is None else None
     journal.sync()
     if lm.context.main:
-        made = {"made_with": finetuned_with(lm.run), "steps": tuner.done}
-        made |= {"completions": selection.stats["kept"]} | ({"cut": True} if cut else {})
-        write_json(folder / "finetune.json", made)
+        summary_of_tuning = {"made_with": finetuned_with(lm.run), "steps": tuner.done}
+        summary_of_tuning |= {"completions": selection.stats["kept"]} | (
+            {"cut": True} if cut else {}
+        )
+        write_json(folder / "finetune.json", summary_of_tuning)
         place = work.folder.trained(iteration)
         if lm.adapter is None:
             export_model(lm.model, lm.tokenizer, place, weights)
@@ -354,9 +356,9 @@ def evaluate(work: Work, iteration: int) -> dict[str, Any]:
     held_out = lm.evaluate(work.cfg.select.accepts)
     validation = lm.measure(prompts.validation).value if prompts.validation else None
     if "answered" not in held_out.metrics and hasattr(lm.task, "answer"):
-        given = [100.0 * (lm.task.answer(text) is not None) for text in held_out.completions]  # type: ignore[attr-defined]
-        held_out.add({"answered": (sum(given) / len(given), given)})
-    found = {
+        answered = [100.0 * (lm.task.answer(text) is not None) for text in held_out.completions]  # type: ignore[attr-defined]
+        held_out.add({"answered": (sum(answered) / len(answered), answered)})
+    evaluated = {
         "made_with": evaluated_with(lm.run, prompts),
         "iteration": iteration,
         "metric": held_out.name,
@@ -377,10 +379,10 @@ def evaluate(work: Work, iteration: int) -> dict[str, Any]:
         journal.tracker.completions(name, journal.step, rows)
         journal.sync()
         # Last: with it the evaluation is done.
-        write_json(work.folder.of(iteration) / "evaluation.json", found)
-    _tell(work, found)
+        write_json(work.folder.of(iteration) / "evaluation.json", evaluated)
+    _tell(work, evaluated)
     lm.context.barrier()
-    return found
+    return evaluated
 
 
 def _tell(work: Work, found: dict[str, Any]) -> None:

@@ -114,18 +114,18 @@ def evaluate(lm: Any, accepts: Accepts = earns_all) -> Evaluation:
 
     Raises: RunStopped where the model's logits are NaN or infinite.
     """
-    found = measure(lm, lm.task, lm.held_out, lm.run.algo.sampling.max_new_tokens)
+    measured = measure(lm, lm.task, lm.held_out, lm.run.algo.sampling.max_new_tokens)
     if count := lm.run.evaluate.samples or 0:
-        found.add(find_pass_rates(draw_samples(lm, count, accepts), count))
-        found.generated *= 1 + count  # about as long as the greedy one
+        measured.add(find_pass_rates(draw_samples(lm, count, accepts), count))
+        measured.generated *= 1 + count  # about as long as the greedy one
     for other in lm.others:
         also = measure(lm, other.task, other.examples, other.tokens, other.name)
-        found.generated += also.generated
-        found.metrics |= {f"{other.name}/{name}": value for name, value in also.metrics.items()}
-        found.scores |= {f"{other.name}/{name}": values for name, values in also.scores.items()}
+        measured.generated += also.generated
+        measured.metrics |= {f"{other.name}/{name}": value for name, value in also.metrics.items()}
+        measured.scores |= {f"{other.name}/{name}": values for name, values in also.scores.items()}
     if lm.windows:
-        found.add({"text/bits_per_byte": measure_text(lm)})
-    return found
+        measured.add({"text/bits_per_byte": measure_text(lm)})
+    return measured
 
 
 def measure(
@@ -151,7 +151,7 @@ def measure(
             pairs = zip(mine, rollout.broken.tolist(), strict=True)
             broken = [example.id for example, bad in pairs if bad]
     parts = context.gather_objects((texts, generated, broken))
-    broken = [example for _, _, found in parts for example in found]
+    broken = [example for _, _, ids in parts for example in ids]
     check_logits(broken, len(examples), lm.precision.compute)
     completions = put_back([part for part, _, _ in parts])
     counted = sum(count for _, count, _ in parts)
@@ -172,10 +172,10 @@ def score(
 
     Raises: ConfigError where the task's own do not average to its measures.
     """
-    kept = {}
-    if own := getattr(task, "scores", None):
-        kept = {n: list(v) for n, v in own(examples, completions).items() if n in metrics}
-    for name, values in kept.items():
+    scores = {}
+    if score_each := getattr(task, "scores", None):
+        scores = {n: list(v) for n, v in score_each(examples, completions).items() if n in metrics}
+    for name, values in scores.items():
         if not _average_to(values, metrics[name], len(examples)):
             raise ConfigError(
                 f"{class_name(task)}.scores returned {len(values)} values for {name!r} with a mean"
@@ -186,16 +186,16 @@ def score(
     alone = [range(place, place + 1) for place in range(len(examples))]
     batches = [range(first, len(examples), BATCHES) for first in range(BATCHES)]
     for parts in (alone, batches if len(examples) >= 2 * BATCHES else []):
-        rest = [name for name in metrics if name not in kept]
-        found = _of_parts(task, examples, completions, parts if rest else [])
+        rest = [name for name in metrics if name not in scores]
+        of_parts = _of_parts(task, examples, completions, parts if rest else [])
         for name in rest:
-            values = found.get(name, [])
+            values = of_parts.get(name, [])
             if parts is batches and len(values) == BATCHES:
                 mean = math.fsum(values) / BATCHES
                 values = [metrics[name] + value - mean for value in values]
             if parts and _average_to(values, metrics[name], len(parts)):
-                kept[name] = values
-    return kept
+                scores[name] = values
+    return scores
 
 
 def _average_to(values: list[float], value: float, count: int) -> bool:
@@ -209,15 +209,15 @@ def _of_parts(
     """Return the measures of parts of the examples, part by part; nothing where the task cannot
     measure so few.
     """
-    found: dict[str, list[float]] = {}
+    measures: dict[str, list[float]] = {}
     for part in parts:
         try:
             measured = task.metrics([examples[i] for i in part], [completions[i] for i in part])
         except (ConfigError, RunStopped):  # as a deviation of one example, or a mean of none
             return {}
         for name, value in measured.items():
-            found.setdefault(name, []).append(value)
-    return found
+            measures.setdefault(name, []).append(value)
+    return measures
 
 
 # --- samples
@@ -259,8 +259,8 @@ def find_pass_rates(right: Sequence[int], of: int) -> dict[str, tuple[float, lis
     many of the `of` samples of each are right.
     """
     sizes = sorted({of, *(2**i for i in range(of.bit_length()))})
-    found = {f"pass@{k}": [100 * pass_at(n, of, k) for n in right] for k in sizes}
-    return {name: (sum(scores) / len(scores), scores) for name, scores in found.items()}
+    rates = {f"pass@{k}": [100 * pass_at(n, of, k) for n in right] for k in sizes}
+    return {name: (sum(scores) / len(scores), scores) for name, scores in rates.items()}
 
 
 def pass_at(right: int, of: int, k: int) -> float:
@@ -279,14 +279,14 @@ def read_others(lm: Any) -> list[Other]:
     """Return the tasks of evaluate.also with their held-out examples. Raises: ConfigError, with the
     key and the name of the task.
     """
-    found, nodes = [], lm.run.evaluate.also
-    for name, own in build_others(nodes).items():
+    others, nodes = [], lm.run.evaluate.also
+    for name, plain_task in build_others(nodes).items():
         with naming(name):
-            task: Any = Checked(own)
-            lm.tell_chat(own)
+            task: Any = Checked(plain_task)
+            lm.tell_chat(plain_task)
             tokens = nodes[name].get("max_new_tokens") or lm.longest_answer(task)
-            found.append(Other(name, task, hold_out_other(lm, task, tokens), tokens))
-    return found
+            others.append(Other(name, task, hold_out_other(lm, task, tokens), tokens))
+    return others
 
 
 # --- a text
@@ -300,7 +300,9 @@ def read_windows(lm: Any) -> tuple[list[tuple[list[int], list[int]]], float]:
         return [], 0.0
     text = read_text(lm.run.evaluate.text)
     # what the tokenizer puts in front of any text
-    framed, bare = (lm.tokenizer("a", add_special_tokens=own)["input_ids"] for own in (True, False))
+    framed, bare = (
+        lm.tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)
+    )
     start = next(i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
     front = framed[:start]
     ids = encode_prompts(lm.tokenizer, [text])[0][start:]
@@ -325,8 +327,8 @@ def measure_text(lm: Any) -> tuple[float, list[float]]:
     """
     context = lm.context
     with fsdp.gathered(lm.model):
-        found = [_bits(lm, *window) for window in context.share(lm.windows)]
-    everyone = put_back(context.gather_objects(found))
+        mine = [_bits(lm, *window) for window in context.share(lm.windows)]
+    everyone = put_back(context.gather_objects(mine))
     broken = [place for place, (bits, _) in enumerate(everyone) if not math.isfinite(bits)]
     check_logits(broken, len(everyone), lm.precision.compute, "windows of evaluate.text")
     return statistics.contributions(

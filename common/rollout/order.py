@@ -45,9 +45,9 @@ def hold_out(task: Task, count: int | None) -> list[Example]:
 
     Raises: ConfigError where there are none.
     """
-    found = list(task.examples("test"))[:count]
-    if not found:
+    held_out = list(task.examples("test"))[:count]
+    if not held_out:
         raise ConfigError(
             'the task has no test examples. Its examples("test") must return some, to be held out.'
         )
-    return found
+    return held_out

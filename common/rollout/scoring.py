@@ -46,13 +46,13 @@ def _call(
     first = f"example {examples[0].id}, {completions[0][:80]!r}"
     advice = "A reward must score any text; give 0 where it cannot."
     with wording(name, f", on {len(completions)} completions (the first: {first})", advice):
-        found = list(function(examples, completions))
-    if len(found) != len(completions):
+        scores = list(function(examples, completions))
+    if len(scores) != len(completions):
         raise ConfigError(
-            f"{name} returned {len(found)} scores for {len(completions)} completions. Return one"
+            f"{name} returned {len(scores)} scores for {len(completions)} completions. Return one"
             " for each, in order."
         )
-    for example, value in zip(examples, found, strict=True):
+    for example, value in zip(examples, scores, strict=True):
         if not isinstance(value, Real):  # numpy's scalars are real numbers too
             raise ConfigError(
                 f"{name} of example {example.id} is {repr(value)[:80]}, not a number in [0, 1]."
@@ -62,7 +62,7 @@ def _call(
                 f"{name} of example {example.id} is {value!r}, outside [0, 1]. Shift and divide it,"
                 " so that the worst text earns 0 and a right answer 1."
             )
-    return [float(value) for value in found]
+    return [float(value) for value in scores]
 
 
 @dataclass
@@ -192,13 +192,13 @@ def score_parts(task: Task, examples: Sequence[Example], completions: Sequence[s
     components = getattr(task, "components", None)
     if components is None:
         return Scored(score(task, examples, completions), {}, {})
-    found, seconds = {}, {}
+    scores, seconds = {}, {}
     for name, component in components.items():
         started = time.perf_counter()
         what = f"component {name} of {type(task).__name__}"
-        found[name] = _call(what, component, examples, completions)
+        scores[name] = _call(what, component, examples, completions)
         seconds[name] = time.perf_counter() - started
-    return Scored(weighted(found, task.weights), found, seconds)  # type: ignore[attr-defined]
+    return Scored(weighted(scores, task.weights), scores, seconds)  # type: ignore[attr-defined]
 
 
 _held: Task | None = None

@@ -33,10 +33,10 @@ class Budget:
 
     def add(self, tokens: int, seconds: float) -> None:
         """Take note of what is used in all."""
-        found = self.limits.nearest(tokens, seconds)
+        nearest = self.limits.nearest(tokens, seconds)
         if self.limits.seconds is not None:  # clocks of ranks differ
-            found = max(self.context.gather_objects(found))
-        self.before, (self.share, self.limit) = self.share, found
+            nearest = max(self.context.gather_objects(nearest))
+        self.before, (self.share, self.limit) = self.share, nearest
         if self.context.main and self.before < 1 and not self.quiet:
             warn_if_overshot(self.share, self.limit)
 

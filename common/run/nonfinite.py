@@ -44,20 +44,23 @@ class NonFinitePolicy:
         """
         context = self.context
         mine = [{"step": step, "rank": context.rank, "what": what, **row} for row in rows[:MOST]]
-        found = [row for part in context.gather_objects(mine) for row in part]
+        offending = [row for part in context.gather_objects(mine) for row in part]
         path = context.out_dir / FILE
         if context.main:
             # a resumed run meets the later ones again
-            kept = [row for row in events(path) if row["step"] < step]
+            earlier = [row for row in events(path) if row["step"] < step]
             write_text(
-                path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [*kept, *found])
+                path,
+                "".join(
+                    json.dumps(row, ensure_ascii=False) + "\n" for row in [*earlier, *offending]
+                ),
             )
-        named = list(dict.fromkeys(row["id"] for row in found))
+        named = list(dict.fromkeys(row["id"] for row in offending))
         more = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
         where = f" on example {', '.join(map(str, named[:NAMED]))}{more}" if named else ""
         text = f"{what}{where}. The rows are in {path}."
         if self.compute == torch.float16 and any(
-            row.get("logits") == "not finite" for row in found
+            row.get("logits") == "not finite" for row in offending
         ):
             text += OVERFLOW
         if self.policy.policy == "stop":

@@ -42,23 +42,23 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
     Raises: ConfigError where a folder is named that has none, where a fresh run would overwrite an
     earlier one, or where the settings differ from the checkpoint's (the keys are listed).
     """
-    own = context.out_dir / "checkpoints"
+    folder = context.out_dir / "checkpoints"
     check_algorithm(run, context.out_dir)
     context.barrier()  # no rank looks while another may still write
-    found = _locate(run, context, own)
-    if found is None:
+    newest = _locate(run, context, folder)
+    if newest is None:
         return None
-    refuse(found.path, _differing(run, found))
-    if not found.path.is_relative_to(own):
+    refuse(newest.path, _differing(run, newest))
+    if not newest.path.is_relative_to(folder):
         # Another run, which must not write into the first one's record.
-        found.state["run"]["tracker"] = {}
+        newest.state["run"]["tracker"] = {}
     if context.main:
-        log.info("resuming after step %d from %s", found.step, found.path)
+        log.info("resuming after step %d from %s", newest.step, newest.path)
         steps = asdict(run)["algo"].get("steps")
-        if steps is None or steps > found.step:
+        if steps is None or steps > newest.step:
             # no longer what the run came to
             (context.out_dir / "result.json").unlink(missing_ok=True)
-    return found
+    return newest
 
 
 def _locate(run: Run, context: Context, own: Path) -> checkpoint.Checkpoint | None:
@@ -79,35 +79,35 @@ def _locate(run: Run, context: Context, own: Path) -> checkpoint.Checkpoint | No
     nothing = f"resume={run.resume}: no valid checkpoint there. Give a run folder, or auto or no."
     if named is not None and not named.exists():
         raise ConfigError(nothing)
-    found = checkpoint.latest(own)
-    if found is None and present:
+    newest = checkpoint.latest(own)
+    if newest is None and present:
         raise ConfigError(
             f"all checkpoints in {own} are damaged (see the warnings), and starting anew would"
             " overwrite the run. Move them away to do that, or use another hydra.run.dir."
         )
     if named is None:
-        return found
-    if found is not None:
+        return newest
+    if newest is not None:
         if not named.resolve().samefile(context.out_dir):
             log.warning(
                 "resume=%s is not looked at: %s has checkpoints of its own. To begin there again,"
                 " use another hydra.run.dir.",
                 *(run.resume, context.out_dir),
             )
-        return found
+        return newest
     below = named / "checkpoints"
-    found = checkpoint.latest(below if below.is_dir() else named)
-    if found is None:
+    newest = checkpoint.latest(below if below.is_dir() else named)
+    if newest is None:
         raise ConfigError(nothing)
-    return found
+    return newest
 
 
 def _differing(run: Run, found: checkpoint.Checkpoint) -> list[str]:
-    given = asdict(run)
+    settings = asdict(run)
     own_keys = [f"algo.{key}" for key in run.algo.RESUME_MAY_CHANGE]
-    differing = differences(found.state["config"], given, (*FREE, *own_keys))
+    differing = differences(found.state["config"], settings, (*FREE, *own_keys))
     # None where the run is counted in epochs, whose number must stay.
-    steps, before = given["algo"].get("steps"), found.state["config"]["algo"].get("steps")
+    steps, before = settings["algo"].get("steps"), found.state["config"]["algo"].get("steps")
     if run.scheduled and steps is not None and before != steps:
         differing.append(f"algo.steps was {before}, which algo.{run.scheduled[0]} depends on")
     if steps is not None and steps < found.step:
