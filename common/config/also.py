@@ -54,8 +54,8 @@ def _compose(name: str, own: str | None) -> dict[str, Any]:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(first), version_base="1.3"):
-            found = compose(f"task/{name}", overrides=search)
-            plain: Any = OmegaConf.to_container(found, resolve=True)
+            composed = compose(f"task/{name}", overrides=search)
+            plain: Any = OmegaConf.to_container(composed, resolve=True)
     finally:
         GlobalHydra.instance().clear()
         if under_way is not None:

@@ -115,16 +115,16 @@ def flat(values: dict[str, Any], prefix: str = "", separator: str = ".") -> dict
 
 def unused(*cases: tuple[Any, str, str]) -> None:
     """Raise ConfigError for the first (given, setting, why) that is given: it has no effect."""
-    for given, setting, why in cases:
-        if given:
+    for is_set, setting, why in cases:
+        if is_set:
             raise ConfigError(f"{setting} has no effect {why}. Leave it out.")
 
 
 @functools.cache
 def shipped(file: str) -> dict[str, Any]:
     """Return the values of a file in conf/ as plain dicts."""
-    found: Any = OmegaConf.to_container(OmegaConf.load(CONF / file))
-    return found
+    settings: Any = OmegaConf.to_container(OmegaConf.load(CONF / file))
+    return settings
 
 
 def no_effect(file: str, key: str, value: Any, why: str) -> None:

@@ -51,15 +51,15 @@ def check_script(arguments: Sequence[str]) -> None:
 
 def resolve_config_path(arguments: Sequence[str]) -> list[str]:
     """Return the arguments, with a --config-path that is relative to this folder made absolute."""
-    found: list[str] = []
+    resolved: list[str] = []
     for before, argument in itertools.pairwise(["", *arguments]):
         flag, equals, value = argument.partition("=")
         if before in _PATHS and Path(argument).is_dir():
             argument = str(Path(argument).resolve())
         elif flag in _PATHS and equals and Path(value).is_dir():
             argument = f"{flag}={Path(value).resolve()}"
-        found.append(argument)
-    return found
+        resolved.append(argument)
+    return resolved
 
 
 def find_config_dir(arguments: Sequence[str]) -> str | None:
@@ -101,20 +101,20 @@ def _values(arguments: Sequence[str], *keys: str) -> list[str]:
 
 def check_effect(name: str, algorithm: type, overrides: Sequence[str]) -> None:
     """Raise ConfigError for an override that the algorithm declares to mean nothing to it."""
-    for given, reason in _find_given(getattr(algorithm, "NO_EFFECT", {}), overrides):
-        raise ConfigError(f"{given} has no effect with algo={name}: {reason}. Leave it out.")
+    for override, reason in _find_given(getattr(algorithm, "NO_EFFECT", {}), overrides):
+        raise ConfigError(f"{override} has no effect with algo={name}: {reason}. Leave it out.")
 
 
 def check_run(run: Run, algorithms: Mapping[str, type], overrides: Sequence[str]) -> None:
     """Raise ConfigError for a task of another algorithm's kind, and overrides without effect."""
-    given = [override.lstrip("+") for override in overrides]
-    slurm = next((text for text in given if text.startswith("slurm.")), None)
+    plain = [override.lstrip("+") for override in overrides]
+    slurm = next((text for text in plain if text.startswith("slurm.")), None)
     if slurm and run.slurm.script is None:
         raise ConfigError(
             f"{slurm} has no effect without slurm.script, the batch script to write. Add"
             " slurm.script=FILE."
         )
-    below = next((text for text in given if text.startswith("model.tiny.")), None)
+    below = next((text for text in plain if text.startswith("model.tiny.")), None)
     if below and run.model.path is not None:
         raise ConfigError(
             f"{below} has no effect with model={run.model.name}. Leave it out, or use model=tiny."
@@ -152,11 +152,11 @@ def find_idle(algo: Any) -> dict[str, str]:
 
 def _find_given(reasons: Mapping[str, str], overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the overrides of a key that is one of `reasons`, or below one, with the reason."""
-    for given in (override.lstrip("+") for override in overrides):
-        key = given.partition("=")[0]
+    for override in (text.lstrip("+") for text in overrides):
+        key = override.partition("=")[0]
         for name, reason in reasons.items():
             if key == name or key.startswith(f"{name}."):
-                yield given, reason
+                yield override, reason
 
 
 # --- folders
@@ -170,8 +170,8 @@ def check_folder(arguments: Sequence[str]) -> None:
     if multirun and asks_for_plan(arguments):
         raise ConfigError("plan=true plans one run. Leave out -m, and plan the jobs one by one.")
     used = "hydra.sweep.dir" if multirun else "hydra.run.dir"
-    own = {"-cp", "-cn", "--config-path", "--config-name"} & set(arguments)
-    if find_folder(arguments, used) is None and not own:
+    elsewhere = {"-cp", "-cn", "--config-path", "--config-name"} & set(arguments)
+    if find_folder(arguments, used) is None and not elsewhere:
         folder = _default_folder(multirun)
         _try_to_make(folder / "0", f"a run folder in {folder.resolve()}", f"Give {used}.")
     for argument in arguments:
@@ -205,9 +205,9 @@ def _default_folder(multirun: bool) -> Path:
 @contextmanager
 def removing_empty_folders(arguments: Sequence[str]) -> Iterator[None]:
     """Remove, after the block, the empty folders that it made for a run, up to the first ${...}."""
-    given = find_folder(arguments, "hydra.run.dir", "hydra.sweep.dir")
+    named = find_folder(arguments, "hydra.run.dir", "hydra.sweep.dir")
     default = _default_folder(bool({"-m", "--multirun"} & set(arguments)))
-    with _removing(default if given is None else Path(given.partition("${")[0])):
+    with _removing(default if named is None else Path(named.partition("${")[0])):
         yield
 
 

@@ -89,15 +89,15 @@ def _make(schema: type[T], values: dict[str, Any], prefix: str) -> T:
         if item.name not in values and item.default is item.default_factory is MISSING:
             key = _join(prefix, item.name)
             raise ConfigError(f"{key} is not set. Give it on the command line: {key}=VALUE.")
-    made = {}
+    converted = {}
     for name, value in values.items():
         _check_known(schema, name, prefix)
         key, inner = _join(prefix, name), nested_schema(schema, name)
-        made[name] = _make(inner, value, key) if inner and isinstance(value, dict) else value
+        converted[name] = _make(inner, value, key) if inner and isinstance(value, dict) else value
         for check, *bounds in declared(schema)[name]:
             for full_key, one in _single(key, value):
                 check(full_key, one, *bounds)
-    return schema(**made)
+    return schema(**converted)
 
 
 def _single(key: str, value: Any) -> list[tuple[str, Any]]:

@@ -222,18 +222,18 @@ def find_choice(arguments: Sequence[str], group: str, config_dir: str | None = N
     groups = [a for a in arguments if "=" in a and (CONF / a.split("=")[0].lstrip("+")).is_dir()]
     plain = [a for a in groups if "experiment" not in a.partition("=")[0]]
     search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
-    for given in (groups, plain):  # the mistake may stand in the experiment
+    for overrides in (groups, plain):  # the mistake may stand in the experiment
         with suppress(*HYDRA_ERRORS), initialize_config_dir(str(CONF), version_base="1.3"):
-            found = compose("config", overrides=[*search, *given], return_hydra_config=True)
-            return str(found.hydra.runtime.choices[group])
+            composed = compose("config", overrides=[*search, *overrides], return_hydra_config=True)
+            return str(composed.hydra.runtime.choices[group])
     return ""
 
 
 def read_keys(group: str, name: str, config_dir: str | None) -> list[str]:
     """Return the settings in the file of a choice, none where there is no such file."""
     file = f"{group}/{name}.yaml"
-    found = [f / file for f in (Path(config_dir or CONF), CONF) if (f / file).is_file()]
-    keys = OmegaConf.load(found[0]) if found else {}
+    files = [f / file for f in (Path(config_dir or CONF), CONF) if (f / file).is_file()]
+    keys = OmegaConf.load(files[0]) if files else {}
     return [str(key) for key in keys if key not in ("_target_", "defaults")]
 
 

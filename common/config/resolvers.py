@@ -57,11 +57,13 @@ def from_recipe(key: str, default: Any, *, _root_: DictConfig) -> Any:
 def list_groups() -> str:
     """Return the groups of conf/ with their options, indented for --help."""
     groups = sorted(path for path in CONF.iterdir() if path.is_dir() and path.name != "hydra")
-    found = {group.name: sorted(path.stem for path in group.glob("*.yaml")) for group in groups}
-    found = {name: ", ".join(options) for name, options in found.items() if options}
+    options_of = {
+        group.name: sorted(path.stem for path in group.glob("*.yaml")) for group in groups
+    }
+    options_of = {name: ", ".join(options) for name, options in options_of.items() if options}
     texts = (
         textwrap.fill(options, 100, initial_indent=f"  {name:<12}", subsequent_indent=" " * 14)
-        for name, options in found.items()
+        for name, options in options_of.items()
     )
     return "\n".join(texts)
 
@@ -71,21 +73,21 @@ def from_environment(names: str, default: int | None) -> int | None:
 
     Args: names: joined by "*"; where only later ones are set, the first counts as `default`.
     """
-    found: list[int | None] = []
+    numbers: list[int | None] = []
     for name in names.split("*"):
         text = os.environ.get(name, "")
         if text and not (text.isascii() and text.isdigit()):
             raise ConfigError(
                 f"the environment variable {name}={text!r} is not a number. Unset it."
             )
-        found.append(int(text) if text else None)
-    if all(value is None for value in found):
+        numbers.append(int(text) if text else None)
+    if all(value is None for value in numbers):
         return default
-    first = default if found[0] is None else found[0]
-    return math.prod(value for value in (first, *found[1:]) if value is not None)
+    first = default if numbers[0] is None else numbers[0]
+    return math.prod(value for value in (first, *numbers[1:]) if value is not None)
 
 
 def without_budget(value: Any, *, _root_: DictConfig) -> Any:
     """Return `value` where no budget is given, else None: the budget alone ends the run."""
-    given = (OmegaConf.select(_root_, f"budget.{name}") for name in ("tokens", "seconds"))
-    return None if any(limit is not None for limit in given) else value
+    limits = (OmegaConf.select(_root_, f"budget.{name}") for name in ("tokens", "seconds"))
+    return None if any(limit is not None for limit in limits) else value

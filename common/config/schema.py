@@ -118,8 +118,8 @@ class BudgetConfig:
 
     def limits(self) -> dict[str, str]:
         """Return the limits that are given, as text by key: {"tokens": "budget.tokens=200000"}."""
-        given = {name: limit for name, limit in vars(self).items() if limit is not None}
-        return {name: f"budget.{name}={limit:.12g}" for name, limit in given.items()}
+        limits = {name: limit for name, limit in vars(self).items() if limit is not None}
+        return {name: f"budget.{name}={limit:.12g}" for name, limit in limits.items()}
 
     def nearest(self, tokens: int, seconds: float) -> tuple[float, str]:
         """Return the share that is used of the limit nearest to its end, and that limit."""
@@ -170,17 +170,20 @@ class AdapterConfig:
     merge: bool = False  # RUN/model too: the model with the adapter merged into it
 
     def __post_init__(self) -> None:
-        own = ("rank", "alpha", "targets")
+        of_adapter = ("rank", "alpha", "targets")
         if self.path is not None:
-            idle, why = own, "with model.adapter.path: the adapter there has its own. Leave it out"
+            idle, why = (
+                of_adapter,
+                "with model.adapter.path: the adapter there has its own. Leave it out",
+            )
         elif self.rank is None:
-            idle = (*own, "dropout", "merge")
+            idle = (*of_adapter, "dropout", "merge")
             why = "without model.adapter.rank. Set it, for example 16, or leave this out"
         else:
             return
         for item in fields(self):
-            if item.name in idle and (given := getattr(self, item.name)) != item.default:
-                raise ConfigError(f"model.adapter.{item.name}={given} has no effect {why}.")
+            if item.name in idle and (value := getattr(self, item.name)) != item.default:
+                raise ConfigError(f"model.adapter.{item.name}={value} has no effect {why}.")
 
 
 @dataclass(kw_only=True)

@@ -158,10 +158,10 @@ def _call(model: Any, function: Callable[..., T], *args: Any) -> T:
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated parts of a model: the members of its outermost module lists."""
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
     for child in model.children():
-        found += list(child) if isinstance(child, nn.ModuleList) else blocks(child)
-    return found
+        modules += list(child) if isinstance(child, nn.ModuleList) else blocks(child)
+    return modules
 
 
 def of(model: Any) -> Shards | None:
@@ -279,14 +279,14 @@ def measured(parts: Any) -> float:
     """GB (2**30 bytes) that this rank holds of tensors in nested dicts and lists; says so where
     they are sharded.
     """
-    found = {id(tensor): tensor for tensor in _tensors(parts, "").values()}.values()
-    here = sum(local(tensor).nbytes for tensor in found)
-    if any(isinstance(tensor, DTensor) for tensor in found):
-        whole = sum(tensor.numel() * tensor.dtype.itemsize for tensor in found)
+    tensors = {id(tensor): tensor for tensor in _tensors(parts, "").values()}.values()
+    here = sum(local(tensor).nbytes for tensor in tensors)
+    if any(isinstance(tensor, DTensor) for tensor in tensors):
+        whole = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
         log.info(
             "measured: %s. Peak so far %.2f GB",
             _beside(here, whole),
-            peak_memory_gb(next(iter(found)).device),
+            peak_memory_gb(next(iter(tensors)).device),
         )
     return here / 2**30
 
@@ -368,8 +368,8 @@ def save(
     parts = {**tensors, **_tensors(extra, EXTRA)}
 
     def write(folder: Path | None) -> None:
-        told = context.gather_objects(folder)[0]
-        writer = dcp.HuggingFaceStorageWriter(str(told), save_distributed=True)
+        agreed = context.gather_objects(folder)[0]
+        writer = dcp.HuggingFaceStorageWriter(str(agreed), save_distributed=True)
         try:
             dcp.save(parts, storage_writer=writer)
         except dcp.CheckpointException as error:  # on all ranks, with what went wrong on each
@@ -461,16 +461,16 @@ def whole(model: Any) -> dict[str, Tensor] | None:
     shards = of(model)
     if shards is None:
         return None
-    main, found = dist.get_rank() == 0, {}
+    main, tensors = dist.get_rank() == 0, {}
     for name, parameter in model.named_parameters():
         full = parameter.detach().to(shards.device)
         full = full.full_tensor() if isinstance(full, DTensor) else full
         if main:
-            found[name] = full.cpu()
+            tensors[name] = full.cpu()
     for name, buffer in model.named_buffers():
         if main and name in model.state_dict():
-            found[name] = buffer.cpu()
-    return found
+            tensors[name] = buffer.cpu()
+    return tensors
 
 
 def _copy(full: Tensor, into: Tensor) -> None:

@@ -79,18 +79,18 @@ def script(run: Run, arguments: list[str]) -> str:
     if gpus is None:
         gpus = 0 if run.hardware.name == "cpu" else 1
     ranks = settings.ranks_per_node or max(1, gpus)
-    kept = [argument for argument in arguments if not argument.lstrip("+").startswith("slurm.")]
-    pairs = (argument.lstrip("+").partition("=") for argument in kept)
-    given = {key: value for key, _, value in pairs}
-    _check(run, ranks, gpus, given)
+    others = [argument for argument in arguments if not argument.lstrip("+").startswith("slurm.")]
+    pairs = (argument.lstrip("+").partition("=") for argument in others)
+    chosen = {key: value for key, _, value in pairs}
+    _check(run, ranks, gpus, chosen)
     task = run.task.get("name") or run.task["_target_"].rpartition(".")[2].lower()
     name = f"{run.algo.name}_{task}"
-    command = [sys.executable, str(Path(__file__).resolve().parents[2] / "launch.py"), *kept]
-    if "resume" not in given:
+    command = [sys.executable, str(Path(__file__).resolve().parents[2] / "launch.py"), *others]
+    if "resume" not in chosen:
         command.append("resume=auto")
     words = [shlex.quote(word) for word in command]
     # a job keeps its number when it is queued again, and so its folder
-    if "hydra.run.dir" not in given:
+    if "hydra.run.dir" not in chosen:
         words.append(f'"hydra.run.dir=outputs/{name}_$SLURM_JOB_ID"')
     options = {
         "job-name": name,

@@ -263,19 +263,19 @@ def _read_outcomes(folder: str) -> list[Any]:
 
 def _grouped(job: _Job, rank: int, world: int, local_rank: int, meeting: str) -> Any:
     run = job.run
-    found = hardware.find(run.hardware, local_rank)
-    if found.device.type == "cuda":
-        torch.cuda.set_device(found.device)
+    device = hardware.find(run.hardware, local_rank)
+    if device.device.type == "cuda":
+        torch.cuda.set_device(device.device)
     if world > 1:
         # Ranks on one machine share its cores, or have those that Slurm gave them; threads beyond
         # that slow all of them, and torchrun's one slows what stays on the host.
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        given = int(os.environ.get("SLURM_CPUS_PER_TASK", os.cpu_count() or 1))
-        torch.set_num_threads(max(1, min((os.cpu_count() or 1) // local_world, given)))
+        cpus = int(os.environ.get("SLURM_CPUS_PER_TASK", os.cpu_count() or 1))
+        torch.set_num_threads(max(1, min((os.cpu_count() or 1) // local_world, cpus)))
     switch, workers = run.opt.workers
     backend = workers.backend
     if backend == "auto":
-        backend = "nccl" if found.device.type == "cuda" else "gloo"
+        backend = "nccl" if device.device.type == "cuda" else "gloo"
     if backend == "nccl" and run.opt.fsdp.cpu_offload:
         backend = "cpu:gloo,cuda:nccl"  # what is on the CPU has norms of all ranks too
     store = _meet(switch, workers.arrival_seconds, meeting, rank, world)
@@ -287,13 +287,13 @@ def _grouped(job: _Job, rank: int, world: int, local_rank: int, meeting: str) ->
             rank=rank,
             world_size=world,
             timeout=TIMEOUT,
-            device_id=found.device if "nccl" in backend else None,  # also that of a barrier
+            device_id=device.device if "nccl" in backend else None,  # also that of a barrier
         )
-        mesh = _mesh(run, world, found.device.type)
+        mesh = _mesh(run, world, device.device.type)
         if _torchrun():
             dist.barrier()  # all have read it
             store.underlying_store.delete_key(ATTEMPT)
-        result = _work(job, Context(rank, world, found, job.out_dir, mesh))
+        result = _work(job, Context(rank, world, device, job.out_dir, mesh))
     except BaseException as error:
         if world > 1 and not _is_common(error):
             raise alarm.sound(error) from error

@@ -152,15 +152,15 @@ class Adapter:
         """
         held = dict(self.model.named_parameters()) if held is None else held
         names = {id(module): name for name, module in self.model.named_modules()}
-        found = {n: t.detach().to("cpu", torch.float32) for n, t in held.items() if n not in self}
+        tensors = {n: t.detach().to("cpu", torch.float32) for n, t in held.items() if n not in self}
         for name, layer in quantized.layers(self.model).items():
-            found[f"{name}.weight"] = layer.plain(torch.float32).cpu()
+            tensors[f"{name}.weight"] = layer.plain(torch.float32).cpu()
         for layer in self.layers:
             name = names[id(layer)]
             down, up = (held[f"{name}.lora_{part}.default.weight"].cpu() for part in "AB")
             base = f"{name}.base_layer.weight"
-            found[base] = found[base] + adapter_change(layer, down, up)
-        return {name.replace(".base_layer.", "."): tensor for name, tensor in found.items()}
+            tensors[base] = tensors[base] + adapter_change(layer, down, up)
+        return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self.parameters
@@ -205,11 +205,11 @@ def _attach(model: Any, config: AdapterConfig, context: Context) -> Any:
     import peft
 
     if config.path is not None:  # rank 0 alone reads it
-        found = (
+        adapted = (
             _read(model, config.path, "the model", "model.adapter.path") if context.main else None
         )
-        told = context.gather_objects(found and found.peft_config["default"])
-        found = found or peft.get_peft_model(model, told[0])
+        settings_of_ranks = context.gather_objects(adapted and adapted.peft_config["default"])
+        adapted = adapted or peft.get_peft_model(model, settings_of_ranks[0])
     else:
         targets = [target.strip() for target in config.targets.split(",")]
         _check_targets(model, targets, config.targets)
@@ -223,9 +223,9 @@ def _attach(model: Any, config: AdapterConfig, context: Context) -> Any:
         _check_rank(model, config)
         here = torch.device("meta") if context.device.planned else nullcontext()
         with here:
-            found = peft.get_peft_model(model, settings)
+            adapted = peft.get_peft_model(model, settings)
     _check_places(model, f"model.adapter.{'path' if config.path else 'targets'}")
-    return found
+    return adapted
 
 
 def _check_targets(model: Any, targets: list[str], given: str) -> None:

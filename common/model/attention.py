@@ -43,11 +43,11 @@ class SharedPrompt(torch.autograd.Function):
     ) -> Tensor:
         """Return the result in the dtype of the queries."""
         masks = _cut_masks(prompt_mask, completion_mask, sizes, query.shape[1], key.shape[1])
-        (prompt, rows), shared, own = _cut_all(query, key, value, sizes)
+        (prompt, rows), shared, within = _cut_all(query, key, value, sizes)
         causal, of = masks[0] is None, [{"attn_mask": mask, "scale": scale} for mask in masks]
         alone, alone_sum = _fused(prompt, *_expand(shared, prompt), is_causal=causal, **of[0])
         first, first_sum = _fused(_stack(rows), *shared, **of[1])
-        second, second_sum = _fused(rows, *own, **of[2])
+        second, second_sum = _fused(rows, *within, **of[2])
         whole = torch.logaddexp(first_sum.view_as(second_sum), second_sum)
         share = (second_sum - whole).exp()[..., None].to(second.dtype)
         out = _join(alone, torch.lerp(first.view_as(rows), second, share), sizes)
@@ -64,7 +64,7 @@ class SharedPrompt(torch.autograd.Function):
         prompt_mask = None if ctx.prompt_mask is None else ctx.prompt_mask.to(wide)
         sizes, heads = ctx.sizes, (query.shape[1], key.shape[1])
         masks = _cut_masks(prompt_mask, completion_mask.to(wide), sizes, *heads)
-        (prompt, rows), shared, own = _cut_all(query, key, value, sizes)
+        (prompt, rows), shared, within = _cut_all(query, key, value, sizes)
         (grad_prompt, grad_rows), (out_prompt, out_rows) = (
             _cut(x, sizes, heads[1]) for x in (grad.to(wide), out)
         )
@@ -73,13 +73,13 @@ class SharedPrompt(torch.autograd.Function):
         alone = _fused_backward(*parts, 0.0, causal, **of[0])
         parts = _stack(grad_rows), _stack(rows), *shared, _stack(out_rows)
         first = _fused_backward(*parts, whole.flatten(1, 2)[:, None], 0.0, False, **of[1])
-        second = _fused_backward(grad_rows, rows, *own, out_rows, whole, 0.0, False, **of[2])
+        second = _fused_backward(grad_rows, rows, *within, out_rows, whole, 0.0, False, **of[2])
         of_query = _join(alone[0], first[0].view_as(rows) + second[0], sizes)
         of_key, of_value = (
             _join(alone[i].sum(1, keepdim=True) + first[i], second[i], sizes) for i in (1, 2)
         )
-        found = (of_query, of_key, of_value)
-        return *(x.to(grad.dtype) for x in found), None, None, None, None
+        gradients = (of_query, of_key, of_value)
+        return *(x.to(grad.dtype) for x in gradients), None, None, None, None
 
 
 def _cut(x: Tensor, sizes: Sizes, key_heads: int) -> tuple[Tensor, Tensor]:
@@ -127,9 +127,9 @@ def _cut_masks(
     at all of it), and of completions that look at themselves.
     """
     _, prompt, size, _ = sizes
-    own = completion_mask[:1, :, :, prompt:].repeat(1, 1, heads // key_heads, 1)
+    within = completion_mask[:1, :, :, prompt:].repeat(1, 1, heads // key_heads, 1)
     if prompt_mask is None:
-        return None, None, own
+        return None, None, within
     seen = completion_mask[::size, :, :1, :prompt]  # every completion sees its whole prompt
     alone, first = (mask.repeat_interleave(key_heads, dim=0) for mask in (prompt_mask, seen))
-    return alone, first, own
+    return alone, first, within

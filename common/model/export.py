@@ -47,20 +47,20 @@ def empty_like(model: PreTrainedModel) -> PreTrainedModel:
     """Return a plain float32 model of the same kind without weights, to export others with."""
     config = copy.deepcopy(model.config)
     with torch.device("meta"):
-        found = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    found.generation_config = model.generation_config
-    return found
+        empty = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    empty.generation_config = model.generation_config
+    return empty
 
 
 def write_weights(model: PreTrainedModel, folder: Path, weights: dict[str, torch.Tensor]) -> None:
     """Write a folder without a tokenizer that a model loader reads: the settings of `model`, and
     these weights under the names that it has without an adapter.
     """
-    found = empty_like(model)
+    empty = empty_like(model)
     # Each rank has an engine; else rank 0 alone saves.
-    found.should_save_on_this_rank = lambda is_main_process: True
+    empty.should_save_on_this_rank = lambda is_main_process: True
     with _savable(model), progress_bars(False):
-        found.save_pretrained(folder, state_dict=weights)
+        empty.save_pretrained(folder, state_dict=weights)
 
 
 @contextmanager

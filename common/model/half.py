@@ -46,10 +46,10 @@ def narrow(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> 
     """
     wide = {}
     for name, parameter in model.named_parameters():
-        given = parameter.data
-        parameter.data = given.to(device, dtype if given.is_floating_point() else given.dtype)
-        if parameter.dtype != given.dtype:
-            wide[name] = given
+        data = parameter.data
+        parameter.data = data.to(device, dtype if data.is_floating_point() else data.dtype)
+        if parameter.dtype != data.dtype:
+            wide[name] = data
     model.to(device)  # pyright: ignore[reportArgumentType]
     return wide
 
@@ -105,16 +105,16 @@ class Narrow:
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the model, of the twin
         for layer, twin in zip(layers, twins, strict=True):
             for name, parameter in layer.named_parameters(recurse=False):
-                own = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
-                setattr(twin, name, own)
+                narrowed = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+                setattr(twin, name, narrowed)
                 if parameter.dtype != dtype:
-                    self.pairs.append((parameter, own))
+                    self.pairs.append((parameter, narrowed))
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Take over the model's weights as they are now."""
-        for parameter, own in self.pairs:
-            own.copy_(parameter)
+        for parameter, narrowed in self.pairs:
+            narrowed.copy_(parameter)
 
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:

@@ -81,8 +81,8 @@ def load_model(
         load = _shapes if shapes else _model
         model = load(config, path, where, origin, dtype)
         tokenizer = _tokenizer(config, path, where, origin)
-    if progress and (found := model_commit(config)):
-        log.info("%s is at commit %s (model.revision=COMMIT pins it)", where, found)
+    if progress and (commit := model_commit(config)):
+        log.info("%s is at commit %s (model.revision=COMMIT pins it)", where, commit)
     rows = model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportIndexIssue]
     largest = max(tokenizer.get_vocab().values())
     if largest >= rows:
@@ -110,12 +110,12 @@ def model_commit(config: ModelConfig) -> str | None:
     """
     if config.path is None or Path(config.path).expanduser().exists():
         return None
-    found = try_to_load_from_cache(
+    cached = try_to_load_from_cache(
         config.path, config.gguf_file or "config.json", revision=config.revision
     )
-    if not isinstance(found, str):
+    if not isinstance(cached, str):
         return None
-    parts = Path(found).parts
+    parts = Path(cached).parts
     return parts[len(parts) - parts[::-1].index("snapshots")]  # .../snapshots/COMMIT/config.json
 
 
@@ -292,8 +292,8 @@ def _describe(error: Exception, path: str, where: str) -> ConfigError:
     # What a wrong config.json is told is in the cause: "Validation error for field
     # 'hidden_size':" says little.
     reason = (error.__cause__ if isinstance(error, StrictDataclassError) else None) or error
-    told = f"{where} could not be loaded: {first_line(reason)}."
-    return ConfigError(f"{told} {_advice(path, error)}")
+    problem = f"{where} could not be loaded: {first_line(reason)}."
+    return ConfigError(f"{problem} {_advice(path, error)}")
 
 
 def _advice(path: str, error: Exception) -> str:

@@ -141,8 +141,10 @@ def group(
     positions = torch.cat((column - first[:, None], own_positions.flatten(1)), dim=1)
     mask = real[:, width:].reshape(n, size, length)
     number = (real.flatten().cumsum(0) - 1).view(real.shape)  # of the token at each place
-    own = number[:, width:].view(n, size, length)
-    before = torch.cat((number[:, width - 1, None, None].expand(n, size, 1), own[:, :, :-1]), dim=2)
+    of_completions = number[:, width:].view(n, size, length)
+    before = torch.cat(
+        (number[:, width - 1, None, None].expand(n, size, 1), of_completions[:, :, :-1]), dim=2
+    )
     again = (torch.arange(1, n) * ids.shape[1] + first[1:])[:, None] + torch.arange(opening)
     # What is on the host goes to the device at once.
     places, slots = real.flatten().nonzero()[:, 0], mask.flatten().nonzero()[:, 0]
@@ -282,8 +284,10 @@ def _token_logprobs(
     states = hidden_states(model, groups)
     shape, length = groups.mask.shape, groups.mask.shape[1]
     place = groups.slots // length, groups.slots % length
-    found = head_logprobs(model, states, groups.targets, temperature)
-    logp, entropy = (values.new_zeros(shape).index_put(place, values) for values in found)
+    values_of_tokens = head_logprobs(model, states, groups.targets, temperature)
+    logp, entropy = (
+        values.new_zeros(shape).index_put(place, values) for values in values_of_tokens
+    )
     return logp, entropy
 
 
@@ -436,13 +440,13 @@ def check_model(model: PreTrainedModel) -> None:
     training = model.training
     model.eval()
     with torch.no_grad(), exact_float32():
-        found, _ = token_logprobs(model, group(prompts, completions, device), 1.0)
+        logp, _ = token_logprobs(model, group(prompts, completions, device), 1.0)
         for row in range(4):
             prompt, completion = prompts[row // 2], completions[row // 2][row % 2]
             whole = torch.tensor([prompt + completion], device=device)
             logits = model(input_ids=whole).logits[0, len(prompt) - 1 : -1].float()
             wanted = torch.log_softmax(logits, 1).gather(1, whole[0, len(prompt) :, None])[:, 0]
-            gap = (found[row, : len(completion)] - wanted).abs().max().item()
+            gap = (logp[row, : len(completion)] - wanted).abs().max().item()
             # 16 bits round a logit to a share of its size, and so do the layers before it.
             rounding = max(0.2, logits.abs().max().item() / 32)
             if not gap < (1e-3 if model.dtype == torch.float32 else rounding):

@@ -154,14 +154,14 @@ def activation_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> 
     """
     config = model.config
     if recomputed:  # of a block its input alone is kept
-        kept = config.num_hidden_layers * batch.tokens * config.hidden_size * 4
-        kept += passing_bytes(model, batch)
+        total = config.num_hidden_layers * batch.tokens * config.hidden_size * 4
+        total += passing_bytes(model, batch)
     else:
-        kept = config.num_hidden_layers * _block_bytes(model, batch)
+        total = config.num_hidden_layers * _block_bytes(model, batch)
     if varlen.has_flash(config, stands_for(model.device), batch.compute):
-        return kept
+        return total
     masks = batch.rows * batch.new_tokens * (batch.prompt_tokens + batch.new_tokens)
-    return kept + masks * (1 + batch.compute.itemsize)
+    return total + masks * (1 + batch.compute.itemsize)
 
 
 def passing_bytes(model: PreTrainedModel, batch: Batch) -> float:
@@ -179,12 +179,12 @@ def _block_bytes(model: PreTrainedModel, batch: Batch) -> float:
     heads = config.num_attention_heads * head_size(config)
     # Bytes per token and hidden number: the float32 residual and norms, the casts of what goes into
     # each linear layer, queries, and the norms of queries and keys where there are any.
-    kept = 42 if narrow == 4 else 35
+    per_number = 42 if narrow == 4 else 35
     flash = varlen.has_flash(config, stands_for(model.device), batch.compute)
-    kept += 10 * any("q_norm" in name for name, _ in model.named_parameters())
+    per_number += 10 * any("q_norm" in name for name, _ in model.named_parameters())
     # Frozen norms keep no normalised states; an adapter keeps the products with its first matrices.
     ranks = sum(p.shape[0] for name, p in model.named_parameters() if ".lora_A." in name)
-    kept -= 8 * (ranks > 0)
+    per_number -= 8 * (ranks > 0)
     # With masks every completion has its own copy of its prompt's keys and values, and every head
     # its own; fused attention has none, and is counted alike. The rest is laid out once.
     copied = batch.rows * (batch.prompt_tokens + batch.new_tokens) * 2 * heads * narrow
@@ -192,4 +192,4 @@ def _block_bytes(model: PreTrainedModel, batch: Batch) -> float:
     if flash:  # the queries, the keys and values that heads share, and the sums of the softmax
         shared = 2 * varlen.key_heads(config) * head_size(config)
         copied = tokens * ((heads + shared) * narrow + 4 * config.num_attention_heads)
-    return tokens * (kept * hidden + (4 * wide + ranks / layers) * narrow) + copied
+    return tokens * (per_number * hidden + (4 * wide + ranks / layers) * narrow) + copied

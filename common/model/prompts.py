@@ -133,7 +133,7 @@ def find_opening(prompts: Sequence[Sequence[int]], least: float) -> Sequence[int
 
 def _conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
     try:
-        made: Any = tokenizer.apply_chat_template(
+        encoded: Any = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=True
         )
     except (
@@ -148,4 +148,4 @@ def _conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> lis
             f" {roles}: {first_line(error)}. Leave out the system text (task.system='' in"
             " task=units), or give plain prompts (task.chat=false)."
         ) from None
-    return list(made["input_ids"])
+    return list(encoded["input_ids"])

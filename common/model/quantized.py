@@ -59,9 +59,9 @@ def dequantize(whole: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torc
     if whole.dtype == torch.int8:
         return torch.mul(whole, scale, out=torch.empty(shape, dtype=dtype, device=whole.device))
     numbers = _pairs(whole.device)[whole.int()].flatten(1)  # [blocks, 64]
-    made = torch.empty(numbers.shape, dtype=dtype, device=whole.device)
-    torch.mul(numbers, scale, out=made)
-    return made.flatten()[: shape[0] * shape[1]].view(shape)
+    product = torch.empty(numbers.shape, dtype=dtype, device=whole.device)
+    torch.mul(numbers, scale, out=product)
+    return product.flatten()[: shape[0] * shape[1]].view(shape)
 
 
 class QuantizedLinear(nn.Linear):
@@ -140,17 +140,17 @@ def replace_layers(model: PreTrainedModel, kind: str, key: str) -> None:
     key: the setting, for the error. Raises: ConfigError where there are none.
     """
     head = model.get_output_embeddings()
-    found = [
+    linear = [
         (name, module)
         for name, module in model.named_modules()
         if type(module) is nn.Linear and module is not head
     ]
-    if not found:
+    if not linear:
         raise ConfigError(
             f"{key}={kind} has no effect on {type(model).__name__}: it has no plain linear layers"
             " beside its head (GPT-2 has layers of its own kind). Leave it out."
         )
-    for name, module in found:
+    for name, module in linear:
         model.set_submodule(name, QuantizedLinear(module, kind))
 
 
@@ -166,23 +166,23 @@ def layers(model: nn.Module) -> dict[str, QuantizedLinear]:
 
 def plain_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return all weights of a model, float32 on the CPU; those in few bits as they are rounded."""
-    found = {n: p.detach().to("cpu", torch.float32) for n, p in model.named_parameters()}
+    weights = {n: p.detach().to("cpu", torch.float32) for n, p in model.named_parameters()}
     for name, layer in layers(model).items():
-        found[f"{name}.weight"] = layer.plain(torch.float32).cpu()
-    return found
+        weights[f"{name}.weight"] = layer.plain(torch.float32).cpu()
+    return weights
 
 
 def packed_away(model: nn.Module) -> int:
     """Return how many weights more there are than numbers in the model's parameters."""
-    found = layers(model).values()
-    return sum(x.in_features * x.out_features - x.weight.numel() for x in found)
+    packed = layers(model).values()
+    return sum(x.in_features * x.out_features - x.weight.numel() for x in packed)
 
 
 def remade_bytes(model: nn.Module, dtype: torch.dtype) -> float:
     """Return what making the largest weight anew takes, for a product in `dtype`."""
     each = {"int8": dtype.itemsize, "nf4": 4 + dtype.itemsize}  # nf4 by way of float32
-    made = (x.in_features * x.out_features * each[x.kind] for x in layers(model).values())
-    return float(max(made, default=0))
+    sizes = (x.in_features * x.out_features * each[x.kind] for x in layers(model).values())
+    return float(max(sizes, default=0))
 
 
 @cache
@@ -214,8 +214,8 @@ class Quantizer(HfQuantizer):
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Return whether a parameter is the weight of a layer in few bits."""
-        name, _, own = param_name.rpartition(".")
-        return own == "weight" and isinstance(model.get_submodule(name), QuantizedLinear)
+        name, _, last = param_name.rpartition(".")
+        return last == "weight" and isinstance(model.get_submodule(name), QuantizedLinear)
 
     def get_quantize_ops(self) -> ConversionOps:
         """Return what is done with such a weight."""
@@ -246,6 +246,6 @@ class _Quantize(ConversionOps):
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the parts of a layer for its weight. input_dict: the weight, by its name."""
-        ((name, found),) = input_dict.items()
-        whole, scale = quantize(found[0] if isinstance(found, list) else found, self.kind)
+        ((name, weight),) = input_dict.items()
+        whole, scale = quantize(weight[0] if isinstance(weight, list) else weight, self.kind)
         return {name: whole, f"{name.removesuffix('weight')}scale": scale}

@@ -15,12 +15,12 @@ def find_source(config: ModelConfig) -> str:
     Raises: ConfigError.
     """
     assert config.path is not None
-    given = f"model.path={config.path!r}"
+    setting = f"model.path={config.path!r}"
     local = Path(config.path).expanduser()
     wanted = config.gguf_file or "config.json"
     if local.is_file():
         raise ConfigError(
-            f"{given} is a file. Give the folder that holds it, with a config.json"
+            f"{setting} is a file. Give the folder that holds it, with a config.json"
             + (
                 f"; for a GGUF file: model=gguf model.path={local.parent}"
                 f" model.gguf_file={local.name}."
@@ -31,15 +31,15 @@ def find_source(config: ModelConfig) -> str:
     if local.is_dir():
         if not (local / wanted).is_file() and (local / ADAPTER).is_file():
             raise ConfigError(
-                f"{given} is an adapter and no model. Give the model that it belongs to, and the"
+                f"{setting} is an adapter and no model. Give the model that it belongs to, and the"
                 " adapter on top: model=hf model.path=FOLDER_OR_HUB_ID"
                 f" model.adapter.path={config.path}."
             )
         if not (local / wanted).is_file():
             inside = ", ".join(sorted(entry.name for entry in local.iterdir())[:8]) or "nothing"
-            key = "model.gguf_file" if config.gguf_file else given
+            key = "model.gguf_file" if config.gguf_file else setting
             raise ConfigError(
-                f"{given} is not a model folder: it has no {wanted} (it has: {inside}). "
+                f"{setting} is not a model folder: it has no {wanted} (it has: {inside}). "
                 + (
                     f"Correct {key}."
                     if config.gguf_file
@@ -48,13 +48,13 @@ def find_source(config: ModelConfig) -> str:
             )
         if config.revision is not None:
             raise ConfigError(
-                f"model.revision={config.revision!r} has no effect: {given} is a local folder."
+                f"model.revision={config.revision!r} has no effect: {setting} is a local folder."
                 " Remove it."
             )
         return str(local)
     if not _HUB_ID.fullmatch(config.path):
         raise ConfigError(
-            f"{given}: there is no such folder. Correct the path (relative ones start at"
+            f"{setting}: there is no such folder. Correct the path (relative ones start at"
             f" {Path.cwd()}), or give a hub id such as HuggingFaceTB/SmolLM2-135M."
         )
     return config.path

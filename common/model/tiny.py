@@ -107,8 +107,8 @@ def tiny_model(config: TinyConfig, task: Any, *, progress: bool = True) -> Path:
 def _fitting_steps(config: TinyConfig, task: Any) -> int:
     """Return how many steps see PRETRAIN_TOKENS, by the length of the first rows."""
     some = replace(config, pretrain_steps=1, pretrain_rows=MEASURED)
-    found = _pretraining_rows(some, task)
-    tokens = sum(len(prompt) + len(completion) + 1 for prompt, completion in found) / len(found)
+    rows = _pretraining_rows(some, task)
+    tokens = sum(len(prompt) + len(completion) + 1 for prompt, completion in rows) / len(rows)
     return max(LEAST_STEPS, round(PRETRAIN_TOKENS / (tokens * config.pretrain_rows)))
 
 
@@ -194,7 +194,7 @@ def _pretrained(
         f" {steps} steps of {config.pretrain_rows} rows. This is done once and kept in"
         f" {cache_folder()}.",
     )
-    start = told = time.monotonic()
+    start = reported = time.monotonic()
     threads = torch.get_num_threads()
     # several wait for each other at each small operation, on a busy machine most of the time
     torch.set_num_threads(1)
@@ -212,14 +212,14 @@ def _pretrained(
         optimizer.zero_grad()
         now = time.monotonic()
         # the first line soon, so that one knows how long it takes
-        if now - told > (EVERY if told > start else EVERY / 5) or step == steps:
+        if now - reported > (EVERY if reported > start else EVERY / 5) or step == steps:
             left = (now - start) / step * (steps - step)
             say(
                 progress,
                 f"  step {step} of {steps}, loss {loss.item():.3f}, {now - start:.0f} s"
                 + (f", about {left:.0f} s left" if step < steps else ""),
             )
-            told = now
+            reported = now
     torch.set_num_threads(threads)
     return model.eval()
 

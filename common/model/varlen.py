@@ -163,20 +163,22 @@ def span(lengths: Sequence[Sequence[int]], opening: int, device: torch.device) -
     first = torch.arange(rows.shape[1]).expand_as(rows).flatten() == 0
     of_prompt = first.repeat_interleave(flat)  # [T]
     flat = flat[flat > 0]
-    found = [torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in (flat, completions, prompts)]
-    found += [(~of_prompt).nonzero()[:, 0], of_prompt.nonzero()[:, 0]]
+    parts = [torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in (flat, completions, prompts)]
+    parts += [(~of_prompt).nonzero()[:, 0], of_prompt.nonzero()[:, 0]]
     others = torch.arange(int(rows[0].sum()), len(of_prompt))
-    found += [torch.tensor([0, len(others)]), torch.tensor([0, opening])]
-    found += [others, torch.arange(opening)]
-    own, queries, keys, at, of, *looking = to_device(found, device)
-    own, queries, keys, *ends = (x.int() for x in (own, queries, keys, *looking[:2]))
+    parts += [torch.tensor([0, len(others)]), torch.tensor([0, opening])]
+    parts += [others, torch.arange(opening)]
+    ends_of_all, queries, keys, at, of, *looking = to_device(parts, device)
+    ends_of_all, queries, keys, *ends = (
+        x.int() for x in (ends_of_all, queries, keys, *looking[:2])
+    )
     longest = int(flat.max())
     to_prompt = Sequences(queries, keys, (int(completions.max()), int(prompts.max())), causal=False)
     looks = [Look(to_prompt, at, of)]
     if opening:
         to_opening = Sequences(ends[0], ends[1], (len(others), opening), causal=False)
         looks.append(Look(to_opening, looking[2], looking[3]))
-    return Spans(Sequences(own, own, (longest, longest), causal=True), tuple(looks))
+    return Spans(Sequences(ends_of_all, ends_of_all, (longest, longest), causal=True), tuple(looks))
 
 
 def attend_in_groups(
@@ -214,11 +216,11 @@ class _Grouped(torch.autograd.Function):
         """Add what the attention to others says to what is their own."""
         query, key, value, out, total = ctx.saved_tensors
         spans: Spans = ctx.spans
-        own = attend_backward(grad, (query, key, value), (out, total), spans.own, ctx.scale)
+        gradients = attend_backward(grad, (query, key, value), (out, total), spans.own, ctx.scale)
         for look in spans.looks:
             at, of = look.queries, look.keys
-            inputs, made = (query[at], key[of], value[of]), (out[at], total[:, at].contiguous())
-            more = attend_backward(grad[at], inputs, made, look.sequences, ctx.scale)
-            for gradient, where, other in zip(own, (at, of, of), more, strict=True):
+            inputs, outputs = (query[at], key[of], value[of]), (out[at], total[:, at].contiguous())
+            more = attend_backward(grad[at], inputs, outputs, look.sequences, ctx.scale)
+            for gradient, where, other in zip(gradients, (at, of, of), more, strict=True):
                 gradient[where] += other
-        return *own, None, None
+        return *gradients, None, None

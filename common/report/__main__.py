@@ -25,16 +25,16 @@ def main() -> None:
     )
     port = f"of --serve; 0 = any that is free; default: {PORT}"
     parser.add_argument("--port", type=int, metavar="N", help=port)
-    given = parser.parse_args()
-    if given.port is not None and not given.serve:
+    options = parser.parse_args()
+    if options.port is not None and not options.serve:
         parser.error("--port has no effect without --serve. Add it, or leave --port out.")
-    if given.port is not None and not 0 <= given.port < 2**16:
-        parser.error(f"--port {given.port} is no port. Give a number from 0 to 65535.")
+    if options.port is not None and not 0 <= options.port < 2**16:
+        parser.error(f"--port {options.port} is no port. Give a number from 0 to 65535.")
     with ending_tool():
-        if given.serve:
-            serve.serve(given.runs, PORT if given.port is None else given.port)
+        if options.serve:
+            serve.serve(options.runs, PORT if options.port is None else options.port)
             return
-        for folder in given.runs:
+        for folder in options.runs:
             print(page.write_report(folder))
 
 

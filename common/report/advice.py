@@ -41,7 +41,7 @@ def find_advice(events: Sequence[Numbers], algo: dict[str, Any]) -> list[Advice]
     algo, recent = _with_measured(algo, events), events[-WINDOW:]
     if (collapse := _collapse(events, algo)) is not None:
         return [collapse]
-    return [found for rule in RULES if (found := rule(recent, algo)) is not None]
+    return [advice for rule in RULES if (advice := rule(recent, algo)) is not None]
 
 
 def settings(algo: Any) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _with_measured(algo: dict[str, Any], events: Sequence[Numbers]) -> dict[str,
     """Return the settings, each number that the run had to find as an event has it, before the
     schedule that it follows.
     """
-    found = {}
+    measured = {}
     for key in [key for key, value in algo.items() if value == "auto"]:
         schedule, steps = algo.get(f"{key}_schedule"), algo.get("steps")
         before = [event[key] for event in events if event.get(key)]
@@ -70,8 +70,8 @@ def _with_measured(algo: dict[str, Any], events: Sequence[Numbers]) -> dict[str,
             factor, last = ScheduleConfig(**schedule).factor, max(1, steps - 1)
             before = [e[key] / factor((e["step"] - 1) / last) for e in events if e.get(key)]
         if before:  # the largest, as a warm-up comes before it
-            found[key] = max(before)
-    return algo | found
+            measured[key] = max(before)
+    return algo | measured
 
 
 def _times(algo: dict[str, Any], key: str, factor: float) -> str:
@@ -293,10 +293,10 @@ class Adviser:
         self.began = event | self.began
         if len(self.recent) < WINDOW:
             return []
-        found = find_advice([self.began, *self.recent], self.algo)
-        found = [advice for advice in found if advice.name not in self.given]
-        self.given |= {advice.name for advice in found}
-        return found
+        fresh = find_advice([self.began, *self.recent], self.algo)
+        fresh = [advice for advice in fresh if advice.name not in self.given]
+        self.given |= {advice.name for advice in fresh}
+        return fresh
 
 
 # --- the end of a run
@@ -364,9 +364,9 @@ def _reason(
             " Give more rows, and read completions/ for a reward that is gamed.",
             "",
         )
-    found = find_advice(events, algo)  # of which larger steps would lose more
-    if found := [advice for advice in found if not (worse and advice.name == "rounding")]:
-        return f"Likely reason: {found[0].text}", found[0].change
+    reasons = find_advice(events, algo)  # of which larger steps would lose more
+    if reasons := [advice for advice in reasons if not (worse and advice.name == "rounding")]:
+        return f"Likely reason: {reasons[0].text}", reasons[0].change
     if first - last >= RISEN and "lr" in algo:
         text = f"The reward of training samples fell from {first:.2f} to {last:.2f}."
         return f"{text} It moves too fast.", _times(algo, "lr", 0.3)
@@ -383,5 +383,5 @@ def command(arguments: Sequence[str], change: str) -> str:
     """Return the command of a run with an override, in a folder of its own."""
     key = change.partition("=")[0]
     dropped = (f"{key}=", "hydra.run.dir=", "resume=")
-    kept = [text for text in arguments if not text.lstrip("+").startswith(dropped)]
-    return shlex.join(["python", "launch.py", *kept, change])
+    others = [text for text in arguments if not text.lstrip("+").startswith(dropped)]
+    return shlex.join(["python", "launch.py", *others, change])

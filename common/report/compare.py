@@ -81,8 +81,8 @@ class Failure:
 
     def __str__(self) -> str:
         state = f"failed (exit code {self.code})" if self.code else "no result"
-        given = " ".join(f"{key}={value}" for key, value in self.overrides.items())
-        return f"{state}: `{self.folder}`{f' ({given})' if given else ''}: {self.error}"
+        settings = " ".join(f"{key}={value}" for key, value in self.overrides.items())
+        return f"{state}: `{self.folder}`{f' ({settings})' if settings else ''}: {self.error}"
 
 
 # --- reading
@@ -90,15 +90,15 @@ class Failure:
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[Failure]]:
     """Return the runs in `folders`, which are run folders or hold some. Raises: ConfigError."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for folder in folders:
         below = {path.parents[mark.count("/")] for mark in MARKS for path in folder.rglob(mark)}
         if not below:
             raise ConfigError(
                 f"{folder} holds no run. Give run folders, or a folder that holds some."
             )
-        found += sorted(below, key=lambda path: (len(path.name), path))
-    read = [_read(folder) for folder in dict.fromkeys(found)]
+        paths += sorted(below, key=lambda path: (len(path.name), path))
+    read = [_read(folder) for folder in dict.fromkeys(paths)]
     runs = [one for one in read if isinstance(one, Run)]
     failures = [one for one in read if isinstance(one, Failure)]
     differing = _differing(
@@ -114,8 +114,10 @@ def _read(folder: Path) -> Run | Failure:
     path, seed, config = folder / ".hydra" / "overrides.yaml", None, {}
     overrides: dict[str, str] = {}
     try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else []
-        overrides = _settings(dict(text.lstrip("+").split("=", 1) for text in given if "=" in text))
+        text_of_command = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else []
+        overrides = _settings(
+            dict(text.lstrip("+").split("=", 1) for text in text_of_command if "=" in text)
+        )
         if (folder / "run.yaml").exists():
             config = story.read_run(folder, "config")["config"]
             seed = config["seed"]
@@ -146,8 +148,8 @@ def _read(folder: Path) -> Run | Failure:
 
 
 def _scores(path: Path, metric: str) -> list[float]:
-    kept = [row.get("scores") for row in events(path)]
-    scores = [one.get(metric) if isinstance(one, dict) else None for one in kept]
+    rows = [row.get("scores") for row in events(path)]
+    scores = [one.get(metric) if isinstance(one, dict) else None for one in rows]
     sound = all(isinstance(one, (int, float)) and math.isfinite(one) for one in scores)
     return [float(one or 0) for one in scores] if sound else []
 
@@ -183,7 +185,7 @@ def _name(runs: Sequence[Run]) -> None:
 def points(log: Sequence[dict[str, Any]], result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the measurements of a run, from its events and its result, with the cost by then."""
     used = dict.fromkeys(COSTS, 0.0)
-    found = [{**used, "value": result["before"], "name": "before"}]
+    measured = [{**used, "value": result["before"], "name": "before"}]
     for event in log:
         used["seconds"] += event.get("seconds", 0.0)
         if "stage" in event:  # of a run in stages, whose events are not all optimizer steps
@@ -195,9 +197,9 @@ def points(log: Sequence[dict[str, Any]], result: dict[str, Any]) -> list[dict[s
         if event.get("metric_name") == result["metric"] and 0 < used["steps"] < result["steps"]:
             stage = f"iteration-{event['iteration']}" if "stage" in event else ""
             name = stage or f"step-{event['step']:08d}"
-            found.append({**used, "value": event["metric"], "name": name})
+            measured.append({**used, "value": event["metric"], "name": name})
     last = {cost: result[cost] for cost in COSTS}
-    return [*found, {**last, "value": result["after"], "name": "after"}]
+    return [*measured, {**last, "value": result["after"], "name": "after"}]
 
 
 # --- mean and spread
@@ -284,8 +286,8 @@ def tell_apart(settings: dict[str, list[Run]]) -> tuple[list[dict[str, str]], li
         rows.append({"best": best, "against": name, "ahead by": f"{gap:+.2f}", "95 %": shown})
         tests.append((interval, p))
     for row, (interval, p) in zip(rows, certainty.correct(tests), strict=True):
-        told = "yes" if certainty.is_supported(interval, p) else "no"
-        row |= {"test": certainty.show_p(p), "told apart": told}
+        apart = "yes" if certainty.is_supported(interval, p) else "no"
+        row |= {"test": certainty.show_p(p), "told apart": apart}
     return rows, remarks
 
 
@@ -344,13 +346,13 @@ def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> 
     """Write comparison.md, .csv and .png into `out`, and print the table and what has no result."""
     for kind, settings in _measures(runs).items():
         rows, remarks = tell_apart(settings)
-        others, told = _find_others(settings)
+        others, sentence = _find_others(settings)
         parts = [
             f"held-out {kind}, mean ± deviation over the runs of a setting",
             side_by_side(table(settings, narrow=True)),
             side_by_side(rows),
             "\n".join(remarks),
-            told,
+            sentence,
             side_by_side(others),
         ]
         print("\n\n".join(filter(None, parts)) + "\n")
@@ -417,8 +419,11 @@ def write_page(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> s
         lines += [f"## Held-out {kind}", "", markdown_table(table(settings)), ""]
         rows, remarks = tell_apart(settings)
         lines += [*([markdown_table(rows), ""] if rows else []), *(f"- {r}" for r in remarks), ""]
-        rows, told = _find_others(settings)
-        lines += [*([told, ""] if told else []), *([markdown_table(rows), ""] if rows else [])]
+        rows, sentence = _find_others(settings)
+        lines += [
+            *([sentence, ""] if sentence else []),
+            *([markdown_table(rows), ""] if rows else []),
+        ]
         lines += [markdown_table(_each(settings, out)), ""]
     lines += [
         "Mean ± standard deviation (n - 1) over the runs of a setting; 95 %, and the bands of the"
@@ -490,8 +495,8 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=folders)
     out = "where to write; without it the only FOLDER, or else here"
     parser.add_argument("--out", type=Path, help=out)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with ending_tool():
-        runs, failures = read_runs(given.folders)
-        only = given.folders[0] if len(given.folders) == 1 else Path()
-        report_runs(runs, failures, given.out or only)
+        runs, failures = read_runs(options.folders)
+        only = options.folders[0] if len(options.folders) == 1 else Path()
+        report_runs(runs, failures, options.out or only)

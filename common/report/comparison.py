@@ -49,10 +49,10 @@ def describe_kind(
                             for points in runs[cost][name]
                         ],
                     }
-                    for name, count, x, mean, within in found
+                    for name, count, x, mean, within in curves_of_cost
                 ],
             }
-            for cost, found in curves.items()
+            for cost, curves_of_cost in curves.items()
         ],
     }
 

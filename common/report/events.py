@@ -28,14 +28,14 @@ def jsonable(value: Any) -> Any:
 
 def events(path: Path) -> list[dict[str, Any]]:
     """Return what an interrupted run has logged, without a torn line."""
-    found = []
+    records = []
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for line in text.split("\n"):  # other ends of lines, such as U+2028, may stand in a completion
         try:
-            found.append(json.loads(line))
+            records.append(json.loads(line))
         except json.JSONDecodeError:
             continue
-    return [one for one in found if isinstance(one, dict)]
+    return [one for one in records if isinstance(one, dict)]
 
 
 def markdown_table(rows: list[dict[str, Any]]) -> str:
@@ -70,9 +70,9 @@ def numbers(event: dict[str, Any]) -> dict[str, float]:
     there is one, but for SHARED ones. The step is left out.
     """
     if stage := event.get("stage"):
-        own = {key: value for key, value in event.items() if key not in (*SHARED, "stage")}
+        of_stage = {key: value for key, value in event.items() if key not in (*SHARED, "stage")}
         shared = {key: event[key] for key in SHARED if key in event}
-        named = flat(shared, separator="/") | flat(own, f"{stage}/", "/")
+        named = flat(shared, separator="/") | flat(of_stage, f"{stage}/", "/")
     else:
         named = flat(event, separator="/")
     return {key: v for key, v in named.items() if isinstance(v, (int, float)) and key != "step"}

@@ -31,8 +31,8 @@ def find_others(runs: Mapping[str, Sequence[Evaluations]]) -> tuple[list[dict[st
             pairs = [
                 (run[0]["metrics"], r["metrics"]) for run, r in zip(group, reached, strict=True)
             ]
-            found = all(name in old and name in new for old, new in pairs)
-            row[name] = _mean(new[name] - old[name] for old, new in pairs) if found else ""
+            everywhere = all(name in old and name in new for old, new in pairs)
+            row[name] = _mean(new[name] - old[name] for old, new in pairs) if everywhere else ""
         rows.append(row)
     return rows, (
         f"What else changed since the start, where each run had first gained {gain:.1f} points on"

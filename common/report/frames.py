@@ -29,11 +29,11 @@ def read_completions(folder: Path) -> Any:
     have the name of their evaluation, training rows step, reward and advantage or fitness.
     Raises: ConfigError without pandas.
     """
-    kept = folder / "completions"
+    completions = folder / "completions"
     rows: list[dict[str, Any]] = []
-    for path in find_evaluations(kept):
+    for path in find_evaluations(completions):
         rows += [{"kind": "held-out", "evaluation": path.stem, **row} for row in events(path)]
-    pandas, tables = _pandas(), sorted((kept / "training").glob("steps-*.parquet"))
+    pandas, tables = _pandas(), sorted((completions / "training").glob("steps-*.parquet"))
     if tables:  # completions=all
         training = pandas.concat([pandas.read_parquet(path) for path in tables])
         return pandas.concat([pandas.DataFrame(rows), training.assign(kind="training")])

@@ -119,12 +119,12 @@ def _short(text: str) -> str:
 
 
 def _confusion(path: Path) -> str:
-    found = load(path)
-    if found is None or len(found["classes"]) > 12:
+    confusion = load(path)
+    if confusion is None or len(confusion["classes"]) > 12:
         return ""
     rows = [
-        {"true \\ predicted": name, **dict(zip(found["classes"], line, strict=True))}
-        for name, line in zip(found["classes"], found["table"], strict=True)
+        {"true \\ predicted": name, **dict(zip(confusion["classes"], line, strict=True))}
+        for name, line in zip(confusion["classes"], confusion["table"], strict=True)
     ]
     return "## Confusion of the test rows\n\n" + markdown_table(rows)
 

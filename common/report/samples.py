@@ -66,11 +66,11 @@ class Tokens:
         ends, place = [], 0
         for token in tokens:
             piece = self.texts[token]
-            found = text.find(piece, place, place + len(piece) + 2) if piece else -1
+            start = text.find(piece, place, place + len(piece) + 2) if piece else -1
             if not piece and place < len(text) and text[place].isspace():
                 place += 1
-            elif found >= 0:
-                place = found + len(piece)
+            elif start >= 0:
+                place = start + len(piece)
             ends.append(place)
         return ends
 
@@ -181,8 +181,8 @@ def cut_table(path: Path, steps: int) -> None:
     elif last > steps:
         pa, pq = _pyarrow()
         table = pq.read_table(path)
-        kept = table.filter(pa.compute.less_equal(table["step"], steps))
-        _replace(pq, kept, path.with_stem(f"steps-{first:08d}-{steps:08d}"))
+        rest = table.filter(pa.compute.less_equal(table["step"], steps))
+        _replace(pq, rest, path.with_stem(f"steps-{first:08d}-{steps:08d}"))
         path.unlink()
 
 

@@ -61,11 +61,11 @@ class Board:
 
 
 def _mark(folder: Path) -> str:
-    found = []
+    stamps = []
     for path in (path for pattern in FILES for path in sorted(folder.glob(pattern))):
         with suppress(FileNotFoundError):  # a file that is just being replaced
-            found.append((path.stat().st_size, path.stat().st_mtime_ns))
-    return f"{hash(tuple(found)) & (1 << 64) - 1:x}"
+            stamps.append((path.stat().st_size, path.stat().st_mtime_ns))
+    return f"{hash(tuple(stamps)) & (1 << 64) - 1:x}"
 
 
 def _named(runs: list[dict[str, Any]], folders: Sequence[Path]) -> list[dict[str, Any]]:

@@ -152,8 +152,8 @@ class Trackio:
     def summary(self, values: dict[str, Any]) -> None:
         """Send the headline numbers of the run, which Trackio has no place of their own for."""
         numbers = {k: v for k, v in values.items() if isinstance(v, (int, float))}
-        found = {f"summary/{name}": value for name, value in numbers.items()}
-        self.run.log(found, step=self.step)  # a step of its own would come before those of more
+        summary = {f"summary/{name}": value for name, value in numbers.items()}
+        self.run.log(summary, step=self.step)  # a step of its own would come before those of more
 
     def close(self, code: int) -> None:
         """End the record."""

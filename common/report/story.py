@@ -64,17 +64,17 @@ def find_title(
 def arguments(folder: Path) -> list[str]:
     """Return the arguments of the command that made a run, with its own folders of YAML files."""
     settings: Any = (_kept(folder, "hydra.yaml") or {}).get("hydra")
-    found: list[str] = []
+    sources: list[str] = []
     for source in settings["runtime"]["config_sources"] if settings else []:
         if source["provider"] == "command-line":
-            found += ["--config-dir", source["path"]]
+            sources += ["--config-dir", source["path"]]
         elif source["provider"] == "main" and Path(source["path"]) != CONF:
-            found += ["-cp", source["path"], "-cn", settings["job"]["config_name"]]
+            sources += ["-cp", source["path"], "-cn", settings["job"]["config_name"]]
     # again is a run of its own, which does not go on with this one
-    given = [
+    overrides = [
         text for text in _kept(folder, "overrides.yaml") or [] if not text.startswith("resume=")
     ]
-    return [*found, *given]
+    return [*sources, *overrides]
 
 
 def find_settings(folder: Path, config: dict[str, Any]) -> list[list[str]]:
@@ -89,16 +89,18 @@ def find_settings(folder: Path, config: dict[str, Any]) -> list[list[str]]:
         if (CONF / group / f"{name}.yaml").exists():
             values = {k: v for k, v in shipped(f"{group}/{name}.yaml").items() if k != "defaults"}
             defaults |= flat(values, f"{group}.")
-    given = {one.lstrip("+").partition("=")[0] for one in _kept(folder, "overrides.yaml") or []}
-    given -= {*GROUPS, "opt", "experiment"}
-    found = []
+    overridden = {
+        one.lstrip("+").partition("=")[0] for one in _kept(folder, "overrides.yaml") or []
+    }
+    overridden -= {*GROUPS, "opt", "experiment"}
+    rows = []
     for key, value in flat(config).items():
         default = defaults.get(key)
         known = key in defaults and not (isinstance(default, str) and "${" in default)
-        asked = any(key == one or key.startswith(f"{one}.") for one in given)
+        asked = any(key == one or key.startswith(f"{one}.") for one in overridden)
         differs = value != default if known else asked
-        found.append([key, str(value), *([str(default) if known else ""] if differs else [])])
-    return found
+        rows.append([key, str(value), *([str(default) if known else ""] if differs else [])])
+    return rows
 
 
 def _kept(folder: Path, name: str) -> Any:
@@ -156,7 +158,9 @@ def find_measures(
         return []
     rows = []
     for name in dict.fromkeys((*before, *after)):
-        shown = [f"{found[name]:.2f}" if name in found else "" for found in (before, after)]
+        shown = [
+            f"{measures[name]:.2f}" if name in measures else "" for measures in (before, after)
+        ]
         change = f"{after[name] - before[name]:+.2f}" if all(shown) else ""
         row = {"held-out": name, **dict(zip(heads, shown, strict=True)), "change": change}
         row = add_intervals(row, (result or {}).get("intervals", {}).get(name))
@@ -194,11 +198,11 @@ def find_phases(history: list[dict[str, Any]]) -> list[dict[str, str]]:
 
 def columns(history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[dict[str, Any], float]]]:
     """Return by name, in order of appearance, each event that has the measure, and its value."""
-    found: dict[str, list[tuple[dict[str, Any], float]]] = {}
+    columns_by_name: dict[str, list[tuple[dict[str, Any], float]]] = {}
     for event in history:
         for name, value in numbers(event).items():
-            found.setdefault(name, []).append((event, value))
-    return found
+            columns_by_name.setdefault(name, []).append((event, value))
+    return columns_by_name
 
 
 def read_rows(path: Path, count: int) -> list[dict[str, Any]]:

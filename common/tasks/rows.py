@@ -130,8 +130,8 @@ class Weighted(Rows):
 
     def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         """Return the `reward` of each completion."""
-        found = {name: one(examples, completions) for name, one in self.components.items()}
-        return weighted(found, self.weights)
+        scores = {name: one(examples, completions) for name, one in self.components.items()}
+        return weighted(scores, self.weights)
 
 
 def weighted(found: dict[str, list[float]], weights: dict[str, float]) -> list[float]:

@@ -21,7 +21,9 @@ def text_metrics(hypotheses: Sequence[str], references: Sequence[str]) -> dict[s
 
     BLEU counts up to four words in a row, so it is 0 where all texts have fewer.
     """
-    exact = sum(given == wanted for given, wanted in zip(hypotheses, references, strict=True))
+    exact = sum(
+        hypothesis == wanted for hypothesis, wanted in zip(hypotheses, references, strict=True)
+    )
     return {
         # force: do not warn of tokenized full stops, which here are the model's; the score is the
         # same
@@ -35,7 +37,7 @@ def text_scores(hypotheses: Sequence[str], references: Sequence[str]) -> dict[st
     """Return by measure of `text_metrics` what each pair of texts adds to it, in points: of the
     corpus measures by the jackknife, from sacrebleu's counts of each pair.
     """
-    found = {"exact": [100.0 * (a == b) for a, b in zip(hypotheses, references, strict=True)]}
+    by_measure = {"exact": [100.0 * (a == b) for a, b in zip(hypotheses, references, strict=True)]}
     measures: dict[str, Any] = {"bleu": BLEU(force=True), "chrf": CHRF()}
     for name, measure in measures.items():
         counts = np.array(measure._extract_corpus_statistics(hypotheses, [references]))
@@ -44,8 +46,8 @@ def text_scores(hypotheses: Sequence[str], references: Sequence[str]) -> dict[st
             scores = (measure._compute_score_from_stats(row).score for row in rows.tolist())
             return np.array([min(100.0, score) for score in scores])
 
-        _, found[name] = contributions(counts, compute)
-    return found
+        _, by_measure[name] = contributions(counts, compute)
+    return by_measure
 
 
 # --- completion and target, both stripped -> [0, 1]

@@ -176,8 +176,8 @@ class Translate(Rows):
         self, examples: Sequence[Example], completions: Sequence[str]
     ) -> dict[str, list[float]]:
         """Return what each example adds to the measures."""
-        given = [completion.strip() for completion in completions]
-        return text_scores(given, [example.answer for example in examples])
+        hypotheses = [completion.strip() for completion in completions]
+        return text_scores(hypotheses, [example.answer for example in examples])
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
         """Return the right target with probability task.share_right, else the German word, or

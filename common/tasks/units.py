@@ -252,7 +252,9 @@ class Units(Weighted):
     def _right(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         wanted = [example.extra["value"] for example in examples]
         pairs = zip(map(number, completions), wanted, strict=True)
-        return [float(found is not None and self._matches(found, value)) for found, value in pairs]
+        return [
+            float(answer is not None and self._matches(answer, value)) for answer, value in pairs
+        ]
 
     @staticmethod
     def _answered(_: Sequence[Example], completions: Sequence[str]) -> list[float]:
@@ -266,11 +268,11 @@ class Units(Weighted):
             if source == target or not self._simple(source, target):
                 continue
             for value in range(1, self.largest_value + 1):
-                found = convert(Fraction(value), source, target)
-                if _digits(found) <= self.answer_digits:
+                result = convert(Fraction(value), source, target)
+                if _digits(result) <= self.answer_digits:
                     text = self.question.replace("{value}", str(value))
                     text = text.replace("{from}", source.name).replace("{to}", target.name)
-                    rows.append(Example(0, text, _written(found, 12), {"value": found}))
+                    rows.append(Example(0, text, _written(result, 12), {"value": result}))
         random.Random(f"units {SPLIT_SEED}").shuffle(rows)
         if len(rows) < count:
             raise ConfigError(
@@ -298,9 +300,9 @@ def number(completion: str) -> Fraction | None:
     number.
     """
     inside = tagged(completion)
-    found = None if inside is None or len(inside) > LONGEST else _ANSWER.fullmatch(inside)
-    value = None if found is None else decimal(found[2])
-    return None if found is None or value is None else (-value if found[1] in ("-", "−") else value)
+    match = None if inside is None or len(inside) > LONGEST else _ANSWER.fullmatch(inside)
+    value = None if match is None else decimal(match[2])
+    return None if match is None or value is None else (-value if match[1] in ("-", "−") else value)
 
 
 # --- converting
@@ -331,7 +333,7 @@ def parse(question: str) -> _Quantity | None:
     if not sources:
         return None
     longest = max(n for _, n, _ in sources)
-    sources = [found for found in sources if found[1] == longest]
+    sources = [source for source in sources if source[1] == longest]
     used = range(sources[0][0], sources[0][0] + longest)
     pairs = [
         (target_at, n, source, target)
@@ -439,8 +441,8 @@ def _written(value: Fraction, digits: int = 5) -> str:
 
 def _digits(factor: Fraction) -> float:
     """Count the digits of a factor without zeros at its ends; infinity if they do not end."""
-    found = Decimal(factor.numerator) / factor.denominator
-    return len(found.normalize().as_tuple().digits) if Fraction(found) == factor else math.inf
+    decimal = Decimal(factor.numerator) / factor.denominator
+    return len(decimal.normalize().as_tuple().digits) if Fraction(decimal) == factor else math.inf
 
 
 def _read(path: str, key: str) -> Iterator[Example]:
