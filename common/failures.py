@@ -37,9 +37,9 @@ def keep_early(log: logging.Logger) -> None:
 
 def take_early(handlers: list[logging.Handler]) -> list[logging.LogRecord]:
     """Return what was said before the log was open."""
-    kept = [handler for handler in handlers if isinstance(handler, MemoryHandler)]
-    records = [record for handler in kept for record in handler.buffer]
-    for handler in kept:
+    early = [handler for handler in handlers if isinstance(handler, MemoryHandler)]
+    records = [record for handler in early for record in handler.buffer]
+    for handler in early:
         handler.buffer.clear()
     return records
 

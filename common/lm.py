@@ -308,8 +308,8 @@ def load_on_all_ranks(
         loaded = load_model(run.model, task, dtype, device)
     if context.world_size == 1:
         return loaded
-    told = context.gather_objects(loaded and (fsdp.without_weights(loaded[0]), loaded[1]))
-    model, tokenizer = loaded or told[0]
+    of_rank_0 = context.gather_objects(loaded and (fsdp.without_weights(loaded[0]), loaded[1]))
+    model, tokenizer = loaded or of_rank_0[0]
     splits = [task.examples(split) for split in ("train", "test")]
     digest = _digest([row for examples in splits for row in _rows(examples)])
     same_on_all_ranks(context, "rows of the task", digest)

@@ -217,7 +217,7 @@ class Step:
 def estimate_step(algorithm: str, model: Model, work: Work, here: Device, devices: int) -> Step:
     """Return the time of a step and what is sent, with weights replicated."""
     rows = work.rows * (devices if work.scaling == "weak" else 1)
-    own = max(1, math.ceil(rows / devices))  # of the rank with the most
+    largest = max(1, math.ceil(rows / devices))  # of the rank with the most
     if algorithm == "eggroll":
         members = math.ceil(rows / work.member_prompts)
         directions = math.ceil(members / 2)  # mirrored pairs share one
@@ -226,18 +226,20 @@ def estimate_step(algorithm: str, model: Model, work: Work, here: Device, device
         # Masters, initial and used weights.
         update = product + drawn + 18 * model.matrices / here.bandwidth
         sent = float(ROW_BYTES * rows) if devices > 1 else 0.0
-        sample = _estimate_sampling(model, work, here, own, own)  # a member prefills each row
+        sample = _estimate_sampling(
+            model, work, here, largest, largest
+        )  # a member prefills each row
         waited = here.seconds(sent, devices)
         return Step(algorithm, devices, rows, sample, 0.0, update, waited, sent)
-    learnt, steps, sample = own, 1, 0.0
+    learnt, steps, sample = largest, 1, 0.0
     if algorithm == "rft":
-        learnt = max(1, math.ceil(own * work.accepted))
+        learnt = max(1, math.ceil(largest * work.accepted))
         steps = max(1, round(work.rows * work.accepted / work.optimizer_rows))
     tokens = learnt * (work.new_tokens + work.prompt_tokens / work.samples)
     if algorithm == "classify":
-        tokens = own * work.prompt_tokens
+        tokens = largest * work.prompt_tokens
     else:  # samples of a prompt share one prefill
-        sample = _estimate_sampling(model, work, here, own, math.ceil(own / work.samples))
+        sample = _estimate_sampling(model, work, here, largest, math.ceil(largest / work.samples))
     # At least the launches of so many forwards.
     passes = max(steps, math.ceil(learnt / work.micro_rows))
     train = max(6 * model.used * tokens / here.flops, 3 * here.launch * model.launches * passes)
@@ -333,14 +335,14 @@ def find_largest(algorithm: str, models: list[Model], work: Work, here: Device, 
 
 def estimate(models: list[Model], chosen: Model, work: Work, here: Device) -> dict[str, Any]:
     """Return all that is told of one preset."""
-    found: dict[str, Any] = {}
+    estimates: dict[str, Any] = {}
     for name in ALGORITHMS:
         steps = [estimate_step(name, chosen, work, here, devices) for devices in DEVICES]
         most, why = find_limit(steps)
         fixed = [
             fixed_bytes(name, chosen.parameters, n, chosen.block) / 2**30 for n in (1, work.shards)
         ]
-        found[name] = {
+        estimates[name] = {
             "steps": [
                 asdict(s) | {"seconds": s.seconds, "rows_per_second": s.speed} for s in steps
             ],
@@ -352,7 +354,7 @@ def estimate(models: list[Model], chosen: Model, work: Work, here: Device) -> di
             "largest_sharded": find_largest(name, models, work, here, work.shards),
         }
     facts = {"hardware": here.name, "model": chosen.name, "memory_gb": here.memory / 2**30}
-    return facts | {"work": asdict(work), "algorithms": found}
+    return facts | {"work": asdict(work), "algorithms": estimates}
 
 
 def describe(found: dict[str, Any], work: Work) -> str:
@@ -440,17 +442,19 @@ def main() -> None:
     for item in fields(Work):
         option, text = f"--{item.name.replace('_', '-')}", item.metadata.get("help")
         add(option, type=type(item.default), default=item.default, help=text)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with ending_tool():
-        work = Work(**{item.name: getattr(given, item.name) for item in fields(Work)})
-        devices = [Device(name, work) for name in given.hardware]
-        chosen = Model(given.model)
+        work = Work(**{item.name: getattr(options, item.name) for item in fields(Work)})
+        devices = [Device(name, work) for name in options.hardware]
+        chosen = Model(options.model)
         models = [Model(name) for name in MODELS]
-        found = [estimate(models, chosen, work, here) for here in devices]
-        text = "\n".join([*(describe(one, work) for one in found), ASSUMPTIONS.format(work=work)])
+        estimates = [estimate(models, chosen, work, here) for here in devices]
+        text = "\n".join(
+            [*(describe(one, work) for one in estimates), ASSUMPTIONS.format(work=work)]
+        )
         print(text)
-        if given.out is not None:
-            write(found, work, text, given.out)
+        if options.out is not None:
+            write(estimates, work, text, options.out)
 
 
 if __name__ == "__main__":

@@ -71,11 +71,11 @@ class Classifier:
         """Return class probabilities of `chosen`, float64 [len(chosen), classes], on all ranks."""
         context, model = self.context, self.model
         mine = context.share(range(len(chosen)))
-        found = torch.zeros(len(chosen), len(self.task.classes), dtype=torch.float64)
+        sure = torch.zeros(len(chosen), len(self.task.classes), dtype=torch.float64)
         with fsdp.gathered(model):
             if mine:
-                found[list(mine)] = self._forward(rows, [chosen[i] for i in mine])
-        return context.sum(found.to(self.device)).cpu()
+                sure[list(mine)] = self._forward(rows, [chosen[i] for i in mine])
+        return context.sum(sure.to(self.device)).cpu()
 
     def validate(self) -> dict[str, float]:
         """Measure on the validation rows."""
@@ -87,9 +87,9 @@ class Classifier:
         labels = torch.from_numpy(self.test_rows.labels)
         sure = torch.zeros(len(labels), len(self.task.classes), dtype=torch.float64)
         sure[:, majority(self.task.rows("train"))] = 1
-        found = measures(labels, sure)
-        found.pop("loss")  # infinite
-        return Evaluation(found, [], 0, self._scores(sure))
+        metrics = measures(labels, sure)
+        metrics.pop("loss")  # infinite
+        return Evaluation(metrics, [], 0, self._scores(sure))
 
     def evaluate(self) -> Evaluation:
         """Measure the best weights on the test rows, with which nothing was chosen."""
@@ -99,8 +99,8 @@ class Classifier:
                     parameter.copy_(self.best[name])
         labels = torch.from_numpy(self.test_rows.labels)
         self.tested = self.probabilities(self.test_rows, range(len(self.test_rows)))
-        found = measures(labels, self.tested)
-        metrics = {"accuracy": found.pop("accuracy"), **found}
+        measured = measures(labels, self.tested)
+        metrics = {"accuracy": measured.pop("accuracy"), **measured}
         return Evaluation(metrics, [], 0, self._scores(self.tested))
 
     def _scores(self, probabilities: Tensor) -> dict[str, list[float]]:
@@ -111,12 +111,12 @@ class Classifier:
     def offending(self, chosen: Sequence[int]) -> list[dict[str, Any]]:
         """Describe the rows of `chosen` whose probabilities are not finite, or else all."""
         with fsdp.gathered(self.model):
-            found = self._forward(self.train_rows, chosen) if chosen else []
-        pairs = zip(chosen, found, strict=True)
+            outputs = self._forward(self.train_rows, chosen) if chosen else []
+        pairs = zip(chosen, outputs, strict=True)
         broken = [row for row, part in pairs if not torch.isfinite(part).all()]
-        given, classes = list(self.task.rows("train")), self.task.classes
+        rows, classes = list(self.task.rows("train")), self.task.classes
         return [
-            {"id": row, "prompt": str(given[row].value), "answer": classes[given[row].label]}
+            {"id": row, "prompt": str(rows[row].value), "answer": classes[rows[row].label]}
             for row in broken or chosen
         ]
 
@@ -208,10 +208,10 @@ class Classifier:
         table = confusion(labels, best.indices, len(classes)).tolist()
         content = {"classes": classes, "rows_are": "true class", "table": table}
         write_text(folder / "confusion.json", json.dumps(content) + "\n")
-        found = zip(labels.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
+        predictions = zip(labels.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
         lines = [
             {"row": i, "class": classes[label], "predicted": classes[j], "probability": round(p, 4)}
-            for i, (label, j, p) in enumerate(found)
+            for i, (label, j, p) in enumerate(predictions)
         ]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         write_text(folder / "predictions.jsonl", text)

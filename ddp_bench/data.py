@@ -95,11 +95,11 @@ class Rows:
 
     def digest(self) -> str:
         """Return a hash of all rows, to tell whether a run goes on with the same data."""
-        found = hashlib.sha256(np.ascontiguousarray(self.labels).data)
+        digest = hashlib.sha256(np.ascontiguousarray(self.labels).data)
         for field in self.fields.values():
             for array in (field.values, field.offsets) if isinstance(field, Ragged) else (field,):
-                found.update(np.ascontiguousarray(array).data)
-        return found.hexdigest()[:16]
+                digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()[:16]
 
 
 def prepare(
@@ -128,7 +128,7 @@ def prepare(
 
 def trajectories(rows: Sequence[Labelled], max_tokens: int) -> Rows:
     """Return trajectories in arrays. Raises: ConfigError for more than `max_tokens`."""
-    found = Rows(
+    encoded = Rows(
         {
             "context": Ragged.of([row.value.context for row in rows], np.float32),
             "states": Ragged.of([row.value.states for row in rows], np.float32),
@@ -136,13 +136,13 @@ def trajectories(rows: Sequence[Labelled], max_tokens: int) -> Rows:
         },
         np.array([row.label for row in rows], np.int64),
     )
-    longest = int(found.lengths.max()) + 1
+    longest = int(encoded.lengths.max()) + 1
     if longest > max_tokens:
         raise ConfigError(
             f"algo.model.max_tokens={max_tokens} is too small: the longest trajectory has {longest}"
             f" tokens, context and goal with it. Use algo.model.max_tokens={longest}."
         )
-    return found
+    return encoded
 
 
 def _encode_texts(
@@ -173,11 +173,11 @@ def _encode_texts(
 
     folder = cached(f"text-{digest.hexdigest()[:16]}", "the tokenised text", build, say)
     arrays = load_file(folder / "rows.safetensors")
-    found = {}
+    encoded = {}
     for split, rows in splits.items():
         ids = Ragged(arrays[f"{split}.values"], arrays[f"{split}.offsets"])
-        found[split] = Rows({"ids": ids}, np.array([row.label for row in rows], np.int64))
-    return found, Tokenizer.from_file(str(folder / "tokenizer.json"))
+        encoded[split] = Rows({"ids": ids}, np.array([row.label for row in rows], np.int64))
+    return encoded, Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def train_tokenizer(config: TokenizerConfig, texts: Sequence[str]) -> Tokenizer:

@@ -61,7 +61,7 @@ def find_link(config: HardwareConfig) -> Link:
 
 def time_messages(context: Context) -> list[float]:
     """Return the seconds of an all-reduce of each of SIZES; nothing where there is one rank."""
-    found, device = [], context.device.device
+    medians, device = [], context.device.device
     for size in SIZES if context.world_size > 1 else ():
         tensor = torch.zeros(size // 4, device=device)
         spans = []
@@ -71,8 +71,8 @@ def time_messages(context: Context) -> list[float]:
             with clock("sent"):
                 dist.all_reduce(tensor)
             spans.append(clock.read()["sent"])
-        found.append(statistics.median(spans))
-    return found
+        medians.append(statistics.median(spans))
+    return medians
 
 
 def find_exposed(

@@ -84,8 +84,8 @@ def activation_bytes(
     """
     narrow = compute.itemsize
     # The float32 residual and norms, queries, keys, values and outputs; masks of two dropouts.
-    kept = (32 if narrow == 4 else 20) + 2 * (config.dropout > 0)
-    layer = tokens * (kept * config.size + 2 * narrow * config.feedforward)
+    per_number = (32 if narrow == 4 else 20) + 2 * (config.dropout > 0)
+    layer = tokens * (per_number * config.size + 2 * narrow * config.feedforward)
     # A layer that is recomputed keeps its input alone; the one that goes backward has gradients.
     within = tokens * config.layers * 4 * config.size + 1.5 * layer
     return within if recomputed else config.layers * layer
@@ -212,8 +212,8 @@ class Classifier:
             encoded = self.tokenizer.encode_batch(list(values))
             ids = Ragged.of([row.ids[: self.config.max_tokens] or [1] for row in encoded], "int32")
             rows = Rows({"ids": ids}, np.zeros(len(values), np.int64))
-        found = probabilities_of(self.model, rows, range(len(rows)), batch_rows).max(1)
-        pairs = zip(found.indices.tolist(), found.values.tolist(), strict=True)
+        best = probabilities_of(self.model, rows, range(len(rows)), batch_rows).max(1)
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         return [(self.classes[i], p) for i, p in pairs]
 
 
@@ -251,15 +251,15 @@ def probabilities_of(
     device, training, lengths = fsdp.device(model), model.training, rows.lengths
     model.eval()
     order = sorted(range(len(chosen)), key=lambda i: lengths[chosen[i]])
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
     with fsdp.inference(model):
         for start in range(0, len(order), batch_rows):
             inputs, _ = rows.__getitems__([chosen[i] for i in order[start : start + batch_rows]])
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                 logits = model(**{name: tensor.to(device) for name, tensor in inputs.items()})
-            found.append(logits.float())
+            outputs.append(logits.float())
     model.train(training)
-    probabilities = torch.cat(found).double().softmax(1).cpu()
+    probabilities = torch.cat(outputs).double().softmax(1).cpu()
     out = torch.empty_like(probabilities)
     out[torch.tensor(order)] = probabilities
     return out

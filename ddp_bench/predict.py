@@ -65,25 +65,25 @@ def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str,
         link, device = find_link(run.hardware), f"{run.hardware.name} of conf/hardware"
         # One process on the CPU takes the steps, whatever other devices are here.
         on_cpu = replace(scaling.with_ranks(run, 1), hardware=replace(run.hardware, device="cpu"))
-        found = launch("ddp_bench.predict:simulate", on_cpu, out_dir, task)
+        simulated = launch("ddp_bench.predict:simulate", on_cpu, out_dir, task)
     else:
-        found, link = measure(run, out_dir, task)
+        simulated, link = measure(run, out_dir, task)
         device = hardware.find(run.hardware).name
-    shares: dict[Cell, Share] = found["shares"]
+    shares: dict[Cell, Share] = simulated["shares"]
     if cfg.times:
         alone = assemble_runs(cfg, shares, link)[0]["step_seconds"]["p50"]
         factor = cfg.times[1] / 1000 / alone
         shares = {cell: share.scaled(factor) for cell, share in shares.items()}
     runs = assemble_runs(cfg, shares, link)
-    gradient_bytes = 4 * found["parameters"] / (2 if cfg.ddp.hook in HALF else 1)  # as sent
+    gradient_bytes = 4 * simulated["parameters"] / (2 if cfg.ddp.hook in HALF else 1)  # as sent
     explained = [
         explain_time(cfg, line, runs[0], gradient_bytes, link)
         for line in runs
         if line["scaling"] == "strong" and line["ranks"] in cfg.times
     ]
-    saved = scaling.describe_run(run, found) | {
+    saved = scaling.describe_run(run, simulated) | {
         "device": device,
-        "threads_per_rank": found.get("threads"),
+        "threads_per_rank": simulated.get("threads"),
         "simulated": simulating,
         "match": run.hardware.match if simulating else None,
         "link": asdict(link),
@@ -330,8 +330,8 @@ def simulate_share(bench: Bench, stepper: Stepper, feed: Feed, device: Simulator
     names = (*PHASES, "seconds")
     phases = {name: statistics.fmean(span.get(name, 0.0) for span in spans) for name in names}
     seconds, made_in = phases.pop("seconds"), time_making(bench, feed)
-    given = bench.run.algo.loader.workers
-    workers = WORKERS_PER_GPU if given is None else given
+    asked = bench.run.algo.loader.workers
+    workers = WORKERS_PER_GPU if asked is None else asked
     phases["data"] = max(0.0, made_in / workers - seconds) if workers else made_in
     passes, ready = -(-len(batch[1]) // stepper.limit.rows), order_gradients(stepper, seen)
     total = seconds + phases["data"]

@@ -59,15 +59,15 @@ def scale(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str, A
             f"algo.ranks={cfg.ranks}, but this node has {devices} CUDA devices. Use at most"
             f" {devices}, or hardware=cpu, which measures ranks that share the cores."
         )
-    found: dict[int, list[dict[str, Any]]] = {ranks: [] for ranks in cfg.ranks}
+    measured: dict[int, list[dict[str, Any]]] = {ranks: [] for ranks in cfg.ranks}
     with keeping_threads():
         for _ in range(cfg.repeats):
-            for ranks, repeats in found.items():
+            for ranks, repeats in measured.items():
                 entry = "ddp_bench.scaling:measure"
                 repeats.append(launch(entry, with_ranks(run, ranks), out_dir, task))
     device = hardware.find(run.hardware)
     summary.write_run(run, out_dir, device.name)
-    saved = summarise(run, device, found)
+    saved = summarise(run, device, measured)
     write_text(out_dir / "scaling.json", json.dumps(saved, indent=2) + "\n")
     print_findings(saved, out_dir)
     return saved
@@ -161,8 +161,8 @@ class Feed:
         self.batches = Batches(bench.rows, bench.data.lengths, *sizes)
         if not workers:
             loader = replace(loader, workers=0, prefetch=None)
-        made = Loader(bench.data, self.batches, loader, bench.context.device.device)
-        self.workers, self.loader = made.workers, made.from_step(0)
+        loader_of_run = Loader(bench.data, self.batches, loader, bench.context.device.device)
+        self.workers, self.loader = loader_of_run.workers, loader_of_run.from_step(0)
 
     def take(self) -> tuple[Any, int]:
         """Return the next batch, and its rows."""
@@ -216,7 +216,7 @@ def measure_exposed(stepper: Stepper, feed: Feed) -> float:
     """Return the median of the seconds that the exchange of gradients adds to a backward pass."""
     if stepper.wrapper is None:
         return 0.0
-    found = []
+    differences = []
     for _ in range(PROBED):
         batch, rows = feed.take()
         batch, took = to(batch, stepper.device), {}
@@ -229,8 +229,8 @@ def measure_exposed(stepper: Stepper, feed: Feed) -> float:
                 stepper.backward(batch, rows, stepper.limit.rows, clock)
             phases = clock.read()
             took[together] = phases["backward"] + phases.get("communication", 0.0)
-        found.append(took[True] - took[False])
-    return max(0.0, statistics.median(found))
+        differences.append(took[True] - took[False])
+    return max(0.0, statistics.median(differences))
 
 
 # --- what comes of it

@@ -74,10 +74,10 @@ def find_peak(run: Run) -> tuple[str, float]:
         auto = "bfloat16" if facts.bf16 else "float16"
         name = auto if amp.dtype == "auto" else amp.dtype
     single = facts.tf32 if tf32 else facts.fp32
-    found = {"float32": single, "bfloat16": facts.bf16, "float16": facts.fp16}[name]
-    if found is None or run.hardware.bandwidth_gbs is None:
+    tflops = {"float32": single, "bfloat16": facts.bf16, "float16": facts.fp16}[name]
+    if tflops is None or run.hardware.bandwidth_gbs is None:
         raise ConfigError(
             f"hardware={run.hardware.name} has no peak for {'tf32' if tf32 else name}. Leave"
             f" {'opt=tf32' if tf32 else 'opt.amp.dtype'} out, or name another device."
         )
-    return name, found * 1e12
+    return name, tflops * 1e12

@@ -180,7 +180,7 @@ def wrapped(
     model: nn.Module, settings: WrapperConfig, device: torch.device
 ) -> DistributedDataParallel:
     """Return the model as every rank has it, gradients averaged over ranks as algo.ddp says."""
-    found = DistributedDataParallel(
+    parallel = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
         static_graph=settings.static_graph,
@@ -191,5 +191,5 @@ def wrapped(
         if settings.hook == "bf16" and dist.get_backend() != "nccl":
             raise ConfigError("algo.ddp.hook=bf16 needs NCCL, not gloo. Use algo.ddp.hook=fp16.")
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-        found.register_comm_hook(None, hooks[settings.hook])
-    return found
+        parallel.register_comm_hook(None, hooks[settings.hook])
+    return parallel

@@ -102,19 +102,19 @@ class Topics(Splits):
         at_least("task.rows", rows, 10)
         at_least("task.test_rows", test_rows, 10)
         self.classes = list(TOPICS)
-        draw, seen, made = random.Random("topics"), set(), []
-        while len(made) < rows + test_rows:
-            label = len(made) % len(self.classes)
+        draw, seen, rows_drawn = random.Random("topics"), set(), []
+        while len(rows_drawn) < rows + test_rows:
+            label = len(rows_drawn) % len(self.classes)
             text = self._draw_text(draw, label)
             if text not in seen:
                 seen.add(text)
-                made.append(Labelled(text, label))
-        self._splits = {"train": made[:rows], "test": made[rows:]}
+                rows_drawn.append(Labelled(text, label))
+        self._splits = {"train": rows_drawn[:rows], "test": rows_drawn[rows:]}
 
     def _draw_text(self, draw: random.Random, label: int) -> str:
-        own = TOPICS[self.classes[label]].split()
+        of_topic = TOPICS[self.classes[label]].split()
         other = TOPICS[draw.choice([c for c in self.classes if c != self.classes[label]])].split()
-        words = draw.sample(own, draw.choice((2, 3, 3, 4)))
+        words = draw.sample(of_topic, draw.choice((2, 3, 3, 4)))
         words += draw.sample(other, draw.choice((0, 1, 1, 2)))
         draw.shuffle(words)
         parts = []
@@ -141,8 +141,8 @@ class Trajectories(Splits):
         at_least("task.longest", longest, 4)
         at_least("task.noise", noise, 0)
         self.classes = ["left", "right", "to the goal", "straight"]
-        made = self._draw_paths(np.random.default_rng(0), rows + test_rows, longest, noise)
-        self._splits = {"train": made[:rows], "test": made[rows:]}
+        paths = self._draw_paths(np.random.default_rng(0), rows + test_rows, longest, noise)
+        self._splits = {"train": paths[:rows], "test": paths[rows:]}
 
     def _draw_paths(
         self, draw: np.random.Generator, rows: int, longest: int, noise: float
@@ -168,11 +168,11 @@ class Trajectories(Splits):
             seen[:, step] = np.concatenate([place, 10 * velocity], 1)
         seen += noise * draw.normal(0, 1, seen.shape).astype(np.float32)
         goals = np.concatenate([goal, np.zeros_like(goal)], 1).astype(np.float32)
-        made = []
+        paths = []
         for i, (before, after) in enumerate(lengths.T.tolist()):
             context, path = np.split(seen[i, longest - before : longest + after], [before])
-            made.append(Labelled(Trajectory(context, path, goals[i]), int(labels[i])))
-        return made
+            paths.append(Labelled(Trajectory(context, path, goals[i]), int(labels[i])))
+        return paths
 
 
 # --- from files
@@ -209,12 +209,12 @@ class TextFiles(Splits):
         self.text_fields = [field.strip() for field in text_field.split(",")]
         self.label_field = label_field
         files = {"train": train, "test": test}
-        given = [f"task.{split}={file}" for split, file in files.items() if file is not None]
+        chosen = [f"task.{split}={file}" for split, file in files.items() if file is not None]
         if path is not None:
-            for setting in given:
+            for setting in chosen:
                 raise ConfigError(f"{setting} has no effect with task.path={path}. Give one.")
             files = {split: _find_file(path, split) for split in SPLITS}
-        elif len(given) < len(files):
+        elif len(chosen) < len(files):
             raise ConfigError(
                 f"task={name} has no data of its own. Give a folder with train.jsonl and test.jsonl"
                 " (or .csv, or either with .gz) or an id for the datasets library,"
@@ -231,15 +231,15 @@ class TextFiles(Splits):
         known |= {name: i for i, name in enumerate(self.classes)}
         rows = {split: self._number_labels(split, found, known) for split, found in read.items()}
         tested = {row.value for row in rows["test"]}
-        kept = [row for row in rows["train"] if row.value not in tested]
-        if dropped := len(rows["train"]) - len(kept):
+        fresh = [row for row in rows["train"] if row.value not in tested]
+        if dropped := len(rows["train"]) - len(fresh):
             log.warning("%d training rows are left out: they are test rows too", dropped)
-        if len(kept) < 2 or not tested:
+        if len(fresh) < 2 or not tested:
             raise ConfigError(
-                f"task={name} leaves {len(kept)} train and {len(rows['test'])} test rows. Give more"
-                " rows."
+                f"task={name} leaves {len(fresh)} train and {len(rows['test'])} test rows. Give"
+                " more rows."
             )
-        self._splits = {"train": kept, "test": rows["test"]}
+        self._splits = {"train": fresh, "test": rows["test"]}
 
     def _read(self, split: str, file: str | None) -> list[tuple[str, str, str]]:
         """Return (place, text, label) of each good row. file: None = task.path is a dataset."""
@@ -250,16 +250,16 @@ class TextFiles(Splits):
         else:
             reader = read_csv if file.removesuffix(".gz").endswith(".csv") else read_jsonl
             rows = reader(file, key, bad if self.skip else None)
-        found = []
+        usable = []
         for row in rows:
             try:
                 texts = [row.text(name, "task.text_field").strip() for name in self.text_fields]
                 label = row.text(self.label_field, "task.label_field", numbers=True).strip()
-                found.append((row.where, " ".join(texts), label))
+                usable.append((row.where, " ".join(texts), label))
             except ConfigError as error:
                 bad.append(str(error))
-        self._warn_of(split, bad, len(found))
-        return found
+        self._warn_of(split, bad, len(usable))
+        return usable
 
     def _number_labels(
         self, split: str, rows: list[tuple[str, str, str]], known: dict[str, int]
@@ -272,9 +272,9 @@ class TextFiles(Splits):
             for where, _, label in rows
             if label not in known
         ]
-        found = [Labelled(text, known[label]) for _, text, label in rows if label in known]
-        self._warn_of(split, bad, len(found))
-        return found
+        usable = [Labelled(text, known[label]) for _, text, label in rows if label in known]
+        self._warn_of(split, bad, len(usable))
+        return usable
 
     def _warn_of(self, split: str, bad: list[str], good: int) -> None:
         if bad and not self.skip:
@@ -300,14 +300,14 @@ def _find_file(path: str, split: str) -> str | None:
             )
         return None
     names = [f"{split}{suffix}" for suffix in SUFFIXES]
-    found = [name for name in names if (folder / name).is_file()]
-    if len(found) != 1:
-        there = ", ".join(found) or f"none of {', '.join(names)}"
+    existing = [name for name in names if (folder / name).is_file()]
+    if len(existing) != 1:
+        there = ", ".join(existing) or f"none of {', '.join(names)}"
         raise ConfigError(
             f"task.path={path!r} must hold exactly one file with the {split} rows; there is"
             f" {there}."
         )
-    return str(folder / found[0])
+    return str(folder / existing[0])
 
 
 def _sorted(labels: set[str]) -> list[str]:

@@ -58,10 +58,10 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
             step.log(epoch_done=epoch + 1)
             if subject.validation:
                 with step.untimed() as validating:
-                    found = subject.validate()
-                step.log(validation=found, evaluate_seconds=validating.seconds)
-                if state["best"] is None or found["accuracy"] > state["best"]["accuracy"]:
-                    state |= {"best": {"epoch": epoch + 1, **found}, "waited": 0}
+                    validated = subject.validate()
+                step.log(validation=validated, evaluate_seconds=validating.seconds)
+                if state["best"] is None or validated["accuracy"] > state["best"]["accuracy"]:
+                    state |= {"best": {"epoch": epoch + 1, **validated}, "waited": 0}
                     subject.keep_best()
                 else:
                     state["waited"] += 1

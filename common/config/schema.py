@@ -360,10 +360,10 @@ class OptConfig:
         for switch in fields(self):
             value = getattr(self, switch.name)
             for option in () if value.enabled else fields(value):
-                given, name = getattr(value, option.name), f"{switch.name}.{option.name}"
-                if given != option.default:
+                chosen, name = getattr(value, option.name), f"{switch.name}.{option.name}"
+                if chosen != option.default:
                     raise ConfigError(
-                        f"opt.{name}={given} has no effect: {switch.name} is off. Add it:"
+                        f"opt.{name}={chosen} has no effect: {switch.name} is off. Add it:"
                         f" 'opt=[{switch.name},...]'."
                     )
         for name, why in NOT_WITH_FSDP.items():

@@ -209,19 +209,19 @@ def read_rows(path: Path, count: int) -> list[dict[str, Any]]:
     """Return the first rows of a JSON Lines file, none where there is no file."""
     if not path.exists():
         return []
-    found = []
+    rows = []
     with path.open(encoding="utf-8", errors="replace") as file:
         for line, _ in zip(file, range(count), strict=False):
             with suppress(ValueError):  # the last line of a run that was killed
-                found.append(json.loads(line))
-    return [one for one in found if isinstance(one, dict)]
+                rows.append(json.loads(line))
+    return [one for one in rows if isinstance(one, dict)]
 
 
 def find_warnings(path: Path) -> list[str]:
     """Return the warnings of a log, each once."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    found = (line.split(" WARNING ", 1)[1] for line in lines if " WARNING " in line)
-    return list(dict.fromkeys(found))
+    warnings = (line.split(" WARNING ", 1)[1] for line in lines if " WARNING " in line)
+    return list(dict.fromkeys(warnings))
 
 
 def _duration(seconds: float) -> str:

@@ -170,16 +170,16 @@ def completion_rows(
 
 def find_intervals(before: dict[str, Any], after: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return by measure how sure it is. before, after: what `Evaluation.kept` returns."""
-    found = {}
+    intervals = {}
     for name in dict.fromkeys((*before["metrics"], *after["metrics"])):
-        old, new = (kept.get("scores", {}).get(name, []) for kept in (before, after))
-        found[name] = {
+        old, new = (measured.get("scores", {}).get(name, []) for measured in (before, after))
+        intervals[name] = {
             "before": statistics.find_interval(old),
             "after": statistics.find_interval(new),
             "change": statistics.find_change(old, new),
             "p_value": statistics.find_p(old, new),
         }
-    return found
+    return intervals
 
 
 def side_by_side(rows: list[dict[str, str]]) -> str:
@@ -223,7 +223,7 @@ def make_result(
     Args: subject: what was trained (common.run.session.Subject); state: what the session counted;
     measured: before and after, as `Evaluation.kept` returns it.
     """
-    metrics = {when: kept["metrics"] for when, kept in zip(WHEN, measured, strict=True)}
+    metrics = {when: one["metrics"] for when, one in zip(WHEN, measured, strict=True)}
     name = next(iter(metrics["after"]))
     return Result(
         algo=run.algo.name,

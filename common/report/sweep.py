@@ -42,8 +42,8 @@ class Sweep(Callback):
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Remember what differs between the jobs."""
-        given = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
-        self.swept = [one.get_key_element() for one in given if one.is_sweep_override()]
+        overrides = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
+        self.swept = [one.get_key_element() for one in overrides if one.is_sweep_override()]
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         """Say which job it is."""
@@ -79,21 +79,25 @@ class Sweep(Callback):
 
     def _describe_probe(self, folder: Path) -> dict[str, str]:
         """Return what a probe came to, as a row of a table: the chosen sigma, and what it did."""
-        given = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8"))
-        found = json.loads((folder / PROBE).read_text(encoding="utf-8"))
-        row = next(row for row in found["rows"] if math.isclose(row["sigma"], found["sigma"]))
-        own = [text for text in given if text.partition("=")[0] in self.swept]
+        overrides = yaml.safe_load(
+            (folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8")
+        )
+        findings = json.loads((folder / PROBE).read_text(encoding="utf-8"))
+        row = next(row for row in findings["rows"] if math.isclose(row["sigma"], findings["sigma"]))
+        swept = [text for text in overrides if text.partition("=")[0] in self.swept]
         # Headers that 80 columns hold.
-        numbers = {"sigma": found["sigma"], "lr": found["lr"], "without": found["centre"]}
+        numbers = {"sigma": findings["sigma"], "lr": findings["lr"], "without": findings["centre"]}
         numbers |= {"reward": row["reward"], "spread": row["reward_std"]}
         numbers |= {"changed": row["changed"], "same": row["identical_pairs"]}
         numbers |= {"agreement": row["prompt_agreement"]}
         cells = {k: "-" if value is None else f"{value:.3g}" for k, value in numbers.items()}
-        return {"probe": " ".join(own) or folder.name} | cells
+        return {"probe": " ".join(swept) or folder.name} | cells
 
     def _name(self, config: DictConfig) -> str:
-        own = [text for text in config.hydra.overrides.task if text.partition("=")[0] in self.swept]
-        return " ".join([f"job {config.hydra.job.num}", *own])
+        swept = [
+            text for text in config.hydra.overrides.task if text.partition("=")[0] in self.swept
+        ]
+        return " ".join([f"job {config.hydra.job.num}", *swept])
 
 
 def _is_probe(folder: Path) -> bool:

@@ -59,8 +59,8 @@ def read_data(folder: Path) -> Data:
     steps, done = saved["config"]["algo"].get("steps"), history[-1]["step"] if history else 0
     title, measured = find_title(folder, saved, result)
     measures = find_measures(result, evaluations)
-    given = (folder / ".hydra" / "overrides.yaml").exists()
-    kept = completions.read_training(folder)
+    has_command = (folder / ".hydra" / "overrides.yaml").exists()
+    training = completions.read_training(folder)
     return {
         "name": folder.resolve().name,
         "title": title,
@@ -69,7 +69,7 @@ def read_data(folder: Path) -> Data:
         "logged": f"{done}{f' of {steps}' if steps else ''} steps",
         "verdict": (result or {}).get("verdict") or "",
         "next": (result or {}).get("next_command") or "",
-        "command": f"python launch.py {shlex.join(arguments(folder))}" if given else "",
+        "command": f"python launch.py {shlex.join(arguments(folder))}" if has_command else "",
         "measures": {
             "heads": list(measures[0]) if measures else [],
             "rows": [list(row.values()) for row in measures],
@@ -81,8 +81,8 @@ def read_data(folder: Path) -> Data:
         "warnings": find_warnings(folder / "run.log"),
         "settings": find_settings(folder, saved["config"]),
         "completions": completions.find_held_out(folder / "completions"),
-        "training": completions.find_training(kept),
-        "prompts": completions.find_prompts(kept),
+        "training": completions.find_training(training),
+        "prompts": completions.find_prompts(training),
         "unit": "event" if any("stage" in event for event in history) else "step",
     }
 
@@ -161,13 +161,13 @@ def find_places(history: Events) -> dict[int, tuple[float | None, float]]:
     """
     counts = any("generated_tokens" in event for event in history)
     tokens, seconds = (0.0 if counts else None), 0.0
-    found: dict[int, tuple[float | None, float]] = {0: (tokens, seconds)}
+    places: dict[int, tuple[float | None, float]] = {0: (tokens, seconds)}
     for event in history:
         took = event.get("seconds") or 0.0
         seconds += took if math.isfinite(took) else 0.0
         tokens = event.get("generated_tokens", tokens)
-        found[event["step"]] = (tokens, seconds)
-    return found
+        places[event["step"]] = (tokens, seconds)
+    return places
 
 
 def find_curve(
@@ -181,26 +181,26 @@ def find_curve(
     Each value is one that was logged. Of more than `most`, the lowest and the highest of each few
     neighbours are kept, in pairs; `mean` then has the mean of each pair's neighbours.
     """
-    kept = [
+    points = [
         (float(n if panel.x == "order" else event.get(panel.x, event["step"])), event["step"], y)
         for n, (event, value) in enumerate(column, 1)
         if abs(y := panel.scale * value) < LARGEST
     ]
-    found: dict[str, Any] = {}
-    if len(kept) > most:
-        width = -(-2 * len(kept) // most)
-        parts = [kept[i : i + width] for i in range(0, len(kept), width)]
+    curve: dict[str, Any] = {}
+    if len(points) > most:
+        width = -(-2 * len(points) // most)
+        parts = [points[i : i + width] for i in range(0, len(points), width)]
         if len(parts[-1]) == 1:  # the end of the run is there, whatever the count
             parts[-2:] = [parts[-2] + parts[-1]]
-        found["mean"] = [_short(sum(y for _, _, y in part) / len(part)) for part in parts]
-        kept = [point for part in parts for point in _extremes(part)]
-    found |= {"at": [x for x, _, _ in kept], "y": [y for _, _, y in kept]}
-    known = [places.get(step) for _, step, _ in kept]
+        curve["mean"] = [_short(sum(y for _, _, y in part) / len(part)) for part in parts]
+        points = [point for part in parts for point in _extremes(part)]
+    curve |= {"at": [x for x, _, _ in points], "y": [y for _, _, y in points]}
+    known = [places.get(step) for _, step, _ in points]
     if all(place is not None for place in known):
-        found["seconds"] = [_short(place[1], 7) for place in known if place]
+        curve["seconds"] = [_short(place[1], 7) for place in known if place]
         if all(place[0] is not None for place in known if place):
-            found["tokens"] = [place[0] for place in known if place]
-    return found
+            curve["tokens"] = [place[0] for place in known if place]
+    return curve
 
 
 def _extremes(part: list[tuple[float, int, float]]) -> list[tuple[float, int, float]]:

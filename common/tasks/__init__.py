@@ -84,8 +84,8 @@ def build(node: dict[str, Any]) -> Task:
     """Make the reward task that a configuration names. Raises: ConfigError as `instantiate`."""
     methods = ("examples", "prompt", "reward", "metrics")
     # What a task's file says for the tiny model and for sampling is theirs to read.
-    own = {key: value for key, value in node.items() if key not in FOR_OTHERS}
-    return instantiate("task", own, methods, "common/tasks/__init__.py")
+    settings = {key: value for key, value in node.items() if key not in FOR_OTHERS}
+    return instantiate("task", settings, methods, "common/tasks/__init__.py")
 
 
 def task_name(task: Any) -> str:

@@ -28,10 +28,10 @@ class Checked:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "own":
             raise AttributeError(name)
-        found = getattr(self.own, name)
+        attribute = getattr(self.own, name)
         if name == "examples":  # whatever it is, a list from here on
-            return partial(self._list, found)
-        return partial(self._call, name, found) if name in _PROBLEMS else found
+            return partial(self._list, attribute)
+        return partial(self._call, name, attribute) if name in _PROBLEMS else attribute
 
     def _list(self, found: Callable[[str], Iterable[Example]], split: str) -> list[Example]:
         return self._call("examples", lambda given: list(found(given)), split)

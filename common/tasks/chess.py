@@ -93,20 +93,20 @@ class Chess(Weighted):
         that copying the input would get.
         """
         fens = [e.extra["fen"] for e in examples]
-        found = {
+        shares = {
             "exact": _mean(self._exact(examples, completions)),
             "valid": _mean(self._valid(examples, completions)),
         }
         answers = [e.answer.split(" ") for e in examples]
-        given = [text.strip().split(" ", len(FIELDS)) for text in completions]
+        parts = [text.strip().split(" ", len(FIELDS)) for text in completions]
         for index, name in enumerate(FIELDS):
             right = [
-                len(g) > index and g[index] == a[index] for g, a in zip(given, answers, strict=True)
+                len(g) > index and g[index] == a[index] for g, a in zip(parts, answers, strict=True)
             ]
-            found[name] = _mean([float(r) for r in right])
-        found["levenshtein"] = _mean(self._levenshtein(examples, completions))
-        found["copy_levenshtein"] = _mean(self._levenshtein(examples, fens))
-        return {name: 100 * value for name, value in found.items()}
+            shares[name] = _mean([float(r) for r in right])
+        shares["levenshtein"] = _mean(self._levenshtein(examples, completions))
+        shares["copy_levenshtein"] = _mean(self._levenshtein(examples, fens))
+        return {name: 100 * value for name, value in shares.items()}
 
     # --- components; what has not the shape of a FEN earns 0 in each
 
@@ -210,9 +210,9 @@ def _generated(count: int, plies: int) -> list[tuple[str, str, str]]:
             before, move = board.fen(), draw.choice(moves)
             board.push(move)
             rows.setdefault((before, move.uci()), board.fen())
-    found = [(fen, move, after) for (fen, move), after in rows.items()]
-    draw.shuffle(found)
-    return found[:count]
+    positions = [(fen, move, after) for (fen, move), after in rows.items()]
+    draw.shuffle(positions)
+    return positions[:count]
 
 
 def _read(path: str, key: str) -> Iterator[tuple[str, str, str]]:

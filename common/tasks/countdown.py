@@ -108,12 +108,15 @@ class Countdown(Weighted):
 
     def _right(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         return [
-            float(self._fits(e, found) and found.value == e.extra["target"])
-            for e, found in self._read_all(examples, completions)
+            float(self._fits(e, expression) and expression.value == e.extra["target"])
+            for e, expression in self._read_all(examples, completions)
         ]
 
     def _numbers(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        return [float(self._fits(e, found)) for e, found in self._read_all(examples, completions)]
+        return [
+            float(self._fits(e, expression))
+            for e, expression in self._read_all(examples, completions)
+        ]
 
     @staticmethod
     def _valid(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
@@ -122,12 +125,12 @@ class Countdown(Weighted):
     def _close(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         """1 at the target, 1/2 at twice it; 0 without the right numbers."""
         scores = []
-        for example, found in self._read_all(examples, completions):
+        for example, expression in self._read_all(examples, completions):
             score = 0.0
-            if self._fits(example, found):
-                assert found.value is not None
+            if self._fits(example, expression):
+                assert expression.value is not None
                 scale = max(1, abs(example.extra["target"]))
-                score = float(scale / (scale + abs(found.value - example.extra["target"])))
+                score = float(scale / (scale + abs(expression.value - example.extra["target"])))
             scores.append(score)
         return scores
 
@@ -152,26 +155,26 @@ class Countdown(Weighted):
         """Return distinct solvable problems, each with the expression that made it."""
         sizes = f"{self.numbers} {self.largest_number} {self.largest_target}"
         draw = random.Random(f"countdown {SPLIT_SEED} {sizes}")
-        found: dict[Any, Example] = {}
+        rows: dict[Any, Example] = {}
         failures = 0
-        while len(found) < count:
-            given = [draw.randint(1, self.largest_number) for _ in range(self.numbers)]
-            value, text = _random_expression(given, draw)
-            row = self._make(given, int(value), text)
+        while len(rows) < count:
+            numbers = [draw.randint(1, self.largest_number) for _ in range(self.numbers)]
+            value, text = _random_expression(numbers, draw)
+            row = self._make(numbers, int(value), text)
             # a text longer than the evaluator takes would not be right
             fits = 1 <= value <= self.largest_target and len(text) <= LONGEST
-            if fits and _key(row) not in found:
-                found[_key(row)], failures = row, 0
+            if fits and _key(row) not in rows:
+                rows[_key(row)], failures = row, 0
             else:
                 failures += 1
             if failures == _TRIES:
                 raise ConfigError(
                     f"task.problems and task.test_problems ask for {count} problems, but only"
-                    f" {len(found)} different ones were found with task.numbers={self.numbers},"
+                    f" {len(rows)} different ones were found with task.numbers={self.numbers},"
                     f" task.largest_number={self.largest_number} and"
                     f" task.largest_target={self.largest_target}. Ask for fewer, or raise these."
                 )
-        return list(found.values())
+        return list(rows.values())
 
     def _read(self, path: str, key: str) -> Iterator[Example]:
         """Yield the rows of a .jsonl file, plain or .gz. Raises: ConfigError with file and line."""
@@ -195,9 +198,10 @@ class Countdown(Weighted):
             solution = ""
             if self.solution_field is not None:
                 solution = expression(row.text(self.solution_field, "task.solution_field"))
-                found = evaluate(solution)
-                if found.value != target or not self._uses(found.numbers, numbers):
-                    problem = found.problem or f"it is {found.value} of {list(found.numbers)}"
+                evaluated = evaluate(solution)
+                if evaluated.value != target or not self._uses(evaluated.numbers, numbers):
+                    of = list(evaluated.numbers)
+                    problem = evaluated.problem or f"it is {evaluated.value} of {of}"
                     raise ConfigError(
                         f"task.solution_field={self.solution_field!r} in {row.where} is no solution"
                         f" for {target} from {numbers}: {problem}. Fix or remove the row."
@@ -300,9 +304,9 @@ def _search(terms: list[_Term], target: int, use_all: bool) -> str | None:
         ):
             if sign == "/" and right[0] == 0:
                 continue
-            found = _search([_join(left, sign, right), *rest], target, use_all)
-            if found is not None:
-                return found
+            solution = _search([_join(left, sign, right), *rest], target, use_all)
+            if solution is not None:
+                return solution
     return None
 
 

@@ -165,7 +165,7 @@ class Custom(Rows):
     def _weigh(self, more: dict[str, float]) -> None:
         """Keep task.reward and the functions of task.rewards as components. Raises: ConfigError."""
         self.weights = {self.config.reward: 1.0, **more}
-        found = {name: find_function(name) for name in more}
+        functions = {name: find_function(name) for name in more}
 
         def component(score: Callable[[str, str], float]) -> Component:
             return lambda examples, completions: [
@@ -174,7 +174,7 @@ class Custom(Rows):
             ]
 
         self.components: dict[str, Component] = {self.config.reward: self._scores}
-        self.components |= {name: component(score) for name, score in found.items()}
+        self.components |= {name: component(score) for name, score in functions.items()}
 
     def _scores(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         return [self._score(*pair) for pair in zip(examples, completions, strict=True)]
@@ -183,8 +183,8 @@ class Custom(Rows):
         """Return the score by task.reward, and with task.rewards the weighted mean."""
         if not self.config.rewards:
             return self._score(example, completion)
-        found = {name: one([example], [completion]) for name, one in self.components.items()}
-        return weighted(found, self.weights)[0]
+        scores = {name: one([example], [completion]) for name, one in self.components.items()}
+        return weighted(scores, self.weights)[0]
 
     def _score(self, example: Example, completion: str) -> float:
         """Return the score by task.reward; of a wrong answer a part of its likeness."""
@@ -192,24 +192,24 @@ class Custom(Rows):
             return SIMILARITIES[self.config.reward](_whole(completion), example.answer)
         if self._right(example, completion):
             return 1.0
-        found = self.answer(completion) or ""
+        answer = self.answer(completion) or ""
         wanted = example.extra.get("final", example.answer)
-        return self.config.partial * Levenshtein.ratio(found[:LONGEST], wanted)
+        return self.config.partial * Levenshtein.ratio(answer[:LONGEST], wanted)
 
     def _right(self, example: Example, completion: str) -> bool:
         """Return whether the answer is right, by exact, numeric or math."""
         if self.config.reward == "exact":
             return _whole(completion) == example.answer
-        found, wanted = self.answer(completion), example.extra["value"]
-        if found is None:
+        answer, wanted = self.answer(completion), example.extra["value"]
+        if answer is None:
             return False
-        value = self._value(found)
+        value = self._value(answer)
         if value is not None and wanted is not None:
             return abs(value - wanted) <= Fraction(str(self.config.tolerance)) * abs(wanted)
         if self.config.reward == "numeric":
             return False
         final = example.extra["final"]
-        return found == final or gsm8k.same(final, found)
+        return answer == final or gsm8k.same(final, answer)
 
     def _value(self, answer: str) -> Fraction | None:
         r"""Return the number that an answer is; with math nothing else: \sqrt{16} is not 16."""
@@ -223,12 +223,12 @@ class Custom(Rows):
         """Return the part of a completion that counts; None where there is none."""
         text = _whole(completion)
         if self.config.reward == "numeric":
-            found = gsm8k.answer(text)
+            number = gsm8k.answer(text)
             marked = gsm8k.MARK in text or "\\boxed{" in text
-            exponents = [] if marked or found is None else list(_SCIENTIFIC.finditer(text))
+            exponents = [] if marked or number is None else list(_SCIENTIFIC.finditer(text))
             # gsm8k.answer knows no exponents: of 6e3 it has the 3, and of 6e-3 the -3 or the 3.
-            fits = exponents and exponents[-1][0].endswith(found or "")
-            return exponents[-1][0] if fits else found
+            fits = exponents and exponents[-1][0].endswith(number or "")
+            return exponents[-1][0] if fits else number
         return _final(text) if self.config.reward == "math" else text or None
 
     def path_key(self, completion: str) -> str:
@@ -245,18 +245,18 @@ class Custom(Rows):
                 "answered": percent(self.answer(text) is not None for text in completions),
             }
         wanted = [example.answer for example in examples]
-        given = [_whole(text) for text in completions]
+        hypotheses = [_whole(text) for text in completions]
         short = not any(map(_has_words, wanted))
         if self.config.reward in ("exact", "levenshtein") and short:
             return {
-                "exact": percent(map(str.__eq__, given, wanted)),
-                "similarity": percent(map(Levenshtein.ratio, given, wanted)),
+                "exact": percent(map(str.__eq__, hypotheses, wanted)),
+                "similarity": percent(map(Levenshtein.ratio, hypotheses, wanted)),
             }
-        found = text_metrics(given, wanted)
+        measures = text_metrics(hypotheses, wanted)
         first = _HEADLINE.get(self.config.reward, "exact")
         if first == "bleu" and short:  # always 0 then
             first = "exact"
-        return {first: found.pop(first), **found}
+        return {first: measures.pop(first), **measures}
 
     def scores(
         self, examples: Sequence[Example], completions: Sequence[str]
@@ -264,8 +264,8 @@ class Custom(Rows):
         """Return what each example adds to BLEU and chrF, which are of a whole set."""
         if self.config.reward in NUMERIC:
             return {}
-        given = [_whole(text) for text in completions]
-        return text_scores(given, [example.answer for example in examples])
+        hypotheses = [_whole(text) for text in completions]
+        return text_scores(hypotheses, [example.answer for example in examples])
 
     # --- rows
 
@@ -320,14 +320,14 @@ def find_function(name: str) -> Callable[[str, str], float]:
     """Return a function of the user's, "module.function". Raises: ConfigError."""
     module, _, function = name.rpartition(".")
     try:
-        found: Any = getattr(importlib.import_module(module), function)
+        score: Any = getattr(importlib.import_module(module), function)
     except Exception as error:
         raise ConfigError(
             f"task.rewards names {name!r}, which cannot be imported: {type(error).__name__}:"
             f" {error}. Give MODULE.FUNCTION, with the module's folder on PYTHONPATH."
         ) from error
-    if callable(found):
-        return cast(Callable[[str, str], float], found)
+    if callable(score):
+        return cast(Callable[[str, str], float], score)
     raise ConfigError(f"task.rewards names {name!r}, which is no function.")
 
 

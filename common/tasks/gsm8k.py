@@ -58,13 +58,13 @@ class Gsm8k(Rows):
 
     def reward(self, example: Example, completion: str) -> float:
         """Return 1 if the final number is right, else 0."""
-        found = answer(completion)
-        if found is None:
+        said = answer(completion)
+        if said is None:
             return 0.0
-        value = number(found)
+        value = number(said)
         if value is not None and value == example.extra["value"]:
             return 1.0
-        return float(self.check == "math_verify" and same(example.answer, found))
+        return float(self.check == "math_verify" and same(example.answer, said))
 
     def answer(self, completion: str) -> str | None:
         """Return the final answer as written."""
@@ -110,10 +110,10 @@ def number(text: str) -> Fraction | None:
     """
     cleaned = text[:LONGEST].replace("\\$", "$").replace("$ ", "$")
     cleaned = cleaned.replace("\\!", "").replace("{,}", ",")
-    found = _NUMBER.search(_LATEX_FRACTION.sub(r"\1/\2", cleaned))
-    if found is None:
+    match = _NUMBER.search(_LATEX_FRACTION.sub(r"\1/\2", cleaned))
+    if match is None:
         return None
-    sign, inner, above, below = found.groups()
+    sign, inner, above, below = match.groups()
     value, divisor = decimal(above), Fraction(1) if below is None else decimal(below)
     if value is None or not divisor:
         return None
@@ -124,14 +124,14 @@ def _read(path: str, split: str) -> list[Example]:
     """Return the rows of one split. Raises: ConfigError with file and line."""
     folder = Path(path).expanduser()
     files = [folder / f"{split}.jsonl", folder / f"{split}.jsonl.gz"]
-    found = [file for file in files if file.is_file()]
-    if not found:
+    existing = [file for file in files if file.is_file()]
+    if not existing:
         raise ConfigError(
             f"task.path={path!r} holds no {files[0].name} or {files[1].name}; tried"
             f" {folder.absolute()}. Give a folder with the train and the test rows."
         )
     rows = []
-    for row in read_jsonl(str(found[0]), "task.path"):
+    for row in read_jsonl(str(existing[0]), "task.path"):
         question, text = row.text("question", "field").strip(), row.text("answer", "field")
         _, mark, last = text.rpartition(MARK)
         value = number(last)

@@ -15,11 +15,11 @@ from common.tasks.data import read_lines
 
 def build_others(nodes: dict[str, dict[str, Any]]) -> dict[str, Task]:
     """Make the tasks of evaluate.also, by name. Raises: ConfigError that names the key."""
-    found = {}
+    tasks = {}
     for name, node in nodes.items():
         with naming(name):
-            found[name] = _made(json.dumps(node))
-    return found
+            tasks[name] = _made(json.dumps(node))
+    return tasks
 
 
 @lru_cache(maxsize=8)

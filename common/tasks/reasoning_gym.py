@@ -106,10 +106,10 @@ class ReasoningGym(Weighted):
 
     def answer(self, completion: str) -> str | None:
         """Return the text between the last tags; without task.chat, else the whole completion."""
-        found = tagged(completion)
-        if found is None and not self.converses:
-            found = completion
-        return None if found is None else found.strip() or None
+        answer = tagged(completion)
+        if answer is None and not self.converses:
+            answer = completion
+        return None if answer is None else answer.strip() or None
 
     def path_key(self, completion: str) -> str:
         """Return the calculations on the way."""
@@ -127,11 +127,11 @@ class ReasoningGym(Weighted):
     # --- components: (examples, completions) -> scores in [0, 1]
 
     def _scores(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        made = _create(self.dataset, json.dumps(self.config), SEEDS["train"], self.problems)
+        dataset = _create(self.dataset, json.dumps(self.config), SEEDS["train"], self.problems)
         with warnings.catch_warnings():  # numpy's, of texts that are no matrix
             warnings.simplefilter("ignore")
             return [
-                _score(made, self.answer(text), example.extra["entry"])
+                _score(dataset, self.answer(text), example.extra["entry"])
                 for example, text in zip(examples, completions, strict=True)
             ]
 
@@ -143,12 +143,12 @@ class ReasoningGym(Weighted):
         seed = SEEDS[split]
         what = f"task.dataset={self.dataset}, task.config={self.config}: reasoning-gym"
         with wording(what, f", in question 0 to {count - 1}", "Change task.config."), _seeded(seed):
-            made = _create(self.dataset, json.dumps(self.config), seed, count)
+            dataset = _create(self.dataset, json.dumps(self.config), seed, count)
             for position in range(count):
-                entry = made[position]
+                entry = dataset[position]
                 answer = entry["answer"]
                 if position == 0 and answer is not None:
-                    made.score_answer(answer, entry)
+                    dataset.score_answer(answer, entry)
                 # An empty answer, or an integral that sympy could not solve, nobody can give.
                 if answer is None or (answer and _harmless(_source(entry), answer)):
                     yield Example(0, entry["question"], answer or "", {"entry": entry})
@@ -162,15 +162,15 @@ def _source(entry: dict[str, Any]) -> str:
     return entry["metadata"]["source_dataset"]
 
 
-def _score(made: Any, answer: str | None, entry: dict[str, Any]) -> float:
+def _score(dataset: Any, answer: str | None, entry: dict[str, Any]) -> float:
     """Return the data set's score of an answer, 0 where there is none or it cannot be scored."""
     if answer is None or not _harmless(_source(entry), answer):
         return 0.0
     try:
-        found = float(made.score_answer(answer, entry))
+        score = float(dataset.score_answer(answer, entry))
     except Exception:  # a reward never raises, whatever the package makes of the text
         return 0.0
-    return min(1.0, max(0.0, found)) if found == found else 0.0
+    return min(1.0, max(0.0, score)) if score == score else 0.0
 
 
 def _harmless(name: str, answer: str) -> bool:
@@ -239,7 +239,7 @@ def _check_parts(parts: Any, place: str) -> list[Any]:
     )
     if not isinstance(parts, list) or not parts:
         raise ConfigError(f"{key} is needed by the data set composite. {shape}")
-    found = []
+    parts_checked = []
     for position, part in enumerate(parts):
         names = set(part) if isinstance(part, dict) else set()
         odd = "name" not in names or not names <= {"name", "weight", "config"}
@@ -248,9 +248,9 @@ def _check_parts(parts: Any, place: str) -> list[Any]:
         weight = part.get("weight", 1)
         if not isinstance(weight, int | float) or not 0 < weight < float("inf"):
             raise ConfigError(f"{key}[{position}].weight={weight!r} is not a number above 0.")
-        own = _check(part["name"], part.get("config", {}), f"{key}[{position}]")
-        found.append(_package().composite.DatasetSpec(part["name"], weight, own))
-    return found
+        settings = _check(part["name"], part.get("config", {}), f"{key}[{position}]")
+        parts_checked.append(_package().composite.DatasetSpec(part["name"], weight, settings))
+    return parts_checked
 
 
 @lru_cache(maxsize=8)
@@ -258,8 +258,8 @@ def _create(dataset: str, config: str, seed: int, size: int) -> Any:
     """Return a data set of the package; config: in JSON. Some cannot be sent to other processes,
     so each process has its own.
     """
-    given = _check(dataset, json.loads(config))
-    return _package().create_dataset(dataset, seed=seed, size=size, **given)
+    settings = _check(dataset, json.loads(config))
+    return _package().create_dataset(dataset, seed=seed, size=size, **settings)
 
 
 @contextmanager

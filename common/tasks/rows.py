@@ -58,22 +58,22 @@ class Rows:
             random.Random(SPLIT_SEED).shuffle(train)
             test, train = train[:held_out], train[held_out:]
         tested = {key(example) for example in test}
-        kept = [example for example in train if key(example) not in tested]
-        self.dropped = len(train) - len(kept)
+        fresh = [example for example in train if key(example) not in tested]
+        self.dropped = len(train) - len(fresh)
         if self.dropped:
             log.info(
                 "%s: %d train rows are dropped: they also stand in the test rows",
                 self.name,
                 self.dropped,
             )
-        if len(kept) < self.least or not test:
+        if len(fresh) < self.least or not test:
             raise ConfigError(
-                f"{where} leaves {len(kept)} train and {len(test)} test rows;"
+                f"{where} leaves {len(fresh)} train and {len(test)} test rows;"
                 f" {self.dropped} train rows also stand in the test rows. Give more rows."
             )
         self._splits = {
-            split: [replace(example, id=position) for position, example in enumerate(found)]
-            for split, found in (("train", kept), ("test", test))
+            split: [replace(example, id=position) for position, example in enumerate(rows)]
+            for split, rows in (("train", fresh), ("test", test))
         }
 
     def examples(self, split: str) -> Sequence[Example]:
@@ -143,10 +143,10 @@ def weighted(found: dict[str, list[float]], weights: dict[str, float]) -> list[f
 
 def distinct(rows: Iterable[Example], key: Key) -> list[Example]:
     """Return the first row of each key."""
-    found: dict[Hashable, Example] = {}
+    first: dict[Hashable, Example] = {}
     for row in rows:
-        found.setdefault(key(row), row)
-    return list(found.values())
+        first.setdefault(key(row), row)
+    return list(first.values())
 
 
 def percent(values: Iterable[float]) -> float:
@@ -165,5 +165,5 @@ def converse(system: str, shots: Iterable[dict[str, str]], question: str) -> Mes
 
 def tell(example: Example) -> Example:
     """Return an example whose question tells the answer, for a model that is to find the way."""
-    told = f"{example.question} (The answer is {example.answer}.)"
-    return replace(example, question=told)
+    question = f"{example.question} (The answer is {example.answer}.)"
+    return replace(example, question=question)

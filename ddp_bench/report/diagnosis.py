@@ -148,9 +148,9 @@ def compare_point(point: Point, points: list[Point]) -> None:
         point.free = ideal / max(1e-12, point.number("step_p50") - waited)
     if point.phases and base.phases:
         point.causes = find_causes(point, base, points)
-    found = _advise_changes(point, base, points) if point.causes else []
-    found = _advise_fewer(point, base, points) + [item for item in found if item[0] >= 1.05]
-    point.advice = sorted(found, key=lambda item: -item[0])
+    advice = _advise_changes(point, base, points) if point.causes else []
+    advice = _advise_fewer(point, base, points) + [item for item in advice if item[0] >= 1.05]
+    point.advice = sorted(advice, key=lambda item: -item[0])
 
 
 def measure_losses(point: Point, base: Point) -> dict[str, float]:
@@ -210,8 +210,8 @@ def _advise_fewer(point: Point, base: Point, points: list[Point]) -> list[tuple[
     if (point.speedup or 0) < ENOUGH and speed(best) < ENOUGH * speed(base):
         gain = speed(base) / speed(point)
         # It stands even where it is a little slower: it costs a part.
-        given = "" if gain >= 1 else f": {point.ranks} give only {1 / gain:.2f}x"
-        return [(gain, f"use one {point.unit}{given} ({point.how})")]
+        evidence = "" if gain >= 1 else f": {point.ranks} give only {1 / gain:.2f}x"
+        return [(gain, f"use one {point.unit}{evidence} ({point.how})")]
     if speed(best) > 1.05 * speed(point):
         return [(speed(best) / speed(point), f"use {best.named} ({point.how})")]
     return []
@@ -225,7 +225,7 @@ def _advise_changes(point: Point, base: Point, points: list[Point]) -> list[tupl
     def gain_without(seconds: float) -> float:
         return step / max(step - seconds, 1e-12)
 
-    found: list[tuple[float, str]] = []
+    advice: list[tuple[float, str]] = []
     same = find_same_share(point, base, points)
     if point.mode == "strong" and (same or cause in ("launch-bound", "communication-bound")):
         # Each rank then computes as many rows as the one rank did, and sends as often.
@@ -236,13 +236,13 @@ def _advise_changes(point: Point, base: Point, points: list[Point]) -> list[tupl
             gain = same.number("rows_per_second") / point.number("rows_per_second")
             how = same.how
         text = f"algo.batch_size={point.ranks * point.batch_rows}: more rows a rank; raise"
-        found.append((gain, f"{text} algo.lr, check accuracy ({how})"))
+        advice.append((gain, f"{text} algo.lr, check accuracy ({how})"))
     if "loader-bound" in point.causes:
-        found.append((gain_without(data), "more algo.loader.workers (predicted, at best)"))
+        advice.append((gain_without(data), "more algo.loader.workers (predicted, at best)"))
     if "communication-bound" in point.causes and cause != "oversubscribed cores" and not point.hook:
         text = "algo.ddp.hook=fp16: half the bytes; check accuracy (predicted, at best)"
-        found.append((gain_without(communication / 2), text))
+        advice.append((gain_without(communication / 2), text))
     if cause == "launch-bound" and point.cores is None:
         text = "opt=[compile]: fewer launches (predicted, at best)"
-        found.append((gain_without(parts["compute"]), text))
-    return found
+        advice.append((gain_without(parts["compute"]), text))
+    return advice

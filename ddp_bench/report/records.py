@@ -122,10 +122,10 @@ def _summarise_run(
     epochs: list[list[dict[str, Any]]],
     warmup: int,
 ) -> Record:
-    kept = [event for epoch in epochs[warmup:] for event in epoch]
+    counted = [event for epoch in epochs[warmup:] for event in epoch]
     algo, task, batch = config["algo"], config["task"], config["algo"]["batch_size"]
-    whole = [event["seconds"] for event in kept if event["rows"] == batch]
-    whole = whole or [event["seconds"] for event in kept]
+    whole = [event["seconds"] for event in counted if event["rows"] == batch]
+    whole = whole or [event["seconds"] for event in counted]
     seconds = [math.fsum(event["seconds"] for event in epoch) for epoch in epochs]
     settings = {name: value for name, value in algo.items() if name not in NOT_A_GROUP}
     opt = {name: value for name, value in config["opt"].items() if name not in ("ddp", "profile")}
@@ -140,11 +140,11 @@ def _summarise_run(
         dtype=result["dtype"],
         step_p50=float(np.percentile(whole, 50)),
         step_p90=float(np.percentile(whole, 90)),
-        rows_per_second=sum(e["rows"] for e in kept) / sum(e["seconds"] for e in kept),
+        rows_per_second=sum(e["rows"] for e in counted) / sum(e["seconds"] for e in counted),
         phases={
-            name: statistics.fmean(event["phase_seconds"].get(name, 0.0) for event in kept)
+            name: statistics.fmean(event["phase_seconds"].get(name, 0.0) for event in counted)
             for name in PHASES
-            if any(name in event.get("phase_seconds", {}) for event in kept)
+            if any(name in event.get("phase_seconds", {}) for event in counted)
         },
         epoch_seconds=statistics.median(seconds[warmup:]),
         epochs=seconds,

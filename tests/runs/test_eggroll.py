@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 
 from common import checkpoint, plan, precision, profile
 from common.config import ConfigError
-from common.lm import LM
 from common.model.half import narrow
 from common.sampling.native import Sampler
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
+from eggroll import baselines
 from eggroll.instruments import idle_share
 from eggroll.noise import Noise
 from eggroll.weights import DiskTensors, Weights
@@ -895,16 +895,15 @@ def test_the_best_members_vote(tmp_path, monkeypatch):
     words = ("xa", "xb", "yc", "yd", "ye", "yf", *("-" + letter for letter in "ghijkl"))
     said = iter([[text] * 8 for text in words])
     run = compose([*RANDOPT, "algo.steps=1"])
-    generate = LM.generate
+    generate = baselines.generate
 
-    def answer(lm, requests, sampling=None):
-        made = generate(lm, requests, sampling)
-        if sampling is not None:  # the members of a pair, who vote
-            texts = [*next(said), *next(said)]
-            made.texts = lambda _: texts
-        return made
+    def answer(lm, requests, sampling):  # of the members of a pair, who vote
+        completions = generate(lm, requests, sampling)
+        texts = [*next(said), *next(said)]
+        completions.texts = lambda _: texts
+        return completions
 
-    monkeypatch.setattr(LM, "generate", answer)
+    monkeypatch.setattr(baselines, "generate", answer)
     train(run, tmp_path, Counting("smooth"))
     single, voted = [m for m in measured if len(m) > 1 and set(m) <= {*words}]
     assert len(set(voted)) == 1
