@@ -19,6 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from common.config import ConfigError, Run, choice, command, resolvers, store, typed
+from common.config.algorithm import AlgorithmConfig
 from common.config.also import resolve_also
 from common.config.checks import CONF
 from common.config.explain import HYDRA_ERRORS, check_groups, explain, open_dicts
@@ -30,8 +31,8 @@ from common.lock import held, reserved
 
 # The algorithms, a closed set: the dataclass of each one's settings, in a module without torch. The
 # train.py beside it has train(run, context, task) -> Result, unless the class names another
-# function in STARTS_RANKS. What else it may declare: common/config/command.py.
-ALGORITHMS: dict[str, type] = {
+# function in STARTS_RANKS. What else it may declare: common/config/algorithm.py.
+ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
     "eggroll": load("eggroll.config:EggrollConfig"),
     "grpo": load("grpo.config:GrpoConfig"),
     "rft": load("rft.config:RftConfig"),
@@ -89,8 +90,8 @@ def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
     one that run.task names.
     """
     if task is None:
-        task = build_early(run, *map(load, getattr(run.algo, "BUILDS_TASK", ())))
-    if starter := getattr(run.algo, "STARTS_RANKS", None):
+        task = build_early(run, *map(load, run.algo.BUILDS_TASK))
+    if starter := run.algo.STARTS_RANKS:
         folder = Path(out_dir).resolve()
         with held(folder / ".lock-own"):  # its ranks hold the folder in turn
             return load(starter)(run, folder, task)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from common.config import (
+    AlgorithmConfig,
     ConfigError,
     Count,
     Natural,
@@ -72,17 +73,15 @@ _OF_TRAINING = ("algo.epochs", "algo.patience", "resume", "checkpoint", "tracker
 
 
 @dataclass(kw_only=True)
-class ClassifyConfig:
+class ClassifyConfig(AlgorithmConfig):
     """Settings of classify; what each does stands beside its value in conf/algo/classify.yaml."""
 
-    # How the progress line writes the numbers of a step.
     PROGRESS: ClassVar[dict[str, str]] = {
         "epoch": "epoch {:.2f}",
         "loss": "loss {:.3f}",
         "samples_per_second": "{:.0f} rows/s",
         "validation": "validation accuracy {[accuracy]:.2f}",
     }
-    # Settings that a run that is resumed may change.
     RESUME_MAY_CHANGE: ClassVar = ("train_rows", "ddp", "loader.workers", "loader.prefetch")
     TASKS: ClassVar[tuple[str, str]] = ("class", "ddp_bench.tasks.")
     BUILDS_TASK: ClassVar[tuple[str, ...]] = ("ddp_bench.tasks:made",)
@@ -115,6 +114,7 @@ class ClassifyConfig:
     ddp: WrapperConfig
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.patience is not None and not self.validation_share:
             raise ConfigError(
                 f"algo.patience={self.patience} has no effect with algo.validation_share=0. Set a"
@@ -131,7 +131,7 @@ class ClassifyConfig:
 class ScalingConfig(ClassifyConfig):
     """Settings of scaling, which measures steps of classify with several numbers of ranks."""
 
-    STARTS_RANKS: ClassVar[str] = "ddp_bench.scaling:scale"
+    STARTS_RANKS: ClassVar[str | None] = "ddp_bench.scaling:scale"
     NO_EFFECT: ClassVar[dict[str, str]] = (
         ClassifyConfig.NO_EFFECT
         | {key: "it measures steps and keeps no model" for key in _OF_TRAINING}
@@ -166,7 +166,7 @@ class ScalingConfig(ClassifyConfig):
 class PredictConfig(ScalingConfig):
     """Settings of predict, which predicts what scaling would measure."""
 
-    STARTS_RANKS: ClassVar[str] = "ddp_bench.predict:predict"
+    STARTS_RANKS: ClassVar[str | None] = "ddp_bench.predict:predict"
 
     times: dict[int, Positive]
 

@@ -1,15 +1,16 @@
 """Names, types and checks of conf/algo/eggroll.yaml."""
 
-import operator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from common.config import (
+    AlgorithmConfig,
     ConfigError,
     Count,
     Nonnegative,
     OptimizerConfig,
     Positive,
+    Rule,
     Run,
     SamplingConfig,
     ScheduleConfig,
@@ -61,24 +62,37 @@ class StopAtConfig:
 
 
 @dataclass(kw_only=True)
-class EggrollConfig:
+class EggrollConfig(AlgorithmConfig):
     """Settings of EGGROLL; what each does stands beside its value in conf/algo/eggroll.yaml."""
 
-    # How the progress line writes the numbers of a step.
     PROGRESS: ClassVar = {
         "reward": "reward {:.3f}",
         "metric": "",
         "tokens_per_second": "{:,.0f} tokens/s",
         "drift": "drift {:.2f}",
     }
-    # Settings that a run that is resumed may change.
     RESUME_MAY_CHANGE: ClassVar = ("steps", "rollout_rows")
-    # Of model.quantize, what is trained itself (eggroll/weights.py).
     WHOLE_NUMBERS: ClassVar = ("int8",)
     PROBES: ClassVar = True
     NO_EFFECT_WITH_METHOD: ClassVar = {
         "randopt": {"algo.lr": "algo.method=randopt, which moves no weights"}
     }
+    RULES: ClassVar = (
+        Rule(
+            (
+                *("fitness", "noise_reuse", "weight_decay", "max_update", "sample_quantile"),
+                *("optimizer.name", "optimizer.kwargs", "stop_at.drift"),
+                *("lr_schedule.kind", "sigma_schedule.kind"),
+            ),
+            only=lambda algo: algo.method != "randopt",
+            why="with algo.method=randopt, which moves no weights. Leave it out.",
+        ),
+        Rule(
+            ("max_drift",),
+            only=lambda algo: algo.method != "randopt" or algo.max_drift is None,
+            why="with algo.method=randopt, which moves no weights. Leave it out.",
+        ),
+    )
 
     name: str
     method: Annotated[str, (choice, ("eggroll", "randopt"))]
@@ -121,15 +135,7 @@ class EggrollConfig:
                 "algo.fitness=prompt_zscore has no effect with algo.prompts_per_step=1: it is"
                 " zscore. Give a step more prompts, or use algo.fitness=zscore."
             )
-        if self.method == "randopt":
-            no = "with algo.method=randopt, which moves no weights"
-            idle = ["fitness", "noise_reuse", "weight_decay", "max_update", "sample_quantile"]
-            idle += ["optimizer.name", "optimizer.kwargs", "stop_at.drift"]
-            idle += ["lr_schedule.kind", "sigma_schedule.kind"]
-            idle += [] if self.max_drift is None else ["max_drift"]
-            for key in idle:
-                value = operator.attrgetter(key)(self)
-                no_effect("algo/eggroll.yaml", key, value, f"{no}. Leave it out.")
+        super().__post_init__()
         if self.max_update is not None and not self.plain_sgd:
             raise ConfigError(
                 f"algo.max_update={self.max_update:g} goes with plain SGD, whose step is lr times"

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from common.config import (
+    AlgorithmConfig,
     ConfigError,
     Count,
     Natural,
     Nonnegative,
     OptimizerConfig,
     Positive,
+    Rule,
     Run,
     SamplingConfig,
     ScheduleConfig,
@@ -19,7 +21,6 @@ from common.config import (
     at_least,
     below,
     choice,
-    no_effect,
     unused,
 )
 
@@ -77,19 +78,51 @@ class StopAtConfig:
         return None
 
 
+EXACT = "with algo.num_iterations=1: ratios are 1. Raise it, or leave this out."
+
+
 @dataclass(kw_only=True)
-class GrpoConfig:
+class GrpoConfig(AlgorithmConfig):
     """Settings of GRPO; what each does stands beside its value in conf/algo/grpo.yaml."""
 
-    # How the progress line writes the numbers of a step.
     PROGRESS: ClassVar = {
         "reward": "reward {:.3f}",
         "metric": "",
         "tokens_per_second": "{:,.0f} tokens/s",
         "dead_groups": "{:.0%} dead groups",
     }
-    # Settings that a run that is resumed may change.
     RESUME_MAY_CHANGE: ClassVar = ("steps", "rollout_rows", "train_rows")
+    # Of several that hold, the first is the one that is more to the point.
+    RULES: ClassVar = (
+        Rule(
+            ("epsilon_low", "epsilon_high"),
+            only=lambda algo: algo.loss != "cispo",
+            why="with algo.loss=cispo, whose bound is algo.cispo_max. Leave it out.",
+        ),
+        Rule(
+            ("cispo_max",),
+            only=lambda algo: algo.loss == "cispo",
+            why="with algo.loss={algo.loss}. Leave it out.",
+        ),
+        Rule(
+            ("kl.estimator", "kl.where"),
+            only=lambda algo: algo.kl.beta,
+            why="with algo.kl.beta=0. Set algo.kl.beta, for example 0.001, or leave it out.",
+        ),
+        Rule(("epsilon_low", "epsilon_high"), only=lambda algo: algo.num_iterations > 1, why=EXACT),
+        Rule(
+            ("cispo_max",),
+            only=lambda algo: algo.num_iterations > 1 or algo.cispo_max < 1,
+            why=EXACT,
+        ),
+        Rule(
+            ("kl.clamp",),
+            only=lambda algo: (
+                algo.num_iterations > 1 or (algo.kl.beta and algo.kl.estimator == "k3")
+            ),
+            why="without algo.kl.beta and algo.kl.estimator=k3. Leave it out.",
+        ),
+    )
 
     name: str
     steps: Count | None
@@ -138,7 +171,7 @@ class GrpoConfig:
                         f"algo.{key}={value:g} has no effect with algo.num_iterations=1: the ratio"
                         " to the policy that sampled is 1. Set it to null, or raise num_iterations."
                     )
-        self._check_unused()
+        super().__post_init__()
         if self.sampling.temperature == 0:
             raise ConfigError(
                 "algo.sampling.temperature=0 makes all samples of a prompt equal. Use 1.0."
@@ -149,28 +182,6 @@ class GrpoConfig:
                 f"algo.overlong_buffer={self.overlong_buffer} must be below "
                 f"algo.sampling.max_new_tokens={self.sampling.max_new_tokens}."
             )
-
-    def _check_unused(self) -> None:
-        """Raise ConfigError for settings of another loss, of no pull, or of ratios of 1."""
-        leave = "Leave it out."
-        idle: dict[str, str] = {}
-        if self.num_iterations == 1:  # first, so that what is more to the point stands in its place
-            exact = "with algo.num_iterations=1: ratios are 1. Raise it, or leave this out."
-            idle = dict.fromkeys(("epsilon_low", "epsilon_high"), exact)
-            if self.cispo_max >= 1:
-                idle["cispo_max"] = exact
-            if not self.kl.beta or self.kl.estimator != "k3":
-                idle["kl.clamp"] = f"without algo.kl.beta and algo.kl.estimator=k3. {leave}"
-        if self.loss == "cispo":
-            other = f"with algo.loss=cispo, whose bound is algo.cispo_max. {leave}"
-            idle |= dict.fromkeys(("epsilon_low", "epsilon_high"), other)
-        else:
-            idle["cispo_max"] = f"with algo.loss={self.loss}. {leave}"
-        if not self.kl.beta:
-            off = "with algo.kl.beta=0. Set algo.kl.beta, for example 0.001, or leave it out."
-            idle |= {"kl.estimator": off, "kl.where": off}
-        for key, why in idle.items():
-            no_effect("algo/grpo.yaml", key, operator.attrgetter(key)(self), why)
 
     def check_run(self, run: Run) -> None:
         """Raise ConfigError for settings outside `algo` that have no effect with these."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from common.config import (
+    AlgorithmConfig,
     ConfigError,
     Count,
     Natural,
@@ -50,10 +51,9 @@ class SelectConfig:
 
 
 @dataclass(kw_only=True)
-class RftConfig:
+class RftConfig(AlgorithmConfig):
     """Settings of RFT; what each does stands beside its value in conf/algo/rft.yaml."""
 
-    PROGRESS: ClassVar[dict[str, str]] = {}  # each stage has a line of its own
     RESUME_MAY_CHANGE: ClassVar = ("rollout_rows", "train_rows")
 
     name: str
@@ -82,6 +82,7 @@ class RftConfig:
     patience: Count
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.sampling.temperature == 0:
             raise ConfigError(
                 "algo.sampling.temperature=0 makes all samples of a prompt equal. Use 0.7."

@@ -2,6 +2,7 @@
 here, so that `--help` stays fast.
 """
 
+from common.config.algorithm import AlgorithmConfig, Rule
 from common.config.checks import (
     AUTO,
     ConfigError,

@@ -1,13 +1,5 @@
 """Check what the command line gives, before Hydra reads it and beside what Hydra makes of it, and
 keep the run folder clean after a mistake. No torch in here.
-
-A settings class of an algorithm may declare, each as a ClassVar:
-
-    NO_EFFECT = {"model": "the sizes are algo.model.*"}  # settings that mean nothing to it, and why
-    NO_EFFECT_WITH_TASK = {"my_tasks.Mine": {"algo.tokenizer": "task=mine, which has no texts"}}
-    NO_EFFECT_WITH_METHOD = {"vote": {"algo.lr": "algo.method=vote, which moves no weights"}}
-    TASKS = ("class", "my_package.tasks.")  # the kind of its tasks, and this project's package
-    BUILDS_TASK = ("my_package.tasks:made",)  # what makes one, in a module without torch
 """
 
 import itertools
@@ -19,13 +11,12 @@ from typing import Any
 
 from omegaconf import BooleanNode, OmegaConf, ValidationError
 
+from common.config.algorithm import REWARD_TASKS, AlgorithmConfig
 from common.config.checks import CONF, ConfigError
 from common.config.convert import no_secrets
 from common.config.schema import Run
 
 _PATHS = ("--config-path", "-cp")
-REWARD_TASKS = ("reward", "common.tasks.")  # the TASKS of an algorithm that declares none
-
 
 # --- arguments
 
@@ -99,13 +90,15 @@ def _values(arguments: Sequence[str], *keys: str) -> list[str]:
 # --- settings without effect
 
 
-def check_effect(name: str, algorithm: type, overrides: Sequence[str]) -> None:
+def check_effect(name: str, algorithm: type[AlgorithmConfig], overrides: Sequence[str]) -> None:
     """Raise ConfigError for an override that the algorithm declares to mean nothing to it."""
-    for override, reason in _find_given(getattr(algorithm, "NO_EFFECT", {}), overrides):
+    for override, reason in _find_given(algorithm.NO_EFFECT, overrides):
         raise ConfigError(f"{override} has no effect with algo={name}: {reason}. Leave it out.")
 
 
-def check_run(run: Run, algorithms: Mapping[str, type], overrides: Sequence[str]) -> None:
+def check_run(
+    run: Run, algorithms: Mapping[str, type[AlgorithmConfig]], overrides: Sequence[str]
+) -> None:
     """Raise ConfigError for a task of another algorithm's kind, and overrides without effect."""
     plain = [override.lstrip("+") for override in overrides]
     slurm = next((text for text in plain if text.startswith("slurm.")), None)
@@ -120,8 +113,8 @@ def check_run(run: Run, algorithms: Mapping[str, type], overrides: Sequence[str]
             f"{below} has no effect with model={run.model.name}. Leave it out, or use model=tiny."
         )
     target = run.task["_target_"]
-    wanted, _ = getattr(type(run.algo), "TASKS", REWARD_TASKS)
-    kinds = {getattr(one, "TASKS", REWARD_TASKS) for one in algorithms.values()}
+    wanted, _ = run.algo.TASKS
+    kinds = {one.TASKS for one in algorithms.values()}
 
     def kind_of(target: str) -> str | None:
         return next((kind for kind, package in kinds if target.startswith(package)), None)
@@ -138,7 +131,7 @@ def check_run(run: Run, algorithms: Mapping[str, type], overrides: Sequence[str]
     check_kind(target, wanted, f"algo={run.algo.name}", "task")
     for name, node in run.evaluate.also.items():
         check_kind(node["_target_"], REWARD_TASKS[0], f"evaluate.also={name}", "evaluate.also")
-    idle = getattr(type(run.algo), "NO_EFFECT_WITH_TASK", {}).get(target, {})
+    idle = run.algo.NO_EFFECT_WITH_TASK.get(target, {})
     idle = idle | find_idle(run.algo)
     for text, reason in _find_given(idle, overrides):
         raise ConfigError(f"{text} has no effect with {reason}. Leave it out.")
@@ -146,8 +139,7 @@ def check_run(run: Run, algorithms: Mapping[str, type], overrides: Sequence[str]
 
 def find_idle(algo: Any) -> dict[str, str]:
     """Return the settings that mean nothing to the method of an algorithm, each with the reason."""
-    with_method = getattr(type(algo), "NO_EFFECT_WITH_METHOD", {})
-    return with_method.get(getattr(algo, "method", None), {})
+    return algo.NO_EFFECT_WITH_METHOD.get(getattr(algo, "method", None), {})
 
 
 def _find_given(reasons: Mapping[str, str], overrides: Sequence[str]) -> Iterator[tuple[str, str]]:

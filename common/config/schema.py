@@ -460,7 +460,7 @@ class Run:
     task: dict[str, Any]
 
     def __post_init__(self) -> None:
-        if self.probe and not getattr(self.algo, "PROBES", False):
+        if self.probe and not self.algo.PROBES:
             raise ConfigError(
                 f"probe=true has no effect with algo={self.algo.name}, which has no noise on its"
                 " weights. Leave it out."
@@ -486,7 +486,7 @@ class Run:
             no_effect("config.yaml", "scoring.timeout_seconds", self.scoring.timeout_seconds, alone)
             if self.scoring.workers != self.hardware.scoring_workers:
                 raise ConfigError(f"scoring.workers={self.scoring.workers} has no effect {alone}")
-        trained = getattr(self.algo, "WHOLE_NUMBERS", ())
+        trained = self.algo.WHOLE_NUMBERS
         if self.model.quantize not in (None, *trained) and self.model.adapter is None:
             also = f" Or use model.quantize={trained[0]}, which is moved itself." if trained else ""
             raise ConfigError(

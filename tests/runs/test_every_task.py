@@ -5,6 +5,7 @@ import json
 import pytest
 
 from common.config import ConfigError
+from common.config.algorithm import REWARD_TASKS
 from launch import ALGORITHMS, compose, train
 from tests.support import ROOT, SMALL
 
@@ -76,7 +77,7 @@ EVERY = [
             [pytest.mark.slow] if algo == "rft" and task in ("units", "countdown", "chess") else []
         ),
     )
-    for algo in sorted(name for name in ALGORITHMS if not hasattr(ALGORITHMS[name], "TASKS"))
+    for algo in sorted(name for name in ALGORITHMS if ALGORITHMS[name].TASKS == REWARD_TASKS)
     for task in TASKS
 ]
 

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.config import Count, Positive, Run, SamplingConfig
+from common.config import AlgorithmConfig, Count, Positive, SamplingConfig
 
 
 @dataclass(kw_only=True)
-class ToyConfig:
+class ToyConfig(AlgorithmConfig):
     """Settings of the toy."""
 
     PROGRESS: ClassVar = {"reward": "reward {:.3f}", "metric": ""}
@@ -19,6 +19,3 @@ class ToyConfig:
     rollout_rows: Count | None
     sigma: Positive
     sampling: SamplingConfig
-
-    def check_run(self, run: Run) -> None:
-        """Accept every run."""
