@@ -130,7 +130,8 @@ def cached(
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            say(f"{folder} is being built by another process; waiting for it.")
+            if not folder.exists():  # else another process looks whether it is whole
+                say(f"{folder} is being built by another process; waiting for it.")
             lock.acquire()
     except OSError as error:
         raise ConfigError(
