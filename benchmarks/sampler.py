@@ -15,7 +15,7 @@ would take at the device's measured copy bandwidth, over those that the equal le
 
 import argparse
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -121,9 +121,11 @@ class Work:
     def spread_paged(self) -> list[int]:
         """Call transformers' continuous batching, with a cache for as many rows as slots."""
         page, sizes = 32, self.sizes
+        named = {field.name for field in fields(ContinuousBatchingConfig)}
+        size = "page_size" if "page_size" in named else "block_size"  # transformers 5.17
         pages = -(-(sizes.prompt_tokens + sizes.longest) // page)
         settings: Any = ContinuousBatchingConfig(
-            page_size=page,
+            **{size: page},
             num_blocks=pages * sizes.rows,
             max_batch_tokens=max(1024, sizes.rows),
             max_requests_per_batch=sizes.rows,

@@ -170,8 +170,6 @@ def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
             f"opt=compile is not for hardware={config.name}: its compiler needs compute capability"
             " 8.0. Leave it out."
         )
-    if not config.p2p and not found.planned:
-        os.environ.setdefault("NCCL_P2P_DISABLE", "1")
 
 
 def available_gb(device: Device) -> float:
@@ -182,8 +180,12 @@ def available_gb(device: Device) -> float:
     return (free + torch.cuda.memory_reserved(device.device)) / 2**30
 
 
-def set_environment(opt: OptConfig) -> None:
-    """Set what CUDA and cuBLAS read when they start, unless the user has."""
+def set_environment(opt: OptConfig, config: HardwareConfig) -> None:
+    """Set what CUDA, cuBLAS and NCCL read when they start, unless the user has. It must come before
+    the process group: NCCL connects as that is made.
+    """
+    if not config.p2p:
+        os.environ.setdefault("NCCL_P2P_DISABLE", "1")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         # A cache that is given back leaves pieces of any size, which others can grow into.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

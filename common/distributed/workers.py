@@ -83,7 +83,7 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
             f"opt.{switch}.backend=nccl needs CUDA devices. Use opt.{switch}.backend=auto or gloo."
         )
     hardware.check_visible(run.hardware)
-    hardware.set_environment(run.opt)
+    hardware.set_environment(run.opt, run.hardware)
     job = _Job(entry, copy.deepcopy(run), out_dir, task)  # what is found out stays in it
     if slurm.ranked():
         _check_started(run)

@@ -10,6 +10,7 @@ import torch
 
 from common import hardware, precision
 from common.config import ConfigError
+from common.distributed import workers
 from common.hardware import Device, check, find
 from common.rows import RowLimit
 from launch import compose, train
@@ -123,18 +124,17 @@ def test_a_torch_without_kernels_for_the_device(pretend):
     check(run.hardware, run.opt, find(run.hardware))
 
 
-def test_peer_to_peer_is_off_on_a_4090(pretend, monkeypatch):
-    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
-    pretend("NVIDIA H100 80GB HBM3", 80, (9, 0))
-    h100 = preset("h100")
-    check(h100.hardware, h100.opt, find(h100.hardware))
-    assert "NCCL_P2P_DISABLE" not in os.environ
+@pytest.mark.parametrize(("name", "wanted"), [("h100", None), ("rtx4090", "1")])
+def test_peer_to_peer_is_off_on_a_4090_before_ranks_connect(name, wanted, monkeypatch, tmp_path):
+    """NCCL reads it as the process group is made."""
     monkeypatch.setenv("NCCL_P2P_DISABLE", "")  # so that it is restored after the test
     monkeypatch.delenv("NCCL_P2P_DISABLE")
-    pretend("NVIDIA GeForce RTX 4090", 24, (8, 9))
-    run = preset("rtx4090")
-    check(run.hardware, run.opt, find(run.hardware))
-    assert os.environ["NCCL_P2P_DISABLE"] == "1"
+    seen = []
+    monkeypatch.setattr(
+        workers, "_work", lambda job, context: seen.append(os.environ.get("NCCL_P2P_DISABLE"))
+    )
+    workers.launch("some:entry", preset(name), tmp_path)
+    assert seen == [wanted]
 
 
 # --- precision

@@ -193,7 +193,7 @@ class Vllm:
         if self.adapter is not None:
             own = {n: t for n, t in held.items() if n not in self.adapter}
             held = {name.replace(".base_layer.", "."): tensor for name, tensor in own.items()}
-        return {name: tensor.detach().to("cpu", self.dtype) for name, tensor in held.items()}
+        return {name: tensor.detach().to(self.dtype).cpu() for name, tensor in held.items()}
 
     @property
     def _held_bytes(self) -> float:

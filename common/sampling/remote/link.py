@@ -6,7 +6,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -79,12 +79,10 @@ class Link:
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
         threads = str(torch.get_num_threads())
-        env = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+        env = leave_out_ours(os.environ) | {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if self.device.type == "cuda" and self.ranks > 1:
             env["CUDA_VISIBLE_DEVICES"] = _visible(self.device)
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-            env.pop(name, None)  # of this run's ranks, not of vLLM's
         fd, folder = str(theirs.fileno()), str(self.folder)
         command = [str(Path(self.python or "").expanduser()), server.__file__, fd, folder]
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -263,3 +261,18 @@ def _visible(device: torch.device) -> str:
     """Return the name of a CUDA device for a process that is to see no other."""
     index, seen = device.index or 0, os.environ.get("CUDA_VISIBLE_DEVICES")
     return seen.split(",")[index] if seen else str(index)
+
+
+def leave_out_ours(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without what is of this run's ranks and of its allocator.
+
+    vLLM makes a group of its own: with torchrun's variables it would wait for a store that nobody
+    serves. And its sleep mode switches expandable segments off only where it knows of them.
+    """
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTORCH_ALLOC_CONF")
+    prefixes = ("TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_")
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in names and not name.startswith(prefixes)
+    }
