@@ -285,6 +285,7 @@ def test_links_lead_somewhere(page: Path):
             }, target
 
 
+@pytest.mark.thorough
 def test_the_notebook_runs(cache, tmp_path):
     """Its cells, in order, with a shorter run, where there is no Jupyter."""
     pytest.importorskip("pandas")

@@ -368,6 +368,7 @@ RUN_MISTAKES = {
 }
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("arguments", RUN_MISTAKES)
 def test_mistakes_that_a_run_finds(arguments, tmp_path):
     with pytest.raises(ConfigError, match=RUN_MISTAKES[arguments]):
