@@ -14,7 +14,7 @@ from eggroll.config import NoiseConfig
 from eggroll.fitness import fitness, over_samples
 from eggroll.instruments import idle_share
 from eggroll.noise import Noise
-from tests.support.models import ARCHITECTURES, prompts_that_open_alike, small_model
+from tests.support.models import ARCHITECTURES, EACH, prompts_that_open_alike, small_model
 
 GREEDY = SamplingConfig(max_new_tokens=12, temperature=0.0, top_p=1.0, top_k=0)
 
@@ -100,7 +100,7 @@ def test_population_forward_equals_materialised_weights(name, which, rank, mirro
         assert torch.equal(after, small_model(name)(input_ids=ids).logits)  # nothing is left behind
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", EACH)
 def test_population_samples_what_each_member_would(name):
     """Prompts of several lengths, more of them than slots; every member's completions are its own
     model's.
@@ -153,7 +153,7 @@ def test_a_prefill_in_pieces_samples_the_same(which, mirrored, monkeypatch):
         assert max(forwards) <= max(tokens, 2 * 9)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("rows", [8, 100])
 def test_members_share_the_blocks_below_the_noise(name, rows, monkeypatch):
     """A prompt goes once through the blocks that no member perturbs, whatever the pieces; every
@@ -191,7 +191,7 @@ def test_members_share_the_blocks_below_the_noise(name, rows, monkeypatch):
         assert len({tuple(row) for row in made.tokens.tolist()}) > 3, "members differ"
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("shared", [{}, {"lower": "frozen"}])
 @pytest.mark.parametrize("rows", [8, 100])
 def test_members_prefill_what_prompts_begin_with_once(name, shared, rows, monkeypatch):

@@ -41,7 +41,7 @@ def test_models_have_the_parameters_that_are_published(name, millions):
     assert Model(name).parameters / 1e6 == pytest.approx(millions, abs=0.1)
 
 
-@pytest.mark.parametrize("algorithm", ["eggroll", "grpo"])
+@pytest.mark.parametrize("algorithm", [pytest.param("eggroll", marks=pytest.mark.thorough), "grpo"])
 def test_ranks_send_what_is_predicted(launch, tmp_path, algorithm):
     settings = SMALL if algorithm == "eggroll" else ["task=translate", *GRPO]
     out = tmp_path / "out"

@@ -15,7 +15,7 @@ from common.config import ConfigError
 from common.tasks import build
 from common.tasks.data import Row
 from common.tasks.scoring import score_parts
-from launch import compose, train
+from launch import compose
 from tests.support import ROOT, SMALL
 
 ROWS = [
@@ -379,47 +379,6 @@ def test_mistakes_are_worded(data, monkeypatch, overrides, text):
 
 
 # --- runs
-
-
-@pytest.mark.parametrize("algo", ["grpo", "rft"])
-def test_a_run_on_the_example_rows(algo, in_cache, tmp_path):
-    """The rows of examples/own_data: a base that has been taught a little solves some prompts."""
-    own = [
-        f"task.path={ROOT}/examples/own_data/numbers.csv",
-        "task.prompt_field=words",
-        "task.answer_field=number",
-    ]
-    tiny = [s for s in SMALL if s.startswith("model.tiny") and "pretrain_steps" not in s]
-    sizes = {
-        "grpo": ["algo.steps=2", "algo.prompts_per_step=2", "algo.samples_per_prompt=4"],
-        "rft": [
-            "algo.prompts=8",
-            "algo.validation_prompts=2",
-            "algo.samples_per_prompt=8",
-            "algo.iterations=1",
-        ],
-    }
-    more = (
-        ["algo.epochs=1", "algo.select.accept=0.1", "evaluate.samples=2"] if algo == "rft" else []
-    )
-    run = compose(
-        [
-            f"algo={algo}",
-            "task=custom",
-            *own,
-            "task.reward=levenshtein",
-            *tiny,
-            "model.tiny.pretrain_steps=60",
-            *sizes[algo],
-            *more,
-            "algo.sampling.max_new_tokens=8",
-            "hardware=cpu",
-            "evaluate.examples=8",
-        ]
-    )
-    result = train(run, tmp_path / "run")
-    assert (result.task, result.metric) == ("custom", "exact")
-    assert result.reward_evaluations > 0
 
 
 def test_the_example_folder_works_from_elsewhere(launch, tmp_path):

@@ -348,6 +348,7 @@ class Vowels:
         return {"vowels": 100 * sum(map(self.reward, examples, completions)) / len(examples)}
 
 
+@pytest.mark.thorough
 def test_from_python_with_an_object_as_the_task(in_cache, tmp_path):
     run = compose([*FAST, "seed=5"])
     assert (run.seed, run.algo.members) == (5, 8)
@@ -455,6 +456,7 @@ def test_the_wheel_works_from_another_folder(tmp_path):
     assert call(str(target / "bin" / "clutch"), "--cfg", "job", "hardware=h100") == expected
 
 
+@pytest.mark.thorough
 def test_a_reader_that_leaves_does_not_disturb_the_run(cache, tmp_path):
     """As of python launch.py ... | head -1."""
     call = [

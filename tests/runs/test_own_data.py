@@ -89,6 +89,7 @@ def test_the_printed_example_of_an_own_task_runs_and_learns(launch, tmp_path):
     assert "it has learnt: held-out exact " in done.stdout, done.stdout
 
 
+@pytest.mark.thorough
 def test_a_run_that_cannot_learn_says_why(in_cache, tmp_path, capsys):
     """Random weights and a reward that only right answers earn: no sample is ever right."""
     own = [*settings(tmp_path, sums), "task.partial=0", "model.tiny.pretrain_steps=0"]

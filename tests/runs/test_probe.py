@@ -77,6 +77,7 @@ def test_lr_makes_all_steps_a_walk_of_some_sigma():
 # The square of the difference of a pair that answers 2 prompts: of rewards in [0, 1], of variance
 # 1 / 12 each; of the same over their deviation; and of +1 and -1, where the pair is not as often
 # right, if an answer is right in one case of ten.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("shaping", "square"),
     [
@@ -119,6 +120,7 @@ def test_steps_that_a_budget_leaves():
     assert count("algo.steps=null", "budget.tokens=500") == 1
 
 
+@pytest.mark.thorough
 def test_a_step_of_the_run_takes_the_tokens_of_the_sigma_that_is_chosen(tmp_path, monkeypatch):
     """And not those of members that break, and write on and on."""
     try_out = Population.try_out
@@ -138,6 +140,7 @@ def test_a_step_of_the_run_takes_the_tokens_of_the_sigma_that_is_chosen(tmp_path
     assert f"for {round((1_000_000 - found.tokens) / 100)} steps" in found.why
 
 
+@pytest.mark.thorough
 def test_the_model_without_noise_answers_once(tmp_path, monkeypatch):
     """At each sigma it would answer the same; what it takes counts."""
     asked, ask = [], Population.ask_centre
@@ -163,6 +166,7 @@ def test_a_probe_trains_nothing(launch, tmp_path):
     assert [r["sigma"] for r in found["rows"]] == sorted(r["sigma"] for r in found["rows"])
 
 
+@pytest.mark.thorough
 def test_a_sweep_of_probes_ends_with_a_table(launch, tmp_path):
     given = ("--config-dir", CONF, f"hydra.sweep.dir={tmp_path}", *MOVING, "task=letters")
     said = launch("-m", *given, "task.scoring=smooth", "probe=true", "seed=1,2")
@@ -182,6 +186,7 @@ def test_a_sweep_of_probes_ends_with_a_table(launch, tmp_path):
     assert "no result" not in said.stdout
 
 
+@pytest.mark.thorough
 def test_where_nothing_is_right_the_table_is_shown_all_the_same(tmp_path, monkeypatch):
     run = compose([*MOVING, "probe=true"])
     closed, close = [], LM.close

@@ -83,18 +83,22 @@ GROUPS = [*FSDP, "opt.fsdp.ranks_per_group=1"]
 LARGER = [*SMALL_GRPO, *FSDP, "algo.steps=1", "task=letters", "task.scoring=smooth"]
 LARGER += ["model.tiny.hidden_size=256", "model.tiny.layers=6", "model.tiny.intermediate_size=512"]
 
-# Folder -> settings, of two ranks.
+# Folder -> settings, of two ranks: for make test, what make test-all has beside it, and the same in
+# other combinations.
 PAIR = {
     "grpo/gathered": [*GRPO, *UNEVEN, *FSDP],
-    "grpo/checkpointing": [*GRPO, *UNEVEN, *CHECKPOINTING],
     "grpo/two first": [*GRPO, *UNEVEN, *FSDP, "algo.steps=2"],
     "grpo/one first": [*GRPO, *UNEVEN, *FSDP, "resume=auto"],
     "classify/one group": [*CLASSIFY, *FSDP],
-    "rft/gathered": [*RFT, *FSDP],
-    **{f"eggroll/{name}/one group": [*more, *FSDP] for name, more in EGGROLL.items()},
-    **{f"eggroll/{name}/two groups": [*more, *GROUPS] for name, more in EGGROLL.items()},
+    "eggroll/default/one group": [*EGGROLL["default"], *FSDP],
 }
-LONG = {  # the same in other combinations
+MORE = {
+    "grpo/checkpointing": [*GRPO, *UNEVEN, *CHECKPOINTING],
+    "rft/gathered": [*RFT, *FSDP],
+    "eggroll/of all kinds/one group": [*EGGROLL["of all kinds"], *FSDP],
+    "eggroll/of all kinds/two groups": [*EGGROLL["of all kinds"], *GROUPS],
+}
+LONG = {
     "grpo/ddp": [*GRPO, *UNEVEN],
     "grpo/plain first": [*GRPO, *UNEVEN, *FSDP, "resume=auto"],
     "classify/groups": [*CLASSIFY, *GROUPS],
@@ -152,7 +156,7 @@ def count(out: Path, port: int) -> int:
     with pytest.MonkeyPatch.context() as patch, Counted() as seen:
         patch.setattr(Collector, "collect", collecting)
         patch.setattr(Policy, "step", stepping)
-        start(out, "counted", LARGER)
+        start(out, f"counted {port}", LARGER)
     return peaks[0]
 
 
@@ -218,9 +222,7 @@ def alone(tmp_path_factory, cache) -> Path:
     start(out, "grpo/one", [*GRPO, *UNEVEN])
     start(out, "grpo/one first", [*GRPO, *UNEVEN, *FSDP, "opt.fsdp.ranks=1", "algo.steps=2"])
     start(out, "classify/one", CLASSIFY)
-    start(out, "rft/one", RFT)
-    for name, more in EGGROLL.items():
-        start(out, f"eggroll/{name}/one", more)
+    start(out, "eggroll/default/one", EGGROLL["default"])
     return out
 
 
@@ -232,8 +234,17 @@ def runs(alone, warm) -> Path:
 
 
 @pytest.fixture(scope="module")
-def longer(alone, warm) -> Path:
+def more_runs(alone, warm) -> Path:
+    start(alone, "rft/one", RFT)
+    start(alone, "eggroll/of all kinds/one", EGGROLL["of all kinds"])
+    warm.call(on_two_ranks, alone, MORE)
+    return alone
+
+
+@pytest.fixture(scope="module")
+def longer(more_runs, warm) -> Path:
     """In all combinations."""
+    alone = more_runs
     start(alone, "grpo/plain first", [*GRPO, *UNEVEN, "algo.steps=2"])
     warm.call(on_two_ranks, alone, LONG)
     return alone
@@ -295,24 +306,33 @@ def eggroll_is_that_of_one_rank(folder: Path, how: str) -> None:
     assert events(one)[-1]["drift"] > 0.1, "the weights must have moved, or equality says nothing"
 
 
-@pytest.mark.parametrize("how", ["gathered", "checkpointing"])
-def test_grpo_ends_where_one_rank_does(runs, how):
-    grpo_is_that_of_one_rank(runs, how)
+def test_grpo_ends_where_one_rank_does(runs):
+    grpo_is_that_of_one_rank(runs, "gathered")
 
 
-def test_rft_ends_where_one_rank_does(runs):
-    rft_is_that_of_one_rank(runs, "gathered")
+@pytest.mark.thorough
+def test_grpo_with_checkpointing_ends_where_one_rank_does(more_runs):
+    grpo_is_that_of_one_rank(more_runs, "checkpointing")
+
+
+@pytest.mark.thorough
+def test_rft_ends_where_one_rank_does(more_runs):
+    rft_is_that_of_one_rank(more_runs, "gathered")
 
 
 def test_classify_ends_where_one_rank_does(runs):
     classify_is_that_of_one_rank(runs, "one group")
 
 
+def test_eggroll_ends_where_one_rank_does(runs):
+    eggroll_is_that_of_one_rank(runs / "eggroll/default", "one group")
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["one group", "two groups"])
-@pytest.mark.parametrize("noise", EGGROLL)
-def test_eggroll_ends_where_one_rank_does(runs, noise, how):
+def test_noise_of_all_kinds_ends_where_one_rank_does(more_runs, how):
     """The groups of ranks make no difference, nor does who holds which rows."""
-    eggroll_is_that_of_one_rank(runs / "eggroll" / noise, how)
+    eggroll_is_that_of_one_rank(more_runs / "eggroll/of all kinds", how)
 
 
 @pytest.mark.slow
@@ -389,6 +409,7 @@ def test_one_rank_says_that_nothing_is_shared_out(in_cache, tmp_path, switches, 
     assert all(text in line for text, line in zip(said, found, strict=True))
 
 
+@pytest.mark.thorough
 def test_what_rounding_leaves_of_an_update_is_told_of_gathered_weights(
     in_cache, tmp_path, monkeypatch
 ):

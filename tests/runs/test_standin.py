@@ -187,7 +187,7 @@ def decode(name, rows):
     return seen.waits, seen.to_device
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.thorough), "qwen2"])
 def test_decoding_asks_the_host_for_little(name, standin):
     """At most 5 waits for 8 tokens, and nothing but the prompts goes to the device."""
     waits, _ = standin.call(decode, name, 64)
@@ -402,7 +402,7 @@ def planted(algo, arguments, folder, places):
     return found
 
 
-@pytest.mark.parametrize("algo", ["eggroll", "grpo"])
+@pytest.mark.parametrize("algo", [pytest.param("eggroll", marks=pytest.mark.thorough), "grpo"])
 def test_memory_that_runs_out_at_25_places_is_survived_or_told(algo, standin, cache, tmp_path):
     """In a recording too. A run goes on with half the rows, or ends with one clear error; what it
     held is given back.
@@ -649,8 +649,8 @@ def measure_peak(shape, folder, arguments, kind=Long):
     [
         ("grpo", "amp"),
         pytest.param("grpo", "amp,checkpointing", marks=pytest.mark.slow),
-        ("eggroll", "amp"),
-        ("rft", "amp"),
+        pytest.param("eggroll", "amp", marks=pytest.mark.thorough),
+        pytest.param("rft", "amp", marks=pytest.mark.thorough),
         pytest.param("rft", "amp,checkpointing", marks=pytest.mark.slow),
     ],
 )
