@@ -61,7 +61,13 @@ VALUES = (
         "{a: 1}",
     ),
 )
-REPEATED = ("chess", "gsm8k", "ag_news", "trajectories")  # their algorithms have other tasks here
+REPEATED = (
+    "chess",
+    "countdown",
+    "gsm8k",
+    "ag_news",
+    "trajectories",
+)  # their algorithms have other tasks here
 RUNS = (
     *(
         ("eggroll", "translate"),

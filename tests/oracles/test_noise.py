@@ -14,7 +14,7 @@ from eggroll.config import NoiseConfig
 from eggroll.fitness import fitness, over_samples
 from eggroll.instruments import idle_share
 from eggroll.noise import Noise
-from tests.support.models import ARCHITECTURES, EACH, prompts_that_open_alike, small_model
+from tests.support.models import EACH, prompts_that_open_alike, small_model
 
 GREEDY = SamplingConfig(max_new_tokens=12, temperature=0.0, top_p=1.0, top_k=0)
 
@@ -79,7 +79,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("which", POLICIES)
 @pytest.mark.parametrize(("rank", "mirrored"), [(1, True), (1, False), (4, True)])
 def test_population_forward_equals_materialised_weights(name, which, rank, mirrored):
@@ -121,6 +121,7 @@ def test_population_samples_what_each_member_would(name):
             assert torch.equal(made.tokens.view(4, 3, -1)[member], alone.tokens)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("which", POLICIES)
 @pytest.mark.parametrize("mirrored", [True, False])
 def test_a_prefill_in_pieces_samples_the_same(which, mirrored, monkeypatch):

@@ -2,10 +2,8 @@
 
 import gzip
 import json
-import os
 import random
 import shutil
-import subprocess
 import sys
 import types
 
@@ -381,37 +379,18 @@ def test_mistakes_are_worded(data, monkeypatch, overrides, text):
 # --- runs
 
 
+@pytest.mark.thorough
 def test_the_example_folder_works_from_elsewhere(launch, tmp_path):
     """A copy of examples/own_task, outside the repository, as its page says."""
-    folder = tmp_path / "copy"
-    shutil.copytree(
-        ROOT / "examples" / "own_task", folder, ignore=shutil.ignore_patterns("__pycache__")
-    )
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "launch.py"),
-            "--config-dir",
-            "conf",
-            "task=acronyms",
-            "task.length=2",
-            *SMALL,
-            "algo=eggroll",
-            "algo.steps=1",
-            "hydra.run.dir=out",
-        ],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads((folder / "out" / "result.json").read_text())
+    unwanted = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "examples" / "own_task", tmp_path, ignore=unwanted, dirs_exist_ok=True)
+    own = ["--config-dir", "conf", "task=acronyms", "task.length=2", *SMALL, "algo=eggroll"]
+    launch(*own, "algo.steps=1", "hydra.run.dir=out", env={"PYTHONPATH": "."}, fresh=True)
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert (result["task"], result["metric"]) == ("acronyms", "exact")
-    told = (folder / "out" / "report.md").read_text()
+    told = (tmp_path / "out" / "report.md").read_text()
     assert (
-        f"python launch.py --config-dir {folder}/conf task=acronyms task.length=2 hardware=cpu"
+        f"python launch.py --config-dir {tmp_path}/conf task=acronyms task.length=2 hardware=cpu"
         in told
     )
 

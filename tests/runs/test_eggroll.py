@@ -151,10 +151,11 @@ def test_a_seed_is_a_run(tmp_path):
 # --- killed, stopped, resumed
 
 # Momentum, noise that outlives a step, and drawn tokens: all that a checkpoint has to bring back.
+STEPS = 60  # some twenty more than where it is killed, for a test that waits for its core
 LONG = [
     *MOVING,
     "task=letters",
-    "algo.steps=100",
+    f"algo.steps={STEPS}",
     "algo.optimizer.name=Adam",
     "algo.lr=0.003",
     "algo.noise_reuse=3",
@@ -206,7 +207,7 @@ def test_kill_9_and_resume_ends_with_the_same_bits(own_task, started, unbroken, 
     """Killed twice, the second time while it resumes; the newest checkpoint is damaged between the
     two.
     """
-    step = random.randrange(9, 40)
+    step = random.randrange(9, 30)
     print(f"killed after step {step}")  # shown when the test fails
     process = started()
     wait_for_step(process, tmp_path, step)
@@ -215,7 +216,7 @@ def test_kill_9_and_resume_ends_with_the_same_bits(own_task, started, unbroken, 
     assert not (tmp_path / "result.json").exists()
     newest = max((tmp_path / "checkpoints").glob("step-????????"))
     done = int(newest.name.removeprefix("step-"))
-    assert done < 100
+    assert done < STEPS
     weights = newest / "tensors.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
 
@@ -248,9 +249,9 @@ def test_a_signal_saves_and_the_run_goes_on(own_task, started, unbroken, tmp_pat
     said = process.communicate(timeout=60)[0]
     assert process.returncode == EXIT_SIGNAL == 75
     step = saved(tmp_path).step
-    assert len(events(tmp_path)) == step < 100
+    assert len(events(tmp_path)) == step < STEPS
     assert f"{number.name}: finishing this step, then saving." in said
-    assert f"stopped after step {step} of 100, saved in {tmp_path}/checkpoints." in said
+    assert f"stopped after step {step} of {STEPS}, saved in {tmp_path}/checkpoints." in said
     assert f"Go on with hydra.run.dir={tmp_path} resume=auto." in said
     assert "Traceback" not in said
     go_on(own_task, tmp_path)
@@ -277,7 +278,7 @@ def test_a_signal_to_the_parent_stops_all_ranks(own_task, cache, unbroken, tmp_p
     said = process.communicate(timeout=60)[0]
     assert process.returncode == EXIT_SIGNAL, said
     assert "Traceback" not in said
-    assert len(events(tmp_path)) == saved(tmp_path).step < 100
+    assert len(events(tmp_path)) == saved(tmp_path).step < STEPS
     go_on(own_task, tmp_path)
     assert same_bits(tmp_path, unbroken)
 

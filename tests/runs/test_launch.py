@@ -102,11 +102,13 @@ def test_mistakes_are_named_with_the_next_step(arguments, monkeypatch, tmp_path)
     assert "\n" not in said
 
 
-@pytest.mark.parametrize("arguments", ["algo.sgima=1", "task=null", "task.source=no.txt"])
-def test_mistakes_end_with_code_2_and_one_line(launch, arguments):
+@pytest.mark.parametrize(
+    "arguments", ["algo.sgima=1", "task=null", "task.source=no.txt task.target=no.txt"]
+)
+def test_mistakes_end_with_code_2_and_one_line(launch, tmp_path, arguments):
     """Of a setting, of a group and of a file: the command says what Python says."""
     done = launch(*arguments.split(), code=2)
-    assert done.stderr.startswith(f"error: {arguments.replace('=no.txt', '').split('=')[0]}")
+    assert done.stderr.startswith(f"error: {MISTAKES[arguments].format(cwd=tmp_path)}")
     assert done.stderr.count("\n") == 1
 
 

@@ -58,6 +58,7 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_the_way_out_is_said(hub, p
     assert "model.path=FOLDER" in made.stderr
 
 
+@pytest.mark.thorough
 def test_a_model_in_the_cache_of_the_hub_is_loaded(hub, tmp_path):
     address, asked = hub
     place = tmp_path / "hub" / "models--someone--something"

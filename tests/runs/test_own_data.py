@@ -57,7 +57,9 @@ def test_own_rows_are_learnt_with_the_defaults(make, algo, in_cache, tmp_path):
     assert result.after - result.before >= 20  # weekdays are right by chance at 14 %
 
 
-@pytest.mark.parametrize("algo", ALGORITHMS)
+@pytest.mark.parametrize(
+    "algo", [pytest.param("eggroll", marks=pytest.mark.thorough), "grpo", "rft"]
+)
 def test_own_rows_are_learnt_in_seconds(algo, in_cache, tmp_path, capsys):
     """The fast form: fewer words, and a shorter lesson for the tiny model."""
     short = ["model.tiny.pretrain_steps=250", "evaluate.examples=64"]

@@ -136,6 +136,7 @@ def test_a_plan_leaves_the_run_of_the_caller_alone():
     assert run == kept
 
 
+@pytest.mark.thorough
 def test_a_vllm_that_sleeps_lends_its_memory(models):
     """While the model is trained, but for what vLLM cannot give back; a rollout takes the same."""
     model = ["algo=grpo", "model=hf", f"model.path={models['3b']}", *FEW]
@@ -172,6 +173,7 @@ def test_an_adapter_makes_it_fit(models, capsys):
     assert re.search(r"'opt=\[amp,checkpointing\]' model.adapter.rank=16: [0-9.]+ GB, fits$", last)
 
 
+@pytest.mark.thorough
 def test_few_bits_make_it_fit(models, capsys):
     model = ["model=hf", f"model.path={models['7b']}", "hardware=rtx4090", "hardware.memory_gb=8"]
     model += FEW
@@ -185,6 +187,7 @@ def test_few_bits_make_it_fit(models, capsys):
     assert plan("algo=grpo", *model, *taken).peak_gb == pytest.approx(promised, abs=0.05)
 
 
+@pytest.mark.thorough
 def test_a_model_that_nothing_makes_fit(models, capsys):
     model = ["model=hf", f"model.path={models['7b']}", "hardware=rtx4090", "hardware.memory_gb=6"]
     model += FEW
@@ -192,6 +195,7 @@ def test_a_model_that_nothing_makes_fit(models, capsys):
     assert "opt=fsdp" in capsys.readouterr().out.splitlines()[-1]
 
 
+@pytest.mark.thorough
 def test_ranks_share_out_what_one_cannot_hold(models, capsys):
     """Weights, gradients and state; what is gathered, and activations, each of them has whole."""
     model = ["algo=grpo", "opt=[amp,checkpointing,fsdp]", "model=hf", f"model.path={models['7b']}"]
@@ -278,6 +282,7 @@ def test_a_plan_says_whether_prompts_go_through_a_chat_template(
         assert made.rows["prompts"] == said
 
 
+@pytest.mark.thorough
 def test_another_task_is_asked_in_the_form_that_the_model_takes(instructed, tmp_path):
     given = ["model=hf", f"model.path={instructed}", "evaluate.also=[units]", "algo=grpo"]
     run = compose([*given, "plan=true"])
@@ -286,6 +291,7 @@ def test_another_task_is_asked_in_the_form_that_the_model_takes(instructed, tmp_
     assert isinstance(other.task.prompt(other.examples[0]), list)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

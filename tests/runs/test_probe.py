@@ -205,6 +205,7 @@ def test_where_nothing_is_right_the_table_is_shown_all_the_same(tmp_path, monkey
         train(given, tmp_path / "given", Letters("right"))
 
 
+@pytest.mark.thorough
 def test_a_method_that_moves_no_weights_is_told_no_lr(tmp_path):
     without = [text for text in MOVING if not text.startswith("algo.lr=")]
     asked = compose([*without, "algo.method=randopt", "algo.sigma=auto", "algo.steps=1"])
@@ -252,6 +253,7 @@ def test_an_optimizer_without_known_steps_is_told_before_anything_is_tried(tmp_p
         train(run, tmp_path, Letters("smooth"))
 
 
+@pytest.mark.thorough
 def test_two_ranks_find_the_same(warm: Warm, tmp_path):
     one = train(compose([*MOVING, "probe=true"]), tmp_path / "one", Letters("smooth"))
     two = warm.call(
@@ -261,6 +263,7 @@ def test_two_ranks_find_the_same(warm: Warm, tmp_path):
     assert one.tokens == two.tokens
 
 
+@pytest.mark.thorough
 def test_the_probe_sees_the_model_in_the_precision_of_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(precision, "native_bf16", lambda _: True)  # emulated where it is not
     found = {

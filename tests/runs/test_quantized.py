@@ -173,6 +173,7 @@ def rounded(given, folder):
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "more", [[AMP], pytest.param(["algo.optimizer.name=Adam"], marks=pytest.mark.thorough)]
 )

@@ -530,6 +530,7 @@ def test_points_are_what_was_logged(finished):
     assert story.find_points(drift, points["drift"])[0] == [1, 3, 4]
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_has_one_report_of_the_whole(in_cache, tmp_path):
     settings = [*SMALL, "evaluate.every=1"]
     train(compose([*settings, "algo.steps=2"]), tmp_path)

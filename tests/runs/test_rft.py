@@ -272,11 +272,11 @@ def test_compilation_is_told_apart_from_sampling(letters, first_iteration, tmp_p
 def test_evaluation_prompts_are_reported_and_never_trained_on(letters, tmp_path):
     class Leaky(Letters):
         def prompt(self, example):
-            spaces = "  " if example.id > 600 else " "
+            spaces = "  " if example.id >= 80 else " "
             return f"{example.question}{spaces}=>"
 
         def examples(self, split):
-            rows = list(super().examples(split))
+            rows = list(super().examples(split))[:80]
             if split == "train":
                 leaked = [
                     Example(len(rows) + i, e.question, e.answer)
@@ -295,7 +295,7 @@ def test_evaluation_prompts_are_reported_and_never_trained_on(letters, tmp_path)
     )
     held_out = {example.question for example in Leaky().examples("test")}
     drawn = {json.loads(line)["question"] for line in samples(tmp_path / "run")}
-    assert len(drawn) == 610 - 20
+    assert len(drawn) == 80 - 20
     assert not drawn & held_out
 
 

@@ -402,7 +402,8 @@ def planted(algo, arguments, folder, places):
     return found
 
 
-@pytest.mark.parametrize("algo", [pytest.param("eggroll", marks=pytest.mark.thorough), "grpo"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("algo", ["eggroll", "grpo"])
 def test_memory_that_runs_out_at_25_places_is_survived_or_told(algo, standin, cache, tmp_path):
     """In a recording too. A run goes on with half the rows, or ends with one clear error; what it
     held is given back.

@@ -4,14 +4,12 @@ import csv
 import itertools
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from common.config import BudgetConfig, ConfigError
 from common.report import compare
@@ -590,26 +588,6 @@ def test_the_command_compares_any_folders(launch, tmp_path, monkeypatch, capsys)
 
 
 PAGE = (ROOT / "docs" / "sweeps.md").read_text().replace("\\\n", "")
-
-
-@pytest.mark.parametrize(
-    "command", re.findall(r"^ {4}python launch\.py (-m .*)$", PAGE, flags=re.M)
-)
-def test_the_sweeps_of_the_page_compose(command):
-    given = shlex.split(command.replace("-m ", ""))
-    parsed = OverridesParser.create().parse_overrides(
-        [text for text in given if not text.startswith("hydra")]
-    )
-    jobs = [
-        (
-            [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
-            if o.is_sweep_override()
-            else [o.input_line]
-        )
-        for o in parsed
-    ]
-    for number in range(max(map(len, jobs))):
-        compose([values[number % len(values)] for values in jobs])
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")

@@ -331,6 +331,7 @@ def test_one_by_one_and_batched_scores_are_equal(task):
         ]
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("kind", ["serial", "threads", "processes"])
 def test_pools_give_the_serial_scores_in_order(task, kind):
     rows = list(task.examples("train"))[:101]

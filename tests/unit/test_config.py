@@ -16,6 +16,7 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("task", options("task"))
 def test_every_task_composes(task):
     """tests/runs/test_every_task.py runs each with every algorithm."""
@@ -24,6 +25,7 @@ def test_every_task_composes(task):
         assert compose([f"algo={algo}", f"task={task}"]).algo.name == algo
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("algo", ALGORITHMS)
 def test_every_preset_composes_and_never_changes_a_result(algo):
     """Hardware files hold facts: the algorithm's settings are the same whatever the device; all
@@ -36,6 +38,7 @@ def test_every_preset_composes_and_never_changes_a_result(algo):
     assert all(asdict(run.algo) == asdict(runs[0].algo) for run in runs)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("experiment", options("experiment"))
 def test_every_experiment_composes(experiment):
     extra = ["model.path=x"] if "smollm2" in experiment else []
@@ -106,6 +109,7 @@ def test_every_setting_has_a_comment(path: Path):
             )
 
 
+@pytest.mark.run
 def test_the_rows_of_the_document():
     """Samples, chunks and batches by card, as the project's A100 document gives them, are
     experiments; the hardware itself changes none of them.

@@ -67,6 +67,7 @@ def test_rows_with_lengths_of_their_own_change_nothing(name, rows, groups, flash
     assert Tape.recorded <= 4
 
 
+@pytest.mark.run
 def test_prompts_that_begin_alike(flash):
     """What is prefilled once for all of them lies in front of each row's own tokens."""
     model = small_model("qwen2")
@@ -102,6 +103,7 @@ def test_calls_that_follow_record_nothing(flash):
     assert (sampler.board.slots, sampler.board.columns) == (6, 50)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("how", [sampling(0.0), sampling(1.0), sampling(0.7, top_p=0.9)], ids=str)
 def test_a_recording_reads_what_outlives_the_call(how, flash):
     """The model and the board: an address of anything else would be another tensor's later."""

@@ -307,6 +307,7 @@ def test_what_does_not_fit_is_refused():
         sampler(model).generate(Requests(prompts=[[5], []]), sampling())
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
 def test_a_narrow_copy_changes_nothing_under_autocast(name):
     """Beside autocast on the weights themselves, before and after they change."""

@@ -72,7 +72,7 @@ def test_the_bootstrap_covers_other_scores(count):
     assert COVERED[0] < np.mean(found) < COVERED[1]
 
 
-@pytest.mark.run
+@pytest.mark.thorough
 def test_the_bootstrap_covers_corpus_measures():
     """Of texts that are right, or of which some words are wrong or missing."""
     draw = np.random.default_rng(3)
@@ -94,7 +94,7 @@ def test_the_bootstrap_covers_corpus_measures():
     assert 0.93 < np.mean(found) < 0.975, "of 300, which swing by a point"
 
 
-@pytest.mark.run
+@pytest.mark.thorough
 def test_the_bootstrap_covers_changes():
     found, draw = [], np.random.default_rng(2)
     for kind in ("likeness", "pass", "beta"):
@@ -142,7 +142,7 @@ def test_shares_of_several_seeds():
     assert sure.find_pooled(np.full((2, 40), 100.0))[0] < 99, "all right is not without doubt"
 
 
-@pytest.mark.run
+@pytest.mark.thorough
 def test_gains_of_luck_are_claimed_as_seldom_as_is_said():
     draw, claimed = np.random.default_rng(7), 0
     for _ in range(1000):
@@ -256,7 +256,7 @@ def test_thousands_of_changes_are_counted_at_once():
     assert sure.mcnemar(0, 0) == 1.0
 
 
-@pytest.mark.run
+@pytest.mark.thorough
 def test_the_best_of_many_equal_settings_is_seldom_told_apart():
     draw, claims = np.random.default_rng(2), 0
     for _ in range(200):
