@@ -1,5 +1,7 @@
 # make run     set up, then EGGROLL on the tiny model; overrides: make run ARGS="algo.steps=100 seed=1"
-# make test    set up, then the CPU test suite
+# make quick   set up, then unit tests and oracles without runs, for every save: a minute on two cores
+# make test    set up, then each promise once on a CPU: minutes on two cores
+# make test-all   set up, then the whole CPU test suite; make test-rest has what make test leaves out
 # make vllm    an environment with vLLM for engine=vllm on a CPU, and the tests that need one
 # make gpu     on a machine with a GPU: its tests and benchmarks, in parts of nine minutes (make gpu PART=2)
 # make check   set up, then formatter, linter and type checker
@@ -7,15 +9,24 @@
 PYTHON ?= python3
 BIN = .venv/bin
 ARGS ?=
-PYTEST_ARGS ?= -n 2 --dist worksteal -m "not slow"
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: run test vllm gpu check lock
+.PHONY: run quick test test-all test-rest vllm gpu check lock
 
 run: .venv/ready
 	$(BIN)/python launch.py algo=eggroll hardware=a100_40g $(ARGS)
 
+quick: .venv/ready
+	$(PYTEST) -m "not (run or thorough or slow)" tests/unit tests/oracles
+
 test: .venv/ready
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) -m "not (thorough or slow)"
+
+test-rest: .venv/ready
+	$(PYTEST) -m "thorough and not slow"
+
+test-all: .venv/ready
+	$(PYTEST) -m "not slow"
 
 vllm: .venv/ready .vllm/ready
 	$(BIN)/python -m pytest -n 2 -m "vllm and not slow"

@@ -56,6 +56,10 @@ class Browser:
         self.session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.ask(f"{domain}.enable")
+        self.show(width, height, dark)
+
+    def show(self, width: int, height: int = 900, dark: bool = False) -> None:
+        """Give the window a size, and its pages a scheme of colours."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
         sizes: dict[str, Any] = {"width": width, "height": height, "deviceScaleFactor": 1}

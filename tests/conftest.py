@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -37,6 +38,21 @@ import pytest
 from tests.support import CONF, ROOT, SHARED, SMALL_RFT
 from tests.support.commands import Begin, Launch, Started, Warm
 from tests.support.standin import LIBRARY, build
+
+# Fixtures that start processes or train: make quick leaves out what uses them.
+RUNS = {"warm", "launch", "begin", "standin", "cache", "in_cache"}
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what uses one of them."""
+    if RUNS.intersection(getattr(item, "fixturenames", ())):
+        item.add_marker("run")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what begins after TESTS_UNTIL, in seconds since 1970: .ci/run has an end."""
+    if time.time() > float(os.environ.get("TESTS_UNTIL", "inf")):
+        pytest.skip("the time of this run of the tests is up")
 
 
 @pytest.hookimpl(trylast=True)  # when those that are not wanted are gone

@@ -320,7 +320,9 @@ def fill(folder, kind):
     )
 
 
-@pytest.mark.parametrize("kind", ["tensors", "state", "extra"])
+@pytest.mark.parametrize(
+    "kind", ["tensors", *(pytest.param(k, marks=pytest.mark.thorough) for k in ("state", "extra"))]
+)
 def test_a_disk_that_takes_no_more(warm, tmp_path, kind):
     """The kernel refuses writes beyond a file size, as a full disk does, in whatever language the
     writer is written.

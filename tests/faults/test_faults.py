@@ -144,6 +144,7 @@ def return_much(run, context, task):
     return bytes(2**20)
 
 
+@pytest.mark.thorough
 def test_a_rank_returns_more_than_a_pipe_holds(warm, tmp_path):
     given = command_line.compose([*SMALL, "opt=[ddp]"])
     entry = f"{__name__}:return_much"
@@ -157,6 +158,7 @@ def stop_early(run, context, task):
     time.sleep(60)
 
 
+@pytest.mark.thorough
 def test_ranks_that_are_stopped_before_their_steps_are_not_said_to_be_killed(warm, tmp_path):
     given = command_line.compose([*SMALL, "opt=[ddp]"])
     with pytest.raises(RunStopped) as raised:

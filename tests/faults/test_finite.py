@@ -185,7 +185,11 @@ def test_ranks_whose_weights_have_drifted_apart_stop_at_the_next_checkpoint(two_
     assert not (folder / "checkpoints/step-00000003").exists()
 
 
-@pytest.mark.parametrize("arguments", [EGGROLL, GRPO], ids=["eggroll", "grpo"])
+@pytest.mark.parametrize(
+    "arguments",
+    [EGGROLL, pytest.param(GRPO, marks=pytest.mark.thorough)],
+    ids=["eggroll", "grpo"],
+)
 def test_a_step_that_was_left_out_is_met_again_by_a_run_that_goes_on_from_before(
     arguments, tmp_path
 ):
@@ -208,7 +212,11 @@ class Never(Letters):
         return math.nan
 
 
-@pytest.mark.parametrize("arguments", [EGGROLL, GRPO], ids=["eggroll", "grpo"])
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param(EGGROLL, marks=pytest.mark.thorough), GRPO],
+    ids=["eggroll", "grpo"],
+)
 def test_after_max_skips_the_run_stops(arguments, tmp_path):
     with pytest.raises(
         RunStopped, match=r"^step 3: .* one more than not_finite.max_skips=2\. Last good ch"

@@ -61,6 +61,13 @@ VALUES = (
         "{a: 1}",
     ),
 )
+REPEATED = (
+    "chess",
+    "countdown",
+    "gsm8k",
+    "ag_news",
+    "trajectories",
+)  # their algorithms have other tasks here
 RUNS = (
     *(
         ("eggroll", "translate"),
@@ -103,7 +110,10 @@ def settings(algo: str, task: str) -> list[str]:
     return list(leaves(config, ""))
 
 
-@pytest.mark.parametrize(("algo", "task"), RUNS)
+@pytest.mark.parametrize(
+    ("algo", "task"),
+    [pytest.param(*pair, marks=[pytest.mark.thorough] * (pair[1] in REPEATED)) for pair in RUNS],
+)
 def test_any_value_of_any_setting_is_taken_or_named(algo, task):
     """A sample for each pair; thousands more were tried by hand."""
     pairs = list(itertools.product(settings(algo, task), VALUES))
@@ -247,7 +257,10 @@ HOSTILE = (
 )
 
 
-@pytest.mark.parametrize("zipped", [False, True], ids=["plain", "gz"])
+@pytest.mark.parametrize(
+    "zipped",
+    [pytest.param(False, id="plain"), pytest.param(True, id="gz", marks=pytest.mark.thorough)],
+)
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_read_or_named(name, zipped, tmp_path):
     task, setting, more, file, good = FILES[name]

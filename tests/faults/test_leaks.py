@@ -87,7 +87,9 @@ def resident() -> float:
 
 
 @pytest.mark.parametrize("steps", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("algo", RUNS)
+@pytest.mark.parametrize(
+    "algo", [pytest.param(a, marks=[pytest.mark.thorough] * (a != "eggroll")) for a in RUNS]
+)
 def test_memory_is_flat(algo, steps, tmp_path, monkeypatch):
     write, seen, found = Tracker.write, [], {}
 

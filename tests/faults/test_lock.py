@@ -33,7 +33,13 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("more", [[], ["resume=auto"]], ids=["anew", "auto"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param([], id="anew", marks=pytest.mark.thorough),
+        pytest.param(["resume=auto"], id="auto"),
+    ],
+)
 def test_the_second_run_is_refused_and_names_the_first(launch, tmp_path, more):
     out = tmp_path / "out"
     command = ["algo=eggroll", *SMALL, f"hydra.run.dir={out}", "algo.steps=1"]
@@ -65,6 +71,7 @@ def test_a_run_holds_its_folder_until_it_is_killed(launch, begin, tmp_path):
     assert (out / ".lock").read_text() == ""
 
 
+@pytest.mark.thorough
 def test_two_commands_at_the_same_moment(cache, tmp_path):
     """Each in an interpreter of its own: one trains to its end, the other exits with 2."""
     out = tmp_path / "out"
@@ -89,6 +96,7 @@ def test_two_commands_at_the_same_moment(cache, tmp_path):
     assert json.loads((out / "result.json").read_text())["steps"] == 200
 
 
+@pytest.mark.thorough
 def test_shards_share_a_folder_and_a_whole_run_does_not(launch, tmp_path):
     out = tmp_path / "out"
     command = ["--config-dir", CONF, *SMALL_RFT, f"hydra.run.dir={out}"]

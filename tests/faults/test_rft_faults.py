@@ -20,6 +20,7 @@ from tests.support.models import same_weights, weights
 pytestmark = pytest.mark.faults
 
 
+@pytest.mark.thorough
 def test_rows_are_those_that_fit_the_memory(letters, tmp_path, monkeypatch):
     """As if the machine were small: what the plan says is what is sampled, in every stage."""
     monkeypatch.setattr(
@@ -101,6 +102,7 @@ def test_killed_at_several_points_and_resumed_it_ends_the_same(begin, launch, tm
     ]
 
 
+@pytest.mark.thorough
 def test_sigterm_saves_and_says_how_to_go_on(begin, launch, tmp_path):
     folder = tmp_path / "run"
     process = begin(*RFT_COMMAND, "algo.iterations=1", "algo.epochs=12", f"hydra.run.dir={folder}")

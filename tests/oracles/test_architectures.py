@@ -54,6 +54,7 @@ def model(request, tmp_path) -> torch.nn.Module:
     return load_model(made(tmp_path, request.param), None, torch.float32, CPU, progress=False)[0]
 
 
+@pytest.mark.run
 def test_it_samples_as_generate_does(model):
     sampler = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=4)
     check_greedy(model, sampler.generate(Requests(prompts=prompts()), sampling()))

@@ -14,7 +14,7 @@ from eggroll.config import NoiseConfig
 from eggroll.fitness import fitness, over_samples
 from eggroll.instruments import idle_share
 from eggroll.noise import Noise
-from tests.support.models import ARCHITECTURES, prompts_that_open_alike, small_model
+from tests.support.models import EACH, prompts_that_open_alike, small_model
 
 GREEDY = SamplingConfig(max_new_tokens=12, temperature=0.0, top_p=1.0, top_k=0)
 
@@ -79,7 +79,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("which", POLICIES)
 @pytest.mark.parametrize(("rank", "mirrored"), [(1, True), (1, False), (4, True)])
 def test_population_forward_equals_materialised_weights(name, which, rank, mirrored):
@@ -100,7 +100,7 @@ def test_population_forward_equals_materialised_weights(name, which, rank, mirro
         assert torch.equal(after, small_model(name)(input_ids=ids).logits)  # nothing is left behind
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", EACH)
 def test_population_samples_what_each_member_would(name):
     """Prompts of several lengths, more of them than slots; every member's completions are its own
     model's.
@@ -121,6 +121,7 @@ def test_population_samples_what_each_member_would(name):
             assert torch.equal(made.tokens.view(4, 3, -1)[member], alone.tokens)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("which", POLICIES)
 @pytest.mark.parametrize("mirrored", [True, False])
 def test_a_prefill_in_pieces_samples_the_same(which, mirrored, monkeypatch):
@@ -153,7 +154,7 @@ def test_a_prefill_in_pieces_samples_the_same(which, mirrored, monkeypatch):
         assert max(forwards) <= max(tokens, 2 * 9)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("rows", [8, 100])
 def test_members_share_the_blocks_below_the_noise(name, rows, monkeypatch):
     """A prompt goes once through the blocks that no member perturbs, whatever the pieces; every
@@ -191,7 +192,7 @@ def test_members_share_the_blocks_below_the_noise(name, rows, monkeypatch):
         assert len({tuple(row) for row in made.tokens.tolist()}) > 3, "members differ"
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("shared", [{}, {"lower": "frozen"}])
 @pytest.mark.parametrize("rows", [8, 100])
 def test_members_prefill_what_prompts_begin_with_once(name, shared, rows, monkeypatch):

@@ -37,7 +37,13 @@ GRPO = [*adapters.GRPO, "evaluate.every=2"]
 LEAN = "opt=[amp,checkpointing]"
 
 
-@pytest.mark.parametrize("settings", [GRPO, [*GRPO, LEAN], EGGROLL, [*EGGROLL, AMP], [*RFT, LEAN]])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(GRPO, [*EGGROLL, AMP], [*RFT, LEAN]),
+        *(pytest.param(more, marks=pytest.mark.thorough) for more in (EGGROLL, [*GRPO, LEAN])),
+    ],
+)
 def test_a_run_trains_the_adapter_alone(tmp_path, settings):
     result = run(tmp_path / "out", *settings, "model.adapter.merge=true")
     base = AutoModelForCausalLM.from_pretrained(
@@ -202,7 +208,9 @@ def test_what_is_packed_has_the_adapter_in_it(name, tmp_path):
 # --- going on
 
 
-@pytest.mark.parametrize("settings", [[*GRPO, AMP], [*EGGROLL, AMP]])
+@pytest.mark.parametrize(
+    "settings", [[*GRPO, AMP], pytest.param([*EGGROLL, AMP], marks=pytest.mark.thorough)]
+)
 def test_a_run_in_two_parts_ends_as_a_whole_one(tmp_path, settings):
     run(tmp_path / "whole", *settings)
     run(tmp_path / "parts", *settings, "algo.steps=2")
@@ -215,6 +223,7 @@ def test_a_run_in_two_parts_ends_as_a_whole_one(tmp_path, settings):
     assert rewards[0] == rewards[1]
 
 
+@pytest.mark.thorough
 def test_rft_stopped_while_it_learns_ends_as_a_whole_run(tmp_path, in_cache, monkeypatch):
     more = ["checkpoint.every=1", "model.adapter.dropout=0.2", "algo.iterations=2"]
     more += ["algo.start_from=last", "algo.patience=2"]
@@ -262,7 +271,14 @@ def test_a_run_goes_on_from_an_adapter(tmp_path, in_cache):
 
 
 @pytest.mark.parametrize(
-    ("settings", "switch"), [(GRPO, "ddp"), (GRPO, "fsdp"), (EGGROLL, "fsdp"), (RFT, "fsdp")]
+    ("settings", "switch"),
+    [
+        (GRPO, "fsdp"),
+        *(
+            pytest.param(settings, switch, marks=pytest.mark.thorough)
+            for settings, switch in ((GRPO, "ddp"), (EGGROLL, "fsdp"), (RFT, "fsdp"))
+        ),
+    ],
 )
 def test_two_ranks_make_the_adapter_of_one(launch, tmp_path, settings, switch):
     own = ["--config-dir", CONF, *settings]
@@ -278,6 +294,7 @@ def test_two_ranks_make_the_adapter_of_one(launch, tmp_path, settings, switch):
     assert json.loads((tmp_path / "two/result.json").read_text())["world_size"] == 2
 
 
+@pytest.mark.thorough
 def test_sharded_weights_in_half_precision(launch, tmp_path):
     own = ["--config-dir", CONF, *GRPO, "model.adapter.merge=true", "hydra.run.dir=out"]
     launch(*own, "opt=[fsdp,amp]", "opt.fsdp.ranks=2")

@@ -14,6 +14,8 @@ from tests.support import ROOT
 from tests.support.commands import Launch
 from tests.support.models import small_model
 
+pytestmark = pytest.mark.thorough  # no part of the product
+
 ROWS = [
     "one sample at a time (2 of 16 samples, scaled)",
     "weights perturbed once a member, batched (2 of 8 members, scaled)",

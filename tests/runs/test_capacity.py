@@ -41,6 +41,7 @@ def test_models_have_the_parameters_that_are_published(name, millions):
     assert Model(name).parameters / 1e6 == pytest.approx(millions, abs=0.1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", ["eggroll", "grpo"])
 def test_ranks_send_what_is_predicted(launch, tmp_path, algorithm):
     settings = SMALL if algorithm == "eggroll" else ["task=translate", *GRPO]
@@ -157,6 +158,7 @@ def test_memory_and_messages_are_told_in_the_same_units(capsys, monkeypatch):
     )
 
 
+@pytest.mark.thorough
 def test_the_command(monkeypatch, capsys, tmp_path):
     def command(*arguments: str) -> int:
         monkeypatch.setattr("sys.argv", ["capacity", *arguments])

@@ -72,6 +72,7 @@ def test_topics_reach_ninety_percent_in_seconds(tmp_path):
         models.load(tmp_path / "checkpoints")
 
 
+@pytest.mark.thorough
 def test_trajectories_are_learnt_and_exported(tmp_path):
     settings = [
         "algo=classify",
@@ -173,6 +174,7 @@ def test_two_ranks_equal_one(one_rank, warm, tmp_path, more):
     )
 
 
+@pytest.mark.thorough
 def test_accumulation_on_one_rank_changes_nothing(one_rank, tmp_path):
     train(compose([*SMALL_CLASSIFY, *LAST_WEIGHTS, "algo.train_rows=7"]), tmp_path)
     for mine, theirs in zip(events(tmp_path), events(one_rank), strict=True):
@@ -180,6 +182,7 @@ def test_accumulation_on_one_rank_changes_nothing(one_rank, tmp_path):
     same_weights(tmp_path, one_rank, atol=2e-4)
 
 
+@pytest.mark.thorough
 def test_compressed_gradients_learn_nearly_the_same(one_rank, warm, tmp_path):
     """The loss of the first step is the same all the same."""
     more = ["opt=[ddp]", "opt.ddp.ranks=2", "algo.ddp.hook=fp16"]
@@ -376,7 +379,14 @@ def test_device_ordinals_that_do_not_exist(monkeypatch):
 # --- the real rows
 
 
-@pytest.mark.parametrize("experiment", ["ag_news_small", "ag_news_optimized", "imdb"])
+@pytest.mark.parametrize(
+    "experiment",
+    [
+        pytest.param("ag_news_small", marks=pytest.mark.thorough),
+        "ag_news_optimized",
+        pytest.param("imdb", marks=pytest.mark.thorough),
+    ],
+)
 def test_experiments_on_a_few_real_rows(experiment, shared_data, tmp_path):
     name = "imdb" if experiment == "imdb" else "ag_news"
     for split, count in (("train", 120), ("test", 40)):

@@ -2,10 +2,8 @@
 
 import gzip
 import json
-import os
 import random
 import shutil
-import subprocess
 import sys
 import types
 
@@ -15,7 +13,7 @@ from common.config import ConfigError
 from common.rollout.scoring import score_parts
 from common.tasks import build
 from common.tasks.data import Row
-from launch import compose, train
+from launch import compose
 from tests.support import ROOT, SMALL
 
 ROWS = [
@@ -381,78 +379,18 @@ def test_mistakes_are_worded(data, monkeypatch, overrides, text):
 # --- runs
 
 
-@pytest.mark.parametrize("algo", ["grpo", "rft"])
-def test_a_run_on_the_example_rows(algo, in_cache, tmp_path):
-    """The rows of examples/own_data: a base that has been taught a little solves some prompts."""
-    own = [
-        f"task.path={ROOT}/examples/own_data/numbers.csv",
-        "task.prompt_field=words",
-        "task.answer_field=number",
-    ]
-    tiny = [s for s in SMALL if s.startswith("model.tiny") and "pretrain_steps" not in s]
-    sizes = {
-        "grpo": ["algo.steps=2", "algo.prompts_per_step=2", "algo.samples_per_prompt=4"],
-        "rft": [
-            "algo.prompts=8",
-            "algo.validation_prompts=2",
-            "algo.samples_per_prompt=8",
-            "algo.iterations=1",
-        ],
-    }
-    more = (
-        ["algo.epochs=1", "algo.select.accept=0.1", "evaluate.samples=2"] if algo == "rft" else []
-    )
-    run = compose(
-        [
-            f"algo={algo}",
-            "task=custom",
-            *own,
-            "task.reward=levenshtein",
-            *tiny,
-            "model.tiny.pretrain_steps=60",
-            *sizes[algo],
-            *more,
-            "algo.sampling.max_new_tokens=8",
-            "hardware=cpu",
-            "evaluate.examples=8",
-        ]
-    )
-    result = train(run, tmp_path / "run")
-    assert (result.task, result.metric) == ("custom", "exact")
-    assert result.reward_evaluations > 0
-
-
+@pytest.mark.thorough
 def test_the_example_folder_works_from_elsewhere(launch, tmp_path):
     """A copy of examples/own_task, outside the repository, as its page says."""
-    folder = tmp_path / "copy"
-    shutil.copytree(
-        ROOT / "examples" / "own_task", folder, ignore=shutil.ignore_patterns("__pycache__")
-    )
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "launch.py"),
-            "--config-dir",
-            "conf",
-            "task=acronyms",
-            "task.length=2",
-            *SMALL,
-            "algo=eggroll",
-            "algo.steps=1",
-            "hydra.run.dir=out",
-        ],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads((folder / "out" / "result.json").read_text())
+    unwanted = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "examples" / "own_task", tmp_path, ignore=unwanted, dirs_exist_ok=True)
+    own = ["--config-dir", "conf", "task=acronyms", "task.length=2", *SMALL, "algo=eggroll"]
+    launch(*own, "algo.steps=1", "hydra.run.dir=out", env={"PYTHONPATH": "."}, fresh=True)
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert (result["task"], result["metric"]) == ("acronyms", "exact")
-    told = (folder / "out" / "report.md").read_text()
+    told = (tmp_path / "out" / "report.md").read_text()
     assert (
-        f"python launch.py --config-dir {folder}/conf task=acronyms task.length=2 hardware=cpu"
+        f"python launch.py --config-dir {tmp_path}/conf task=acronyms task.length=2 hardware=cpu"
         in told
     )
 

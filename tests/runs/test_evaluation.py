@@ -27,7 +27,11 @@ def read(folder: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-@pytest.mark.parametrize("small", [SMALL, SMALL_GRPO], ids=["eggroll", "grpo"])
+@pytest.mark.parametrize(
+    "small",
+    [SMALL, pytest.param(SMALL_GRPO, marks=pytest.mark.thorough)],
+    ids=["eggroll", "grpo"],
+)
 def test_everything_is_measured_before_during_and_after(in_cache, tmp_path, small):
     run = compose([*small, "task=letters", *MORE, "evaluate.every=2", "evaluate.examples=4"], CONF)
     result = train(run, tmp_path)
@@ -58,6 +62,7 @@ def test_shares_of_ranks_are_put_back_in_order():
             assert put_back(shares) == list(range(count))
 
 
+@pytest.mark.thorough
 def test_pass_at_k_depends_on_neither_rows_nor_ranks(in_cache, tmp_path):
     given = [*SMALL, "task=letters", "task.scoring=smooth", "algo.steps=1", "evaluate.samples=4"]
     given += ["model.tiny.pretrain_steps=50", "evaluate.examples=9", "model.tiny.pretrain_lr=5e-3"]
@@ -69,6 +74,7 @@ def test_pass_at_k_depends_on_neither_rows_nor_ranks(in_cache, tmp_path):
     assert one.intervals == rows.intervals == ranks.intervals
 
 
+@pytest.mark.thorough
 def test_samples_are_counted_as_the_estimate_says(in_cache, tmp_path):
     """pass@1 is the share of right samples; the text of a right one earns all."""
 

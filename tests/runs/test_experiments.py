@@ -98,11 +98,18 @@ LIKE_ANOTHER = {
     *("rft_a100_40g", "rft_a100_80g", "rft_rtx4090"),
 }
 
+ONCE = {"eggroll_numbers", "grpo_chess", "grpo_lora_7b_24gb"}  # in make test
+
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_ANOTHER else [])
+        pytest.param(
+            name,
+            marks=[pytest.mark.slow]
+            if name in LIKE_ANOTHER
+            else [pytest.mark.thorough] * (name not in ONCE),
+        )
         for name in sorted(set(TOY) - {"rft_smollm2_units"})
     ],
 )

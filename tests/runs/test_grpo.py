@@ -35,7 +35,7 @@ from tests.support.commands import Begin, Launch
 from tests.support.hanging import Deadly
 from tests.support.models import small_model
 
-LOSSES = ("dapo", "grpo", "dr_grpo", "gspo", "cispo")
+LOSSES = ("dapo", "grpo")  # a mean over tokens, and one over completions
 
 
 def weights(folder):
@@ -98,43 +98,24 @@ def untrained(cache, tmp_path_factory):
     return weights(folder)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        ["algo.loss=grpo", "algo.advantage=batch"],
-        ["algo.loss=dr_grpo", "algo.advantage=none"],
-        ["algo.loss=bnpo"],
-        [
-            "algo.loss=gspo",
-            "algo.epsilon_low=3e-4",
-            "algo.epsilon_high=4e-4",
-            "algo.num_iterations=2",
-        ],
-        ["algo.loss=cispo", "algo.num_iterations=2"],
-        ["algo.dual_clip=3", "algo.delta=4", "algo.epsilon_high=0.28", "algo.num_iterations=2"],
-        ["algo.kl.beta=0.1"],
-        ["algo.kl.beta=0.1", "algo.kl.estimator=k1", "algo.kl.where=reward"],
-        ["algo.entropy_bonus=0.01"],
-        ["algo.mask_truncated=true", "algo.overlong_buffer=4"],
-        ["algo.resample_rounds=0"],
-        ["opt=checkpointing"],
-        ["opt=amp"],
-        ["algo.optimizer.name=SGD", "algo.optimizer.kwargs={momentum: 0.9}", "algo.lr=0.1"],
-        ["scoring.kind=threads"],
-        ["algo.lr_schedule.kind=cosine", "algo.lr_schedule.end=0.1"],
-    ],
-    ids=lambda changes: " ".join(changes),
+# Each option in one of five runs; what a loss computes is in tests/oracles/test_grpo_loss.py.
+BUNDLES = (
+    "algo.loss=grpo algo.advantage=batch algo.kl.beta=0.1 algo.entropy_bonus=0.01",
+    "algo.loss=dr_grpo algo.advantage=none algo.mask_truncated=true algo.overlong_buffer=4"
+    " algo.lr_schedule.kind=cosine algo.lr_schedule.end=0.1 opt=[amp,checkpointing]",
+    "algo.loss=gspo algo.epsilon_low=3e-4 algo.epsilon_high=4e-4 algo.num_iterations=2"
+    " algo.optimizer.name=SGD algo.optimizer.kwargs={momentum:0.9} algo.lr=0.1"
+    " scoring.kind=threads",
+    "algo.loss=cispo algo.num_iterations=2 algo.kl.beta=0.1 algo.kl.estimator=k1"
+    " algo.kl.where=reward",
+    "algo.loss=bnpo algo.dual_clip=3 algo.delta=4 algo.epsilon_high=0.28 algo.num_iterations=2"
+    " algo.resample_rounds=0",
 )
+
+
+@pytest.mark.parametrize("changes", [text.split() for text in BUNDLES], ids=lambda c: c[0][10:])
 def test_every_option_trains(changes, untrained, tmp_path, in_cache):
-    run = compose(
-        [
-            *SMALL_GRPO,
-            "algo.steps=2",
-            *[c for c in changes if not c.startswith("opt=")],
-            *[c for c in changes if c.startswith("opt=")],
-        ]
-    )
-    result = train(run, tmp_path / "out")
+    result = train(compose([*SMALL_GRPO, "algo.steps=2", *changes]), tmp_path / "out")
     assert result.steps == 2
     moved = [not torch.equal(t, untrained[n]) for n, t in weights(tmp_path / "out").items()]
     assert any(moved)
@@ -258,9 +239,13 @@ class Fading(Fixed):
 
 
 @pytest.mark.parametrize(
-    "changes", [[], ["algo.kl.beta=0.1", "algo.kl.where=reward"], ["algo.num_iterations=2"]]
+    ("changes", "rounds"),
+    [
+        ([], 1),
+        pytest.param(["algo.kl.beta=0.1", "algo.kl.where=reward"], 0, marks=pytest.mark.thorough),
+        pytest.param(["algo.num_iterations=2"], 1, marks=pytest.mark.thorough),
+    ],
 )
-@pytest.mark.parametrize("rounds", [0, 1])
 def test_a_step_without_live_groups_is_no_step(changes, rounds, tmp_path, in_cache):
     """Momentum does not move the weights, and the log makes nothing up."""
     arguments = [*SMALL_GRPO, "algo.steps=6", "checkpoint.every=1", "checkpoint.keep=9", *changes]
@@ -301,6 +286,7 @@ def test_why_a_group_is_dead():
     assert why_dead([0, 1, 0], [0, 1, 0], half) is None
 
 
+@pytest.mark.thorough
 def test_completions_without_loss_are_nothing_to_learn_from(tmp_path, in_cache):
     """Rewards differ, but max_new_tokens cuts every completion off."""
     changes = [
@@ -319,6 +305,7 @@ def test_completions_without_loss_are_nothing_to_learn_from(tmp_path, in_cache):
     )
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_is_a_phase_of_the_next_step(tmp_path, in_cache):
     train(compose([*SMALL_GRPO, "algo.steps=3", "checkpoint.every=2"]), tmp_path / "out")
     assert ["checkpoint" in event["phase_seconds"] for event in events(tmp_path / "out")] == [
@@ -328,6 +315,7 @@ def test_a_checkpoint_is_a_phase_of_the_next_step(tmp_path, in_cache):
     ]
 
 
+@pytest.mark.thorough
 def test_a_run_that_ended_between_two_passes_does_not_go_on(tmp_path, in_cache):
     """The unbroken run would have used the rollout again; it is in no checkpoint."""
     arguments = [*SMALL_GRPO, "algo.num_iterations=2"]
@@ -409,6 +397,7 @@ def test_a_reward_that_hangs_is_named(tmp_path, in_cache):
         train(run, tmp_path / "out", task=Slow())
 
 
+@pytest.mark.thorough
 @pytest.mark.faults
 def test_a_reward_that_never_ends_does_not_hold_the_process(tmp_path, cache):
     """The error is out, and Python exits, though a worker is still at it."""
@@ -482,6 +471,7 @@ def test_out_of_memory_halves_the_rows(tmp_path, in_cache, monkeypatch):
     assert RowLimit("algo.train_rows", 8).run(lambda rows: rows) == 8
 
 
+@pytest.mark.thorough
 def test_rows_are_fitted_to_the_memory(tmp_path, in_cache, monkeypatch):
     arguments = [
         *SMALL_GRPO,
@@ -509,7 +499,9 @@ def test_rows_are_fitted_to_the_memory(tmp_path, in_cache, monkeypatch):
     assert 1 <= fitted["tight"]["train_rows"] < fitted["recomputed"].get("train_rows", 12)
 
 
-@pytest.mark.parametrize("more", [[], ["model.adapter.rank=16", "opt=[amp]"]])
+@pytest.mark.parametrize(
+    "more", [["model.adapter.rank=16", "opt=[amp]"], pytest.param([], marks=pytest.mark.thorough)]
+)
 def test_adam_with_eight_bits_takes_less_and_goes_on_to_the_bit(more, tmp_path, in_cache):
     pytest.importorskip("bitsandbytes")
     settings = [*SMALL_GRPO, "algo.lr=1e-2", "algo.resample_rounds=0", "evaluate.every=0", *more]
@@ -555,6 +547,7 @@ def test_a_reference_in_half_precision_is_the_float32_one_to_the_bit(tied):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.faults
 def test_out_of_memory_in_the_reference_pass_halves_too(tmp_path, in_cache, monkeypatch):
     arguments = [*SMALL_GRPO, "algo.steps=2", "algo.kl.beta=0.1"]
@@ -629,6 +622,7 @@ class Wordy(Fixed):
         return rows[:10] if split == "train" else rows[10:]
 
 
+@pytest.mark.thorough
 def test_prompts_that_do_not_fit_are_found_before_the_first_step(tmp_path, in_cache):
     with pytest.raises(ConfigError) as caught:
         train(compose([*SMALL_GRPO, "evaluate.examples=10"]), tmp_path / "out", task=Wordy())
@@ -665,6 +659,7 @@ def test_micro_batches_cover_every_completion_once():
             )
 
 
+@pytest.mark.thorough
 def test_it_learns(launch: Launch, tmp_path):
     """A small model that knows two answers is taught which one is wanted."""
     taught = [

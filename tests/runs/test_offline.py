@@ -17,7 +17,7 @@ GIVEN = ["algo=grpo", "task=chess", "model=hf", "model.path=someone/something"]
 GIVEN += ["algo.sampling.max_new_tokens=4"]
 
 
-@pytest.fixture(params=["refuses", "swallows"])
+@pytest.fixture(params=["refuses", pytest.param("swallows", marks=pytest.mark.thorough)])
 def hub(request):
     """Yield the address of a hub that never answers, and the connections that were made."""
     asked = []
@@ -46,7 +46,9 @@ def launch(hub, home, *arguments):
     return subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, timeout=240)
 
 
-@pytest.mark.parametrize("plan", ["plan=true", "hydra.run.dir=run"])
+@pytest.mark.parametrize(
+    "plan", ["plan=true", pytest.param("hydra.run.dir=run", marks=pytest.mark.thorough)]
+)
 def test_a_hub_that_does_not_answer_is_asked_once_and_the_way_out_is_said(hub, plan, tmp_path):
     address, asked = hub
     made = launch(address, tmp_path, plan)
@@ -56,6 +58,7 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_the_way_out_is_said(hub, p
     assert "model.path=FOLDER" in made.stderr
 
 
+@pytest.mark.thorough
 def test_a_model_in_the_cache_of_the_hub_is_loaded(hub, tmp_path):
     address, asked = hub
     place = tmp_path / "hub" / "models--someone--something"

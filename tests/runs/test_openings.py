@@ -23,7 +23,9 @@ RUNS = {
 RUNS["rft"] += ["algo.iterations=1", "algo.epochs=1", "algo.prompts=20", "algo.hint_samples=0"]
 
 
-@pytest.mark.parametrize("algo", RUNS)
+@pytest.mark.parametrize(
+    "algo", ["grpo", *(pytest.param(a, marks=pytest.mark.thorough) for a in ("eggroll", "rft"))]
+)
 def test_a_run_ends_as_one_that_computes_openings_with_every_prompt(
     algo, warm: Warm, tmp_path, monkeypatch
 ):

@@ -57,7 +57,9 @@ def test_own_rows_are_learnt_with_the_defaults(make, algo, in_cache, tmp_path):
     assert result.after - result.before >= 20  # weekdays are right by chance at 14 %
 
 
-@pytest.mark.parametrize("algo", ALGORITHMS)
+@pytest.mark.parametrize(
+    "algo", [pytest.param("eggroll", marks=pytest.mark.thorough), "grpo", "rft"]
+)
 def test_own_rows_are_learnt_in_seconds(algo, in_cache, tmp_path, capsys):
     """The fast form: fewer words, and a shorter lesson for the tiny model."""
     short = ["model.tiny.pretrain_steps=250", "evaluate.examples=64"]
@@ -89,6 +91,7 @@ def test_the_printed_example_of_an_own_task_runs_and_learns(launch, tmp_path):
     assert "it has learnt: held-out exact " in done.stdout, done.stdout
 
 
+@pytest.mark.thorough
 def test_a_run_that_cannot_learn_says_why(in_cache, tmp_path, capsys):
     """Random weights and a reward that only right answers earn: no sample is ever right."""
     own = [*settings(tmp_path, sums), "task.partial=0", "model.tiny.pretrain_steps=0"]

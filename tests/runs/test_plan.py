@@ -65,7 +65,14 @@ def plan(*arguments):
     return train(compose([*arguments, "plan=true"]), "nowhere")
 
 
-@pytest.mark.parametrize("settings", [SMALL, SMALL_GRPO, SMALL_RFT], ids=["eggroll", "grpo", "rft"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(SMALL, id="eggroll", marks=pytest.mark.thorough),
+        pytest.param(SMALL_GRPO, id="grpo"),
+        pytest.param(SMALL_RFT, id="rft", marks=pytest.mark.thorough),
+    ],
+)
 def test_the_plan_of_the_run_itself(settings, tmp_path):
     """Sizes are those that the run prints when it starts on the same device."""
     end = "algo.stage=generate" if settings is SMALL_RFT else "algo.steps=1"
@@ -80,6 +87,7 @@ def test_the_plan_of_the_run_itself(settings, tmp_path):
     assert [name for name in compared if f"{name} {rows[name]}" not in said] == []
 
 
+@pytest.mark.thorough
 def test_from_the_command_line_it_leaves_nothing(tmp_path):
     done = subprocess.run(
         [
@@ -128,6 +136,7 @@ def test_a_plan_leaves_the_run_of_the_caller_alone():
     assert run == kept
 
 
+@pytest.mark.thorough
 def test_a_vllm_that_sleeps_lends_its_memory(models):
     """While the model is trained, but for what vLLM cannot give back; a rollout takes the same."""
     model = ["algo=grpo", "model=hf", f"model.path={models['3b']}", *FEW]
@@ -164,6 +173,7 @@ def test_an_adapter_makes_it_fit(models, capsys):
     assert re.search(r"'opt=\[amp,checkpointing\]' model.adapter.rank=16: [0-9.]+ GB, fits$", last)
 
 
+@pytest.mark.thorough
 def test_few_bits_make_it_fit(models, capsys):
     model = ["model=hf", f"model.path={models['7b']}", "hardware=rtx4090", "hardware.memory_gb=8"]
     model += FEW
@@ -177,6 +187,7 @@ def test_few_bits_make_it_fit(models, capsys):
     assert plan("algo=grpo", *model, *taken).peak_gb == pytest.approx(promised, abs=0.05)
 
 
+@pytest.mark.thorough
 def test_a_model_that_nothing_makes_fit(models, capsys):
     model = ["model=hf", f"model.path={models['7b']}", "hardware=rtx4090", "hardware.memory_gb=6"]
     model += FEW
@@ -184,6 +195,7 @@ def test_a_model_that_nothing_makes_fit(models, capsys):
     assert "opt=fsdp" in capsys.readouterr().out.splitlines()[-1]
 
 
+@pytest.mark.thorough
 def test_ranks_share_out_what_one_cannot_hold(models, capsys):
     """Weights, gradients and state; what is gathered, and activations, each of them has whole."""
     model = ["algo=grpo", "opt=[amp,checkpointing,fsdp]", "model=hf", f"model.path={models['7b']}"]
@@ -212,7 +224,10 @@ def test_a_plan_says_what_it_does_not_go_by():
     assert "planned for" not in plan(*other, "hardware=h100").rows
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.thorough] * (n != "grpo_lora_7b_24gb")) for n in LARGE],
+)
 def test_experiments_of_large_models_fit_their_card(name, models):
     pytest.importorskip("peft")
     path = f"model.path={models[LARGE[name]]}"
@@ -238,8 +253,16 @@ def instructed(models, tmp_path_factory):
 GIVEN = ["task.path=data.jsonl", "task.prompt_field=question", "task.answer_field=answer"]
 
 
-@pytest.mark.parametrize("algo", ["grpo", "eggroll", "rft"])
-@pytest.mark.parametrize("task", ["units", "custom"])
+@pytest.mark.parametrize(
+    ("algo", "task"),
+    [
+        ("grpo", "units"),
+        *(
+            pytest.param(algo, task, marks=pytest.mark.thorough)
+            for algo, task in (("eggroll", "custom"), ("rft", "units"), ("rft", "custom"))
+        ),
+    ],
+)
 def test_a_plan_says_whether_prompts_go_through_a_chat_template(
     task, algo, models, instructed, tmp_path, monkeypatch
 ):
@@ -259,6 +282,7 @@ def test_a_plan_says_whether_prompts_go_through_a_chat_template(
         assert made.rows["prompts"] == said
 
 
+@pytest.mark.thorough
 def test_another_task_is_asked_in_the_form_that_the_model_takes(instructed, tmp_path):
     given = ["model=hf", f"model.path={instructed}", "evaluate.also=[units]", "algo=grpo"]
     run = compose([*given, "plan=true"])
@@ -267,6 +291,7 @@ def test_another_task_is_asked_in_the_form_that_the_model_takes(instructed, tmp_
     assert isinstance(other.task.prompt(other.examples[0]), list)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -289,7 +314,7 @@ def test_what_has_no_plan(arguments, told):
         plan(*arguments)
 
 
-@pytest.mark.parametrize("switch", ["ddp", "fsdp"])
+@pytest.mark.parametrize("switch", ["ddp", pytest.param("fsdp", marks=pytest.mark.thorough)])
 def test_the_plan_of_rft_on_several_ranks(switch):
     settings = [text for text in SMALL_RFT if text != "hardware=cpu"]
     settings += ["hardware=h100", f"opt=[{switch}]", f"opt.{switch}.ranks=2", "plan=true"]

@@ -77,6 +77,7 @@ def test_lr_makes_all_steps_a_walk_of_some_sigma():
 # The square of the difference of a pair that answers 2 prompts: of rewards in [0, 1], of variance
 # 1 / 12 each; of the same over their deviation; and of +1 and -1, where the pair is not as often
 # right, if an answer is right in one case of ten.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("shaping", "square"),
     [
@@ -119,6 +120,7 @@ def test_steps_that_a_budget_leaves():
     assert count("algo.steps=null", "budget.tokens=500") == 1
 
 
+@pytest.mark.thorough
 def test_a_step_of_the_run_takes_the_tokens_of_the_sigma_that_is_chosen(tmp_path, monkeypatch):
     """And not those of members that break, and write on and on."""
     try_out = Population.try_out
@@ -138,6 +140,7 @@ def test_a_step_of_the_run_takes_the_tokens_of_the_sigma_that_is_chosen(tmp_path
     assert f"for {round((1_000_000 - found.tokens) / 100)} steps" in found.why
 
 
+@pytest.mark.thorough
 def test_the_model_without_noise_answers_once(tmp_path, monkeypatch):
     """At each sigma it would answer the same; what it takes counts."""
     asked, ask = [], Population.ask_centre
@@ -163,6 +166,7 @@ def test_a_probe_trains_nothing(launch, tmp_path):
     assert [r["sigma"] for r in found["rows"]] == sorted(r["sigma"] for r in found["rows"])
 
 
+@pytest.mark.thorough
 def test_a_sweep_of_probes_ends_with_a_table(launch, tmp_path):
     given = ("--config-dir", CONF, f"hydra.sweep.dir={tmp_path}", *MOVING, "task=letters")
     said = launch("-m", *given, "task.scoring=smooth", "probe=true", "seed=1,2")
@@ -182,6 +186,7 @@ def test_a_sweep_of_probes_ends_with_a_table(launch, tmp_path):
     assert "no result" not in said.stdout
 
 
+@pytest.mark.thorough
 def test_where_nothing_is_right_the_table_is_shown_all_the_same(tmp_path, monkeypatch):
     run = compose([*MOVING, "probe=true"])
     closed, close = [], LM.close
@@ -200,6 +205,7 @@ def test_where_nothing_is_right_the_table_is_shown_all_the_same(tmp_path, monkey
         train(given, tmp_path / "given", Letters("right"))
 
 
+@pytest.mark.thorough
 def test_a_method_that_moves_no_weights_is_told_no_lr(tmp_path):
     without = [text for text in MOVING if not text.startswith("algo.lr=")]
     asked = compose([*without, "algo.method=randopt", "algo.sigma=auto", "algo.steps=1"])
@@ -247,6 +253,7 @@ def test_an_optimizer_without_known_steps_is_told_before_anything_is_tried(tmp_p
         train(run, tmp_path, Letters("smooth"))
 
 
+@pytest.mark.thorough
 def test_two_ranks_find_the_same(warm: Warm, tmp_path):
     one = train(compose([*MOVING, "probe=true"]), tmp_path / "one", Letters("smooth"))
     two = warm.call(
@@ -256,6 +263,7 @@ def test_two_ranks_find_the_same(warm: Warm, tmp_path):
     assert one.tokens == two.tokens
 
 
+@pytest.mark.thorough
 def test_the_probe_sees_the_model_in_the_precision_of_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(precision, "native_bf16", lambda _: True)  # emulated where it is not
     found = {

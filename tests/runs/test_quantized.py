@@ -33,7 +33,14 @@ GRPO = [*adapters.GRPO, "evaluate.every=0"]
 INT8, NF4 = "model.quantize=int8", "model.quantize=nf4"
 
 
-@pytest.mark.parametrize("settings", [[*GRPO, NF4], [*RFT, INT8, AMP], [*EGGROLL, NF4]])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [*GRPO, NF4],
+        pytest.param([*RFT, INT8, AMP], marks=pytest.mark.thorough),
+        pytest.param([*EGGROLL, NF4], marks=pytest.mark.thorough),
+    ],
+)
 def test_an_adapter_is_learnt_on_rounded_weights(tmp_path, settings):
     """What peft makes of the rounded weights and RUN/adapter is RUN/model."""
     result = run(tmp_path / "out", *settings, "model.adapter.merge=true")
@@ -57,6 +64,7 @@ def test_an_adapter_is_learnt_on_rounded_weights(tmp_path, settings):
         assert result.after > result.before + 50, "it has learnt on the rounded weights"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("more", "largest"), [([NF4], 1e-6), ([INT8, AMP], 2e-3)])
 def test_what_samples_is_what_learns(tmp_path, more, largest):
     run(tmp_path / "out", *GRPO, *more)
@@ -65,7 +73,10 @@ def test_what_samples_is_what_learns(tmp_path, more, largest):
     assert max(gaps) < largest
 
 
-@pytest.mark.parametrize("settings", [[*GRPO, NF4, AMP], [*EGGROLL, INT8, AMP]])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param([*GRPO, NF4, AMP], marks=pytest.mark.thorough), [*EGGROLL, INT8, AMP]],
+)
 def test_a_run_in_two_parts_ends_as_a_whole_one(tmp_path, settings):
     run(tmp_path / "whole", *settings)
     run(tmp_path / "parts", *settings, "algo.steps=2")
@@ -75,6 +86,7 @@ def test_a_run_in_two_parts_ends_as_a_whole_one(tmp_path, settings):
     same(matrices(tmp_path / "whole"), matrices(tmp_path / "parts"))
 
 
+@pytest.mark.thorough
 def test_two_ranks_make_the_adapter_of_one(launch, tmp_path):
     own = ["--config-dir", CONF, *GRPO, NF4, "algo.optimizer.name=SGD", "algo.lr=0.3"]
     launch(*own, "hydra.run.dir=one")
@@ -161,7 +173,10 @@ def rounded(given, folder):
     return folder
 
 
-@pytest.mark.parametrize("more", [[AMP], ["algo.optimizer.name=Adam"]])
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "more", [[AMP], pytest.param(["algo.optimizer.name=Adam"], marks=pytest.mark.thorough)]
+)
 def test_a_run_that_moves_whole_numbers_goes_on_to_the_bit(tmp_path, more):
     settings = [*SMALL, "algo.sigma=0.1", "algo.lr=0.01", INT8, "algo.weight_decay=0.1", *more]
     run(tmp_path / "whole", *settings)

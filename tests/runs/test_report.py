@@ -12,7 +12,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 
@@ -83,7 +84,15 @@ RUNS = {
     ],
 }
 # Of a run without a reference model, and whose groups are all alive, and with one reward.
+BROWSERS = ExitStack()
 CONDITIONAL = {"dead", "components", "component_cosine", "text"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_browser():
+    with BROWSERS:
+        yield
+        a_browser.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +136,12 @@ def embedded(folder):
     return json.loads(text)
 
 
+@cache
+def a_browser():
+    """One for all tests of this file: it takes a second to start."""
+    return BROWSERS.enter_context(Browser())
+
+
 @contextmanager
 def opened(page, width=1280, dark=False):
     """A page in a browser without a network, which has asked for nothing and complained of nothing
@@ -134,11 +149,16 @@ def opened(page, width=1280, dark=False):
     """
     if find_browser() is None:
         pytest.skip("there is no Chromium")
-    with Browser(width, 900, dark) as browser:
-        browser.open(page.as_uri() if isinstance(page, Path) else page)
-        yield browser
-        assert browser.errors == []
-        assert browser.requests == []
+    browser = a_browser()
+    browser.show(width, dark=dark)
+    browser.ask("Input.dispatchMouseEvent", type="mouseMoved", x=0, y=0)
+    browser.open("about:blank")  # and nothing of the page before comes from here on
+    browser.errors.clear()
+    browser.requests.clear()
+    browser.open(page.as_uri() if isinstance(page, Path) else page)
+    yield browser
+    assert browser.errors == []
+    assert browser.requests == []
 
 
 def select(browser, name, value):
@@ -219,8 +239,7 @@ def test_every_number_of_a_curve_is_one_that_was_logged(finished, algo):
                 assert text.split()[0] == f"{result['metrics'][kind][row[0]]:.2f}"
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
 def test_a_browser_shows_it_without_a_network(finished, width, dark):
     folder = finished["grpo" if dark else "eggroll"]
     with opened(folder / "report.html", width, dark) as browser:
@@ -246,6 +265,7 @@ def test_a_browser_shows_it_without_a_network(finished, width, dark):
         assert wide[0] <= wide[1], "every column of the measures is in sight"
 
 
+@pytest.mark.thorough
 def test_the_browser_of_a_population_has_pairs_beside_each_other(finished):
     folder = finished["eggroll"]
     (data,) = embedded(folder)["runs"]
@@ -275,6 +295,7 @@ def test_the_browser_of_a_population_has_pairs_beside_each_other(finished):
         assert len(texts(browser, "#training .sampled")) == len(left)
 
 
+@pytest.mark.thorough
 def test_the_browser_of_groups_has_advantages_and_probabilities(finished):
     folder = finished["grpo"]
     (data,) = embedded(folder)["runs"]
@@ -302,6 +323,7 @@ def test_the_browser_of_groups_has_advantages_and_probabilities(finished):
             assert len(texts(browser, "#training .cell")) == count
 
 
+@pytest.mark.thorough
 def test_held_out_prompts_are_found_by_what_became_of_them(finished, tmp_path):
     """With the scores that a run keeps of its completions."""
     folder = shutil.copytree(finished["grpo"], tmp_path / "run")
@@ -334,6 +356,7 @@ def point(browser):
     browser.run("new Promise(done => setTimeout(done, 100))")
 
 
+@pytest.mark.thorough
 def test_the_cursor_reads_what_was_logged(finished):
     folder = finished["eggroll"]
     with opened(folder / "report.html") as browser:
@@ -352,6 +375,7 @@ def test_the_cursor_reads_what_was_logged(finished):
         )
 
 
+@pytest.mark.thorough
 def test_the_curves_go_by_tokens_and_seconds_too(finished):
     for algo, axes in (("classify", ["at", "seconds"]), ("rft", ["at", "tokens", "seconds"])):
         with opened(finished[algo] / "report.html") as browser:
@@ -375,6 +399,7 @@ LEVEL = {  # values of a curve -> whether it is drawn over all of the height
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("values", LEVEL)
 def test_no_two_ticks_of_a_chart_read_alike(values, finished):
     with opened(finished["eggroll"] / "report.html") as browser:
@@ -391,6 +416,7 @@ def test_no_two_ticks_of_a_chart_read_alike(values, finished):
     assert browser.requests == []
 
 
+@pytest.mark.thorough
 def test_ticks_that_lie_close_are_told_apart(finished):
     with opened(finished["eggroll"] / "report.html") as browser:
         pairs = {(1.0002, 1e-4): "1.0002", (1e-6, 5e-8): "1.00e-6", (1.05e-6, 5e-8): "1.05e-6"}
@@ -399,6 +425,7 @@ def test_ticks_that_lie_close_are_told_apart(finished):
             assert browser.run(f"say({tick}, {step})") == text
 
 
+@pytest.mark.thorough
 def test_zero_is_left_out_of_a_logarithmic_axis(finished):
     with opened(finished["eggroll"] / "report.html") as browser:
         curve = "{label: 'a', colour: '#000000', dash: [], x: [1, 2, 3], y: [0, 1, 10]}"
@@ -430,6 +457,7 @@ def test_what_a_model_wrote_stays_text(finished, tmp_path):
         assert hostile in browser.run("document.querySelector('#training .rows').textContent")
 
 
+@pytest.mark.thorough
 def test_a_long_run_is_a_small_page(tmp_path):
     """Of 20,000 steps and 100,000 completions. python -m benchmarks report times it."""
     folder = tmp_path / "run"
@@ -480,6 +508,7 @@ def test_every_panel_shows_what_is_logged(finished, algo):
     assert len(titles) == len(set(titles))
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_has_one_report_of_the_whole(in_cache, tmp_path):
     settings = [*SMALL, "evaluate.every=1"]
     train(compose([*settings, "algo.steps=2"]), tmp_path)
@@ -581,6 +610,7 @@ def test_a_server_says_what_is_wrong_and_ends_at_ctrl_c(finished, tmp_path, begi
     assert "--port has no effect without --serve" in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_comparison_has_bands_over_seeds(finished, tmp_path):
     for seed in range(3):
         folder = shutil.copytree(finished["eggroll"], tmp_path / "sweep" / str(seed))

@@ -42,6 +42,7 @@ def test_a_run_of_a_population_keeps_its_members(in_cache, tmp_path):
     assert all(row["token_logprobs"] is None for row in rows)
 
 
+@pytest.mark.thorough
 def test_a_run_of_groups_keeps_advantages_and_probabilities(in_cache, tmp_path):
     train(compose([*SMALL_GRPO, "completions=all"]), tmp_path)
     lines, rows = read_steps(tmp_path), table(tmp_path)
@@ -63,6 +64,7 @@ def test_a_run_of_groups_keeps_advantages_and_probabilities(in_cache, tmp_path):
         assert best["reward"] == max(rewards) > min(rewards), "of a group that teaches something"
 
 
+@pytest.mark.thorough
 def test_rejection_sampling_keeps_its_waves(in_cache, tmp_path):
     train(compose([*SMALL_RFT, "completions=all", "algo.iterations=1"], CONF), tmp_path)
     rows = table(tmp_path)
@@ -80,6 +82,7 @@ def test_rejection_sampling_keeps_its_waves(in_cache, tmp_path):
     assert {line["step"] for line in read_steps(tmp_path)} == waves
 
 
+@pytest.mark.thorough
 def test_nothing_is_there_twice_after_a_resume(in_cache, tmp_path):
     settings = [*MOVING, "completions=all", "checkpoint.every=2"]
     train(compose(settings), tmp_path / "whole")
@@ -96,6 +99,7 @@ def test_nothing_is_there_twice_after_a_resume(in_cache, tmp_path):
     assert names == ["steps-00000001-00000002.parquet", "steps-00000003-00000004.parquet"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("settings", [MOVING, SMALL_GRPO], ids=["population", "groups"])
 def test_two_ranks_keep_what_one_keeps(settings, launch, tmp_path):
     for name, more in {"one": (), "two": ("opt=[ddp]", "opt.ddp.ranks=2")}.items():

@@ -381,6 +381,7 @@ def test_names_of_tasks_need_no_case():
     assert select_tasks([record], ["AGNews"]) == [record]
 
 
+@pytest.mark.thorough
 def test_figures(tmp_path):
     write_run(tmp_path / "one", 1, 40.0, SMALL_ALONE)
     write_run(tmp_path / "four", 4, 12.5, SMALL_FOUR)
@@ -391,6 +392,7 @@ def test_figures(tmp_path):
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("in_cache")
 def test_real_runs_are_read(warm, tmp_path):
     settings = ["algo=classify", *SIZES]

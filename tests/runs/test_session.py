@@ -76,6 +76,7 @@ def test_a_new_algorithm_trains(toy, in_cache, tmp_path):
     assert "toy" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.thorough
 def test_by_default_it_evaluates_at_sixths_of_the_steps_where_that_takes_few_tokens(
     toy, in_cache, tmp_path
 ):
@@ -104,6 +105,7 @@ def test_by_default_it_evaluates_at_sixths_of_the_steps_where_that_takes_few_tok
     assert evaluated(tmp_path / "again") == [105], "as the run that was never stopped"
 
 
+@pytest.mark.thorough
 def test_killed_and_resumed_it_ends_as_if_it_had_not_been(toy, command, in_cache, tmp_path):
     many = "algo.steps=40"
     launch.train(toy(many, "checkpoint.every=1"), tmp_path / "whole")
@@ -120,6 +122,7 @@ def test_killed_and_resumed_it_ends_as_if_it_had_not_been(toy, command, in_cache
     assert all(torch.equal(t, whole[n]) for n, t in weights(tmp_path / "killed").items())
 
 
+@pytest.mark.thorough
 def test_a_signal_stops_it_after_saving(command, tmp_path):
     process = command(tmp_path / "run", "algo.steps=2000", "checkpoint.every=0")
     wait_for_two_steps(process, tmp_path / "run")
@@ -143,7 +146,9 @@ class Signals(Letters):
         return super().reward(example, completion)
 
 
-@pytest.mark.parametrize("algo", ["toy", "eggroll", "grpo"])
+@pytest.mark.parametrize(
+    "algo", ["toy", *(pytest.param(a, marks=pytest.mark.thorough) for a in ("eggroll", "grpo"))]
+)
 def test_a_signal_in_the_last_step_ends_a_run_that_is_done(algo, toy, in_cache, tmp_path):
     sizes = {
         "toy": [],
@@ -178,6 +183,7 @@ class Broken(Letters):
         return float("nan") if bad else super().reward(example, completion)
 
 
+@pytest.mark.thorough
 def test_numbers_that_are_not_finite_stop_it(toy, in_cache, tmp_path):
     with pytest.raises(RunStopped, match=r"step \d+: NaN in a reward on example") as stopped:
         launch.train(toy("algo.steps=40"), tmp_path, Broken())
@@ -186,6 +192,7 @@ def test_numbers_that_are_not_finite_stop_it(toy, in_cache, tmp_path):
     assert (tmp_path / "report.md").exists()
 
 
+@pytest.mark.thorough
 def test_or_leave_the_step_out(toy, in_cache, tmp_path):
     skip = ["not_finite.policy=skip", "not_finite.max_skips=40"]
     result = launch.train(toy("algo.steps=40", *skip), tmp_path, Broken())
@@ -201,7 +208,10 @@ class Long(Letters):
         return "x" * 300 if example.question == first else super().prompt(example)
 
 
-@pytest.mark.parametrize("algo", ["toy", "eggroll", "grpo", "rft"])
+@pytest.mark.parametrize(
+    "algo",
+    ["grpo", *(pytest.param(a, marks=pytest.mark.thorough) for a in ("toy", "eggroll", "rft"))],
+)
 def test_prompts_that_do_not_fit_are_an_error_or_left_out(algo, toy, in_cache, tmp_path):
     sizes = {
         "eggroll": ["algo.members=2", "algo.steps=1"],

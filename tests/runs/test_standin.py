@@ -83,7 +83,14 @@ def train(folder, arguments, capability=(8, 0)):
     return {"peak": standin.DEVICE.peak, "waits": seen.waits, "copies": seen.to_device}
 
 
-@pytest.mark.parametrize(("algo", "opt"), [(a, o) for a, given in SWITCHES.items() for o in given])
+@pytest.mark.parametrize(
+    ("algo", "opt"),
+    [
+        pytest.param(algo, opt, marks=[pytest.mark.thorough] if opt == "opt=[]" else [])
+        for algo, switches in SWITCHES.items()
+        for opt in switches
+    ],
+)
 def test_a_run_goes_through_the_branches_for_cuda(algo, opt, standin, cache, tmp_path):
     """Mixed devices would raise. What is measured is what a CPU measures, in float32."""
     seen = standin.call(train, tmp_path / "cuda", [*RUNS[algo], opt], CLUTCH_CACHE=str(cache))
@@ -99,6 +106,7 @@ def test_a_run_goes_through_the_branches_for_cuda(algo, opt, standin, cache, tmp
         assert ours[-1]["generated_tokens"] == theirs[-1]["generated_tokens"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("algo", ["grpo", "rft", "classify"])
 def test_float16_with_a_grad_scaler_as_on_a_v100(algo, standin, cache, tmp_path):
     arguments = [*RUNS[algo], "opt=[amp]", *(["algo.iterations=1"] if algo == "rft" else [])]
@@ -107,6 +115,7 @@ def test_float16_with_a_grad_scaler_as_on_a_v100(algo, standin, cache, tmp_path)
     assert "float16, GradScaler" in log
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("quantize", ["null", "int8", "nf4"])
 @pytest.mark.parametrize("algo", ["eggroll", "grpo", "rft"])
 def test_adapters_in_float16_as_on_a_v100(algo, quantize, standin, cache, tmp_path):
@@ -137,6 +146,7 @@ def evolve_in_float16(folder):
         return stop.code, str(stop)
 
 
+@pytest.mark.thorough
 def test_an_overflow_of_members_in_float16_is_told_as_such(standin, cache, tmp_path):
     code, text = standin.call(evolve_in_float16, tmp_path, CLUTCH_CACHE=str(cache))
     assert code == EXIT_NUMBERS
@@ -157,6 +167,7 @@ def precisions(folder):
     return found
 
 
+@pytest.mark.thorough
 def test_a_model_is_checked_without_tf32_and_trained_with_it(standin, cache, tmp_path):
     checked, *trained = standin.call(precisions, tmp_path, CLUTCH_CACHE=str(cache))
     assert checked == "highest"
@@ -176,7 +187,7 @@ def decode(name, rows):
     return seen.waits, seen.to_device
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.thorough), "qwen2"])
 def test_decoding_asks_the_host_for_little(name, standin):
     """At most 5 waits for 8 tokens, and nothing but the prompts goes to the device."""
     waits, _ = standin.call(decode, name, 64)
@@ -202,6 +213,7 @@ def micro_batches(folder, arguments, flash=False):
     return sum(batches), len(batches), seen.waits, seen.to_device
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flash", [False, True])
 def test_a_training_pass_asks_the_host_for_one_number_per_pass(flash, standin, cache, tmp_path):
     """What goes to the device is pinned, so the host does not wait for it, and lays out the next
@@ -243,6 +255,7 @@ def keep_checkpoints(folder, arguments, how):
     return wrote, None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("algo", ["eggroll", "grpo"])
 def test_checkpoints_written_beside_training_are_those_of_their_step(
     algo, standin, cache, tmp_path
@@ -310,6 +323,7 @@ def training_traffic(shape, rows, flash):
     return body.moved / len(laid.targets), head.moved / len(laid.targets)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flash", [False, True])
 def test_the_head_moves_half_of_what_the_transformer_moves(flash, standin):
     """With a vocabulary of 152k, which is the worst: 35 MB per token where it went in chunks of
@@ -352,6 +366,7 @@ def decode_traffic(shape, lengths, flash):
     return moved[-1] / (weights + of_token * sum(n + new for n in lengths))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("flash", "least", "most"), [(False, 1.6, 2.0), (True, 1.0, 1.3)])
 def test_a_decode_step_reads_weights_and_keys_that_count(flash, least, most, standin):
     """64 rows of up to 1k tokens. Without flash attention scores are made, masked and cast, and
@@ -387,6 +402,7 @@ def planted(algo, arguments, folder, places):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("algo", ["eggroll", "grpo"])
 def test_memory_that_runs_out_at_25_places_is_survived_or_told(algo, standin, cache, tmp_path):
     """In a recording too. A run goes on with half the rows, or ends with one clear error; what it
@@ -420,6 +436,7 @@ def cached_dtype():
     return kinds
 
 
+@pytest.mark.thorough
 def test_keys_take_as_much_room_as_the_plan_says(standin):
     """A rotation with float32 angles widens them, and they were kept so."""
     assert standin.call(cached_dtype) == {(torch.bfloat16, torch.bfloat16)}
@@ -435,6 +452,7 @@ def kept_buffers(folder):
     return {b.dtype for b in model.buffers()}, {p.dtype for p in model.parameters()}
 
 
+@pytest.mark.thorough
 def test_eggroll_rounds_weights_alone(standin, tmp_path):
     """Rotary frequencies in bf16 are off by 0.4 %, and what is exported has exact ones."""
     buffers, parameters = standin.call(kept_buffers, str(tmp_path))
@@ -458,6 +476,7 @@ def load_for_evolution(folder, arguments):
     return planned[0], standin.DEVICE.peak
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("more", [[], ["model.quantize=int8"]])
 def test_a_population_is_loaded_in_the_memory_that_it_samples_in(more, dtype, standin, tmp_path):
@@ -479,6 +498,7 @@ def configure_small():
     return LlamaConfig(**sizes, num_attention_heads=8, vocab_size=512)
 
 
+@pytest.mark.thorough
 def test_masters_on_the_host_change_no_number(standin, cache, tmp_path):
     """The same steps to the bit, drift among them, as with all of it on the device."""
     found, told = [], ("reward", "drift", "applied_share")
@@ -491,6 +511,7 @@ def test_masters_on_the_host_change_no_number(standin, cache, tmp_path):
     assert found[0][-1][1] > 0
 
 
+@pytest.mark.thorough
 def test_recorded_steps_read_nothing_that_a_recording_left(standin):
     """What a recording allocated is poisoned: the tokens stay those of plain steps."""
     recorded, plain, graphs = standin.call(both_ways)
@@ -522,6 +543,7 @@ def draw_peak(rows, vocabulary, settings):
     return standin.DEVICE.peak - held
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.9, 0), (1.0, 50), (0.9, 50)])
 def test_the_plan_of_a_rollout_counts_what_cutting_takes(top_p, top_k, standin):
     settings = SamplingConfig(max_new_tokens=1, temperature=0.7, top_p=top_p, top_k=top_k)
@@ -628,8 +650,8 @@ def measure_peak(shape, folder, arguments, kind=Long):
     [
         ("grpo", "amp"),
         pytest.param("grpo", "amp,checkpointing", marks=pytest.mark.slow),
-        ("eggroll", "amp"),
-        ("rft", "amp"),
+        pytest.param("eggroll", "amp", marks=pytest.mark.thorough),
+        pytest.param("rft", "amp", marks=pytest.mark.thorough),
         pytest.param("rft", "amp,checkpointing", marks=pytest.mark.slow),
     ],
 )
@@ -643,6 +665,7 @@ def test_the_plan_is_within_a_tenth_of_the_peak(
     check_plan(shape, algo, one_step(algo, switches), (standin, tmp_path, monkeypatch))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("algo", "switches"),
     [
@@ -676,6 +699,7 @@ def rollout_peak(rows, opening):
     return sampler.peak_bytes(rows, load), device.peak - held
 
 
+@pytest.mark.thorough
 def test_many_short_rests_of_prompts_take_no_more_than_whole_prompts(standin):
     """Each of them looks at its own copy of what all begin with."""
     planned, peak = standin.call(rollout_peak, 256, 1000)
@@ -703,6 +727,7 @@ def one_step(algo, switches):
     return [*arguments, "not_finite.max_skips=1", *SIZES[algo]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("algo", "shape"),
     [
@@ -721,6 +746,7 @@ def test_the_plan_knows_that_an_adapter_alone_has_state(
     check_plan(shape, algo, arguments, (standin, tmp_path, monkeypatch))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "shape", "switches"),
     [
@@ -737,6 +763,7 @@ def test_the_plan_knows_how_few_bits_weights_take(
     check_plan(shape, "grpo", arguments, (standin, tmp_path, monkeypatch))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("algo", "shape", "switches"),
     [
@@ -752,6 +779,7 @@ def test_the_plan_knows_steps_that_are_not_recorded(
     check_plan(shape, algo, arguments, (standin, tmp_path, monkeypatch))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layers", "size", "switches"),
     [

@@ -4,14 +4,12 @@ import csv
 import itertools
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from common.config import BudgetConfig, ConfigError
 from common.report import compare
@@ -196,6 +194,7 @@ def test_a_budget_ends_the_sampling_of_rft_which_learns_from_what_it_has(in_cach
     )
 
 
+@pytest.mark.thorough
 def test_an_iteration_that_a_budget_cut_goes_on_when_it_is_raised(in_cache, tmp_path):
     """And ends where a run ends that had the larger budget from the start."""
     train(letters("rft", "budget.tokens=2000", "algo.iterations=1"), tmp_path / "whole")
@@ -210,6 +209,7 @@ def test_an_iteration_that_a_budget_cut_goes_on_when_it_is_raised(in_cache, tmp_
     )
 
 
+@pytest.mark.thorough
 def test_a_budget_that_ends_before_anything_is_accepted_leaves_the_base(in_cache, tmp_path):
     result = train(letters("rft", "budget.tokens=10", "task.scoring=smooth"), tmp_path)
     assert (result.ended_by, result.iteration, result.steps) == ("budget.tokens=10", 0, 0)
@@ -224,6 +224,7 @@ def test_a_budget_that_ends_before_anything_is_accepted_leaves_the_base(in_cache
     assert (again.ended_by, again.generated_tokens) == (result.ended_by, result.generated_tokens)
 
 
+@pytest.mark.thorough
 def test_a_budget_far_below_a_step_is_overshot_with_a_warning(in_cache, tmp_path):
     result = train(letters("eggroll", "budget.tokens=3"), tmp_path)
     log = (tmp_path / "run.log").read_text()
@@ -233,7 +234,9 @@ def test_a_budget_far_below_a_step_is_overshot_with_a_warning(in_cache, tmp_path
     )
 
 
-@pytest.mark.parametrize("algo", OF)
+@pytest.mark.parametrize(
+    "algo", ["eggroll", *(pytest.param(a, marks=pytest.mark.thorough) for a in ("grpo", "rft"))]
+)
 def test_a_budget_of_seconds_ends_a_run(in_cache, tmp_path, algo):
     result = train(letters(algo, "budget.seconds=0.5"), tmp_path)
     log = events(tmp_path)
@@ -254,6 +257,7 @@ def test_a_budget_of_seconds_ends_a_run(in_cache, tmp_path, algo):
 # --- a sweep
 
 
+@pytest.mark.thorough
 def test_algorithms_at_an_equal_budget_in_one_command_and_a_run_again(launch, tmp_path):
     done = launch(
         *(
@@ -586,30 +590,15 @@ def test_the_command_compares_any_folders(launch, tmp_path, monkeypatch, capsys)
 PAGE = (ROOT / "docs" / "sweeps.md").read_text().replace("\\\n", "")
 
 
-@pytest.mark.parametrize(
-    "command", re.findall(r"^ {4}python launch\.py (-m .*)$", PAGE, flags=re.M)
-)
-def test_the_sweeps_of_the_page_compose(command):
-    given = shlex.split(command.replace("-m ", ""))
-    parsed = OverridesParser.create().parse_overrides(
-        [text for text in given if not text.startswith("hydra")]
-    )
-    jobs = [
-        (
-            [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
-            if o.is_sweep_override()
-            else [o.input_line]
-        )
-        for o in parsed
-    ]
-    for number in range(max(map(len, jobs))):
-        compose([values[number % len(values)] for values in jobs])
-
-
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 @pytest.mark.parametrize(
     ("typed", "offered"),
-    [("task=co", ["task=countdown"]), ("budget.", ["budget.seconds=", "budget.tokens="])],
+    [
+        ("task=co", ["task=countdown"]),
+        pytest.param(
+            *("budget.", ["budget.seconds=", "budget.tokens="]), marks=pytest.mark.thorough
+        ),
+    ],
 )
 def test_tab_completion_in_bash(typed, offered):
     (install,) = re.findall(r"^ {4}(eval .*)$", PAGE, flags=re.M)

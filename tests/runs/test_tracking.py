@@ -303,6 +303,7 @@ def test_wandb_has_the_end_of_a_run_that_was_killed_after_its_last_checkpoint(la
     assert re.search(r"completions/after +table-file", shown.stdout)
 
 
+@pytest.mark.thorough
 def test_wandb_shows_the_stages_of_rft(launch, tmp_path):
     """Its step is the event of the log, which stages, evaluations and tables share."""
     out = tmp_path / "run"
@@ -349,6 +350,7 @@ def test_wandb_shows_the_stages_of_rft(launch, tmp_path):
         assert len(seen.table(f"completions/{name}")["data"]) == 4
 
 
+@pytest.mark.thorough
 def test_wandb_is_told_that_a_run_failed(launch, tmp_path):
     """And keeps what was logged until then."""
     env = OFFLINE | {"HOME": str(tmp_path)}
@@ -370,6 +372,7 @@ def test_wandb_is_told_that_a_run_failed(launch, tmp_path):
     assert list(seen.history) == [0, 1]
 
 
+@pytest.mark.thorough
 def test_wandb_jobs_of_a_sweep_are_a_group_and_ranks_are_one_run(launch, tmp_path):
     env = OFFLINE | {"HOME": str(tmp_path)}
     jobs = ("seed=3", "opt=[ddp]", "hydra.sweep.dir=sweep")
@@ -427,7 +430,7 @@ def test_wandb_sweeps_compose(path):
     assert sweep["metric"]["name"] == "after", "what the summary calls it"
 
 
-@pytest.mark.parametrize("columns", [80, 160])
+@pytest.mark.parametrize("columns", [80, pytest.param(160, marks=pytest.mark.thorough)])
 def test_a_terminal_shows_a_live_line(in_cache, warm, tmp_path, columns):
     """On a real terminal: it is drawn in place, is never wider than the terminal, and other lines
     stay whole.

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
@@ -17,6 +18,12 @@ KINDS = {
     "gpt2": dict(n_embd=32, n_layer=2, n_head=4, n_positions=128),
 }
 ARCHITECTURES = tuple(KINDS)
+# For tests of what does not know an architecture: two that have the least in common, and in
+# make test-all the others.
+EACH = tuple(
+    pytest.param(name, marks=[pytest.mark.thorough] if name.startswith("qwen") else [])
+    for name in KINDS
+)
 # hidden size, intermediate size, layers, heads, key heads, vocabulary, tied head: of Qwen2.5
 QWEN = {
     "0.5b": (896, 4864, 24, 14, 2, 151936, True),

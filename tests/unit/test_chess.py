@@ -192,6 +192,7 @@ def test_valid_fens_of_a_field_each():
     assert 40 < found.sum() < len(texts)
 
 
+@pytest.mark.run
 @given(
     st.lists(st.text(alphabet="pkKQ18/ wb-0\0é", max_size=40) | st.text(max_size=20), max_size=6)
 )
@@ -330,6 +331,7 @@ def test_one_by_one_and_batched_scores_are_equal(task):
         ]
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("kind", ["serial", "threads", "processes"])
 def test_pools_give_the_serial_scores_in_order(task, kind):
     rows = list(task.examples("train"))[:101]
@@ -441,6 +443,7 @@ def test_the_template_may_hold_other_braces():
     assert e.question == f"{{x}} {e.extra['move']}: {e.extra['fen']}"
 
 
+@pytest.mark.run
 def test_real_puzzles(shared_data):
     folder = shared_data / "chess_puzzles"
     with gzip.open(folder / "test.csv.gz", "rt") as file:

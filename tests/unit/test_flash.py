@@ -17,7 +17,7 @@ from eggroll.config import NoiseConfig
 from eggroll.noise import Noise
 from tests.support.flash import emulated
 from tests.support.models import (
-    ARCHITECTURES,
+    EACH,
     check_greedy,
     prompts,
     prompts_that_open_alike,
@@ -47,7 +47,7 @@ def flash(monkeypatch):
         yield build
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("rows", [2, 64])
 def test_greedy_equals_generate(name, rows, flash):
     """With refills, stops and fewer rows at the end."""
@@ -56,8 +56,7 @@ def test_greedy_equals_generate(name, rows, flash):
     check_greedy(model, made)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
-@pytest.mark.parametrize(("rows", "groups"), [(5, 1), (12, 3)])
+@pytest.mark.parametrize(("name", "rows", "groups"), [("qwen2", 12, 3), ("gpt2", 5, 1)])
 def test_rows_with_lengths_of_their_own_change_nothing(name, rows, groups, flash):
     """Tokens, lengths and log-probabilities are those of plain steps."""
     model = small_model(name)
@@ -70,6 +69,7 @@ def test_rows_with_lengths_of_their_own_change_nothing(name, rows, groups, flash
     assert Tape.recorded <= 4
 
 
+@pytest.mark.run
 def test_prompts_that_begin_alike(flash):
     """What is prefilled once for all of them lies in front of each row's own tokens."""
     model = small_model("qwen2")
@@ -79,6 +79,7 @@ def test_prompts_that_begin_alike(flash):
         same(flash(model, rows).generate(requests, sampling(1.0)), plain)
 
 
+@pytest.mark.run
 def test_calls_that_follow_record_nothing(flash):
     """They find buffers and recordings, and see weights that have changed in place."""
     model = small_model("llama")
@@ -104,6 +105,7 @@ def test_calls_that_follow_record_nothing(flash):
     assert (sampler.board.slots, sampler.board.columns) == (6, 50)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("how", [sampling(0.0), sampling(1.0), sampling(0.7, top_p=0.9)], ids=str)
 def test_a_recording_reads_what_outlives_the_call(how, flash):
     """The model and the board: an address of anything else would be another tensor's later."""

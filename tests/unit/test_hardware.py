@@ -367,6 +367,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.run
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator is Linux's")
 def test_freed_memory_is_used_again():
     """The kernel hands out few new pages for 30 tensors of 40 MB in turn."""

@@ -140,6 +140,7 @@ def test_smaller_buckets_are_advised_where_they_hide_the_sending():
     assert predict.advise_buckets([line], {("strong", 2): hidden}, link) == []
 
 
+@pytest.mark.run
 def test_peaks_of_presets():
     def found(*settings: str) -> tuple[str, float]:
         return find_peak(compose(["algo=predict", "algo.ranks=[2]", *settings]))
@@ -368,6 +369,7 @@ RUN_MISTAKES = {
 }
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("arguments", RUN_MISTAKES)
 def test_mistakes_that_a_run_finds(arguments, tmp_path):
     with pytest.raises(ConfigError, match=RUN_MISTAKES[arguments]):

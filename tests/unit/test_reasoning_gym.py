@@ -60,6 +60,7 @@ def test_own_answers_are_right_and_garbage_is_not(dataset, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.run
 def test_the_splits_are_disjoint_and_the_same_at_every_start():
     code = (
         "import json, sys; from common.tasks import build\n"

@@ -33,6 +33,7 @@ def test_rates_lie_on_a_line_in_logarithms():
     assert rates.at(10**8, False) == pytest.approx(1e-4)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     ("algo", "tiny"), [("grpo", 1e-4), ("rft", 1e-3), ("eggroll", 0.02)], ids=str
 )
@@ -46,6 +47,7 @@ def test_a_recipe_belongs_to_the_model_that_it_was_tuned_on(algo, tiny):
     assert compose(own).algo.lr == 3e-7
 
 
+@pytest.mark.run
 def test_the_tiny_model_of_a_task_may_have_a_recipe_of_its_own():
     task = ["task=custom", "task.path=rows.jsonl", "task.prompt_field=q", "task.answer_field=a"]
     algo = compose(["algo=eggroll", *task]).algo
@@ -59,6 +61,7 @@ def model(run, parameters=135_000_000):
     return SimpleNamespace(run=run, parameters=parameters, adapter=None, context=context)
 
 
+@pytest.mark.run
 def test_the_plan_says_which_recipe_is_used(caplog):
     lines = {
         "lr 3e-05 (auto)": HF,
@@ -103,6 +106,7 @@ def walk(steps: int, length: float, *overrides: str, planned: float | None = Non
     return drift
 
 
+@pytest.mark.run
 def test_runs_of_any_length_end_in_the_trust_region():
     assert walk(60, 0.08) == pytest.approx(0.08 * math.sqrt(60))  # which is within: as they are
     assert walk(2000, 0.08) == pytest.approx(1.0)

@@ -8,7 +8,7 @@ from common.sampling import native
 from common.sampling.engine import Population, Requests
 from common.sampling.native import BLOCK, LOOK_EVERY, Sampler, draw, invert_cdf
 from tests.support.models import (
-    ARCHITECTURES,
+    EACH,
     check_greedy,
     prompts,
     prompts_that_open_alike,
@@ -21,7 +21,7 @@ def sampler(model, rows=64, stop=(11, 12)):
     return Sampler(model, pad_id=96, stop_ids=stop, rows=rows)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("rows", [1, 3, 64])
 def test_greedy_equals_generate(name, rows):
     model = small_model(name)
@@ -29,7 +29,8 @@ def test_greedy_equals_generate(name, rows):
     check_greedy(model, made)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.run
+@pytest.mark.parametrize("name", EACH)
 def test_a_sample_does_not_depend_on_its_company(name):
     """One row at a time, few slots with refills, all at once, one prompt alone, side by side in
     groups: the same.
@@ -120,7 +121,7 @@ def test_looking_seldom_up_to_the_last_position(monkeypatch, shares):
     assert torch.equal(made[1].tokens, made[0].tokens)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("samples", [1, 3])
 def test_log_probabilities_are_the_models(name, temperature, samples):
@@ -143,7 +144,7 @@ def test_log_probabilities_are_the_models(name, temperature, samples):
         torch.testing.assert_close(made.logprobs[index, :length], logp, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize(("rows", "groups"), [(64, 1), (5, 1), (12, 3)])
 def test_a_shared_prompt_changes_nothing(name, rows, groups):
     """Samples of a prompt attend to one copy of it; an attention that cannot do so has a copy in
@@ -188,7 +189,7 @@ def test_the_prompt_of_a_group_is_prefilled_once():
     assert sum(prefilled) == 5  # 20 rows through 3 slots
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("rows", [2, 64])
 def test_what_prompts_begin_with_is_prefilled_once(name, samples, rows, monkeypatch):
@@ -313,6 +314,7 @@ def test_what_does_not_fit_is_refused():
         sampler(model).generate(Requests(prompts=[[5], []]), sampling())
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
 def test_a_narrow_copy_changes_nothing_under_autocast(name):
     """Beside autocast on the weights themselves, before and after they change."""
@@ -343,6 +345,7 @@ def casts(sampler, new):
     return sum(len(shape) == 2 and min(shape) > 3 for shape in shapes)
 
 
+@pytest.mark.run
 def test_casts_do_not_grow_with_the_tokens():
     sampler = Sampler(small_model("qwen2"), pad_id=96, stop_ids=(), rows=1, autocast=torch.bfloat16)
     assert casts(sampler, 4) == casts(sampler, 8)
@@ -424,7 +427,7 @@ def test_packed_weights_give_the_same_products(name):
     assert (doubled - found).abs().max() > 0.1 * plain.abs().max()
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", EACH)
 def test_bfloat16_draws_what_a_plain_forward_scores(name):
     """Log-probabilities of the sampler, prompts shared or not, beside one forward in float32."""
     model, exact = small_model(name).to(torch.bfloat16), small_model(name)

@@ -61,7 +61,8 @@ def scores_like(kind: str, draw: np.random.Generator, rows: int, count: int):
     return 100 * draw.beta(2, 5, (rows, count)), 200 / 7
 
 
-@pytest.mark.parametrize("count", [64, 128, 256])
+@pytest.mark.run
+@pytest.mark.parametrize("count", [64, 256])
 def test_the_bootstrap_covers_other_scores(count):
     found = []
     for kind in ("likeness", "pass", "beta"):
@@ -71,6 +72,7 @@ def test_the_bootstrap_covers_other_scores(count):
     assert COVERED[0] < np.mean(found) < COVERED[1]
 
 
+@pytest.mark.thorough
 def test_the_bootstrap_covers_corpus_measures():
     """Of texts that are right, or of which some words are wrong or missing."""
     draw = np.random.default_rng(3)
@@ -92,6 +94,7 @@ def test_the_bootstrap_covers_corpus_measures():
     assert 0.93 < np.mean(found) < 0.975, "of 300, which swing by a point"
 
 
+@pytest.mark.thorough
 def test_the_bootstrap_covers_changes():
     found, draw = [], np.random.default_rng(2)
     for kind in ("likeness", "pass", "beta"):
@@ -139,6 +142,7 @@ def test_shares_of_several_seeds():
     assert sure.find_pooled(np.full((2, 40), 100.0))[0] < 99, "all right is not without doubt"
 
 
+@pytest.mark.thorough
 def test_gains_of_luck_are_claimed_as_seldom_as_is_said():
     draw, claimed = np.random.default_rng(7), 0
     for _ in range(1000):
@@ -252,6 +256,7 @@ def test_thousands_of_changes_are_counted_at_once():
     assert sure.mcnemar(0, 0) == 1.0
 
 
+@pytest.mark.thorough
 def test_the_best_of_many_equal_settings_is_seldom_told_apart():
     draw, claims = np.random.default_rng(2), 0
     for _ in range(200):

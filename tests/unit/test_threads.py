@@ -60,6 +60,7 @@ finally:
 """
 
 
+@pytest.mark.run
 @needs_linux
 @pytest.mark.parametrize(
     ("chosen", "seconds", "expected"),
