@@ -22,6 +22,7 @@ from common.distributed import fsdp
 from common.distributed.context import Context
 from common.instance import load
 from common.model.memory import cache_bytes, head_size
+from common.model.quantized import forward_bytes
 from common.report import summary
 from common.rows import FITTED
 from common.tasks import task_name
@@ -166,7 +167,8 @@ def _estimate_speed(run: Run, lm: Any, rows: int) -> dict[str, str]:
     new = run.algo.sampling.max_new_tokens
     size = lm.precision.compute.itemsize
     cache = cache_bytes(lm.model.config, size) * (lm.examples.longest_prompt + new / 2)
-    seconds = (size * lm.parameters + rows * cache) / (BANDWIDTH_SHARE * bandwidth * 1e9)
+    weights = forward_bytes(lm.model, lm.parameters, size)
+    seconds = (weights + rows * cache) / (BANDWIDTH_SHARE * bandwidth * 1e9)
     seconds = max(seconds, LAYER_SECONDS * lm.model.config.num_hidden_layers)
     return {
         "speed": f"an estimate, not measured: {float(f'{rows / seconds:.2g}'):,.0f} tokens/s"

@@ -54,6 +54,11 @@ def quantize(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return high * 16 + low, scale
 
 
+# Bytes per weight that a forward in 16 bits reads and writes: what is packed, what `dequantize`
+# makes of it on the way (of nf4 indices of 32 bits for two, and float32), and the product's input.
+FORWARD_BYTES = {"int8": 1 + 2 + 2, "nf4": 0.5 + 2 + 2 + 4 + 4 + 2 + 2}
+
+
 def dequantize(whole: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return the weight [out, in] that `quantize` has rounded, in `dtype`. shape: out and in."""
     if whole.dtype == torch.int8:
@@ -176,6 +181,15 @@ def packed_away(model: nn.Module) -> int:
     """Return how many weights more there are than numbers in the model's parameters."""
     packed = layers(model).values()
     return sum(x.in_features * x.out_features - x.weight.numel() for x in packed)
+
+
+def forward_bytes(model: nn.Module, parameters: int, size: int) -> float:
+    """Return the bytes that the weights take of a forward's bandwidth. parameters: of the model;
+    size: bytes of one that is not in few bits.
+    """
+    packed = {layer: layer.in_features * layer.out_features for layer in layers(model).values()}
+    few = sum(count * FORWARD_BYTES[layer.kind] for layer, count in packed.items())
+    return few + size * (parameters - sum(packed.values()))
 
 
 def remade_bytes(model: nn.Module, dtype: torch.dtype) -> float:

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from common.config import ConfigError
 from common.model.half import packed, packs
@@ -16,6 +18,7 @@ from common.model.quantized import (
     NF4,
     QuantizedLinear,
     dequantize,
+    forward_bytes,
     layers,
     packed_away,
     quantize,
@@ -159,3 +162,33 @@ def test_what_is_quantised_already_is_told(tmp_path, in_cache):
     config = compose([*own, "model.quantize=nf4", "hardware=cpu"], CONF).model
     with pytest.raises(ConfigError, match=r"is quantised already, so model\.quantize=nf4 does not"):
         load_model(config, None, torch.bfloat16, torch.device("cpu"))
+
+
+class Moved(TorchDispatchMode):
+    """Counts the bytes that operations read and write."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and not func.overloadpacket.__name__.startswith("empty"):
+            leaves = tree_leaves((args, kwargs or {}, out))
+            once = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+            self.bytes += sum(t.numel() * t.dtype.itemsize for t in once.values())
+        return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_planned_bytes_of_a_forward_are_those_that_it_moves(kind):
+    """Of one row, whose own numbers are few beside the weights."""
+    plain = nn.Linear(512, 512, bias=False)
+    layer = QuantizedLinear(plain, kind)
+    wanted = forward_bytes(nn.Sequential(layer), 512 * 512, 2)
+    x = torch.zeros(1, 512, dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer(x)  # the table of nf4
+        with Moved() as moved:
+            layer(x)
+    assert wanted / 1.3 < moved.bytes < wanted * 1.3
