@@ -120,12 +120,12 @@ def test_updates_are_those_of_a_plain_loop_over_a_peft_model(tmp_path, in_cache,
     """Two steps of SGD; in the second one the KL term has a gradient."""
     seen, own = [], Policy.step
 
-    def step(self, rollouts, advantage, loss, update):
+    def step(self, batch, advantage, loss, update):
         if not seen:
             weights = {n: t.clone() for n, t in self.lm.adapter.parameters.items()}
             seen.append((copy.deepcopy(self.lm.model), weights))
-        seen.append((rollouts, advantage))
-        return own(self, rollouts, advantage, loss, update)
+        seen.append((batch, advantage))
+        return own(self, batch, advantage, loss, update)
 
     monkeypatch.setattr(Policy, "step", step)
     sgd = ["algo.optimizer.name=SGD", "algo.lr=1.0", "algo.grad_clip=1e9", "algo.train_rows=4"]
@@ -143,13 +143,14 @@ def test_updates_are_those_of_a_plain_loop_over_a_peft_model(tmp_path, in_cache,
         return chosen.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
 
     layers = [module for module in model.modules() if hasattr(module, "lora_A")]
-    for rollouts, advantage in steps:
+    for batch, advantage in steps:
         total = 0.0
-        for row, (tokens, length) in enumerate(zip(rollouts.tokens, rollouts.lengths, strict=True)):
-            if not rollouts.carries[row]:
+        for row, (tokens, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True)):
+            if not batch.trains[row].any():
                 continue
-            group, sample = divmod(row, rollouts.size)
-            text = rollouts.prompts[group], tokens[:length].tolist()
+            group, sample = divmod(row, batch.size)
+            rollout, place = batch.sources[group]
+            text = rollout.requests.prompts[place], tokens[:length].tolist()
             for layer in layers:
                 layer.enable_adapters(False)
             reference = likelihood(*text).detach()
@@ -159,7 +160,7 @@ def test_updates_are_those_of_a_plain_loop_over_a_peft_model(tmp_path, in_cache,
             ratio = (logp - logp.detach()).exp()
             divergence = kl(logp, reference, "k3", 1e9)
             total = total + (-ratio * advantage[group, sample] + 0.5 * divergence).sum()
-        (total / rollouts.loss_tokens).backward()
+        (total / batch.loss_tokens).backward()
         with torch.no_grad():
             for parameter in trained:
                 parameter -= parameter.grad
