@@ -73,6 +73,7 @@ def test_a_folder_that_may_not_be_written_is_named(name, locked, cache):
     assert list(locked.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_a_run_that_may_not_be_written_is_read_all_the_same(launch, cache, tmp_path):
     run = tmp_path / "run"
     launch(*SMALL, f"hydra.run.dir={run}")

@@ -18,11 +18,12 @@ KINDS = {
     "gpt2": dict(n_embd=32, n_layer=2, n_head=4, n_positions=128),
 }
 ARCHITECTURES = tuple(KINDS)
-# For tests of what does not know an architecture: two that have the least in common, and in
-# make test-all the others.
-EACH = tuple(
-    pytest.param(name, marks=[pytest.mark.thorough] if name.startswith("qwen") else [])
-    for name in KINDS
+# For tests of what does not know an architecture: one in make quick, another that has little in
+# common with it in make test, and the others in make test-all.
+EACH = (
+    "llama",
+    pytest.param("gpt2", marks=pytest.mark.run),
+    *(pytest.param(name, marks=pytest.mark.thorough) for name in ("qwen2", "qwen3")),
 )
 # hidden size, intermediate size, layers, heads, key heads, vocabulary, tied head: of Qwen2.5
 QWEN = {

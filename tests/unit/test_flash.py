@@ -56,6 +56,7 @@ def test_greedy_equals_generate(name, rows, flash):
     check_greedy(model, made)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(("name", "rows", "groups"), [("qwen2", 12, 3), ("gpt2", 5, 1)])
 def test_rows_with_lengths_of_their_own_change_nothing(name, rows, groups, flash):
     """Tokens, lengths and log-probabilities are those of plain steps."""

@@ -105,6 +105,7 @@ def test_looking_seldom_with_a_pad_token_that_stops(monkeypatch, shares):
     assert torch.equal(made[1].finished, made[0].finished)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("shares", [True, False])
 def test_looking_seldom_up_to_the_last_position(monkeypatch, shares):
     """Rows that are past their end until the next look have no position of their own to look up."""
