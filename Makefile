@@ -1,7 +1,7 @@
 # make run     set up, then EGGROLL on the tiny model; overrides: make run ARGS="algo.steps=100 seed=1"
-# make quick   set up, then unit tests and oracles without runs, for every save: a minute on two cores
-# make test    set up, then each promise once on a CPU: minutes on two cores
-# make test-all   set up, then the whole CPU test suite; make test-rest has what make test leaves out
+# make quick   set up, then unit tests and oracles without runs, for every save
+# make test    set up, then tests of each promise once on a CPU
+# make test-all   set up, then the whole CPU test suite (make test-rest: what make test leaves out)
 # make vllm    an environment with vLLM for engine=vllm on a CPU, and the tests that need one
 # make gpu     on a machine with a GPU: its tests and benchmarks, in parts of nine minutes (make gpu PART=2)
 # make check   set up, then formatter, linter and type checker
