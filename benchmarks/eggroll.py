@@ -175,7 +175,9 @@ class Work:
 
     def plain(self, population: Population | None = None) -> Tensor:
         """Sample without noise, every prompt once per member."""
-        population = population or Population(members=self.sizes.members, narrow=nullcontext)
+        population = population or Population(
+            members=self.sizes.members, narrow=lambda _: nullcontext()
+        )
         requests = Requests(prompts=self.prompts.tolist(), population=population)
         return self.sampler.generate(requests, self.settings.sampling).tokens
 
