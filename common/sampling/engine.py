@@ -29,13 +29,11 @@ class Population:
     Rows of a member are adjacent in every forward, and every member has the same number of rows.
 
     Attributes:
-        members: the number of copies.
-        factors: yields the noise, for an engine with weights of its own: of each perturbed matrix
-            the name, and left [members, out, r] and right [members, r, in], whose product is added
-            to it.
+        factors: yields the noise, for an engine with weights of its own: the name of each perturbed
+            matrix, and left [members, out, r] and right [members, r, in], whose product is added.
         narrow: a context in which a forward has only the rows of a range of members, which begins
-            and ends with a pair (0-1, 2-3, ...). None where a forward always has all of them.
-        trunk: the number of blocks, counted from the first, that are the same for all members.
+            and ends with a pair (0-1, 2-3, ...); None where a forward always has all of them.
+        trunk: how many of the first blocks are the same for all members.
     """
 
     members: int
@@ -70,7 +68,7 @@ class Requests:
 
     @property
     def members(self) -> int:
-        """The number of models that complete the prompts: 1 where there is no population."""
+        """The number of models that complete the prompts."""
         return 1 if self.population is None else self.population.members
 
 
@@ -140,12 +138,12 @@ def ends_in_a_loop(tokens: Tensor) -> Tensor:
     """Return for each row of [N, L] token ids whether its last `LOOP` tokens, or more, are one
     sequence over and over, but for a tenth of them: bool [N].
     """
-    found = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+    loops = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
     for period in range(1, min(tokens.shape[1], LONGEST) // 2 + 1):
         tail = tokens[:, -max(LOOP, 2 * period) :]
         same = (tail[:, period:] == tail[:, :-period]).double().mean(1)
-        found |= (same >= 0.9) & (tail.shape[1] >= LOOP)
-    return found
+        loops |= (same >= 0.9) & (tail.shape[1] >= LOOP)
+    return loops
 
 
 Watch = Callable[[int], None]  # told how many rows have just finished

@@ -1,48 +1,98 @@
 """Decode steps on flash attention: every row has its own length, and one recording serves a number
 of rows, whatever they hold.
 
-Where it is used: steps are recorded, not compiled, the attention is one that the sampler stands in
-for, and PyTorch has flash attention for the model's heads (`Sampler.flash`); elsewhere rows share a
+Where it is used: steps are recorded, not compiled, the attention is one that the sampler replaces,
+and PyTorch has flash attention for the model's heads (`Sampler.flash`); elsewhere rows share a
 column (kv_cache.py). A row's keys lie on the left of its slot, its prompt's first, and it writes
 where it ends; the kernel reads the keys that count and no other. All that a step reads and writes
-belongs to a row and lies on a `Board`, which fewer rows use the beginning of. So a board and its
-recordings serve one call of `generate` after the other.
+lies on a `Board`, of which fewer rows use the beginning. So a board and its recordings serve one
+call of `generate` after the other.
 """
 
 from collections.abc import Hashable
-from typing import Any
+from dataclasses import astuple, dataclass
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from common.config import SamplingConfig
 from common.model.varlen import Sequences, attend
 from common.sampling.cuda_graphs import CudaGraphs
+from common.sampling.kv_cache import Step
+from common.sampling.output import Rows
+from common.sampling.prefill import PromptCache
 
 
-class RowCache:
-    """Keys and values of rows, [rows, columns, key heads, size] a layer, each from column 0 on.
-
-    Stands in for a transformers cache: a model's attention calls `update`, then `attend`.
-    lengths: int32 [rows], tokens of each row so far.
+class FlashCache:
+    """Keys and values of up to `slots` rows, [slots, columns, key heads, size] a layer, each from
+    column 0 on. Its methods are those of `kv_cache.ColumnCache`.
     """
 
-    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
-        self.rows, self.columns = rows, columns
+    shares: ClassVar = False
+
+    def __init__(self, slots: int, columns: int, graphs: CudaGraphs) -> None:
+        self.slots, self.columns, self.graphs = slots, columns, graphs
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.queries = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self.queries = torch.arange(slots + 1, dtype=torch.int32, device=graphs.device)
         self.starts = self.queries * columns
+        self.lengths = torch.zeros_like(self.starts[1:])  # tokens of each row so far
         # Of a step: where its keys go, int64 [rows], and how many keys count with them.
-        self.places = self.used = self.lengths
+        self.places = self.counted = self.lengths
+        self.begin(slots, None)
 
-    def begin(self) -> Tensor:
-        """Begin a step. Returns the positions of its tokens, int64 [rows]."""
+    def begin(self, rows: int, bound: Hashable) -> None:
+        """Begin a call with so many rows. bound: what recordings hold for, besides these."""
+        self.rows, self.bound = rows, bound
+        self.used = torch.zeros(rows, dtype=torch.bool, device=self.starts.device)
+
+    def place(
+        self, rows: Tensor, prompt: PromptCache | None, source: Tensor, lengths: Tensor, more: bool
+    ) -> None:
+        """Copy prefilled prompts, which are padded on the left, into `rows`."""
+        assert prompt is not None
+        for layer, both in enumerate(zip(prompt.keys, prompt.values, strict=True)):
+            if layer == len(self.keys):
+                for new, stored in zip(both, (self.keys, self.values), strict=True):
+                    shape = (self.slots, self.columns, new.shape[1], new.shape[3])
+                    stored.append(new.new_zeros(shape))
+            width = both[0].shape[2]
+            column = torch.arange(width, device=rows.device) + (width - lengths)[:, None]
+            column = column.clamp(max=width - 1)  # behind the prompt, where nothing counts
+            for new, stored in zip(both, (self.keys, self.values), strict=True):
+                stored[layer][rows, :width] = new[source[:, None], :, column]
+        self.lengths[rows] = lengths.int()
+        self.used[rows] = True
+
+    def free(self, rows: Tensor) -> None:
+        """Note that `rows` have ended."""
+        self.used[rows] = False
+
+    def advance(self, most: int, step: Step) -> int:
+        """Make so many steps, as the graph of their number of rows, which is recorded behind the
+        first of them. Returns how many.
+        """
+        self.lengths[: self.rows].masked_fill_(~self.used, 0)
+        key = (self.bound, self.rows)
+        replay = self.graphs.made.get(key)
+        for _ in range(most):
+            if replay is not None:
+                replay()
+            else:
+                self._step(step)
+                replay = self.graphs.made[key] = self.graphs.record(partial(self._step, step))
+        return most
+
+    def _step(self, step: Step) -> None:
+        """Launch the same kernels on the same memory, whatever the lengths are."""
         length = self.lengths[: self.rows].clamp(max=self.columns - 1)
         self.places = (self.starts[: self.rows] + length).long()
-        self.used = length + 1
+        self.counted = length + 1
         self.lengths[: self.rows] += 1
-        return length.long()
+        positions = length.long()
+        step(positions[None, None, None], positions)  # a mask that nothing reads
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
@@ -53,110 +103,53 @@ class RowCache:
             stored[layer].flatten(0, 1).index_copy_(0, self.places, new[:, :, 0])
         return keys, values
 
-    def attend(self, layer: int, query: Tensor, scale: float | None) -> Tensor:
-        """Return the attention of one new token a row, [rows, 1, heads, size]. query [rows, heads,
-        1, size].
-        """
+    def attend(self, layer: int, query: Tensor, scaling: float | None, *_: Any) -> Tensor:
+        """Return the attention of one new token per row, [rows, 1, heads, size]."""
         end = self.rows + 1
-        each = (1, self.columns)
-        sequences = Sequences(self.queries[:end], self.starts[:end], each, causal=False)
+        longest = (1, self.columns)
+        sequences = Sequences(self.queries[:end], self.starts[:end], longest, causal=False)
         keys, values = (x[layer][: self.rows].flatten(0, 1) for x in (self.keys, self.values))
         query = query[:, :, 0].to(values.dtype)
-        return attend(query, keys, values, sequences, scale, self.used)[0][:, None]
+        return attend(query, keys, values, sequences, scaling, self.counted)[0][:, None]
 
-    def place(self, rows: Tensor, prompt: Any, source: Tensor, lengths: Tensor) -> None:
-        """Copy prefilled prompts of `lengths` tokens into `rows`: rows `source` of a `PromptCache`,
-        where they are padded on the left.
+    @staticmethod
+    def worth_keeping(slots: int, used: int) -> int:
+        """Return how many of `slots` to keep: they are halved as often as possible, so that calls
+        meet the same numbers of rows.
         """
-        slots = len(self.queries) - 1
-        for layer, both in enumerate(zip(prompt.keys, prompt.values, strict=True)):
-            if layer == len(self.keys):
-                for new, stored in zip(both, (self.keys, self.values), strict=True):
-                    shape = (slots, self.columns, new.shape[1], new.shape[3])
-                    stored.append(new.new_zeros(shape))
-            width = both[0].shape[2]
-            column = torch.arange(width, device=rows.device) + (width - lengths)[:, None]
-            column = column.clamp(max=width - 1)  # behind the prompt, where nothing counts
-            for new, stored in zip(both, (self.keys, self.values), strict=True):
-                stored[layer][rows, :width] = new[source[:, None], :, column]
-        self.lengths[rows] = lengths.int()
+        while used <= (half := -(-slots // 2)) < slots:
+            slots = half
+        return slots
 
     def keep(self, rows: Tensor) -> None:
         """Move `rows` to the beginning, in their order, and compute with these alone."""
         for stored in (*self.keys, *self.values, self.lengths):
             stored[: len(rows)] = stored[rows]
-        self.rows = len(rows)
+        self.rows, self.used = len(rows), self.used[rows]
 
 
-# What a step reads and writes of each row, besides its keys.
-ROW = ("request", "place", "start", "offset", "count", "last", "witness", "lengths", "finished")
-TOKEN = ("tokens", "logprobs", "uniforms")
-
-
+@dataclass
 class Board:
-    """The buffers of up to `slots` rows of `columns` tokens, `length` of them new, and what was
-    recorded over them.
+    """Buffers of rows that outlive a call, with what was recorded over them."""
 
-    The names are those of `native._Grid`, which takes views of them for the rows that it has. A
-    row's `place` is the row itself, and so is the `request` of a row that has one; it starts at
-    column 0.
-    """
-
-    def __init__(self, slots: int, columns: int, length: int, graphs: CudaGraphs) -> None:
-        device = graphs.device
-        self.slots, self.columns, self.length, self.graphs = slots, columns, length, graphs
-        self.cache = RowCache(slots, columns, device)
-        whole = {"dtype": torch.long, "device": device}
-        self.request = torch.full((slots,), -1, **whole)
-        self.place = torch.arange(slots, device=device)
-        self.start, self.offset = torch.zeros(2, slots, **whole)
-        self.count, self.last = torch.zeros(slots, **whole), torch.zeros(slots, **whole)
-        self.lengths = torch.zeros(slots, **whole)
-        self.finished = torch.zeros(slots, dtype=torch.bool, device=device)
-        self.witness = torch.zeros(slots, device=device)
-        self.tokens = torch.zeros(slots, length, **whole)
-        self.logprobs, self.uniforms = torch.zeros(2, slots, length, device=device)
+    rows: Rows
+    cache: FlashCache
 
     def fits(self, rows: int, columns: int, length: int) -> bool:
         """Return whether so many rows of so many tokens, `length` of them new, have room."""
-        return rows <= self.slots and columns <= self.columns and length <= self.length
+        new = self.rows.sampling.max_new_tokens
+        return rows <= self.cache.slots and columns <= self.cache.columns and length <= new
 
-    def views(self, rows: int, length: int) -> dict[str, Tensor]:
-        """Return the buffers of the first rows, by name."""
-        found = {name: getattr(self, name)[:rows] for name in ROW}
-        return found | {name: getattr(self, name)[:rows, :length] for name in TOKEN}
+    def begin(
+        self, model: torch.nn.Module, rows: int, sampling: SamplingConfig, logprobs: bool
+    ) -> Rows:
+        """Begin another call with so many rows. Returns these.
 
-    def begin(self, rows: int) -> None:
-        """Forget what the last call left, and compute with so many rows."""
-        self.cache.rows = rows
-        self.request.fill_(-1)
-        self.cache.lengths.zero_()
-
-    def keep(self, rows: Tensor) -> None:
-        """Move `rows` to the beginning, in their order, and compute with these alone."""
-        for name in (*ROW, *TOKEN):
-            if name != "place":
-                buffer = getattr(self, name)
-                buffer[: len(rows)] = buffer[rows]
-        self.request[len(rows) :] = -1
-        torch.where(self.request < 0, self.request, self.place, out=self.request)
-        self.cache.keep(rows)
-
-
-def recorded_over(model: torch.nn.Module) -> Hashable:
-    """Return what a recording of the model's forward is bound to beside a board: where its weights
-    lie, and the forwards that a population has put in the place of the modules' own, which have
-    buffers of their own.
-    """
-    tensors = (*model.parameters(), *model.buffers())
-    forwards = (module.__dict__.get("forward") for module in model.modules())
-    return tuple(tensor.data_ptr() for tensor in tensors), tuple(forwards)
-
-
-def halve(slots: int, used: int) -> int:
-    """Return the slots that are left when `used` are: halved as often as it goes, so that calls
-    come upon the same numbers of rows.
-    """
-    while used <= (half := -(-slots // 2)) < slots:
-        slots = half
-    return slots
+        What recordings hold for: the way of drawing, where weights lie, and the forwards that a
+        population has put in the place of the modules' own, which have buffers of their own.
+        """
+        tensors = (*model.parameters(), *model.buffers())
+        weights = tuple(tensor.data_ptr() for tensor in tensors)
+        forwards = tuple(module.__dict__.get("forward") for module in model.modules())
+        self.cache.begin(rows, (astuple(sampling), logprobs, weights, forwards))
+        return self.rows.view(rows, sampling, logprobs)

@@ -1,10 +1,15 @@
 """Keys and values of rows that are sampled side by side, and the attention that reads them.
 
-Rows have slots in a cache that is allocated once; those of one prompt can share its keys and
-values. See common/sampling/native.py.
+A cache is allocated once, in slots, each of which one row uses at a time. Here all rows write the
+same column: keys are right-aligned, a row's valid columns end there, so a step's write is one slice
+and a new row starts at the current column. In a `ColumnCache` each row has its prompt in front of
+its own columns; rows of one prompt share its keys in a `SharedPromptCache`; steps are recorded as
+CUDA graphs over a `RecordedCache`. Rows that write at their own lengths are in flash.py.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,151 +18,271 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from common.model.masks import additive
-from common.sampling.flash import RowCache
+from common.sampling.cuda_graphs import CudaGraphs
+from common.sampling.prefill import PromptCache
 
 ATTENTION = "clutch_slots"
-# A step that is recorded computes with whole multiples of so many columns, so that one recording
-# serves many steps.
+# A recorded step computes with whole multiples of so many columns, so that one recording serves
+# many steps.
 WINDOW = 64
 
+# One step of all rows: takes an additive mask [rows, 1, 1, columns] and positions int64 [rows].
+Step = Callable[[Tensor, Tensor], None]
 
-class SlotCache:
-    """Keys and values of all slots, [rows, heads, columns, head size] a layer, written at one
-    common column.
 
-    Stands in for a transformers cache: a model's attention calls `update` and attends to what comes
-    back, and to `prefix` where there is one.
+class ColumnCache:
+    """Keys and values of all slots, [rows, heads, columns, head size] a layer, each row's prompt in
+    front of its own tokens.
+
+    Stands in for a transformers cache: a model's attention calls `update`, then `attend`.
+    Args: first: the column of the first new tokens; dtype: of masks.
     """
 
-    def __init__(self, columns: int, slots: int, prefix: "Prefix | None") -> None:
-        self.columns = columns
-        self.slots = slots
-        self.prefix = prefix
+    shares: ClassVar = False
+    prefix: "Prefix | None" = None
+    # A smaller cache is worth the copy at this share of the slots.
+    shrink_share: ClassVar = 3 / 4
+
+    def __init__(
+        self, rows: int, columns: int, first: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.columns, self.dtype = torch.arange(columns, device=device), dtype
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.begin = self.column = first  # the first column of new tokens, the next to be written
         self.first = 0  # columns before this one are valid in no row
-        self.column = 0  # the next to be written
         self.masked = True  # False: all rows attend to all columns from `first` on
-        # Of a step that is recorded: the column to be written, [1], and the first column and the
-        # end of those that it computes with.
-        self.at: Tensor | None = None
-        self.opens = self.closes = 0
+        self.start = torch.full((rows,), first, device=device)  # the first valid column of each row
+        self.used = torch.zeros(rows, dtype=torch.bool, device=device)
+
+    def place(
+        self, rows: Tensor, prompt: PromptCache | None, source: Tensor, lengths: Tensor, more: bool
+    ) -> None:
+        """Copy prefilled prompts into `rows`, to end at the current column."""
+        assert prompt is not None
+        for layer, (keys, values) in enumerate(zip(prompt.keys, prompt.values, strict=True)):
+            self.allocate(layer, keys, values)
+            columns = slice(self.column - keys.shape[2], self.column)
+            self.keys[layer][rows, :, columns] = keys[source]
+            self.values[layer][rows, :, columns] = values[source]
+        self._start(rows, self.column - lengths, used=True)
+
+    def free(self, rows: Tensor) -> None:
+        """Note that `rows` have ended: nobody reads their columns any more."""
+        self._start(rows, self.column, used=False)
+
+    def _start(self, rows: Tensor, column: Tensor | int, used: bool) -> None:
+        self.used[rows] = used
+        self.start[rows] = column
+        self.first = int(self.start.min())
+
+    def advance(self, most: int, step: Step) -> int:
+        """Make at most so many steps. Returns how many."""
+        if self.column == len(self.columns):
+            self._shift()
+        self.masked = bool((self.start != self.first).any())
+        mask = additive(self.columns[None, :] >= self.start[:, None], self.dtype)[:, None, None, :]
+        steps = min(most, len(self.columns) - self.column)
+        for _ in range(steps):
+            step(mask[:, :, :, self.first : self.column + 1], self.positions(self.column))
+            self.column += 1
+        return steps
+
+    def positions(self, column: int | Tensor) -> Tensor:
+        """Return the position of each row's token at a column, in its sequence."""
+        return column - self.start
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store one step of `layer`, [rows, heads, 1, size]; return all valid columns, or the
-        window.
-        """
+        """Store one step of `layer`, [rows, heads, 1, size]; return all valid columns."""
         keys = keys.to(values.dtype)  # a rotation with float32 angles has widened them
         self.allocate(layer, keys, values)
-        if self.at is not None:
-            self.keys[layer].index_copy_(2, self.at, keys)
-            self.values[layer].index_copy_(2, self.at, values)
-            return (
-                self.keys[layer][:, :, self.opens : self.closes],
-                self.values[layer][:, :, self.opens : self.closes],
-            )
         stop = self.column + 1
         self.keys[layer][:, :, self.column : stop] = keys
         self.values[layer][:, :, self.column : stop] = values
-        return (
-            self.keys[layer][:, :, self.first : stop],
-            self.values[layer][:, :, self.first : stop],
-        )
-
-    def open(self) -> tuple[int, int]:
-        """Compute with all valid columns and the next one, in whole multiples of `WINDOW`. Returns
-        from where to where.
-        """
-        self.opens = self.first // WINDOW * WINDOW
-        self.closes = min(-(-(self.column + 1) // WINDOW) * WINDOW, self.columns)
-        return self.opens, self.closes
+        valid = slice(self.first, stop)
+        return self.keys[layer][:, :, valid], self.values[layer][:, :, valid]
 
     def allocate(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Make the slots of `layer`, of the shape and dtype of `keys` and `values`, unless they are
-        there.
+        """Allocate the slots of `layer`, of the shape and dtype of `keys` and `values`, if that has
+        not been done.
         """
         if layer == len(self.keys):
-            self.keys.append(keys.new_zeros(self.slots, keys.shape[1], self.columns, keys.shape[3]))
-            self.values.append(
-                values.new_zeros(self.slots, values.shape[1], self.columns, values.shape[3])
-            )
+            for stored, new in ((self.keys, keys), (self.values, values)):
+                shape = (len(self.start), new.shape[1], len(self.columns), new.shape[3])
+                stored.append(new.new_zeros(shape))
 
-    def place(self, rows: Tensor, prompt: "PromptCache", source: Tensor) -> None:
-        """Copy prefilled prompts (rows `source` of `prompt`) into `rows`, to end at the current
-        column.
-        """
-        for layer, (keys, values) in enumerate(zip(prompt.keys, prompt.values, strict=True)):
-            self.allocate(layer, keys, values)
-            where = slice(self.column - keys.shape[2], self.column)
-            self.keys[layer][rows, :, where] = keys[source]
-            self.values[layer][rows, :, where] = values[source]
+    def worth_keeping(self, slots: int, used: int) -> int:
+        """Return how many of `slots` to keep."""
+        return used if used <= slots * self.shrink_share else slots
 
     def keep(self, rows: Tensor) -> None:
         """Drop all slots but `rows`."""
         for stored in (self.keys, self.values):
             for layer, tensor in enumerate(stored):  # not all at once: each frees the old one
                 stored[layer] = tensor[rows]
-        self.slots = len(rows)
+        self.start, self.used = self.start[rows], self.used[rows]
+        self.first = int(self.start.min())
 
-    def shift(self, by: int) -> None:
-        """Move everything `by` columns to the left."""
+    def _shift(self) -> None:
+        """Make room at the right end: move everything to the left."""
+        # Nobody needs what ended rows have written.
+        self.start.masked_fill_(~self.used, self.column)
+        by = min(int(self.start.min()), self.column - self.begin)
+        assert by > 0, "the cache is as long as the longest row"
         for stored in (*self.keys, *self.values):
             stored[:, :, : self.column - by] = stored[:, :, by : self.column].clone()
         self.column -= by
+        self.start -= by
+        self.first = int(self.start.min())
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        scaling: float | None,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """Return the attention of one new token per row, [rows, 1, heads, size]. Query heads that
+        share a key head are rows of one product: nothing is repeated for them.
+        """
+        each = query.shape[1] // key.shape[1]  # query heads that share a key head
+        query = query.reshape(query.shape[0], key.shape[1], each, query.shape[3])
+        scale = scaling if scaling is not None else query.shape[3] ** -0.5
+        mask = mask if self.masked else None
+        alike = key.shape[3] == value.shape[3]  # else the kernel takes none of it
+        fused = value.device.type == "cpu" and value.dtype != torch.float32 and alike
+        attend = _attend_fused if fused else _attend
+        out = attend(query, (key, value, mask), self.prefix, layer, scale)
+        return out.flatten(1, 2)[:, None]
 
 
-class PromptCache:
-    """Collects the keys and values of `count` prompts, [count, heads, T, size] a layer, of which
-    each forward makes those of `rows`.
+class SharedPromptCache(ColumnCache):
+    """Keys and values of what rows generate; prompts are stored once, in `prefix`."""
 
-    Prompts that begin alike go on from an `opening`, at row `origin` [count] of it: a forward makes
-    what comes after it and attends to both. `source`: where padding stands between the two, the
-    columns [rows, T] in an order with all of it on the left; else None.
-    """
+    shares: ClassVar = True
+
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(rows, columns, 0, dtype, device)
+        self.prefix: Prefix = Prefix()
+        # The length of each row's prompt, and its place in the prefix.
+        self.offset, self.prompts = torch.zeros(2, rows, dtype=torch.long, device=device)
+        self.unfinished: int | None = None  # the place of a prompt whose samples are not all placed
+
+    def place(
+        self, rows: Tensor, prompt: PromptCache | None, source: Tensor, lengths: Tensor, more: bool
+    ) -> None:
+        """Let `rows` share prompts, and begin at the current column."""
+        places = [self.unfinished] if prompt is None else self._settle(prompt)
+        self.unfinished = places[-1] if more else None
+        self.prompts[rows] = torch.tensor(places, device=rows.device)[source]
+        self.offset[rows] = lengths
+        self.prefix.arrange(self.prompts)
+        self._start(rows, self.column, used=True)
+
+    def positions(self, column: int | Tensor) -> Tensor:
+        """Return the position of each row's token at a column, in its sequence."""
+        return column - self.start + self.offset
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all slots but `rows`, and the prompts that none of these has."""
+        super().keep(rows)
+        self.offset, self.prompts = self.offset[rows], self.prompts[rows]
+        self._settle(PromptCache())
+        self.prefix.arrange(self.prompts)
+
+    def _settle(self, prompt: PromptCache) -> list[int]:
+        """Put prompts into the prefix, in the place of those that no row needs any more. Returns
+        their places.
+        """
+        needed = set(self.prompts[self.used].tolist())
+        if self.unfinished is not None:
+            needed.add(self.unfinished)
+        stored, new = self.prefix.lengths, prompt.lengths
+        free = [place for place in range(len(stored)) if place not in needed]
+        if new and len(free) >= len(new) and max(new) <= max(stored):
+            self.prefix.overwrite(free[: len(new)], prompt)
+            return free[: len(new)]
+        keep = sorted(needed)
+        moved = torch.zeros(len(stored) or 1, dtype=torch.long)
+        moved[keep] = torch.arange(len(keep))
+        self.prompts = moved.to(self.prompts.device)[self.prompts]
+        if self.unfinished is not None:
+            self.unfinished = int(moved[self.unfinished])
+        self.prefix.replace(keep, prompt)
+        return list(range(len(keep), len(keep) + len(new)))
+
+
+class RecordedCache(ColumnCache):
+    """A cache whose steps are recorded as CUDA graphs, one for each window of columns."""
+
+    shrink_share: ClassVar = 1 / 2  # steps would be recorded anew
 
     def __init__(
-        self, count: int = 0, opening: "PromptCache | None" = None, origin: Tensor | None = None
+        self,
+        rows: int,
+        columns: int,
+        first: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        recorder: Callable[[torch.device], CudaGraphs],
     ) -> None:
-        self.count, self.opening, self.origin = count, opening, origin
-        self.rows = torch.arange(count)
-        self.source: Tensor | None = None
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        super().__init__(rows, columns, first, dtype, device)
+        self.recorder, self.graphs = recorder, recorder(device)
+        self.at = torch.zeros(1, dtype=torch.long, device=device)  # the column, on the device
+        self.window = slice(0, 0)  # the columns that a step computes with
+
+    def advance(self, most: int, step: Step) -> int:
+        """Make at most so many steps, each as the graph of the window that it needs, which is
+        recorded behind the first step there. Returns how many.
+        """
+        end = len(self.columns)
+        if self.column == end:
+            self._shift()
+        self.at.fill_(self.column)
+        recordings, steps = self.graphs.made, min(most, end - self.column)
+        for _ in range(steps):
+            # All valid columns and the next one, in whole multiples of `WINDOW`.
+            opens = self.first // WINDOW * WINDOW
+            closes = min(-(-(self.column + 1) // WINDOW) * WINDOW, end)
+            if (opens, closes) in recordings:
+                recordings[opens, closes]()
+            else:
+                self.window = slice(opens, closes)
+                self._step(step)  # a recording may load no kernel and compile nothing
+                if self.column + 1 < closes:  # else this one was the window's last
+                    recordings[opens, closes] = self.graphs.record(partial(self._step, step))
+            self.column += 1
+        return steps
+
+    def _step(self, step: Step) -> None:
+        """Launch the same kernels on the same memory, whichever column of the window is next."""
+        columns = self.columns[self.window]
+        visible = (columns >= self.start[:, None]) & (columns <= self.at)
+        step(additive(visible, self.dtype)[:, None, None, :], self.positions(self.at))
+        self.at += 1
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store whole prompts of `layer`, or the rest of them, [rows, heads, T, size]. Returns what
-        they attend to.
-        """
-        keys = keys.to(values.dtype)
-        if self.opening is not None:
-            keys = self.continued(self.opening.keys[layer], keys)
-            values = self.continued(self.opening.values[layer], values)
-        if layer == len(self.keys):
-            self.keys.append(keys.new_empty(self.count, *keys.shape[1:]))
-            self.values.append(values.new_empty(self.count, *values.shape[1:]))
-        self.keys[layer].index_copy_(0, self.rows, keys)
-        self.values[layer].index_copy_(0, self.rows, values)
-        return keys, values
+        """Store one step of `layer`, [rows, heads, 1, size]; return the columns of the window."""
+        keys = keys.to(values.dtype)  # a rotation with float32 angles has widened them
+        self.allocate(layer, keys, values)
+        self.keys[layer].index_copy_(2, self.at, keys)
+        self.values[layer].index_copy_(2, self.at, values)
+        return self.keys[layer][:, :, self.window], self.values[layer][:, :, self.window]
 
-    def continued(self, opening: Tensor, own: Tensor) -> Tensor:
-        """Return what the rows of a forward have of an opening [n, heads, T, size], and their own
-        [rows, heads, T, size] behind it.
-        """
-        assert self.origin is not None
-        whole = torch.cat((opening[self.origin[self.rows]], own), dim=2)
-        if self.source is None:
-            return whole
-        row = torch.arange(len(whole), device=whole.device)[:, None]
-        return whole[row, :, self.source].transpose(1, 2)
+    def keep(self, rows: Tensor) -> None:
+        """Drop all slots but `rows`; the recordings are of buffers that are gone."""
+        super().keep(rows)
+        self.graphs = self.recorder(rows.device)
 
 
 class Prefix:
-    """Keys and values of the prompts in flight, [P, heads, T, size] a layer, padded on the left;
-    and which rows share them.
+    """Keys and values of prompts that rows share, [P, heads, T, size] a layer, padded on the left.
 
     Rows are looked at by prompt: [P, G], where G is the most rows that one prompt has.
     """
@@ -166,45 +291,41 @@ class Prefix:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.lengths: list[int] = []  # tokens of each prompt
-        self.mask: Tensor | None = (
-            None  # additive [P, 1, 1, T]; None where all prompts are equally long
-        )
+        # Additive [P, 1, 1, T]; None where all prompts are equally long.
+        self.mask: Tensor | None = None
         self.shape = (0, 0)  # P, G
-        self.rows: Tensor | None = (
-            None  # [P * G], the row at each place; None where rows lie in order already
-        )
-        self.places: Tensor | None = None  # [rows], the place of each row
+        # The row at each place [P * G], and the place of each row; None where they lie in order.
+        self.rows: Tensor | None = None
+        self.places: Tensor | None = None
 
-    def replace(self, keep: list[int], prompt: PromptCache, lengths: list[int]) -> None:
+    def replace(self, keep: list[int], prompt: PromptCache) -> None:
         """Keep the prompts `keep`, in this order, and put those of `prompt` behind them."""
-        self.lengths = [self.lengths[index] for index in keep] + lengths
+        self.lengths = [self.lengths[place] for place in keep] + prompt.lengths
         width = max(self.lengths)
 
-        def joined(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
+        def join(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
             if not new:
-                return [kept[keep, :, kept.shape[2] - width :] for kept in old]
-            out = []
+                return [tensor[keep, :, tensor.shape[2] - width :] for tensor in old]
+            layers = []
             for layer, tensor in enumerate(new):
-                stored = tensor.new_zeros(
-                    len(self.lengths), tensor.shape[1], width, tensor.shape[3]
-                )
+                shape = (len(self.lengths), tensor.shape[1], width, tensor.shape[3])
+                stored = tensor.new_zeros(shape)
                 if keep:
                     columns = min(width, old[layer].shape[2])
                     stored[: len(keep), :, width - columns :] = old[layer][keep, :, -columns:]
                 stored[len(keep) :, :, width - tensor.shape[2] :] = tensor
-                out.append(stored)
-            return out
+                layers.append(stored)
+            return layers
 
-        self.keys, self.values = joined(self.keys, prompt.keys), joined(self.values, prompt.values)
+        self.keys, self.values = join(self.keys, prompt.keys), join(self.values, prompt.values)
         self.remask(width)
 
-    def overwrite(self, places: list[int], prompt: PromptCache, lengths: list[int]) -> None:
-        """Put prompts no longer than the longest here in the place of others."""
-        for place, length in zip(places, lengths, strict=True):
+    def overwrite(self, places: list[int], prompt: PromptCache) -> None:
+        """Put prompts no longer than the longest one here in the place of others."""
+        for place, length in zip(places, prompt.lengths, strict=True):
             self.lengths[place] = length
-        for stored, new in zip(
-            (*self.keys, *self.values), (*prompt.keys, *prompt.values), strict=True
-        ):
+        layers = zip((*self.keys, *self.values), (*prompt.keys, *prompt.values), strict=True)
+        for stored, new in layers:
             stored[places, :, stored.shape[2] - new.shape[2] :] = new
         self.remask(self.keys[0].shape[2])
 
@@ -218,22 +339,17 @@ class Prefix:
             self.mask = additive(real, torch.float32)[:, None, None, :]
 
     def arrange(self, prompts: Tensor) -> None:
-        """Take note of the prompt of each row, int64 [rows]. That of a row that has ended may be
-        any.
-        """
+        """Note the prompt of each row, int64 [rows]. That of a row that has ended may be any."""
         ordered, rows = prompts.sort(stable=True)
         counts = ordered.bincount(minlength=len(self.lengths))
-        group = int(counts.max())
-        among = (
-            torch.arange(len(ordered), device=prompts.device) - (counts.cumsum(0) - counts)[ordered]
-        )
-        places = ordered * group + among
-        self.shape = (len(self.lengths), group)
+        most, before = int(counts.max()), counts.cumsum(0) - counts
+        among = torch.arange(len(ordered), device=prompts.device) - before[ordered]
+        places = ordered * most + among
+        self.shape = (len(self.lengths), most)
         self.rows = self.places = None
-        if len(rows) != len(self.lengths) * group or not torch.equal(rows, places):
-            self.rows = torch.zeros(
-                len(self.lengths) * group, dtype=torch.long, device=prompts.device
-            )
+        size = len(self.lengths) * most
+        if len(rows) != size or not torch.equal(rows, places):
+            self.rows = torch.zeros(size, dtype=torch.long, device=prompts.device)
             self.rows[places] = rows
             self.places = torch.empty_like(prompts)
             self.places[rows] = places
@@ -259,6 +375,62 @@ def _multiply(query: Tensor, key: Tensor) -> Tensor:
     return torch.bmm(rows, columns, out_dtype=torch.float32).unflatten(0, key.shape[:2])
 
 
+def _attend(
+    query: Tensor,
+    suffix: tuple[Tensor, Tensor, Tensor | None],
+    prefix: Prefix | None,
+    layer: int,
+    scale: float,
+) -> Tensor:
+    """Attend by products of matrices.
+
+    query [rows, h, each, size]; suffix: keys, values and mask of the rows' own columns. Returns
+    [rows, h, each, size].
+    """
+    key, value, mask = suffix
+    query = query * scale
+    scores = _multiply(query, key)  # [rows, h, each, T]
+    if mask is not None:
+        scores = scores + mask
+    if prefix is None:
+        return torch.softmax(scores, dim=3, dtype=torch.float32).to(value.dtype) @ value
+    # [P, h, G * each, prompt]
+    to_prompt = _multiply(prefix.gather(query), prefix.keys[layer])
+    if prefix.mask is not None:
+        to_prompt = to_prompt + prefix.mask
+    width, each = to_prompt.shape[3], query.shape[2]
+    scores = torch.cat((prefix.scatter(to_prompt, each), scores), dim=3)
+    weights = torch.softmax(scores, dim=3, dtype=torch.float32).to(value.dtype)
+    from_prompt = prefix.gather(weights[..., :width]) @ prefix.values[layer]
+    return prefix.scatter(from_prompt, each) + weights[..., width:] @ value
+
+
+def _attend_fused(
+    query: Tensor,
+    suffix: tuple[Tensor, Tensor, Tensor | None],
+    prefix: Prefix | None,
+    layer: int,
+    scale: float,
+) -> Tensor:
+    """Attend on a CPU in 16 bits with PyTorch's fused kernel, which takes keys as they lie; a
+    product of matrices would copy the window for every token.
+
+    Arguments and result are those of `_attend`. The two parts of a row are put together by the sums
+    of their softmax.
+    """
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    key, value, mask = suffix
+    query = query.to(value.dtype)  # a rotation with float32 angles has widened it
+    out, total = fused(query, key, value, attn_mask=mask, scale=scale)
+    if prefix is None:
+        return out
+    keys, values, each = prefix.keys[layer], prefix.values[layer], query.shape[2]
+    mask = None if prefix.mask is None else prefix.mask.to(query.dtype)
+    of_prompt, prompt_total = fused(prefix.gather(query), keys, values, attn_mask=mask, scale=scale)
+    share = prefix.scatter(prompt_total[..., None], each) - total[..., None]
+    return torch.lerp(out, prefix.scatter(of_prompt, each), torch.sigmoid(share).to(out.dtype))
+
+
 def _attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -266,79 +438,19 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    slots: SlotCache | RowCache | None = None,
+    slots: Any = None,
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one new token a row to its prompt and to its own tokens; called by the model's
-    layers.
-
-    query: [rows, heads, 1, size]; key, value: [rows, key heads, T, size]. Elsewhere (prefill) it is
-    transformers' own. Query heads that share a key head are rows of one product: nothing is
-    repeated for them.
+    """Called by the model's layers: the attention of `slots` in a decode step, and elsewhere
+    (prefill) transformers' own.
     """
     if slots is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **others
         )
-    if isinstance(slots, RowCache):
-        return slots.attend(int(module.layer_idx), query, scaling), None  # type: ignore[arg-type]
-    prefix = slots.prefix
-    each = query.shape[1] // key.shape[1]  # query heads that share a key head
-    query = query.reshape(query.shape[0], key.shape[1], each, query.shape[3])
-    scale = scaling if scaling is not None else query.shape[3] ** -0.5
-    alike = key.shape[3] == value.shape[3]  # else the kernel takes none of it
-    if value.device.type == "cpu" and value.dtype != torch.float32 and alike:
-        mask = attention_mask if slots.masked else None
-        out = _attend_fused(module, query, (key, value, mask), prefix, scale)
-        return out.flatten(1, 2)[:, None], None
-    query = query * scale
-    scores = _multiply(query, key)  # [rows, h, each, T]
-    if slots.masked:
-        assert attention_mask is not None
-        scores = scores + attention_mask
-    if prefix is None:
-        out = torch.softmax(scores, dim=3, dtype=torch.float32).to(value.dtype) @ value
-    else:
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
-        # [P, h, G * each, prompt]
-        to_prompt = _multiply(prefix.gather(query), prefix.keys[layer])
-        if prefix.mask is not None:
-            to_prompt = to_prompt + prefix.mask
-        scores = torch.cat((prefix.scatter(to_prompt, each), scores), dim=3)
-        weights = torch.softmax(scores, dim=3, dtype=torch.float32).to(value.dtype)
-        width = to_prompt.shape[3]
-        from_prompt = prefix.gather(weights[..., :width]) @ prefix.values[layer]
-        # [rows, h, each, size]
-        out = prefix.scatter(from_prompt, each) + weights[..., width:] @ value
-    return out.flatten(1, 2)[:, None], None  # [rows, 1, heads, size]
-
-
-def _attend_fused(
-    module: torch.nn.Module,
-    query: Tensor,
-    own: tuple[Tensor, Tensor, Tensor | None],
-    prefix: Prefix | None,
-    scale: float,
-) -> Tensor:
-    """Attend on a CPU in 16 bits with PyTorch's fused kernel, which takes keys as they lie; a
-    product of matrices would copy the window for every token.
-
-    query [rows, h, each, size]; own: keys, values and mask of the rows' own tokens. The two parts
-    of a row are put together by the sums of their softmax. Returns [rows, h, each, size].
-    """
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    key, value, mask = own
-    query = query.to(value.dtype)  # a rotation with float32 angles has widened it
-    out, total = fused(query, key, value, attn_mask=mask, scale=scale)
-    if prefix is None:
-        return out
-    layer, each = int(module.layer_idx), query.shape[2]  # type: ignore[arg-type]
-    keys, values = prefix.keys[layer], prefix.values[layer]
-    mask = None if prefix.mask is None else prefix.mask.to(query.dtype)
-    of_prompt, prompt_total = fused(prefix.gather(query), keys, values, attn_mask=mask, scale=scale)
-    share = prefix.scatter(prompt_total[..., None], each) - total[..., None]
-    return torch.lerp(out, prefix.scatter(of_prompt, each), torch.sigmoid(share).to(out.dtype))
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    return slots.attend(layer, query, scaling, key, value, attention_mask), None
 
 
 AttentionInterface.register(ATTENTION, _attention)

@@ -28,7 +28,7 @@ from common.report import summary
 from common.run.session import Session
 from common.sampling import native
 from common.sampling.engine import Load, Requests
-from common.sampling.kv_cache import SlotCache
+from common.sampling.kv_cache import ColumnCache
 from common.sampling.native import Sampler
 from common.signals import EXIT_NUMBERS, EXIT_WRITE, RunStopped
 from eggroll import weights
@@ -420,13 +420,13 @@ def test_memory_that_runs_out_at_25_places_is_survived_or_told(algo, standin, ca
 
 def cached_dtype():
     """Return the dtypes of keys and values where float32 weights are sampled under autocast."""
-    kinds, inner = set(), SlotCache.allocate
+    kinds, inner = set(), ColumnCache.allocate
 
     def allocate(self, layer, keys, values):
         kinds.add((keys.dtype, values.dtype))
         inner(self, layer, keys, values)
 
-    SlotCache.allocate = allocate
+    ColumnCache.allocate = allocate
     for name in ARCHITECTURES:
         model = small_model(name).to("cuda:0")
         sampler = Sampler(

@@ -11,8 +11,9 @@ from common.distributed import fsdp
 from common.model import varlen
 from common.model.memory import cache_bytes
 from common.sampling.engine import Load, Population, Requests
-from common.sampling.flash import halve
-from common.sampling.native import LOOK_EVERY, Sampler
+from common.sampling.flash import FlashCache
+from common.sampling.native import Sampler
+from common.sampling.schedule import LOOK_EVERY
 from eggroll.config import NoiseConfig
 from eggroll.noise import Noise
 from tests.support.flash import emulated
@@ -103,7 +104,7 @@ def test_calls_that_follow_record_nothing(flash):
     longer = Requests(prompts=prompts((30, 4)), logprobs=True)
     same(sampler.generate(longer, sampling(1.0)), plain.generate(longer, sampling(1.0)))
     assert sampler.board is not board, "which has no room for it"
-    assert (sampler.board.slots, sampler.board.columns) == (6, 50)
+    assert (sampler.board.cache.slots, sampler.board.cache.columns) == (6, 50)
 
 
 @pytest.mark.run
@@ -116,9 +117,10 @@ def test_a_recording_reads_what_outlives_the_call(how, flash):
     sampler.generate(Requests(prompts=prompts(), samples=samples, logprobs=True), how)
     cache, board = sampler.board.cache, sampler.board
     kept = [*model.parameters(), *model.buffers(), *cache.keys, *cache.values, cache.lengths]
-    kept += [cache.queries, cache.starts, *board.views(4, 20).values()]
+    kept += [cache.queries, cache.starts, sampler.stop_ids]
+    kept += [tensor for tensor in vars(board.rows).values() if isinstance(tensor, torch.Tensor)]
     lasting = {tensor.untyped_storage().data_ptr() for tensor in kept}
-    for recording in board.graphs.recordings:
+    for recording in cache.graphs.recordings:
         for step in recording.steps:
             for tensor in step.leaves:
                 if isinstance(tensor, torch.Tensor):
@@ -205,7 +207,7 @@ def test_other_samplers_keep_a_common_column(flash):
     ("slots", "used", "left"), [(64, 64, 64), (64, 33, 64), (64, 32, 32), (7, 1, 1), (5, 3, 3)]
 )
 def test_rows_are_halved(slots, used, left):
-    assert halve(slots, used) == left
+    assert FlashCache.worth_keeping(slots, used) == left
 
 
 @pytest.mark.gpu
@@ -223,11 +225,11 @@ def test_on_a_gpu_the_kernel_draws_what_masked_attention_draws(name, groups):
         assert sampler.flash == graphs
         made.append(sampler.generate(requests, sampling(1.0, new=60)))
         if graphs:
-            board, number = sampler.board, len(sampler.board.graphs.made)
+            board, number = sampler.board, len(sampler.board.cache.graphs.made)
             again = sampler.generate(requests, sampling(1.0, new=60))
             assert torch.equal(again.tokens, made[0].tokens)
             assert sampler.board is board
-            assert len(board.graphs.made) == number
+            assert len(board.cache.graphs.made) == number
     first = [m.logprobs[:, :4] for m in made]  # rounding may lead to other tokens later
     assert (made[0].tokens[:, :4] == made[1].tokens[:, :4]).double().mean() > 0.8
     assert (first[0] - first[1]).abs().median() < 0.05

@@ -12,7 +12,8 @@ from common.distributed import fsdp
 from common.sampling import kv_cache
 from common.sampling.cuda_graphs import CudaGraphs
 from common.sampling.engine import Population, Requests
-from common.sampling.native import LOOK_EVERY, Sampler
+from common.sampling.native import Sampler
+from common.sampling.schedule import LOOK_EVERY
 from eggroll.config import NoiseConfig
 from eggroll.noise import Noise
 from tests.support.models import ARCHITECTURES, prompts, sampling, small_model

@@ -4,9 +4,11 @@ import torch
 from common.model import prompts as model_prompts
 from common.model.half import packed
 from common.model.prompts import find_opening
-from common.sampling import native
+from common.sampling import native, output
 from common.sampling.engine import Population, Requests
-from common.sampling.native import BLOCK, LOOK_EVERY, Sampler, draw, invert_cdf
+from common.sampling.native import Sampler
+from common.sampling.output import BLOCK, draw, invert_cdf
+from common.sampling.schedule import LOOK_EVERY, Schedule
 from tests.support.models import (
     EACH,
     check_greedy,
@@ -222,13 +224,13 @@ def test_what_prompts_begin_with_is_prefilled_once(name, samples, rows, monkeypa
 @pytest.mark.parametrize("samples", [1, 3])
 def test_an_opening_is_held_while_requests_wait(samples, monkeypatch):
     """Not beside the slots of those that are the last to be prefilled."""
-    held, inner = [], native._Grid.put
+    held, inner = [], Schedule._put
 
-    def put(grid, *arguments):
-        held.append(grid.opened is not None)
-        inner(grid, *arguments)
+    def put(schedule, *arguments):
+        held.append(schedule.prefill.opened is not None)
+        inner(schedule, *arguments)
 
-    monkeypatch.setattr(native._Grid, "put", put)
+    monkeypatch.setattr(Schedule, "_put", put)
     for rows, times in ((64, 1), (2, samples + 1)):
         held.clear()
         asked = Requests(prompts=prompts_that_open_alike(), samples=samples)
@@ -384,7 +386,7 @@ def test_the_cdf_is_inverted_as_token_by_token(vocabulary):
 
 
 def test_draws_of_many_rows_are_those_of_each(monkeypatch):
-    monkeypatch.setattr(native, "IN_CACHE", 16 * 700)
+    monkeypatch.setattr(output, "IN_CACHE", 16 * 700)
     rows = 35
     generator = torch.Generator().manual_seed(0)
     logits, uniform = torch.randn(rows, 700, generator=generator), torch.rand(rows)

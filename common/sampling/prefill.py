@@ -1,0 +1,241 @@
+"""Put prompts through the model, piece by piece.
+
+What all prompts of a call begin with, such as instructions and worked examples, is prefilled once,
+or once per member of a population (`find_opening`). Blocks below the first one that a population
+perturbs are the same for all members: a prompt goes through them once and not once per member.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from common.distributed import fsdp
+from common.model.masks import additive
+from common.model.prompts import SAVED, find_opening
+from common.sampling.engine import Population, Requests
+
+Prompts = Sequence[Sequence[int]]
+
+
+class PromptCache:
+    """Collects the keys and values of `count` prompts, [count, heads, T, size] a layer, of which
+    each forward makes those of `rows`.
+
+    Prompts that begin alike go on from an `opening`, at row `origin` [count] of it: a forward makes
+    what comes after it and attends to both. `source`: where padding stands between the two, the
+    columns [rows, T] in an order with all of it on the left; else None.
+    """
+
+    def __init__(
+        self, count: int = 0, opening: "PromptCache | None" = None, origin: Tensor | None = None
+    ) -> None:
+        self.count, self.opening, self.origin = count, opening, origin
+        self.rows = torch.arange(count)
+        self.source: Tensor | None = None
+        self.lengths: list[int] = []  # tokens of each prompt, its opening included
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store whole prompts of `layer`, or the rest of them, [rows, heads, T, size]. Returns what
+        they attend to.
+        """
+        keys = keys.to(values.dtype)
+        if self.opening is not None:
+            keys = self._behind(self.opening.keys[layer], keys)
+            values = self._behind(self.opening.values[layer], values)
+        if layer == len(self.keys):
+            self.keys.append(keys.new_empty(self.count, *keys.shape[1:]))
+            self.values.append(values.new_empty(self.count, *values.shape[1:]))
+        self.keys[layer].index_copy_(0, self.rows, keys)
+        self.values[layer].index_copy_(0, self.rows, values)
+        return keys, values
+
+    def _behind(self, opening: Tensor, rest: Tensor) -> Tensor:
+        """Return an opening [n, heads, T, size] for each row of a forward, and behind it the
+        `rest` of that row, [rows, heads, T, size].
+        """
+        assert self.origin is not None
+        whole = torch.cat((opening[self.origin[self.rows]], rest), dim=2)
+        if self.source is None:
+            return whole
+        row = torch.arange(len(whole), device=whole.device)[:, None]
+        return whole[row, :, self.source].transpose(1, 2)
+
+
+class Prefill:
+    """The prefills of one call of `generate`.
+
+    Args: pad_id: fills on the left; dtype: of the model's activations; piece: the tokens of a
+    forward at most, unless it is one prompt of a mirrored pair.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        requests: Requests,
+        pad_id: int,
+        dtype: torch.dtype,
+        piece: int,
+    ) -> None:
+        self.model, self.pad_id, self.dtype, self.piece = model, pad_id, dtype, piece
+        self.device = fsdp.device(model)
+        self.population = requests.population or Population(members=1)
+        # Sharded weights are gathered for a whole forward.
+        self.trunk = self.population.trunk if fsdp.of(model) is None else 0
+        self.opening = find_opening(requests.prompts, SAVED)
+        self.opened: PromptCache | None = None  # the opening of every member
+
+    def run(self, prompts: Prompts) -> tuple[PromptCache, Tensor]:
+        """Prefill as many prompts of each member. Returns their cache and last logits [n, V]."""
+        if not self.opening:
+            return self._run(prompts)
+        if self.opened is None:
+            self.opened, _ = self._run([self.opening] * self.population.members)
+        return self._run([prompt[len(self.opening) :] for prompt in prompts], self.opened)
+
+    def _run(
+        self, prompts: Prompts, opening: PromptCache | None = None
+    ) -> tuple[PromptCache, Tensor]:
+        """Prefill what comes after the opening, if there is one."""
+        members, width = self.population.members, max(map(len, prompts))
+        each, before = len(prompts) // members, 0 if opening is None else len(self.opening)
+        # A token of an opening has keys and values alone, less than a quarter of what one takes.
+        size = max(width, (width + before) // 4)
+        member = torch.arange(len(prompts), device=self.device) // each
+        cache, logits, order, trunk = PromptCache(len(prompts), opening, member), [], [], None
+        cache.lengths = [before + len(prompt) for prompt in prompts]
+        if self.trunk and members > 1:
+            run = partial(self._forward, width=width)
+            most = max(1, self.piece // size)
+            trunk = Trunk(self.model, self.trunk, prompts, run, most, opening)
+            trunk.hand_over(cache)
+        narrow = self.population.narrow or nullcontext
+        for some, rows in self._pieces(each, size):
+            cache.rows = torch.tensor(rows, device=self.device)
+            with narrow(some), trunk.skipped(cache.rows) if trunk else nullcontext():
+                logits.append(self._forward([prompts[row] for row in rows], cache, width))
+            order += rows
+        cache.opening = None  # each prompt has its own copy of it now
+        joined = torch.cat(logits)
+        if order != sorted(order):
+            joined = joined[torch.tensor(order, device=self.device).argsort()]
+        return cache, joined
+
+    def _pieces(self, each: int, size: int) -> Iterator[tuple[range, list[int]]]:
+        """Yield the members and the rows of each piece of a prefill of `each` rows per member,
+        where a row takes as much as `size` tokens.
+        """
+        members, fitting = self.population.members, max(1, self.piece // size)
+        # Members that cannot be apart stay together, and so do mirrored pairs.
+        together = min(members, 2 if self.population.narrow else members)
+        rows = min(each, max(1, fitting // together))
+        count = max(together, fitting // rows // together * together)
+        for first in range(0, members, count):
+            some = range(first, min(first + count, members))
+            for start in range(0, each, rows):
+                part = range(start, min(start + rows, each))
+                yield some, [member * each + row for member in some for row in part]
+
+    def _forward(self, prompts: Prompts, cache: PromptCache, width: int) -> Tensor:
+        """Run prompts, padded on the left to `width`, through the model. Returns the last logits
+        [n, V].
+        """
+        before = 0 if cache.opening is None else len(self.opening)
+        padding = [width - len(prompt) for prompt in prompts]
+        rows = [[self.pad_id] * n + list(p) for n, p in zip(padding, prompts, strict=True)]
+        ids = torch.tensor(rows, device=self.device)
+        first = torch.tensor(padding, device=self.device)[:, None]
+        column = torch.arange(before + width, device=self.device)
+        query = column[before:]
+        # A padding row attends to itself alone: a softmax over nothing would be NaN, and spread.
+        causal = (column <= query[:, None]) & (column >= first[:, :, None])
+        visible = causal | (column == query[:, None])
+        cache.source = None
+        if before and any(padding):
+            cache.source = torch.where(column < before + first, column - first, column).clamp(min=0)
+        return self.model(
+            input_ids=ids,
+            attention_mask=additive(visible, self.dtype)[:, None],
+            position_ids=(query - first).clamp(min=0),
+            past_key_values=cache,  # type: ignore[arg-type]
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+
+
+class Trunk:
+    """Prompts as the first `count` blocks of `model`, one at least, leave them.
+
+    A block of a decoder returns its hidden states [rows, T, d], alone or first in a tuple.
+    Args: prompts: of each row; run: puts some prompts through the model and fills a cache; most: so
+    many at a time; opening: what all prompts go on from, where they begin alike.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        count: int,
+        prompts: Prompts,
+        run: Callable[[Prompts, PromptCache], Any],
+        most: int,
+        opening: PromptCache | None = None,
+    ) -> None:
+        self.blocks, device = fsdp.blocks(model)[:count], fsdp.device(model)
+        places = {tuple(p): place for place, p in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        self.origin = torch.tensor([places[tuple(prompt)] for prompt in prompts], device=device)
+        first = torch.zeros(len(places), dtype=torch.long, device=device)  # members' are the same
+        self.cache, different, outputs = PromptCache(len(places), opening, first), list(places), []
+        for start in range(0, len(different), most):
+            part = different[start : start + most]
+            self.cache.rows = torch.arange(start, start + len(part), device=device)
+            outputs.append(self._catch(partial(run, part, self.cache)))
+        self.alone = isinstance(outputs[0], Tensor)
+        self.hidden = torch.cat([output if self.alone else output[0] for output in outputs])
+
+    def _catch(self, run: Callable[[], Any]) -> Any:
+        """Return what the last of the blocks returns while the model runs, which ends there."""
+        outputs, forward = [], self.blocks[-1].forward
+
+        def end(*args: Any, **kwargs: Any) -> None:
+            outputs.append(forward(*args, **kwargs))
+            raise _PassedError
+
+        with suppress(_PassedError), _replaced(self.blocks[-1:], end):
+            run()
+        return outputs[0]
+
+    def hand_over(self, cache: PromptCache) -> None:
+        """Give a cache of all rows, still empty, the keys and values of these blocks."""
+        cache.keys = [keys[self.origin] for keys in self.cache.keys]
+        cache.values = [values[self.origin] for values in self.cache.values]
+        del self.cache
+
+    @contextmanager
+    def skipped(self, rows: Tensor) -> Iterator[None]:
+        """Let a forward of these rows begin above the blocks."""
+        hidden = self.hidden[self.origin[rows]]
+        with _replaced(self.blocks, lambda *_, **__: hidden if self.alone else (hidden,)):
+            yield
+
+
+class _PassedError(Exception):
+    """The last block of a trunk has returned; the rest of the model is not needed."""
+
+
+@contextmanager
+def _replaced(blocks: Sequence[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
+    try:
+        for block in blocks:
+            block.forward = forward  # an instance attribute, which hides the class's method
+        yield
+    finally:
+        for block in blocks:
+            block.__dict__.pop("forward", None)

@@ -1,0 +1,192 @@
+"""One call of `generate`: which request has which row, from the first prefill to the last token.
+
+Every member of a population has the same number of slots and the same queue of requests. A
+finished row's slot goes to the next request; when the queue is empty, slots are dropped.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from common.config import SamplingConfig
+from common.model.transfer import to_device
+from common.sampling.engine import Completions, Requests, Watch
+from common.sampling.flash import FlashCache
+from common.sampling.kv_cache import ColumnCache
+from common.sampling.output import Rows
+from common.sampling.prefill import Prefill, PromptCache
+from common.sampling.random import token_uniforms
+
+# A refill prefills a batch while the other rows wait: it waits until so many slots are free.
+REFILL_SHARE = 1 / 8
+# Steps between looks at which rows have finished; on a CPU a look costs nothing, on CUDA it waits
+# for the device.
+LOOK_EVERY = {"cpu": 1, "cuda": 8}
+
+RowCache = ColumnCache | FlashCache
+# The model's forward of a token per row: tokens [rows], additive mask, positions [rows] and cache
+# -> logits [rows, V].
+Forward = Callable[[Tensor, Tensor, Tensor, RowCache], Tensor]
+
+
+class Schedule:
+    """Runs the requests of one call in `rows`, as many per member.
+
+    Request q of a member is sample q % samples of prompt q // samples; it goes to row
+    member * requests + q of the completions.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        rows: Rows,
+        cache: RowCache,
+        prefill: Prefill,
+        forward: Forward,
+        watch: Watch | None,
+    ) -> None:
+        self.rows, self.cache, self.prefill, self.forward = rows, cache, prefill, forward
+        self.prompts, self.samples, self.watch = requests.prompts, requests.samples, watch
+        self.members, self.requests = requests.members, len(self.prompts) * self.samples
+        self.device = rows.place.device
+        self.queued = [0] * self.members  # the next request of each member
+        # Logits [1, V] of a prompt in a shared cache whose samples are not all placed yet.
+        self.unfinished: Tensor | None = None
+        self.uniforms = draw_uniforms(requests, rows.sampling, self.device)
+        total = self.members * self.requests
+        shape = (total, rows.sampling.max_new_tokens)
+        tokens = torch.full(shape, rows.pad_id, device=self.device)
+        lengths = torch.zeros(total, dtype=torch.long, device=self.device)
+        finished, broken = torch.zeros(2, total, dtype=torch.bool, device=self.device)
+        logprobs = torch.zeros(shape, device=self.device) if requests.logprobs else None
+        self.completions = Completions(tokens, lengths, finished, logprobs, broken)
+
+    def run(self, trace: Callable[[int], None]) -> Completions:
+        """Prefill and decode until every request is done. trace: is told the steps of decoding."""
+        while True:
+            self._look()
+            if self.cache.used.any():
+                trace(self.cache.advance(LOOK_EVERY[self.device.type], self._step))
+            elif not any(self._waiting()):  # else every row ended with its first token
+                return self.completions
+
+    def _step(self, mask: Tensor, positions: Tensor) -> None:
+        """Decode one token of each row."""
+        self.rows.write(self.forward(self.rows.last, mask, positions, self.cache))
+
+    def _waiting(self) -> list[int]:
+        return [self.requests - queued for queued in self.queued]
+
+    def _look(self) -> None:
+        """Retire finished rows, then give their slots to the queue, or drop them when the queue is
+        empty.
+        """
+        self._retire()
+        free = (~self.cache.used).view(self.members, -1).sum(1).tolist()
+        slots = len(self.cache.used) // self.members
+        if any(self._waiting()):
+            most = max(map(min, self._waiting(), free))
+            enough = max(1, int(slots * REFILL_SHARE))
+            if most >= enough or min(free) == slots or most == max(self._waiting()):
+                self._refill(free, most)
+        else:
+            used = slots - min(free)
+            left = self.cache.worth_keeping(slots, used)
+            if used > 0 and left < slots:
+                self._shrink(left)
+
+    def _retire(self) -> None:
+        """Free the rows whose completions have ended."""
+        ended = (self.cache.used & ~self.rows.running).nonzero()[:, 0]
+        if len(ended):
+            self.rows.finish(ended, self.completions)
+            self.cache.free(ended)
+            if self.watch:
+                self.watch(len(ended))
+
+    def _refill(self, free: list[int], most: int) -> None:
+        """Prefill `most` requests of each member and place them in free slots.
+
+        Every member prefills the same number of rows, so that a population stays one grouped
+        product: a member with fewer free slots or requests computes some rows that nobody keeps.
+        """
+        wanted = [  # requests, by member
+            list(range(queued, min(queued + min(most, slots), self.requests)))
+            for queued, slots in zip(self.queued, free, strict=True)
+        ]
+        if self.unfinished is not None:
+            prompt = self.queued[0] // self.samples
+            again = [q for q in wanted[0] if q // self.samples == prompt]
+            self._put([again], [[0] * len(again)], None, self.unfinished)
+            wanted[0] = wanted[0][len(again) :]
+        needed = [sorted({q // self.samples for q in member}) for member in wanted]
+        width = max(map(len, needed))
+        if not width:
+            return
+        # Dummies fill up.
+        needed = [prompts + (prompts[-1:] or [0]) * (width - len(prompts)) for prompts in needed]
+        prompt, logits = self.prefill.run([self.prompts[i] for member in needed for i in member])
+        source = [
+            [member * width + needed[member].index(q // self.samples) for q in requests]
+            for member, requests in enumerate(wanted)
+        ]
+        left = max(n - len(member) for n, member in zip(self._waiting(), wanted, strict=True))
+        # An unfinished prompt needs no prefill.
+        if left < (self.samples if self.cache.shares and self.members == 1 else 1):
+            self.prefill.opened = None  # before there are slots
+        self._put(wanted, source, prompt, logits)
+
+    def _put(
+        self,
+        wanted: list[list[int]],
+        source: list[list[int]],
+        prompt: PromptCache | None,
+        logits: Tensor,
+    ) -> None:
+        """Place prefilled requests in free slots and draw their first tokens.
+
+        wanted: requests, by member. source: the row of `logits` and `prompt` of each. prompt: None
+        = the unfinished one.
+        """
+        used, placed = self.cache.used.view(self.members, -1).tolist(), []
+        for member, (requests, origins) in enumerate(zip(wanted, source, strict=True)):
+            free = (slot for slot, taken in enumerate(used[member]) if not taken)
+            for request, origin, slot in zip(requests, origins, free, strict=False):
+                row, place = member * len(used[member]) + slot, member * self.requests + request
+                length = len(self.prompts[request // self.samples])
+                placed.append((row, request, origin, place, length))
+            self.queued[member] += len(requests)
+        columns = [torch.tensor(column) for column in zip(*placed, strict=True)]
+        rows, request, origin, place, lengths = to_device(columns, self.device)
+        more = self.cache.shares and self.members == 1 and self.queued[0] % self.samples > 0
+        self.cache.place(rows, prompt, origin, lengths, more)
+        uniforms = None if self.uniforms is None else self.uniforms[request]
+        self.rows.begin(rows, place, uniforms, logits[origin])
+        # A slice holds all logits in memory; a copy does not.
+        self.unfinished = logits[-1:].clone() if more else None
+        self._retire()  # a first token may already be the stop
+
+    def _shrink(self, slots: int) -> None:
+        """Keep so many slots per member, the used ones first."""
+        used = self.cache.used.view(self.members, -1)
+        order = used.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :slots]
+        first = torch.arange(self.members, device=self.device)[:, None] * used.shape[1]
+        rows = (order + first).flatten()
+        self.cache.keep(rows)
+        self.rows = self.rows.keep(rows)
+
+
+def draw_uniforms(
+    requests: Requests, sampling: SamplingConfig, device: torch.device
+) -> Tensor | None:
+    """Return the uniform numbers that each request is drawn with, float32 [requests, L]; None =
+    greedy.
+    """
+    if sampling.temperature == 0:
+        return None
+    count = len(requests.prompts)
+    ids = torch.tensor(list(range(count) if requests.ids is None else requests.ids), device=device)
+    prompt = ids.repeat_interleave(requests.samples)
+    sample = requests.first_sample + torch.arange(requests.samples, device=device).repeat(count)
+    return token_uniforms(requests.seed, requests.draw, prompt, sample, sampling.max_new_tokens)
