@@ -122,10 +122,11 @@ class Work:
         """Call transformers' continuous batching, with a cache for as many rows as slots."""
         page, sizes = 32, self.sizes
         named = {field.name for field in fields(ContinuousBatchingConfig)}
-        size = "page_size" if "page_size" in named else "block_size"  # transformers 5.17
+        key = "page_size" if "page_size" in named else "block_size"  # transformers 5.17
+        size: dict[str, Any] = {key: page}
         pages = -(-(sizes.prompt_tokens + sizes.longest) // page)
         settings: Any = ContinuousBatchingConfig(
-            **{size: page},
+            **size,
             num_blocks=pages * sizes.rows,
             max_batch_tokens=max(1024, sizes.rows),
             max_requests_per_batch=sizes.rows,
