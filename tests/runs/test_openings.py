@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.model import prompts
-from common.sampling import native
+from common.sampling import prefill
 from launch import compose, train
 from tests.support import CONF, MOVING, SMALL_GRPO, SMALL_RFT, events
 from tests.support.commands import Warm
@@ -30,13 +30,13 @@ def test_a_run_ends_as_one_that_computes_openings_with_every_prompt(
     algo, warm: Warm, tmp_path, monkeypatch
 ):
     torch.set_num_threads(1)
-    found, inner = [], native.find_opening
+    found, inner = [], prefill.find_opening
 
     def find_opening(*arguments):
         found.append(len(inner(*arguments)))
         return inner(*arguments)
 
-    monkeypatch.setattr(native, "find_opening", find_opening)
+    monkeypatch.setattr(prefill, "find_opening", find_opening)
     task, given = Instructed("smooth"), compose(RUNS[algo], CONF)
     train(given, tmp_path / "once", task)
     assert max(found) > 40
