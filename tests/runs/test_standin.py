@@ -26,7 +26,7 @@ from common.model.quantized import replace_layers
 from common.model.tiny import byte_tokenizer
 from common.report import summary
 from common.run.session import Session
-from common.sampling import native
+from common.sampling import output
 from common.sampling.engine import Load, Requests
 from common.sampling.kv_cache import ColumnCache
 from common.sampling.native import Sampler
@@ -539,7 +539,7 @@ def draw_peak(rows, vocabulary, settings):
     uniform, held = torch.rand(rows).to("cuda:0"), standin.DEVICE.live
     logits = torch.randn(rows, vocabulary).to("cuda:0")
     standin.DEVICE.reset_peak()
-    native.draw(logits, settings, uniform, True)
+    output.draw(logits, settings, uniform, True)
     return standin.DEVICE.peak - held
 
 
