@@ -203,10 +203,10 @@ def micro_batches(folder, arguments, flash=False):
     inner, seen = policy.Policy._backward, standin.watch()
     batches = []
 
-    def backward(self, rollouts, advantage, loss, rows):
-        batches.append(-(-rollouts.lengths.numel() // rows))
+    def backward(self, batch, advantage, loss, rows, computed):
+        batches.append(-(-batch.lengths.numel() // rows))
         with seen:
-            return inner(self, rollouts, advantage, loss, rows)
+            return inner(self, batch, advantage, loss, rows, computed)
 
     policy.Policy._backward = backward
     launch("grpo.train:train", given, folder)
