@@ -46,7 +46,8 @@ class Rows:
     def allocate(cls, rows: int, sampling: SamplingConfig, stop_ids: Tensor, pad_id: int) -> "Rows":
         """Return rows that nothing runs in, with all buffers."""
         columns, device = sampling.max_new_tokens + 1, stop_ids.device
-        place, count, last = torch.zeros(3, rows, dtype=torch.long, device=device)
+        # Not views of one tensor: a compiled step holds for where `last` lies in its storage.
+        place, count, last = (torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3))
         logprobs, uniforms = torch.zeros(2, rows, columns, device=device)
         running = torch.zeros(rows, dtype=torch.bool, device=device)
         witness = torch.zeros(rows, device=device)
