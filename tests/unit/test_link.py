@@ -15,6 +15,7 @@ def test_the_process_has_nothing_of_our_ranks_and_of_our_allocator():
     not know of, its sleep mode gives no memory back.
     """
     kept = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    kept["LOCAL_MODELS"] = "/models"  # a name of the user's that only begins alike
     kept["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:64"  # the user's, which vLLM reads
     ours = OF_TORCHRUN | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert leave_out_ours(kept | ours) == kept

@@ -269,10 +269,11 @@ def leave_out_ours(environment: Mapping[str, str]) -> dict[str, str]:
     vLLM makes a group of its own: with torchrun's variables it would wait for a store that nobody
     serves. And its sleep mode switches expandable segments off only where it knows of them.
     """
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTORCH_ALLOC_CONF")
-    prefixes = ("TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_")
+    kinds = ("", "LOCAL_", "GROUP_", "ROLE_")
+    ours = {f"{kind}{name}" for kind in kinds for name in ("RANK", "WORLD_SIZE")}
+    ours |= {"ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "PYTORCH_ALLOC_CONF"}
     return {
         name: value
         for name, value in environment.items()
-        if name not in names and not name.startswith(prefixes)
+        if name not in ours and not name.startswith("TORCHELASTIC_")
     }
