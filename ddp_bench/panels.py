@@ -7,12 +7,12 @@ MEASURES = {"validation/accuracy": "accuracy", "validation/macro_f1": "macro F1"
 LOSSES = {"loss": "training", "validation/loss": "validation"}
 
 PANELS = (
-    Panel("metric", "Validation", "percent", MEASURES, x="epoch"),
+    Panel("Validation", "percent", MEASURES, x="epoch"),
     THROUGHPUT,
     PHASES,
     MEMORY,
     GRADIENT,
     LR,
-    Panel("loss", "Loss", "loss (nats)", LOSSES, zero=True),
-    Panel("rows", "Rows a second", "rows/s", {"samples_per_second": "rows"}, zero=True),
+    Panel("Loss", "loss (nats)", LOSSES, zero=True),
+    Panel("Rows a second", "rows/s", {"samples_per_second": "rows"}, zero=True),
 )

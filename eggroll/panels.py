@@ -22,14 +22,12 @@ PANELS = (
     PHASES,
     MEMORY,
     Panel(
-        "spread",
         "Spread of the population",
         "standard deviation of reward",
         {"reward_std": "members"},
         zero=True,
     ),
     Panel(
-        "drift",
         "Drift of the weights",
         "|W - W0| / |W0|",
         {"drift": "since the start", "update_norm": "in the step"},
@@ -37,7 +35,6 @@ PANELS = (
         exact=True,
     ),
     Panel(
-        "zero_fitness",
         "Members without influence",
         "% of members",
         {"zero_fitness": "fitness 0, or that of the mirrored member"},
@@ -45,7 +42,6 @@ PANELS = (
         zero=True,
     ),
     Panel(
-        "texts",
         "Texts of the members",
         "% of completions",
         {
@@ -59,21 +55,18 @@ PANELS = (
         exact=True,
     ),
     Panel(
-        "agreement",
         "Signal in the fitness",
         "cosine of two halves' updates",
         {"prompt_agreement": "halves of the prompts", "member_agreement": "halves of the members"},
     ),
-    Panel("components", "Components of the reward", "reward", {"components/*": ""}),
+    Panel("Components of the reward", "reward", {"components/*": ""}),
     Panel(
-        "component_cosine",
         "What the update is made of",
         "cosine with the update",
         {"component_cosine/*": ""},
         exact=True,
     ),
     Panel(
-        "applied",
         "Updates after rounding",
         "share, or cosine with the intended",
         {

@@ -23,7 +23,6 @@ PANELS = (
     PHASES,
     MEMORY,
     Panel(
-        "dead",
         "Groups with nothing to teach",
         "% of groups",
         {
@@ -36,30 +35,26 @@ PANELS = (
         scale=PERCENT,
     ),
     Panel(
-        "spread",
         "Spread in a group",
         "standard deviation of reward",
         {"reward_std": "group"},
         zero=True,
     ),
-    Panel("components", "Components of the reward", "reward", {"components/*": ""}),
-    Panel("entropy", "Entropy", "nats per token", {"entropy": "policy"}, zero=True),
+    Panel("Components of the reward", "reward", {"components/*": ""}),
+    Panel("Entropy", "nats per token", {"entropy": "policy"}, zero=True),
     Panel(
-        "kl",
         "KL divergence",
         "nats per token",
         {"kl": "from the reference", "approx_kl": "from the policy that sampled"},
         zero=True,
     ),
     Panel(
-        "sampler_gap",
         "Trainer against sampler",
         "|difference of log p| per token",
         {"sampler_gap": "gap"},
         zero=True,
     ),
     Panel(
-        "clip_fraction",
         "Clipped and cut off",
         "%",
         {
@@ -70,8 +65,8 @@ PANELS = (
         scale=PERCENT,
         zero=True,
     ),
-    Panel("length", "Length of a completion", "tokens", {"length": "mean"}, zero=True),
-    Panel("loss", "Loss", "loss", {"loss": "training"}),
+    Panel("Length of a completion", "tokens", {"length": "mean"}, zero=True),
+    Panel("Loss", "loss", {"loss": "training"}),
     GRADIENT,
     LR,
 )

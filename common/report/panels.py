@@ -28,7 +28,6 @@ ORDERS = {"generate": "chunk of samples", "finetune": "fine-tuning step"}
 class Panel:
     """One figure."""
 
-    name: str
     title: str
     unit: str  # of the y axis
     # A measure (a pattern stands for all that fit) -> its legend, "" for the last part of the name.
@@ -60,23 +59,15 @@ class Panel:
 
 # Panels that several algorithms show.
 REWARDS = {"reward": "mean", "reward_best": "best member"}
-REWARD = Panel("reward", "Reward of training samples", "reward", REWARDS)
+REWARD = Panel("Reward of training samples", "reward", REWARDS)
 TEXTS = "metrics/text/*"
-METRIC = Panel(
-    "metric", "Held-out measures", "percent, or points of 100", {"metrics/*": ""}, but=TEXTS
-)
-TEXT = Panel("text", "Held-out text", "bits per byte", {TEXTS: ""})
-THROUGHPUT = Panel(
-    "throughput", "Throughput", "tokens/s", {"tokens_per_second": "tokens"}, zero=True
-)
-PHASES = Panel(
-    "phases", "Where the time of a step goes", "seconds", {"phase_seconds/*": ""}, kind="stack"
-)
-MEMORY = Panel("memory", "Peak memory", "GB", {"peak_memory_gb": "peak"}, zero=True, exact=True)
-GRADIENT = Panel(
-    "gradient", "Gradient norm", "norm before clipping", {"grad_norm": "norm"}, zero=True
-)
-LR = Panel("lr", "Learning rate", "learning rate", {"lr": "lr"}, zero=True, exact=True)
+METRIC = Panel("Held-out measures", "percent, or points of 100", {"metrics/*": ""}, but=TEXTS)
+TEXT = Panel("Held-out text", "bits per byte", {TEXTS: ""})
+THROUGHPUT = Panel("Throughput", "tokens/s", {"tokens_per_second": "tokens"}, zero=True)
+PHASES = Panel("Where the time of a step goes", "seconds", {"phase_seconds/*": ""}, kind="stack")
+MEMORY = Panel("Peak memory", "GB", {"peak_memory_gb": "peak"}, zero=True, exact=True)
+GRADIENT = Panel("Gradient norm", "norm before clipping", {"grad_norm": "norm"}, zero=True)
+LR = Panel("Learning rate", "learning rate", {"lr": "lr"}, zero=True, exact=True)
 
 
 def find_panels() -> dict[str, tuple[Panel, ...]]:
