@@ -36,6 +36,14 @@ def warm_up(step: int, warmup_steps: float, total: int | None = None) -> float:
     return min(1.0, (step + 1) / max(1, count))
 
 
+def lr_factor(cfg: Any, step: int, total: int) -> float:
+    """Return the factor of the peak learning rate at 0-based `step` of `total`: warm-up, then the
+    schedule. cfg: has warmup_steps and lr_schedule.
+    """
+    progress = step / max(1, total - 1)
+    return warm_up(step, cfg.warmup_steps, total) * cfg.lr_schedule.factor(progress)
+
+
 def optimizer_class(config: OptimizerConfig) -> Any:
     """Return the class that is named. Raises: ConfigError where there is none."""
     if config.name in EIGHT_BITS:

@@ -226,9 +226,8 @@ def estimate_step(algorithm: str, model: Model, work: Work, here: Device, device
         # Masters, initial and used weights.
         update = product + drawn + 18 * model.matrices / here.bandwidth
         sent = float(ROW_BYTES * rows) if devices > 1 else 0.0
-        sample = _estimate_sampling(
-            model, work, here, largest, largest
-        )  # a member prefills each row
+        # A member prefills each row.
+        sample = _estimate_sampling(model, work, here, largest, largest)
         waited = here.seconds(sent, devices)
         return Step(algorithm, devices, rows, sample, 0.0, update, waited, sent)
     learnt, steps, sample = largest, 1, 0.0

@@ -130,10 +130,8 @@ class Stepper:
         with clock("exchange"):
             total = self.context.sum(loss)
         with clock("optimizer"):
-            warm = optim.warm_up(step, self.settings.warmup_steps, steps)
-            progress = step / max(1, steps - 1)
-            factor = warm * self.settings.lr_schedule.factor(progress)
-            seen = self.updater.step(self.settings.lr * factor, total.item())
+            lr = self.settings.lr * optim.lr_factor(self.settings, step, steps)
+            seen = self.updater.step(lr, total.item())
         return seen
 
     def backward(self, batch: Batch, rows: int, micro: int, clock: Clock) -> Tensor:

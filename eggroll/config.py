@@ -61,6 +61,9 @@ class StopAtConfig:
         )
 
 
+NO_WEIGHTS = "with algo.method=randopt, which moves no weights. Leave it out."
+
+
 @dataclass(kw_only=True)
 class EggrollConfig(AlgorithmConfig):
     """Settings of EGGROLL; what each does stands beside its value in conf/algo/eggroll.yaml."""
@@ -85,12 +88,12 @@ class EggrollConfig(AlgorithmConfig):
                 *("lr_schedule.kind", "sigma_schedule.kind"),
             ),
             only=lambda algo: algo.method != "randopt",
-            why="with algo.method=randopt, which moves no weights. Leave it out.",
+            why=NO_WEIGHTS,
         ),
         Rule(
             ("max_drift",),
             only=lambda algo: algo.method != "randopt" or algo.max_drift is None,
-            why="with algo.method=randopt, which moves no weights. Leave it out.",
+            why=NO_WEIGHTS,
         ),
     )
 

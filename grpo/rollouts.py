@@ -155,22 +155,23 @@ class Collector:
                     live.append(group)
             rounds.append(sampled)
         lm.engine.rest()
-        numbers = describe(groups) | {"rounds": len(rounds)}
+        table = torch.stack([group.table for group in groups])  # [S, G, columns]
+        dead = Counter(group.dead for group in groups if group.dead)
+        numbers = describe(table, dead) | {"rounds": len(rounds)}
         numbers["components"] = {n: sum(v) / max(1, len(v)) for n, v in components.items()}
         numbers["component_seconds"] = dict(seconds)
-        lengths = [group.table[:, COLUMNS.index("length")] for group in groups]
-        step.used(
-            tokens=int(sum(length.sum() for length in lengths)),
-            samples=len(groups) * cfg.samples_per_prompt,
-        )
-        finite = all(bool(group.table.isfinite().all()) for group in groups)
+        tokens = int(table[:, :, COLUMNS.index("length")].sum())
+        step.used(tokens=tokens, samples=len(groups) * cfg.samples_per_prompt)
+        finite = bool(table.isfinite().all())
         learns = finite and not all(group.dead for group in live)
         numbers["live_groups"] = len(live) if learns else 0
         batch = self._assemble(live, rounds) if learns else None
         if finite:
             with step.phase("keep"):
                 step.rows = self._describe_kept(groups, live, rounds, batch)
-        return Collected(numbers, batch, offending, finite, explain_nothing(groups, len(rounds)))
+        return Collected(
+            numbers, batch, offending, finite, explain_nothing(len(groups), dead, len(rounds))
+        )
 
     def rehearse(self) -> None:
         """Sample the first prompts and throw them away: compilation happens here."""
@@ -331,27 +332,26 @@ class Collector:
         )
 
 
-def describe(groups: Sequence[Group]) -> dict[str, Any]:
-    """Return what the log says of the groups of a step."""
-    table = torch.stack([group.table for group in groups])
+def describe(table: Tensor, dead: Counter[str]) -> dict[str, Any]:
+    """Return what the log says of the groups of a step. table: float64 [S, G, columns]; dead: why
+    groups are.
+    """
     scores, _, _, lengths, finished, repeating = table.unbind(2)
-    dead = Counter(group.dead for group in groups if group.dead)
     return {
         "reward": scores.mean().item(),
         "reward_std": scores.std(1).mean().item(),
-        "dead_groups": dead.total() / len(groups),
-        **{f"dead_{why}": dead[why] / len(groups) for why in WHY_DEAD},
+        "dead_groups": dead.total() / len(table),
+        **{f"dead_{why}": dead[why] / len(table) for why in WHY_DEAD},
         "truncated": 1 - int(finished.sum()) / scores.numel(),
         "repeating": int(repeating.sum()) / scores.numel(),
         "length": lengths.mean().item(),
     }
 
 
-def explain_nothing(groups: Sequence[Group], rounds: int) -> str:
+def explain_nothing(groups: int, dead: Counter[str], rounds: int) -> str:
     """Say why there is no group to learn from."""
-    dead = Counter(group.dead for group in groups)
     return (
-        f"nothing to learn, so no optimizer step. Of {len(groups)} groups in {rounds} rounds"
+        f"nothing to learn, so no optimizer step. Of {groups} groups in {rounds} rounds"
         f" {dead['all_wrong']} are all wrong (too hard), {dead['all_right']} all right (too easy),"
         f" {dead['cut_off']} cut off as a whole (too long, or in a loop), and {dead['all_equal']}"
         " have equal rewards in between (too coarse)."

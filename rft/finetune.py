@@ -158,10 +158,8 @@ class Finetuner:
             optim.sum_gradients(self.updater.parameters)
             loss = context.sum(torch.tensor([loss], dtype=torch.float64, device=device)).item()
         with timer("update"):
-            warm = optim.warm_up(step, cfg.warmup_steps, self.total)
-            progress = step / max(1, self.total - 1)
-            factor = warm * cfg.lr_schedule.factor(progress)
-            numbers = self.updater.step(self.peak_lr * factor, loss)
+            lr = self.peak_lr * optim.lr_factor(cfg, step, self.total)
+            numbers = self.updater.step(lr, loss)
         self.done = step + 1
         return numbers | {"trained_tokens": tokens, "epoch": self.done / self.total * cfg.epochs}
 

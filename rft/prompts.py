@@ -67,7 +67,7 @@ def split_prompts(lm: LM) -> Prompts:
     if cfg.hint_samples:  # longer than the prompts
         hinted = fit_prompts(lm, task.hint, {"train": train})  # type: ignore[attr-defined]
         train = hinted.splits["train"]
-    splits = {"train": [*train, *validation], "test": list_candidates(lm)}
+    splits = {"train": [*train, *validation], "test": list_candidates(lm, task)}
     fitting = fit_prompts(lm, task.prompt, splits)
     fits = {example.id for example in fitting.splits["train"]}
     train = [example for example in train if example.id in fits]

@@ -322,11 +322,9 @@ def _export(work: Work, tuner: Finetuner, selection: Selection, iteration: int) 
     weights = fsdp.whole(lm.model) if lm.adapter is None else None
     journal.sync()
     if lm.context.main:
-        summary_of_tuning = {"made_with": finetuned_with(lm.run), "steps": tuner.done}
-        summary_of_tuning |= {"completions": selection.stats["kept"]} | (
-            {"cut": True} if cut else {}
-        )
-        write_json(folder / "finetune.json", summary_of_tuning)
+        about = {"made_with": finetuned_with(lm.run), "steps": tuner.done}
+        about |= {"completions": selection.stats["kept"]} | ({"cut": True} if cut else {})
+        write_json(folder / "finetune.json", about)
         place = work.folder.trained(iteration)
         if lm.adapter is None:
             export_model(lm.model, lm.tokenizer, place, weights)

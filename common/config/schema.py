@@ -170,14 +170,12 @@ class AdapterConfig:
     merge: bool = False  # RUN/model too: the model with the adapter merged into it
 
     def __post_init__(self) -> None:
-        of_adapter = ("rank", "alpha", "targets")
+        sizes = ("rank", "alpha", "targets")
         if self.path is not None:
-            idle, why = (
-                of_adapter,
-                "with model.adapter.path: the adapter there has its own. Leave it out",
-            )
+            idle = sizes
+            why = "with model.adapter.path: the adapter there has its own. Leave it out"
         elif self.rank is None:
-            idle = (*of_adapter, "dropout", "merge")
+            idle = (*sizes, "dropout", "merge")
             why = "without model.adapter.rank. Set it, for example 16, or leave this out"
         else:
             return

@@ -114,10 +114,8 @@ def _read(folder: Path) -> Run | Failure:
     path, seed, config = folder / ".hydra" / "overrides.yaml", None, {}
     overrides: dict[str, str] = {}
     try:
-        text_of_command = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else []
-        overrides = _settings(
-            dict(text.lstrip("+").split("=", 1) for text in text_of_command if "=" in text)
-        )
+        texts = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else []
+        overrides = _settings(dict(text.lstrip("+").split("=", 1) for text in texts if "=" in text))
         if (folder / "run.yaml").exists():
             config = story.read_run(folder, "config")["config"]
             seed = config["seed"]

@@ -19,7 +19,7 @@ from common.distributed.context import put_back
 from common.model.prompts import context_length, encode_prompts
 from common.report.progress import watch_completions
 from common.rollout.examples import hold_out_other
-from common.rollout.rollout import Rollout, generate, request
+from common.rollout.rollout import Rollout, generate, request, roll_out
 from common.signals import EXIT_NUMBERS, RunStopped
 from common.tasks import Example, class_name
 from common.tasks.checked import Checked
@@ -234,9 +234,8 @@ def draw_samples(lm: Any, count: int, accepts: Accepts) -> list[int]:
         if mine:
             requests = request(lm, mine, samples=count)
             with watch_completions(f"pass@{count}", len(mine) * count, context.main) as watch:
-                completions = generate(lm, requests, sampling, watch, refresh=False)
-            rollout = Rollout.decode(lm.tokenizer, requests, completions, mine)
-            rollout.start_scoring(lm.scorer)
+                how = {"sampling": sampling, "watch": watch, "refresh": False}
+                rollout = roll_out(lm, mine, requests, **how)
             pairs = zip(rollout.scored.rewards, rollout.finished.tolist(), strict=True)
             good = [accepts(reward, ended) for reward, ended in pairs]
             right = [sum(good[i : i + count]) for i in range(0, len(good), count)]

@@ -45,7 +45,7 @@ class Fitting:
 
 def read_examples(lm: Any) -> Examples:
     """Read the training and the held-out examples of a run. Raises: ConfigError."""
-    splits = {"train": list(lm.task.examples("train")), "test": list_candidates(lm)}
+    splits = {"train": list(lm.task.examples("train")), "test": list_candidates(lm, lm.task)}
     fitting = fit_prompts(lm, lm.task.prompt, splits)
     return Examples(
         order=ExampleOrder(fitting.splits["train"], lm.run.seed),
@@ -67,12 +67,12 @@ def measure_prompts(
     return {"longest_prompt": max(map(len, [*prompts, *hinted])), "opening": opening}
 
 
-def list_candidates(lm: Any) -> list[Example]:
-    """Return the test examples that evaluate.examples are taken of: with prompts.too_long=skip all,
-    since others take the place of those that do not fit.
+def list_candidates(lm: Any, task: Any) -> list[Example]:
+    """Return the test examples of a task that evaluate.examples are taken of: with
+    prompts.too_long=skip all, since others take the place of those that do not fit.
     """
     skip = lm.run.prompts.too_long == "skip"
-    return hold_out(lm.task, None if skip else lm.run.evaluate.examples)
+    return hold_out(task, None if skip else lm.run.evaluate.examples)
 
 
 def hold_out_other(lm: Any, task: Any, tokens: int) -> list[Example]:
@@ -80,9 +80,8 @@ def hold_out_other(lm: Any, task: Any, tokens: int) -> list[Example]:
 
     Raises: ConfigError where a prompt does not fit the context.
     """
-    count = lm.run.evaluate.examples
-    candidates = hold_out(task, None if lm.run.prompts.too_long == "skip" else count)
-    return fit_prompts(lm, task.prompt, {"test": candidates}, tokens).splits["test"][:count]
+    fitting = fit_prompts(lm, task.prompt, {"test": list_candidates(lm, task)}, tokens)
+    return fitting.splits["test"][: lm.run.evaluate.examples]
 
 
 def fit_prompts(

@@ -4,10 +4,10 @@ Shapes: N rows in the order (member, prompt, sample), of T tokens at most.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -29,24 +29,22 @@ class Rollout:
 
     Attributes:
         examples: of each prompt. requests: what was asked for: prompts, samples, members.
+        completions: as the engine returned them, on the device.
         tokens: int64 [N, T], padded after `lengths`, int64 [N]; both on the CPU.
         trains: bool [N, T], the tokens that the policy wrote, on the CPU.
-        finished: bool [N], False where a row was cut off; repeating: whether it was cut off while
-            its end repeated itself; broken: where logits were not finite, so that it says nothing.
-        logprobs: float32 [N, T], of the sampled tokens, on the device; None if not asked for.
-        texts: special tokens left out.
+        finished: bool [N], False where a row was cut off; broken: where logits were not finite, so
+            that it says nothing; both on the CPU. texts: special tokens left out.
         pending: the rewards on their way; None where nobody asked for them.
     """
 
     examples: Sequence[Example]
     requests: Requests
+    completions: Completions
     tokens: Tensor
     trains: Tensor
     lengths: Tensor
     finished: Tensor
-    repeating: list[bool]
     broken: Tensor
-    logprobs: Tensor | None
     texts: list[str]
     pending: Pending | None = None
 
@@ -63,13 +61,12 @@ class Rollout:
         return cls(
             examples=examples,
             requests=requests,
+            completions=completions,
             tokens=tokens,
             trains=torch.arange(tokens.shape[1]) < lengths[:, None],
             lengths=lengths,
             finished=completions.finished.cpu(),
-            repeating=completions.repeating(),
             broken=completions.broken.cpu(),
-            logprobs=completions.logprobs,
             texts=completions.texts(tokenizer),
         )
 
@@ -86,6 +83,18 @@ class Rollout:
         """
         assert self.pending is not None
         return self.pending.result()
+
+    @property
+    def logprobs(self) -> Tensor | None:
+        """The log-probabilities of the sampled tokens, float32 [N, T], on the device; None if they
+        were not asked for.
+        """
+        return self.completions.logprobs
+
+    @cached_property
+    def repeating(self) -> list[bool]:
+        """Whether each row was cut off while its end repeated itself."""
+        return self.completions.repeating()
 
     @property
     def generated(self) -> int:
@@ -115,18 +124,23 @@ class Rollout:
         }
 
     def describe(
-        self, rows: Iterable[int], task: Any, tokens: samples.Tokens | None = None
+        self, rows: Sequence[int], task: Any, tokens: samples.Tokens | None = None
     ) -> list[samples.Row]:
         """Return rows as a run keeps them; their group is the place of their prompt here. tokens:
         describes tokens and their log-probabilities too.
         """
+
+        @cache
+        def describe_prompt(place: int) -> samples.Row:
+            return samples.describe(task, self.examples[place], place)
+
         described = []
         for row in rows:
             place = row // self.requests.samples % len(self.examples)
             length, components = int(self.lengths[row]), self.scored.components.items()
             described.append(
                 {
-                    **samples.describe(task, self.examples[place], place),
+                    **describe_prompt(place),
                     "sample": self.requests.first_sample + row % self.requests.samples,
                     "completion": self.texts[row],
                     "tokens": length,
@@ -135,10 +149,12 @@ class Rollout:
                     "components": {name: part[row] for name, part in components} or None,
                 }
             )
-            if tokens is not None:
-                assert self.logprobs is not None
-                ids, drawn = self.tokens[row, :length].tolist(), self.logprobs[row].tolist()
-                described[-1] |= tokens.describe(ids, self.texts[row], drawn)
+        if tokens is not None:
+            assert self.logprobs is not None
+            logprobs = self.logprobs[[*rows]].tolist()
+            for row, drawn, about in zip(rows, logprobs, described, strict=True):
+                ids = self.tokens[row, : self.lengths[row]].tolist()
+                about |= tokens.describe(ids, self.texts[row], drawn)
         return described
 
 
@@ -176,14 +192,18 @@ def generate(
 
 
 def roll_out(
-    lm: Any, examples: Sequence[Example], requests: Requests, phase: Phase = nullcontext
+    lm: Any,
+    examples: Sequence[Example],
+    requests: Requests,
+    phase: Phase = nullcontext,
+    **how: Any,
 ) -> Rollout:
     """Sample completions of examples, and start to score them; other work can be done meanwhile.
 
-    Args: phase: times the block under a name.
+    Args: phase: times the block under a name; how: further arguments of `generate`.
     """
     with phase("rollout"):
-        completions = generate(lm, requests)
+        completions = generate(lm, requests, **how)
         rollout = Rollout.decode(lm.tokenizer, requests, completions, examples)
     with phase("reward"):
         rollout.start_scoring(lm.scorer)

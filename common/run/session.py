@@ -132,7 +132,6 @@ class Session:
         """Resume or begin: print the plan, measure before the first step, open the log.
 
         Args: memory: what a step takes, for plan=true.
-
         Raises: ConfigError where the run folder does not allow it.
         """
         run, context, state = self.run, self.context, self.state

@@ -109,6 +109,8 @@ class Completions:
     @classmethod
     def join(cls, parts: Sequence["Completions"]) -> "Completions":
         """Return the rows of several calls of equal sampling settings, one behind the other."""
+        if len(parts) == 1:
+            return parts[0]
         logprobs = [part.logprobs for part in parts if part.logprobs is not None]
         return cls(
             tokens=torch.cat([part.tokens for part in parts]),
