@@ -23,6 +23,7 @@ BENCHMARKS = {
     "directions": "kinds of noise: cosine of their update with the exact policy gradient",
     "probe": "EGGROLL's own sigma and lr beside a grid of both, filled in over several sessions",
     "forgetting": "what EGGROLL, GRPO and RFT forget at an equal gain, with and without a pull",
+    "defaults": "what runs come to that set nothing: own task, own rows, SmolLM2-135M",
     "crowded": "a run beside other processes: alone, beside a busy one, two at once",
     "loader": "a training iteration on sequences of varying length: lists and loops, then without",
 }
@@ -33,6 +34,11 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "population": {"--model": SAMPLED},
     "probe": {
         "--points": {"type": int, "metavar": "N", "help": "at most N new points; default: all"}
+    },
+    "defaults": {
+        "--part": {"choices": ("readme", "rows", "real"), "default": "readme", "help": "which"},
+        "--weights": {"type": Path, "metavar": "DIR", "help": "SmolLM2-135M-Instruct"},
+        "--runs": {"type": int, "metavar": "N", "help": "at most N new runs; default: all"},
     },
     "real": {
         "--weights": {"type": Path, "metavar": "DIR", "help": "default: random numbers"},
