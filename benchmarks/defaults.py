@@ -1,9 +1,9 @@
-"""What runs come to that set nothing: the three algorithms on the model that comes with the project,
-on rows that nobody tuned them for, and on SmolLM2-135M-Instruct.
+"""What runs come to that set nothing: the three algorithms on the model that the project brings, on
+rows that nobody tuned them for, and on SmolLM2-135M-Instruct.
 
-    python -m benchmarks defaults --part readme --json FILE                   # each algorithm's default run
-    python -m benchmarks defaults --part rows --json FILE                     # own rows, 120 s each
-    python -m benchmarks defaults --part real --weights DIR --json FILE       # units, 20 minutes each
+    python -m benchmarks defaults --part readme --json FILE               # their own tasks
+    python -m benchmarks defaults --part rows --json FILE                 # own rows, 120 s each
+    python -m benchmarks defaults --part real --weights DIR --json FILE   # units, 20 minutes each
 
 Each run is a command of its own, and nothing else should use the machine. The runs that the JSON
 holds are not run again, so that it is filled in over several sessions; it is written after each.
