@@ -94,11 +94,13 @@ def write_rows(name: str, path: Path) -> list[str]:
 def measure_run(overrides: list[str], folder: Path) -> dict[str, Any]:
     """Return what a run came to, and what it says of itself. bits: per byte of `TEXT`, before and
     after; drift: the largest of a run of EGGROLL.
+
+    Raises: RuntimeError for a run that has left no result.
     """
     command = [sys.executable, str(ROOT / "launch.py"), *overrides, f"hydra.run.dir={folder}"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     if not (folder / "result.json").exists():
-        return {"code": ended.returncode, "error": ended.stderr[-500:]}
+        raise RuntimeError(f"{command} ended with {ended.returncode}: {ended.stderr[-500:]}")
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     both = [result["metrics"][when] for when in ("before", "after")]
     drifts = [row["drift"] for row in events(folder / "metrics.jsonl") if "drift" in row]
@@ -121,7 +123,7 @@ def run(options: argparse.Namespace) -> Report:
         missing = [name for name in asked if name not in runs]
         for name in missing[: options.runs]:
             measure.progress(name)
-            runs[name] = measure_run(asked[name], Path(folder) / name.replace(" ", "_"))
+            runs[name] = measure_run(asked[name], Path(folder) / str(len(runs)))
             runs[name]["commit"] = report.conditions["commit"]
             if options.json is not None:
                 report.save(options.json)
