@@ -18,7 +18,7 @@ class CudaGraphs:
         # One pool for all: what a step allocates is not used after it.
         self.pool = torch.cuda.graph_pool_handle()
         # By window, or by what else a recording is bound to.
-        self.made: dict[Hashable, Callable[[], None]] = {}
+        self.replays: dict[Hashable, Callable[[], None]] = {}
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         """Record the kernels that `step` launches, without running them, and return what replays

@@ -1,12 +1,10 @@
 """Decode steps on flash attention: every row has its own length, and one recording serves a number
 of rows, whatever they hold.
 
-Where it is used: steps are recorded, not compiled, the attention is one that the sampler replaces,
-and PyTorch has flash attention for the model's heads (`Sampler.flash`); elsewhere rows share a
-column (kv_cache.py). A row's keys lie on the left of its slot, its prompt's first, and it writes
-where it ends; the kernel reads the keys that count and no other. All that a step reads and writes
-lies on a `Board`, of which fewer rows use the beginning. So a board and its recordings serve one
-call of `generate` after the other.
+It is used where steps are recorded and PyTorch has a kernel for the model's heads
+(`Sampler.flash`). A row's keys lie on the left of its slot, its prompt's first, and it writes where
+it ends; the kernel reads the keys that count and no other. All that a step reads and writes lies on
+a `Board`, of which fewer rows use the beginning, so its recordings serve later calls of `generate`.
 """
 
 from collections.abc import Hashable
@@ -53,18 +51,16 @@ class FlashCache:
     ) -> None:
         """Copy prefilled prompts, which are padded on the left, into `rows`."""
         assert prompt is not None
-        for layer, both in enumerate(zip(prompt.keys, prompt.values, strict=True)):
-            if layer == len(self.keys):
-                for new, stored in zip(both, (self.keys, self.values), strict=True):
+        width = prompt.keys[0].shape[2]
+        column = torch.arange(width, device=rows.device) + (width - lengths)[:, None]
+        column = column.clamp(max=width - 1)  # behind the prompt, where nothing counts
+        for stored, layers in ((self.keys, prompt.keys), (self.values, prompt.values)):
+            for layer, new in enumerate(layers):
+                if layer == len(stored):
                     shape = (self.slots, self.columns, new.shape[1], new.shape[3])
                     stored.append(new.new_zeros(shape))
-            width = both[0].shape[2]
-            column = torch.arange(width, device=rows.device) + (width - lengths)[:, None]
-            column = column.clamp(max=width - 1)  # behind the prompt, where nothing counts
-            for new, stored in zip(both, (self.keys, self.values), strict=True):
                 stored[layer][rows, :width] = new[source[:, None], :, column]
-        self.lengths[rows] = lengths.int()
-        self.used[rows] = True
+        self.lengths[rows], self.used[rows] = lengths.int(), True
 
     def free(self, rows: Tensor) -> None:
         """Note that `rows` have ended."""
@@ -76,13 +72,13 @@ class FlashCache:
         """
         self.lengths[: self.rows].masked_fill_(~self.used, 0)
         key = (self.bound, self.rows)
-        replay = self.graphs.made.get(key)
+        replay = self.graphs.replays.get(key)
         for _ in range(most):
             if replay is not None:
                 replay()
             else:
                 self._step(step)
-                replay = self.graphs.made[key] = self.graphs.record(partial(self._step, step))
+                replay = self.graphs.replays[key] = self.graphs.record(partial(self._step, step))
         return most
 
     def _step(self, step: Step) -> None:

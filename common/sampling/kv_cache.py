@@ -1,10 +1,8 @@
 """Keys and values of rows that are sampled side by side, and the attention that reads them.
 
-A cache is allocated once, in slots, each of which one row uses at a time. Here all rows write the
-same column: keys are right-aligned, a row's valid columns end there, so a step's write is one slice
-and a new row starts at the current column. In a `ColumnCache` each row has its prompt in front of
-its own columns; rows of one prompt share its keys in a `SharedPromptCache`; steps are recorded as
-CUDA graphs over a `RecordedCache`. Rows that write at their own lengths are in flash.py.
+All rows write the same column: keys are right-aligned, a row's valid columns end there, so a step's
+write is one slice and a new row starts at the current column. Rows that write at lengths of their
+own are in flash.py.
 """
 
 from collections.abc import Callable
@@ -22,9 +20,7 @@ from common.sampling.cuda_graphs import CudaGraphs
 from common.sampling.prefill import PromptCache
 
 ATTENTION = "clutch_slots"
-# A recorded step computes with whole multiples of so many columns, so that one recording serves
-# many steps.
-WINDOW = 64
+WINDOW = 64  # columns in multiples of which a recorded step computes: many steps share a recording
 
 # One step of all rows: takes an additive mask [rows, 1, 1, columns] and positions int64 [rows].
 Step = Callable[[Tensor, Tensor], None]
@@ -72,8 +68,7 @@ class ColumnCache:
         self._start(rows, self.column, used=False)
 
     def _start(self, rows: Tensor, column: Tensor | int, used: bool) -> None:
-        self.used[rows] = used
-        self.start[rows] = column
+        self.used[rows], self.start[rows] = used, column
         self.first = int(self.start.min())
 
     def advance(self, most: int, step: Step) -> int:
@@ -105,9 +100,7 @@ class ColumnCache:
         return self.keys[layer][:, :, valid], self.values[layer][:, :, valid]
 
     def allocate(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Allocate the slots of `layer`, of the shape and dtype of `keys` and `values`, if that has
-        not been done.
-        """
+        """Allocate the slots of `layer` for such keys and values, if there are none."""
         if layer == len(self.keys):
             for stored, new in ((self.keys, keys), (self.values, values)):
                 shape = (len(self.start), new.shape[1], len(self.columns), new.shape[3])
@@ -137,27 +130,20 @@ class ColumnCache:
         self.start -= by
         self.first = int(self.start.min())
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        scaling: float | None,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, scaling: float | None, *suffix: Any) -> Tensor:
         """Return the attention of one new token per row, [rows, 1, heads, size]. Query heads that
         share a key head are rows of one product: nothing is repeated for them.
+
+        query: [rows, heads, 1, size]; suffix: keys and values as `update` returned them, and mask.
         """
-        each = query.shape[1] // key.shape[1]  # query heads that share a key head
-        query = query.reshape(query.shape[0], key.shape[1], each, query.shape[3])
+        key, value, mask = suffix
+        query = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
         scale = scaling if scaling is not None else query.shape[3] ** -0.5
-        mask = mask if self.masked else None
         alike = key.shape[3] == value.shape[3]  # else the kernel takes none of it
         fused = value.device.type == "cpu" and value.dtype != torch.float32 and alike
         attend = _attend_fused if fused else _attend
-        out = attend(query, (key, value, mask), self.prefix, layer, scale)
-        return out.flatten(1, 2)[:, None]
+        suffix = (key, value, mask if self.masked else None)
+        return attend(query, suffix, self.prefix, layer, scale).flatten(1, 2)[:, None]
 
 
 class SharedPromptCache(ColumnCache):
@@ -221,18 +207,10 @@ class RecordedCache(ColumnCache):
 
     shrink_share: ClassVar = 1 / 2  # steps would be recorded anew
 
-    def __init__(
-        self,
-        rows: int,
-        columns: int,
-        first: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        recorder: Callable[[torch.device], CudaGraphs],
-    ) -> None:
-        super().__init__(rows, columns, first, dtype, device)
-        self.recorder, self.graphs = recorder, recorder(device)
-        self.at = torch.zeros(1, dtype=torch.long, device=device)  # the column, on the device
+    def __init__(self, recorder: Callable[[torch.device], CudaGraphs], *sizes: Any) -> None:
+        super().__init__(*sizes)
+        self.recorder, self.graphs = recorder, recorder(self.start.device)
+        self.at = torch.zeros_like(self.start[:1])  # the column to be written, on the device
         self.window = slice(0, 0)  # the columns that a step computes with
 
     def advance(self, most: int, step: Step) -> int:
@@ -243,18 +221,18 @@ class RecordedCache(ColumnCache):
         if self.column == end:
             self._shift()
         self.at.fill_(self.column)
-        recordings, steps = self.graphs.made, min(most, end - self.column)
+        replays, steps = self.graphs.replays, min(most, end - self.column)
         for _ in range(steps):
             # All valid columns and the next one, in whole multiples of `WINDOW`.
             opens = self.first // WINDOW * WINDOW
             closes = min(-(-(self.column + 1) // WINDOW) * WINDOW, end)
-            if (opens, closes) in recordings:
-                recordings[opens, closes]()
+            if (opens, closes) in replays:
+                replays[opens, closes]()
             else:
                 self.window = slice(opens, closes)
                 self._step(step)  # a recording may load no kernel and compile nothing
                 if self.column + 1 < closes:  # else this one was the window's last
-                    recordings[opens, closes] = self.graphs.record(partial(self._step, step))
+                    replays[opens, closes] = self.graphs.record(partial(self._step, step))
             self.column += 1
         return steps
 
@@ -375,18 +353,13 @@ def _multiply(query: Tensor, key: Tensor) -> Tensor:
     return torch.bmm(rows, columns, out_dtype=torch.float32).unflatten(0, key.shape[:2])
 
 
-def _attend(
-    query: Tensor,
-    suffix: tuple[Tensor, Tensor, Tensor | None],
-    prefix: Prefix | None,
-    layer: int,
-    scale: float,
-) -> Tensor:
-    """Attend by products of matrices.
+Suffix = tuple[Tensor, Tensor, Tensor | None]  # keys, values and mask of rows' own columns
 
-    query [rows, h, each, size]; suffix: keys, values and mask of the rows' own columns. Returns
-    [rows, h, each, size].
-    """
+
+def _attend(
+    query: Tensor, suffix: Suffix, prefix: Prefix | None, layer: int, scale: float
+) -> Tensor:
+    """Attend by products of matrices. [rows, h, each, size] -> [rows, h, each, size]."""
     key, value, mask = suffix
     query = query * scale
     scores = _multiply(query, key)  # [rows, h, each, T]
@@ -406,17 +379,11 @@ def _attend(
 
 
 def _attend_fused(
-    query: Tensor,
-    suffix: tuple[Tensor, Tensor, Tensor | None],
-    prefix: Prefix | None,
-    layer: int,
-    scale: float,
+    query: Tensor, suffix: Suffix, prefix: Prefix | None, layer: int, scale: float
 ) -> Tensor:
     """Attend on a CPU in 16 bits with PyTorch's fused kernel, which takes keys as they lie; a
-    product of matrices would copy the window for every token.
-
-    Arguments and result are those of `_attend`. The two parts of a row are put together by the sums
-    of their softmax.
+    product of matrices would copy the window for every token. The two parts of a row are put
+    together by the sums of their softmax.
     """
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     key, value, mask = suffix

@@ -160,9 +160,8 @@ class Sampler:
         opened = load.opening * token
         logits = rows * draw_floats(load.sampling) * 4.0 * config.vocab_size
         logits += (prompts + max(rows, prompts)) * size * config.vocab_size
-        packing = (
-            self.packs and self.recorder is None and packs(stands_for(self.device), self.dtype)
-        )
+        eager = self.recorder is None
+        packing = self.packs and eager and packs(stands_for(self.device), self.dtype)
         piece = self._piece_bytes(prompts, tokens, packing)
         placing = prefilled + slots + logits + opened * waiting
         # With flash attention they are on a board, which the last call may have left.
@@ -212,14 +211,10 @@ class Sampler:
     ) -> Completions:
         # Without a cache of casts, which would outlive a recording that it was made in; the narrow
         # twin needs none.
-        half = torch.autocast(
-            self.device.type,
-            self.autocast,
-            enabled=self.autocast is not None,
-            cache_enabled=self.recorder is None,
-        )
+        eager, narrow = self.recorder is None, self.autocast is not None
+        half = torch.autocast(self.device.type, self.autocast, narrow, cache_enabled=eager)
         attention = evaluating(self.used, ATTENTION if self.replaces else None)
-        quick = packed(self.used) if self.packs and self.recorder is None else nullcontext()
+        quick = packed(self.used) if self.packs and eager else nullcontext()
         try:
             with attention, fsdp.inference(self.model), half, quick, tracing_some() as trace:
                 prefill = Prefill(self.used, requests, self.pad_id, self.dtype, self.piece)
@@ -250,7 +245,7 @@ class Sampler:
             cache = SharedPromptCache(rows, new + spare, self.dtype, self.device)
         else:
             sizes = (rows, longest + new + spare, longest, self.dtype, self.device)
-            cache = RecordedCache(*sizes, self.recorder) if self.recorder else ColumnCache(*sizes)
+            cache = RecordedCache(self.recorder, *sizes) if self.recorder else ColumnCache(*sizes)
         state = Rows.allocate(rows, sampling, self.stop_ids, self.pad_id)
         return state.view(rows, sampling, requests.logprobs), cache
 

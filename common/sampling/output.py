@@ -1,6 +1,4 @@
-"""Completions in progress: draw their tokens by the inverse CDF of keyed uniform numbers, and note
-where they end.
-"""
+"""Completions in progress: their tokens are drawn by the inverse CDF of keyed uniform numbers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -61,12 +59,10 @@ class Rows:
         self.count.zero_()
         columns = sampling.max_new_tokens + 1
         view = self._each(lambda b: b[:rows] if b.ndim == 1 else b[:rows, :columns])
-        return replace(
-            view,
-            sampling=sampling,
-            logprobs=view.logprobs if logprobs else None,
-            uniforms=view.uniforms if sampling.temperature > 0 else None,
-        )
+        view.sampling = sampling
+        view.logprobs = view.logprobs if logprobs else None
+        view.uniforms = view.uniforms if sampling.temperature > 0 else None
+        return view
 
     def begin(self, rows: Tensor, place: Tensor, uniforms: Tensor | None, logits: Tensor) -> None:
         """Begin completions in `rows`, with tokens that are drawn from `logits` [n, V].

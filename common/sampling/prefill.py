@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from common.distributed import fsdp
 from common.model.masks import additive
@@ -59,8 +58,8 @@ class PromptCache:
         return keys, values
 
     def _behind(self, opening: Tensor, rest: Tensor) -> Tensor:
-        """Return an opening [n, heads, T, size] for each row of a forward, and behind it the
-        `rest` of that row, [rows, heads, T, size].
+        """Return the opening [n, heads, T, size] of each row of a forward, and behind it its
+        `rest` [rows, heads, T, size].
         """
         assert self.origin is not None
         whole = torch.cat((opening[self.origin[self.rows]], rest), dim=2)
@@ -78,12 +77,7 @@ class Prefill:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        requests: Requests,
-        pad_id: int,
-        dtype: torch.dtype,
-        piece: int,
+        self, model: Any, requests: Requests, pad_id: int, dtype: torch.dtype, piece: int
     ) -> None:
         self.model, self.pad_id, self.dtype, self.piece = model, pad_id, dtype, piece
         self.device = fsdp.device(model)
@@ -165,7 +159,7 @@ class Prefill:
             input_ids=ids,
             attention_mask=additive(visible, self.dtype)[:, None],
             position_ids=(query - first).clamp(min=0),
-            past_key_values=cache,  # type: ignore[arg-type]
+            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from common.config import SamplingConfig
 from common.model.transfer import to_device
 from common.sampling.engine import Completions, Requests, Watch
 from common.sampling.flash import FlashCache
@@ -53,9 +52,10 @@ class Schedule:
         self.queued = [0] * self.members  # the next request of each member
         # Logits [1, V] of a prompt in a shared cache whose samples are not all placed yet.
         self.unfinished: Tensor | None = None
-        self.uniforms = draw_uniforms(requests, rows.sampling, self.device)
-        total = self.members * self.requests
-        shape = (total, rows.sampling.max_new_tokens)
+        total, length = self.members * self.requests, rows.sampling.max_new_tokens
+        greedy = rows.sampling.temperature == 0
+        self.uniforms = None if greedy else draw_uniforms(requests, length, self.device)
+        shape = (total, length)
         tokens = torch.full(shape, rows.pad_id, device=self.device)
         lengths = torch.zeros(total, dtype=torch.long, device=self.device)
         finished, broken = torch.zeros(2, total, dtype=torch.bool, device=self.device)
@@ -117,8 +117,8 @@ class Schedule:
         ]
         if self.unfinished is not None:
             prompt = self.queued[0] // self.samples
-            again = [q for q in wanted[0] if q // self.samples == prompt]
-            self._put([again], [[0] * len(again)], None, self.unfinished)
+            again = [(q, 0) for q in wanted[0] if q // self.samples == prompt]
+            self._put([again], None, self.unfinished)
             wanted[0] = wanted[0][len(again) :]
         needed = [sorted({q // self.samples for q in member}) for member in wanted]
         width = max(map(len, needed))
@@ -127,32 +127,28 @@ class Schedule:
         # Dummies fill up.
         needed = [prompts + (prompts[-1:] or [0]) * (width - len(prompts)) for prompts in needed]
         prompt, logits = self.prefill.run([self.prompts[i] for member in needed for i in member])
-        source = [
-            [member * width + needed[member].index(q // self.samples) for q in requests]
+        placing = [
+            [(q, member * width + needed[member].index(q // self.samples)) for q in requests]
             for member, requests in enumerate(wanted)
         ]
         left = max(n - len(member) for n, member in zip(self._waiting(), wanted, strict=True))
         # An unfinished prompt needs no prefill.
         if left < (self.samples if self.cache.shares and self.members == 1 else 1):
             self.prefill.opened = None  # before there are slots
-        self._put(wanted, source, prompt, logits)
+        self._put(placing, prompt, logits)
 
     def _put(
-        self,
-        wanted: list[list[int]],
-        source: list[list[int]],
-        prompt: PromptCache | None,
-        logits: Tensor,
+        self, placing: list[list[tuple[int, int]]], prompt: PromptCache | None, logits: Tensor
     ) -> None:
         """Place prefilled requests in free slots and draw their first tokens.
 
-        wanted: requests, by member. source: the row of `logits` and `prompt` of each. prompt: None
-        = the unfinished one.
+        placing: by member, each request with its row of `logits` and `prompt`. prompt: None = the
+        unfinished one.
         """
         used, placed = self.cache.used.view(self.members, -1).tolist(), []
-        for member, (requests, origins) in enumerate(zip(wanted, source, strict=True)):
+        for member, requests in enumerate(placing):
             free = (slot for slot, taken in enumerate(used[member]) if not taken)
-            for request, origin, slot in zip(requests, origins, free, strict=False):
+            for (request, origin), slot in zip(requests, free, strict=False):
                 row, place = member * len(used[member]) + slot, member * self.requests + request
                 length = len(self.prompts[request // self.samples])
                 placed.append((row, request, origin, place, length))
@@ -177,16 +173,10 @@ class Schedule:
         self.rows = self.rows.keep(rows)
 
 
-def draw_uniforms(
-    requests: Requests, sampling: SamplingConfig, device: torch.device
-) -> Tensor | None:
-    """Return the uniform numbers that each request is drawn with, float32 [requests, L]; None =
-    greedy.
-    """
-    if sampling.temperature == 0:
-        return None
+def draw_uniforms(requests: Requests, length: int, device: torch.device) -> Tensor:
+    """Return the uniform numbers that each request's tokens are drawn with, [requests, length]."""
     count = len(requests.prompts)
     ids = torch.tensor(list(range(count) if requests.ids is None else requests.ids), device=device)
     prompt = ids.repeat_interleave(requests.samples)
     sample = requests.first_sample + torch.arange(requests.samples, device=device).repeat(count)
-    return token_uniforms(requests.seed, requests.draw, prompt, sample, sampling.max_new_tokens)
+    return token_uniforms(requests.seed, requests.draw, prompt, sample, length)

@@ -346,7 +346,7 @@ def decode_traffic(shape, lengths, flash):
         """In place of recordings: steps that are counted."""
 
         def __init__(self, device):
-            self.device, self.made = device, {}
+            self.device, self.replays = device, {}
 
         def record(self, step):
             def counted():

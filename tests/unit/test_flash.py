@@ -225,11 +225,11 @@ def test_on_a_gpu_the_kernel_draws_what_masked_attention_draws(name, groups):
         assert sampler.flash == graphs
         made.append(sampler.generate(requests, sampling(1.0, new=60)))
         if graphs:
-            board, number = sampler.board, len(sampler.board.cache.graphs.made)
+            board, number = sampler.board, len(sampler.board.cache.graphs.replays)
             again = sampler.generate(requests, sampling(1.0, new=60))
             assert torch.equal(again.tokens, made[0].tokens)
             assert sampler.board is board
-            assert len(board.cache.graphs.made) == number
+            assert len(board.cache.graphs.replays) == number
     first = [m.logprobs[:, :4] for m in made]  # rounding may lead to other tokens later
     assert (made[0].tokens[:, :4] == made[1].tokens[:, :4]).double().mean() > 0.8
     assert (first[0] - first[1]).abs().median() < 0.05

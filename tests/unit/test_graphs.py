@@ -26,7 +26,7 @@ class Tape(CudaGraphs):
     recorded = replayed = 0
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.made, self.recordings = device, {}, []
+        self.device, self.replays, self.recordings = device, {}, []
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         Tape.recorded += 1
