@@ -16,9 +16,11 @@ def plan(lm: LM, cfg: GrpoConfig, policy: Policy) -> dict[str, str]:
     if cfg.kl.beta and lm.adapter:
         which = "with the adapter as it was" if lm.adapter.config.path else "without the adapter"
         reference = f"the same weights {which}"
+    samples = cfg.prompts_per_step * cfg.samples_per_prompt
+    length = describe_length(lm, cfg.steps, "optimizer steps", samples)
     return {
-        "algorithm": f"grpo, loss {cfg.loss}, {describe_length(run, cfg.steps, 'optimizer steps')},"
-        f" {cfg.num_iterations} per rollout, {describe_lr(lm, RATES)}",
+        "algorithm": f"grpo, loss {cfg.loss}, {length}, {cfg.num_iterations} per rollout,"
+        f" {describe_lr(lm, RATES)}",
         **facts,
         "model": f"{facts['model']}; reference {reference}",
         "rollout": f"{cfg.prompts_per_step} prompts x {cfg.samples_per_prompt} samples,"

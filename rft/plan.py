@@ -43,15 +43,15 @@ def fit_rows(lm: LM) -> tuple[RowLimit, Memory]:
 
 def plan(lm: LM, prompts: Prompts, limit: RowLimit, memory: Memory) -> dict[str, str]:
     """Say what will be done, with sizes. limit, memory: as `fit_rows` returns them."""
-    run, cfg = lm.run, lm.run.algo
+    cfg = lm.run.algo
     taken = len(prompts.of(1, cfg.prompts))
+    length = describe_length(lm, cfg.iterations, "iterations", taken * cfg.samples_per_prompt)
     trained = "the adapter" if lm.adapter else "all weights"
     stage = f"; stage {cfg.stage}" if cfg.stage != "all" else ""
     shard = f", shard {cfg.shard}" if cfg.shard else ""
     skipped = f"; {prompts.skipped} too long and left out" if prompts.skipped else ""
     lines = {
-        "algorithm": f"rft, {describe_length(run, cfg.iterations, 'iterations')}, from the"
-        f" {cfg.start_from} weights{stage}{shard}",
+        "algorithm": f"rft, {length}, from the {cfg.start_from} weights{stage}{shard}",
         **describe(lm),
         "task": f"{task_name(lm.task)}: {len(prompts.train):,} training prompts, {taken:,} per"
         f" iteration; {len(prompts.validation)} for validation, {len(prompts.held_out)} held"

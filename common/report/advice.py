@@ -18,6 +18,7 @@ from common.report.events import Numbers
 from common.statistics import is_supported, show_interval, show_p
 
 WINDOW = 20  # events that a rule looks at
+FEW = 10  # steps from which on a budget is not what kept a run from learning
 LEAST = 3  # events at the end of a run that is shorter
 SOLVED = 97.0  # held-out points from which on there is nothing left to learn
 HIGH = 0.9  # training reward from which on little is left to learn, and few samples teach
@@ -349,6 +350,10 @@ def _reason(
         return "No step was made: what came before the first one used up the budget.", ""
     if collapse := _collapse(events, algo):
         return f"Likely reason: {collapse.text}", collapse.change
+    key, _, limit = (result.ended_by or "").partition("=")
+    if key.startswith("budget.") and result.steps < FEW and not worse:
+        text = f"{result.ended_by} let only {result.steps} steps be made, which is too few to tell."
+        return text, f"{key}={float(limit) * 10:g}"
     if result.iteration == 0:
         text = "No iteration was better than the base model on the validation prompts."
         return text, _times(algo, "samples_per_prompt", 2)

@@ -2,8 +2,9 @@
 
 import logging
 
-from common.config import BudgetConfig, Run
+from common.config import BudgetConfig
 from common.distributed.context import Context
+from common.lm import LM
 
 log = logging.getLogger("clutch")
 
@@ -99,9 +100,20 @@ def warn_if_overshot(share: float, limit: str) -> None:
         )
 
 
-def describe_length(run: Run, count: int | None, what: str) -> str:
-    """Say how long a run is: "60 steps", "1 step or budget.tokens=9", "steps until ..."."""
-    limits = list(run.budget.limits().values())
+def describe_length(lm: LM, count: int | None, what: str, samples: int) -> str:
+    """Say how long a run is: "60 steps", "1 step or budget.tokens=9", "steps until ...". Warns of a
+    budget that the first step may use up.
+
+    Args: count: of steps, None = they are open; samples: completions of a step, at least.
+    """
+    limits, tokens = list(lm.run.budget.limits().values()), lm.run.budget.tokens
+    each = lm.run.algo.sampling.max_new_tokens
+    if tokens is not None and tokens < samples * each and lm.context.main:
+        log.warning(
+            "budget.tokens=%d may be used up by the first step, which samples %d completions of up"
+            " to %d tokens. Raise it, or make steps smaller.",
+            *(tokens, samples, each),
+        )
     if count is None:
         return f"{what} until {' or '.join(limits)}"
     return " or ".join([f"{count} {what.removesuffix('s') if count == 1 else what}", *limits])

@@ -228,6 +228,7 @@ def test_a_budget_that_ends_before_anything_is_accepted_leaves_the_base(in_cache
 def test_a_budget_far_below_a_step_is_overshot_with_a_warning(in_cache, tmp_path):
     result = train(letters("eggroll", "budget.tokens=3"), tmp_path)
     log = (tmp_path / "run.log").read_text()
+    assert "budget.tokens=3 may be used up by the first step" in log
     assert (
         f"budget.tokens=3 is overshot: {result.generated_tokens / 3:.3g} times as much is used"
         in log

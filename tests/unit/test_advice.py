@@ -302,6 +302,7 @@ def result(before: float, after: float, iteration: int | None = None) -> SimpleN
         "after": after,
         "iteration": iteration,
         "steps": 50,
+        "ended_by": None,
     }
     return SimpleNamespace(**about, intervals=found, answered_by="")
 
@@ -350,6 +351,16 @@ VERDICTS = {
         "algo.samples_per_prompt=16",
     ),
 }
+
+
+def test_a_budget_of_a_few_steps_is_what_kept_a_run_from_learning():
+    outcome, events = result(5, 6), moving(0.10, 0.12)
+    outcome.steps, outcome.ended_by = 3, "budget.seconds=5"
+    said, change = advice.judge(outcome, 256, events, ALGO)
+    assert "budget.seconds=5 let only 3 steps be made" in said
+    assert change == "budget.seconds=50"
+    outcome.steps = advice.FEW
+    assert advice.judge(outcome, 256, events, ALGO)[1] == "algo.steps=300"
 
 
 @pytest.mark.parametrize("name", VERDICTS)
