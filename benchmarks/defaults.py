@@ -23,6 +23,7 @@ from typing import Any
 from benchmarks import measure
 from benchmarks.measure import Report
 from common.report.events import events
+from common.signals import EXIT_CONFIG
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = ROOT / "README.md"  # whose bits per byte are measured
@@ -93,12 +94,14 @@ def write_rows(name: str, path: Path) -> list[str]:
 
 def measure_run(overrides: list[str], folder: Path) -> dict[str, Any]:
     """Return what a run came to, and what it says of itself. bits: per byte of `TEXT`, before and
-    after; drift: the largest of a run of EGGROLL.
+    after; drift: the largest of a run of EGGROLL. Of a run that is refused it is the reason.
 
-    Raises: RuntimeError for a run that has left no result.
+    Raises: RuntimeError for another run that has left no result.
     """
     command = [sys.executable, str(ROOT / "launch.py"), *overrides, f"hydra.run.dir={folder}"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    if ended.returncode == EXIT_CONFIG:
+        return {"code": ended.returncode, "verdict": ended.stderr.splitlines()[-1]}
     if not (folder / "result.json").exists():
         raise RuntimeError(f"{command} ended with {ended.returncode}: {ended.stderr[-500:]}")
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
