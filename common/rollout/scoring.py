@@ -1,7 +1,9 @@
 """Rewards for a batch of completions, in order."""
 
+import logging
 import math
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +14,14 @@ from numbers import Real
 from typing import Any
 
 from common.config import ConfigError, ScoringConfig
-from common.tasks import Example, Task
-from common.tasks.checked import wording
+from common.tasks import Example, Task, bounded
+from common.tasks.checked import show, wording
 from common.tasks.rows import Component, weighted
 
+log = logging.getLogger("clutch")
+
 SLACK = 1e-6  # of a weighted mean's rounding
+SLOW_SECONDS = 10.0  # from which on one process that scores is worth a warning
 LOOK_SECONDS = 0.1  # between looks at whether the workers of a pool are alive
 
 
@@ -55,28 +60,32 @@ def _call(
     for example, value in zip(examples, scores, strict=True):
         if not isinstance(value, Real):  # numpy's scalars are real numbers too
             raise ConfigError(
-                f"{name} of example {example.id} is {repr(value)[:80]}, not a number in [0, 1]."
+                f"{name} of example {example.id} is {show(value)}, not a number in [0, 1]."
             )
-        if math.isfinite(value) and not -SLACK <= value <= 1 + SLACK:
+        # Fractions and whole numbers can be beyond all floats.
+        if value == value and abs(value) != math.inf and not -SLACK <= value <= 1 + SLACK:
             raise ConfigError(
-                f"{name} of example {example.id} is {value!r}, outside [0, 1]. Shift and divide it,"
-                " so that the worst text earns 0 and a right answer 1."
+                f"{name} of example {example.id} is {show(value)}, outside [0, 1]. Shift and divide"
+                " it, so that the worst text earns 0 and a right answer 1."
             )
     return [float(value) for value in scores]
 
 
 @dataclass
 class Scored:
-    """Rewards in order; each component's scores and the seconds spent on it, if there are any."""
+    """Rewards in order; each component's scores and the seconds spent on it, if there are any;
+    how many texts were not scored to the end (common.tasks.bounded).
+    """
 
     rewards: list[float]
     components: dict[str, list[float]]
     seconds: dict[str, float]
+    ended: int = 0
 
     def take(self, places: Sequence[int]) -> "Scored":
         """Return the scores of these rows."""
         parts = {name: [part[p] for p in places] for name, part in self.components.items()}
-        return Scored([self.rewards[p] for p in places], parts, self.seconds)
+        return Scored([self.rewards[p] for p in places], parts, self.seconds, self.ended)
 
 
 class Pending:
@@ -101,10 +110,17 @@ class Pending:
             if isinstance(part, AsyncResult):
                 one = self._wait(part, deadline, self.examples[len(scored.rewards)])
             scored.rewards += one.rewards
+            scored.ended += one.ended
             for name, values in one.components.items():
                 scored.components.setdefault(name, []).extend(values)
             for name, value in one.seconds.items():
                 scored.seconds[name] = scored.seconds.get(name, 0.0) + value
+        if scored.ended:
+            log.warning(
+                "scoring of %d completions took more than %g s of a processor or %.0f GB and was"
+                " ended: they earn 0. The examples begin with %s.",
+                *(scored.ended, bounded.SECONDS, bounded.BYTES / 2**30, self.examples[0].id),
+            )
         return scored if self.places is None else scored.take(self.places)
 
     def _wait(self, part: AsyncResult[Scored], deadline: float, first: Example) -> Scored:
@@ -169,7 +185,13 @@ class Scorer:
 
     def _start(self, examples: Sequence[Example], completions: Sequence[str]) -> Pending:
         if self.pool is None:
-            return Pending([score_parts(self.task, examples, completions)], 0.0, examples)
+            slow = threading.Timer(SLOW_SECONDS, warn_slow, [examples])
+            slow.daemon = True
+            slow.start()
+            try:
+                return Pending([score_parts(self.task, examples, completions)], 0.0, examples)
+            finally:
+                slow.cancel()
         if not completions:
             return Pending([], 0.0, examples)
         size = -(-len(completions) // self.config.workers)
@@ -187,18 +209,29 @@ class Scorer:
             self.pool.terminate()
 
 
+def warn_slow(examples: Sequence[Example]) -> None:
+    """Warn of a reward that may never return."""
+    log.warning(
+        "scoring %d completions, of which the first is of example %s, has taken %.0f s and goes on."
+        " Bound the reward's time; with scoring.kind=processes, scoring.timeout_seconds ends it.",
+        *(len(examples), examples[0].id if examples else "none", SLOW_SECONDS),
+    )
+
+
 def score_parts(task: Task, examples: Sequence[Example], completions: Sequence[str]) -> Scored:
     """Score rows by component where the task has components, else whole."""
-    components = getattr(task, "components", None)
+    components, ended = getattr(task, "components", None), bounded.count_ended()
     if components is None:
-        return Scored(score(task, examples, completions), {}, {})
+        rewards = score(task, examples, completions)
+        return Scored(rewards, {}, {}, bounded.count_ended() - ended)
     scores, seconds = {}, {}
     for name, component in components.items():
         started = time.perf_counter()
         what = f"component {name} of {type(task).__name__}"
         scores[name] = _call(what, component, examples, completions)
         seconds[name] = time.perf_counter() - started
-    return Scored(weighted(scores, task.weights), scores, seconds)  # type: ignore[attr-defined]
+    rewards = weighted(scores, task.weights)  # type: ignore[attr-defined]
+    return Scored(rewards, scores, seconds, bounded.count_ended() - ended)
 
 
 _held: Task | None = None

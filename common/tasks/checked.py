@@ -89,14 +89,26 @@ def _describe(given: Sequence[Any]) -> str:
 # --- what is wrong with a value; None = nothing
 
 
-def _show(value: Any) -> str:
-    return f"{value!r:.{SHOWN}}"
+def show(value: Any) -> str:
+    """Return the beginning of a value's `repr`, of whatever a user's code returns."""
+    try:
+        return f"{value!r:.{SHOWN}}"
+    except Exception:  # a whole number of 5,000 digits has none
+        return f"a {type(value).__name__} that cannot be shown"
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether a real number is finite, and not beyond all floats."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _text(value: Any) -> str | None:
     if not isinstance(value, str):
-        return f"{_show(value)}, which is not text"
-    return f"{_show(value)}, which holds a lone surrogate" if _SURROGATE.search(value) else None
+        return f"{show(value)}, which is not text"
+    return f"{show(value)}, which holds a lone surrogate" if _SURROGATE.search(value) else None
 
 
 def _text_or_none(value: Any) -> str | None:
@@ -108,7 +120,7 @@ def _prompt(value: Any) -> str | None:
         return _text(value)
     for message in value:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            return f"a message without role and content: {_show(message)}"
+            return f"a message without role and content: {show(message)}"
         if problem := _text(message["content"]):
             return f"a message of {problem}"
     return None if value else "an empty conversation"
@@ -118,7 +130,7 @@ def _rows(value: list[Any]) -> str | None:
     for number, row in enumerate(value):
         for part in ("id", "question", "answer"):
             if not hasattr(row, part):
-                return f"{_show(row)} as row {number}, which is no common.tasks.Example"
+                return f"{show(row)} as row {number}, which is no common.tasks.Example"
         for part in ("question", "answer"):
             if problem := _text(getattr(row, part)):
                 return f"row {number} (id {row.id}) with the {part} {problem}"
@@ -127,38 +139,38 @@ def _rows(value: list[Any]) -> str | None:
 
 def _pair(value: Any) -> str | None:
     if not isinstance(value, tuple) or len(value) != 2:
-        return f"{_show(value)}, which is no pair of prompt and completion"
+        return f"{show(value)}, which is no pair of prompt and completion"
     return _text(value[0]) or _text(value[1])
 
 
 def _measures(value: Any) -> str | None:
     if not isinstance(value, Mapping) or not value:
-        return f'{_show(value)}, which is not a dict of measures such as {{"exact": 50.0}}'
+        return f'{show(value)}, which is not a dict of measures such as {{"exact": 50.0}}'
     for name, number in value.items():
         if not isinstance(name, str) or not isinstance(number, Real):
-            return f"{_show(number)} as {_show(name)}, which is not a number"
+            return f"{show(number)} as {show(name)}, which is not a number"
     return None
 
 
 def _scores(value: Any) -> str | None:
     if not isinstance(value, Mapping):
-        return f'{_show(value)}, which is not a dict of lists such as {{"exact": [0.0, 100.0]}}'
+        return f'{show(value)}, which is not a dict of lists such as {{"exact": [0.0, 100.0]}}'
     for name, numbers in value.items():
         if not isinstance(name, str) or not isinstance(numbers, Sequence):
-            return f"{_show(numbers)} as {_show(name)}, which is not a list"
-        if odd := [n for n in numbers if not isinstance(n, Real) or not math.isfinite(n)]:
-            return f"{_show(odd[0])} among the values of {name!r}, which is no finite number"
+            return f"{show(numbers)} as {show(name)}, which is not a list"
+        if odd := [n for n in numbers if not isinstance(n, Real) or not is_finite(n)]:
+            return f"{show(odd[0])} among the values of {name!r}, which is no finite number"
     return None
 
 
 def _finite(what: str, found: Mapping[str, Any]) -> dict[str, float]:
     """Return measures as plain numbers. Raises: RunStopped where one is not finite."""
     for name, value in found.items():
-        if not math.isfinite(value):
+        if not is_finite(value):
             raise RunStopped(
-                f"{what} returned {value} as {name!r}: a held-out measure must be a finite number,"
-                " or nobody can tell whether the run has learnt anything. Return 0 where nothing"
-                " can be measured.",
+                f"{what} returned {show(value)} as {name!r}: a held-out measure must be a finite"
+                " number, or nobody can tell whether the run has learnt anything. Return 0 where"
+                " nothing can be measured.",
                 EXIT_NUMBERS,
             )
     return {name: float(value) for name, value in found.items()}

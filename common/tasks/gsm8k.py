@@ -7,7 +7,6 @@ it got there is not looked at.
 """
 
 import re
-import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +17,12 @@ from typing import Annotated, Any
 from common.config import ConfigError, choice, holds
 from common.tasks import Example
 from common.tasks.answers import DECIMAL, DIGITS, decimal, path_key
+from common.tasks.bounded import call
 from common.tasks.data import read_jsonl
 from common.tasks.rows import Rows, percent
 
 MARK = "####"
 LONGEST = 200  # characters of an answer that is looked at, after it was found
-SECONDS = 3  # for math-verify to parse, and again to compare
 
 # A sign counts only where it is no subtraction; "/ 4" makes a fraction.
 _NUMBER = re.compile(rf"((?<![0-9A-Za-z.)\]])[-−])?(?:\$(-?))?({DECIMAL})(?:/({DECIMAL}))?")
@@ -168,12 +167,12 @@ def same(wanted: str, given: str) -> bool:
     costly = any(sign in given for sign in ("^", "**", "!", "e+", "E+"))
     if costly or sum(map(str.isdigit, given)) > DIGITS:
         return False
+    return call("math_verify", verify_answer, wanted, given) == 1
+
+
+def verify_answer(wanted: str, given: str) -> float:
+    """Return 1 where math-verify finds them equal, for a process of its own (bounded.call)."""
     parse, verify = math_verify()
-    # its time limit is a signal, which only the main thread gets
-    limit = SECONDS if threading.current_thread() is threading.main_thread() else None
-    try:
-        texts = (f"${text.replace('$', '')}$" for text in (wanted, given))
-        parsed = [parse(text, parsing_timeout=limit) for text in texts]
-        return bool(all(parsed) and verify(*parsed, timeout_seconds=limit))
-    except Exception:  # a reward never raises, whatever sympy makes of the text
-        return False
+    texts = (f"${text.replace('$', '')}$" for text in (wanted, given))
+    parsed = [parse(text, parsing_timeout=None) for text in texts]
+    return float(all(parsed) and verify(*parsed, timeout_seconds=None))

@@ -16,7 +16,6 @@ import json
 import os
 import random
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from common.config.explain import unknown_key
 from common.instance import convert
 from common.tasks import Example, Messages, plain
 from common.tasks.answers import path_key, tagged
+from common.tasks.bounded import call
 from common.tasks.checked import wording
 from common.tasks.rows import SPLIT_SEED, Chat, Weighted, converse, distinct, percent, tell
 from common.tasks.safe_arithmetic import evaluate
@@ -51,6 +51,7 @@ _ALGEBRA = re.compile(
     rf"|(?:[a-zCXYZ]|{_FUNCTIONS})(?![A-Za-z_0-9(])|(?:{_FUNCTIONS})(?=\()"
     r"|\*(?!\*)|\*\*(?:\(-?[0-9]{1,2}(?:/[0-9])?\)|-?[0-9]{1,2})(?! *\*\*|[0-9])|[-+/() ])*"
 )
+_NO_NUMBER = re.compile(r"(?i)(?<![a-z])(?:nan|inf(?:inity)?)j?(?![a-z])")
 _EXPONENT = re.compile(r"[eE][-+]?[0-9]{4}")
 
 
@@ -127,13 +128,14 @@ class ReasoningGym(Weighted):
     # --- components: (examples, completions) -> scores in [0, 1]
 
     def _scores(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        dataset = _create(self.dataset, json.dumps(self.config), SEEDS["train"], self.problems)
-        with warnings.catch_warnings():  # numpy's, of texts that are no matrix
-            warnings.simplefilter("ignore")
-            return [
-                _score(dataset, self.answer(text), example.extra["entry"])
-                for example, text in zip(examples, completions, strict=True)
-            ]
+        settings = (self.dataset, json.dumps(self.config), SEEDS["train"], self.problems)
+        pairs = zip(examples, map(self.answer, completions), strict=True)
+        return [
+            0.0
+            if answer is None
+            else call("reasoning_gym", score_answer, settings, answer, example.extra["entry"])
+            for example, answer in pairs
+        ]
 
     def _answered(self, _: Sequence[Example], completions: Sequence[str]) -> list[float]:
         return [float(self.answer(text) is not None) for text in completions]
@@ -162,15 +164,16 @@ def _source(entry: dict[str, Any]) -> str:
     return entry["metadata"]["source_dataset"]
 
 
-def _score(dataset: Any, answer: str | None, entry: dict[str, Any]) -> float:
-    """Return the data set's score of an answer, 0 where there is none or it cannot be scored."""
-    if answer is None or not _harmless(_source(entry), answer):
+def score_answer(settings: tuple[str, str, int, int], answer: str, entry: dict[str, Any]) -> float:
+    """Return the data set's score of an answer, for a process of its own (bounded.call).
+
+    settings: as `_create` takes them.
+    """
+    # A distance from NaN is taken for none: `min(1.0, nan)` is 1.
+    odd = _NO_NUMBER.search(answer) and not _NO_NUMBER.search(entry["answer"] or "")
+    if odd or not _harmless(_source(entry), answer):
         return 0.0
-    try:
-        score = float(dataset.score_answer(answer, entry))
-    except Exception:  # a reward never raises, whatever the package makes of the text
-        return 0.0
-    return min(1.0, max(0.0, score)) if score == score else 0.0
+    return float(_create(*settings).score_answer(answer, entry))
 
 
 def _harmless(name: str, answer: str) -> bool:
