@@ -1,5 +1,5 @@
-"""Train with defaults alone: the three algorithms on the model that the project brings, on rows that
-nobody tuned them for, and on SmolLM2-135M-Instruct.
+"""Train with defaults alone: the three algorithms on the model that the project brings, on rows
+that nobody tuned them for, and on SmolLM2-135M-Instruct.
 
     python -m benchmarks defaults --part readme --json FILE               # their own tasks
     python -m benchmarks defaults --part rows --json FILE                 # own rows, 120 s each
