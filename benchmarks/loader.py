@@ -113,7 +113,8 @@ class Work:
     def after(self, rows: int, workers: int = 0) -> Any:
         """Return batches by the project's loader, without end."""
         config = LoaderConfig(workers=workers, prefetch=2 if workers else None, bucket_batches=1)
-        return Loader(self.rows, self.order(rows), config, self.device).from_step(0)
+        feed = Loader(self.rows, self.order(rows), config, self.device).from_step(0)
+        return (batch for batch, _ in feed)
 
 
 def run(options: argparse.Namespace) -> measure.Report:

@@ -10,13 +10,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
-from common.config import ConfigError, HardwareConfig, OptConfig
+from common.config import ConfigError, HardwareConfig, OptConfig, unused
 
 log = logging.getLogger("clutch")
 
+NO_DEVICE = ("", "-1", "NoDevFiles")  # in CUDA_VISIBLE_DEVICES
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
@@ -82,9 +84,7 @@ def check_visible(config: HardwareConfig) -> None:
     them without a word.
     """
     text = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    named = [
-        name.strip() for name in text.split(",") if name.strip() not in ("", "-1", "NoDevFiles")
-    ]
+    named = [name for name in map(str.strip, text.split(",")) if name not in NO_DEVICE]
     if not named or config.device == "cpu" or torch.version.cuda is None:
         return
     count = torch.cuda.device_count()
@@ -101,12 +101,10 @@ def find(config: HardwareConfig, local_rank: int = 0) -> Device:
     if local_devices(config):
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         properties = torch.cuda.get_device_properties(device)
-        same = config.match is None or config.match.lower() in properties.name.lower()
-        gb = properties.total_memory / 2**30
+        gb, wanted = properties.total_memory / 2**30, config.memory_gb
         # The name alone does not tell an A100 of 40 GB from one of 80.
-        same = same and (
-            config.memory_gb is None or abs(gb - config.memory_gb) < 0.2 * config.memory_gb
-        )
+        same = (config.match or "").lower() in properties.name.lower()
+        same = same and (wanted is None or abs(gb - wanted) < 0.2 * wanted)
         return Device(device, properties.name, gb, same)
     gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return Device(torch.device("cpu"), cpu_name(), gb, config.device != "cuda")
@@ -152,18 +150,12 @@ def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
                 f" (sm_{major}{minor}; it has {', '.join(built)}). Install the build for CUDA 12.6,"
                 " which keeps older devices."
             )
-    if opt.deterministic.enabled and found.device.type == "cpu":
-        raise ConfigError(
-            "opt=deterministic has no effect on a CPU, which repeats anyway. Leave it out."
-        )
-    if opt.offload.enabled and found.device.type == "cpu":
-        raise ConfigError(
-            "opt=offload has no effect on a CPU: there is no other memory. Leave it out."
-        )
-    if opt.fsdp.cpu_offload and found.device.type == "cpu":
-        raise ConfigError(
-            "opt.fsdp.cpu_offload=true has no effect on a CPU: there is no other memory. Leave it"
-            " out."
+    if found.device.type == "cpu":
+        elsewhere = "on a CPU: there is no other memory"
+        unused(
+            (opt.deterministic.enabled, "opt=deterministic", "on a CPU, which repeats anyway"),
+            (opt.offload.enabled, "opt=offload", elsewhere),
+            (opt.fsdp.cpu_offload, "opt.fsdp.cpu_offload=true", elsewhere),
         )
     if opt.compile.enabled and not config.compile and found.matches:
         raise ConfigError(
@@ -216,11 +208,7 @@ def peak_memory_gb(device: torch.device) -> float:
 
 def cpu_name() -> str:
     """Return the model of the CPU and the number of its cores."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as info:
-            names = [
-                line.split(":", 1)[1].strip() for line in info if line.startswith("model name")
-            ]
-    except OSError:
-        names = []
-    return f"{names[0] if names else 'CPU'} ({os.cpu_count()} cores)"
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8") if info.exists() else ""
+    found = re.search(r"^model name\s*:(.*)", text, re.MULTILINE)
+    return f"{found[1].strip() if found else 'CPU'} ({os.cpu_count()} cores)"

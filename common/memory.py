@@ -27,14 +27,12 @@ def count_state(lm: LM, trained: bool, reference: bool = False, copies: int = 0)
     """Count weights and training state. reference: a frozen copy beside it; copies: in half
     precision, of what has float32 weights.
     """
+    size = lm.parameters if lm.adapter is None else lm.adapter.size
+    frozen = lm.reference_bytes if reference and lm.adapter is None else 0
     moments = optim.state_bytes(lm.run.algo.optimizer)
-    if lm.adapter is None:
-        size = lm.parameters
-        frozen = lm.reference_bytes if reference else 0
-        state = StateMemory.of_training(size, size * trained, frozen, copies, moments)
-    else:
-        sizes = lm.own_bytes, lm.adapter.size
-        state = StateMemory.of_adapter(*sizes, trained, copies, moments)
+    state = StateMemory.of_training(size, size * trained, frozen, copies, moments)
+    if lm.adapter is not None:  # every rank has it whole, beside the weights as they are
+        state = replace(state, whole=lm.own_bytes, copies=0.0, adapter=state.whole + state.copies)
     return replace(state, engine=lm.idle_bytes if lm.engine.separate else 0.0)
 
 

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -150,8 +151,7 @@ def _quiet() -> Iterator[None]:
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(level)
@@ -241,37 +241,24 @@ def _adapt(run: Run) -> Run:
     return _switch(replace(run, model=model), "offload", False)
 
 
-def _quantize(run: Run, kind: str) -> Run:
-    """Return the run with its frozen weights in few bits."""
-    return replace(run, model=replace(run.model, quantize=kind))
-
-
 # By what they cost: nothing, a third of the training time, copies to and from the host, another
 # objective, other weights that are trained, and frozen weights that are rounded.
 WAYS: tuple[Callable[[Run], Run], ...] = (
-    lambda run: _switch(run, "amp"),
-    lambda run: _switch(run, "checkpointing"),
-    lambda run: _switch(run, "offload"),
-    _drop_reference,
-    _adapt,
-    lambda run: _quantize(run, "int8"),
-    lambda run: _quantize(run, "nf4"),
+    *(partial(_switch, name=name) for name in ("amp", "checkpointing", "offload")),
+    *(_drop_reference, _adapt),
+    lambda run: replace(run, model=replace(run.model, quantize="int8")),
+    lambda run: replace(run, model=replace(run.model, quantize="nf4")),
 )
 
 
 def _describe(run: Run, changed: Run) -> str:
     """Return the overrides that make `changed` of `run`."""
-    words = []
-    before, switches = (
-        [key for key, on in vars(one.opt).items() if getattr(on, "enabled", False)]
-        for one in (run, changed)
-    )
-    if switches != before:
-        words.append(f"'opt=[{','.join(switches)}]'")
-    if changed.algo != run.algo:
-        words.append("algo.kl.beta=0")
-    if changed.model.adapter != run.model.adapter:
-        words.append(f"model.adapter.rank={ADAPTER_RANK}")
-    if changed.model.quantize != run.model.quantize:
-        words.append(f"model.quantize={changed.model.quantize}")
-    return " ".join(words)
+    switches = [key for key, on in vars(changed.opt).items() if getattr(on, "enabled", False)]
+    adapter, quantize = changed.model.adapter, changed.model.quantize
+    words = {
+        f"'opt=[{','.join(switches)}]'": changed.opt != run.opt,
+        "algo.kl.beta=0": changed.algo != run.algo,
+        f"model.adapter.rank={ADAPTER_RANK}": adapter != run.model.adapter,
+        f"model.quantize={quantize}": quantize != run.model.quantize,
+    }
+    return " ".join(word for word, differs in words.items() if differs)

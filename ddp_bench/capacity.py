@@ -5,7 +5,7 @@
 
 Tells what ranks send each other per step, how long a step takes and where it stops scaling, the
 memory of a device, and the largest known model that fits. Nothing is run: sizes are those of the
-model's config, built without storage; computing and links cost what ddp_bench/link.py says of a
+model's config, built without storage, and computing costs what ddp_bench/simulate.py says of a
 device that is not there. A step of all four has the same `rows`. What a rank does:
 
     eggroll   samples its members' rows; gets the rewards of all; makes the update of all members
@@ -25,25 +25,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
-from common.config import HardwareConfig, SamplingConfig, above, at_least, build, choice
-from common.config.checks import share, shipped
+from common.config import HardwareConfig, SamplingConfig, above, at_least, build, choice, share
+from common.config.checks import shipped
 from common.exits import ending_tool
 from common.files import write_text
-from common.model.memory import Batch, StateMemory, activation_bytes, head_size, logits_bytes
+from common.model.memory import Batch, StateMemory, activation_bytes, cache_bytes, logits_bytes
 from common.report import plots
+from common.rows import FITTED
 from common.sampling.engine import Load
 from common.sampling.native import Sampler
-from ddp_bench.link import ARITHMETIC, LAUNCH, MEMORY, Link, find_link
+from ddp_bench.link import Link, find_link
 from ddp_bench.report.tables import align, write_rows
+from ddp_bench.simulate import ARITHMETIC, LAUNCH, MEMORY, Absent, Simulator
 
 ALGORITHMS = ("eggroll", "grpo", "rft", "classify")
 DEVICES = tuple(2**i for i in range(11))
 SHOWN = (1, 2, 8, 64, 512, 1024)  # of them, in the table
 PRESETS = ("a100_40g", "a100_80g", "h100", "h200", "rtx4090", "v100")
-HEADROOM = 0.9  # of the memory, as common.hardware.fit_rows
 WORTH = 1.2  # twice the devices must be this much faster
 
 # Sizes that the models' own configs publish: hidden, feed-forward, layers, heads, heads of keys and
@@ -67,7 +67,6 @@ MODELS: dict[str, Any] = {"gpt2": GPT2Config()} | {
     for name, (kind, sizes) in SIZES.items()
 }
 
-
 ASSUMPTIONS = (
     f"From facts alone, nothing is measured: products reach {ARITHMETIC:.0%} of the peak, memory"
     f" {MEMORY:.0%} of its bandwidth, an operation costs {{work.launch_us:g}} us to launch.\n"
@@ -78,12 +77,12 @@ ASSUMPTIONS = (
 )
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 # What ranks of EGGROLL exchange of a row: its reward, and five marks for the log, in float64.
 ROW_BYTES = 6 * 8
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +108,10 @@ class Work:
     )
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            key, value = f"--{item.name.replace('_', '-')}", getattr(self, item.name)
-            if isinstance(value, int):
-                at_least(key, value, 1)
-            elif isinstance(value, float):
-                above(key, value, 0)
+        for name, value in vars(self).items():
+            if not isinstance(value, str):
+                check, least = (at_least, 1) if isinstance(value, int) else (above, 0)
+                check(f"--{name.replace('_', '-')}", value, least)
         share("--accepted", self.accepted)
         choice("--scaling", self.scaling, ("strong", "weak"))
 
@@ -143,22 +140,14 @@ class Model:
         self.used = self.matrices + (head if config.tie_word_embeddings else 0)
 
     @cached_property
-    def launches(self) -> int:
+    def launches(self) -> float:
         """Operations of one decoding step."""
         # The mask is given, or its making would look at values.
         mask = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16, device="meta")
-        with _Count() as count, torch.no_grad():
+        with Simulator(Absent(1.0, 1.0, launch=1.0)) as simulator, torch.no_grad():
             token = torch.zeros(1, 1, dtype=torch.long, device="meta")
             self.model(token, attention_mask=mask, use_cache=False)
-        return count.operations
-
-
-class _Count(TorchDispatchMode):
-    operations = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations += not func.is_view
-        return func(*args, **(kwargs or {}))
+        return simulator.host
 
 
 class Device:
@@ -169,16 +158,13 @@ class Device:
     def __init__(self, name: str, work: Work) -> None:
         choice("--hardware", name, PRESETS)
         facts: Any = build(HardwareConfig, shipped(f"hardware/{name}.yaml"), "hardware")
-        self.name, self.node = name, work.node
-        # 16-bit products and bytes per second.
-        self.flops = ARITHMETIC * (facts.peak_tflops.bf16 or facts.peak_tflops.fp16) * 1e12
-        self.bandwidth = MEMORY * facts.bandwidth_gbs * 1e9
-        self.memory = facts.memory_gb * 2**30  # bytes
+        self.name, self.node, self.memory = name, work.node, facts.memory_gb * 2**30  # bytes
+        peak = facts.peak_tflops.bf16 or facts.peak_tflops.fp16
+        self.absent = Absent.of(peak, facts.bandwidth_gbs, work.launch_us * 1e-6)
         self.inside = find_link(facts)
         self.network = Link(work.network_us * 1e-6, work.network_gbs * 1e9, "given", [])
-        self.launch = work.launch_us * 1e-6  # seconds that the host takes for an operation
 
-    def seconds(self, size: float, devices: int) -> float:
+    def reduce_seconds(self, size: float, devices: int) -> float:
         """Return the seconds of an all-reduce: a ring or a tree, whichever is faster."""
         if devices == 1:
             return 0.0
@@ -190,7 +176,7 @@ class Device:
 # --- time
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
     """One step of an algorithm. Seconds; sent: bytes that a rank gives to all-reduces."""
 
@@ -202,69 +188,59 @@ class Step:
     update: float  # the optimizer; of eggroll the update from all members' noise
     communication: float  # that no computing hides
     sent: float
+    seconds: float = field(init=False)  # of the whole step
+    rows_per_second: float = field(init=False)
 
-    @property
-    def seconds(self) -> float:
-        """The whole step."""
-        return self.sample + self.train + self.update + self.communication
-
-    @property
-    def speed(self) -> float:
-        """Rows per second."""
-        return self.rows / self.seconds
+    def __post_init__(self) -> None:
+        self.seconds = self.sample + self.train + self.update + self.communication
+        self.rows_per_second = self.rows / self.seconds
 
 
 def estimate_step(algorithm: str, model: Model, work: Work, here: Device, devices: int) -> Step:
     """Return the time of a step and what is sent, with weights replicated."""
     rows = work.rows * (devices if work.scaling == "weak" else 1)
-    largest = max(1, math.ceil(rows / devices))  # of the rank with the most
+    largest = math.ceil(rows / devices)  # of the rank with the most
+    sample = train = 0.0
+    if algorithm != "classify":
+        # Samples of a prompt share one prefill; a member prefills each row.
+        shared = 1 if algorithm == "eggroll" else work.samples
+        sample = _estimate_sampling(model, work, here, largest, math.ceil(largest / shared))
     if algorithm == "eggroll":
-        members = math.ceil(rows / work.member_prompts)
-        directions = math.ceil(members / 2)  # mirrored pairs share one
-        product = 2 * model.matrices * directions / here.flops
-        drawn = 4 * model.sides * directions / here.bandwidth
-        # Masters, initial and used weights.
-        update = product + drawn + 18 * model.matrices / here.bandwidth
+        directions = math.ceil(math.ceil(rows / work.member_prompts) / 2)  # mirrored pairs share
+        # The products of the noise, drawing it, and masters, initial and used weights.
+        update = here.absent.seconds(2 * model.matrices * directions)
+        update += here.absent.seconds(0, 4 * model.sides * directions + 18 * model.matrices)
         sent = float(ROW_BYTES * rows) if devices > 1 else 0.0
-        # A member prefills each row.
-        sample = _estimate_sampling(model, work, here, largest, largest)
-        waited = here.seconds(sent, devices)
-        return Step(algorithm, devices, rows, sample, 0.0, update, waited, sent)
-    learnt, steps, sample = largest, 1, 0.0
-    if algorithm == "rft":
-        learnt = max(1, math.ceil(largest * work.accepted))
-        steps = max(1, round(work.rows * work.accepted / work.optimizer_rows))
-    tokens = learnt * (work.new_tokens + work.prompt_tokens / work.samples)
-    if algorithm == "classify":
-        tokens = largest * work.prompt_tokens
-    else:  # samples of a prompt share one prefill
-        sample = _estimate_sampling(model, work, here, largest, math.ceil(largest / work.samples))
-    # At least the launches of so many forwards.
-    passes = max(steps, math.ceil(learnt / work.micro_rows))
-    train = max(6 * model.used * tokens / here.flops, 3 * here.launch * model.launches * passes)
-    # AdamW reads and writes weights, gradients, two moments.
-    update = steps * 28 * model.parameters / here.bandwidth
-    # Gradients leave while the rest of the backward pass (two thirds of training) goes on, of the
-    # last forward of a step alone.
-    hidden = train / passes * steps * 2 / 3
-    whole, block = (here.seconds(4.0 * n, devices) for n in (model.parameters, model.block))
-    waited = max(steps * block, steps * whole - hidden, 0.0)
-    sent = 4.0 * model.parameters * steps if devices > 1 else 0.0
+        waited = here.reduce_seconds(sent, devices)
+    else:
+        learnt, steps = largest, 1
+        if algorithm == "rft":
+            learnt = math.ceil(largest * work.accepted)
+            steps = max(1, round(work.rows * work.accepted / work.optimizer_rows))
+        tokens = learnt * (work.new_tokens + work.prompt_tokens / work.samples)
+        if algorithm == "classify":
+            tokens = largest * work.prompt_tokens
+        passes = max(steps, math.ceil(learnt / work.micro_rows))
+        launches = 3 * model.launches * passes
+        train = here.absent.seconds(6 * model.used * tokens, launches=launches)
+        # AdamW reads and writes weights, gradients, two moments.
+        update = steps * here.absent.seconds(0, 28 * model.parameters)
+        # Gradients leave while the rest of the backward pass (two thirds of training) goes on, of
+        # the last forward of a step alone.
+        hidden = train / passes * steps * 2 / 3
+        sizes = (4.0 * model.parameters, 4.0 * model.block)
+        whole, block = (here.reduce_seconds(size, devices) for size in sizes)
+        waited = max(steps * block, steps * whole - hidden)
+        sent = 4.0 * model.parameters * steps if devices > 1 else 0.0
     return Step(algorithm, devices, rows, sample, train, update, waited, sent)
 
 
 def _estimate_sampling(model: Model, work: Work, here: Device, rows: int, prefilled: int) -> float:
-    weights, config = 2 * model.parameters, model.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    token_bytes = 2 * 2 * config.num_hidden_layers * heads * head_size(config)  # keys and values
-    cache = rows * token_bytes * (work.prompt_tokens + work.new_tokens / 2)
-    token = max(
-        here.launch * model.launches,
-        (weights + cache) / here.bandwidth,
-        2 * model.used * rows / here.flops,
-    )
-    computed = 2 * model.used * prefilled * work.prompt_tokens / here.flops
-    return max(weights / here.bandwidth, computed) + work.new_tokens * token
+    weights = 2 * model.parameters
+    cache = rows * cache_bytes(model.config, 2) * (work.prompt_tokens + work.new_tokens / 2)
+    token = here.absent.seconds(2 * model.used * rows, weights + cache, model.launches)
+    prefill = here.absent.seconds(2 * model.used * prefilled * work.prompt_tokens, weights)
+    return prefill + work.new_tokens * token
 
 
 def find_limit(steps: list[Step]) -> tuple[int, str]:
@@ -282,11 +258,11 @@ def find_limit(steps: list[Step]) -> tuple[int, str]:
         "update": "every rank makes the whole update" if evolution else "the optimizer",
     }
     for few, many in itertools.pairwise(steps):
-        if many.speed / few.speed < WORTH:
+        if many.rows_per_second / few.rows_per_second < WORTH:
             # What a part should have shrunk to.
             ideal = (many.rows / few.rows) * (few.devices / many.devices)
-            above_ideal = {name: getattr(many, name) - ideal * getattr(few, name) for name in parts}
-            return few.devices, parts[max(parts, key=above_ideal.__getitem__)]
+            excess = {name: getattr(many, name) - ideal * getattr(few, name) for name in parts}
+            return few.devices, parts[max(excess, key=excess.__getitem__)]
     return steps[-1].devices, ""
 
 
@@ -323,7 +299,7 @@ def find_largest(algorithm: str, models: list[Model], work: Work, here: Device, 
     """Return the largest of `models` that a device holds with one row (of eggroll a pair) per
     forward.
     """
-    rows, room = 2 if algorithm == "eggroll" else 1, HEADROOM * here.memory
+    rows, room = 2 if algorithm == "eggroll" else 1, FITTED * here.memory
     sizes = {m.name: m.parameters for m in models}
     fit = [m.name for m in models if total_bytes(algorithm, m, work, shards, rows) <= room]
     return max(fit, key=sizes.__getitem__, default="none")
@@ -338,19 +314,15 @@ def estimate(models: list[Model], chosen: Model, work: Work, here: Device) -> di
     for name in ALGORITHMS:
         steps = [estimate_step(name, chosen, work, here, devices) for devices in DEVICES]
         most, why = find_limit(steps)
-        fixed = [
-            fixed_bytes(name, chosen.parameters, n, chosen.block) / 2**30 for n in (1, work.shards)
-        ]
+        sizes, shared = chosen.parameters, work.shards
         estimates[name] = {
-            "steps": [
-                asdict(s) | {"seconds": s.seconds, "rows_per_second": s.speed} for s in steps
-            ],
+            "steps": [asdict(step) for step in steps],
             "pays_up_to": most,
             "then": why,
-            "fixed_gb": fixed[0],
-            "fixed_sharded_gb": fixed[1],
+            "fixed_gb": fixed_bytes(name, sizes, 1, chosen.block) / 2**30,
+            "fixed_sharded_gb": fixed_bytes(name, sizes, shared, chosen.block) / 2**30,
             "largest": find_largest(name, models, work, here, 1),
-            "largest_sharded": find_largest(name, models, work, here, work.shards),
+            "largest_sharded": find_largest(name, models, work, here, shared),
         }
     facts = {"hardware": here.name, "model": chosen.name, "memory_gb": here.memory / 2**30}
     return facts | {"work": asdict(work), "algorithms": estimates}
@@ -370,7 +342,7 @@ def describe(found: dict[str, Any], work: Work) -> str:
         sizes.append([name, *fixed, one["largest"], one["largest_sharded"]])
         if one["then"]:
             limits.append(f"{name} beyond {one['pays_up_to']:,}: {one['then']}")
-        if one["fixed_gb"] > HEADROOM * memory:
+        if one["fixed_gb"] > FITTED * memory:
             tight.append(name)
     if tight:
         limits.append(
@@ -439,21 +411,19 @@ def main() -> None:
     add("--hardware", nargs="+", default=["a100_80g"], help=f"{', '.join(PRESETS)}")
     add("--out", type=Path, help="folder for capacity.json, capacity.csv and the plots")
     for item in fields(Work):
-        option, text = f"--{item.name.replace('_', '-')}", item.metadata.get("help")
-        add(option, type=type(item.default), default=item.default, help=text)
-    options = parser.parse_args()
+        option = f"--{item.name.replace('_', '-')}"
+        add(option, type=type(item.default), default=item.default, **item.metadata)
+    options = vars(parser.parse_args())
+    name, hardware, out = (options.pop(key) for key in ("model", "hardware", "out"))
     with ending_tool():
-        work = Work(**{item.name: getattr(options, item.name) for item in fields(Work)})
-        devices = [Device(name, work) for name in options.hardware]
-        chosen = Model(options.model)
-        models = [Model(name) for name in MODELS]
-        estimates = [estimate(models, chosen, work, here) for here in devices]
-        text = "\n".join(
-            [*(describe(one, work) for one in estimates), ASSUMPTIONS.format(work=work)]
-        )
+        work = Work(**options)
+        devices = [Device(preset, work) for preset in hardware]
+        chosen, models = Model(name), [Model(known) for known in MODELS]
+        found = [estimate(models, chosen, work, here) for here in devices]
+        text = "\n".join([*(describe(one, work) for one in found), ASSUMPTIONS.format(work=work)])
         print(text)
-        if options.out is not None:
-            write(estimates, work, text, options.out)
+        if out is not None:
+            write(found, work, text, out)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from common import precision, threads
+from common import optim, precision, threads
 from common.checkpoint import Checkpoint
 from common.config import ConfigError, Run
 from common.distributed import fsdp
@@ -18,6 +19,7 @@ from common.files import write_text
 from common.lm import same_on_all_ranks
 from common.memory import fit
 from common.model.memory import StateMemory, training_peak
+from common.precision import Precision
 from common.rollout.evaluation import Evaluation
 from common.tasks import task_name
 from ddp_bench import models
@@ -34,36 +36,52 @@ BEST = "best."  # in front of the names of the best weights in a checkpoint
 SHOWN = 12  # classes up to which the table of confusions is printed
 
 
-class Classifier:
+class Bench:
+    """The rows of a run's task, with the models that learn them and their batches."""
+
+    def __init__(
+        self, run: Run, context: Context, task: ClassTask | None, numbers: Precision
+    ) -> None:
+        cfg: ClassifyConfig = run.algo
+        self.run, self.context, self.cfg, self.precision = run, context, cfg, numbers
+        self.device = context.device.device
+        self.task = task or made(run.task)
+        data, self.tokenizer = prepare(self.task, cfg.tokenizer, cfg.model.max_tokens, log.info)
+        self.train_rows, self.test_rows = data["train"], data["test"]
+        self.rows, self.validation = held_out(self.train_rows, cfg.validation_share, run.seed)
+
+    def make_stepper(self, context: Context, **sizes: float) -> Stepper:
+        """Return a new model with its optimizer. sizes: where they are not those of the run."""
+        config, classes = replace(self.cfg.model, **sizes), len(self.task.classes)
+        model = models.build(config, classes, self.tokenizer, self.train_rows, self.run.seed)
+        # Sharding takes the model to the device block by block.
+        model.to(self.device if context.mesh is None else "cpu")
+        return Stepper(model, self.run, context, self.precision)
+
+    def make_batches(self, batch_rows: int, ranks: int) -> Loader:
+        """Return the batches of this rank. batch_rows: of `ranks` together."""
+        loader, lengths = self.cfg.loader, self.train_rows.lengths
+        sizes = batch_rows, loader.bucket_batches, self.run.seed, self.context.rank, ranks
+        batches = Batches(self.rows, lengths, *sizes)
+        return Loader(self.train_rows, batches, loader, self.device)
+
+
+class Classifier(Bench):
     """A classifier on a class task: the Subject and the Checkpointed of a session."""
 
     def __init__(self, run: Run, context: Context, task: ClassTask | None) -> None:
-        cfg: ClassifyConfig = run.algo
-        self.run, self.context, self.cfg, self.device = run, context, cfg, context.device.device
-        self.task = task or made(run.task)
-        self.name = f"encoder {cfg.model.layers}x{cfg.model.size}"
+        super().__init__(run, context, task, precision.resolve(run.opt, context.device.device))
+        self.name = f"encoder {self.cfg.model.layers}x{self.cfg.model.size}"
         self.held_out: Sequence[Any] = ()
         self.reproducible = True
-        self.precision = precision.resolve(run.opt, self.device)
-        data, self.tokenizer = prepare(self.task, cfg.tokenizer, cfg.model.max_tokens, log.info)
-        self.train_rows, self.test_rows = data["train"], data["test"]
         self.digest = self.train_rows.digest()
         same_on_all_ranks(context, "rows of the task", self.digest + self.test_rows.digest())
-        rows, self.validation = held_out(self.train_rows, cfg.validation_share, run.seed)
-        classes = len(self.task.classes)
-        self.model: Any = models.build(
-            cfg.model, classes, self.tokenizer, self.train_rows, run.seed
-        )
-        # Sharding takes the model to the device block by block.
-        self.model.to(self.device if context.mesh is None else "cpu")
-        self.stepper = Stepper(self.model, run, context, self.precision)
-        lengths, bucket = self.train_rows.lengths, cfg.loader.bucket_batches
-        ranks = context.rank, context.world_size
-        self.batches = Batches(rows, lengths, cfg.batch_size, bucket, run.seed, *ranks)
-        self.loader = Loader(self.train_rows, self.batches, cfg.loader, self.device)
+        self.stepper = self.make_stepper(context)
+        self.model: Any = self.stepper.model
+        self.loader = self.make_batches(self.cfg.batch_size, context.world_size)
+        self.batches = self.loader.batches
         self._fit_rows()
         self.best: dict[str, Tensor] = {}
-        self.state: dict[str, Any] = {}
 
     # --- measures
 
@@ -99,9 +117,7 @@ class Classifier:
                     parameter.copy_(self.best[name])
         labels = torch.from_numpy(self.test_rows.labels)
         self.tested = self.probabilities(self.test_rows, range(len(self.test_rows)))
-        measured = measures(labels, self.tested)
-        metrics = {"accuracy": measured.pop("accuracy"), **measured}
-        return Evaluation(metrics, [], 0, self._scores(self.tested))
+        return Evaluation(measures(labels, self.tested), [], 0, self._scores(self.tested))
 
     def _scores(self, probabilities: Tensor) -> dict[str, list[float]]:
         """Return what each test row adds to the accuracy."""
@@ -190,7 +206,8 @@ class Classifier:
         size, context, limit = fsdp.parameters(self.model), self.context, self.stepper.limit
         recomputed, compute = self.run.opt.checkpointing.enabled, self.precision.compute
         casts = compute != torch.float32 and not recomputed  # autocast's, of the weights
-        self.memory = StateMemory.of_training(size, size, half_copies=casts)
+        moments = optim.state_bytes(self.cfg.optimizer)
+        self.memory = StateMemory.of_training(size, size, half_copies=casts, moments=moments)
         longest = int(self.train_rows.lengths.max())
         row = models.activation_bytes(self.cfg.model, longest, compute, recomputed)
         held = self.memory.on_rank(self.model, rollout=False)

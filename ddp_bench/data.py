@@ -149,35 +149,33 @@ def _encode_texts(
     splits: dict[str, list[Labelled]], config: TokenizerConfig, max_tokens: int, say: Any
 ) -> tuple[dict[str, Rows], Tokenizer]:
     texts = {split: [row.value for row in rows] for split, rows in splits.items()}
-    settings = json.dumps([FORMAT, asdict(config), max_tokens], sort_keys=True)
-    digest = hashlib.sha256(settings.encode())
-    for split, values in texts.items():
-        for value in values:
-            text = value.encode()
-            digest.update(f"{split} {len(text)} ".encode() + text)
+    made_of = json.dumps([FORMAT, asdict(config), max_tokens, texts], sort_keys=True)
+    digest = hashlib.sha256(made_of.encode()).hexdigest()[:16]
 
     def build(folder: Path) -> dict[str, Any]:
-        tokenizer = train_tokenizer(config, texts["train"])
-        tokenizer.enable_truncation(max_tokens)
-        arrays = {}
+        tokenizer, arrays = train_tokenizer(config, texts["train"]), {}
         for split, values in texts.items():
-            encoded = tokenizer.encode_batch(values)
-            # A text of which the tokenizer leaves nothing, such as a control character, is one
-            # unknown token.
-            ids = Ragged.of([row.ids or [1] for row in encoded], np.int32)
+            ids = encode(tokenizer, values, max_tokens)
             arrays |= {f"{split}.values": ids.values, f"{split}.offsets": ids.offsets}
-        tokenizer.no_truncation()
         tokenizer.save(str(folder / "tokenizer.json"))
         save_file(arrays, folder / "rows.safetensors")
         return {"tokenizer": asdict(config), "max_tokens": max_tokens}
 
-    folder = cached(f"text-{digest.hexdigest()[:16]}", "the tokenised text", build, say)
+    folder = cached(f"text-{digest}", "the tokenised text", build, say)
     arrays = load_file(folder / "rows.safetensors")
     encoded = {}
     for split, rows in splits.items():
         ids = Ragged(arrays[f"{split}.values"], arrays[f"{split}.offsets"])
         encoded[split] = Rows({"ids": ids}, np.array([row.label for row in rows], np.int64))
     return encoded, Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> Ragged:
+    """Return the tokens of texts, cut after `max_tokens`."""
+    # A text of which the tokenizer leaves nothing, such as a control character, is one unknown
+    # token.
+    rows = tokenizer.encode_batch(list(texts))
+    return Ragged.of([row.ids[:max_tokens] or [1] for row in rows], np.int32)
 
 
 def train_tokenizer(config: TokenizerConfig, texts: Sequence[str]) -> Tokenizer:
@@ -298,12 +296,15 @@ class Loader:
             generator=torch.Generator(),
         )
 
-    def from_step(self, step: int) -> Iterator[Batch]:
-        """Yield the batches of `step`, step + 1, ..., on the CPU."""
+    def from_step(self, step: int) -> Iterator[tuple[Batch, list[int]]]:
+        """Yield the batches of `step`, step + 1, ..., on the CPU, each with the rows of all
+        ranks.
+        """
         while True:
             self.batches.step = step
-            yield from self.loader
-            step += len(self.batches) - step % len(self.batches)
+            for batch in self.loader:
+                yield batch, self.batches.at(step)
+                step += 1
 
 
 def to(batch: Batch, device: torch.device) -> Batch:

@@ -1,4 +1,4 @@
-"""The cost of sending gradients, and what a device that is not there is taken to reach.
+"""The cost of sending gradients.
 
 An all-reduce of S bytes among n ranks takes 2 (n-1) alpha + 2 (n-1)/n S/beta seconds. alpha and
 beta are measured with messages of eight sizes, or are facts of conf/hardware.
@@ -17,10 +17,6 @@ from ddp_bench.step import Clock
 
 SIZES = tuple(1024 * 4**i for i in range(8))  # bytes of the messages: 1 KiB to 16 MiB
 SENT = 15  # all-reduces of each size
-# Of a device that is not there. An eager operation of PyTorch costs the host about ten
-# microseconds; products reach half of the peak and other operations seven tenths of the memory
-# bandwidth. Rules of thumb: predictions from them say so.
-LAUNCH, ARITHMETIC, MEMORY = 10e-6, 0.5, 0.7
 # bytes a second of an all-reduce over PCIe 3 x16 (NCCL's topo.h), the slowest link inside a node
 PCIE = 12e9
 

@@ -24,7 +24,7 @@ from common.config import ConfigError
 from common.distributed import fsdp
 from common.files import replacing
 from ddp_bench.config import EncoderConfig
-from ddp_bench.data import Ragged, Rows, trajectories
+from ddp_bench.data import Ragged, Rows, encode, trajectories
 from ddp_bench.tasks import Labelled
 
 
@@ -209,8 +209,7 @@ class Classifier:
         if self.tokenizer is None:
             rows = trajectories(labelled, self.config.max_tokens)
         else:
-            encoded = self.tokenizer.encode_batch(list(values))
-            ids = Ragged.of([row.ids[: self.config.max_tokens] or [1] for row in encoded], "int32")
+            ids = encode(self.tokenizer, values, self.config.max_tokens)
             rows = Rows({"ids": ids}, np.zeros(len(values), np.int64))
         best = probabilities_of(self.model, rows, range(len(rows)), batch_rows).max(1)
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)

@@ -10,7 +10,6 @@ the slowest is the mean of the slowest of each step, less the mean. A GPU that i
 simulated: that is a guess.
 """
 
-import json
 import logging
 import os
 import statistics
@@ -30,16 +29,14 @@ from common.distributed.context import Context
 from common.distributed.workers import launch
 from common.files import write_text
 from common.precision import Precision
-from common.report import summary
 from ddp_bench import link as links
 from ddp_bench import scaling
+from ddp_bench.classifier import Bench
 from ddp_bench.config import PredictConfig
-from ddp_bench.data import WORKERS_PER_GPU, split
+from ddp_bench.data import WORKERS_PER_GPU, Loader, split
 from ddp_bench.link import Link, find_exposed, find_link, fit_link, time_messages
-from ddp_bench.report.diagnosis import ENOUGH, group_records
-from ddp_bench.report.records import PHASES, read_table
-from ddp_bench.report.tables import describe_groups
-from ddp_bench.scaling import Bench, Feed
+from ddp_bench.report.diagnosis import ENOUGH
+from ddp_bench.report.records import PHASES
 from ddp_bench.simulate import Fused, SimulatedClock, Simulator, find_peak
 from ddp_bench.step import Clock, Stepper
 from ddp_bench.tasks import ClassTask
@@ -47,7 +44,6 @@ from ddp_bench.tasks import ClassTask
 log = logging.getLogger("clutch")
 
 SIMULATED, PROBED = 3, 10  # steps that are simulated; batches whose making is timed
-HALF = ("fp16", "bf16")  # hooks that halve the bytes
 CAPS_MB = (1, 2, 5, 10, 25, 50)  # buckets that advice is sought among
 
 Cell = tuple[str, int]  # how it scales (one rank, strong, weak), and ranks
@@ -65,37 +61,35 @@ def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str,
         link, device = find_link(run.hardware), f"{run.hardware.name} of conf/hardware"
         # One process on the CPU takes the steps, whatever other devices are here.
         on_cpu = replace(scaling.with_ranks(run, 1), hardware=replace(run.hardware, device="cpu"))
-        simulated = launch("ddp_bench.predict:simulate", on_cpu, out_dir, task)
+        facts = launch("ddp_bench.predict:simulate", on_cpu, out_dir, task)
     else:
-        simulated, link = measure(run, out_dir, task)
+        facts, link = measure(run, out_dir, task)
         device = hardware.find(run.hardware).name
-    shares: dict[Cell, Share] = simulated["shares"]
+    shares: dict[Cell, Share] = facts["shares"]
     if cfg.times:
-        alone = assemble_runs(cfg, shares, link)[0]["step_seconds"]["p50"]
-        factor = cfg.times[1] / 1000 / alone
+        factor = cfg.times[1] / 1000 / shares["one rank", 1].p50
         shares = {cell: share.scaled(factor) for cell, share in shares.items()}
     runs = assemble_runs(cfg, shares, link)
-    gradient_bytes = 4 * simulated["parameters"] / (2 if cfg.ddp.hook in HALF else 1)  # as sent
+    gradient_bytes = bytes_per_number(cfg) * facts["parameters"]
     explained = [
         explain_time(cfg, line, runs[0], gradient_bytes, link)
         for line in runs
         if line["scaling"] == "strong" and line["ranks"] in cfg.times
     ]
-    saved = scaling.describe_run(run, simulated) | {
+    saved = scaling.describe_run(run, facts) | {
         "device": device,
-        "threads_per_rank": simulated.get("threads"),
+        "threads_per_rank": facts.get("threads"),
         "simulated": simulating,
         "match": run.hardware.match if simulating else None,
         "link": asdict(link),
         "runs": runs,
         "explained": explained,
     }
-    summary.write_run(run, out_dir, device)
-    write_text(out_dir / "prediction.json", json.dumps(saved, indent=2) + "\n")
+    groups = scaling.save(run, out_dir, device, "prediction.json", saved)
     text = "\n".join(
         [
-            *describe(cfg, saved, link, gradient_bytes / 2**20),
-            describe_groups(group_records(read_table(out_dir / "prediction.json"))),
+            *describe(cfg, saved, gradient_bytes / 2**20),
+            groups,
             *advise_buckets(runs, shares, link),
             *(line for one in explained for line in describe_time(one, gradient_bytes / 2**20)),
         ]
@@ -103,6 +97,11 @@ def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str,
     write_text(out_dir / "prediction.txt", text.rstrip("\n") + "\n")
     log.info("\n%s\nwritten to %s/prediction.json and prediction.txt", text, out_dir)
     return saved
+
+
+def bytes_per_number(cfg: PredictConfig) -> int:
+    """Return the bytes that a number of a gradient is sent in."""
+    return 4 if cfg.ddp.hook == "none" else 2
 
 
 def check(run: Run, out_dir: Path, simulating: bool) -> None:
@@ -127,9 +126,8 @@ def list_cells(cfg: PredictConfig) -> dict[Cell, int]:
     """Return what is predicted, the one rank first, with the rows of all ranks in a step."""
     rows = cfg.batch_size
     cells = [(mode, ranks) for mode in cfg.modes for ranks in cfg.ranks]
-    return {("one rank", 1): rows} | {
-        (mode, ranks): rows * (ranks if mode == "weak" else 1) for mode, ranks in cells
-    }
+    several = {cell: rows * (cell[1] if cell[0] == "weak" else 1) for cell in cells}
+    return {("one rank", 1): rows} | several
 
 
 @dataclass(frozen=True)
@@ -177,9 +175,8 @@ def order_gradients(stepper: Stepper, seen: list[tuple[int, Any]]) -> list[tuple
     for i, (_, mark) in enumerate(seen):
         clock.add(str(i), seen[0][1], mark)
     times = list(clock.read().values())
-    size = 2 if stepper.settings.ddp.hook in HALF else 4  # bytes of a number
-    pairs = zip(seen, times, strict=True)
-    return [(size * count, min(1.0, t / max(times[-1], 1e-12))) for (count, _), t in pairs]
+    size, last = bytes_per_number(stepper.run.algo), max(times[-1], 1e-12)
+    return [(size * count, t / last) for (count, _), t in zip(seen, times, strict=True)]
 
 
 # --- measured
@@ -190,31 +187,26 @@ def measure(run: Run, out_dir: Path, task: ClassTask | None) -> tuple[dict[str, 
     cfg: PredictConfig = run.algo
     devices, cores = hardware.local_devices(run.hardware), os.cpu_count() or 1
     threads = None if devices else scaling.threads_per_rank(run)
-    parts: list[dict[str, Any]] = []
-    with scaling.keeping_threads():
-        for _ in range(cfg.repeats):
-            for processes in sorted({min(n, devices or cores) for n in (1, *cfg.ranks)}):
-                entry = "ddp_bench.predict:measure_neighbours"
-                part = launch(entry, scaling.with_ranks(run, processes), out_dir, task)
-                parts.append(part | {"processes": processes})
-    most = max(part["processes"] for part in parts)
+    processes = sorted({min(n, devices or cores) for n in (1, *cfg.ranks)})
+    entry, most = "ddp_bench.predict:measure_neighbours", processes[-1]
+    measured = scaling.launch_each(entry, run, processes, out_dir, task)
     if most == 1:
         link = find_link(run.hardware)
     else:
-        times = [part["messages"] for part in parts if part["processes"] == most]
+        times = [part["messages"] for part in measured[most]]
         medians = map(statistics.median, zip(*times, strict=True))
         points = list(zip(links.SIZES, medians, strict=True))
         source = f"measured between {most} {'GPUs' if devices else 'processes'}"
         link = fit_link(points, most, source)
     shares = {}
     for mode, ranks in list_cells(cfg):
-        repeats = [part["times"][mode, ranks] for part in parts if (mode, ranks) in part["times"]]
+        repeats = [part["times"][mode, ranks] for part in measured[min(ranks, most)]]
         overlap = bool(devices) or cores > ranks * (threads or 1)
         turns = 1.0 if devices else max(1.0, ranks / cores)  # ranks beyond the cores take turns
         # More ranks than were measured also share the cores that make batches.
         making_cores = cores / ranks if ranks > devices > 0 else None
         shares[mode, ranks] = sum_share(repeats, overlap, making_cores).scaled(turns)
-    return parts[0] | {"shares": shares, "threads": threads}, link
+    return measured[1][0] | {"shares": shares, "threads": threads}, link
 
 
 def measure_neighbours(run: Run, context: Context, task: ClassTask | None = None) -> dict[str, Any]:
@@ -225,37 +217,38 @@ def measure_neighbours(run: Run, context: Context, task: ClassTask | None = None
         torch.set_num_threads(scaling.threads_per_rank(run))
     places = hardware.local_devices(run.hardware) or os.cpu_count() or 1
     bench = Bench(run, context, task, precision.resolve(run.opt, device))
-    stepper = bench.stepper(replace(context, rank=0, world_size=1))
+    stepper = bench.make_stepper(replace(context, rank=0, world_size=1))
     times = {}
     for (mode, ranks), batch_rows in list_cells(cfg).items():
         if min(ranks, places) != context.world_size:
             continue
         if context.main:
             log.info("measuring one of %d ranks, %d rows a step in all", ranks, batch_rows)
-        feed = Feed(bench, batch_rows, ranks)
+        loader = scaling.open_loader(bench, batch_rows, ranks)
+        feed = loader.from_step(0)
         context.barrier()  # else some would have no neighbours at first
-        spans = scaling.time_steps(stepper, feed, cfg)
-        batch, of_all = feed.take()
+        spans = scaling.time_steps(stepper, feed, batch_rows, cfg)
+        batch, rows = next(feed)
         clock = Clock(device)
         with watching_gradients(stepper, clock) as seen:
-            stepper.step(batch, of_all, 0, 1, clock)
+            stepper.step(batch, len(rows), 0, 1, clock)
         times[mode, ranks] = {
             "batch_rows": batch_rows,
             "spans": context.gather_objects(spans),
             "passes": -(-len(batch[1]) // stepper.limit.rows),
             "ready": order_gradients(stepper, seen),
-            "workers": feed.workers,
-            "making": time_making(bench, feed),
+            "workers": loader.workers,
+            "making": time_making(bench, loader),
         }
-    return bench.facts(stepper) | {"times": times, "messages": time_messages(context)}
+    return scaling.find_facts(bench, stepper) | {"times": times, "messages": time_messages(context)}
 
 
-def time_making(bench: Bench, feed: Feed) -> float:
+def time_making(bench: Bench, loader: Loader) -> float:
     """Return the seconds that a process takes to make the batch of a rank."""
     seconds = []
-    for batch in list(feed.batches)[:PROBED]:
+    for batch in list(loader.batches)[:PROBED]:
         started = time.perf_counter()
-        bench.data.__getitems__(batch)
+        bench.train_rows.__getitems__(batch)
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
 
@@ -267,22 +260,21 @@ def sum_share(repeats: list[dict[str, Any]], overlap: bool, cores: float | None)
     first = repeats[0]
     spans = [span for repeat in repeats for every in repeat["spans"] for span in every]
     phases = scaling.pool([{"spans": spans, "exposed": 0.0, "batch_rows": 0}])["phase_seconds"]
-    steps = [
+    steps = [  # of each, the seconds of the ranks beside each other
         [span["seconds"] for span in step]
         for repeat in repeats
         for step in zip(*repeat["spans"], strict=True)
     ]
-    slowest, means = [max(step) for step in steps], [statistics.fmean(step) for step in steps]
+    p50, p90 = np.percentile(np.max(steps, axis=1), (50, 90)).tolist()
     stall = 0.0
     if cores is not None and first["workers"]:
-        busy = statistics.median(slowest) - phases["data"]["p50"]
-        made_in = first["making"] / min(first["workers"], cores)
-        stall = max(0.0, made_in - busy - phases["data"]["p50"])
+        # Less what is waited for already, and what a step leaves the loader.
+        stall = max(0.0, first["making"] / min(first["workers"], cores) - p50)
     return Share(
         phases={name: span["p50"] + stall * (name == "data") for name, span in phases.items()},
-        p50=float(np.percentile(slowest, 50)) + stall,
-        p90=float(np.percentile(slowest, 90)) + stall,
-        wait=max(0.0, float(np.percentile(slowest, 50)) - float(np.percentile(means, 50))),
+        p50=p50 + stall,
+        p90=p90 + stall,
+        wait=max(0.0, p50 - float(np.median(np.mean(steps, axis=1)))),
         passes=first["passes"],
         ready=first["ready"],
         overlap=overlap,
@@ -294,44 +286,44 @@ def sum_share(repeats: list[dict[str, Any]], overlap: bool, cores: float | None)
 
 def simulate(run: Run, context: Context, task: ClassTask | None = None) -> dict[str, Any]:
     """Return facts and shares on the preset's device: the mean of SIMULATED steps on this CPU."""
-    dtype, flops = find_peak(run)
-    bandwidth = run.hardware.bandwidth_gbs
-    assert bandwidth is not None
-    off = replace(run.opt.amp, enabled=False, dtype="auto")
-    plain = replace(run, opt=replace(run.opt, amp=off))
+    dtype, absent = find_peak(run)
+    loader, off = run.algo.loader, replace(run.opt.amp, enabled=False, dtype="auto")
+    workers = WORKERS_PER_GPU if loader.workers is None else loader.workers
+    algo = replace(run.algo, loader=replace(loader, workers=0, prefetch=None))
+    plain = replace(run, algo=algo, opt=replace(run.opt, amp=off))
     bench = Bench(plain, context, task, Precision(torch.float32, scaler=False))
-    stepper = bench.stepper(replace(context, rank=0, world_size=1))
+    stepper = bench.make_stepper(replace(context, rank=0, world_size=1))
     shares: dict[Cell, Share] = {}
     for (mode, ranks), batch_rows in list_cells(run.algo).items():
         if mode == "weak":  # as many rows per rank as the one has
             shares[mode, ranks] = shares["one rank", 1]
             continue
         log.info("simulating one of %d ranks, %d rows a step in all", ranks, batch_rows)
-        feed = Feed(bench, batch_rows, ranks, workers=False)
-        device = Simulator(links.ARITHMETIC * flops, links.MEMORY * bandwidth * 1e9)
-        shares[mode, ranks] = simulate_share(bench, stepper, feed, device)
-    return bench.facts(stepper) | {"shares": shares, "dtype": dtype}
+        loader = scaling.open_loader(bench, batch_rows, ranks)
+        shares[mode, ranks] = simulate_share(bench, stepper, loader, Simulator(absent), workers)
+    return scaling.find_facts(bench, stepper) | {"shares": shares, "dtype": dtype}
 
 
-def simulate_share(bench: Bench, stepper: Stepper, feed: Feed, device: Simulator) -> Share:
-    """Return what a rank does in a step on the simulated device."""
+def simulate_share(
+    bench: Bench, stepper: Stepper, loader: Loader, device: Simulator, workers: int
+) -> Share:
+    """Return what a rank does in a step on the simulated device, whose batches `workers` make."""
     spans: list[dict[str, float]] = []
-    batch, of_all = feed.take()
+    feed = loader.from_step(0)
+    batch, rows = next(feed)
     # The first step makes the optimizer's state, which no later one does; one row is enough for
     # that.
-    stepper.step(split(batch, 1)[0], of_all, 0, 1 + SIMULATED, Clock(stepper.device))
+    stepper.step(split(batch, 1)[0], len(rows), 0, 1 + SIMULATED, Clock(stepper.device))
     for step in range(1, 1 + SIMULATED):
-        batch, of_all = feed.take()
+        batch, rows = next(feed)
         device.host = device.device = 0.0
         clock = SimulatedClock(device)
         with Fused(), watching_gradients(stepper, clock) as seen, device, clock("seconds"):
-            stepper.step(batch, of_all, step, 1 + SIMULATED, clock)
+            stepper.step(batch, len(rows), step, 1 + SIMULATED, clock)
         spans.append(clock.read())
     names = (*PHASES, "seconds")
     phases = {name: statistics.fmean(span.get(name, 0.0) for span in spans) for name in names}
-    seconds, made_in = phases.pop("seconds"), time_making(bench, feed)
-    asked = bench.run.algo.loader.workers
-    workers = WORKERS_PER_GPU if asked is None else asked
+    seconds, made_in = phases.pop("seconds"), time_making(bench, loader)
     phases["data"] = max(0.0, made_in / workers - seconds) if workers else made_in
     passes, ready = -(-len(batch[1]) // stepper.limit.rows), order_gradients(stepper, seen)
     total = seconds + phases["data"]
@@ -348,19 +340,18 @@ def assemble_runs(
     runs = []
     for (mode, ranks), batch_rows in list_cells(cfg).items():
         share = shares[mode, ranks]
-        communication = share.exposed(cfg.ddp.bucket_cap_mb, link, ranks) if ranks > 1 else 0.0
-        exchange = link.seconds(8, ranks) if ranks > 1 else 0.0  # of the loss, float64
+        communication = share.exposed(cfg.ddp.bucket_cap_mb, link, ranks)
+        exchange = link.seconds(8, ranks)  # of the loss, float64
         phases = share.phases | {"communication": communication, "exchange": exchange + share.wait}
-        total = communication + exchange
-        step = {"p50": share.p50 + total, "p90": share.p90 + total}
+        p50, p90 = (part + communication + exchange for part in (share.p50, share.p90))
         runs.append(
             {
                 "scaling": mode,
                 "ranks": ranks,
                 "batch_rows": batch_rows,
-                "step_seconds": step,
+                "step_seconds": {"p50": p50, "p90": p90},
                 "phase_seconds": {name: {"p50": phases.get(name, 0.0)} for name in PHASES},
-                "rows_per_second": batch_rows / step["p50"],
+                "rows_per_second": batch_rows / p50,
             }
         )
     scaling.compare(runs)
@@ -400,14 +391,15 @@ def explain_time(
     }
 
 
-def describe(cfg: PredictConfig, saved: dict[str, Any], link: Link, sent_mb: float) -> list[str]:
+def describe(cfg: PredictConfig, saved: dict[str, Any], sent_mb: float) -> list[str]:
     """Return how the prediction came about, and the table."""
     how = "simulated from hardware facts, which is a guess" if saved["simulated"] else "measured"
     if cfg.times:
         how = "simulated, and scaled to the time of one rank that was given"
+    alpha, beta, source = (saved["link"][name] for name in ("alpha", "beta", "source"))
     return [
         f"one device   {how}: {saved['device']}",
-        f"link         {1e6 * link.alpha:.1f} us a hop, {link.beta / 1e9:.2f} GB/s: {link.source}",
+        f"link         {1e6 * alpha:.1f} us a hop, {beta / 1e9:.2f} GB/s: {source}",
         f"gradients    {sent_mb:.1f} MB a step, in buckets of {cfg.ddp.bucket_cap_mb:g} MB",
         *("", "predicted milliseconds of a step", scaling.make_table(saved["runs"]), ""),
     ]
@@ -418,14 +410,10 @@ def advise_buckets(runs: list[dict[str, Any]], shares: dict[Cell, Share], link: 
     lines = []
     for line in runs:
         mode, ranks, step = line["scaling"], line["ranks"], line["step_seconds"]["p50"]
-        share = shares[mode, ranks]
-        if ranks == 1 or not share.overlap:
-            continue
-        now = line["phase_seconds"]["communication"]["p50"]
-        waits = {cap: share.exposed(cap, link, ranks) for cap in CAPS_MB}
-        best = min(CAPS_MB, key=waits.__getitem__)
-        gain = step / (step - now + waits[best])
-        if gain >= 1.05:
+        share, now = shares[mode, ranks], line["phase_seconds"]["communication"]["p50"]
+        wait, best = min((share.exposed(cap, link, ranks), cap) for cap in CAPS_MB)
+        gain = step / (step - now + wait)
+        if share.overlap and gain >= 1.05:
             text = f"{ranks} ranks, {mode}: algo.ddp.bucket_cap_mb={best}"
             lines.append(f"{text}: gain {gain:.2f}x (predicted)")
     return [*lines, ""] if lines else []

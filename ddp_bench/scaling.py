@@ -12,8 +12,8 @@ import logging
 import os
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,18 +27,19 @@ from common.distributed import slurm
 from common.distributed.context import Context
 from common.distributed.workers import launch
 from common.files import write_text
-from common.precision import Precision
 from common.report import summary
-from ddp_bench import models
+from ddp_bench.classifier import Bench
 from ddp_bench.config import ScalingConfig, check_switches
-from ddp_bench.data import Batches, Loader, held_out, prepare, to
+from ddp_bench.data import Batch, Loader, to
 from ddp_bench.report.diagnosis import group_records
 from ddp_bench.report.records import PHASES, read_table
 from ddp_bench.report.tables import align, describe_groups
 from ddp_bench.step import Clock, Stepper
-from ddp_bench.tasks import ClassTask, made
+from ddp_bench.tasks import ClassTask
 
 log = logging.getLogger("clutch")
+
+Feed = Iterator[tuple[Batch, list[int]]]  # of a rank, with the rows of all ranks
 
 CHECKED = 10  # steps whose loss is compared
 # largest difference of it, of 1 or of the loss where that is larger: sums in another order
@@ -59,18 +60,34 @@ def scale(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str, A
             f"algo.ranks={cfg.ranks}, but this node has {devices} CUDA devices. Use at most"
             f" {devices}, or hardware=cpu, which measures ranks that share the cores."
         )
-    measured: dict[int, list[dict[str, Any]]] = {ranks: [] for ranks in cfg.ranks}
-    with keeping_threads():
-        for _ in range(cfg.repeats):
-            for ranks, repeats in measured.items():
-                entry = "ddp_bench.scaling:measure"
-                repeats.append(launch(entry, with_ranks(run, ranks), out_dir, task))
+    measured = launch_each("ddp_bench.scaling:measure", run, cfg.ranks, out_dir, task)
     device = hardware.find(run.hardware)
-    summary.write_run(run, out_dir, device.name)
     saved = summarise(run, device, measured)
-    write_text(out_dir / "scaling.json", json.dumps(saved, indent=2) + "\n")
-    print_findings(saved, out_dir)
+    groups = save(run, out_dir, device.name, "scaling.json", saved)
+    print_findings(saved, groups, out_dir)
     return saved
+
+
+def launch_each(
+    entry: str, run: Run, ranks: Sequence[int], out_dir: Path, task: ClassTask | None
+) -> dict[int, list[dict[str, Any]]]:
+    """Return what `entry` returns with each number of ranks, once per repeat."""
+    found: dict[int, list[dict[str, Any]]] = {count: [] for count in ranks}
+    threads = torch.get_num_threads()
+    try:
+        for _ in range(run.algo.repeats):
+            for count, repeats in found.items():
+                repeats.append(launch(entry, with_ranks(run, count), out_dir, task))
+    finally:
+        torch.set_num_threads(threads)  # which one rank, measured in this process, changes
+    return found
+
+
+def save(run: Run, out_dir: Path, device: str, name: str, saved: dict[str, Any]) -> str:
+    """Write RUN/name, and return what the report says of it."""
+    summary.write_run(run, out_dir, device)
+    write_text(out_dir / name, json.dumps(saved, indent=2) + "\n")
+    return describe_groups(group_records(read_table(out_dir / name)))
 
 
 def check_alone(run: Run, out_dir: Path) -> None:
@@ -100,75 +117,28 @@ def threads_per_rank(run: Run) -> int:
     return max(1, (os.cpu_count() or 1) // max(run.algo.ranks))
 
 
-@contextmanager
-def keeping_threads() -> Iterator[None]:
-    """Restore the number of threads, which one rank, measured in this process, changes."""
-    before = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 # --- in each rank
 
 
-class Bench:
-    """The training rows of a run's task, with the models that learn them and their batches."""
-
-    def __init__(
-        self, run: Run, context: Context, task: ClassTask | None, numbers: Precision
-    ) -> None:
-        cfg: ScalingConfig = run.algo
-        self.run, self.context, self.numbers = run, context, numbers
-        self.task = task or made(run.task)
-        torch.backends.cudnn.benchmark = context.device.device.type == "cuda"
-        data, self.tokenizer = prepare(self.task, cfg.tokenizer, cfg.model.max_tokens, log.info)
-        self.data = data["train"]
-        self.rows, _ = held_out(self.data, cfg.validation_share, run.seed)
-
-    def stepper(self, context: Context, **sizes: float) -> Stepper:
-        """Return a new model with its optimizer. sizes: where they are not those of the run."""
-        config = replace(self.run.algo.model, **sizes)
-        model = models.build(
-            config, len(self.task.classes), self.tokenizer, self.data, self.run.seed
+def open_loader(bench: Bench, batch_rows: int, ranks: int) -> Loader:
+    """Return the batches of a rank. Raises: ConfigError where there are too few rows for one."""
+    if len(bench.rows) < batch_rows:
+        raise ConfigError(
+            f"algo.batch_size={bench.cfg.batch_size} makes batches of {batch_rows} rows with"
+            f" {ranks} ranks, and there are {len(bench.rows)} training rows. Lower it, or give"
+            " more rows."
         )
-        return Stepper(model.to(context.device.device), self.run, context, self.numbers)
-
-    def facts(self, stepper: Stepper) -> dict[str, Any]:
-        """Return what scaling.json and prediction.json say of task and model."""
-        return {
-            "task": getattr(self.task, "name", type(self.task).__name__),
-            "parameters": sum(p.numel() for p in stepper.model.parameters()),
-            "training_rows": len(self.rows),
-            "dtype": self.numbers.name,
-        }
+    return bench.make_batches(batch_rows, ranks)
 
 
-class Feed:
-    """The batches of a rank, with the rows that all ranks have in each."""
-
-    def __init__(self, bench: Bench, batch_rows: int, ranks: int, workers: bool = True) -> None:
-        run, loader = bench.run, bench.run.algo.loader
-        if len(bench.rows) < batch_rows:
-            raise ConfigError(
-                f"algo.batch_size={run.algo.batch_size} makes batches of {batch_rows} rows with"
-                f" {ranks} ranks, and there are {len(bench.rows)} training rows. Lower it, or give"
-                " more rows."
-            )
-        self.batch_rows, self.step = batch_rows, 0
-        sizes = batch_rows, loader.bucket_batches, run.seed, bench.context.rank, ranks
-        self.batches = Batches(bench.rows, bench.data.lengths, *sizes)
-        if not workers:
-            loader = replace(loader, workers=0, prefetch=None)
-        loader_of_run = Loader(bench.data, self.batches, loader, bench.context.device.device)
-        self.workers, self.loader = loader_of_run.workers, loader_of_run.from_step(0)
-
-    def take(self) -> tuple[Any, int]:
-        """Return the next batch, and its rows."""
-        rows = self.batches.at(self.step)
-        self.step += 1
-        return next(self.loader), len(rows)
+def find_facts(bench: Bench, stepper: Stepper) -> dict[str, Any]:
+    """Return what scaling.json and prediction.json say of task and model."""
+    return {
+        "task": getattr(bench.task, "name", type(bench.task).__name__),
+        "parameters": sum(p.numel() for p in stepper.model.parameters()),
+        "training_rows": len(bench.rows),
+        "dtype": bench.precision.name,
+    }
 
 
 def measure(run: Run, context: Context, task: ClassTask | None = None) -> dict[str, Any]:
@@ -178,35 +148,40 @@ def measure(run: Run, context: Context, task: ClassTask | None = None) -> dict[s
         torch.set_num_threads(threads_per_rank(run))
     bench = Bench(run, context, task, precision.resolve(run.opt, context.device.device))
     # Ranks draw dropout by themselves, so it is off where their loss must be that of one rank.
-    alike = bench.stepper(context, dropout=0.0)
-    feed, clock = Feed(bench, cfg.batch_size, context.world_size), Clock(alike.device)
-    losses = [alike.step(*feed.take(), i, CHECKED, clock)["loss"] for i in range(CHECKED)]
+    alike = bench.make_stepper(context, dropout=0.0)
+    feed = open_loader(bench, cfg.batch_size, context.world_size).from_step(0)
+    losses = [
+        alike.step(batch, len(rows), i, CHECKED, Clock(alike.device))["loss"]
+        for i, (batch, rows) in zip(range(CHECKED), feed, strict=False)
+    ]
     times: dict[str, Any] = {}
     for mode in cfg.modes if context.world_size > 1 else cfg.modes[:1]:
         batch_rows = cfg.batch_size * (context.world_size if mode == "weak" else 1)
         if context.main:
             log.info("measuring %d ranks, %d rows a step", context.world_size, batch_rows)
-        feed = Feed(bench, batch_rows, context.world_size)
-        stepper = bench.stepper(context)
-        spans = time_steps(stepper, feed, cfg)
+        feed = open_loader(bench, batch_rows, context.world_size).from_step(0)
+        stepper = bench.make_stepper(context)
+        spans = time_steps(stepper, feed, batch_rows, cfg)
         exposed = measure_exposed(stepper, feed)
         times[mode] = {"batch_rows": batch_rows, "spans": spans, "exposed": exposed}
-    return bench.facts(alike) | {"losses": losses, "times": times}
+    return find_facts(bench, alike) | {"losses": losses, "times": times}
 
 
-def time_steps(stepper: Stepper, feed: Feed, cfg: ScalingConfig) -> list[dict[str, float]]:
+def time_steps(
+    stepper: Stepper, feed: Feed, batch_rows: int, cfg: ScalingConfig
+) -> list[dict[str, float]]:
     """Return the seconds of the steps after the warm-up and of their phases, of whole batches."""
     spans: list[dict[str, float]] = []
     steps, step = cfg.warmup_steps + cfg.steps, 0
     while len(spans) < cfg.steps:
         started, clock = time.perf_counter(), Clock(stepper.device)
-        batch, rows = feed.take()
+        batch, rows = next(feed)
         waited = time.perf_counter() - started
-        stepper.step(batch, rows, min(step, steps - 1), steps, clock)
+        stepper.step(batch, len(rows), min(step, steps - 1), steps, clock)
         phases = {"data": waited, **clock.read()}
         seconds = time.perf_counter() - started
         # The last batch of an epoch may be smaller.
-        if step >= cfg.warmup_steps and rows == feed.batch_rows:
+        if step >= cfg.warmup_steps and len(rows) == batch_rows:
             spans.append({"seconds": seconds, **phases})
         step += 1
     return spans
@@ -218,7 +193,7 @@ def measure_exposed(stepper: Stepper, feed: Feed) -> float:
         return 0.0
     differences = []
     for _ in range(PROBED):
-        batch, rows = feed.take()
+        batch, rows = next(feed)
         batch, took = to(batch, stepper.device), {}
         for together in (False, True):
             stepper.updater.clear()
@@ -226,7 +201,7 @@ def measure_exposed(stepper: Stepper, feed: Feed) -> float:
             stepper.context.barrier()
             clock = Clock(stepper.device)
             with nullcontext() if together else stepper.wrapper.no_sync():
-                stepper.backward(batch, rows, stepper.limit.rows, clock)
+                stepper.backward(batch, len(rows), stepper.limit.rows, clock)
             phases = clock.read()
             took[together] = phases["backward"] + phases.get("communication", 0.0)
         differences.append(took[True] - took[False])
@@ -249,12 +224,9 @@ def summarise(
         for mode in repeats[0]["times"]
     ]
     compare(runs)
-    apart = max(
-        abs(loss - alone) / max(1.0, abs(alone))
-        for repeats in by_ranks.values()
-        for repeat in repeats
-        for loss, alone in zip(repeat["losses"], first["losses"], strict=True)
-    )
+    losses = np.array([repeat["losses"] for repeats in by_ranks.values() for repeat in repeats])
+    alone = np.array(first["losses"])
+    apart = float((abs(losses - alone) / np.maximum(1.0, abs(alone))).max())
     # Other numbers and compressed gradients may differ by more.
     exact = first["dtype"] == "float32" and not run.opt.tf32.enabled and cfg.ddp.hook == "none"
     return describe_run(run, first) | {
@@ -301,8 +273,8 @@ def pool(repeats: list[dict[str, Any]]) -> dict[str, Any]:
         steps.append(dict.fromkeys(PHASES, 0.0) | span | phases)
 
     def both(name: str) -> dict[str, float]:
-        values = [step[name] for step in steps]
-        return {"p50": float(np.percentile(values, 50)), "p90": float(np.percentile(values, 90))}
+        p50, p90 = np.percentile([step[name] for step in steps], (50, 90)).tolist()
+        return {"p50": p50, "p90": p90}
 
     medians = [statistics.median(span["seconds"] for span in repeat["spans"]) for repeat in repeats]
     step_seconds: dict[str, Any] = {**both("seconds"), "p50_of_repeats": medians}
@@ -314,17 +286,21 @@ def pool(repeats: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def print_findings(saved: dict[str, Any], out_dir: Path) -> None:
+def print_findings(saved: dict[str, Any], groups: str, out_dir: Path) -> None:
     """Print the tables, the check of the losses, the causes and what to do."""
+    phases = [["scaling", "ranks", *PHASES]]
+    for run in saved["runs"]:
+        times = (f"{1000 * run['phase_seconds'][name]['p50']:.2f}" for name in PHASES)
+        phases.append([run["scaling"], str(run["ranks"]), *times])
     log.info("\nmilliseconds of a step\n%s\n", make_table(saved["runs"]))
-    log.info("of its phases, p50\n%s\n", make_phase_table(saved["runs"]))
+    log.info("of its phases, p50\n%s\n", "\n".join(align(phases)))
     losses = saved["loss_check"]
     apart = f"{losses['largest_difference']:.1e} apart at most"
     log.info("loss of %d steps at an equal batch: %s", losses["steps"], apart)
     if losses["same"] is False:
         text = "float32 rounding is %.0e: the ranks do not compute what one does."
         log.warning(text, losses["limit"])
-    log.info("\n%s", describe_groups(group_records(read_table(out_dir / "scaling.json"))))
+    log.info("\n%s", groups)
     figures = f"figures: python -m ddp_bench.report --root {out_dir}"
     log.info("written to %s/scaling.json; %s", out_dir, figures)
 
@@ -332,23 +308,13 @@ def print_findings(saved: dict[str, Any], out_dir: Path) -> None:
 def make_table(runs: list[dict[str, Any]]) -> str:
     """Return a line for each run of scaling.json or prediction.json."""
     rows = [["scaling", "ranks", "rows", "p50", "p90", "rows/s", "speed-up", "efficiency"]]
-    for run in runs:
-        rows.append(
-            [
-                *(run["scaling"], str(run["ranks"]), str(run["batch_rows"])),
-                *(f"{1000 * run['step_seconds'][end]:.2f}" for end in ("p50", "p90")),
-                f"{run['rows_per_second']:.0f}",
-                f"{run['speedup']:.2f}x",
-                f"{run['efficiency_percent']:.0f} %",
-            ]
-        )
-    return "\n".join(align(rows))
-
-
-def make_phase_table(runs: list[dict[str, Any]]) -> str:
-    """Return a line of phases for each run of scaling.json."""
-    rows = [["scaling", "ranks", *PHASES]]
-    for run in runs:
-        times = (f"{1000 * run['phase_seconds'][name]['p50']:.2f}" for name in PHASES)
-        rows.append([run["scaling"], str(run["ranks"]), *times])
+    rows += [
+        [
+            *(run["scaling"], str(run["ranks"]), str(run["batch_rows"])),
+            *(f"{1000 * run['step_seconds'][end]:.2f}" for end in ("p50", "p90")),
+            *(f"{run['rows_per_second']:.0f}", f"{run['speedup']:.2f}x"),
+            f"{run['efficiency_percent']:.0f} %",
+        ]
+        for run in runs
+    ]
     return "\n".join(align(rows))

@@ -1,7 +1,8 @@
-"""A GPU that is not there: real operations run on this CPU, and a clock counts what they would cost
-on the device of hardware=NAME.
+"""A GPU that is not there: what it is taken to reach, and a clock for real operations, which run on
+this CPU, that counts what they would cost on it.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,21 +14,42 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from common.config import ConfigError, Run
-from ddp_bench.link import LAUNCH
 from ddp_bench.step import Clock
+
+# An eager operation of PyTorch costs the host about ten microseconds; products reach half of the
+# peak and other operations seven tenths of the memory bandwidth. Rules of thumb: predictions from
+# them say so.
+LAUNCH, ARITHMETIC, MEMORY = 10e-6, 0.5, 0.7
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A device by what it reaches per second, of products and of bytes of memory, and by the
+    seconds that its host takes to launch an operation.
+    """
+
+    flops: float
+    bandwidth: float
+    launch: float = LAUNCH
+
+    @classmethod
+    def of(cls, tflops: float, bandwidth_gbs: float, launch: float = LAUNCH) -> "Absent":
+        """Return the device that has these peaks."""
+        return cls(ARITHMETIC * tflops * 1e12, MEMORY * bandwidth_gbs * 1e9, launch)
+
+    def seconds(self, flops: float, moved: float = 0.0, launches: float = 0.0) -> float:
+        """Return the seconds of work: products, bytes moved or launches, whichever take longest."""
+        return max(flops / self.flops, moved / self.bandwidth, launches * self.launch)
 
 
 class Simulator(TorchDispatchMode):
     """A device that works off what a host launches, in order: the host's time and the device's,
     seconds.
-
-    Args: flops, bandwidth: of products and of memory, per second, as they are reached.
     """
 
-    def __init__(self, flops: float, bandwidth: float) -> None:
+    def __init__(self, absent: Absent) -> None:
         super().__init__()
-        self.flops, self.bandwidth = flops, bandwidth
-        self.host = self.device = 0.0
+        self.absent, self.host, self.device = absent, 0.0, 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -36,13 +58,12 @@ class Simulator(TorchDispatchMode):
         if kind is torch.ops.aten._local_scalar_dense:  # .item() waits
             self.host = self.device = max(self.host, self.device)
         elif not func.is_view and not kind.__name__.startswith(("empty", "detach")):
-            self.host += LAUNCH
+            self.host += self.absent.launch
             count = (
                 flop_registry[kind](*args, **kwargs, out_val=out) if kind in flop_registry else 0
             )
             moved = sum(t.nbytes for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor))
-            busy = max(count / self.flops, moved / self.bandwidth)
-            self.device = max(self.device, self.host) + busy
+            self.device = max(self.device, self.host) + self.absent.seconds(count, moved)
         return out
 
 
@@ -66,18 +87,18 @@ class Fused(TorchFunctionMode):
         return func(*args, **(kwargs or {}) | off)
 
 
-def find_peak(run: Run) -> tuple[str, float]:
-    """Return the dtype that the preset's device would use, and its FLOP/s."""
-    facts, amp, tf32 = run.hardware.peak_tflops, run.opt.amp, run.opt.tf32.enabled
-    name = "float32"
+def find_peak(run: Run) -> tuple[str, Absent]:
+    """Return the dtype that the preset's device would use, and what it reaches with it."""
+    hardware, amp, tf32 = run.hardware, run.opt.amp, run.opt.tf32.enabled
+    facts, name = hardware.peak_tflops, "float32"
     if amp.enabled:
         auto = "bfloat16" if facts.bf16 else "float16"
         name = auto if amp.dtype == "auto" else amp.dtype
     single = facts.tf32 if tf32 else facts.fp32
     tflops = {"float32": single, "bfloat16": facts.bf16, "float16": facts.fp16}[name]
-    if tflops is None or run.hardware.bandwidth_gbs is None:
+    if tflops is None or hardware.bandwidth_gbs is None:
         raise ConfigError(
-            f"hardware={run.hardware.name} has no peak for {'tf32' if tf32 else name}. Leave"
+            f"hardware={hardware.name} has no peak for {'tf32' if tf32 else name}. Leave"
             f" {'opt=tf32' if tf32 else 'opt.amp.dtype'} out, or name another device."
         )
-    return name, tflops * 1e12
+    return name, Absent.of(tflops, hardware.bandwidth_gbs)

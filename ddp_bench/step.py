@@ -188,6 +188,6 @@ def wrapped(
     if settings.hook != "none":
         if settings.hook == "bf16" and dist.get_backend() != "nccl":
             raise ConfigError("algo.ddp.hook=bf16 needs NCCL, not gloo. Use algo.ddp.hook=fp16.")
-        hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-        parallel.register_comm_hook(None, hooks[settings.hook])
+        hook = getattr(default_hooks, f"{settings.hook}_compress_hook")
+        parallel.register_comm_hook(None, hook)
     return parallel

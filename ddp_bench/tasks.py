@@ -6,7 +6,6 @@ topics and trajectories are generated from a seed; text files come as JSON Lines
 
 import logging
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -312,11 +311,9 @@ def _find_file(path: str, split: str) -> str | None:
 
 def _sorted(labels: set[str]) -> list[str]:
     """Return labels in order: numbers by value, then names by letter."""
-    numbers = sorted((label for label in labels if label.isdigit()), key=int)
-    return numbers + sorted(label for label in labels if not label.isdigit())
+    return sorted(labels, key=lambda label: (0, int(label)) if label.isdigit() else (1, label))
 
 
 def majority(rows: Sequence[Labelled]) -> int:
     """Return the most frequent label, the lowest of equals."""
-    counts = Counter(row.label for row in rows)
-    return min(counts, key=lambda label: (-counts[label], label))
+    return int(np.bincount([row.label for row in rows]).argmax())

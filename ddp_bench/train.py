@@ -41,9 +41,9 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
         feed = subject.loader.from_step(state["step"])
         for step in session.steps():
             epoch, position = divmod(step.index, len(batches))
-            rows, clock = batches.at(step.index), Clock(subject.device)
+            clock = Clock(subject.device)
             with step.phase("data"):
-                batch = next(feed)
+                batch, rows = next(feed)
             numbers = stepper.step(batch, len(rows), step.index, total, clock)
             step.used(tokens=sum(batches.lengths[row] for row in rows), samples=len(rows))
             step.log(epoch=(step.index + 1) / len(batches), rows=len(rows), **numbers)

@@ -51,18 +51,6 @@ class StateMemory:
         whole = 4 * parameters + frozen + 4 * trained + optimizer
         return cls(whole, 2.0 * half_copies * parameters, 4.0 * trained, optimizer)
 
-    @classmethod
-    def of_adapter(
-        cls, frozen_bytes: float, size: int, trained: bool, copies: int, moments: float = 8.0
-    ) -> "StateMemory":
-        """Count frozen weights as they are, and the `size` float32 weights of an adapter, with
-        gradients and optimizer state if it is `trained`; copies: of it, in half precision; moments:
-        as for `of_training`.
-        """
-        gradients, optimizer = 4.0 * size * trained, moments * size * trained
-        adapter = (4.0 + 2.0 * copies) * size + gradients + optimizer
-        return cls(frozen_bytes, 0.0, gradients, optimizer, adapter)
-
     def on_rank(self, model: Any, rollout: bool) -> float:
         """Return the bytes on one rank, with what is gathered of a sharded model meanwhile."""
         copies = 0.0 if fsdp.of(model) else self.copies

@@ -3,7 +3,7 @@
 import json
 import re
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,6 +12,7 @@ from typing import Any
 from ddp_bench.report.records import PHASES, Record
 
 ENOUGH = 1.2  # a speed-up below it is not worth a second device
+COMPUTED = ("forward", "backward")
 
 
 @dataclass
@@ -46,8 +47,17 @@ class Point:
     @property
     def error(self) -> float | None:
         """Percent by which the prediction is above what was measured."""
-        foreseen = self.foreseen
-        return None if foreseen is None else 100 * (foreseen / self.number("step_p50") - 1)
+        return None if self.foreseen is None else 100 * (self.foreseen / self.step - 1)
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step."""
+        return self.number("step_p50")
+
+    @property
+    def speed(self) -> float:
+        """Rows per second."""
+        return self.number("rows_per_second")
 
     @cached_property
     def phases(self) -> dict[str, float]:
@@ -82,20 +92,17 @@ def group_records(records: Iterable[Record]) -> list[Group]:
     """Return the records by task, settings and device. Predictions stand beside what was measured
     with the same settings; those of devices without any are groups of their own.
     """
-    measured: dict[tuple[str, ...], list[Record]] = {}
-    predicted: dict[tuple[str, ...], list[Record]] = {}
-    foreseen: dict[tuple[str, ...], list[Record]] = {}
+    measured, predicted, foreseen = defaultdict(list), defaultdict(list), defaultdict(list)
     for record in records:
         key = (record.task, record.model, record.group, record.device)
-        (predicted if record.predicted else measured).setdefault(key, []).append(record)
-    for key in list(predicted):
-        match = predicted[key][0].match
+        (predicted if record.predicted else measured)[key].append(record)
+    for key, guesses in list(predicted.items()):
+        match = guesses[0].match
         for other in measured:
             here = other[3] == key[3] if match is None else match.lower() in other[3].lower()
             if other[:3] == key[:3] and here:
-                foreseen.setdefault(other, []).extend(predicted[key])
-        if any(predicted[key][0] in found for found in foreseen.values()):
-            del predicted[key]
+                foreseen[other] += guesses
+                predicted.pop(key, None)
     groups, names = [], Counter()
     tasks = [key[0] for key in (*measured, *predicted)]
     for by_key, suffix in ((measured, ""), (predicted, "-predicted")):
@@ -105,23 +112,22 @@ def group_records(records: Iterable[Record]) -> list[Group]:
             name = f"{task}{slug}{suffix}"
             names[name] += 1
             name = name if names[name] == 1 else f"{name}-{names[name]}"
-            groups.append(Group(name, task, model, _make_points(members, foreseen.get(key, []))))
+            groups.append(Group(name, task, model, _make_points(members, foreseen[key])))
     return groups
 
 
 def _make_points(members: list[Record], foreseen: list[Record]) -> list[Point]:
-    def cell(record: Record) -> tuple[int, int, str]:
-        return record.ranks, record.batch_rows, json.dumps(record.wrapper, sort_keys=True)
-
-    cells: dict[tuple[int, int, str], list[Record]] = {}
-    for record in members:
-        cells.setdefault(cell(record), []).append(record)
-    points = [Point(found) for _, found in sorted(cells.items())]
+    cells, guesses = defaultdict(list), defaultdict(list)
+    for found, records in ((cells, members), (guesses, foreseen)):
+        for record in records:
+            wrapper = json.dumps(record.wrapper, sort_keys=True)
+            found[record.ranks, record.batch_rows, wrapper].append(record)
+    points = []
+    for cell, records in sorted(cells.items()):
+        seconds = [record.step_p50 for record in guesses[cell]]
+        points.append(Point(records, foreseen=statistics.median(seconds) if seconds else None))
     for point in points:
         compare_point(point, points)
-        place = cell(point.records[0])
-        seconds = [record.step_p50 for record in foreseen if cell(record) == place]
-        point.foreseen = statistics.median(seconds) if seconds else None
     order = ("one rank", "strong", "weak", "unpaired")
     return sorted(points, key=lambda p: (order.index(p.mode), p.ranks, p.batch_rows))
 
@@ -139,16 +145,18 @@ def compare_point(point: Point, points: list[Point]) -> None:
     else:
         point.mode = "unpaired"
         return
-    point.base = base
-    point.speedup = point.number("rows_per_second") / base.number("rows_per_second")
+    point.base, point.speedup = base, point.speed / base.speed
     if point.phases:
         waited = point.seconds("communication", "exchange")
         # Seconds that one rank takes for the rows of this step.
-        ideal = base.number("step_p50") * point.batch_rows / base.batch_rows
-        point.free = ideal / max(1e-12, point.number("step_p50") - waited)
+        ideal = base.step * point.batch_rows / base.batch_rows
+        point.free = ideal / max(1e-12, point.step - waited)
+    wanted = (point.ranks, point.ranks * base.batch_rows, point.hook)
+    # As many ranks, each with as many rows as the one has.
+    same = next((p for p in points if (p.ranks, p.batch_rows, p.hook) == wanted), None)
     if point.phases and base.phases:
-        point.causes = find_causes(point, base, points)
-    advice = _advise_changes(point, base, points) if point.causes else []
+        point.causes = find_causes(point, base, same)
+    advice = _advise_changes(point, base, same) if point.causes else []
     advice = _advise_fewer(point, base, points) + [item for item in advice if item[0] >= 1.05]
     point.advice = sorted(advice, key=lambda item: -item[0])
 
@@ -163,19 +171,18 @@ def measure_losses(point: Point, base: Point) -> dict[str, float]:
     return {
         "communication": point.seconds("communication", "exchange"),
         "loader": more("data"),
-        "compute": more("forward", "backward", "optimizer"),
+        "compute": more(*COMPUTED, "optimizer"),
     }
 
 
-def find_causes(point: Point, base: Point, points: list[Point]) -> list[str]:
+def find_causes(point: Point, base: Point, same: Point | None) -> list[str]:
     """Return what holds the ranks back, the largest first; nothing where nothing does."""
     if (point.efficiency or 0) >= 90:
         return []
-    parts, total = measure_losses(point, base), point.number("step_p50")
+    parts = measure_losses(point, base)
     # Fewer rows, or as many, cannot take a device longer: something is shared. As many tell it
     # best.
-    like = find_same_share(point, base, points) or point
-    crowded = like.seconds("forward", "backward") > 1.1 * base.seconds("forward", "backward")
+    crowded = (same or point).seconds(*COMPUTED) > 1.1 * base.seconds(*COMPUTED)
     cores, threads = point.cores, point.records[0].threads
     # Ranks that get too few cores also wait longer for each other, which looks like communication.
     forced = cores is not None and point.ranks * (threads or 1) > cores
@@ -186,55 +193,42 @@ def find_causes(point: Point, base: Point, points: list[Point]) -> list[str]:
         "loader": "loader-bound",
         "compute": "oversubscribed cores" if crowded else "launch-bound",
     }
-    order = [name for name in sorted(parts, key=lambda n: -parts[n]) if parts[name] > 0.05 * total]
+    order = sorted((n for n in parts if parts[n] > 0.05 * point.step), key=lambda n: -parts[n])
     first = cores is not None if crowded else point.free < ENOUGH
     if first and (forced or "compute" in order):
         order = ["compute", *(name for name in order if name != "compute")]
     return [names[name] for name in order]
 
 
-def find_same_share(point: Point, base: Point, points: list[Point]) -> Point | None:
-    """Return the point of as many ranks where each has as many rows as the one rank."""
-    wanted = (point.ranks, point.ranks * base.batch_rows, point.hook)
-    return next((p for p in points if (p.ranks, p.batch_rows, p.hook) == wanted), None)
-
-
 def _advise_fewer(point: Point, base: Point, points: list[Point]) -> list[tuple[float, str]]:
     """Return whether one rank, or fewer than these, would do, with the gain in rows per second."""
-
-    def speed(p: Point) -> float:
-        return p.number("rows_per_second")
-
     rivals = [p for p in points if 1 < p.ranks < point.ranks and p.mode == point.mode]
-    best = max((base, *rivals), key=speed)
-    if (point.speedup or 0) < ENOUGH and speed(best) < ENOUGH * speed(base):
-        gain = speed(base) / speed(point)
+    best = max((base, *rivals), key=lambda p: p.speed)
+    if (point.speedup or 0) < ENOUGH and best.speed < ENOUGH * base.speed:
+        gain = base.speed / point.speed
         # It stands even where it is a little slower: it costs a part.
         evidence = "" if gain >= 1 else f": {point.ranks} give only {1 / gain:.2f}x"
         return [(gain, f"use one {point.unit}{evidence} ({point.how})")]
-    if speed(best) > 1.05 * speed(point):
-        return [(speed(best) / speed(point), f"use {best.named} ({point.how})")]
-    return []
+    gain = best.speed / point.speed
+    return [(gain, f"use {best.named} ({point.how})")] if gain > 1.05 else []
 
 
-def _advise_changes(point: Point, base: Point, points: list[Point]) -> list[tuple[float, str]]:
+def _advise_changes(point: Point, base: Point, same: Point | None) -> list[tuple[float, str]]:
     """Return what each change of a setting would give, by what it would take off the phases."""
-    step, parts, cause = point.number("step_p50"), measure_losses(point, base), point.causes[0]
+    parts, cause = measure_losses(point, base), point.causes[0]
     data, communication = point.seconds("data"), point.seconds("communication")
 
     def gain_without(seconds: float) -> float:
-        return step / max(step - seconds, 1e-12)
+        return point.step / max(point.step - seconds, 1e-12)
 
     advice: list[tuple[float, str]] = []
-    same = find_same_share(point, base, points)
     if point.mode == "strong" and (same or cause in ("launch-bound", "communication-bound")):
         # Each rank then computes as many rows as the one rank did, and sends as often.
         larger = parts["communication"] + point.ranks * data
-        larger += base.seconds("forward", "backward", "optimizer")
-        gain, how = point.ranks * step / max(larger, 1e-12), "predicted"
+        larger += base.seconds(*COMPUTED, "optimizer")
+        gain, how = point.ranks * point.step / max(larger, 1e-12), "predicted"
         if same:
-            gain = same.number("rows_per_second") / point.number("rows_per_second")
-            how = same.how
+            gain, how = same.speed / point.speed, same.how
         text = f"algo.batch_size={point.ranks * point.batch_rows}: more rows a rank; raise"
         advice.append((gain, f"{text} algo.lr, check accuracy ({how})"))
     if "loader-bound" in point.causes:

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from common.report.plots import COLOURS, STYLE
 from ddp_bench.report.diagnosis import Group, Point
 from ddp_bench.report.records import PHASES
@@ -15,14 +17,13 @@ MARKERS = "os^Dv<>P"
 
 def draw_figures(group: Group, out: Path, warmup: int) -> None:
     """Draw what a group has numbers for. warmup: epochs of a run that do not count."""
+    records = [record for point in group.points for record in point.records]
     draw_times(group, out / f"{group.name}_epoch_time_detailed.png", warmup)
     draw_speedup(group, out / f"{group.name}_speedup_efficiency.png")
     draw_throughput(group, out / f"{group.name}_throughput.png")
-    if any(record.accuracy for point in group.points for record in point.records):
+    if any(record.accuracy for record in records):
         with _saved(out / f"{group.name}_accuracy.png", 1, 8.5) as [axis]:
-            _draw_epochs(axis, group, "accuracy", "validation accuracy (%)")
-            axis.set_title(f"{group.name}: accuracy")
-            axis.legend(fontsize=11)
+            _draw_epochs(axis, group, "accuracy", "validation accuracy (%)", "accuracy")
 
 
 @contextmanager
@@ -45,23 +46,23 @@ def draw_times(group: Group, path: Path, warmup: int) -> None:
         return
     with _saved(path, curves + bool(points)) as axes:
         if curves:
-            axis = axes[0]
-            _draw_epochs(axis, group, "epochs", "training time of an epoch (s)")
-            axis.set_title(f"{group.name}: time of an epoch")
-            axis.set_ylim(0, 1.2 * axis.dataLim.ymax)
+            title = "training time of an epoch (s)"
+            _draw_epochs(axes[0], group, "epochs", title, "time of an epoch")
+            axes[0].set_ylim(0, 1.2 * axes[0].dataLim.ymax)
             if warmup:
-                axis.axvspan(0.5, warmup + 0.5, color="0.88", label="not counted", zorder=0)
-            axis.legend(fontsize=11)
+                axes[0].axvspan(0.5, warmup + 0.5, color="0.88", label="not counted", zorder=0)
+                axes[0].legend(fontsize=11)
         if points:
-            axis, places = axes[-1], range(len(points))
-            bottoms = [0.0] * len(points)
+            axis, bottoms = axes[-1], np.zeros(len(points))
             for name, colour in zip(PHASES, COLOURS, strict=False):
                 heights = [1000 * point.phases.get(name, 0.0) for point in points]
-                axis.bar(places, heights, 0.65, bottom=bottoms, color=colour, label=name)
-                bottoms = [a + b for a, b in zip(bottoms, heights, strict=True)]
+                axis.bar(
+                    range(len(points)), heights, 0.65, bottom=bottoms, color=colour, label=name
+                )
+                bottoms += heights
             _name_bars(axis, points)
             axis.set(ylabel="time of a step (ms)", title=f"{group.name}: where a step's time goes")
-            axis.set_ylim(0, 1.25 * max([*bottoms, 1e-9]))
+            axis.set_ylim(0, 1.25 * max(bottoms.max(), 1e-9))
             axis.legend(ncols=3, fontsize=11, loc="upper center")
 
 
@@ -117,10 +118,10 @@ def _style(i: int) -> dict[str, Any]:
     return {"color": COLOURS[i % 8], "marker": MARKERS[i % 8], "markersize": 9}
 
 
-def _draw_epochs(axis: Any, group: Group, name: str, unit: str) -> None:
+def _draw_epochs(axis: Any, group: Group, name: str, unit: str, title: str) -> None:
     """Draw what each record has by epoch; one record of a point is in the legend."""
     for i, point in enumerate(group.points):
-        mode = (f", {point.mode}" if point.mode in ("strong", "weak") else "") + point.hook
+        mode = (f", {point.mode}" if point.base is not None else "") + point.hook
         label = f"{point.named}{mode}\n({point.batch_rows} rows a step)"
         for record in point.records:
             if values := getattr(record, name):
@@ -128,14 +129,13 @@ def _draw_epochs(axis: Any, group: Group, name: str, unit: str) -> None:
                 style = _style(i) | {"linewidth": max(1.5, 5 - i), "label": label}
                 axis.plot(range(1, len(values) + 1), values, **style)
                 label = None
-    axis.set(xlabel="epoch", ylabel=unit)
+    axis.set(xlabel="epoch", ylabel=unit, title=f"{group.name}: {title}")
     axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.legend(fontsize=11)
 
 
 def _name_bars(axis: Any, points: list[Point]) -> None:
-    names = []
-    for point in points:
-        mode = f"{point.mode}{point.hook}" if point.mode in ("strong", "weak") else ""
-        names.append(f"{point.ranks}\n{point.batch_rows} rows\n{mode}")
+    modes = [f"{point.mode}{point.hook}" if point.base is not None else "" for point in points]
+    names = [f"{p.ranks}\n{p.batch_rows} rows\n{m}" for p, m in zip(points, modes, strict=True)]
     axis.set_xticks(range(len(points)), names, fontsize=12)
     axis.set_xlabel(f"{points[0].unit}s, rows of a step")

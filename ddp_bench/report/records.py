@@ -1,5 +1,6 @@
 """Read what finished runs, measurements and predictions say: one `Record` for each of them."""
 
+import itertools
 import json
 import math
 import re
@@ -21,17 +22,10 @@ PHASES = ("data", "forward", "backward", "communication", "exchange", "optimizer
 TABLES = ("scaling.json", "prediction.json")
 # Settings that change neither the time of a step nor what is computed in it, or that tell ranks and
 # batch apart.
-NOT_A_GROUP = (
-    "name",
-    "ddp",
-    "batch_size",
-    "epochs",
-    "patience",
-    "lr",
-    "lr_schedule",
-    "warmup_steps",
-)
-NOT_A_GROUP += ("validation_share",)
+NOT_A_GROUP = {
+    *("name", "ddp", "batch_size", "epochs", "patience", "lr", "lr_schedule", "warmup_steps"),
+    "validation_share",
+}
 
 
 @dataclass
@@ -107,7 +101,7 @@ def read_run(folder: Path, warmup: int) -> list[Record]:
     if not log:
         raise Incomplete("no metrics.jsonl, or an empty one")
     ends = [number for number, event in enumerate(log, 1) if "epoch_done" in event]
-    epochs = [log[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    epochs = [log[start:end] for start, end in itertools.pairwise([0, *ends])]
     if len(epochs) <= warmup:
         raise Incomplete(f"{len(epochs)} whole epochs, of which --warmup {warmup} leaves none")
     if log[-1]["step"] != result["steps"] or len(log) != result["steps"]:
@@ -126,25 +120,24 @@ def _summarise_run(
     algo, task, batch = config["algo"], config["task"], config["algo"]["batch_size"]
     whole = [event["seconds"] for event in counted if event["rows"] == batch]
     whole = whole or [event["seconds"] for event in counted]
+    p50, p90 = np.percentile(whole, (50, 90)).tolist()
     seconds = [math.fsum(event["seconds"] for event in epoch) for epoch in epochs]
+    spans = [event.get("phase_seconds", {}) for event in counted]
     settings = {name: value for name, value in algo.items() if name not in NOT_A_GROUP}
     opt = {name: value for name, value in config["opt"].items() if name not in ("ddp", "profile")}
     return Record(
+        **{key: result[key] for key in ("task", "model", "device", "dtype")},
         folder=str(folder),
-        task=result["task"],
-        model=result["model"],
         group=json.dumps([settings, opt, task, result["dtype"]], sort_keys=True),
         ranks=result["world_size"],
         batch_rows=batch,
-        device=result["device"],
-        dtype=result["dtype"],
-        step_p50=float(np.percentile(whole, 50)),
-        step_p90=float(np.percentile(whole, 90)),
+        step_p50=p50,
+        step_p90=p90,
         rows_per_second=sum(e["rows"] for e in counted) / sum(e["seconds"] for e in counted),
         phases={
-            name: statistics.fmean(event["phase_seconds"].get(name, 0.0) for event in counted)
+            name: statistics.fmean(span.get(name, 0.0) for span in spans)
             for name in PHASES
-            if any(name in event.get("phase_seconds", {}) for event in counted)
+            if any(name in span for span in spans)
         },
         epoch_seconds=statistics.median(seconds[warmup:]),
         epochs=seconds,
@@ -183,11 +176,10 @@ def select_tasks(records: list[Record], datasets: Sequence[str] | None) -> list[
     def plain(name: str) -> str:
         return re.sub(r"[^a-z0-9]", "", name.lower())
 
-    there = sorted({record.task for record in records})
+    there = {plain(record.task): record.task for record in records}
     for name in datasets or ():
-        if plain(name) not in map(plain, there):
-            raise ConfigError(
-                f"--datasets {name}: no run of that task. Choices: {', '.join(there) or 'none'}."
-            )
-    wanted = set(map(plain, there if datasets is None else datasets))
+        if plain(name) not in there:
+            choices = ", ".join(sorted({record.task for record in records})) or "none"
+            raise ConfigError(f"--datasets {name}: no run of that task. Choices: {choices}.")
+    wanted = set(there if datasets is None else map(plain, datasets))
     return [record for record in records if plain(record.task) in wanted]

@@ -60,9 +60,9 @@ def make_cells(group: Group, point: Point) -> dict[str, Any]:
         "hook": first.wrapper.get("hook", "none"),
         "runs": len(point.records),
         "epoch_seconds": point.number("epoch_seconds"),
-        "step_seconds_p50": point.number("step_p50"),
+        "step_seconds_p50": point.step,
         "step_seconds_p90": point.number("step_p90"),
-        "rows_per_second": point.number("rows_per_second"),
+        "rows_per_second": point.speed,
         "speedup": point.speedup,
         "efficiency_percent": point.efficiency,
         "how": point.how,
@@ -82,26 +82,21 @@ def make_cells(group: Group, point: Point) -> dict[str, Any]:
 def escape(text: str) -> str:
     r"""Return text as LaTeX prints it: "87 % of a_b" -> "87 \% of a\_b"."""
     special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    return "".join(special.get(c, f"\\{c}" if c in "%_&#${}" else c) for c in text)
+    return text.translate(str.maketrans({c: f"\\{c}" for c in "%_&#${}"} | special))
 
 
 def write_tex(groups: Iterable[Group], path: Path) -> None:
     """Write summary_table.tex: a small document; its tabular may be copied into another one."""
-
-    def shown(value: float | None, text: str) -> str:
-        return "--" if value is None else text.format(value)
-
+    formats = ("{:.2f}", "{:.0f}", "{:.2f}x", "{:.1f} %", "{:.1f} %")
     lines = TEX_HEAD.splitlines()
     for group in groups:
         for point in group.points:
-            texts = [
-                *(group.task, group.model, point.mode, str(point.ranks), str(point.batch_rows)),
-                shown(point.number("epoch_seconds"), "{:.2f}"),
-                shown(point.number("rows_per_second"), "{:.0f}"),
-                shown(point.speedup, "{:.2f}x"),
-                shown(point.efficiency, "{:.1f} %"),
-                shown(point.number("test"), "{:.1f} %"),
-            ]
+            texts = [group.task, group.model, point.mode, str(point.ranks), str(point.batch_rows)]
+            numbers = (point.number("epoch_seconds"), point.speed, point.speedup)
+            for number, form in zip(
+                (*numbers, point.efficiency, point.number("test")), formats, strict=True
+            ):
+                texts.append("--" if number is None else form.format(number))
             lines.append(" & ".join(map(escape, texts)) + r" \\")
         lines.append(r"\hline")
     lines += [r"\end{tabular}", r"\end{document}", ""]
@@ -130,10 +125,9 @@ def describe_groups(groups: Iterable[Group], incomplete: Sequence[tuple[str, str
 
 def _describe_point(point: Point) -> list[str]:
     head = f"{point.named}, {point.batch_rows} rows a step"
-    head += (f", {point.mode} scaling" if point.mode in ("strong", "weak") else "") + point.hook
-    epoch, p50 = point.number("epoch_seconds"), 1000 * point.number("step_p50")
-    step = f"  step {p50:.2f} ms p50, {1000 * point.number('step_p90'):.2f} ms p90;"
-    step += f" {point.number('rows_per_second'):.0f} rows/s"
+    head += (f", {point.mode} scaling" if point.base is not None else "") + point.hook
+    epoch, p50, p90 = point.number("epoch_seconds"), 1000 * point.step, point.number("step_p90")
+    step = f"  step {p50:.2f} ms p50, {1000 * p90:.2f} ms p90; {point.speed:.0f} rows/s"
     lines = [head, step + (f"; epoch {epoch:.2f} s" if epoch is not None else "")]
     if point.foreseen is not None:
         error = point.error or 0
@@ -146,9 +140,7 @@ def _describe_point(point: Point) -> list[str]:
         lines.append("  phases " + ", ".join(phases))
     if point.mode == "unpaired":
         lines.append("  no run of one rank with this batch, or with that of a rank")
-    if point.base is not None:
-        lines += _describe_speedup(point)
-    return lines
+    return lines + (_describe_speedup(point) if point.base is not None else [])
 
 
 def _describe_speedup(point: Point) -> list[str]:

@@ -133,7 +133,7 @@ def test_the_largest_model_fits_and_a_larger_one_does_not():
         for model in models.values():
             fits = (
                 capacity.total_bytes(algorithm, model, WORK, 1, rows)
-                <= capacity.HEADROOM * here.memory
+                <= capacity.FITTED * here.memory
             )
             assert fits == (model.parameters <= most), model.name
         assert shared > 4 * most

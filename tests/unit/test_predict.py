@@ -17,7 +17,7 @@ from ddp_bench.predict import Share, sum_share
 from ddp_bench.report import figures
 from ddp_bench.report.diagnosis import group_records
 from ddp_bench.report.records import Record, read_table
-from ddp_bench.simulate import Simulator, find_peak
+from ddp_bench.simulate import ARITHMETIC, LAUNCH, Absent, Simulator, find_peak
 from launch import compose, train
 from tests.support import SMALL_SCALING
 
@@ -73,20 +73,20 @@ def test_what_of_the_gradients_is_exposed():
 
 def test_a_simulated_device_is_bound_by_launches_or_by_work():
     small, large = torch.zeros(4, 4), torch.zeros(256, 256)
-    with Simulator(flops=1e15, bandwidth=1e15) as fast:
+    with Simulator(Absent(1e15, 1e15)) as fast:
         for _ in range(10):
             small @ small
-    assert fast.host == pytest.approx(10 * links.LAUNCH)
+    assert fast.host == pytest.approx(10 * LAUNCH)
     assert fast.device == pytest.approx(fast.host, rel=1e-3)
-    with Simulator(flops=1e9, bandwidth=1e15) as slow:
+    with Simulator(Absent(1e9, 1e15)) as slow:
         for _ in range(10):
             large @ large
         (large @ large)[0, 0].item()  # waits for the device
     assert slow.device == slow.host == pytest.approx(11 * 2 * 256**3 / 1e9, rel=1e-3)
-    with Simulator(flops=1e15, bandwidth=1e9) as narrow:
+    with Simulator(Absent(1e15, 1e9)) as narrow:
         large + large
-    assert narrow.device == pytest.approx(links.LAUNCH + 3 * 4 * 256**2 / 1e9)
-    with Simulator(flops=1e15, bandwidth=1e9) as views:
+    assert narrow.device == pytest.approx(LAUNCH + 3 * 4 * 256**2 / 1e9)
+    with Simulator(Absent(1e15, 1e9)) as views:
         large.view(-1).view(256, 256).t()
     assert views.host == 0
 
@@ -143,7 +143,8 @@ def test_smaller_buckets_are_advised_where_they_hide_the_sending():
 @pytest.mark.run
 def test_peaks_of_presets():
     def found(*settings: str) -> tuple[str, float]:
-        return find_peak(compose(["algo=predict", "algo.ranks=[2]", *settings]))
+        name, absent = find_peak(compose(["algo=predict", "algo.ranks=[2]", *settings]))
+        return name, absent.flops / ARITHMETIC
 
     assert found("hardware=a100_40g") == ("float32", 19.5e12)
     assert found("hardware=a100_40g", "opt=[amp]") == ("bfloat16", 312e12)
