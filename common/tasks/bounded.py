@@ -91,7 +91,8 @@ def count_ended() -> int:
 
 
 @atexit.register
-def _end_all() -> None:
+def end_all() -> None:
+    """End the processes; the next calls start others."""
     for worker in _workers.values():
         worker._end()
 
@@ -113,7 +114,9 @@ def serve() -> None:
         signal.setitimer(signal.ITIMER_REAL, WAIT_SECONDS)
         try:
             score = float(function(*arguments))
-        except (Exception, MemoryError):
+        except MemoryError:
+            return
+        except Exception:  # a score never raises, whatever a package makes of a text
             score = float("nan")
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -5,7 +5,6 @@ import json
 import random
 import shutil
 import sys
-import types
 
 import pytest
 
@@ -242,15 +241,8 @@ def test_tolerance(data):
     assert [loose.reward(example, text) for text in ("3.14", "3.2")] == [1, 0]
 
 
-def test_math_asks_math_verify_where_numbers_do_not_tell(data, monkeypatch):
-    asked = []
-    module = types.SimpleNamespace(
-        parse=lambda text, parsing_timeout: text,
-        verify=lambda gold, target, timeout_seconds: (
-            asked.append((gold, target)) or target == "$4$"
-        ),
-    )
-    monkeypatch.setitem(sys.modules, "math_verify", module)
+def test_math_asks_math_verify_where_numbers_do_not_tell(data, math_verify):
+    math_verify("target == '$4$'")
     (data / "m.jsonl").write_text(
         '{"question": "a", "answer": "\\\\sqrt{16}"}\n{"question": "b", "answer": "\\\\sqrt{16}"}\n'
     )
@@ -258,7 +250,7 @@ def test_math_asks_math_verify_where_numbers_do_not_tell(data, monkeypatch):
     example = task.examples("test")[0]
     texts = ["so\n4", "16", "we get \\boxed{4}", "\\sqrt{16}", "2^2"]
     assert task.rewards([example] * 5, texts) == [1, 0, 1, 1, 0]
-    assert asked == [("$\\sqrt{16}$", "$4$"), ("$\\sqrt{16}$", "$16$"), ("$\\sqrt{16}$", "$4$")]
+    assert math_verify.asked == [["$\\sqrt{16}$", text] for text in ("$4$", "$16$", "$4$")]
 
 
 # --- mistakes

@@ -4,7 +4,6 @@ import gzip
 import json
 import math
 import sys
-import types
 from fractions import Fraction
 from typing import Any
 
@@ -256,17 +255,8 @@ def test_math_verify_that_is_missing(tmp_path, monkeypatch):
     )
 
 
-def test_math_verify_is_asked_where_the_numbers_differ(tmp_path, monkeypatch):
-    asked = []
-
-    def verify(gold, target, timeout_seconds):
-        asked.append((gold, target))
-        if target == "$boom$":
-            raise RuntimeError
-        return target == "$\\sqrt{16}$"
-
-    module = types.SimpleNamespace(parse=lambda text, parsing_timeout: text, verify=verify)
-    monkeypatch.setitem(sys.modules, "math_verify", module)
+def test_math_verify_is_asked_where_the_numbers_differ(tmp_path, math_verify):
+    math_verify("target == '$\\\\sqrt{16}$' or target == '$boom$' and 1 / 0")
     task = make(path=folder(tmp_path), check="math_verify")
     four = example("4")
     completions = [
@@ -278,10 +268,10 @@ def test_math_verify_is_asked_where_the_numbers_differ(tmp_path, monkeypatch):
         "\\boxed{9!}",
     ]
     assert task.rewards([four] * 6, completions) == [1, 1, 0, 0, 0, 0]
-    assert asked == [
-        ("$4$", "$\\sqrt{16}$"),
-        ("$4$", "$5$"),
-        ("$4$", "$boom$"),
+    assert math_verify.asked == [
+        ["$4$", "$\\sqrt{16}$"],
+        ["$4$", "$5$"],
+        ["$4$", "$boom$"],
     ]  # numbers and powers never get there
 
 

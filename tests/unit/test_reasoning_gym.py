@@ -98,6 +98,21 @@ def test_text_of_a_model_is_not_run(tmp_path):
     assert not file.exists()
 
 
+@pytest.mark.parametrize(
+    ("dataset", "texts"),
+    [
+        ("complex_arithmetic", ["nan", "NaN", "nan+nanj", "inf", "1+infj"]),
+        ("rubiks_cube", ["R9999999"]),
+        ("rush_hour", ["A+99999999"]),
+        ("intermediate_integration", ["(x+y+z)**99"]),
+    ],
+)
+def test_no_text_scores_for_ever_or_as_no_number(dataset, texts):
+    task = make(dataset, weights={"score": 1.0, "answered": 0.0})
+    rows = task.examples("train")[:1]
+    assert task.rewards(rows * len(texts), texts) == [0.0] * len(texts)
+
+
 def test_tags_are_needed_in_a_conversation():
     task = make("spell_backward", chat=True)
     (row, *_) = task.examples("test")
