@@ -108,8 +108,11 @@ def serve() -> None:
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a package prints is no reply
     replies.write(b"ready\n")
-    while sys.stdin.buffer.peek(1):
-        arguments = pickle.load(sys.stdin.buffer)  # of the run itself
+    while True:
+        try:
+            arguments = pickle.load(sys.stdin.buffer)  # of the run itself
+        except EOFError:
+            return
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         signal.setitimer(signal.ITIMER_REAL, WAIT_SECONDS)
         try:
