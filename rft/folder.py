@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,22 @@ class RunFolder:
                 f"{self.root} already holds a run. Use resume=auto to go on with it, or another"
                 " hydra.run.dir."
             )
+        if cfg.stage != "evaluate":
+            self._check_samples()
+
+    def _check_samples(self) -> None:
+        """Refuse other settings than those of the samples that will be read, before anything is
+        written.
+        """
+        for path in sorted(self.root.glob("iteration-*/samples-*.jsonl")):
+            iteration = int(path.parent.name.removeprefix("iteration-"))
+            if self.cfg.select.buffer == "last" and self.finished(iteration):
+                continue
+            # A damaged line is named where the samples are read.
+            damaged = (json.JSONDecodeError, UnicodeDecodeError)
+            with path.open("rb") as file, suppress(*damaged):
+                saved = json.loads(file.readline())
+                check_same(path, saved, sampled_with(self.run, iteration))
 
 
 class Sizes:

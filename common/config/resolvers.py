@@ -18,7 +18,7 @@ def register() -> None:
     # Cached in the config, so that the jobs of a sweep put their folders below that of the process
     # that launched them.
     OmegaConf.register_new_resolver("clutch_started", started, replace=True, use_cache=True)
-    OmegaConf.register_new_resolver("clutch_rank0", rank0_only, replace=True)
+    OmegaConf.register_new_resolver("clutch_aside", aside, replace=True)
     OmegaConf.register_new_resolver("clutch_env", from_environment, replace=True)
     OmegaConf.register_new_resolver("clutch_recipe", from_recipe, replace=True)
     OmegaConf.register_new_resolver("clutch_groups", list_groups, replace=True)
@@ -39,9 +39,9 @@ _FORMAT = "%Y-%m-%d_%H-%M-%S-%f"
 _STARTED = datetime.now().strftime(_FORMAT)
 
 
-def rank0_only(text: str) -> str | None:
-    """Return `text` on rank 0, None elsewhere, so that one rank alone writes .hydra/."""
-    return text if int(os.environ.get("RANK", "0")) == 0 else None
+def aside(text: str) -> str | None:
+    """Return on rank 0 a name of this process's own, which begins with `text`; None elsewhere."""
+    return f"{text}-{os.getpid()}" if int(os.environ.get("RANK", "0")) == 0 else None
 
 
 def from_recipe(key: str, default: Any, *, _root_: DictConfig) -> Any:

@@ -36,6 +36,7 @@ from common.failures import show_any_text, take_early
 from common.files import FULL, CheckpointError
 from common.instance import load
 from common.lock import locked
+from common.record import open_log
 from common.screen import printing
 from common.signals import (
     EXIT_CONFIG,
@@ -433,9 +434,7 @@ def _logging(context: Context) -> None:
     log.setLevel(logging.INFO)
     log.propagate = False
     name = "run.log" if context.main else f"rank-{context.rank}.log"
-    written = logging.FileHandler(context.out_dir / name, encoding="utf-8")
-    written.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.addHandler(written)
+    log.addHandler(open_log(context.out_dir / name))
     if context.main:
         show_any_text()
         printed = _Printed(sys.stdout)

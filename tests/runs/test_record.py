@@ -1,0 +1,50 @@
+"""A command that is refused changes nothing in the folder of a run."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from tests.support import RFT_COMMAND, SMALL, SMALL_GRPO
+
+RUNS = {
+    "eggroll": [*SMALL, "algo.steps=2"],
+    "grpo": [*SMALL_GRPO, "algo.steps=2"],
+    "rft": RFT_COMMAND,
+}
+OTHERS = {"eggroll": "grpo", "grpo": "eggroll", "rft": "grpo"}
+
+
+def read(folder: Path) -> dict[str, str]:
+    """Return a hash of each file, but for the locks."""
+    files = (path for path in folder.rglob("*") if path.is_file() and "lock" not in path.name)
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
+
+
+@pytest.mark.parametrize(
+    "algo",
+    ["eggroll", *(pytest.param(algo, marks=pytest.mark.thorough) for algo in ("grpo", "rft"))],
+)
+def test_a_refused_command_leaves_a_run_as_it_is(launch, tmp_path, algo):
+    folder = tmp_path / "mine"
+    command, of_another = [*RUNS[algo], f"hydra.run.dir={folder}"], RUNS[OTHERS[algo]]
+    launch(*command)
+    before, log = read(folder), (folder / "run.log").read_text()
+    assert ".hydra/overrides.yaml" in before
+    refused = {
+        "again": command,
+        "with other settings": [*command, "resume=auto", "algo.sampling.max_new_tokens=5"],
+        "of another algorithm": [*of_another, f"hydra.run.dir={folder}", "resume=auto"],
+    }
+    if algo == "eggroll":
+        refused["a probe"] = [*command, "probe=true"]
+    for name, arguments in refused.items():
+        assert launch(*arguments, code=2).stderr.startswith("error: "), name
+        assert read(folder) == before, name
+    launch(*command, "resume=auto")
+    assert (folder / "run.log").read_text().startswith(log)
+    assert "resume=auto" in (folder / ".hydra" / "overrides.yaml").read_text()
+    assert not list(folder.glob(".hydra-*"))
