@@ -38,6 +38,7 @@ from common.report import story
 from common.sampling.engine import Engine, Requests, Setup
 from common.sampling.native import Sampler
 from common.sampling.remote.client import open_vllm
+from common.screen import visible
 from common.signals import EXIT_CONFIG, EXIT_INTERRUPTED
 from common.tasks import Messages, plain
 from common.threads import watch_load
@@ -186,7 +187,8 @@ def answer_all(given: argparse.Namespace) -> None:
         if shown is not None:
             filled = ", task.template filled in" if template_of(given.model, shown) else ""
             one = plain(shown[-1:]) if isinstance(shown, list) else shown
-            print(f"One of the run's{filled}: {one.strip()}")
+            shown_prompt = visible(one.strip(), kept="\n\t")
+            print(f"One of the run's{filled}: {shown_prompt}")
     before, after = template_of(given.model, shown) or ("", "")
     for number, typed in enumerate(prompts(given.prompt)):
         text = typed if given.plain else f"{before}{typed}{after}"
@@ -199,7 +201,10 @@ def answer_all(given: argparse.Namespace) -> None:
         completions = sampler.generate(
             Requests(prompts=[ids], seed=given.seed, draw=number), sampling
         )
-        print(completions.texts(tokenizer)[0].strip(), flush=True)
+        completion = completions.texts(tokenizer)[0].strip()
+        if sys.stdout.isatty():  # who reads a pipe gets what the model wrote
+            completion = visible(completion, kept="\n\t")
+        print(completion, flush=True)
 
 
 def main() -> int:

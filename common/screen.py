@@ -5,6 +5,7 @@ without a thread.
 import os
 import sys
 import time
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -14,6 +15,15 @@ from rich.live import Live
 from rich.text import Text
 
 PAUSE = 0.1  # seconds between two drawings
+
+
+def visible(text: str, kept: str = "") -> str:
+    """Return a text, such as a model's, with control characters shown and not obeyed, but for those
+    in `kept`: a terminal's title, colour and cursor are not the model's to set.
+    """
+    escaped = (c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    shown = (c.isprintable() or c in kept or unicodedata.category(c) == "Zs" for c in text)
+    return "".join(c if s else e for c, s, e in zip(text, shown, escaped, strict=True))
 
 
 class Line(Protocol):
@@ -45,7 +55,7 @@ class Screen:
         self._stop()
         self.lines.remove(line)
         if keep:
-            self.console.print(Text(line.text()), no_wrap=True, crop=True)
+            self.console.print(Text(visible(line.text())), no_wrap=True, crop=True)
         if self.lines:
             self.draw(now=True)
         else:
@@ -84,7 +94,7 @@ class Screen:
 
     def _render(self) -> Group:
         texts = [*(line.text() for line in self.lines), *([self.notice] if self.notice else [])]
-        return Group(*(Text(text, no_wrap=True, overflow="crop") for text in texts))
+        return Group(*(Text(visible(text), no_wrap=True, overflow="crop") for text in texts))
 
 
 _screen: Screen | None = None

@@ -37,7 +37,7 @@ from common.files import FULL, CheckpointError
 from common.instance import load
 from common.lock import locked
 from common.record import open_log
-from common.screen import printing
+from common.screen import printing, visible
 from common.signals import (
     EXIT_CONFIG,
     EXIT_CRASH,
@@ -468,5 +468,5 @@ class _Plain(logging.Formatter):
     """The message alone; warnings say so."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
+        text = visible(super().format(record), kept="\n\t")
         return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"

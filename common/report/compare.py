@@ -31,6 +31,7 @@ from common.report.events import EVALUATIONS, events, markdown_table
 from common.report.forgetting import find_others
 from common.report.plots import COLOURS, STYLE
 from common.report.summary import side_by_side
+from common.screen import visible
 
 # What a run is measured against, as in result.json, and the title of its axis.
 COSTS = {
@@ -353,9 +354,9 @@ def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> 
             sentence,
             side_by_side(others),
         ]
-        print("\n\n".join(filter(None, parts)) + "\n")
+        print(visible("\n\n".join(filter(None, parts)) + "\n", kept="\n"))
     for failure in failures:
-        print(failure)
+        print(visible(str(failure)))
     if not runs:
         print(f"nothing to compare: no run in {out} has a result.json")
         return

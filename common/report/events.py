@@ -8,6 +8,7 @@ from typing import Any
 
 from common.config import flat
 from common.files import write_text
+from common.screen import visible
 
 Numbers = dict[str, Any]  # an event of metrics.jsonl
 # in the run folder: every held-out measure, the one before and the one after too
@@ -43,13 +44,17 @@ def markdown_table(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return ""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    return "\n".join("| " + " | ".join(_cell(value) for value in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(markdown_cell(value) for value in line) + " |" for line in lines
+    )
 
 
-def _cell(value: Any) -> str:
-    text = str(value).strip().replace("\\", "\\\\").replace("|", "\\|")
+def markdown_cell(value: Any) -> str:
+    """Return a value on one line of Markdown, in which it is text and nothing else."""
+    text = visible(str(value).strip().replace("\r\n", "\n"), kept="\n")
+    text = text.replace("\\", "\\\\").replace("|", "\\|")
     text = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)  # what Markdown takes for HTML
-    return text.replace("\r", "").replace("\n", "<br>")
+    return text.replace("\n", "<br>")
 
 
 def cut_events(path: Path, steps: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from common.config import ConfigError
 from common.files import write_text
 from common.report import web
-from common.report.events import EVALUATIONS, markdown_table
+from common.report.events import EVALUATIONS, markdown_cell, markdown_table
 from common.report.story import load, read_rows
 from common.tasks import plain
 
@@ -130,7 +130,9 @@ def _confusion(path: Path) -> str:
 
 
 def _warnings(found: list[str]) -> str:
-    return "## Warnings\n\n" + "\n".join(f"- {text}" for text in found) if found else ""
+    return (
+        "## Warnings\n\n" + "\n".join(f"- {markdown_cell(text)}" for text in found) if found else ""
+    )
 
 
 def _files(folder: Path) -> str:

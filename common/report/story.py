@@ -1,6 +1,7 @@
 """Read a run folder: what its files say, as the data that the pages of a run are made of."""
 
 import json
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,8 @@ from common.files import first_line
 from common.report.events import numbers
 from common.statistics import show_interval, show_p
 
+# A line of a log, and not of what the text of a line goes on with.
+WARNED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING (.*)")
 WHEN = ("before", "after")
 # Groups of conf/ with a file for each choice, that has its defaults.
 GROUPS = ("algo", "task", "model", "engine", "hardware", "tracker")
@@ -220,8 +223,8 @@ def read_rows(path: Path, count: int) -> list[dict[str, Any]]:
 def find_warnings(path: Path) -> list[str]:
     """Return the warnings of a log, each once."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    warnings = (line.split(" WARNING ", 1)[1] for line in lines if " WARNING " in line)
-    return list(dict.fromkeys(warnings))
+    warnings = (WARNED.match(line) for line in lines)
+    return list(dict.fromkeys(match[1] for match in warnings if match))
 
 
 def _duration(seconds: float) -> str:

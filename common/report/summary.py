@@ -28,6 +28,7 @@ from common.report import advice, frames, page, story
 from common.report.events import events
 from common.report.story import WHEN
 from common.report.tracker import Tracker
+from common.screen import visible
 from common.tasks import Example, Task, plain, task_name
 
 log = logging.getLogger("clutch")
@@ -190,7 +191,7 @@ def side_by_side(rows: list[dict[str, str]]) -> str:
         return ""
     columns = list(rows[0])
     space = max(40, shutil.get_terminal_size((110, 24)).columns) - 2 * (len(columns) - 1)
-    cells = [columns, *([_visible(row[c]) for c in columns] for row in rows)]
+    cells = [columns, *([visible(row[c]) for c in columns] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     while sum(widths) > space:
         widths[widths.index(max(widths))] -= 1
@@ -204,12 +205,6 @@ def side_by_side(rows: list[dict[str, str]]) -> str:
         if line is columns:
             lines.append("  ".join("-" * width for width in widths))
     return "\n".join(lines)
-
-
-def _visible(text: str) -> str:
-    """Return a completion on one line: control characters shown, not obeyed."""
-    escaped = (c.encode("unicode_escape", "surrogatepass").decode() for c in text)
-    return "".join(c if c.isprintable() else e for c, e in zip(text, escaped, strict=True))
 
 
 def make_result(

@@ -1,0 +1,44 @@
+"""What a model or a data file writes is text in a report and on a terminal, and nothing else."""
+
+import logging
+import re
+
+import pytest
+
+from common.distributed.workers import _Plain
+from common.report.events import markdown_cell
+from common.report.story import find_warnings
+from common.screen import visible
+
+TITLE = "\x1b]0;owned\x07"
+
+
+@pytest.mark.parametrize(
+    "text", ["<\rscript>", "<script>", "<\x00script>", "</\rtd>", "<\x0bimg src=x>", "<!--"]
+)
+def test_no_cell_of_a_report_is_html(text):
+    cell = markdown_cell(f"a {text} b")
+    assert not re.search(r"<[A-Za-z/!?]", cell)
+    assert all(character.isprintable() for character in cell)
+
+
+def test_lines_of_a_cell_stay_one_line():
+    assert markdown_cell("a\r\nb|c\nd\te") == "a<br>b\\|c<br>d\\\\te"
+
+
+def test_warnings_are_lines_of_the_log_alone(tmp_path):
+    log = tmp_path / "run.log"
+    log.write_text(
+        "2026-11-24 05:00:00,123 WARNING a real one\n"
+        "a row of data WARNING that looks like one\n"
+        "2026-11-24 05:00:00,124 INFO a prompt WARNING of data\n"
+        "2026-11-24 05:00:00,125 WARNING a real one\n"
+    )
+    assert find_warnings(log) == ["a real one"]
+
+
+def test_a_terminal_obeys_no_text():
+    assert visible(f"a{TITLE}b\tc\n") == "a\\x1b]0;owned\\x07b\\tc\\n"
+    assert visible("ä €\u00a0\U0001f600\n", kept="\n") == "ä €\u00a0\U0001f600\n"
+    record = logging.LogRecord("clutch", logging.WARNING, "", 0, f"row {TITLE}\nnext", (), None)
+    assert _Plain().format(record) == "warning: row \\x1b]0;owned\\x07\nnext"
