@@ -168,6 +168,7 @@ def check_folder(arguments: Sequence[str]) -> None:
         _try_to_make(folder / "0", f"a run folder in {folder.resolve()}", f"Give {used}.")
     for argument in arguments:
         key, _, value = argument.lstrip("+").partition("=")
+        _check_below(key, value.strip("'\""))
         if key not in ("hydra.run.dir", "hydra.sweep.dir"):
             continue
         if key != used:
@@ -175,6 +176,26 @@ def check_folder(arguments: Sequence[str]) -> None:
             raise ConfigError(f"{key}={value} has no effect {when} -m. Use {used}.")
         if fixed := value.strip("'\"").partition("${")[0]:
             _try_to_make(Path(fixed), f"{key}={value}", "Choose another folder.")
+
+
+def _check_below(key: str, value: str) -> None:
+    """Raise ConfigError for a folder that is none, that is not below the run's or the sweep's, or
+    that jobs would share.
+    """
+    if key in ("hydra.run.dir", "hydra.sweep.dir") and not value:
+        raise ConfigError(f"{key}= is empty. Name a folder, such as {key}=outputs/mine.")
+    if key == "hydra.output_subdir" and value != "null":
+        raise ConfigError(
+            f"{key}={value} has no effect: a run's record is in .hydra. Leave it out."
+        )
+    if key == "hydra.sweep.subdir":
+        if Path(value).is_absolute() or ".." in Path(value).parts:
+            raise ConfigError(f"{key}={value} is not below hydra.sweep.dir. Give a folder in it.")
+        if "${" not in value:
+            raise ConfigError(
+                f"{key}={value} gives all jobs one folder. Put what tells them apart into it, such"
+                f" as '{key}=${{hydra:job.num}}'."
+            )
 
 
 def _try_to_make(folder: Path, name: str, advice: str) -> None:

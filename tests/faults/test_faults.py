@@ -225,6 +225,11 @@ def test_mistakes_leave_no_folder_behind(launch, tmp_path):
             "hydra.run.dir=mine has no effect with -m. Use hydra.sweep.dir."
         ),
         "hydra.sweep.dir=mine": "hydra.sweep.dir=mine has no effect without -m. Use hydra.run.dir.",
+        "hydra.run.dir=": "hydra.run.dir= is empty. Name a folder",
+        "hydra.output_subdir=../x": "hydra.output_subdir=../x has no effect",
+        "-m seed=1,2 hydra.sweep.subdir=../../x": "is not below hydra.sweep.dir",
+        "-m seed=1,2 hydra.sweep.subdir=/tmp/x": "is not below hydra.sweep.dir",
+        "-m seed=1,2 hydra.sweep.subdir=same": "gives all jobs one folder. Put what tells them",
     }.items():
         done = launch(*arguments.split(), code=2)
         assert words in done.stderr
