@@ -28,8 +28,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
-from common.config import HardwareConfig, SamplingConfig, above, at_least, build, choice
-from common.config.checks import share, shipped
+from common.config import (
+    Count,
+    HardwareConfig,
+    Positive,
+    SamplingConfig,
+    Share,
+    build,
+    check,
+    choice,
+)
+from common.config.checks import shipped
 from common.exits import ending_tool
 from common.files import write_text
 from common.model.memory import Batch, StateMemory, activation_bytes, head_size, logits_bytes
@@ -112,10 +121,10 @@ class Work:
         for item in fields(self):
             key, value = f"--{item.name.replace('_', '-')}", getattr(self, item.name)
             if isinstance(value, int):
-                at_least(key, value, 1)
+                check(Count, value, key)
             elif isinstance(value, float):
-                above(key, value, 0)
-        share("--accepted", self.accepted)
+                check(Positive, value, key)
+        check(Share, self.accepted, "--accepted")
         choice("--scaling", self.scaling, ("strong", "weak"))
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from annotated_types import Ge
+
 from common.config import (
     AlgorithmConfig,
     ConfigError,
@@ -16,13 +18,14 @@ from common.config import (
     ScheduleConfig,
     Share,
     Tuned,
-    at_least,
-    choice,
+    Whole,
+    check,
     no_effect,
+    one_of,
     unused,
 )
 
-Policy = Annotated[str, (choice, ("lowrank", "full", "frozen"))]
+Policy = Annotated[str, one_of("lowrank", "full", "frozen")]
 LOOK_EVERY = 10  # steps, one of which is looked at closely for the log
 FITNESS = ("zscore", "prompt_zscore", "component_zscore", "centered")
 FITNESS += ("centered_rank", "pair_sign")
@@ -98,18 +101,18 @@ class EggrollConfig(AlgorithmConfig):
     )
 
     name: str
-    method: Annotated[str, (choice, ("eggroll", "randopt"))]
+    method: Annotated[str, one_of("eggroll", "randopt")]
     steps: Count | None
-    members: Annotated[int, (at_least, 2)]
+    members: Annotated[Whole, Ge(2)]
     prompts_per_step: Count
     samples_per_prompt: Count
-    rollout_rows: int | None
+    rollout_rows: Whole | None
     rank: Count
     sigma: Tuned
     lr: Tuned
     mirrored: bool
     noise_reuse: Count
-    fitness: Annotated[str, (choice, FITNESS)]
+    fitness: Annotated[str, one_of(*FITNESS)]
     sample_quantile: Share | None
     noise: NoiseConfig
     optimizer: OptimizerConfig
@@ -123,7 +126,7 @@ class EggrollConfig(AlgorithmConfig):
 
     def __post_init__(self) -> None:
         if self.rollout_rows is not None:
-            at_least("algo.rollout_rows", self.rollout_rows, self.pair)
+            check(Annotated[int, Ge(self.pair)], self.rollout_rows, "algo.rollout_rows")
         if self.mirrored and self.members % 2:
             raise ConfigError(
                 f"algo.members={self.members} is odd, and algo.mirrored=true needs pairs. "

@@ -4,12 +4,15 @@ import operator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from annotated_types import Ge, Gt, Lt
+
 from common.config import (
     AlgorithmConfig,
     ConfigError,
     Count,
     Natural,
     Nonnegative,
+    Number,
     OptimizerConfig,
     Positive,
     Rule,
@@ -17,10 +20,9 @@ from common.config import (
     SamplingConfig,
     ScheduleConfig,
     Tuned,
-    above,
-    at_least,
-    below,
-    choice,
+    Whole,
+    check,
+    one_of,
     unused,
 )
 
@@ -34,8 +36,8 @@ class KlConfig:
     """The pull towards the reference model."""
 
     beta: Nonnegative
-    estimator: Annotated[str, (choice, ("k1", "k2", "k3"))]
-    where: Annotated[str, (choice, ("loss", "reward"))]
+    estimator: Annotated[str, one_of("k1", "k2", "k3")]
+    where: Annotated[str, one_of("loss", "reward")]
     clamp: Positive
 
     def __post_init__(self) -> None:
@@ -127,20 +129,20 @@ class GrpoConfig(AlgorithmConfig):
     name: str
     steps: Count | None
     prompts_per_step: Count
-    samples_per_prompt: Annotated[int, (at_least, 2)]
+    samples_per_prompt: Annotated[Whole, Ge(2)]
     num_iterations: Count
     rollout_rows: Count | None
     train_rows: Count | None
-    loss: Annotated[str, (choice, LOSSES)]
-    advantage: Annotated[str, (choice, ADVANTAGES)]
-    epsilon_low: Annotated[Positive, (below, 1)]
+    loss: Annotated[str, one_of(*LOSSES)]
+    advantage: Annotated[str, one_of(*ADVANTAGES)]
+    epsilon_low: Annotated[Positive, Lt(1)]
     epsilon_high: Positive
-    dual_clip: Annotated[float, (above, 1)] | None
-    delta: float | None
+    dual_clip: Annotated[Number, Gt(1)] | None
+    delta: Number | None
     cispo_max: Positive
     kl: KlConfig
-    correction: Annotated[str, (choice, CORRECTIONS)]
-    entropy_bonus: float
+    correction: Annotated[str, one_of(*CORRECTIONS)]
+    entropy_bonus: Number
     resample_rounds: Natural
     mask_truncated: bool
     overlong_buffer: Natural
@@ -154,7 +156,7 @@ class GrpoConfig(AlgorithmConfig):
 
     def __post_init__(self) -> None:
         if self.delta is not None:
-            above("algo.delta", self.delta, 1 + self.epsilon_high)
+            check(Annotated[float, Gt(1 + self.epsilon_high)], self.delta, "algo.delta")
         if self.loss == "cispo" and (self.dual_clip is not None or self.delta is not None):
             raise ConfigError(
                 "algo.dual_clip and algo.delta have no effect with algo.loss=cispo. Use null."

@@ -5,16 +5,23 @@ module imports no torch.
 import math
 import os
 import textwrap
+from dataclasses import fields, is_dataclass
 from datetime import datetime
 from typing import Any
 
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from common.config.checks import CONF, ConfigError
+from common.config.schema import Run
 
 
 def register() -> None:
-    """Tell OmegaConf; safe to call again."""
+    """Tell OmegaConf and Hydra; safe to call again."""
+    # `build` knows which settings there are; the settings of a task and an engine are their files'.
+    groups = [item.name for item in fields(Run) if item.name == "algo" or is_dataclass(item.type)]
+    node = {name: DictConfig({}, flags={"struct": False}) for name in groups}
+    ConfigStore.instance().store("open_groups", node)
     # Cached in the config, so that the jobs of a sweep put their folders below that of the process
     # that launched them.
     OmegaConf.register_new_resolver("clutch_started", started, replace=True, use_cache=True)

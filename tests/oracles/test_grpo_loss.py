@@ -224,7 +224,7 @@ def test_overlong_penalty():
 @pytest.mark.parametrize(
     ("override", "text"),
     [
-        ("algo.loss=drgrpo", "algo.loss='drgrpo' is not a choice. Did you mean 'dr_grpo'?"),
+        ("algo.loss=drgrpo", "algo.loss=drgrpo is not a choice. Did you mean 'dr_grpo'?"),
         ("algo.sampling.temperature=0", "makes all samples of a prompt equal"),
         (
             "algo.samples_per_prompt=1",
@@ -262,7 +262,7 @@ def test_overlong_penalty():
             "algo.epsilon_high=0.28 algo.loss=cispo algo.num_iterations=2",
             "has no effect with algo.loss=cispo, whose bound is",
         ),
-        ("algo.stop_at.entropy_below=0", "algo.stop_at.entropy_below=0.0 is out of range"),
+        ("algo.stop_at.entropy_below=0", "algo.stop_at.entropy_below=0 is out of range"),
         ("algo.overlong_buffer=80", "must be below algo.sampling.max_new_tokens=80"),
     ],
 )
