@@ -93,9 +93,6 @@ class ClassifyConfig(AlgorithmConfig):
         "budget": "it generates nothing, and algo.epochs ends it",
         "plan": "algo=predict says what a classifier takes",
     }
-    NO_EFFECT_WITH_TASK: ClassVar[dict[str, dict[str, str]]] = {
-        "ddp_bench.tasks.Trajectories": {"algo.tokenizer": "task=trajectories, which has no texts"}
-    }
 
     name: str
     epochs: Count
@@ -121,6 +118,11 @@ class ClassifyConfig(AlgorithmConfig):
                 f"algo.patience={self.patience} has no effect with algo.validation_share=0. Set a"
                 " share, for example 0.1, or algo.patience=null."
             )
+
+    def find_idle(self, task: str = "") -> dict[str, str]:
+        """Return algo.tokenizer for a task without texts."""
+        reason = "task=trajectories, which has no texts"
+        return {"algo.tokenizer": reason} if task == "ddp_bench.tasks.Trajectories" else {}
 
     def check_run(self, run: Run) -> None:
         """Raise ConfigError for a switch that has no effect with these settings."""

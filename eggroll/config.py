@@ -80,9 +80,6 @@ class EggrollConfig(AlgorithmConfig):
     RESUME_MAY_CHANGE: ClassVar = ("steps", "rollout_rows")
     WHOLE_NUMBERS: ClassVar = ("int8",)
     PROBES: ClassVar = True
-    NO_EFFECT_WITH_METHOD: ClassVar = {
-        "randopt": {"algo.lr": "algo.method=randopt, which moves no weights"}
-    }
     RULES: ClassVar = (
         Rule(
             (
@@ -97,6 +94,11 @@ class EggrollConfig(AlgorithmConfig):
             ("max_drift",),
             only=lambda algo: algo.method != "randopt" or algo.max_drift is None,
             why=NO_WEIGHTS,
+        ),
+        Rule(
+            ("sample_quantile",),
+            only=lambda algo: algo.samples_per_prompt > 1,
+            why="with algo.samples_per_prompt=1. Take more samples, or leave it out.",
         ),
     )
 
@@ -147,11 +149,6 @@ class EggrollConfig(AlgorithmConfig):
                 f"algo.max_update={self.max_update:g} goes with plain SGD, whose step is lr times"
                 " the gradient. Leave out algo.optimizer, or algo.max_update."
             )
-        if self.sample_quantile is not None and self.samples_per_prompt == 1:
-            raise ConfigError(
-                f"algo.sample_quantile={self.sample_quantile:g} has no effect with"
-                " algo.samples_per_prompt=1. Take more samples, or leave it out."
-            )
         if self.samples_per_prompt > 1 and self.sampling.temperature == 0:
             raise ConfigError(
                 f"algo.samples_per_prompt={self.samples_per_prompt} has no effect at"
@@ -188,6 +185,11 @@ class EggrollConfig(AlgorithmConfig):
                 "with algo=eggroll in float32, whose forward uses the masters (add opt=amp)",
             ),
         )
+
+    def find_idle(self, task: str = "") -> dict[str, str]:
+        """Return algo.lr where no weights are moved."""
+        reason = "algo.method=randopt, which moves no weights"
+        return {"algo.lr": reason} if self.method == "randopt" else {}
 
     @property
     def plain_sgd(self) -> bool:

@@ -1,6 +1,5 @@
 """Names, types and checks of conf/algo/grpo.yaml."""
 
-import operator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -97,7 +96,7 @@ class GrpoConfig(AlgorithmConfig):
     # Of several that hold, the first is the one that is more to the point.
     RULES: ClassVar = (
         Rule(
-            ("epsilon_low", "epsilon_high"),
+            ("epsilon_low", "epsilon_high", "dual_clip", "delta"),
             only=lambda algo: algo.loss != "cispo",
             why="with algo.loss=cispo, whose bound is algo.cispo_max. Leave it out.",
         ),
@@ -111,7 +110,16 @@ class GrpoConfig(AlgorithmConfig):
             only=lambda algo: algo.kl.beta,
             why="with algo.kl.beta=0. Set algo.kl.beta, for example 0.001, or leave it out.",
         ),
-        Rule(("epsilon_low", "epsilon_high"), only=lambda algo: algo.num_iterations > 1, why=EXACT),
+        Rule(
+            ("stop_at.kl",),
+            only=lambda algo: algo.kl.beta and algo.kl.where == "loss",
+            why="without algo.kl.beta above 0 and algo.kl.where=loss. Set them, or leave it out.",
+        ),
+        Rule(
+            ("epsilon_low", "epsilon_high", "dual_clip", "delta", "stop_at.approx_kl"),
+            only=lambda algo: algo.num_iterations > 1,
+            why=EXACT,
+        ),
         Rule(
             ("cispo_max",),
             only=lambda algo: algo.num_iterations > 1 or algo.cispo_max < 1,
@@ -157,22 +165,6 @@ class GrpoConfig(AlgorithmConfig):
     def __post_init__(self) -> None:
         if self.delta is not None:
             check(Annotated[float, Gt(1 + self.epsilon_high)], self.delta, "algo.delta")
-        if self.loss == "cispo" and (self.dual_clip is not None or self.delta is not None):
-            raise ConfigError(
-                "algo.dual_clip and algo.delta have no effect with algo.loss=cispo. Use null."
-            )
-        if self.stop_at.kl is not None and not (self.kl.beta and self.kl.where == "loss"):
-            raise ConfigError(
-                f"algo.stop_at.kl={self.stop_at.kl:g} has no effect without algo.kl.beta above 0"
-                " and algo.kl.where=loss. Set algo.kl.beta, for example 0.001, or leave it out."
-            )
-        if self.num_iterations == 1:
-            for key in ("dual_clip", "delta", "stop_at.approx_kl"):
-                if (value := operator.attrgetter(key)(self)) is not None:
-                    raise ConfigError(
-                        f"algo.{key}={value:g} has no effect with algo.num_iterations=1: the ratio"
-                        " to the policy that sampled is 1. Set it to null, or raise num_iterations."
-                    )
         super().__post_init__()
         if self.sampling.temperature == 0:
             raise ConfigError(

@@ -60,7 +60,7 @@ def holds(*names: str) -> Check:
 
 def _choose(choices: Sequence[Any], value: Any) -> None:
     if value not in choices:
-        names = [str(one).lower() if isinstance(one, bool) else one for one in choices]
+        names = [show(one) for one in choices]
         near = difflib.get_close_matches(str(value), names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"is not a choice.{hint} Choices: {', '.join(names)}.")
@@ -99,7 +99,14 @@ def choice(key: str, value: Any, choices: Sequence[Any]) -> None:
     try:
         _choose(choices, value)
     except ValueError as error:
-        raise ConfigError(f"{key}={value} {error}") from None
+        raise ConfigError(f"{key}={show(value)} {error}") from None
+
+
+def show(value: Any) -> str:
+    """Return a value as the command line has it."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
 def flat(values: dict[str, Any], prefix: str = "", separator: str = ".") -> dict[str, Any]:
@@ -135,4 +142,4 @@ def no_effect(file: str, key: str, value: Any, why: str) -> None:
     default = functools.reduce(dict.__getitem__, key.split("."), shipped(file))
     if value != default:
         algo = "algo." if file.startswith("algo/") else ""
-        raise ConfigError(f"{algo}{key.removeprefix('algo.')}={value} has no effect {why}")
+        raise ConfigError(f"{algo}{key.removeprefix('algo.')}={show(value)} has no effect {why}")

@@ -161,15 +161,8 @@ def check_run(
     check_kind(target, wanted, f"algo={run.algo.name}", "task")
     for name, node in run.evaluate.also.items():
         check_kind(node["_target_"], REWARD_TASKS[0], f"evaluate.also={name}", "evaluate.also")
-    idle = run.algo.NO_EFFECT_WITH_TASK.get(target, {})
-    idle = idle | find_idle(run.algo)
-    for text, reason in _find_given(idle, overrides):
+    for text, reason in _find_given(run.algo.find_idle(target), overrides):
         raise ConfigError(f"{text} has no effect with {reason}. Leave it out.")
-
-
-def find_idle(algo: Any) -> dict[str, str]:
-    """Return the settings that mean nothing to the method of an algorithm, each with the reason."""
-    return algo.NO_EFFECT_WITH_METHOD.get(getattr(algo, "method", None), {})
 
 
 def _find_given(reasons: Mapping[str, str], overrides: Sequence[str]) -> Iterator[tuple[str, str]]:

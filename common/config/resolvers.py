@@ -53,12 +53,20 @@ def rank0_only(text: str) -> str | None:
 
 def from_recipe(key: str, default: Any, *, _root_: DictConfig) -> Any:
     """Return a value that was tuned on the run's model, such as ALGORITHM.lr; `default` for a model
-    without a recipe. That of model=tiny may be the task's, because it is pre-trained for the task.
+    without a recipe.
     """
-    tiny = OmegaConf.select(_root_, "model.path") is None
-    recipes = ["task.tiny", "model.recipe"] if tiny else ["model.recipe"]
-    tuned = (OmegaConf.select(_root_, f"{recipe}.{key}") for recipe in recipes)
-    return next((value for value in tuned if value is not None), default)
+    algorithm, _, name = key.partition(".")
+    return find_recipe(_root_, algorithm).get(name, default)
+
+
+def find_recipe(settings: Any, algorithm: str) -> dict[str, Any]:
+    """Return what was tuned on the model of a run (Run, or what Hydra composed), by setting. That
+    of model=tiny may be the task's, because it is pre-trained for the task.
+    """
+    recipes = [getattr(settings.model, "recipe", None)]
+    if settings.model.path is None:
+        recipes.append(settings.task.get("tiny"))
+    return {k: v for recipe in recipes for k, v in ((recipe or {}).get(algorithm) or {}).items()}
 
 
 def list_groups() -> str:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from types import GenericAlias
 from typing import Any, TypeVar, get_args
 
-from common.config.checks import ConfigError
+from common.config.checks import ConfigError, show
 
 T = TypeVar("T")
 
@@ -100,21 +100,13 @@ def unknown_key(given: str, names: Sequence[str]) -> str:
     return f"{given} is not a setting.{hint} Settings here: {', '.join(names)}."
 
 
-def show(value: Any) -> str:
-    """Return a value as the command line has it."""
-    return {None: "null", True: "true", False: "false"}[value] if _is_word(value) else str(value)
-
-
-def _is_word(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
-
-
 @lru_cache(maxsize=128)
 def _adapter(kind: Any) -> Any:
     from pydantic import ConfigDict, TypeAdapter
 
     rules = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
-    return TypeAdapter(GenericAlias(dict, (str, kind)), config=rules)
+    keyed: Any = GenericAlias(dict, (str, kind))
+    return TypeAdapter(keyed, config=rules)
 
 
 def _rank(error: Any) -> int:

@@ -174,7 +174,7 @@ MISTAKES = {
         "scoring.kind=threads or processes, or leave it out."
     ),
     "scoring.timeout_seconds=5": (
-        "scoring.timeout_seconds=5.0 has no effect with scoring.kind=serial: this process scores."
+        "scoring.timeout_seconds=5 has no effect with scoring.kind=serial: this process scores."
         " Add scoring.kind=threads or processes, or leave it out."
     ),
     "experiment=null": "experiment=null is the default. Leave it out.",
