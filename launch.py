@@ -117,7 +117,7 @@ def main() -> None:
             return submit(arguments)
         if not {"--cfg", "-c", "--help", "-h", "--info", "-i"} & set(arguments):
             command.check_folder(arguments)
-            command.check_sweep(arguments, compose)
+        command.check_values(arguments, compose)
         if command.asks_for_plan(arguments):  # which leaves the files of a run in its folder alone
             sys.argv.append("hydra.output_subdir=null")
         with command.removing_empty_folders(arguments), reserved(arguments):

@@ -88,12 +88,13 @@ def _values(arguments: Sequence[str], *keys: str) -> list[str]:
     return [value for key, _, value in plain if key in keys][::-1]
 
 
-def check_sweep(arguments: Sequence[str], compose: Callable[..., Any]) -> None:
-    """Raise ConfigError for a value in a sweep that no job can have, before the first job starts.
-    Settings that do not go together end the jobs that have them.
+def check_values(arguments: Sequence[str], compose: Callable[..., Any]) -> None:
+    """Raise ConfigError for a value that no run can have, before a sweep starts its first job, and
+    before Hydra shows what it composed. Settings that do not go together end the jobs that have
+    them.
     """
     elsewhere = {"-cp", "-cn", "--config-path", "--config-name"} & set(arguments)
-    if elsewhere or not {"-m", "--multirun"} & set(arguments):
+    if elsewhere or not {"-m", "--multirun", "-c", "--cfg"} & set(arguments):
         return
     settings = [a for a in arguments if "=" in a and not a.startswith(("-", "hydra"))]
     swept = OverridesParser.create().parse_overrides(settings)

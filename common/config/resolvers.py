@@ -16,12 +16,21 @@ from common.config.checks import CONF, ConfigError
 from common.config.schema import Run
 
 
+class _Shared(dict[str, Any]):
+    """The contents of Hydra's store, which Hydra copies a hundred times for --help."""
+
+    def __deepcopy__(self, _: Any) -> "_Shared":
+        return self
+
+
 def register() -> None:
     """Tell OmegaConf and Hydra; safe to call again."""
     # `build` knows which settings there are; the settings of a task and an engine are their files'.
     groups = [item.name for item in fields(Run) if item.name == "algo" or is_dataclass(item.type)]
     node = {name: DictConfig({}, flags={"struct": False}) for name in groups}
-    ConfigStore.instance().store("open_groups", node)
+    store = ConfigStore.instance()
+    store.repo = _Shared(store.repo)
+    store.store("open_groups", node)
     # Cached in the config, so that the jobs of a sweep put their folders below that of the process
     # that launched them.
     OmegaConf.register_new_resolver("clutch_started", started, replace=True, use_cache=True)
