@@ -18,7 +18,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from common.config import ConfigError, Run, choice, command, resolvers, store, typed
+from common.config import ConfigError, Run, choice, command, resolvers, typed
 from common.config.algorithm import AlgorithmConfig
 from common.config.also import resolve_also
 from common.config.checks import CONF
@@ -42,19 +42,11 @@ ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
 }
 
 
-def register() -> None:
-    """Tell Hydra the schemas and resolvers; safe to call again."""
-    store.keep("run_schema", Run)
-    for name, schema in ALGORITHMS.items():
-        store.keep(name, schema, "schema/algo")
-    resolvers.register()
-
-
 def to_run(config: DictConfig, overrides: list[str], config_dir: str | None = None) -> Run:
     """Return the typed run. Raises: ConfigError, for overrides without effect too."""
     name = config.algo.get("name") if OmegaConf.is_config(config.algo) else config.algo
     choice("algo", name, tuple(ALGORITHMS))
-    command.check_effect(name, ALGORITHMS[name], overrides)
+    command.check_effect(config, ALGORITHMS[name], overrides)
     resolve_also(config, config_dir)
     run = typed(config, ALGORITHMS[name])
     command.check_run(run, ALGORITHMS, overrides)
@@ -68,16 +60,16 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Run:
     --config-dir.
     Raises: ConfigError with the same text that the command line prints.
     """
-    register()
+    resolvers.register()
     search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
     try:
-        overrides = open_dicts(overrides, ALGORITHMS)
+        overrides = open_dicts(overrides)
         check_groups(overrides)
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             config = hydra.compose("config", overrides=[*search, *overrides])
             return to_run(config, overrides, config_dir)
     except HYDRA_ERRORS as error:
-        raise ConfigError(explain(error, overrides, ALGORITHMS, config_dir)) from None
+        raise ConfigError(explain(error, overrides, config_dir)) from None
 
 
 def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
@@ -114,10 +106,10 @@ def _main(config: DictConfig) -> None:
 
 def main() -> None:
     """Run the command line. Exit codes: 0 done, 2 a mistake, others in common/signals.py."""
-    register()
+    resolvers.register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, to be worded for users
-    arguments = sys.argv[1:] = open_dicts(command.resolve_config_path(sys.argv[1:]), ALGORITHMS)
-    with ending_command(arguments, ALGORITHMS):
+    arguments = sys.argv[1:] = open_dicts(command.resolve_config_path(sys.argv[1:]))
+    with ending_command(arguments):
         slurm.adopt()
         command.check_secrets(arguments)
         check_groups(arguments)
@@ -125,6 +117,7 @@ def main() -> None:
             return submit(arguments)
         if not {"--cfg", "-c", "--help", "-h", "--info", "-i"} & set(arguments):
             command.check_folder(arguments)
+        command.check_values(arguments, compose)
         if command.asks_for_plan(arguments):  # which leaves the files of a run in its folder alone
             sys.argv.append("hydra.output_subdir=null")
         with command.removing_empty_folders(arguments), reserved(arguments):

@@ -5,7 +5,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from common.signals import (
 
 
 @contextmanager
-def ending_command(arguments: Sequence[str], algorithms: Mapping[str, type]) -> Iterator[None]:
+def ending_command(arguments: Sequence[str]) -> Iterator[None]:
     """Turn what the block raises into a text for the user and an exit code.
 
     A sweep goes on after a job that fails, and exits with the code of the first that did.
@@ -40,7 +40,7 @@ def ending_command(arguments: Sequence[str], algorithms: Mapping[str, type]) -> 
     except (ConfigError, RunStopped) as error:
         sys.exit(_print_end(error))
     except HYDRA_ERRORS as error:
-        text = explain(error, arguments, algorithms, find_config_dir(arguments))
+        text = explain(error, arguments, find_config_dir(arguments))
         sys.exit(_print_end(ConfigError(text)))
     except Exception as error:
         if not type(error).__module__.startswith("submitit."):

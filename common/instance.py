@@ -6,10 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import field, make_dataclass
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from common.config import ConfigError, build
+from common.config.validate import is_readable
 
 
 def load(path: str) -> Any:
@@ -56,10 +54,8 @@ def convert(
     """Convert settings by the rules of every other setting. Raises: ConfigError."""
     schema = []
     for parameter in parameters:
-        kind = Any if parameter.annotation is inspect.Parameter.empty else parameter.annotation
-        try:
-            OmegaConf.structured(make_dataclass("Settings", [(parameter.name, kind)]))
-        except OmegaConfBaseException:
+        kind = parameter.annotation
+        if kind is inspect.Parameter.empty or not is_readable(kind):
             kind = Any  # a type that YAML knows nothing of
         if parameter.default is inspect.Parameter.empty:
             schema.append((parameter.name, kind))

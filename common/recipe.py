@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.config import AUTO, ConfigError, Run
+from common.config.resolvers import find_recipe
 from common.lm import LM
 from common.optim import ADAMS
 
@@ -69,8 +70,6 @@ def describe_source(run: Run) -> str:
     name, algo = run.algo.name, run.algo
     if algo.lr == AUTO:
         return "auto"
-    recipe = run.model.recipe.get(name, {})
-    if run.model.path is None:
-        recipe = recipe | (run.task.get("tiny") or {}).get(name, {})
+    recipe = find_recipe(run, name)
     tuned = all(getattr(algo, key, value) == value for key, value in recipe.items())
     return f"the recipe of model={run.model.name}" if recipe and tuned else "as set"

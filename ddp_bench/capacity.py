@@ -27,7 +27,16 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
-from common.config import HardwareConfig, SamplingConfig, above, at_least, build, choice, share
+from common.config import (
+    Count,
+    HardwareConfig,
+    Positive,
+    SamplingConfig,
+    Share,
+    build,
+    check,
+    choice,
+)
 from common.config.checks import shipped
 from common.exits import ending_tool
 from common.files import write_text
@@ -108,11 +117,13 @@ class Work:
     )
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not isinstance(value, str):
-                check, least = (at_least, 1) if isinstance(value, int) else (above, 0)
-                check(f"--{name.replace('_', '-')}", value, least)
-        share("--accepted", self.accepted)
+        for item in fields(self):
+            key, value = f"--{item.name.replace('_', '-')}", getattr(self, item.name)
+            if isinstance(value, int):
+                check(Count, value, key)
+            elif isinstance(value, float):
+                check(Positive, value, key)
+        check(Share, self.accepted, "--accepted")
         choice("--scaling", self.scaling, ("strong", "weak"))
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from annotated_types import Ge, Lt
+
 from common.config import (
     AlgorithmConfig,
     ConfigError,
@@ -13,13 +15,12 @@ from common.config import (
     Positive,
     Run,
     ScheduleConfig,
-    at_least,
-    below,
-    choice,
+    Whole,
+    one_of,
     unused,
 )
 
-Part = Annotated[Nonnegative, (below, 1)]  # a share, but not all
+Part = Annotated[Nonnegative, Lt(1)]  # a share, but not all
 
 
 @dataclass(kw_only=True)
@@ -44,8 +45,8 @@ class EncoderConfig:
 class TokenizerConfig:
     """The tokenizer that is trained on the training rows."""
 
-    kind: Annotated[str, (choice, ("bpe", "wordpiece"))]
-    vocabulary: Annotated[int, (at_least, 300)]
+    kind: Annotated[str, one_of("bpe", "wordpiece")]
+    vocabulary: Annotated[Whole, Ge(300)]
     lowercase: bool
 
 
@@ -65,7 +66,7 @@ class WrapperConfig:
     static_graph: bool
     gradient_as_bucket_view: bool
     bucket_cap_mb: Positive
-    hook: Annotated[str, (choice, ("none", "fp16", "bf16"))]
+    hook: Annotated[str, one_of("none", "fp16", "bf16")]
 
 
 # What belongs to training, and means nothing where steps are measured or predicted.
@@ -91,9 +92,6 @@ class ClassifyConfig(AlgorithmConfig):
         "evaluate": "it evaluates after each epoch",
         "budget": "it generates nothing, and algo.epochs ends it",
         "plan": "algo=predict says what a classifier takes",
-    }
-    NO_EFFECT_WITH_TASK: ClassVar[dict[str, dict[str, str]]] = {
-        "ddp_bench.tasks.Trajectories": {"algo.tokenizer": "task=trajectories, which has no texts"}
     }
 
     name: str
@@ -121,6 +119,11 @@ class ClassifyConfig(AlgorithmConfig):
                 " share, for example 0.1, or algo.patience=null."
             )
 
+    def find_idle(self, task: str = "") -> dict[str, str]:
+        """Return algo.tokenizer for a task without texts."""
+        reason = "task=trajectories, which has no texts"
+        return {"algo.tokenizer": reason} if task == "ddp_bench.tasks.Trajectories" else {}
+
     def check_run(self, run: Run) -> None:
         """Raise ConfigError for a switch that has no effect with these settings."""
         why = f"with algo={run.algo.name}: there is no reference model"
@@ -138,8 +141,8 @@ class ScalingConfig(ClassifyConfig):
         | {"budget": "algo.steps ends it", "plan": "it is a plan, or a measurement, itself"}
     )
 
-    ranks: list[int]
-    mode: Annotated[str, (choice, ("strong", "weak", "both"))]
+    ranks: list[Whole]
+    mode: Annotated[str, one_of("strong", "weak", "both")]
     steps: Count
     warmup_steps: Natural
     repeats: Count

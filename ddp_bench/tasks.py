@@ -9,11 +9,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
+from annotated_types import Ge
 
-from common.config import ConfigError, at_least, choice
+from common.config import ConfigError, Nonnegative, one_of
 from common.instance import instantiate
 from common.tasks.data import read_csv, read_dataset, read_jsonl
 
@@ -88,6 +89,9 @@ class Splits:
         return self._splits[split]
 
 
+Rows = Annotated[int, Ge(10)]
+
+
 class Topics(Splits):
     """Short texts made of templates, several words of the topic and some of another one.
 
@@ -97,9 +101,7 @@ class Topics(Splits):
 
     name = "topics"
 
-    def __init__(self, *, rows: int, test_rows: int) -> None:
-        at_least("task.rows", rows, 10)
-        at_least("task.test_rows", test_rows, 10)
+    def __init__(self, *, rows: Rows, test_rows: Rows) -> None:
         self.classes = list(TOPICS)
         draw, seen, rows_drawn = random.Random("topics"), set(), []
         while len(rows_drawn) < rows + test_rows:
@@ -134,11 +136,9 @@ class Trajectories(Splits):
 
     name = "trajectories"
 
-    def __init__(self, *, rows: int, test_rows: int, longest: int, noise: float) -> None:
-        at_least("task.rows", rows, 10)
-        at_least("task.test_rows", test_rows, 10)
-        at_least("task.longest", longest, 4)
-        at_least("task.noise", noise, 0)
+    def __init__(
+        self, *, rows: Rows, test_rows: Rows, longest: Annotated[int, Ge(4)], noise: Nonnegative
+    ) -> None:
         self.classes = ["left", "right", "to the goal", "straight"]
         paths = self._draw_paths(np.random.default_rng(0), rows + test_rows, longest, noise)
         self._splits = {"train": paths[:rows], "test": paths[rows:]}
@@ -196,14 +196,13 @@ class TextFiles(Splits):
         name: str,
         text_field: str,
         label_field: str,
-        on_bad_row: str,
+        on_bad_row: Annotated[str, one_of("error", "skip")],
         classes: list[str] | None,
         first_label: int,
         path: str | None,
         train: str | None,
         test: str | None,
     ) -> None:
-        choice("task.on_bad_row", on_bad_row, ("error", "skip"))
         self.name, self.path, self.skip = name, path, on_bad_row == "skip"
         self.text_fields = [field.strip() for field in text_field.split(",")]
         self.label_field = label_field

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from annotated_types import Ge
+
 from common.config import (
     AlgorithmConfig,
     ConfigError,
@@ -16,13 +18,14 @@ from common.config import (
     ScheduleConfig,
     Share,
     Tuned,
-    at_least,
-    choice,
+    Whole,
+    check,
     no_effect,
+    one_of,
     unused,
 )
 
-Policy = Annotated[str, (choice, ("lowrank", "full", "frozen"))]
+Policy = Annotated[str, one_of("lowrank", "full", "frozen")]
 LOOK_EVERY = 10  # steps, one of which is looked at closely for the log
 FITNESS = ("zscore", "prompt_zscore", "component_zscore", "centered")
 FITNESS += ("centered_rank", "pair_sign")
@@ -77,9 +80,6 @@ class EggrollConfig(AlgorithmConfig):
     RESUME_MAY_CHANGE: ClassVar = ("steps", "rollout_rows")
     WHOLE_NUMBERS: ClassVar = ("int8",)
     PROBES: ClassVar = True
-    NO_EFFECT_WITH_METHOD: ClassVar = {
-        "randopt": {"algo.lr": "algo.method=randopt, which moves no weights"}
-    }
     RULES: ClassVar = (
         Rule(
             (
@@ -95,21 +95,26 @@ class EggrollConfig(AlgorithmConfig):
             only=lambda algo: algo.method != "randopt" or algo.max_drift is None,
             why=NO_WEIGHTS,
         ),
+        Rule(
+            ("sample_quantile",),
+            only=lambda algo: algo.samples_per_prompt > 1,
+            why="with algo.samples_per_prompt=1. Take more samples, or leave it out.",
+        ),
     )
 
     name: str
-    method: Annotated[str, (choice, ("eggroll", "randopt"))]
+    method: Annotated[str, one_of("eggroll", "randopt")]
     steps: Count | None
-    members: Annotated[int, (at_least, 2)]
+    members: Annotated[Whole, Ge(2)]
     prompts_per_step: Count
     samples_per_prompt: Count
-    rollout_rows: int | None
+    rollout_rows: Whole | None
     rank: Count
     sigma: Tuned
     lr: Tuned
     mirrored: bool
     noise_reuse: Count
-    fitness: Annotated[str, (choice, FITNESS)]
+    fitness: Annotated[str, one_of(*FITNESS)]
     sample_quantile: Share | None
     noise: NoiseConfig
     optimizer: OptimizerConfig
@@ -123,7 +128,7 @@ class EggrollConfig(AlgorithmConfig):
 
     def __post_init__(self) -> None:
         if self.rollout_rows is not None:
-            at_least("algo.rollout_rows", self.rollout_rows, self.pair)
+            check(Annotated[int, Ge(self.pair)], self.rollout_rows, "algo.rollout_rows")
         if self.mirrored and self.members % 2:
             raise ConfigError(
                 f"algo.members={self.members} is odd, and algo.mirrored=true needs pairs. "
@@ -143,11 +148,6 @@ class EggrollConfig(AlgorithmConfig):
             raise ConfigError(
                 f"algo.max_update={self.max_update:g} goes with plain SGD, whose step is lr times"
                 " the gradient. Leave out algo.optimizer, or algo.max_update."
-            )
-        if self.sample_quantile is not None and self.samples_per_prompt == 1:
-            raise ConfigError(
-                f"algo.sample_quantile={self.sample_quantile:g} has no effect with"
-                " algo.samples_per_prompt=1. Take more samples, or leave it out."
             )
         if self.samples_per_prompt > 1 and self.sampling.temperature == 0:
             raise ConfigError(
@@ -185,6 +185,11 @@ class EggrollConfig(AlgorithmConfig):
                 "with algo=eggroll in float32, whose forward uses the masters (add opt=amp)",
             ),
         )
+
+    def find_idle(self, task: str = "") -> dict[str, str]:
+        """Return algo.lr where no weights are moved."""
+        reason = "algo.method=randopt, which moves no weights"
+        return {"algo.lr": reason} if self.method == "randopt" else {}
 
     @property
     def plain_sgd(self) -> bool:

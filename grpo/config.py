@@ -1,8 +1,9 @@
 """Names, types and checks of conf/algo/grpo.yaml."""
 
-import operator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
+
+from annotated_types import Ge, Gt, Lt
 
 from common.config import (
     AlgorithmConfig,
@@ -10,6 +11,7 @@ from common.config import (
     Count,
     Natural,
     Nonnegative,
+    Number,
     OptimizerConfig,
     Positive,
     Rule,
@@ -17,10 +19,9 @@ from common.config import (
     SamplingConfig,
     ScheduleConfig,
     Tuned,
-    above,
-    at_least,
-    below,
-    choice,
+    Whole,
+    check,
+    one_of,
     unused,
 )
 
@@ -34,8 +35,8 @@ class KlConfig:
     """The pull towards the reference model."""
 
     beta: Nonnegative
-    estimator: Annotated[str, (choice, ("k1", "k2", "k3"))]
-    where: Annotated[str, (choice, ("loss", "reward"))]
+    estimator: Annotated[str, one_of("k1", "k2", "k3")]
+    where: Annotated[str, one_of("loss", "reward")]
     clamp: Positive
 
     def __post_init__(self) -> None:
@@ -95,7 +96,7 @@ class GrpoConfig(AlgorithmConfig):
     # Of several that hold, the first is the one that is more to the point.
     RULES: ClassVar = (
         Rule(
-            ("epsilon_low", "epsilon_high"),
+            ("epsilon_low", "epsilon_high", "dual_clip", "delta"),
             only=lambda algo: algo.loss != "cispo",
             why="with algo.loss=cispo, whose bound is algo.cispo_max. Leave it out.",
         ),
@@ -109,7 +110,16 @@ class GrpoConfig(AlgorithmConfig):
             only=lambda algo: algo.kl.beta,
             why="with algo.kl.beta=0. Set algo.kl.beta, for example 0.001, or leave it out.",
         ),
-        Rule(("epsilon_low", "epsilon_high"), only=lambda algo: algo.num_iterations > 1, why=EXACT),
+        Rule(
+            ("stop_at.kl",),
+            only=lambda algo: algo.kl.beta and algo.kl.where == "loss",
+            why="without algo.kl.beta above 0 and algo.kl.where=loss. Set them, or leave it out.",
+        ),
+        Rule(
+            ("epsilon_low", "epsilon_high", "dual_clip", "delta", "stop_at.approx_kl"),
+            only=lambda algo: algo.num_iterations > 1,
+            why=EXACT,
+        ),
         Rule(
             ("cispo_max",),
             only=lambda algo: algo.num_iterations > 1 or algo.cispo_max < 1,
@@ -127,20 +137,20 @@ class GrpoConfig(AlgorithmConfig):
     name: str
     steps: Count | None
     prompts_per_step: Count
-    samples_per_prompt: Annotated[int, (at_least, 2)]
+    samples_per_prompt: Annotated[Whole, Ge(2)]
     num_iterations: Count
     rollout_rows: Count | None
     train_rows: Count | None
-    loss: Annotated[str, (choice, LOSSES)]
-    advantage: Annotated[str, (choice, ADVANTAGES)]
-    epsilon_low: Annotated[Positive, (below, 1)]
+    loss: Annotated[str, one_of(*LOSSES)]
+    advantage: Annotated[str, one_of(*ADVANTAGES)]
+    epsilon_low: Annotated[Positive, Lt(1)]
     epsilon_high: Positive
-    dual_clip: Annotated[float, (above, 1)] | None
-    delta: float | None
+    dual_clip: Annotated[Number, Gt(1)] | None
+    delta: Number | None
     cispo_max: Positive
     kl: KlConfig
-    correction: Annotated[str, (choice, CORRECTIONS)]
-    entropy_bonus: float
+    correction: Annotated[str, one_of(*CORRECTIONS)]
+    entropy_bonus: Number
     resample_rounds: Natural
     mask_truncated: bool
     overlong_buffer: Natural
@@ -154,23 +164,7 @@ class GrpoConfig(AlgorithmConfig):
 
     def __post_init__(self) -> None:
         if self.delta is not None:
-            above("algo.delta", self.delta, 1 + self.epsilon_high)
-        if self.loss == "cispo" and (self.dual_clip is not None or self.delta is not None):
-            raise ConfigError(
-                "algo.dual_clip and algo.delta have no effect with algo.loss=cispo. Use null."
-            )
-        if self.stop_at.kl is not None and not (self.kl.beta and self.kl.where == "loss"):
-            raise ConfigError(
-                f"algo.stop_at.kl={self.stop_at.kl:g} has no effect without algo.kl.beta above 0"
-                " and algo.kl.where=loss. Set algo.kl.beta, for example 0.001, or leave it out."
-            )
-        if self.num_iterations == 1:
-            for key in ("dual_clip", "delta", "stop_at.approx_kl"):
-                if (value := operator.attrgetter(key)(self)) is not None:
-                    raise ConfigError(
-                        f"algo.{key}={value:g} has no effect with algo.num_iterations=1: the ratio"
-                        " to the policy that sampled is 1. Set it to null, or raise num_iterations."
-                    )
+            check(Annotated[float, Gt(1 + self.epsilon_high)], self.delta, "algo.delta")
         super().__post_init__()
         if self.sampling.temperature == 0:
             raise ConfigError(

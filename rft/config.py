@@ -5,6 +5,8 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from annotated_types import Le
+
 from common.config import (
     AlgorithmConfig,
     ConfigError,
@@ -18,8 +20,7 @@ from common.config import (
     ScheduleConfig,
     Share,
     Tuned,
-    choice,
-    share,
+    one_of,
     unused,
 )
 
@@ -37,11 +38,11 @@ ENVIRONMENT = {
 class SelectConfig:
     """The rule by which completions become training data."""
 
-    accept: Annotated[Positive, (share,)]
+    accept: Annotated[Positive, Le(1)]
     keep_per_prompt: Count
     min_distance: Share
     drop_all_right: bool
-    buffer: Annotated[str, (choice, ("all", "last"))]
+    buffer: Annotated[str, one_of("all", "last")]
 
     def accepts(self, reward: float, finished: bool) -> bool:
         """Whether a completion is right; one that was cut off never is. The slack is that of a
@@ -57,7 +58,7 @@ class RftConfig(AlgorithmConfig):
     RESUME_MAY_CHANGE: ClassVar = ("rollout_rows", "train_rows")
 
     name: str
-    stage: Annotated[str, (choice, ("all", *STAGES))]
+    stage: Annotated[str, one_of("all", *STAGES)]
     shard: str | None
     iterations: Count | None
     prompts: Count | None
@@ -70,7 +71,7 @@ class RftConfig(AlgorithmConfig):
     rollout_rows: Count | None
     sampling: SamplingConfig
     select: SelectConfig
-    start_from: Annotated[str, (choice, ("base", "last"))]
+    start_from: Annotated[str, one_of("base", "last")]
     epochs: Count
     batch_size: Count
     train_rows: Count | None

@@ -9,23 +9,20 @@ from common.config.checks import (
     Count,
     Natural,
     Nonnegative,
+    Number,
     Positive,
     Share,
     Tuned,
-    above,
-    at_least,
-    at_most,
-    below,
+    Whole,
     choice,
     flat,
     holds,
     no_effect,
-    share,
+    one_of,
     shipped,
     unused,
 )
-from common.config.convert import build, no_secrets, typed
-from common.config.explain import unknown_key, wrong_type
+from common.config.convert import no_secrets, typed
 from common.config.schema import (
     AdapterConfig,
     AmpConfig,
@@ -51,3 +48,4 @@ from common.config.schema import (
     TinyConfig,
     TrackerConfig,
 )
+from common.config.validate import build, check

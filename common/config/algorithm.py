@@ -38,10 +38,8 @@ class AlgorithmConfig:
     Attributes:
         PROGRESS: how the progress line writes the numbers of a step.
         RESUME_MAY_CHANGE: settings that a run that is resumed may change.
-        RULES: when settings have no effect; NO_EFFECT: settings outside algo that never have one,
-            with the reason; NO_EFFECT_WITH_TASK, NO_EFFECT_WITH_METHOD: settings that have none
-            with a task (its _target_) or a method (algo.method). All but RULES are of what stands
-            on the command line.
+        RULES: when settings have no effect.
+        NO_EFFECT: settings that never have one, if they stand on the command line, with the reason.
         TASKS: the kind of its tasks, and this project's package of them.
         BUILDS_TASK: functions that make one, in modules without torch.
         STARTS_RANKS: the function that runs it, where it starts ranks of its own.
@@ -53,8 +51,6 @@ class AlgorithmConfig:
     RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = ()
     RULES: ClassVar[tuple[Rule, ...]] = ()
     NO_EFFECT: ClassVar[dict[str, str]] = {}
-    NO_EFFECT_WITH_TASK: ClassVar[dict[str, dict[str, str]]] = {}
-    NO_EFFECT_WITH_METHOD: ClassVar[dict[str, dict[str, str]]] = {}
     TASKS: ClassVar[tuple[str, str]] = REWARD_TASKS
     BUILDS_TASK: ClassVar[tuple[str, ...]] = ()
     STARTS_RANKS: ClassVar[str | None] = None
@@ -64,6 +60,12 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         for rule in self.RULES:
             rule.check(self)
+
+    def find_idle(self, task: str = "") -> dict[str, str]:
+        """Return settings that mean nothing beside these, or with a task (its _target_), if they
+        stand on the command line; each with the reason.
+        """
+        return {}
 
     def check_run(self, run: Any) -> None:
         """Raise ConfigError for settings outside algo that do not go with these."""

@@ -1,19 +1,21 @@
 """Checks of single settings: each raises ConfigError with the key, the value and the next step.
 
-A field of a settings class declares them beside its type, as a check and its arguments:
+A field of a settings class declares them beside its type, and `build` runs them with the full key:
 
-    heads: Annotated[int, (at_least, 1)]  # or Count
-
-`build` and `typed` run them with the full key. null is not checked.
+    heads: Annotated[int, Ge(1)]  # or Count
+    kind: Annotated[str, one_of("linear", "cosine")]
 """
 
 import difflib
 import functools
 import math
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from annotated_types import Ge, Gt, Le
 from omegaconf import OmegaConf
 
 # The folder with the YAML files.
@@ -24,82 +26,87 @@ class ConfigError(ValueError):
     """A mistake of the user's: the text names the key, the value, the choices and the next step."""
 
 
-def choice(key: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Raise ConfigError unless `value` is one of `choices`; name the nearest one."""
-    if value not in choices:
-        choices = tuple(str(one).lower() if isinstance(one, bool) else one for one in choices)
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{key}={value!r} is not a choice.{hint} Choices: {', '.join(choices)}.")
-
-
-def at_least(key: str, value: float, minimum: float) -> None:
-    """Raise ConfigError unless `value` is finite and >= `minimum`."""
-    if not (value >= minimum and math.isfinite(value)):
-        raise ConfigError(f"{key}={value} is too small. Give a value of at least {minimum:g}.")
-
-
-def at_most(key: str, value: float, maximum: float) -> None:
-    """Raise ConfigError unless `value` is <= `maximum`."""
-    if not value <= maximum:
-        raise ConfigError(f"{key}={value} is too large. Give a value of at most {maximum:.12g}.")
-
-
-def above(key: str, value: float, bound: float) -> None:
-    """Raise ConfigError unless `value` is finite and > `bound`."""
-    if not (value > bound and math.isfinite(value)):
-        raise ConfigError(f"{key}={value} is out of range. Give a value above {bound:g}.")
-
-
-def below(key: str, value: float, bound: float) -> None:
-    """Raise ConfigError unless `value` is < `bound`."""
-    if not value < bound:
-        raise ConfigError(f"{key}={value} is out of range. Give a value below {bound:g}.")
-
-
-def share(key: str, value: float) -> None:
-    """Raise ConfigError unless `value` is a share, from 0 to 1."""
-    if not 0 <= value <= 1:
-        raise ConfigError(f"{key}={value} is out of range. Give a share from 0 to 1.")
-
-
 AUTO = "auto"  # of a number: the run finds it out
 
 
-def positive_or_auto(key: str, value: float | str) -> None:
-    """Raise ConfigError unless `value` is a number above 0, or auto."""
-    if isinstance(value, str) and value != AUTO:
-        raise ConfigError(f"{key}={value} is not a number. Give one above 0, or auto.")
-    if not isinstance(value, str):
-        above(key, float(value), 0)
+@dataclass(frozen=True)
+class Check:
+    """A check of our own in an annotation. pydantic calls it before it looks at the type.
+
+    refuse: raises ValueError with what follows KEY=VALUE.
+    """
+
+    refuse: Callable[[Any], None]
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_before_validator_function(self._pass, handler(kind))
+
+    def _pass(self, value: Any) -> Any:
+        self.refuse(value)
+        return value
 
 
-def holds(key: str, text: str, *names: str) -> None:
-    """Raise ConfigError unless each of `names` stands in `text`."""
+def one_of(*choices: Any) -> Check:
+    """Return the check that a value is one of `choices`."""
+    return Check(partial(_choose, choices))
+
+
+def holds(*names: str) -> Check:
+    """Return the check that each of `names` stands in a text."""
+    return Check(partial(_find, names))
+
+
+def _choose(choices: Sequence[Any], value: Any) -> None:
+    if value not in choices:
+        names = [show(one) for one in choices]
+        near = difflib.get_close_matches(str(value), names, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"is not a choice.{hint} Choices: {', '.join(names)}.")
+
+
+def _find(names: Sequence[str], text: Any) -> None:
     for name in names:
-        if name not in text:
-            raise ConfigError(f"{key}={text!r} does not hold {name}. Add it.")
+        if name not in str(text):
+            raise ValueError(f"does not hold {name}. Add it.")
 
 
-Count = Annotated[int, (at_least, 1)]
-Natural = Annotated[int, (at_least, 0)]
-Positive = Annotated[float, (above, 0)]
-Nonnegative = Annotated[float, (at_least, 0)]
-Share = Annotated[float, (share,)]
-Tuned = Annotated[int | float | str, (positive_or_auto,)]  # auto = what the run finds out
+def _is_number(value: Any) -> None:
+    if isinstance(value, bool):  # which Python takes for 0 or 1
+        raise ValueError("is not a number. Give one.")
 
 
-@functools.cache
-def declared(schema: type) -> dict[str, list[tuple[Any, ...]]]:
-    """Return the checks that a dataclass declares, by field."""
-    return {
-        item.name: [
-            check
-            for kind in (item.type, *getattr(item.type, "__args__", ()))
-            for check in getattr(kind, "__metadata__", ())
-        ]
-        for item in fields(schema)
-    }
+def _is_positive_or_auto(value: Any) -> None:
+    if isinstance(value, bool | str) and value != AUTO:
+        raise ValueError("is not a number. Give one above 0, or auto.")
+    if value != AUTO and value is not None and not 0 < value < math.inf:
+        raise ValueError("is out of range. Give a value above 0.")
+
+
+Whole = Annotated[int, Check(_is_number)]
+Number = Annotated[float, Check(_is_number)]
+Count = Annotated[Whole, Ge(1)]
+Natural = Annotated[Whole, Ge(0)]
+Positive = Annotated[Number, Gt(0)]
+Nonnegative = Annotated[Number, Ge(0)]
+Share = Annotated[Number, Ge(0), Le(1)]
+Tuned = Annotated[int | float | str, Check(_is_positive_or_auto)]  # auto = what the run finds out
+
+
+def choice(key: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raise ConfigError unless `value` is one of `choices`; name the nearest one."""
+    try:
+        _choose(choices, value)
+    except ValueError as error:
+        raise ConfigError(f"{key}={show(value)} {error}") from None
+
+
+def show(value: Any) -> str:
+    """Return a value as the command line has it."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
 def flat(values: dict[str, Any], prefix: str = "", separator: str = ".") -> dict[str, Any]:
@@ -135,4 +142,4 @@ def no_effect(file: str, key: str, value: Any, why: str) -> None:
     default = functools.reduce(dict.__getitem__, key.split("."), shipped(file))
     if value != default:
         algo = "algo." if file.startswith("algo/") else ""
-        raise ConfigError(f"{algo}{key.removeprefix('algo.')}={value} has no effect {why}")
+        raise ConfigError(f"{algo}{key.removeprefix('algo.')}={show(value)} has no effect {why}")

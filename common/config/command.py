@@ -4,17 +4,19 @@ keep the run folder clean after a mistake. No torch in here.
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from omegaconf import BooleanNode, OmegaConf, ValidationError
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
 
 from common.config.algorithm import REWARD_TASKS, AlgorithmConfig
 from common.config.checks import CONF, ConfigError
 from common.config.convert import no_secrets
 from common.config.schema import Run
+from common.config.validate import UnreadableError, build
 
 _PATHS = ("--config-path", "-cp")
 
@@ -75,10 +77,9 @@ def find_folder(arguments: Sequence[str], *keys: str) -> str | None:
 
 def asks_for_plan(arguments: Sequence[str]) -> bool:
     """Return whether the run is only to be planned, in any of the words for true."""
-    try:
-        return any(BooleanNode().validate_and_convert(v) for v in _values(arguments, "plan")[:1])
-    except ValidationError:  # the conversion says what is wrong with it
-        return False
+    with suppress(ConfigError):  # which is raised again
+        return any(build(bool, value, "plan") for value in _values(arguments, "plan")[:1])
+    return False
 
 
 def _values(arguments: Sequence[str], *keys: str) -> list[str]:
@@ -87,13 +88,48 @@ def _values(arguments: Sequence[str], *keys: str) -> list[str]:
     return [value for key, _, value in plain if key in keys][::-1]
 
 
+def check_values(arguments: Sequence[str], compose: Callable[..., Any]) -> None:
+    """Raise ConfigError for a value that no run can have, before a sweep starts its first job, and
+    before Hydra shows what it composed. Settings that do not go together end the jobs that have
+    them.
+    """
+    elsewhere = {"-cp", "-cn", "--config-path", "--config-name"} & set(arguments)
+    if elsewhere or not {"-m", "--multirun", "-c", "--cfg"} & set(arguments):
+        return
+    settings = [a for a in arguments if "=" in a and not a.startswith(("-", "hydra"))]
+    swept = OverridesParser.create().parse_overrides(settings)
+    values = [
+        [f"{one.get_key_element()}={value}" for value in one.sweep_string_iterator()]
+        if one.is_discrete_sweep()
+        else [str(one.input_line)]
+        for one in swept
+    ]
+    for number in range(max(map(len, values), default=0)):
+        job = [each[min(number, len(each) - 1)] for each in values]
+        try:
+            compose(job, find_config_dir(arguments))
+        except UnreadableError:
+            raise
+        except ConfigError:
+            continue
+
+
 # --- settings without effect
 
 
-def check_effect(name: str, algorithm: type[AlgorithmConfig], overrides: Sequence[str]) -> None:
-    """Raise ConfigError for an override that the algorithm declares to mean nothing to it."""
+def check_effect(
+    config: DictConfig, algorithm: type[AlgorithmConfig], overrides: Sequence[str]
+) -> None:
+    """Raise ConfigError for an override that means nothing to the algorithm or to the model."""
     for override, reason in _find_given(algorithm.NO_EFFECT, overrides):
-        raise ConfigError(f"{override} has no effect with algo={name}: {reason}. Leave it out.")
+        algo = config.algo.name
+        raise ConfigError(f"{override} has no effect with algo={algo}: {reason}. Leave it out.")
+    tiny = {"model.tiny": ""} if config.model.get("path") is not None else {}
+    for override, _ in _find_given(tiny, overrides):
+        raise ConfigError(
+            f"{override} has no effect with model={config.model.name}. Leave it out, or use"
+            " model=tiny."
+        )
 
 
 def check_run(
@@ -106,11 +142,6 @@ def check_run(
         raise ConfigError(
             f"{slurm} has no effect without slurm.script, the batch script to write. Add"
             " slurm.script=FILE."
-        )
-    below = next((text for text in plain if text.startswith("model.tiny.")), None)
-    if below and run.model.path is not None:
-        raise ConfigError(
-            f"{below} has no effect with model={run.model.name}. Leave it out, or use model=tiny."
         )
     target = run.task["_target_"]
     wanted, _ = run.algo.TASKS
@@ -131,15 +162,8 @@ def check_run(
     check_kind(target, wanted, f"algo={run.algo.name}", "task")
     for name, node in run.evaluate.also.items():
         check_kind(node["_target_"], REWARD_TASKS[0], f"evaluate.also={name}", "evaluate.also")
-    idle = run.algo.NO_EFFECT_WITH_TASK.get(target, {})
-    idle = idle | find_idle(run.algo)
-    for text, reason in _find_given(idle, overrides):
+    for text, reason in _find_given(run.algo.find_idle(target), overrides):
         raise ConfigError(f"{text} has no effect with {reason}. Leave it out.")
-
-
-def find_idle(algo: Any) -> dict[str, str]:
-    """Return the settings that mean nothing to the method of an algorithm, each with the reason."""
-    return algo.NO_EFFECT_WITH_METHOD.get(getattr(algo, "method", None), {})
 
 
 def _find_given(reasons: Mapping[str, str], overrides: Sequence[str]) -> Iterator[tuple[str, str]]:

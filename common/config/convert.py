@@ -4,21 +4,24 @@ OmegaConf.
 
 import os
 import re
-from dataclasses import MISSING, fields
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import (
+    InterpolationKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 
-from common.config.checks import ConfigError, declared
-from common.config.explain import first_line, nested_schema, unknown_key, wrong_type
-from common.config.schema import Run, T
+from common.config.checks import ConfigError
+from common.config.schema import Run
+from common.config.validate import build
 
 
 def typed(config: DictConfig, algo_schema: type) -> Run:
     """Convert a composed config into a `Run`, strictly.
 
-    Hydra has checked the types already. Args: algo_schema: dataclass of the chosen algorithm.
+    Args: algo_schema: dataclass of the chosen algorithm.
     Raises: ConfigError with the key, what was given, the nearest valid name and the full list.
     """
     try:
@@ -27,16 +30,22 @@ def typed(config: DictConfig, algo_schema: type) -> Run:
         key = error.full_key or str(error)
         raise ConfigError(f"{key} is not set. Give it on the command line: {key}=VALUE.") from None
     except OmegaConfBaseException as error:
-        raise ConfigError(first_line(error)) from None
+        where = f"{error.full_key}: " if isinstance(error, InterpolationKeyError) else ""
+        raise ConfigError(f"{where}{first_line(error)}") from None
     plain.pop("hydra", None)
     no_secrets(plain)
-    algo, task = plain.pop("algo"), plain.pop("task")
-    if not isinstance(task, dict) or not isinstance(task.get("_target_"), str):
+    if not isinstance(plain["task"], dict) or not isinstance(plain["task"].get("_target_"), str):
         raise ConfigError(
             "task has no _target_ that names a class. Choose one: task=translate, or see"
             " docs/tasks.md for your own."
         )
-    return _make(Run, plain | {"algo": _make(algo_schema, algo, "algo"), "task": task}, "")
+    return build(Run, plain | {"algo": build(algo_schema, plain["algo"], "algo")}, "")
+
+
+def first_line(error: Exception) -> str:
+    """Return the first sentence of an error of OmegaConf on one line."""
+    text = re.sub(r"\s+", " ", str(error).split("\n    ")[0]).strip()
+    return text.removeprefix("ConfigError raised while resolving interpolation: ")
 
 
 _SECRET = re.compile(
@@ -65,55 +74,3 @@ def no_secrets(settings: dict[str, Any], prefix: str = "") -> None:
                 " checkpoints and to W&B. Leave it out, and let the code that needs it read an"
                 " environment variable (os.environ)."
             )
-
-
-def build(schema: type[T], values: dict[str, Any], prefix: str) -> T:
-    """Make one dataclass from a plain dict. Raises: ConfigError with the full key, for an unknown
-    key, a wrong type or a value out of bounds.
-    """
-    node = OmegaConf.structured(schema)
-    for key, value in values.items():
-        _check_known(schema, key, prefix)
-        try:  # the rules are those of the command line
-            OmegaConf.update(node, key, value, merge=nested_schema(schema, key) is not None)
-        except OmegaConfBaseException as error:
-            text = wrong_type(f"{_join(prefix, key)}={value!r}", first_line(error))
-            raise ConfigError(text) from None
-    plain: Any = OmegaConf.to_container(node)
-    return _make(schema, {key: plain[key] for key in values}, prefix)
-
-
-def _make(schema: type[T], values: dict[str, Any], prefix: str) -> T:
-    """Make one dataclass from values of the right types."""
-    for item in fields(schema):  # type: ignore[arg-type]
-        if item.name not in values and item.default is item.default_factory is MISSING:
-            key = _join(prefix, item.name)
-            raise ConfigError(f"{key} is not set. Give it on the command line: {key}=VALUE.")
-    converted = {}
-    for name, value in values.items():
-        _check_known(schema, name, prefix)
-        key, inner = _join(prefix, name), nested_schema(schema, name)
-        converted[name] = _make(inner, value, key) if inner and isinstance(value, dict) else value
-        for check, *bounds in declared(schema)[name]:
-            for full_key, one in _single(key, value):
-                check(full_key, one, *bounds)
-    return schema(**converted)
-
-
-def _single(key: str, value: Any) -> list[tuple[str, Any]]:
-    """Return the values to check: those of a list or a dict, none for null."""
-    if isinstance(value, dict):
-        return [(f"{key}.{name}", one) for name, one in value.items()]
-    return [
-        (key, one) for one in (value if isinstance(value, list) else [value]) if one is not None
-    ]
-
-
-def _check_known(schema: type, key: str, prefix: str) -> None:
-    names = [item.name for item in fields(schema)]
-    if key not in names:
-        raise ConfigError(unknown_key(_join(prefix, key), names))
-
-
-def _join(prefix: str, key: str) -> str:
-    return f"{prefix}.{key}" if prefix else key

@@ -5,16 +5,32 @@ module imports no torch.
 import math
 import os
 import textwrap
+from dataclasses import fields, is_dataclass
 from datetime import datetime
 from typing import Any
 
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from common.config.checks import CONF, ConfigError
+from common.config.schema import Run
+
+
+class _Shared(dict[str, Any]):
+    """The contents of Hydra's store, which Hydra copies a hundred times for --help."""
+
+    def __deepcopy__(self, _: Any) -> "_Shared":
+        return self
 
 
 def register() -> None:
-    """Tell OmegaConf; safe to call again."""
+    """Tell OmegaConf and Hydra; safe to call again."""
+    # `build` knows which settings there are; the settings of a task and an engine are their files'.
+    groups = [item.name for item in fields(Run) if item.name == "algo" or is_dataclass(item.type)]
+    node = {name: DictConfig({}, flags={"struct": False}) for name in groups}
+    store = ConfigStore.instance()
+    store.repo = _Shared(store.repo)
+    store.store("open_groups", node)
     # Cached in the config, so that the jobs of a sweep put their folders below that of the process
     # that launched them.
     OmegaConf.register_new_resolver("clutch_started", started, replace=True, use_cache=True)
@@ -46,12 +62,20 @@ def aside(text: str) -> str | None:
 
 def from_recipe(key: str, default: Any, *, _root_: DictConfig) -> Any:
     """Return a value that was tuned on the run's model, such as ALGORITHM.lr; `default` for a model
-    without a recipe. That of model=tiny may be the task's, because it is pre-trained for the task.
+    without a recipe.
     """
-    tiny = OmegaConf.select(_root_, "model.path") is None
-    recipes = ["task.tiny", "model.recipe"] if tiny else ["model.recipe"]
-    tuned = (OmegaConf.select(_root_, f"{recipe}.{key}") for recipe in recipes)
-    return next((value for value in tuned if value is not None), default)
+    algorithm, _, name = key.partition(".")
+    return find_recipe(_root_, algorithm).get(name, default)
+
+
+def find_recipe(settings: Any, algorithm: str) -> dict[str, Any]:
+    """Return what was tuned on the model of a run (Run, or what Hydra composed), by setting. That
+    of model=tiny may be the task's, because it is pre-trained for the task.
+    """
+    recipes = [getattr(settings.model, "recipe", None)]
+    if settings.model.path is None:
+        recipes.append(settings.task.get("tiny"))
+    return {k: v for recipe in recipes for k, v in ((recipe or {}).get(algorithm) or {}).items()}
 
 
 def list_groups() -> str:

@@ -7,7 +7,9 @@ import math
 import re
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
+
+from annotated_types import Gt, Le, Lt
 
 from common.config.checks import (
     ConfigError,
@@ -15,15 +17,11 @@ from common.config.checks import (
     Natural,
     Nonnegative,
     Positive,
-    above,
-    at_most,
-    below,
-    choice,
+    Whole,
     no_effect,
+    one_of,
 )
-
-T = TypeVar("T")
-
+from common.config.validate import check
 
 # --- shared by every algorithm
 
@@ -34,7 +32,7 @@ class SamplingConfig:
 
     max_new_tokens: Natural  # tokens; 0 = from the answers, until the model is loaded
     temperature: Nonnegative  # 0 = greedy
-    top_p: Annotated[Positive, (at_most, 1)]  # 1 = off
+    top_p: Annotated[Positive, Le(1)]  # 1 = off
     top_k: Natural  # 0 = off
 
     def __post_init__(self) -> None:
@@ -54,7 +52,7 @@ class SamplingConfig:
 class ScheduleConfig:
     """A factor that multiplies a value over the run: 1 at the first step, `end` at the last."""
 
-    kind: Annotated[str, (choice, ("constant", "linear", "cosine", "exponential"))]
+    kind: Annotated[str, one_of("constant", "linear", "cosine", "exponential")]
     end: Nonnegative  # factor at the last step; 1 for constant
 
     def __post_init__(self) -> None:
@@ -64,7 +62,7 @@ class ScheduleConfig:
                 " from 1 to another end. Set both, or leave both out."
             )
         if self.kind == "exponential":
-            above("schedule.end", self.end, 0)
+            check(Positive, self.end, "schedule.end")
 
     @property
     def changes(self) -> bool:
@@ -108,7 +106,7 @@ class EvaluateConfig:
 class BudgetConfig:
     """Limits of training, without evaluation and pre-training; null = no limit."""
 
-    tokens: Annotated[int, (above, 0)] | None  # generated, by all ranks
+    tokens: Annotated[Whole, Gt(0)] | None  # generated, by all ranks
     seconds: Positive | None  # as result.json counts them
 
     @property
@@ -148,7 +146,7 @@ class TinyConfig:
     pretrain_steps: Natural | None  # null = from the rows
     pretrain_rows: Count  # sequences a step
     pretrain_lr: Positive
-    pretrain_seed: int
+    pretrain_seed: Whole
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.heads:
@@ -163,9 +161,9 @@ class AdapterConfig:
     """A low-rank adapter (arXiv:2106.09685), which is trained in place of the model's weights."""
 
     rank: Count | None = None  # null = no adapter: all weights are trained
-    alpha: Annotated[int, (above, 0)] = 32  # its product is scaled by alpha / rank
+    alpha: Annotated[Whole, Gt(0)] = 32  # its product is scaled by alpha / rank
     targets: str = "all-linear"  # or the ends of module names, with commas: q_proj,v_proj
-    dropout: Annotated[Nonnegative, (below, 1)] = 0.0  # of its input, in supervised training
+    dropout: Annotated[Nonnegative, Lt(1)] = 0.0  # of its input, in supervised training
     path: str | None = None  # folder of an adapter to go on from, which has a rank of its own
     merge: bool = False  # RUN/model too: the model with the adapter merged into it
 
@@ -192,10 +190,10 @@ class ModelConfig:
     path: str | None  # hub id or local folder
     revision: str | None  # git revision on the hub; pin it for a run worth repeating
     gguf_file: str | None  # file name inside `path`
-    attention: Annotated[str, (choice, ("sdpa", "eager"))]  # attn_implementation of transformers
+    attention: Annotated[str, one_of("sdpa", "eager")]  # attn_implementation of transformers
     # Bits of linear layers, frozen under an adapter or moved by an algorithm that can; null = they
     # stay as they are.
-    quantize: Annotated[str, (choice, ("int8", "nf4"))] | None = None
+    quantize: Annotated[str, one_of("int8", "nf4")] | None = None
     adapter: AdapterConfig | None = field(default_factory=AdapterConfig)  # null without a rank
     tiny: TinyConfig | None = None
     recipe: dict[str, Any] = field(default_factory=dict)  # tuned settings by algorithm
@@ -240,7 +238,7 @@ class HardwareConfig:
     """Facts about a device. They size batches and never change a result."""
 
     name: str
-    device: Annotated[str, (choice, ("auto", "cpu", "cuda"))]
+    device: Annotated[str, one_of("auto", "cpu", "cuda")]
     match: str | None  # what torch.cuda.get_device_name must contain
     memory_gb: Positive | None  # per device
     bandwidth_gbs: Positive | None  # memory bandwidth, GB/s
@@ -258,7 +256,7 @@ class AmpConfig:
     """Reduced precision in forward passes; masters stay float32."""
 
     enabled: bool = False
-    dtype: Annotated[str, (choice, ("auto", "bfloat16", "float16"))] = "auto"
+    dtype: Annotated[str, one_of("auto", "bfloat16", "float16")] = "auto"
 
 
 @dataclass(kw_only=True)
@@ -266,7 +264,7 @@ class CompileConfig:
     """torch.compile of the model's forward."""
 
     enabled: bool = False
-    mode: Annotated[str, (choice, ("default", "reduce-overhead", "max-autotune"))] = "default"
+    mode: Annotated[str, one_of("default", "reduce-overhead", "max-autotune")] = "default"
 
 
 @dataclass(kw_only=True)
@@ -275,7 +273,7 @@ class DdpConfig:
 
     enabled: bool = False
     ranks: Count | None = None  # null = one for each device
-    backend: Annotated[str, (choice, ("auto", "gloo", "nccl"))] = "auto"
+    backend: Annotated[str, one_of("auto", "gloo", "nccl")] = "auto"
     arrival_seconds: Positive = 300  # ranks wait this long for each other at the start
 
 
@@ -307,7 +305,7 @@ class SlurmConfig:
     time: str
     partition: str | None
     account: str | None
-    warn_seconds: Annotated[Count, (at_most, 65535)]  # Slurm takes no more
+    warn_seconds: Annotated[Count, Le(65535)]  # Slurm takes no more
     options: dict[str, Any]
     setup: list[str]
 
@@ -382,11 +380,11 @@ class OptConfig:
 class TrackerConfig:
     """The places where metrics go beside metrics.jsonl."""
 
-    name: Annotated[str, (choice, ("jsonl", "wandb", "trackio", "tensorboard"))]
+    name: Annotated[str, one_of("jsonl", "wandb", "trackio", "tensorboard")]
     project: str | None = None  # wandb and trackio
     entity: str | None = None  # wandb: user or team; null = the one of the key
     # wandb; null = online if a key is there
-    mode: Annotated[str, (choice, ("online", "offline"))] | None = None
+    mode: Annotated[str, one_of("online", "offline")] | None = None
     group: str | None = None  # both: null = the folder of the sweep, if the run is a job of one
     job_type: str | None = None  # wandb: null = the algorithm
     artifacts: bool = False  # wandb: upload checkpoints and the trained model
@@ -405,7 +403,7 @@ class TrackerConfig:
 class NotFiniteConfig:
     """The policy for NaN and infinity."""
 
-    policy: Annotated[str, (choice, ("stop", "skip"))]
+    policy: Annotated[str, one_of("stop", "skip")]
     max_skips: Count | None  # steps
 
     def __post_init__(self) -> None:
@@ -421,7 +419,7 @@ class NotFiniteConfig:
 class ScoringConfig:
     """Who computes rewards."""
 
-    kind: Annotated[str, (choice, ("serial", "threads", "processes"))]
+    kind: Annotated[str, one_of("serial", "threads", "processes")]
     workers: Count
     timeout_seconds: Positive  # of a batch; no effect when serial
 
@@ -430,21 +428,21 @@ class ScoringConfig:
 class PromptsConfig:
     """The treatment of prompts."""
 
-    too_long: Annotated[str, (choice, ("error", "skip"))]
+    too_long: Annotated[str, one_of("error", "skip")]
 
 
 @dataclass(kw_only=True)
 class Run:
     """Everything that a run is made of; `algo` is the algorithm's dataclass."""
 
-    seed: Annotated[Natural, (below, 2**63)]
+    seed: Annotated[Natural, Lt(2**63)]
     resume: str  # no | auto | a run folder
     plan: bool
     probe: bool
     budget: BudgetConfig
     prompts: PromptsConfig
     evaluate: EvaluateConfig
-    completions: Annotated[str, (choice, ("sample", "all"))]
+    completions: Annotated[str, one_of("sample", "all")]
     checkpoint: CheckpointConfig
     scoring: ScoringConfig
     not_finite: NotFiniteConfig

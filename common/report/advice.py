@@ -13,7 +13,6 @@ from statistics import fmean
 from typing import Any
 
 from common.config import ScheduleConfig
-from common.config.command import find_idle
 from common.report.events import Numbers
 from common.statistics import is_supported, show_interval, show_p
 
@@ -47,7 +46,7 @@ def find_advice(events: Sequence[Numbers], algo: dict[str, Any]) -> list[Advice]
 
 def settings(algo: Any) -> dict[str, Any]:
     """Return the settings of an algorithm that its method heeds: no other is advised."""
-    idle = find_idle(algo)
+    idle = algo.find_idle()
     return {key: value for key, value in asdict(algo).items() if f"algo.{key}" not in idle}
 
 

@@ -20,7 +20,6 @@ from common.config import resolvers
 from common.failures import FAILED, is_main
 from common.files import write_text
 from common.report.events import markdown_table
-from common.statistics import show_interval
 
 PROBE = "probe.json"  # of a run that looked for its noise and its step size
 
@@ -111,6 +110,8 @@ def _outcome(folder: Path) -> str:
         return "failed: " + json.loads((folder / FAILED).read_text(encoding="utf-8"))["error"]
     if not (folder / "result.json").exists():
         return f"done, in {folder}"
+    from common.statistics import show_interval  # NumPy comes with it
+
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     change = f"{result['metric']} {result['before']:.2f} -> {result['after']:.2f}"
     sure = result.get("intervals", {}).get(result["metric"], {}).get("change")

@@ -17,10 +17,11 @@ from typing import Annotated
 import chess
 import chess.pgn
 import numpy as np
+from annotated_types import Ge
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cpdist
 
-from common.config import ConfigError, Count, Nonnegative, Share, at_least, holds
+from common.config import ConfigError, Count, Nonnegative, Share, Whole, holds
 from common.tasks import Example
 from common.tasks.data import named, read_csv, read_lines
 from common.tasks.rows import SPLIT_SEED, Weighted
@@ -49,10 +50,10 @@ class Chess(Weighted):
 
     path: str | None
     test_path: str | None
-    positions: Annotated[int, (at_least, 2)]
+    positions: Annotated[Whole, Ge(2)]
     test_positions: Count
     plies: Count
-    template: Annotated[str, (holds, "{fen}", "{move}")]
+    template: Annotated[str, holds("{fen}", "{move}")]
     weights: dict[str, Nonnegative]
     share_right: Share
 

@@ -16,7 +16,9 @@ from functools import lru_cache
 from itertools import combinations
 from typing import Annotated, Any
 
-from common.config import ConfigError, Count, Nonnegative, Share, at_least, at_most, holds
+from annotated_types import Ge, Le
+
+from common.config import ConfigError, Count, Nonnegative, Share, Whole, holds
 from common.tasks import Example
 from common.tasks.answers import tagged
 from common.tasks.data import read_jsonl
@@ -43,13 +45,13 @@ class Countdown(Weighted):
     numbers_field: str
     target_field: str
     solution_field: str | None
-    problems: Annotated[int, (at_least, 2)]
+    problems: Annotated[Whole, Ge(2)]
     test_problems: Count
-    numbers: Annotated[int, (at_least, 2), (at_most, MOST_NUMBERS)]
-    largest_number: Annotated[int, (at_least, 2), (at_most, 10**6)]
-    largest_target: Annotated[int, (at_least, 2), (at_most, 10**6)]
+    numbers: Annotated[Whole, Ge(2), Le(MOST_NUMBERS)]
+    largest_number: Annotated[Whole, Ge(2), Le(10**6)]
+    largest_target: Annotated[Whole, Ge(2), Le(10**6)]
     use_all: bool
-    template: Annotated[str, (holds, "{numbers}", "{target}")]
+    template: Annotated[str, holds("{numbers}", "{target}")]
     weights: dict[str, Nonnegative]
     share_right: Share
 

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import Levenshtein
+from annotated_types import Lt
 
-from common.config import ConfigError, Nonnegative, Share, below, build, choice, shipped, unused
+from common.config import ConfigError, Nonnegative, Share, build, one_of, shipped, unused
 from common.tasks import Example, Messages, answers, gsm8k, plain
 from common.tasks.data import Row, read_csv, read_dataset, read_jsonl, read_parquet, read_tsv
 from common.tasks.rows import Chat, Component, Rows, converse, percent, tell, weighted
@@ -58,9 +59,9 @@ class CustomConfig:
     template: str | None
     chat: Chat
     system: str
-    reward: Annotated[str, (choice, REWARDS)]
+    reward: Annotated[str, one_of(*REWARDS)]
     rewards: dict[str, Nonnegative]
-    partial: Annotated[Share, (below, 1)]
+    partial: Annotated[Share, Lt(1)]
     tolerance: Nonnegative
     share_right: Share
 

@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
-from common.config import ConfigError, choice, holds
+from common.config import ConfigError, holds, one_of
 from common.tasks import Example
 from common.tasks.answers import DECIMAL, DIGITS, decimal, path_key
 from common.tasks.bounded import call
@@ -36,8 +36,8 @@ class Gsm8k(Rows):
     name = "gsm8k"
 
     path: str | None
-    template: Annotated[str, (holds, "{question}")]
-    check: Annotated[str, (choice, ("numeric", "math_verify"))]
+    template: Annotated[str, holds("{question}")]
+    check: Annotated[str, one_of("numeric", "math_verify")]
 
     def __post_init__(self) -> None:
         if self.path is None:

@@ -22,8 +22,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any
 
-from common.config import ConfigError, Count, Nonnegative, Share, at_least, holds
-from common.config.explain import unknown_key
+from annotated_types import Ge
+
+from common.config import ConfigError, Count, Nonnegative, Share, Whole, holds
+from common.config.validate import unknown_key
 from common.instance import convert
 from common.tasks import Example, Messages, plain
 from common.tasks.answers import path_key, tagged
@@ -65,9 +67,9 @@ class ReasoningGym(Weighted):
 
     dataset: str
     config: dict[str, Any]
-    problems: Annotated[int, (at_least, 2)]
+    problems: Annotated[Whole, Ge(2)]
     test_problems: Count
-    template: Annotated[str, (holds, "{question}")]
+    template: Annotated[str, holds("{question}")]
     chat: Chat
     system: str
     weights: dict[str, Nonnegative]
@@ -227,7 +229,7 @@ def _check(dataset: str, config: dict[str, Any], place: str = "task") -> dict[st
     names = [name for name in parameters if name not in ("seed", "size")]
     for name in config:
         if name not in names:
-            raise ConfigError(unknown_key(f"{place}.config.{name}", names))
+            raise ConfigError(unknown_key(f"{place}.config.{name}={config[name]}", names))
     if dataset == "composite":
         return {"datasets": _check_parts(config.get("datasets"), place)}
     given = [parameters[name].replace(default=inspect.Parameter.empty) for name in config]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-from common.config import ConfigError, choice
+from common.config import ConfigError, one_of
 from common.tasks import Example, Messages
 
 log = logging.getLogger("clutch")
@@ -16,7 +16,7 @@ SPLIT_SEED = 0  # apart from the run's seed, so that runs of a sweep measure on 
 # (examples, completions) -> a score in [0, 1] for each.
 Component = Callable[[Sequence[Example], Sequence[str]], list[float]]
 Key = Callable[[Example], Hashable]
-Chat = Annotated[bool | str, (choice, ("auto", True, False))]
+Chat = Annotated[bool | str, one_of("auto", True, False)]
 
 
 class Rows:

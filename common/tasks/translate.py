@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from num2words import num2words
 
-from common.config import ConfigError, Count, Share, build, choice, holds
+from common.config import ConfigError, Count, Share, build, holds, one_of
 from common.tasks import Example
 from common.tasks.data import Row, read_dataset, read_jsonl, read_parallel, read_tsv
 from common.tasks.rows import Rows
@@ -57,8 +57,8 @@ _TEST = ("test_source", "test_path", "dataset_test_split")
 class TranslateConfig:
     """The settings of conf/task/translate.yaml, where each is explained."""
 
-    reward: Annotated[str, (choice, tuple(SIMILARITIES))]
-    template: Annotated[str, (holds, "{source}")]
+    reward: Annotated[str, one_of(*SIMILARITIES)]
+    template: Annotated[str, holds("{source}")]
     share_right: Share
     source: str | None
     target: str | None

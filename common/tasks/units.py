@@ -17,15 +17,17 @@ from fractions import Fraction
 from itertools import chain, product
 from typing import Annotated, Any
 
+from annotated_types import Ge
+
 from common.config import (
     ConfigError,
     Count,
     Natural,
     Nonnegative,
     Share,
-    at_least,
-    choice,
+    Whole,
     holds,
+    one_of,
 )
 from common.tasks import Example, Messages, plain
 from common.tasks.answers import SCIENTIFIC, decimal, path_key, tagged
@@ -151,15 +153,15 @@ class Units(Weighted):
 
     path: str | None
     test_path: str | None
-    problems: Annotated[int, (at_least, 2)]
+    problems: Annotated[Whole, Ge(2)]
     test_problems: Count
-    kinds: list[Annotated[str, (choice, tuple(UNITS))]]
+    kinds: list[Annotated[str, one_of(*UNITS)]]
     largest_value: Count
-    largest_factor: Annotated[int, (at_least, 2)]
+    largest_factor: Annotated[Whole, Ge(2)]
     factor_digits: Natural
     answer_digits: Count
-    question: Annotated[str, (holds, "{value}", "{from}", "{to}")]
-    template: Annotated[str, (holds, "{question}")]
+    question: Annotated[str, holds("{value}", "{from}", "{to}")]
+    template: Annotated[str, holds("{question}")]
     chat: Chat
     system: str
     few_shot: list[dict[str, str]]

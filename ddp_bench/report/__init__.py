@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.config import ConfigError, at_least
+from common.config import ConfigError, Natural, check
 from common.exits import ending_tool
 from ddp_bench.report import figures, tables
 from ddp_bench.report.diagnosis import group_records
@@ -24,7 +24,7 @@ def write(root: Path, out: Path, warmup: int = 1, datasets: Sequence[str] | None
 
     Raises: ConfigError where nothing below `root` can be counted.
     """
-    at_least("--warmup", warmup, 0)
+    check(Natural, warmup, "--warmup")
     records, incomplete = read_records(root, warmup)
     records = select_tasks(records, datasets)
     if not records:

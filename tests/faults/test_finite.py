@@ -432,7 +432,7 @@ def test_a_guard_stops_the_run_after_logging_the_step(name, tmp_path):
         ),
         (
             ["not_finite.policy=skp"],
-            "not_finite.policy='skp' is not a choice. Did you mean 'skip'?",
+            "not_finite.policy=skp is not a choice. Did you mean 'skip'?",
         ),
         (
             ["algo=grpo", "algo.stop_at.kl=1"],
@@ -440,7 +440,7 @@ def test_a_guard_stops_the_run_after_logging_the_step(name, tmp_path):
         ),
         (
             ["algo.stop_at.drift=-1"],
-            "algo.stop_at.drift=-1.0 is out of range. Give a value above 0.",
+            "algo.stop_at.drift=-1 is out of range. Give a value above 0.",
         ),
     ],
 )

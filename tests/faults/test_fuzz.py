@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 import launch
-from common.config import ConfigError, ModelConfig
+from common.config import ConfigError, ModelConfig, resolvers
 from common.model.load import load_model
 from common.model.tiny import byte_tokenizer
 from common.tasks import build, data
@@ -95,7 +95,7 @@ def refused(call) -> str | None:
 
 def settings(algo: str, task: str) -> list[str]:
     """Every setting of a run, dotted."""
-    launch.register()
+    resolvers.register()
     with hydra.initialize_config_dir(str(launch.CONF), version_base="1.3"):
         config = hydra.compose("config", overrides=[f"algo={algo}", f"task={task}"])
 

@@ -148,7 +148,10 @@ def test_options_without_a_value():
             ],
             "opt.fsdp.ranks_per_group=3 does not divide the 4 ranks of slurm.nodes=2 with 2 each.",
         ),
-        (["slurm.script=x", "algo.sgima=1"], "algo.sgima is not a setting. Did you mean 'sigma'?"),
+        (
+            ["slurm.script=x", "algo.sgima=1"],
+            "algo.sgima=1 is not a setting. Did you mean 'sigma'?",
+        ),
     ],
 )
 def test_scripts_that_are_refused(monkeypatch, tmp_path, settings, text):

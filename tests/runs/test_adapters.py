@@ -337,7 +337,7 @@ def test_sharded_weights_in_half_precision(launch, tmp_path):
         (["algo=grpo", "model.adapter={rank: 0}"], "model.adapter.rank=0 is too small"),
         (
             ["algo=grpo", "model.adapter={rnk: 4}"],
-            "model.adapter.rnk is not a setting. Did you mean 'rank'?",
+            "model.adapter.rnk=4 is not a setting. Did you mean 'rank'?",
         ),
     ],
 )

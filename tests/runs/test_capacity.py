@@ -183,11 +183,11 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     for arguments, text in (
         (
             ["--model", "qwen2.5_7"],
-            "--model='qwen2.5_7' is not a choice. Did you mean 'qwen2.5_7b'?",
+            "--model=qwen2.5_7 is not a choice. Did you mean 'qwen2.5_7b'?",
         ),
-        (["--hardware", "cpu"], "--hardware='cpu' is not a choice."),
+        (["--hardware", "cpu"], "--hardware=cpu is not a choice."),
         (["--rows", "0"], "--rows=0 is too small."),
-        (["--accepted", "2"], "--accepted=2.0 is out of range."),
+        (["--accepted", "2"], "--accepted=2.0 is too large."),
         (
             ["--model", "gpt2", "--out", "/dev/null/x"],
             "/dev/null/x cannot be written: Not a directory. Give another --out.",

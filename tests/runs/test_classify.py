@@ -271,10 +271,10 @@ MISTAKES = {
         " share, for example 0.1, or algo.patience=null."
     ),
     "algo=classify algo.label_smoothing=1": (
-        "algo.label_smoothing=1.0 is out of range. Give a value below 1."
+        "algo.label_smoothing=1 is out of range. Give a value below 1."
     ),
     "algo=classify algo.ddp.hook=fp8": (
-        "algo.ddp.hook='fp8' is not a choice. Choices: none, fp16, bf16."
+        "algo.ddp.hook=fp8 is not a choice. Choices: none, fp16, bf16."
     ),
 }
 

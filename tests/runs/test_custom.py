@@ -303,7 +303,7 @@ def test_math_asks_math_verify_where_numbers_do_not_tell(data, math_verify):
         ),
         (
             ["task.path=data.jsonl", *FIELDS, "task.reward=blue"],
-            "task.reward='blue' is not a choice. Did you mean 'bleu'?",
+            "task.reward=blue is not a choice. Did you mean 'bleu'?",
         ),
         (
             ["task.path=data.jsonl", *FIELDS, "task.template=hello"],

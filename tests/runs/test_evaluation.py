@@ -117,7 +117,7 @@ def test_a_text_has_the_bits_that_the_model_gives_it(in_cache, tmp_path):
 
 
 MISTAKES = {
-    "evaluate.also=[countdwn]": "evaluate.also='countdwn' is not a choice. Did you mean 'cou",
+    "evaluate.also=[countdwn]": "evaluate.also=countdwn is not a choice. Did you mean 'cou",
     "evaluate.also=countdown": "evaluate.also=countdown is not a list of tasks. Use 'evaluate",
     "evaluate.also=[units,units]": "evaluate.also names units twice. Name each task once.",
     "evaluate.also=[topics]": "evaluate.also=topics needs a reward task, and ddp_bench",

@@ -64,17 +64,14 @@ TASK = (
 )
 SWITCHES = "amp, checkpointing, compile, ddp, deterministic, fsdp, offload, profile, tf32"
 MISTAKES = {
-    "algo.sgima=1": f"algo.sgima is not a setting. Did you mean 'sigma'? Settings here: {ALGO}.",
-    "+algo.lrr=1": f"algo.lrr is not a setting. Did you mean 'lr'? Settings here: {ALGO}.",
-    "task.sourc=x": f"task.sourc is not a setting. Did you mean 'source'? Settings here: {TASK}.",
-    "task=translat": "task='translat' is not a choice. Did you mean 'translate'? Choices: ",
+    "algo.sgima=1": f"algo.sgima=1 is not a setting. Did you mean 'sigma'? Settings here: {ALGO}.",
+    "+algo.lrr=1": f"algo.lrr=1 is not a setting. Did you mean 'lr'? Settings here: {ALGO}.",
+    "task.sourc=x": f"task.sourc=x is not a setting. Did you mean 'source'? Settings here: {TASK}.",
+    "task=translat": "task=translat is not a choice. Did you mean 'translate'? Choices: ",
     "task=null": "task=null is not a choice. Choices: ",
-    "algo.steps=many": (
-        "algo.steps=many: Value 'many' of type 'str' could not be converted to Integer. Give a"
-        " whole number."
-    ),
+    "algo.steps=many": ("algo.steps=many is not a whole number. Give one."),
     "opt=[amp,cmpile]": (
-        f"opt='cmpile' is not a choice. Did you mean 'compile'? Choices: {SWITCHES}."
+        f"opt=cmpile is not a choice. Did you mean 'compile'? Choices: {SWITCHES}."
     ),
     "opt=null": "opt=null is not a list. Use opt=[] for none, or for example 'opt=[amp,compile]'.",
     "opt.amp.dtype=float16": (
@@ -132,7 +129,7 @@ def test_open_dicts_take_any_key():
         "momentum": 0.9
     }
     with pytest.raises(
-        ConfigError, match=r"^algo\.optimizer\.kwarg is not a setting. Did you mean 'kwargs'\?"
+        ConfigError, match=r"^algo\.optimizer\.kwarg=.* is not a setting. Did you mean 'kwargs'\?"
     ):
         compose(["algo.optimizer.kwarg={momentum: 0.9}"])
 
@@ -242,11 +239,7 @@ def test_a_sweep_makes_a_folder_a_job_and_survives_one_that_fails(launch, tmp_pa
 
 def test_a_sweep_is_checked_before_its_first_job(launch, tmp_path):
     done = launch("-m", *FAST, "seed=1,two", "hydra.sweep.dir=sweep", code=2)
-    assert (
-        done.stderr
-        == "error: seed=two: Value 'two' of type 'str' could not be converted to Integer. Give a"
-        " whole number.\n"
-    )
+    assert done.stderr == "error: seed=two is not a whole number. Give one.\n"
     assert not list(tmp_path.glob("sweep/*/metrics.jsonl"))
 
 
@@ -386,11 +379,12 @@ def test_a_task_in_a_file_of_the_user(launch, tmp_path):
     done = launch(*own, "task.leters=xyz", code=2, env=where)
     assert (
         done.stderr
-        == "error: task.leters is not a setting. Did you mean 'letters'? Settings here: letters.\n"
+        == "error: task.leters=xyz is not a setting. Did you mean 'letters'? Settings here:"
+        " letters.\n"
     )
     done = launch("--config-dir", str(tmp_path / "conf"), "task=mien", code=2)
     assert done.stderr.startswith(
-        "error: task='mien' is not a choice. Did you mean 'mine'? Choices: "
+        "error: task=mien is not a choice. Did you mean 'mine'? Choices: "
     )
     with pytest.raises(ConfigError) as caught:
         train(compose([*FAST, "task=mine"], str(tmp_path / "conf")), tmp_path / "other")

@@ -321,7 +321,7 @@ def test_words_for_settings_that_do_not_go_together():
         compose(["algo=grpo", "probe=true"])
     with pytest.raises(ConfigError, match="plan=true and probe=true do not go together"):
         compose(["plan=true", "probe=true"])
-    with pytest.raises(ConfigError, match=r"algo\.lr=-1\.0 is out of range"):
+    with pytest.raises(ConfigError, match=r"algo\.lr=-1 is out of range"):
         compose(["algo.lr=-1"])
 
 

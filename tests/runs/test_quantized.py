@@ -102,7 +102,7 @@ def test_two_ranks_make_the_adapter_of_one(launch, tmp_path):
     [
         (["algo=grpo", NF4], "model.quantize=nf4 needs model.adapter.rank, for example 16"),
         (["algo=eggroll", NF4], "Or use model.quantize=int8, which is moved itself."),
-        (["algo=grpo", ADAPTER, "model.quantize=nf5"], "model.quantize='nf5' is not a choice"),
+        (["algo=grpo", ADAPTER, "model.quantize=nf5"], "model.quantize=nf5 is not a choice"),
         (
             ["algo=rft", "model=gguf", "model.path=x", "model.gguf_file=y.gguf", ADAPTER, INT8],
             "model.quantize=int8 does not go with model.gguf_file",

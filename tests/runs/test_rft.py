@@ -319,7 +319,7 @@ def test_hints_are_marked_and_the_prompt_without_them_is_trained_on(letters, tmp
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (["algo.stage=train"], "algo.stage='train' is not a choice."),
+        (["algo.stage=train"], "algo.stage=train is not a choice."),
         (
             ["algo.stage=generate", "algo.shard=9/8"],
             "algo.shard='9/8' is no shard I/N with I from 1 to N",
@@ -329,7 +329,7 @@ def test_hints_are_marked_and_the_prompt_without_them_is_trained_on(letters, tmp
             ["algo.sampling.temperature=0"],
             "algo.sampling.temperature=0 makes all samples of a prompt equal",
         ),
-        (["algo.select.accept=1.5"], "algo.select.accept=1.5 is out of range"),
+        (["algo.select.accept=1.5"], "algo.select.accept=1.5 is too large"),
     ],
 )
 def test_mistakes_are_named(overrides, text):

@@ -461,7 +461,7 @@ MISTAKES = {
         " example algo.ranks=[1,2,4]."
     ),
     "algo=scaling algo.mode=stong": (
-        "algo.mode='stong' is not a choice. Did you mean 'strong'? Choices: strong, weak, both."
+        "algo.mode=stong is not a choice. Did you mean 'strong'? Choices: strong, weak, both."
     ),
     "algo=scaling algo.steps=0": "algo.steps=0 is too small. Give a value of at least 1.",
     "algo=scaling algo.epochs=2": (

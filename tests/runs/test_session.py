@@ -244,7 +244,7 @@ def test_a_new_engine_is_a_file_and_its_yaml(toy, in_cache, tmp_path):
     assert {json.loads(line)["completion"] for line in lines} == {"e"}
     assert "the run cannot be repeated to the bit" in (tmp_path / "run.log").read_text()
     assert "echo.open_echo" in (tmp_path / "run.yaml").read_text()
-    with pytest.raises(ConfigError, match=r"engine.tokn is not a setting. Did you mean 'token'"):
+    with pytest.raises(ConfigError, match=r"engine.tokn=1 is not a setting. Did you mean 'token'"):
         launch.train(toy("engine=echo", "+engine.tokn=1"), tmp_path / "typo", Letters())
 
 

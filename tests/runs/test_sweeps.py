@@ -65,7 +65,7 @@ def letters(algo: str, *overrides: str):
 MISTAKES = {
     "budget.tokens=0": "budget.tokens=0 is out of range. Give a value above 0.",
     "budget.token=5": (
-        "budget.token is not a setting. Did you mean 'tokens'? Settings here: tokens, seconds."
+        "budget.token=5 is not a setting. Did you mean 'tokens'? Settings here: tokens, seconds."
     ),
     "algo=classify budget.tokens=5": (
         "budget.tokens=5 has no effect with algo=classify: it generates nothing, and algo.epochs "

@@ -35,6 +35,9 @@ def serve() -> None:
         from tests.support import standin
 
         standin.DEVICE = standin.start()
+    import yaml
+
+    yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # as in the tests
     import matplotlib.figure  # noqa: F401
     import sacrebleu  # noqa: F401
     import scipy.stats  # noqa: F401

@@ -228,7 +228,7 @@ def test_a_chat_template_is_used(folder, tmp_path, monkeypatch, capsys):
             [],
             "holds a classifier",
         ),
-        (lambda run: None, ["--temperature", "-1"], "sampling.temperature=-1.0 is too small"),
+        (lambda run: None, ["--temperature", "-1"], "sampling.temperature=-1 is too small"),
         (
             lambda run: None,
             ["--prompt", "x" * 500],

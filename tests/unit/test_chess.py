@@ -600,10 +600,10 @@ def test_a_broken_game_is_named_by_file_and_line(tmp_path, old, new, text):
             "task.path='a.txt' is of no known kind. Give a file that ends in .csv or .pgn",
         ),
         ({"path": "no.csv"}, "task.path='no.csv' does not exist; tried "),
-        ({"share_right": -1}, "task.share_right=-1.0 is out of range. Give a share from 0 to 1."),
+        ({"share_right": -1}, "task.share_right=-1 is too small. Give a value of at least 0."),
         (
             {"template": "{fen}"},
-            "task.template='{fen}' does not hold {move}. Add it.",
+            "task.template={fen} does not hold {move}. Add it.",
         ),
         (
             {"weights": {"exakt": 1}},
@@ -615,7 +615,7 @@ def test_a_broken_game_is_named_by_file_and_line(tmp_path, old, new, text):
         ),
         (
             {"weights": {"exact": -1}},
-            "task.weights.exact=-1.0 is too small. Give a value of at least 0.",
+            "task.weights.exact=-1 is too small. Give a value of at least 0.",
         ),
         (
             {"plies": 1},

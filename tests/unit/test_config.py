@@ -130,43 +130,35 @@ def test_the_rows_of_the_document():
 
 MISTAKES = {
     "algo.sgima=1": (
-        "algo.sgima is not a setting. Did you mean 'sigma'? Settings here: name, method, steps,"
+        "algo.sgima=1 is not a setting. Did you mean 'sigma'? Settings here: name, method, steps,"
         " members, prompts_per_step, samples_per_prompt, rollout_rows, rank, sigma, lr, mirrored,"
         " noise_reuse, fitness, sample_quantile, noise, optimizer, lr_schedule, sigma_schedule,"
         " weight_decay, max_update, max_drift, stop_at, sampling."
     ),
     "+algo.lrr=3": (
-        "algo.lrr is not a setting. Did you mean 'lr'? Settings here: name, method, steps,"
+        "algo.lrr=3 is not a setting. Did you mean 'lr'? Settings here: name, method, steps,"
         " members, prompts_per_step, samples_per_prompt, rollout_rows, rank, sigma, lr, mirrored,"
         " noise_reuse, fitness, sample_quantile, noise, optimizer, lr_schedule, sigma_schedule,"
         " weight_decay, max_update, max_drift, stop_at, sampling."
     ),
     "engine.python=.vllm/bin/python": (
-        "engine.python has no effect with engine=native. It is a setting of engine=vllm. Leave it"
-        " out, or choose that."
+        "engine.python=.vllm/bin/python has no effect with engine=native. It is a setting of"
+        " engine=vllm. Leave it out, or choose that."
     ),
     "engine.cuda_graph=false": (
-        "engine.cuda_graph is not a setting. Did you mean 'cuda_graphs'? Settings here:"
+        "engine.cuda_graph=false is not a setting. Did you mean 'cuda_graphs'? Settings here:"
         " cuda_graphs."
     ),
     "sede=1": (
-        "sede is not a setting. Did you mean 'seed'? Settings here: seed, resume, plan, probe,"
+        "sede=1 is not a setting. Did you mean 'seed'? Settings here: seed, resume, plan, probe,"
         " budget, prompts, evaluate, completions, checkpoint, scoring, not_finite, hardware, model,"
         " opt, tracker, slurm, engine, algo, task."
     ),
     "algo.sigma=high": "algo.sigma=high is not a number. Give one above 0, or auto.",
-    "algo.weight_decay=high": (
-        "algo.weight_decay=high: Value 'high' of type 'str' could not be converted to Float. Give a"
-        " number."
-    ),
-    "algo.steps=1.5": (
-        "algo.steps=1.5: Value '1.5' of type 'float' could not be converted to Integer. Give a"
-        " whole number."
-    ),
-    "algo.mirrored=maybe": (
-        "algo.mirrored=maybe: Value 'maybe' is not a valid bool (type str). Give true or false."
-    ),
-    "seed=null": "seed=null: field 'seed' is not Optional. Give a value, or leave it out.",
+    "algo.weight_decay=high": ("algo.weight_decay=high is not a number. Give one."),
+    "algo.steps=1.5": ("algo.steps=1.5 is not a whole number. Give one."),
+    "algo.mirrored=maybe": ("algo.mirrored=maybe is neither true nor false. Give one of them."),
+    "seed=null": "seed=null: the setting needs a value. Give one, or leave it out.",
     "slurm.setup=module": "slurm.setup=module is not a list. Use 'slurm.setup=[module]'.",
     "slurm.options=3": "slurm.options=3 is not a dict. Use 'slurm.options={NAME: VALUE}'.",
     "algo.optimizer=AdamW": (
@@ -182,16 +174,16 @@ MISTAKES = {
         "scoring.kind=threads or processes, or leave it out."
     ),
     "scoring.timeout_seconds=5": (
-        "scoring.timeout_seconds=5.0 has no effect with scoring.kind=serial: this process scores."
+        "scoring.timeout_seconds=5 has no effect with scoring.kind=serial: this process scores."
         " Add scoring.kind=threads or processes, or leave it out."
     ),
     "experiment=null": "experiment=null is the default. Leave it out.",
-    "hardware.memory_gb=-1": "hardware.memory_gb=-1.0 is out of range. Give a value above 0.",
+    "hardware.memory_gb=-1": "hardware.memory_gb=-1 is out of range. Give a value above 0.",
     "hardware.peak_tflops.bf16=0": (
-        "hardware.peak_tflops.bf16=0.0 is out of range. Give a value above 0."
+        "hardware.peak_tflops.bf16=0 is out of range. Give a value above 0."
     ),
     "opt=[amp,cmpile]": (
-        "opt='cmpile' is not a choice. Did you mean 'compile'? Choices: amp, checkpointing,"
+        "opt=cmpile is not a choice. Did you mean 'compile'? Choices: amp, checkpointing,"
         " compile, ddp, deterministic, fsdp, offload, profile, tf32."
     ),
     "opt=null": "opt=null is not a list. Use opt=[] for none, or for example 'opt=[amp,compile]'.",
@@ -199,11 +191,11 @@ MISTAKES = {
         "opt.amp.dtype=float16 has no effect: amp is off. Add it: 'opt=[amp,...]'."
     ),
     "hardware=a100": (
-        "hardware='a100' is not a choice. Did you mean 'v100'? Choices: a100_40g, a100_80g, auto,"
+        "hardware=a100 is not a choice. Did you mean 'v100'? Choices: a100_40g, a100_80g, auto,"
         " cpu, h100, h200, rtx4090, v100."
     ),
     "algo=egroll": (
-        "algo='egroll' is not a choice. Did you mean 'eggroll'? Choices: classify, eggroll, grpo,"
+        "algo=egroll is not a choice. Did you mean 'eggroll'? Choices: classify, eggroll, grpo,"
         " predict, rft, scaling."
     ),
     "algo.members=3": (
@@ -211,10 +203,10 @@ MISTAKES = {
         "algo.mirrored=false."
     ),
     "algo.fitness=zscor": (
-        "algo.fitness='zscor' is not a choice. Did you mean 'zscore'? Choices: zscore,"
+        "algo.fitness=zscor is not a choice. Did you mean 'zscore'? Choices: zscore,"
         " prompt_zscore, component_zscore, centered, centered_rank, pair_sign."
     ),
-    "algo.sigma=-1": "algo.sigma=-1.0 is out of range. Give a value above 0.",
+    "algo.sigma=-1": "algo.sigma=-1 is out of range. Give a value above 0.",
     "algo.samples_per_prompt=2": (
         "algo.samples_per_prompt=2 has no effect at algo.sampling.temperature=0: they would be"
         " equal. Set a temperature above 0."
@@ -227,11 +219,11 @@ MISTAKES = {
         "model.path='gpt2' has no effect with model=tiny, which is built here. Use model=hf."
     ),
     "hardware=4090": (
-        "hardware='4090' is not a choice. Did you mean 'rtx4090'? Choices: a100_40g, a100_80g,"
+        "hardware=4090 is not a choice. Did you mean 'rtx4090'? Choices: a100_40g, a100_80g,"
         " auto, cpu, h100, h200, rtx4090, v100."
     ),
     "opt=[3]": (
-        "opt='3' is not a choice. Choices: amp, checkpointing, compile, ddp,"
+        "opt=3 is not a choice. Choices: amp, checkpointing, compile, ddp,"
         " deterministic, fsdp, offload, profile, tf32."
     ),
     "algo.optimizer.kwargs={lr: 5}": "algo.optimizer.kwargs.lr=5 has no effect. Use algo.lr.",
@@ -243,7 +235,7 @@ MISTAKES = {
         "tracker.mode='offline' has no effect with tracker=jsonl. Use tracker=wandb."
     ),
     "tracker=wandbb": (
-        "tracker='wandbb' is not a choice. Did you mean 'wandb'? Choices: jsonl, tensorboard,"
+        "tracker=wandbb is not a choice. Did you mean 'wandb'? Choices: jsonl, tensorboard,"
         " trackio, wandb."
     ),
 }

@@ -431,10 +431,10 @@ def test_a_broken_row_is_named_by_file_and_line(tmp_path, row, text):
             {"solution_field": "a"},
             "task.solution_field='a' has no effect without task.path. Give it too.",
         ),
-        ({"share_right": 2}, "task.share_right=2.0 is out of range. Give a share from 0 to 1."),
+        ({"share_right": 2}, "task.share_right=2 is too large. Give a value of at most 1."),
         (
             {"template": "{target}"},
-            "task.template='{target}' does not hold {numbers}. Add it.",
+            "task.template={target} does not hold {numbers}. Add it.",
         ),
         (
             {"weights": {"rigth": 1}},

@@ -308,10 +308,10 @@ def test_setting_errors(tmp_path):
     folder(tmp_path)
     assert (
         error(make, path=path, template="{x}")
-        == "task.template='{x}' does not hold {question}. Add it."
+        == "task.template={x} does not hold {question}. Add it."
     )
     assert error(make, path=path, check="number").startswith(
-        "task.check='number' is not a choice. Did you mean 'numeric'?"
+        "task.check=number is not a choice. Did you mean 'numeric'?"
     )
     few = folder(tmp_path, train=ROWS[:1])
     assert error(make, path=few).startswith(

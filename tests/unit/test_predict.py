@@ -346,7 +346,7 @@ MISTAKES = {
         "algo.times has no time of one rank. Use for example 'algo.times={1: 5.2, 4: 2}'."
     ),
     "algo.ranks=[4] algo.times={1:0,4:5}": (
-        "algo.times.1=0.0 is out of range. Give a value above 0."
+        "algo.times.1=0 is out of range. Give a value above 0."
     ),
     "algo.ranks=[4] algo.times={1:2,4:5} algo.mode=weak": (
         "algo.times are of strong scaling. Use algo.mode=strong or both."

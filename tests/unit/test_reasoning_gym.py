@@ -135,10 +135,12 @@ def test_mistakes_are_told(monkeypatch):
     assert "task.dataset='chan_sum' is no data set of reasoning-gym. Did you mean chain_sum" in (
         error("chan_sum")
     )
-    assert "task.config.max_digit is not a setting. Did you mean 'max_digits'?" in error(
+    assert "task.config.max_digit=2 is not a setting. Did you mean 'max_digits'?" in error(
         "chain_sum", config={"max_digit": 2}
     )
-    assert "task.config.max_digits='two'" in error("chain_sum", config={"max_digits": "two"})
+    assert "config.max_digits=two is not a whole" in error(
+        "chain_sum", config={"max_digits": "two"}
+    )
     assert "task.config={'min_terms': 9}" in (text := error("chain_sum", config={"min_terms": 9}))
     assert "max_terms must be >= min_terms" in text
     assert "task.config.datasets is needed" in error("composite")

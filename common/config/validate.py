@@ -1,0 +1,150 @@
+"""Make the dataclasses of settings from plain values, and say what is wrong with a value: the key,
+the value, the choices and the next step. pydantic does the checking, by the annotations of the
+fields; it is imported when it is needed first.
+"""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from functools import lru_cache
+from types import GenericAlias
+from typing import Any, TypeVar, get_args
+
+from common.config.checks import ConfigError, show
+
+T = TypeVar("T")
+
+# What to say of an error of pydantic's, by its type or by the first word of it.
+_WORDS = {
+    "greater_than_equal": "is too small. Give a value of at least {ge:g}.",
+    "greater_than": "is out of range. Give a value above {gt:g}.",
+    "less_than_equal": "is too large. Give a value of at most {le:.12g}.",
+    "less_than": "is out of range. Give a value below {lt:.12g}.",
+    "finite": "is not a finite number. Give one.",
+    "int": "is not a whole number. Give one.",
+    "float": "is not a number. Give one.",
+    "bool": "is neither true nor false. Give one of them.",
+    "string": "is not a text. Give one.",
+    "list": "is not a list. Use '{key}=[{inside}]'.",
+    "dict": "is not a dict. Use '{key}={{NAME: VALUE}}'.",
+    "literal": "is not a choice. Choices: {expected}.",
+    "value": "{error}",
+}
+
+# What other frameworks call a setting, where the names are too unlike to be found by their letters.
+_ALIASES = {
+    "learning_rate": "lr",
+    "batch": "batch_size",
+    "num_generations": "samples_per_prompt",
+    "group_size": "samples_per_prompt",
+    "population": "members",
+    "population_size": "members",
+    "max_steps": "steps",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "noise_scale": "sigma",
+    "std": "sigma",
+    "beta": "kl.beta",
+    "max_tokens": "sampling.max_new_tokens",
+    "max_new_tokens": "sampling.max_new_tokens",
+    "max_completion_length": "sampling.max_new_tokens",
+    "temperature": "sampling.temperature",
+    "gradient_accumulation_steps": "train_rows",
+    "micro_batch_size": "train_rows",
+}
+
+
+class UnreadableError(ConfigError):
+    """A setting that does not exist, or a value that its type does not take: wrong in any run."""
+
+
+def build(kind: type[T], values: Any, key: str) -> T:
+    """Make a dataclass, or another annotated type, from a plain value.
+
+    Args: key: its dotted name, "" for all settings. Raises: ConfigError with the full key.
+    """
+    from pydantic import ValidationError
+
+    try:
+        return _adapter(kind).validate_python({key: values})[key]
+    except ValidationError as error:
+        found: Any = sorted(error.errors(include_url=False), key=_rank)
+        cause = found[0].get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        raise UnreadableError(_word(found[0], kind, {key: values})) from None
+
+
+def check(kind: Any, value: Any, key: str) -> None:
+    """Raise ConfigError unless an annotated type takes a value."""
+    build(kind, value, key)
+
+
+def is_readable(kind: Any) -> bool:
+    """Return whether values from YAML can be checked by an annotation."""
+    from pydantic.errors import PydanticUserError
+
+    try:
+        return bool(_adapter(kind))
+    except (PydanticUserError, NameError):
+        return False
+
+
+def unknown_key(given: str, names: Sequence[str]) -> str:
+    """Return the text for a key that does not exist (KEY=VALUE), with the nearest that does."""
+    key = given.partition("=")[0].rpartition(".")[2]
+    alias = _ALIASES.get(key, "")
+    spoken = [alias] if alias.partition(".")[0] in names else []
+    near = next(iter([*spoken, *difflib.get_close_matches(key, names, n=1)]), None)
+    hint = f" Did you mean {near!r}?" if near else ""
+    return f"{given} is not a setting.{hint} Settings here: {', '.join(names)}."
+
+
+@lru_cache(maxsize=128)
+def _adapter(kind: Any) -> Any:
+    from pydantic import ConfigDict, TypeAdapter
+
+    rules = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
+    keyed: Any = GenericAlias(dict, (str, kind))
+    return TypeAdapter(keyed, config=rules)
+
+
+def _rank(error: Any) -> int:
+    """Return how late to report an error: mistaken names first, rules between settings last."""
+    return {"unexpected_keyword_argument": 0, "value_error": 2}.get(error["type"], 1)
+
+
+def _word(error: Any, kind: Any, values: Any) -> str:
+    """Return the text for an error of pydantic's (of ValidationError.errors)."""
+    names, node = [], values
+    for part in error["loc"]:  # which ends in a part of its own where a type is one of several
+        if isinstance(node, dict):
+            names.append(str(part))
+            node = node.get(part)
+        elif isinstance(node, list) and isinstance(part, int):
+            node = node[part]
+    key, value, what = ".".join(filter(None, names)), error["input"], error["type"]
+    given = f"{key}={show(value)}"
+    if what == "missing":
+        return f"{key} is not set. Give it on the command line: {key}=VALUE."
+    if what == "unexpected_keyword_argument":
+        return unknown_key(given, _names(kind, names[1:-1]))
+    if value is None:
+        return f"{given}: the setting needs a value. Give one, or leave it out."
+    if what.startswith("dataclass"):
+        there = _names(kind, names[1:])
+        return (
+            f"{given}: {key} is a group of settings. Set them one by one, such as"
+            f" {key}.{there[0]}=VALUE. Settings there: {', '.join(there)}."
+        )
+    words = _WORDS.get(what) or _WORDS.get(what.partition("_")[0]) or f": {error['msg']}."
+    inside = "..." if isinstance(value, dict) else show(value)
+    return f"{given} {words.format(key=key, inside=inside, **error.get('ctx', {}))}"
+
+
+def _names(kind: Any, path: Sequence[str]) -> list[str]:
+    """Return the names of the settings in a dataclass, or in one that is nested in it."""
+    for name in path:
+        annotation = {item.name: item.type for item in fields(kind)}[name]
+        kind = next(k for k in (annotation, *get_args(annotation)) if is_dataclass(k))
+    return [item.name for item in fields(kind)]
