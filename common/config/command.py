@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from common.config.algorithm import REWARD_TASKS, AlgorithmConfig
@@ -29,7 +30,12 @@ def check_secrets(arguments: Sequence[str]) -> None:
         key, equals, value = argument.lstrip("+~").partition("=")
         if equals and not key.startswith("-"):
             outer, _, name = key.rpartition(".")
-            no_secrets({name: value}, f"{outer}." if outer else "")
+            prefix = f"{outer}." if outer else ""
+            no_secrets({name: value}, prefix)
+            with suppress(HydraException):  # which Hydra says again
+                override = OverridesParser.create().parse_override(argument)
+                if not override.is_sweep_override():
+                    no_secrets({name: override.value()}, prefix)
 
 
 def check_script(arguments: Sequence[str]) -> None:

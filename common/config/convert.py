@@ -55,22 +55,28 @@ _OF_TEXT = re.compile(r"(pad|eos|bos|unk|sep|cls|mask|stop|start|end)_token$", r
 
 
 def no_secrets(settings: dict[str, Any], prefix: str = "") -> None:
-    """Raise ConfigError where a setting holds a secret: by its key, or because it is what a
-    variable of such a name holds.
+    """Raise ConfigError where a setting holds a secret, at any depth: by its key, or because it is
+    what a variable of such a name holds.
 
     A run's settings are written to run.yaml and into checkpoints, and sent to W&B.
     """
     held = [value for name, value in os.environ.items() if _SECRET.search(name) and len(value) >= 8]
-    for key, value in settings.items():
+
+    def look(place: str, name: str, value: Any) -> None:
         if isinstance(value, dict):
-            no_secrets(value, f"{prefix}{key}.")
-        elif not isinstance(value, str) or not value:
-            continue
-        elif (_SECRET.search(str(key)) and not _OF_TEXT.search(str(key))) or any(
-            h in value for h in held
-        ):
-            raise ConfigError(
-                f"{prefix}{key} holds a secret, and settings are written to run.yaml, into"
-                " checkpoints and to W&B. Leave it out, and let the code that needs it read an"
-                " environment variable (os.environ)."
-            )
+            for key, item in value.items():
+                look(f"{place}.{key}", str(key), item)
+        elif isinstance(value, list):
+            for number, item in enumerate(value):
+                look(f"{place}[{number}]", name, item)
+        elif isinstance(value, str) and value:
+            named = _SECRET.search(name) and not _OF_TEXT.search(name)
+            if named or any(text in value for text in held):
+                raise ConfigError(
+                    f"{place} holds a secret, and settings are written to run.yaml, into"
+                    " checkpoints and to W&B. Leave it out, and let the code that needs it read an"
+                    " environment variable (os.environ)."
+                )
+
+    for key, value in settings.items():
+        look(f"{prefix}{key}", str(key), value)

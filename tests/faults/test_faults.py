@@ -3,6 +3,7 @@ secrets, odd names.
 """
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import launch as command_line
 from common import checkpoint
 from common.config import ConfigError
+from common.config.command import check_secrets
 from common.distributed import alarm
 from common.distributed.workers import launch as launch_ranks
 from common.signals import RunStopped
@@ -210,6 +212,20 @@ def test_a_secret_in_an_override_is_written_nowhere(launch, tmp_path, override):
     assert "holds a secret, and settings are written to run.yaml" in done.stderr
     assert FAKE not in done.stdout + done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "place"),
+    [
+        ("+hydra.job.env_set={HF_TOKEN: abc}", "hydra.job.env_set.HF_TOKEN"),
+        ("engine.settings={x: [{hf_token: abc}]}", "engine.settings.x[0].hf_token"),
+        ("+task.api_key=[abc, def]", "task.api_key"),
+        ("algo.optimizer.kwargs={a: {b: 'password', password: 'abc'}}", "kwargs.a.password"),
+    ],
+)
+def test_a_secret_is_seen_at_any_depth(override, place):
+    with pytest.raises(ConfigError, match=re.escape(place) + ".* holds a secret"):
+        check_secrets(["seed=1,2", "task.pad_token=x", override])
 
 
 def test_mistakes_leave_no_folder_behind(launch, tmp_path):
