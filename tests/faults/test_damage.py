@@ -3,8 +3,11 @@ that goes on from it. Whatever stands in a file, the end is words.
 """
 
 import json
+import os
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +19,11 @@ import yaml
 from common import records
 from common.config import ConfigError
 from common.files import seal
+from common.model.source import find_source
 from common.report import compare, page
 from common.run import resume
 from launch import compose, train
-from tests.support import SMALL
+from tests.support import ROOT, SMALL
 
 pytestmark = pytest.mark.faults
 
@@ -222,3 +226,79 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(damage, run, cap
     shutil.rmtree(found.path)
     with pytest.raises(ConfigError, match="are damaged"):
         resume.find(settings, context, FRESH)
+
+
+# --- what cannot be written, and ranks that are none
+
+
+def test_a_disk_that_is_full_at_the_start_has_its_exit_code(launch):
+    done = launch(*SMALL, "hydra.run.dir=out", code=4, largest_file=1 << 10)
+    assert "File too large" in done.stderr
+    assert "Make room" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-m", "common.report", "RUN"],
+        pytest.param(["launch.py", *SMALL, "hydra.run.dir=RUN/again"], marks=pytest.mark.thorough),
+    ],
+)
+def test_what_is_printed_cannot_be_written(command, run, cache):
+    command = [part.replace("RUN", str(run)) for part in command]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=os.environ | {"CLUTCH_CACHE": str(cache)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 4, done.stderr
+    assert "what is printed cannot be written" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+GROUP = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+GROUP |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize("names", ["RANK", "RANK WORLD_SIZE", "LOCAL_RANK"])
+def test_what_is_left_of_a_group_of_ranks_is_named(names, launch):
+    left = {name: GROUP[name] for name in names.split()}
+    done = launch(*SMALL, env=left, code=2)
+    assert all(f"{name}={text}" in done.stderr for name, text in left.items())
+    assert "unset" in done.stderr
+    assert "torchrun" in done.stderr
+
+
+# --- settings and folders that cannot work
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_named(name, run):
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    (run / "model" / name).write_text(text)
+    settings = compose(["model=hf", f"model.path={run / 'model'}"])
+    with pytest.raises(ConfigError, match=f"{name} is a pointer of Git LFS"):
+        find_source(settings.model)
+
+
+def test_heads_of_an_odd_size_are_refused(launch):
+    tiny = ["model.tiny.hidden_size=6", "model.tiny.heads=2"]
+    done = launch(*SMALL, *tiny, "hydra.run.dir=out", code=2)
+    assert "Give a multiple of 4" in done.stderr
+
+
+def test_a_chat_without_an_answer_is_refused(run, launch):
+    done = launch(str(run), "--max-new-tokens", "0", code=2, module="common.chat")
+    assert "--max-new-tokens 0 is too small" in done.stderr
+
+
+def test_others_may_read_the_weights_as_the_umask_says(whole):
+    for folder in (whole / "model", whole / "checkpoints" / "step-00000004"):
+        modes = {path.stat().st_mode & 0o777 for path in folder.iterdir()}
+        assert modes == {(whole / "metrics.jsonl").stat().st_mode & 0o777}

@@ -28,6 +28,7 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from common.config import ConfigError, SamplingConfig
+from common.config.checks import above
 from common.distributed import fsdp
 from common.distributed.context import fingerprint
 from common.model.export import write_weights
@@ -91,6 +92,7 @@ def open_vllm(
         raise ConfigError(
             "opt=compile has no effect with engine=vllm, which compiles by itself. Leave it out."
         )
+    above("engine.cache_gb", cache_gb, 0)
     urls = [one.strip() for one in url.split(",")] if url else [None] * context.world_size
     if len(urls) != context.world_size:
         raise ConfigError(
