@@ -28,7 +28,6 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from common.config import ConfigError, SamplingConfig
-from common.config.checks import above
 from common.distributed import fsdp
 from common.distributed.context import fingerprint
 from common.model.export import write_weights
@@ -92,7 +91,8 @@ def open_vllm(
         raise ConfigError(
             "opt=compile has no effect with engine=vllm, which compiles by itself. Leave it out."
         )
-    above("engine.cache_gb", cache_gb, 0)
+    if cache_gb <= 0:
+        raise ConfigError(f"engine.cache_gb={cache_gb} is too small. Give a value above 0.")
     urls = [one.strip() for one in url.split(",")] if url else [None] * context.world_size
     if len(urls) != context.world_size:
         raise ConfigError(
