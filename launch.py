@@ -111,6 +111,7 @@ def main() -> None:
     arguments = sys.argv[1:] = open_dicts(command.resolve_config_path(sys.argv[1:]))
     with ending_command(arguments):
         slurm.adopt()
+        slurm.check_group()
         command.check_secrets(arguments)
         check_groups(arguments)
         if any(argument.startswith("slurm.script=") for argument in arguments):

@@ -164,6 +164,8 @@ def answer_all(given: argparse.Namespace) -> None:
     path, adapter, shown = model_of(given.model)
     if given.plain and given.system:
         raise ConfigError("--system has no effect with --plain. Leave out one of them.")
+    if given.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens {given.max_new_tokens} is too small. Give 1 or more.")
     values = {"max_new_tokens": given.max_new_tokens, "temperature": given.temperature}
     sampling = build(SamplingConfig, values | {"top_p": 1.0, "top_k": 0}, "sampling")
     if given.device == "cuda" and not torch.cuda.is_available():

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from common.files import MANIFEST, TEMPORARY, CheckpointError, first_line, problem, replacing, seal
+from common.records import read
 
 log = logging.getLogger("clutch")
 TENSORS, STATE, EXTRA = "tensors.safetensors", "state.json", "extra.pt"
@@ -168,9 +169,9 @@ def folder_of(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
-def latest(root: Path) -> Checkpoint | None:
+def latest(root: Path, kind: Any = dict) -> Checkpoint | None:
     """Return the newest valid checkpoint below `root`, or None. Each invalid entry that is newer
-    gets one logged warning.
+    gets one logged warning. kind: of its state (common/records.py).
     """
     candidates: list[tuple[int, bool, Path]] = []
     for path in sorted(root.iterdir()) if root.is_dir() else []:
@@ -183,7 +184,7 @@ def latest(root: Path) -> Checkpoint | None:
             log.warning("checkpoint %s is skipped: foreign, its name is not step-NNNNNNNN.", path)
     for _, _, path in sorted(candidates, reverse=True):
         try:
-            return load(path)
+            return load(path, kind)
         except CheckpointError as error:
             log.warning("%s It is skipped.", error)
     return None
@@ -197,22 +198,22 @@ def describe_latest(root: Path) -> str:
     )
 
 
-def load(path: Path) -> Checkpoint:
+def load(path: Path, kind: Any = dict) -> Checkpoint:
     """Read one checkpoint folder after checking its hashes. Raises CheckpointError naming the path
-    and what is wrong.
+    and what is wrong. kind: of its state.
     """
     reason = problem(path)
     if reason:
         raise CheckpointError(f"checkpoint {path} is not valid: {reason}.")
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read(path / MANIFEST, {"step": int})
         step, files = manifest["step"], manifest["files"]
         name = _NAME.fullmatch(path.name)
         if name and int(name[1]) != step:
             raise CheckpointError(f"checkpoint {path} is not valid: foreign, it holds step {step}.")
         sharded = manifest.get("sharded", False)
         tensors = {} if sharded else _stored(path)
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        state = read(path / STATE, kind) or {}
         extra = _load_extra(path / EXTRA) if EXTRA in files else None
     except CheckpointError:
         raise

@@ -17,12 +17,14 @@ from common.config.checks import ConfigError
 from common.config.command import find_config_dir, is_unused
 from common.config.explain import HYDRA_ERRORS, explain
 from common.failures import failed, is_main, show_any_text
+from common.files import FULL, CheckpointError
 from common.lock import InUseError
 from common.signals import (
     EXIT_CONFIG,
     EXIT_CRASH,
     EXIT_INTERRUPTED,
     EXIT_SIGNAL,
+    EXIT_WRITE,
     RunStopped,
     StopSignal,
 )
@@ -43,6 +45,9 @@ def ending_command(arguments: Sequence[str]) -> Iterator[None]:
         text = explain(error, arguments, find_config_dir(arguments))
         sys.exit(_print_end(ConfigError(text)))
     except Exception as error:
+        if isinstance(error, CheckpointError) or getattr(error, "errno", None) in FULL:
+            text = f"error: {error}. Make room, or use another hydra.run.dir."
+            sys.exit(_print_end(RunStopped(text, EXIT_WRITE)))
         if not type(error).__module__.startswith("submitit."):
             raise
         print(
@@ -59,15 +64,21 @@ def ending_command(arguments: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def ending_tool() -> Iterator[None]:
-    """Turn a user's mistake in a command that starts no run into a text and exit code 2."""
+    """Turn a user's mistake in a command that starts no run into a text and exit code 2, and a full
+    disk into a text and exit code 4.
+    """
     show_any_text()
     try:
         yield
+        sys.stdout.flush()
     except ConfigError as error:
         sys.exit(_print_end(error))
     except OSError as error:
-        text = f"{error.filename} cannot be written: {error.strerror}. Give another --out."
-        sys.exit(_print_end(ConfigError(text)))
+        what, code = error.filename, EXIT_WRITE if error.errno in FULL else EXIT_CONFIG
+        if what is None and code == EXIT_WRITE:  # Python would complain once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        text = f"error: {what or 'what is printed'} cannot be written: {error.strerror}."
+        sys.exit(_print_end(RunStopped(f"{text} Make room, or give another --out.", code)))
 
 
 @contextmanager
@@ -112,6 +123,6 @@ def ending_job() -> Iterator[Path]:
 def _print_end(error: ConfigError | RunStopped) -> int:
     """Print why a run ended early, on rank 0 alone; return the exit code."""
     stopped = isinstance(error, RunStopped)
-    if os.environ.get("RANK", "0") == "0":
+    if is_main():
         print(error if stopped else f"error: {error}", file=sys.stderr)
     return error.code if stopped else EXIT_CONFIG

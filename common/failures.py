@@ -11,6 +11,7 @@ from pathlib import Path
 
 from common.files import write_text
 
+GROUP = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}  # torchrun's variables
 FAILED = "failed.json"  # in the folder of a job that failed: its exit code, and why
 
 
@@ -45,5 +46,5 @@ def take_early(handlers: list[logging.Handler]) -> list[logging.LogRecord]:
 
 
 def is_main() -> bool:
-    """Return whether this process is rank 0."""
-    return os.environ.get("RANK", "0") == "0"
+    """Return whether this process is rank 0, or none of a group."""
+    return os.environ.get("RANK", "0") == "0" or not os.environ.keys() >= GROUP

@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from common.config import ConfigError
+from common.records import read
 
 log = logging.getLogger("clutch")
 
@@ -46,6 +47,8 @@ def replacing(folder: Path) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         for path in temporary.rglob("*"):
+            if path.is_file():  # safetensors writes files that nobody else may read
+                path.chmod(temporary.stat().st_mode & 0o666)
             sync(path)
         sync(temporary)
         displaced = folder.with_name(f"{folder.name}.old")
@@ -88,7 +91,7 @@ def problem(folder: Path) -> str | None:
     unchanged.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = read(folder / MANIFEST, {"files": {str: str}, "format": int}) or {}
         files = manifest["files"]
         if manifest["format"] != FORMAT:
             return f"foreign, {MANIFEST} has format {manifest['format']}, this reads {FORMAT}"
@@ -99,12 +102,12 @@ def problem(folder: Path) -> str | None:
                 return f"{name} is missing"
             if _sha256(folder / name) != digest:
                 return f"{name} is damaged, its SHA-256 is not the manifest's"
-    except FileNotFoundError:
+    except KeyError:
         return f"{MANIFEST} is missing" if folder.is_dir() else "there is no such folder"
     except OSError as error:
         return first_line(error)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} is damaged or foreign"
+    except ValueError as error:
+        return f"{MANIFEST} is damaged or foreign ({first_line(error)})"
     return None
 
 

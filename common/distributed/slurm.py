@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from common.config import ConfigError, Run
+from common.failures import GROUP
 from common.files import write_text
 from common.signals import EXIT_SIGNAL
 
@@ -194,6 +195,21 @@ def adopt() -> None:
     # As "4" or "4(x2),1": nodes in turn. The script gives every node as many.
     by_node = environment["SLURM_STEP_TASKS_PER_NODE"]
     environment["LOCAL_WORLD_SIZE"] = by_node.partition("(")[0].partition(",")[0]
+
+
+def check_group() -> None:
+    """Raise ConfigError where some of torchrun's variables are set, and others are not."""
+    given = {name: os.environ[name] for name in sorted(GROUP) if name in os.environ}
+    if given.keys() == GROUP or not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & given.keys():
+        return
+    texts, missing = (
+        [f"{name}={text}" for name, text in given.items()],
+        sorted(GROUP - given.keys()),
+    )
+    raise ConfigError(
+        f"the environment has {' '.join(texts)} without {', '.join(missing)}, so it is that of no"
+        f" rank. Run unset {' '.join(given)}, or start the ranks with torchrun."
+    )
 
 
 def ranked() -> bool:

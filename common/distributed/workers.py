@@ -456,12 +456,16 @@ class _Printed(logging.StreamHandler[TextIO]):
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Print no more where who reads has enough, as head has; the run goes on, and run.log has
-        it all.
+        it all. Raises: OSError where the disk is full.
         """
-        if isinstance(sys.exc_info()[1], BrokenPipeError):
+        error = sys.exc_info()[1]
+        full = error if isinstance(error, OSError) and error.errno in FULL else None
+        if full or isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
         else:
             super().handleError(record)
+        if full:
+            raise OSError(full.errno, "what is printed cannot be written, the disk is full")
 
 
 class _Plain(logging.Formatter):

@@ -6,6 +6,7 @@ from pathlib import Path
 from common.config import ConfigError, ModelConfig
 
 ADAPTER = "adapter_config.json"  # what tells the folder of a peft adapter
+POINTER = b"version https://git-lfs"  # how a file of Git LFS begins that was not fetched
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -46,6 +47,7 @@ def find_source(config: ModelConfig) -> str:
                     else "Give a folder written by save_pretrained."
                 )
             )
+        _check_pointers(local, setting)
         if config.revision is not None:
             raise ConfigError(
                 f"model.revision={config.revision!r} has no effect: {setting} is a local folder."
@@ -58,3 +60,13 @@ def find_source(config: ModelConfig) -> str:
             f" {Path.cwd()}), or give a hub id such as HuggingFaceTB/SmolLM2-135M."
         )
     return config.path
+
+
+def _check_pointers(folder: Path, setting: str) -> None:
+    """Raise ConfigError where a file is what Git leaves in the place of a large one."""
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.stat().st_size < 1024 and path.read_bytes().startswith(POINTER):
+            raise ConfigError(
+                f"{setting}: {path.name} is a pointer of Git LFS and not the file. Run git lfs pull"
+                " in that folder, or give the hub id."
+            )

@@ -152,7 +152,13 @@ def _pretraining_rows(config: TinyConfig, task: Any) -> list[tuple[bytes, bytes]
 
 
 def untrained(config: TinyConfig) -> LlamaForCausalLM:
-    """Return the tiny model with random weights."""
+    """Return the tiny model with random weights. Raises: ConfigError."""
+    if config.hidden_size // config.heads % 2:
+        raise ConfigError(
+            f"model.tiny.hidden_size={config.hidden_size} gives each of model.tiny.heads="
+            f"{config.heads} an odd number of values, and positions rotate pairs of them. Give a"
+            f" multiple of {2 * config.heads}."
+        )
     architecture = LlamaConfig(
         vocab_size=EOS + 1,
         hidden_size=config.hidden_size,

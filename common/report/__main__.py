@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from common.config import ConfigError
 from common.exits import ending_tool
 from common.report import page, serve
 
@@ -34,8 +35,14 @@ def main() -> None:
         if options.serve:
             serve.serve(options.runs, PORT if options.port is None else options.port)
             return
+        damaged = []
         for folder in options.runs:
-            print(page.write_report(folder))
+            try:
+                print(page.write_report(folder))
+            except ConfigError as error:
+                damaged.append(str(error))
+        if damaged:
+            raise ConfigError("\n".join(damaged))
 
 
 if __name__ == "__main__":

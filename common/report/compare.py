@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from common import statistics as certainty
 from common.config import ConfigError, flat
 from common.exits import ending_tool
 from common.failures import FAILED
 from common.files import write_text
+from common.records import NUMBER, DamagedError, check, read, reading
 from common.report import comparison, story
-from common.report.events import EVALUATIONS, events, markdown_table
+from common.report.events import EVALUATION, EVALUATIONS, events, markdown_table
 from common.report.forgetting import find_others
 from common.report.plots import COLOURS, STYLE
 from common.report.summary import side_by_side
@@ -46,6 +46,7 @@ NOT_A_SETTING = ("seed", "resume", "hydra", "tracker", "checkpoint")
 MARKS = ("run.yaml", "result.json", FAILED, ".hydra/overrides.yaml")
 # Settings of a run that its result names, where no override does.
 NAMED = ("algo", "task", "model")
+RESULT = dict.fromkeys((*NAMED, "metric"), str) | dict.fromkeys(("before", "after", *COSTS), NUMBER)
 DASHES = ("-", "--", ":", "-.")
 
 
@@ -115,31 +116,25 @@ def _read(folder: Path) -> Run | Failure:
     path, seed, config = folder / ".hydra" / "overrides.yaml", None, {}
     overrides: dict[str, str] = {}
     try:
-        texts = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else []
+        texts = read(path, [str]) or []
         overrides = _settings(dict(text.lstrip("+").split("=", 1) for text in texts if "=" in text))
         if (folder / "run.yaml").exists():
             config = story.read_run(folder, "config")["config"]
-            seed = config["seed"]
-        if (folder / FAILED).exists():
-            why = json.loads((folder / FAILED).read_text(encoding="utf-8"))
+            seed = config.get("seed")
+        if why := read(folder / FAILED, {"code": int, "error": str}):
             return Failure(folder, overrides, why["code"], why["error"])
-    except ConfigError as error:
-        return Failure(folder, overrides, 0, str(error))
-    except (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
-        why = f"its .hydra/overrides.yaml or {FAILED} is damaged: {error!r:.80}"
-        return Failure(folder, overrides, 0, why)
-    if not (folder / "result.json").exists():
-        why = "no result.json: it has not ended, or measures something else"
-        return Failure(folder, overrides, 0, why)
-    try:
-        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        result = read(folder / "result.json", RESULT)
+        if result is None:
+            why = "no result.json: it has not ended, or measures something else"
+            return Failure(folder, overrides, 0, why)
         named = {key: str(result[key]) for key in NAMED}
-        measured = points(events(folder / "metrics.jsonl"), result)
-    except (ValueError, KeyError, TypeError) as error:
-        why = f"its result.json or metrics.jsonl is damaged: {error!r:.80}"
-        return Failure(folder, overrides, 0, why)
+        with reading(folder / "metrics.jsonl"):
+            measured = points(events(folder / "metrics.jsonl"), result)
+            check(measured, [{**dict.fromkeys(COSTS, NUMBER), "value": NUMBER}])
+    except DamagedError as error:
+        return Failure(folder, overrides, 0, str(error))
     run = Run(folder, seed, named | overrides, _settings(flat(config)), result, measured)
-    rows = events(folder / "completions" / "after.jsonl")
+    rows = events(folder / "completions" / "after.jsonl", dict)
     run.prompts = [[row.get("id"), row.get("prompt")] for row in rows]
     paths = [folder / "completions" / f"{point['name']}.jsonl" for point in measured]
     run.known = [_scores(path, result["metric"]) for path in paths]
@@ -147,7 +142,7 @@ def _read(folder: Path) -> Run | Failure:
 
 
 def _scores(path: Path, metric: str) -> list[float]:
-    rows = [row.get("scores") for row in events(path)]
+    rows = [row.get("scores") for row in events(path, dict)]
     scores = [one.get(metric) if isinstance(one, dict) else None for one in rows]
     sound = all(isinstance(one, (int, float)) and math.isfinite(one) for one in scores)
     return [float(one or 0) for one in scores] if sound else []
@@ -394,7 +389,7 @@ def _each(settings: dict[str, list[Run]], out: Path) -> list[dict[str, str]]:
             "seed": "" if run.seed is None else str(run.seed),
             "before": f"{run.result['before']:.2f}",
             "after": f"{run.result['after']:.2f}",
-            "ended by": run.result.get("ended_by") or "all steps done",
+            "ended by": str(run.result.get("ended_by") or "all steps done"),
             "folder": os.path.relpath(run.folder, out),
         }
         for group in settings.values()
@@ -405,7 +400,7 @@ def _each(settings: dict[str, list[Run]], out: Path) -> list[dict[str, str]]:
 def _find_others(settings: dict[str, list[Run]]) -> tuple[list[dict[str, str]], str]:
     """Return what else changed, at an equal gain, and a sentence on it."""
     logged = {
-        setting: [events(run.folder / EVALUATIONS) for run in runs]
+        setting: [events(run.folder / EVALUATIONS, EVALUATION) for run in runs]
         for setting, runs in settings.items()
     }
     return find_others(logged)

@@ -32,7 +32,7 @@ def find_evaluations(folder: Path) -> list[Path]:
     """Return the files of held-out completions in order. folder: RUN/completions."""
     paths = [folder / "before.jsonl", *sorted(folder.glob("step-*.jsonl"))]
     iterations = sorted(folder.glob("iteration-*.jsonl"), key=lambda path: _number(path.stem))
-    return [p for p in (*paths, *iterations, folder / "after.jsonl") if p.exists()]
+    return [p for p in (*paths, *iterations, folder / "after.jsonl") if p.is_file()]
 
 
 def find_held_out(folder: Path) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def find_held_out(folder: Path) -> dict[str, Any]:
             "texts": texts,
             # what each adds to a measure, of 100, where the run has kept it
             "scores": {
-                measure: [row["scores"][measure] for row in rows]
+                measure: [(row.get("scores") or {}).get(measure) for row in rows]
                 for measure in rows[0].get("scores") or {}
             },
         }
@@ -72,7 +72,7 @@ def find_held_out(folder: Path) -> dict[str, Any]:
         if (texts := [_cut(row["completion"], longest) for row in rows])
     ]
     total = 0
-    if paths:
+    if first:
         with paths[0].open("rb") as file:
             total = sum(1 for _ in file)
     return {"prompts": prompts, "evaluations": evaluations, "total": total}

@@ -8,11 +8,14 @@ from typing import Any
 
 from common.config import flat
 from common.files import write_text
+from common.records import NUMBER, read_lines
 from common.screen import visible
 
 Numbers = dict[str, Any]  # an event of metrics.jsonl
 # in the run folder: every held-out measure, the one before and the one after too
 EVALUATIONS = "evaluations.jsonl"
+EVENT = {"step": int}  # a line of metrics.jsonl
+EVALUATION = {"step": int, "metric": NUMBER, "metrics": {str: NUMBER}}
 # The same curve whatever the stage of a run, so that runs of different algorithms lie in one plot.
 SHARED = ("step", "iteration", "metric", "metric_name", "metrics")
 SHARED += ("generated_tokens", "reward_evaluations")
@@ -27,16 +30,9 @@ def jsonable(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def events(path: Path) -> list[dict[str, Any]]:
-    """Return what an interrupted run has logged, without a torn line."""
-    records = []
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    for line in text.split("\n"):  # other ends of lines, such as U+2028, may stand in a completion
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return [one for one in records if isinstance(one, dict)]
+def events(path: Path, kind: Any = EVENT) -> list[dict[str, Any]]:
+    """Return what an interrupted run has logged, without damaged lines, and a torn last one."""
+    return read_lines(path, kind)
 
 
 def markdown_table(rows: list[dict[str, Any]]) -> str:

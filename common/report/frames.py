@@ -32,7 +32,7 @@ def read_completions(folder: Path) -> Any:
     completions = folder / "completions"
     rows: list[dict[str, Any]] = []
     for path in find_evaluations(completions):
-        rows += [{"kind": "held-out", "evaluation": path.stem, **row} for row in events(path)]
+        rows += [{"kind": "held-out", "evaluation": path.stem, **row} for row in events(path, dict)]
     pandas, tables = _pandas(), sorted((completions / "training").glob("steps-*.parquet"))
     if tables:  # completions=all
         training = pandas.concat([pandas.read_parquet(path) for path in tables])

@@ -14,6 +14,7 @@ from typing import Any
 
 from common.config import ConfigError
 from common.files import write_text
+from common.records import read_text, reading
 from common.report import web
 from common.report.events import EVALUATIONS, markdown_cell, markdown_table
 from common.report.story import load, read_rows
@@ -44,7 +45,11 @@ def write_report(folder: Path) -> Path:
     Raises: ConfigError where `folder` is no run folder.
     """
     check_folder(folder)
-    data = web.read_data(folder)
+    with reading(folder):
+        return _write(folder, web.read_data(folder))
+
+
+def _write(folder: Path, data: dict[str, Any]) -> Path:
     parts = [
         _head(folder, data),
         markdown_table([{"": key, " ": value} for key, value in data["facts"]]),
@@ -78,7 +83,7 @@ def _head(folder: Path, data: dict[str, Any]) -> str:
             lines.append(f"Try next:\n\n    {data['next']}")
     measured = data["measured"]
     if measured and (folder / f"{measured}.txt").exists():
-        text = (folder / f"{measured}.txt").read_text(encoding="utf-8").strip()
+        text = read_text(folder / f"{measured}.txt").strip()
         lines.append(f"```\n{text}\n```")
     elif measured:
         lines.append(f"The times are in {measured}.json.")

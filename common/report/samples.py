@@ -12,9 +12,11 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from common.config import ConfigError, Run
+from common.records import NUMBER
 from common.report.events import events, jsonable, write_jsonl
 from common.tasks import Example, plain
 
@@ -207,5 +209,6 @@ def _pyarrow() -> tuple[Any, Any]:
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of RUN/completions/training.jsonl, none where there is no such file."""
-    lines, whole = events(folder / "completions" / FILE), {"step", "rows", *SHARED}
-    return [line for line in lines if whole <= line.keys()]
+    rows = [{"completion": str, "reward": (*NUMBER, NoneType)}]
+    kind = {"step": int, "rows": rows, **dict.fromkeys(SHARED, object)}
+    return events(folder / "completions" / FILE, kind)

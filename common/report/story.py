@@ -1,52 +1,45 @@
 """Read a run folder: what its files say, as the data that the pages of a run are made of."""
 
-import json
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from common.config import ConfigError, flat
+from common.config import flat
 from common.config.checks import CONF, shipped
-from common.files import first_line
+from common.records import DamagedError, read, read_lines, read_or_warn, read_text
 from common.report.events import numbers
 from common.statistics import show_interval, show_p
 
 # A line of a log, and not of what the text of a line goes on with.
 WARNED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING (.*)")
 WHEN = ("before", "after")
+SETTINGS = {"algo": {"name": str}, "task": dict}  # of run.yaml
+# The files of a run in .hydra, and what is read there.
+KEPT = {
+    "overrides.yaml": [str],
+    "hydra.yaml": {"hydra": {"runtime": {"config_sources": [{"path": str}], "choices": dict}}},
+}
+# A line of completions/NAME.jsonl.
+COMPLETION = {"id": object, "prompt": (str, list), "answer": object, "completion": str}
 # Groups of conf/ with a file for each choice, that has its defaults.
 GROUPS = ("algo", "task", "model", "engine", "hardware", "tracker")
 
 
 def read_run(folder: Path, *keys: str) -> dict[str, Any]:
     """Return what FOLDER/run.yaml says. Raises: ConfigError where that is damaged: no `keys`."""
-    path, loader = folder / "run.yaml", getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        saved = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
-        if set(keys) <= saved.keys():
-            return saved
-        problem = "it has not all that a run writes there"
-    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
-        problem = "it is empty" if isinstance(error, AttributeError) else first_line(error)
-    raise ConfigError(
-        f"{path} is damaged: {problem}. The command of the run with hydra.run.dir={folder}"
-        " resume=auto writes it again."
-    )
+    advice = f"The command of the run with hydra.run.dir={folder} resume=auto writes it again."
+    path, kind = folder / "run.yaml", {key: object for key in keys} | {"config": SETTINGS}
+    saved = read(path, kind, advice)
+    if saved is None:
+        raise DamagedError(f"{path} is missing. {advice}")
+    return saved
 
 
 def load(path: Path) -> Any:
     """Return what a file of a run holds, None where there is none. Raises: ConfigError."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    except ValueError as error:
-        raise ConfigError(
-            f"{path} is damaged: {first_line(error)}. Remove it; the command of the run with"
-            f" hydra.run.dir={path.parent} resume=auto writes it again."
-        ) from None
+    again = f"the command of the run with hydra.run.dir={path.parent} resume=auto"
+    return read(path, dict, f"Remove it; {again} writes it again.")
 
 
 def find_title(
@@ -107,8 +100,7 @@ def find_settings(folder: Path, config: dict[str, Any]) -> list[list[str]]:
 
 
 def _kept(folder: Path, name: str) -> Any:
-    path = folder / ".hydra" / name
-    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+    return read_or_warn(folder / ".hydra" / name, KEPT[name])
 
 
 def find_facts(
@@ -209,21 +201,13 @@ def columns(history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[dict[str,
 
 
 def read_rows(path: Path, count: int) -> list[dict[str, Any]]:
-    """Return the first rows of a JSON Lines file, none where there is no file."""
-    if not path.exists():
-        return []
-    rows = []
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line, _ in zip(file, range(count), strict=False):
-            with suppress(ValueError):  # the last line of a run that was killed
-                rows.append(json.loads(line))
-    return [one for one in rows if isinstance(one, dict)]
+    """Return the first completions of a file, none where there is no file."""
+    return read_lines(path, COMPLETION, count)
 
 
 def find_warnings(path: Path) -> list[str]:
     """Return the warnings of a log, each once."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    warnings = (WARNED.match(line) for line in lines)
+    warnings = (WARNED.match(line) for line in read_text(path).splitlines())
     return list(dict.fromkeys(match[1] for match in warnings if match))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from common.files import write_text
 from common.report import completions, panels
-from common.report.events import EVALUATIONS, events
+from common.report.events import EVALUATION, EVALUATIONS, events
 from common.report.story import (
     arguments,
     columns,
@@ -55,7 +55,8 @@ def read_data(folder: Path) -> Data:
     """Return all that the report of a run shows. Raises: ConfigError where a file is damaged."""
     saved = read_run(folder, "config", "versions", "commit", "device")
     result = load(folder / "result.json")  # None where the run has not ended
-    history, evaluations = events(folder / "metrics.jsonl"), events(folder / EVALUATIONS)
+    history = events(folder / "metrics.jsonl")
+    evaluations = events(folder / EVALUATIONS, EVALUATION)
     steps, done = saved["config"]["algo"].get("steps"), history[-1]["step"] if history else 0
     title, measured = find_title(folder, saved, result)
     measures = find_measures(result, evaluations)

@@ -2,18 +2,14 @@
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from common import checkpoint
 from common.config import ConfigError, Run
 from common.distributed.context import Context
+from common.records import NUMBER, read_or_warn
 
 log = logging.getLogger("clutch")
 
@@ -21,23 +17,22 @@ log = logging.getLogger("clutch")
 # anything else would make another run of it.
 FREE = ("resume", "budget", "evaluate", "checkpoint", "tracker", "scoring", "not_finite")
 FREE += ("opt", "hardware", "slurm", "engine", "model.adapter.merge", "completions")
+# What a checkpoint keeps of the measures before the first step.
+BEFORE = {"metrics": {str: NUMBER}, "completions?": [str], "scores?": {str: list}}
 
 
 def check_algorithm(run: Run, out_dir: Path) -> None:
     """Raise ConfigError where `out_dir` holds a run of another algorithm."""
-    path = out_dir / "run.yaml"
-    if not path.exists():
-        return
-    other = None
-    with suppress(YAMLError, OmegaConfBaseException, UnicodeDecodeError):  # it is written again
-        loaded: Any = OmegaConf.load(path)
-        other = OmegaConf.select(loaded, "config.algo.name")
+    kind = {"config": {"algo": {"name": str}}}
+    saved = read_or_warn(out_dir / "run.yaml", kind)  # where damaged, it is written again
+    other = saved and saved["config"]["algo"]["name"]
     if other not in (None, run.algo.name):
         raise ConfigError(f"{out_dir} holds a run of algo={other}. Use another hydra.run.dir.")
 
 
-def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
-    """Return the newest valid checkpoint that `run.resume` names, or None for a fresh start.
+def find(run: Run, context: Context, fresh: dict[str, Any]) -> checkpoint.Checkpoint | None:
+    """Return the newest valid checkpoint that `run.resume` names, or None for a fresh start. fresh:
+    the state of a run that begins, whose types a saved one has.
 
     Raises: ConfigError where a folder is named that has none, where a fresh run would overwrite an
     earlier one, or where the settings differ from the checkpoint's (the keys are listed).
@@ -45,7 +40,9 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
     folder = context.out_dir / "checkpoints"
     check_algorithm(run, context.out_dir)
     context.barrier()  # no rank looks while another may still write
-    newest = _locate(run, context, folder)
+    kinds = {f"{key}?": _kind(value) for key, value in fresh.items()}
+    kind = {"run": kinds | {"step": int, "before?": BEFORE}, "config": {"algo": dict}}
+    newest = _locate(run, context, folder, kind)
     if newest is None:
         return None
     refuse(newest.path, _differing(run, newest))
@@ -61,7 +58,13 @@ def find(run: Run, context: Context) -> checkpoint.Checkpoint | None:
     return newest
 
 
-def _locate(run: Run, context: Context, own: Path) -> checkpoint.Checkpoint | None:
+def _kind(value: Any) -> Any:
+    if value is None:
+        return object
+    return NUMBER if isinstance(value, NUMBER) else type(value)
+
+
+def _locate(run: Run, context: Context, own: Path, kind: Any) -> checkpoint.Checkpoint | None:
     present = any(own.glob("step-*"))
     if (context.out_dir / "result.json").exists() and not present:
         raise ConfigError(
@@ -79,7 +82,7 @@ def _locate(run: Run, context: Context, own: Path) -> checkpoint.Checkpoint | No
     nothing = f"resume={run.resume}: no valid checkpoint there. Give a run folder, or auto or no."
     if named is not None and not named.exists():
         raise ConfigError(nothing)
-    newest = checkpoint.latest(own)
+    newest = checkpoint.latest(own, kind)
     if newest is None and present:
         raise ConfigError(
             f"all checkpoints in {own} are damaged (see the warnings), and starting anew would"
@@ -96,7 +99,7 @@ def _locate(run: Run, context: Context, own: Path) -> checkpoint.Checkpoint | No
             )
         return newest
     below = named / "checkpoints"
-    newest = checkpoint.latest(below if below.is_dir() else named)
+    newest = checkpoint.latest(below if below.is_dir() else named, kind)
     if newest is None:
         raise ConfigError(nothing)
     return newest

@@ -39,6 +39,7 @@ from common.distributed.context import Context
 from common.memory import Memory
 from common.plan import tell
 from common.profile import profile_steps
+from common.records import reading
 from common.report import page, summary
 from common.report.tracker import Tracker
 from common.rollout.evaluation import Evaluation
@@ -137,9 +138,10 @@ class Session:
         run, context, state = self.run, self.context, self.state
         self.checkpoints = Checkpoints(run, context, self.subject.model, saved)
         tell(run, context, self.subject, plan | {"folder": str(context.out_dir)}, memory)
-        resumed = resume.find(run, context)
+        resumed = resume.find(run, context, state)
         if resumed is not None:
-            saved.load(resumed)
+            with reading(resumed.path, "Remove it to go on from an earlier one."):
+                saved.load(resumed)
             state |= resumed.state["run"]
             state["reproducible"] &= self.subject.reproducible
         self.policy.skipped = state["skipped"]

@@ -180,7 +180,7 @@ ATTACKS = [
         module="common.compare",
     ),
     Attack(
-        *("comparison_of_a_torn_result", ["out"], 0, "its result.json or metrics.jsonl is damaged"),
+        *("comparison_of_a_torn_result", ["out"], 0, "out/result.json is damaged: Unterminated"),
         {"out/result.json": b'{"algo": "egg'},
         run=True,
         module="common.compare",

@@ -1,6 +1,21 @@
 """The link to vLLM in another process, without a vLLM (tests/runs/test_vllm.py has one)."""
 
-from common.sampling.remote.link import leave_out_ours
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from common.config import ConfigError
+from common.sampling.remote import client, server
+from common.sampling.remote.link import Link, leave_out_ours
 
 OF_TORCHRUN = {
     **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
@@ -19,3 +34,168 @@ def test_the_process_has_nothing_of_our_ranks_and_of_our_allocator():
     kept["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:64"  # the user's, which vLLM reads
     ours = OF_TORCHRUN | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert leave_out_ours(kept | ours) == kept
+
+
+# --- a peer that is not what it should be
+
+
+@contextmanager
+def peer(act: Callable[[socket.socket], Any]) -> Iterator[str]:
+    """Give the block the HOST:PORT of a server that does this with whoever connects."""
+
+    def run() -> None:
+        connection, _ = door.accept()
+        with connection:
+            act(connection)
+            ended.wait(5)
+
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{door.getsockname()[1]}"
+        ended.set()
+        thread.join()
+
+
+def sincere(then: Callable[[socket.socket], Any]) -> Callable[[socket.socket], None]:
+    """What a server that knows the key does, and then something else."""
+
+    def act(connection: socket.socket) -> None:
+        server.send(connection, {"nonce": "n"})
+        said, _ = server.receive(connection, 1024, 0)
+        assert said["proof"] == server.prove("secret", "run", "n")
+        server.send(connection, {"proof": server.prove("secret", "server", said["nonce"])})
+        then(connection)
+
+    return act
+
+
+def saying(*messages: Any) -> Callable[[socket.socket], None]:
+    """Send frames: an object, the bytes of a JSON text, or a header of sizes alone."""
+
+    def act(connection: socket.socket) -> None:
+        for message in messages:
+            if isinstance(message, tuple):
+                connection.sendall(server.HEADER.pack(*message))
+            else:
+                text = message if isinstance(message, bytes) else json.dumps(message).encode()
+                connection.sendall(server.HEADER.pack(len(text), 0) + text)
+
+    return act
+
+
+GREETING = {"vllm": "0.32.0", "torch": "2"}
+STRANGERS = {
+    "silent": (lambda _: None, "nothing was said"),
+    "too_large": (saying(((1 << 32) - 1, 0)), "where 1024 \\+ 0 may come"),
+    "much_beside": (saying((2, 1 << 32)), "where 1024 \\+ 0 may come"),
+    "no_json": (saying(b"{"), "cannot be reached"),
+    "no_object": (saying([]), "no object"),
+    "nested": (saying(b"[" * 1000), "cannot be reached"),
+    "without_nonce": (saying({}), "nonce"),
+    "without_the_key": (saying({"nonce": "n"}, {"proof": "guess"}), "does not know the key"),
+    "with_an_error": (saying({"nonce": "n"}, {"error": 7}), "engine.url=.*: 7"),
+}
+ANSWERS = {
+    "no_version": [{}],
+    "odd_version": [{"vllm": "x.y"}],
+    "version_of_a_number": [{"vllm": 7}],
+    "no_torch": [{"vllm": "0.32.0"}],
+    "no_json": [b"\xff"],
+    "no_object": [b"[]"],
+    "too_large": [((1 << 32) - 1, 0)],
+    "much_beside": [(2, 4 << 30)],
+    "no_weights": [GREETING, {}],
+    "other_weights": [GREETING, {"version": "1"}],
+    "odd_progress": [GREETING, {"finished": "x"}],
+    "odd_length": [GREETING, {"version": 1, "context_length": []}],
+    "error_of_a_list": [GREETING, {"error": []}],
+}
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "PATIENCE", 0.5)
+    monkeypatch.setenv(server.KEY, "secret")
+
+
+def ask(url: str, path: Path) -> None:
+    link = Link(None, url, path, torch.device("cpu"), 1)
+    engine = object.__new__(client.Vllm)
+    engine.link, engine.version, engine.context_length = link, 1, 8
+    try:
+        link.connect()
+        engine._ask("stamp", lambda _: None)
+    finally:
+        link.close()
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_a_server_that_is_none_is_named(stranger, impatient, tmp_path):
+    act, words = STRANGERS[stranger]
+    with peer(act) as url, pytest.raises(ConfigError, match=words) as caught:
+        ask(url, tmp_path)
+    assert f"engine.url={url}" in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_an_answer_that_is_none_is_named(answer, impatient, tmp_path):
+    with peer(sincere(saying(*ANSWERS[answer]))) as url, pytest.raises(ConfigError) as caught:
+        ask(url, tmp_path)
+    assert f"engine.url={url}" in str(caught.value)
+
+
+def test_completions_that_are_none_are_refused():
+    right = {
+        "tokens": torch.tensor([1, 2, 3]),
+        "lengths": torch.tensor([1, 2]),
+        "finished": torch.tensor([True, False]),
+        "logprobs": torch.zeros(3),
+    }
+    sampling: Any = type("Sampling", (), {"max_new_tokens": 2})
+    assert client._checked(right, 2, sampling) is right
+    wrong = [{**right, name: value[:-1]} for name, value in right.items()]
+    wrong += [{**right, name: value.double()} for name, value in right.items()]
+    wrong += [right | {"lengths": torch.tensor([0, 3])}, right | {"tokens": -right["tokens"]}]
+    for found in wrong:
+        with pytest.raises(ValueError, match="asked for"):
+            client._checked(found, 2, sampling)
+    assert len(save(right)) < client.HEAD
+
+
+def test_silent_strangers_do_not_keep_a_run_out(monkeypatch, tmp_path):
+    """Nor does one that guesses, and neither sees the key."""
+    started = []
+    monkeypatch.setenv(server.KEY, "secret")
+    monkeypatch.setattr(server, "serve", None)
+    monkeypatch.setattr(server.subprocess, "Popen", lambda *a, **_: started.append(a) or Busy())
+    door = server.Door("secret")
+    with socket.create_server(("127.0.0.1", 0)) as waiting:
+        threading.Thread(target=accept, args=(waiting, door), daemon=True).start()
+        address = waiting.getsockname()
+        silent = [socket.create_connection(address) for _ in range(8)]
+        began = time.monotonic()
+        for key, words in (("guess", "the key is another one"), ("secret", None)):
+            with socket.create_connection(address) as connection:
+                told = server.introduce(connection, key)
+                assert told.get("error", "").startswith(words or "")
+                assert bool(words) == ("error" in told)
+        with socket.create_connection(address) as connection:
+            assert "another run" in server.introduce(connection, "secret")["error"]
+        assert time.monotonic() - began < server.PATIENCE
+        for one in silent:
+            one.close()
+    assert len(started) == 1
+
+
+class Busy:
+    def poll(self) -> None:
+        return None
+
+
+def accept(waiting: socket.socket, door: server.Door) -> None:
+    for _ in range(11):
+        connection, peer = waiting.accept()
+        assert door.room.acquire(blocking=False)
+        threading.Thread(target=door.meet, args=(connection, peer[0]), daemon=True).start()

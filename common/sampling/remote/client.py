@@ -51,6 +51,7 @@ log = logging.getLogger("clutch")
 
 MOST_ROWS = 1024  # side by side; others wait
 OVERHEAD_GB = 2.0  # of vLLM on a GPU, beside weights and cache: kernels, activations, graphs
+HEAD = 4096  # bytes of an answer beside its numbers
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM has room for
 
 
@@ -90,6 +91,8 @@ def open_vllm(
         raise ConfigError(
             "opt=compile has no effect with engine=vllm, which compiles by itself. Leave it out."
         )
+    if cache_gb <= 0:
+        raise ConfigError(f"engine.cache_gb={cache_gb} is too small. Give a value above 0.")
     urls = [one.strip() for one in url.split(",")] if url else [None] * context.world_size
     if len(urls) != context.world_size:
         raise ConfigError(
@@ -273,12 +276,14 @@ class Vllm:
             if not self.link.running:
                 self._send()
             with self.link.shared(self._bytes_of_members(requests)) as folder:
-                return self._ask(
-                    "generate", watch, **work, adapters=self._adapters(requests, folder)
-                )
+                work["adapters"] = self._adapters(requests, folder)
+                return self._ask("generate", watch, most, **work)
 
-        found = load(self._try(attempt))
-        return self._completions(found, requests, sampling)
+        rows = requests.members * len(requests.prompts) * requests.samples
+        most = rows * (12 * sampling.max_new_tokens + 16) + HEAD
+        data = self._try(attempt)
+        with self.link.understanding():
+            return self._completions(_checked(load(data), rows, sampling), requests, sampling)
 
     def _bytes_of_members(self, requests: Requests) -> int:
         """Return what the files of a population take at most."""
@@ -323,16 +328,17 @@ class Vllm:
             self.link.fell()
             return self._try(action)  # `fell` raises at the second time
 
-    def _ask(self, do: str, watch: Watch | None = None, **message: Any) -> bytes:
-        """Ask for something. Returns what comes beside the answer. Raises: RuntimeError where other
-        weights answer than those that were sent last.
+    def _ask(self, do: str, watch: Watch | None = None, most: int = 0, **message: Any) -> bytes:
+        """Ask for something. Returns what comes beside the answer, `most` bytes. Raises:
+        ConfigError where other weights answer than those that were sent last.
         """
         asked = {"do": do, "version": self.version, **message}
-        told, data = self.link.ask(asked, watch=watch)
-        if told["version"] != self.version:
-            raise RuntimeError(f"vLLM has weights {told['version']}, not {self.version}")
-        if "context_length" in told:
-            self.context_length = min(self.context_length, told["context_length"])
+        told, data = self.link.ask(asked, watch=watch, most=most)
+        with self.link.understanding():
+            if told["version"] != self.version:
+                raise ValueError(f"vLLM has weights {told['version']!r}, not {self.version}")
+            length = int(told.get("context_length", self.context_length))
+            self.context_length = min(self.context_length, length)
         return data
 
     # --- the plan
@@ -345,6 +351,24 @@ class Vllm:
         if self.sleeps and not rows:
             return min(self._overhead, self._held_bytes)
         return self._held_bytes + rows * row
+
+
+def _checked(found: dict[str, Tensor], rows: int, sampling: SamplingConfig) -> dict[str, Tensor]:
+    """Return an answer. Raises: ValueError where it is none to `rows` rows."""
+    kinds = {"tokens": torch.int64, "lengths": torch.int64, "finished": torch.bool}
+    kinds |= {"logprobs": torch.float32}
+    lengths = found["lengths"]
+    if (
+        {name: tensor.dtype for name, tensor in found.items()} != kinds
+        or (lengths < 0).any()
+        or (lengths > sampling.max_new_tokens).any()
+        or (found["tokens"] < 0).any()
+        or [len(found[name]) for name in ("lengths", "finished")] != [rows, rows]
+        or {len(found[name]) for name in ("tokens", "logprobs")} != {int(lengths.sum())}
+        or any(tensor.ndim != 1 for tensor in found.values())
+    ):
+        raise ValueError(f"completions of {rows} rows were asked for, and these are none")
+    return found
 
 
 def write_members(population: Population, folder: Path, dtype: torch.dtype) -> None:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from common.config import ConfigError
 from common.files import FULL, CheckpointError, first_line
+from common.records import ERRORS
 from common.sampling.engine import Watch
 from common.sampling.remote import server
 
@@ -29,6 +30,7 @@ INSTALL = (
 )
 SHARED = Path("/dev/shm")
 LEAST = 1 << 28  # bytes free there, for adapters and their files
+LONGEST = 1 << 20  # bytes of the JSON of an answer
 
 
 class EndedError(Exception):
@@ -67,8 +69,10 @@ class Link:
             told = self._receive()[0]
         except EndedError:
             raise ConfigError(f"vLLM did not start{self._where()}.") from None
-        version = told["vllm"]
-        found = tuple(int(part) for part in version.split(".")[:2])
+        with self.understanding():
+            version = told["vllm"]
+            found = tuple(int(part) for part in version.split(".")[:2])
+            told["torch"] = str(told["torch"])
         if found < OLDEST:
             raise ConfigError(
                 f"engine=vllm needs vLLM {'.'.join(map(str, OLDEST))} or newer, and {self.name} has"
@@ -108,7 +112,7 @@ class Link:
         host, _, port = url.rpartition(":")
         key = os.environ.get(server.KEY, "")
         start = f"PYTHON {Path(server.__file__).name} HOST:PORT (docs/engines.md)"
-        if not (host and port.isdigit()):
+        if not (host and port.isdecimal() and int(port) < 1 << 16):
             raise ConfigError(f"engine.url={url!r} is not HOST:PORT, where {start} waits.")
         if not key:
             raise ConfigError(
@@ -116,14 +120,19 @@ class Link:
                 " what it is there."
             )
         try:
-            self.connection = socket.create_connection((host, int(port)))
+            self.connection = socket.create_connection((host, int(port)), server.PATIENCE)
             server.keep_alive(self.connection)
-            server.send(self.connection, {"key": key})
-        except OSError as error:
+            told = server.introduce(self.connection, key)
+        except (OSError, EOFError, *ERRORS) as error:
+            self.close()
+            silent = f"nothing was said for {server.PATIENCE} s"
+            why = silent if isinstance(error, TimeoutError) else None
+            why = why or getattr(error, "strerror", None) or first_line(error)
             raise ConfigError(
-                f"engine.url={url} cannot be reached: {error.strerror or error}. Start it there:"
-                f" {start}."
+                f"engine.url={url} cannot be reached: {why}. Start it there, of the same version as"
+                f" here: {start}."
             ) from error
+        self._check(told)
 
     @property
     def running(self) -> bool:
@@ -143,11 +152,29 @@ class Link:
         code = None if self.process is None else self.process.wait()
         return f" ({self.name}" + (f", exit code {code})" if code else ")") + self._log
 
+    @contextmanager
+    def understanding(self) -> Iterator[None]:
+        """Raise ConfigError where the block cannot read an answer."""
+        try:
+            yield
+        except ConfigError:
+            raise
+        except (SafetensorError, *ERRORS) as error:
+            self.close()
+            raise ConfigError(
+                f"{self.name} gives answers that cannot be read ({type(error).__name__}:"
+                f" {first_line(error)}). Use the server.py of the same version there as here."
+            ) from error
+
     def ask(
-        self, message: dict[str, Any], data: bytes = b"", watch: Watch | None = None
+        self,
+        message: dict[str, Any],
+        data: bytes = b"",
+        watch: Watch | None = None,
+        most: int = 0,
     ) -> tuple[dict[str, Any], bytes]:
-        """Send a message and return its answer. Raises: EndedError; ConfigError with what vLLM
-        says where it refuses.
+        """Send a message and return its answer, with `most` bytes beside it. Raises: EndedError;
+        ConfigError with what vLLM says where it refuses.
         """
         assert self.connection is not None
         try:
@@ -155,25 +182,32 @@ class Link:
         except OSError as error:
             raise EndedError from error
         while True:
-            told, data = self._receive()
+            told, data = self._receive(most)
             if "finished" not in told:
                 return told, data
+            with self.understanding():
+                done = int(told["finished"])
             if watch is not None:
-                watch(told["finished"])
+                watch(done)
 
-    def _receive(self) -> tuple[dict[str, Any], bytes]:
+    def _receive(self, most: int = 0) -> tuple[dict[str, Any], bytes]:
         assert self.connection is not None
         try:
-            told, data = server.receive(self.connection)
+            with self.understanding():
+                told, data = server.receive(self.connection, LONGEST, most)
         except (EOFError, OSError) as error:
             raise EndedError from error
+        self._check(told)
+        return told, data
+
+    def _check(self, told: dict[str, Any]) -> None:
         if "error" in told:
             self.close()
-            advice = f" {INSTALL}" if "import vllm" in told["error"] else ""
-            if "KV cache" in told["error"]:
+            said = str(told["error"])
+            advice = f" {INSTALL}" if "import vllm" in said else ""
+            if "KV cache" in said:
                 advice = " Raise engine.cache_gb."
-            raise ConfigError(f"{self.name}: {told['error']}{self._log}.{advice}")
-        return told, data
+            raise ConfigError(f"{self.name}: {said}{self._log}.{advice}")
 
     def fell(self) -> None:
         """Take note that the other side is gone. Raises: ConfigError at the second time."""
@@ -234,7 +268,8 @@ class Link:
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             name = str(path.relative_to(folder.parent))
             told, _ = self.ask({"do": "put", "path": name}, path.read_bytes())
-            there = told["folder"]
+            with self.understanding():
+                there = told["folder"]
         return f"{there}/{folder.name}"
 
 

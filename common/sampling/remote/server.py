@@ -4,9 +4,10 @@ project runs it as a script.
     PYTHON server.py FD FOLDER    # as a run starts it: its connection, its folder in shared memory
     PYTHON server.py HOST:PORT    # on a machine of its own, for engine.url=HOST:PORT
 
-One run is served at a time. Whoever connects to HOST:PORT must send the key that stands in the
-environment as CLUTCH_ENGINE_KEY; nothing is encrypted, so let no stranger into that network, or go
-through ssh. When the connection ends, so do vLLM and all its processes, and its memory is free.
+One run is served at a time. Both sides prove that they know the key that stands in the environment
+as CLUTCH_ENGINE_KEY, which is not sent; nothing is encrypted, so let no stranger into that network,
+or go through ssh. When the connection ends, so do vLLM and all its processes, and its memory is
+free.
 
 A message is a JSON object, with tensors or bytes beside it or without.
 """
@@ -15,6 +16,7 @@ import hmac
 import json
 import os
 import queue
+import secrets
 import shutil
 import signal
 import socket
@@ -33,6 +35,9 @@ from safetensors.torch import save
 
 KEY = "CLUTCH_ENGINE_KEY"
 HEADER = struct.Struct("<IQ")  # bytes of the JSON, and of what comes after it
+LONGEST = 1 << 30  # bytes of the JSON of a request: prompts
+LARGEST = 1 << 40  # bytes of a file of weights
+LONGEST_GREETING, PATIENCE, STRANGERS = 1 << 10, 10, 64  # bytes, seconds, strangers at a time
 
 
 def send(connection: socket.socket, message: dict[str, Any], data: bytes = b"") -> None:
@@ -42,16 +47,28 @@ def send(connection: socket.socket, message: dict[str, Any], data: bytes = b"") 
     connection.sendall(data)
 
 
-def receive(connection: socket.socket) -> tuple[dict[str, Any], bytes]:
-    """Wait for a message and the bytes beside it. Raises: EOFError at the end, OSError."""
-    text, data = HEADER.unpack(_read(connection, HEADER.size))
-    return json.loads(_read(connection, text)), _read(connection, data)
+def receive(
+    connection: socket.socket, longest: int, most: int, end: float | None = None
+) -> tuple[dict[str, Any], bytes]:
+    """Wait for a message of `longest` bytes at most and `most` bytes beside it, until `end`.
+
+    Raises: EOFError at the end; OSError; ValueError where it is larger, or no message.
+    """
+    text, data = HEADER.unpack(_read(connection, HEADER.size, end))
+    if text > longest or data > most:
+        raise ValueError(f"a message of {text} + {data} bytes, where {longest} + {most} may come")
+    message = json.loads(_read(connection, text, end))
+    if not isinstance(message, dict):
+        raise ValueError("a message that is no object")
+    return message, _read(connection, data, end)
 
 
-def _read(connection: socket.socket, count: int) -> bytes:
+def _read(connection: socket.socket, count: int, end: float | None) -> bytes:
     buffer = bytearray(count)
     view = memoryview(buffer)
     while view:
+        if end is not None:
+            connection.settimeout(max(0.01, end - time.monotonic()))
         got = connection.recv_into(view)
         if not got:
             raise EOFError
@@ -177,10 +194,10 @@ class Server:
         verbs: list[Any] = [
             *(self.open, self.put, self.drop, self.load, self.stamp, self.generate, self.rest)
         ]
-        do = {verb.__name__: verb for verb in verbs}[message.pop("do")]
         if data:
             message["data"] = data
         try:
+            do = {verb.__name__: verb for verb in verbs}[message.pop("do")]
             told: Any = do(**message)
         except Exception as error:  # the run says it, and ends
             import traceback
@@ -217,8 +234,10 @@ def serve(connection: socket.socket, folder: str | None) -> None:
     def listen() -> None:
         try:
             while True:
-                waiting.put(receive(connection))
-        except (EOFError, OSError):
+                waiting.put(receive(connection, LONGEST, LARGEST))
+        except Exception as error:  # the run has gone, or sends what is no message
+            print(f"the connection ends: {type(error).__name__}: {error}", flush=True)
+        finally:
             shutil.rmtree(files, ignore_errors=True)
             os.killpg(0, signal.SIGKILL)
 
@@ -243,39 +262,80 @@ def listen(host: str, port: int) -> None:
     key = os.environ.get(KEY, "")
     if not key:
         sys.exit(f"error: set {KEY} to a secret of your own, here and where the run starts.")
-    serving: subprocess.Popen[bytes] | None = None
-    with socket.create_server((host, port)) as door:
-        print(f"waiting on {host}:{door.getsockname()[1]}", flush=True)
+    door = Door(key)
+    with socket.create_server((host, port)) as waiting:
+        print(f"waiting on {host}:{waiting.getsockname()[1]}", flush=True)
         while True:
-            connection, peer = door.accept()
-            # A stranger may send anything, or go away at any time.
-            with connection, suppress(OSError, EOFError, ValueError, RecursionError):
-                said = _greeting(connection)
-                if not hmac.compare_digest(said, key.encode()):
-                    send(connection, {"error": f"the key is another one: set {KEY}"})
-                elif serving is not None and serving.poll() is None:
-                    send(connection, {"error": "another run has this server. Wait for its end"})
-                else:
-                    print(f"serving {peer[0]}", flush=True)
-                    keep_alive(connection)
-                    fd = connection.fileno()
-                    command = [sys.executable, __file__, str(fd)]
-                    serving = subprocess.Popen(command, pass_fds=[fd], start_new_session=True)
+            connection, peer = waiting.accept()
+            if door.room.acquire(blocking=False):
+                threading.Thread(target=door.meet, args=(connection, peer[0]), daemon=True).start()
+            else:
+                connection.close()
 
 
-def _greeting(connection: socket.socket) -> bytes:
-    """Return the key that a stranger sends, who gets a kilobyte of memory and ten seconds."""
-    end = time.monotonic() + 10
-    buffer = b""
-    while len(buffer) < HEADER.size or len(buffer) < HEADER.size + HEADER.unpack_from(buffer)[0]:
-        connection.settimeout(max(0.01, end - time.monotonic()))
-        got = connection.recv(1024)
-        buffer += got
-        if not got or len(buffer) > 1024:
-            raise ValueError("this is no run")
+class Door:
+    """Lets in who knows the key, one run at a time. room: for strangers at the same time."""
+
+    def __init__(self, key: str) -> None:
+        self.key, self.room, self.lock = (
+            key,
+            threading.BoundedSemaphore(STRANGERS),
+            threading.Lock(),
+        )
+        self.serving: subprocess.Popen[bytes] | None = None
+
+    def meet(self, connection: socket.socket, peer: str) -> None:
+        """Ask a stranger for a proof, who may send anything, or go away at any time, and gets a
+        kilobyte of memory and `PATIENCE`.
+        """
+        strange = (OSError, EOFError, ValueError, RecursionError)
+        with connection, suppress(*strange):
+            try:
+                nonce, end = secrets.token_hex(16), time.monotonic() + PATIENCE
+                connection.settimeout(PATIENCE)
+                send(connection, {"nonce": nonce})
+                said, _ = receive(connection, LONGEST_GREETING, 0, end)
+                proven = str(said.get("proof")).encode(errors="replace")
+                if not hmac.compare_digest(proven, prove(self.key, "run", nonce).encode()):
+                    return send(connection, {"error": f"the key is another one: set {KEY}"})
+                connection.settimeout(None)
+                self._admit(connection, peer, str(said.get("nonce")))
+            finally:
+                self.room.release()
+
+    def _admit(self, connection: socket.socket, peer: str, nonce: str) -> None:
+        with self.lock:
+            if self.serving is not None and self.serving.poll() is None:
+                return send(connection, {"error": "another run has this server. Wait for its end"})
+            print(f"serving {peer}", flush=True)
+            keep_alive(connection)
+            send(connection, {"proof": prove(self.key, "server", nonce)})
+            fd = connection.fileno()
+            command = [sys.executable, __file__, str(fd)]
+            self.serving = subprocess.Popen(command, pass_fds=[fd], start_new_session=True)
+
+
+def introduce(connection: socket.socket, key: str) -> dict[str, Any]:
+    """Prove to a server that this run knows the key, and have it prove the same. Returns its last
+    words, which may be an error. Raises: ValueError where it does not know the key; OSError.
+    """
+    nonce, end = secrets.token_hex(16), time.monotonic() + PATIENCE
+    asked, _ = receive(connection, LONGEST_GREETING, 0, end)
+    send(connection, {"proof": prove(key, "run", str(asked["nonce"])), "nonce": nonce})
+    told, _ = receive(connection, LONGEST_GREETING, 0, end)
+    proven = str(told.get("proof")).encode(errors="replace")
+    if "error" not in told and not hmac.compare_digest(
+        proven, prove(key, "server", nonce).encode()
+    ):
+        raise ValueError(f"it does not know the key in {KEY}")
     connection.settimeout(None)
-    found = json.loads(buffer[HEADER.size :])
-    return str(found.get("key", "") if isinstance(found, dict) else "").encode(errors="replace")
+    return told
+
+
+def prove(key: str, side: str, nonce: str) -> str:
+    """Return what only who knows the key can answer to a nonce. side: that answers."""
+    text = f"{side} {nonce}".encode(errors="replace")
+    return hmac.new(key.encode(errors="surrogateescape"), text, "sha256").hexdigest()
 
 
 def keep_alive(connection: socket.socket) -> None:
