@@ -12,7 +12,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from common import record
+from common import aside
 from common.config.checks import ConfigError
 from common.config.command import find_config_dir, is_unused
 from common.config.explain import HYDRA_ERRORS, explain
@@ -88,14 +88,14 @@ def ending_job() -> Iterator[Path]:
     """
     settings = HydraConfig.get()
     folder, alone = Path(settings.runtime.output_dir), settings.mode == RunMode.RUN
-    record.set_aside(folder, settings.output_subdir)
+    aside.set_aside(folder, settings.output_subdir)
     requeue = signal.getsignal(signal.SIGUSR2)  # in a job of submitit: back into the queue
     try:
         try:
             yield folder
         finally:
             if is_main():
-                record.settle(folder)
+                aside.settle(folder)
         if alone and is_unused(folder):  # a plan leaves nothing
             shutil.rmtree(folder, ignore_errors=True)
     except (ConfigError, RunStopped) as error:

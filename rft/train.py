@@ -19,7 +19,7 @@ import logging
 
 import torch
 
-from common import optim, record
+from common import aside, optim
 from common.config import Run
 from common.distributed import fsdp
 from common.distributed.context import Context
@@ -94,7 +94,7 @@ def prepare(session: Session, lm: LM) -> Work:
     train_limit, memory = fit_rows(lm)
     tell(run, lm.context, lm, plan(lm, prompts, train_limit, memory), memory)
     if lm.context.main and cfg.shard:
-        record.accept(lm.context.out_dir, log)
+        aside.accept(lm.context.out_dir, log)
     elif lm.context.main:
         summary.write_run(run, lm.context.out_dir, lm.context.device.name, lm.reproducible)
     optim.optimizer(cfg.optimizer, [torch.nn.Parameter(torch.zeros(1))])

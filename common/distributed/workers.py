@@ -28,6 +28,7 @@ import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common import hardware, threads
+from common.aside import open_log
 from common.config import ConfigError, Run, flat
 from common.distributed import fsdp, slurm
 from common.distributed.alarm import Alarm
@@ -36,7 +37,6 @@ from common.failures import show_any_text, take_early
 from common.files import FULL, CheckpointError
 from common.instance import load
 from common.lock import locked
-from common.record import open_log
 from common.screen import printing, visible
 from common.signals import (
     EXIT_CONFIG,

@@ -19,7 +19,7 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 
-from common import record, statistics
+from common import aside, statistics
 from common.config import Run
 from common.distributed.context import Context
 from common.files import write_text
@@ -119,7 +119,7 @@ def print_plan(rows: dict[str, str]) -> None:
 
 
 def write_run(run: Run, out_dir: Path, device: str, reproducible: bool = True) -> None:
-    """Write RUN/run.yaml, and with it what was kept aside until now (common/record.py): the
+    """Write RUN/run.yaml, and with it what was kept aside until now (common/aside.py): the
     configuration, versions, commits of this code and of the model, and whether the same command
     gives the same numbers.
     """
@@ -135,8 +135,8 @@ def write_run(run: Run, out_dir: Path, device: str, reproducible: bool = True) -
         "device": device,
         "reproducible": reproducible,
     }
-    record.accept(out_dir, log)
-    write_text(out_dir / record.RUN_FILE, OmegaConf.to_yaml(OmegaConf.create(content)))
+    aside.accept(out_dir, log)
+    write_text(out_dir / aside.RUN_FILE, OmegaConf.to_yaml(OmegaConf.create(content)))
 
 
 def find_commit() -> str | None:
