@@ -55,12 +55,17 @@ def open_log(path: Path) -> logging.Handler:
     return HeldLog(written)
 
 
-def accept(folder: Path, log: logging.Logger) -> None:
-    """Write what was kept aside: the run of `folder` begins or goes on."""
+def write_log(log: logging.Logger) -> None:
+    """Write what was said before the run was accepted, and from now on at once."""
     for handler in log.handlers:
         if isinstance(handler, HeldLog):
             handler.accepted = True
             handler.flush()
+
+
+def accept(folder: Path, log: logging.Logger) -> None:
+    """Write what rank 0 has kept aside: the run of `folder` begins or goes on."""
+    write_log(log)
     aside = Path(os.environ.get(ASIDE) or folder)
     if aside.parent == folder and aside.name != RECORD and aside.is_dir():
         shutil.rmtree(folder / RECORD, ignore_errors=True)

@@ -74,11 +74,13 @@ def ending_tool() -> Iterator[None]:
     except ConfigError as error:
         sys.exit(_print_end(error))
     except OSError as error:
-        what, code = error.filename, EXIT_WRITE if error.errno in FULL else EXIT_CONFIG
-        if what is None and code == EXIT_WRITE:  # Python would complain once more at its end
+        what, full = error.filename, error.errno in FULL
+        if what is None and full:  # Python would complain once more at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         text = f"error: {what or 'what is printed'} cannot be written: {error.strerror}."
-        sys.exit(_print_end(RunStopped(f"{text} Make room, or give another --out.", code)))
+        advice = "Make room, or give another --out." if full else "Give another --out."
+        code = EXIT_WRITE if full else EXIT_CONFIG
+        sys.exit(_print_end(RunStopped(f"{text} {advice}", code)))
 
 
 @contextmanager

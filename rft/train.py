@@ -93,6 +93,7 @@ def prepare(session: Session, lm: LM) -> Work:
     folder = RunFolder(run, lm.context)
     train_limit, memory = fit_rows(lm)
     tell(run, lm.context, lm, plan(lm, prompts, train_limit, memory), memory)
+    aside.write_log(log)
     if lm.context.main and cfg.shard:
         aside.accept(lm.context.out_dir, log)
     elif lm.context.main:

@@ -32,6 +32,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor
 
 from common import hardware
+from common.aside import write_log
 from common.checkpoint import describe_latest
 from common.config import Run
 from common.distributed import fsdp
@@ -145,6 +146,7 @@ class Session:
             state |= resumed.state["run"]
             state["reproducible"] &= self.subject.reproducible
         self.policy.skipped = state["skipped"]
+        write_log(log)
         if context.main:
             summary.write_run(run, context.out_dir, context.device.name, state["reproducible"])
         if "before" not in state and self.generates:

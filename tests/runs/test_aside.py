@@ -1,10 +1,13 @@
 """A command that is refused changes nothing in the folder of a run."""
 
 import hashlib
+import logging
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from common import aside
 from tests.support import RFT_COMMAND, SMALL, SMALL_GRPO
 
 RUNS = {
@@ -48,3 +51,16 @@ def test_a_refused_command_leaves_a_run_as_it_is(launch, tmp_path, algo):
     assert (folder / "run.log").read_text().startswith(log)
     assert "resume=auto" in (folder / ".hydra" / "overrides.yaml").read_text()
     assert not list(folder.glob(".hydra-*"))
+
+
+def test_any_rank_writes_its_log_once_the_run_goes_on(tmp_path):
+    log = logging.Logger("a rank")
+    (tmp_path / aside.RUN_FILE).write_text("")
+    with closing(aside.open_log(tmp_path / "rank-1.log")) as handler:
+        log.addHandler(handler)
+        log.warning("before")
+        assert not (tmp_path / "rank-1.log").exists()
+        aside.write_log(log)
+        log.warning("after")
+    lines = (tmp_path / "rank-1.log").read_text().splitlines()
+    assert [line.rpartition(" ")[2] for line in lines] == ["before", "after"]

@@ -391,8 +391,9 @@ def job(
         "task=letters",
     ]
     (here / ".hydra" / "overrides.yaml").write_text(json.dumps(overrides))
-    config = {key.replace("__", "."): value for key, value in given.items()}
-    (here / "run.yaml").write_text(json.dumps({"config": {"seed": seed, **config}}))
+    algo = {key.partition("__")[2] or "name": value for key, value in given.items()}
+    config = {"seed": seed, "algo": {"name": "grpo", **algo}, "task": {}}
+    (here / "run.yaml").write_text(json.dumps({"config": config}))
     measured = {"metric": 20.0, "metric_name": "exact"} if middle else {}
     log = [
         {

@@ -45,13 +45,19 @@ def run_folder(folder, tmp_path) -> Path:
     """A run folder as a task with few-shot conversations leaves it."""
     run = tmp_path / "run"
     shutil.copytree(folder, run / "model")
-    (run / "run.yaml").write_text("config: {}\n")
+    write_settings(run)
     (run / "result.json").write_text('{"algo": "grpo"}')
     (run / "completions").mkdir()
     turns = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c")]
     row = {"id": 0, "prompt": [{"role": role, "content": text} for role, text in turns]}
     (run / "completions" / "after.jsonl").write_text(json.dumps(row) + "\n")
     return run
+
+
+def write_settings(run: Path, **task: str) -> None:
+    """Write run.yaml with these settings of the task."""
+    config = {"algo": {"name": "grpo"}, "task": task}
+    (run / "run.yaml").write_text(json.dumps({"config": config}))
 
 
 def talk(monkeypatch, capsys, *arguments: str, code: int = 0) -> tuple[str, str]:
@@ -151,17 +157,14 @@ def test_the_template_of_a_run_is_filled_in(run_folder):
         "{question}": ("", ""),
         "{a} and {b}": None,
     }.items():
-        (run_folder / "run.yaml").write_text(
-            json.dumps({"config": {"task": {"template": template}}})
-        )
+        write_settings(run_folder, template=template)
         assert chat.template_of(str(run_folder), None) == parts
         asked = [{"role": "user", "content": "Q: 1\\nA {x}:"}]
         assert chat.template_of(str(run_folder), asked) == parts
-    text = json.dumps({"config": {"task": {"template": "{question}:"}}})
-    (run_folder / "run.yaml").write_text(text)
+    write_settings(run_folder, template="{question}:")
     bare = [{"role": "user", "content": "7 km in m"}]  # in a conversation task=units has none
     assert chat.template_of(str(run_folder), bare) is None
-    (run_folder / "run.yaml").write_text("config: {}\n")
+    write_settings(run_folder)
     assert chat.template_of(str(run_folder), None) is None
 
 
