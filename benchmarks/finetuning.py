@@ -32,10 +32,12 @@ def draw_trees(work: dict[str, Any]) -> list[Tree]:
     def ids(count: int) -> list[int]:
         return [draw.randrange(100, 40000) for _ in range(count)]
 
-    return [
-        Tree(ids(tokens), [ids(draw.randint(SHORTEST, work["new"])) for _ in range(work["each"])])
-        for _ in range(work["prompts"] * (work["steps"] + 1))
-    ]
+    trees = []
+    for _ in range(work["prompts"] * (work["steps"] + 1)):
+        prompt = ids(tokens)
+        completions = [ids(draw.randint(SHORTEST, work["new"])) for _ in range(work["each"])]
+        trees.append(Tree(prompt, completions, [[True] * len(one) for one in completions]))
+    return trees
 
 
 def measure_row(work: dict[str, Any]) -> dict[str, Any]:

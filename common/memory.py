@@ -65,7 +65,10 @@ class RolloutMemory:
         """Return what a plan of so many rows is made for: an opening for each group among them."""
         examples, sampling = self.lm.examples, self.lm.run.algo.sampling
         opened = examples.opening * min(self.groups, max(1, rows // self.each))
-        return Load(examples.longest_prompt, sampling, samples, completions, opened)
+        longest, replies = examples.longest_prompt, examples.reply_tokens
+        if replies:  # the last turn's prompt has all others in it
+            longest += sampling.max_new_tokens + replies
+        return Load(longest, sampling, samples, completions, opened)
 
     def sampling_bytes(self, completions: int, samples: int) -> float:
         """Return the bytes of a rollout of so many completions, `samples` of each prompt, beside
@@ -83,7 +86,8 @@ def fit_training(
 
     Args: completions: of this rank per step; samples: of a prompt, which share it.
     """
-    new, compute = lm.run.algo.sampling.max_new_tokens, lm.precision.compute
+    new = lm.run.algo.sampling.max_new_tokens + lm.examples.reply_tokens
+    compute = lm.precision.compute
     recomputed = lm.run.opt.checkpointing.enabled
     fixed = state.on_rank(lm.model, rollout=False)
 

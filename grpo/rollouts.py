@@ -241,7 +241,7 @@ class Collector:
         """
         cfg, rollout = self.cfg, sampled.rollout
         scores = torch.tensor(rollout.scored.rewards, dtype=torch.float64)
-        earned, lengths = scores, rollout.lengths.double()
+        earned, lengths = scores, rollout.drawn.double()
         if cfg.overlong_buffer:
             limit = cfg.sampling.max_new_tokens
             earned = scores + overlong_penalty(lengths, limit, cfg.overlong_buffer)
@@ -251,8 +251,8 @@ class Collector:
             assert rollout.logprobs is not None
             pairs = zip(rollout.logprobs.cpu(), sampled.reference.cpu(), strict=True)
             for row, (logp, ref) in enumerate(pairs):
-                n = int(rollout.lengths[row])
-                divergence = kl(logp[:n], ref[:n], cfg.kl.estimator, cfg.kl.clamp)
+                drawn = rollout.trains[row]
+                divergence = kl(logp[drawn], ref[drawn], cfg.kl.estimator, cfg.kl.clamp)
                 rewards[row] -= cfg.kl.beta * divergence.sum().double()
         rewards[rollout.broken] = math.nan  # a policy without finite logits has drawn nothing
         repeating = torch.tensor(rollout.repeating)
@@ -308,10 +308,12 @@ class Collector:
         places = [place for place, group in enumerate(live) if group.rank == context.rank]
         mine = [(rounds[live[place].round], live[place].place) for place in places]
 
+        width = self.cfg.sampling.max_new_tokens + self.lm.examples.reply_tokens
+
         def cut(column: Callable[[Any], Tensor]) -> Tensor:
             """Cut the G rows of each group out of its round."""
             parts = [column(sampled)[at * size : (at + 1) * size] for sampled, at in mine]
-            return torch.cat(parts) if parts else torch.zeros(0, self.cfg.sampling.max_new_tokens)
+            return torch.cat(parts) if parts else torch.zeros(0, width)
 
         ranks = [group.rank for group in live]
         table = torch.stack([group.table for group in live])
@@ -321,7 +323,7 @@ class Collector:
             sources=[(sampled.rollout, at) for sampled, at in mine if sampled is not None],
             tokens=cut(lambda sampled: sampled.rollout.tokens),
             trains=cut(lambda sampled: sampled.rollout.trains) * carries[places].view(-1, 1),
-            lengths=lengths[places].flatten().long(),
+            lengths=cut(lambda sampled: sampled.rollout.lengths).flatten().long(),
             logprobs=cut(lambda sampled: sampled.rollout.logprobs),
             reference=None if self.lm.reference is None else cut(lambda one: one.reference),
             places=places,

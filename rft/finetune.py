@@ -17,6 +17,7 @@ from common.checkpoint import latest
 from common.distributed import fsdp
 from common.lm import LM
 from common.model import logprobs
+from common.model.transfer import to_device
 from common.recipe import Rates, choose_lr
 from common.rows import RowLimit
 from common.run.timer import Timer
@@ -32,26 +33,36 @@ RATES = Rates(
 
 @dataclass(frozen=True)
 class Tree:
-    """One prompt and the completions to learn from, as token ids."""
+    """One prompt and the completions to learn from, as token ids. trains: of each token whether it
+    carries loss; an environment's do not.
+    """
 
     prompt: list[int]
     completions: list[list[int]]
+    trains: list[list[bool]]
 
     @property
     def targets(self) -> int:
         """Tokens that carry loss."""
-        return sum(map(len, self.completions))
+        return sum(map(sum, self.trains))
+
+    def part(self, start: int, count: int) -> "Tree":
+        """Return some of the completions."""
+        end = start + count
+        return Tree(self.prompt, self.completions[start:end], self.trains[start:end])
 
 
 def token_losses(
     model: Any, trees: Sequence[Tree], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Return -log p of each token of the completions, one behind the other, float32 [N]."""
+    """Return -log p of each token that carries loss, one behind the other, float32 [N]."""
     prompts, completions = [tree.prompt for tree in trees], [tree.completions for tree in trees]
     groups = logprobs.group(prompts, completions, device)
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         logp, _ = logprobs.token_logprobs(model, groups, 1.0)
-    return -logp.flatten()[groups.slots]
+    trains = torch.tensor([one for tree in trees for row in tree.trains for one in row])
+    [trains] = to_device([trains], device)
+    return -logp.flatten()[groups.slots[trains]]
 
 
 def steps(trees: Sequence[Tree], completions: int, epoch: int, seed: int) -> list[list[Tree]]:
@@ -75,9 +86,7 @@ def micro_batches(trees: Sequence[Tree], rows: int) -> list[list[Tree]]:
     """
     # Where a tree does not fit the memory, its completions share their prompt in smaller parts.
     parts = [
-        Tree(tree.prompt, tree.completions[start : start + rows])
-        for tree in trees
-        for start in range(0, len(tree.completions), rows)
+        tree.part(start, rows) for tree in trees for start in range(0, len(tree.completions), rows)
     ]
     parts.sort(key=lambda tree: (len(tree.completions), max(map(len, tree.completions))))
     forwards: list[list[Tree]] = []

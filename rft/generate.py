@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from common.config import ConfigError
 from common.distributed import fsdp
@@ -144,6 +145,20 @@ class Store:
     def _rewrite(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_text(self.path, _line(self.header) + "".join(_line(r) for r in self.held.values()))
+
+
+def find_runs(mask: Tensor) -> list[list[int]]:
+    """Return [first, behind the last] of each run of True in a mask [T]."""
+    edges = torch.diff(mask.int(), prepend=torch.zeros(1), append=torch.zeros(1)).nonzero()
+    return edges.view(-1, 2).tolist()
+
+
+def find_trains(record: Record) -> list[bool]:
+    """Return which tokens of a record the model drew, and not its environment (`told`)."""
+    trains = [True] * len(record["tokens"])
+    for start, end in record.get("told", ()):
+        trains[start:end] = [False] * (end - start)
+    return trains
 
 
 def _line(value: dict[str, Any]) -> str:
@@ -287,7 +302,7 @@ class Generator:
         task, rollout = self.lm.task, sampled.rollout
         assert rollout.logprobs is not None
         # Estimated from what was drawn.
-        entropy = (-rollout.logprobs.sum(1).cpu() / rollout.lengths).tolist()
+        entropy = (-rollout.logprobs.sum(1).cpu() / rollout.drawn).tolist()
         answer = getattr(task, "answer", lambda text: None)
         path_key = getattr(task, "path_key", lambda text: "")
         records: list[Record] = []
@@ -299,6 +314,7 @@ class Generator:
             if not sound:
                 described = rollout.describe_offending(row, task, broken[row])
                 offending.append({"sample": sample, **described})
+            told = find_runs(~rollout.trains[row, : rollout.lengths[row]])
             records.append(
                 {
                     "prompt": prompt,
@@ -315,6 +331,7 @@ class Generator:
                     "path": path_key(text),
                     "entropy": round(entropy[row], 4) if math.isfinite(entropy[row]) else 0.0,
                     "tokens": rollout.tokens[row, : rollout.lengths[row]].tolist(),
+                    **({"told": told} if told else {}),
                 }
             )
         return records, offending

@@ -10,6 +10,7 @@ from common.lm import LM
 from common.rollout.examples import (
     Examples,
     Fitting,
+    count_reply_tokens,
     fit_prompts,
     list_candidates,
     measure_prompts,
@@ -83,15 +84,20 @@ def split_prompts(lm: LM) -> Prompts:
         validation=validation,
         overlap=overlap,
         skipped=hinted.skipped + fitting.skipped,
+        reply_tokens=count_reply_tokens(task),
         **measure_prompts(fitting.prompts, hinted.prompts),
     )
 
 
 def without(task: Task, examples: list[Example], measured: list[Example]) -> list[Example]:
-    """Return `examples` whose prompt is none of `measured`. Spaces do not count, case does."""
-    taken = {_words(task.prompt(example)) for example in measured}
-    return [example for example in examples if _words(task.prompt(example)) not in taken]
+    """Return `examples` whose prompt, or whose episode, is none of `measured`. Spaces do not count,
+    case does.
+    """
+    taken = {_key(task, example) for example in measured}
+    return [example for example in examples if _key(task, example) not in taken]
 
 
-def _words(prompt: Any) -> str:
-    return " ".join(str(prompt).split())
+def _key(task: Any, example: Example) -> Any:
+    if hasattr(task, "episode"):
+        return example.extra["seed"]
+    return " ".join(str(task.prompt(example)).split())

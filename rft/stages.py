@@ -23,7 +23,7 @@ from common.signals import EXIT_NUMBERS, RunStopped
 from rft.config import RftConfig
 from rft.finetune import Finetuner, Tree
 from rft.folder import RunFolder, Sizes, read_json, write_json
-from rft.generate import Generator, Record, Store, Wave, missing, shard_counts
+from rft.generate import Generator, Record, Store, Wave, find_trains, missing, shard_counts
 from rft.journal import Journal
 from rft.made_with import check_same, evaluated_with, finetuned_with
 from rft.prompts import Prompts
@@ -131,7 +131,7 @@ def _keep_wave(
     held = store.held.values()
     prompts = {record["prompt"] for record in held}
     solved = {record["prompt"] for record in held if record["accepted"]}
-    generated = sum(len(record["tokens"]) for record in fresh)
+    generated = sum(sum(find_trains(record)) for record in fresh)
     accepted = sum(record["accepted"] for record in fresh)
     memory = hardware.peak_memory_gb(work.lm.device)
     journal.used["generated_tokens"] += generated
@@ -249,7 +249,12 @@ def finetune(work: Work, iteration: int) -> None:
     asked = {example.id: example for example in work.prompts.train}
     prompts = encode_prompts(lm.tokenizer, [lm.task.prompt(asked[i]) for i in selection.kept])
     pairs = zip(prompts, selection.kept.values(), strict=True)
-    trees = [Tree(prompt, [record["tokens"] for record in rows]) for prompt, rows in pairs]
+    trees = [
+        Tree(
+            prompt, [record["tokens"] for record in rows], [find_trains(record) for record in rows]
+        )
+        for prompt, rows in pairs
+    ]
     ids = dict(zip(map(tuple, prompts), selection.kept, strict=True))
     work.load(0 if cfg.start_from == "base" else iteration - 1, sampling=False)
     work.train_limit.rows = work.sizes.lower("train_rows", work.train_limit.rows)

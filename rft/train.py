@@ -31,6 +31,7 @@ from common.run.session import Session
 from common.tasks import Task
 from rft.config import STAGES, RftConfig
 from rft.folder import RunFolder, Sizes, read_json
+from rft.generate import find_trains
 from rft.journal import Journal
 from rft.plan import fit_rows, plan
 from rft.prompts import Prompts, split_prompts
@@ -132,7 +133,9 @@ def finish(work: Work, best: int, ended_by: str | None) -> summary.Result:
         "step": sum(read_json(folder.of(k) / "finetune.json")["steps"] for k in done),
         "seconds": journal.seconds.total(),
         # Shards are logged apart, and samples that nothing came of are in the log alone.
-        "generated": max(sum(len(r["tokens"]) for r in samples), journal.used["generated_tokens"]),
+        "generated": max(
+            sum(sum(find_trains(r)) for r in samples), journal.used["generated_tokens"]
+        ),
         "evaluations": max(len(samples), journal.used["reward_evaluations"]),
         "skipped": journal.policy.skipped,
     }

@@ -24,9 +24,10 @@ from transformers import (
 from common.config import ConfigError, TinyConfig
 from common.files import cache_folder, cached
 from common.model.export import progress_bars
-from common.tasks import class_name
+from common.tasks import Messages, class_name, plain
 
 PAD, EOS = 256, 257  # ids of the byte tokenizer; ids below are the bytes themselves
+END = b"\xff"  # which UTF-8 never has
 # Tiny models that take minutes to make, in float16.
 ASSETS = Path(__file__).parents[1] / "assets"
 TINY_FORMAT = 1  # part of the cache key: raise it when building or training changes
@@ -114,7 +115,7 @@ def _fitting_steps(config: TinyConfig, task: Any) -> int:
 
 def _pretraining_rows(config: TinyConfig, task: Any) -> list[tuple[bytes, bytes]]:
     """Return the rows of all steps in training order before sorting: prompt and completion in
-    UTF-8, without <eos>.
+    UTF-8, without <eos> at the end.
     """
     assert config.pretrain_steps is not None
     count = config.pretrain_steps * config.pretrain_rows
@@ -141,7 +142,7 @@ def _pretraining_rows(config: TinyConfig, task: Any) -> list[tuple[bytes, bytes]
         draw.shuffle(examples)
         for example in examples[: count - len(rows)]:
             prompt, completion = task.pretraining(example, draw)
-            rows.append((prompt.encode(), completion.encode()))
+            rows.append((_encode(prompt), completion.encode()))
     longest = max(len(prompt) + len(completion) for prompt, completion in rows) + 1
     if longest > config.context:
         raise ConfigError(
@@ -149,6 +150,18 @@ def _pretraining_rows(config: TinyConfig, task: Any) -> list[tuple[bytes, bytes]
             f" {longest} tokens (bytes). Set model.tiny.context={longest} or more."
         )
     return rows
+
+
+def _encode(prompt: str | Messages) -> bytes:
+    """Return a prompt in UTF-8. END stands for the <eos> of the model's own turns in it."""
+    if isinstance(prompt, str):
+        return prompt.encode()
+    ends = {"assistant": END}
+    turns = [(message["role"], plain([message]), message["content"]) for message in prompt]
+    return b"".join(
+        content.encode() + ends.get(role, b"") + text.removeprefix(content).encode()
+        for role, text, content in turns
+    )
 
 
 def untrained(config: TinyConfig) -> LlamaForCausalLM:
@@ -255,6 +268,7 @@ def _batches(
             targets = torch.full((size, width + 1), -100)
             for index, (prompt, completion) in enumerate(batch):
                 ids = torch.tensor([*prompt, *completion, EOS])
+                ids[ids == END[0]] = EOS
                 tokens[index, : len(ids)] = ids
                 targets[index, len(prompt) : len(ids)] = ids[len(prompt) :]
             yield tokens[:, :-1], targets[:, 1:]

@@ -142,7 +142,7 @@ def measure(
             lm.engine.refresh()
         if mine:
             greedy = SamplingConfig(max_new_tokens=tokens, temperature=0.0, top_p=1.0, top_k=0)
-            requests = request(lm, mine, task.prompt, ids=None)
+            requests = request(lm, mine, task=task, ids=None)
             line = f"evaluating {what}".strip()
             with watch_completions(line, len(mine), context.main) as watch:
                 completions = generate(lm, requests, greedy, watch, refresh=False)

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.config import ConfigError
-from common.model.prompts import context_length, context_name, encode_prompts, find_opening
+from common.model.prompts import (
+    context_length,
+    context_name,
+    encode_prompts,
+    find_opening,
+    stop_ids,
+)
+from common.rollout.episodes import check_template
 from common.rollout.order import ExampleOrder, hold_out
 from common.tasks import Example
 
@@ -22,6 +29,7 @@ class Examples:
     Attributes:
         order: the training examples, as they come. held_out: what every evaluation measures.
         longest_prompt: tokens of the longest prompt; opening: tokens that prompts begin with.
+        reply_tokens: of an environment, in an episode at most; 0 where there is one turn.
         skipped: prompts that are left out because they are too long.
     """
 
@@ -30,6 +38,7 @@ class Examples:
     longest_prompt: int
     opening: int
     skipped: int
+    reply_tokens: int = 0
 
 
 @dataclass
@@ -51,6 +60,7 @@ def read_examples(lm: Any) -> Examples:
         order=ExampleOrder(fitting.splits["train"], lm.run.seed),
         held_out=fitting.splits["test"][: lm.run.evaluate.examples],
         skipped=fitting.skipped,
+        reply_tokens=count_reply_tokens(lm.task),
         **measure_prompts(fitting.prompts),
     )
 
@@ -65,6 +75,11 @@ def measure_prompts(
     # where some of the task's prompts begin otherwise, which a plan does not know.
     opening = len(find_opening(prompts, 0.0))
     return {"longest_prompt": max(map(len, [*prompts, *hinted])), "opening": opening}
+
+
+def count_reply_tokens(task: Any) -> int:
+    """Return the tokens that all replies of an episode have at most; 0 of a task with one turn."""
+    return task.reply_tokens if hasattr(task, "episode") else 0
 
 
 def list_candidates(lm: Any, task: Any) -> list[Example]:
@@ -99,6 +114,11 @@ def fit_prompts(
     key = "max_new_tokens" if tokens else "algo.sampling.max_new_tokens"
     new: int = tokens or lm.run.algo.sampling.max_new_tokens
     context = context_length(lm.model)
+    replies = count_reply_tokens(lm.task)
+    if replies:  # of another turn no row asks for more than max_new_tokens
+        check_template(lm.tokenizer, stop_ids(lm.model, lm.tokenizer))
+        new = 2 * new + replies
+        key = f"twice {key} and task.reply_tokens={replies}, together"
     fitting = Fitting({split: [] for split in splits}, [])
     misfits, longest = [], 0
     for split, examples in splits.items():

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from common.config import SamplingConfig
 from common.model.prompts import encode_prompts
 from common.report import samples
+from common.rollout.episodes import Turns, play
 from common.rollout.scoring import Pending, Scored, Scorer
 from common.sampling.engine import Completions, Requests, Watch
 from common.tasks import Example
@@ -58,12 +59,13 @@ class Rollout:
     ) -> "Rollout":
         """Return the completions as a rollout whose rewards nobody has asked for."""
         tokens, lengths = completions.tokens.cpu(), completions.lengths.cpu()
+        trains = torch.arange(tokens.shape[1]) < lengths[:, None]
         return cls(
             examples=examples,
             requests=requests,
             completions=completions,
             tokens=tokens,
-            trains=torch.arange(tokens.shape[1]) < lengths[:, None],
+            trains=trains if completions.trains is None else completions.trains.cpu(),
             lengths=lengths,
             finished=completions.finished.cpu(),
             broken=completions.broken.cpu(),
@@ -96,10 +98,15 @@ class Rollout:
         """Whether each row was cut off while its end repeated itself."""
         return self.completions.repeating()
 
+    @cached_property
+    def drawn(self) -> Tensor:
+        """The number of tokens of each row that the policy wrote, int64 [N], on the CPU."""
+        return self.trains.sum(1)
+
     @property
     def generated(self) -> int:
         """The number of tokens that the policy wrote."""
-        return int(self.trains.sum())
+        return int(self.drawn.sum())
 
     def example(self, row: int) -> Example:
         """Return the example of a row."""
@@ -162,15 +169,20 @@ def request(
     lm: Any,
     examples: Sequence[Example],
     ask: Callable[[Example], Any] | None = None,
+    task: Any = None,
     **settings: Any,
 ) -> Requests:
     """Return the request for completions of examples, whose draws are keyed by the run's seed and
     the examples' ids.
 
-    Args: ask: makes the prompt of an example, None = the task's; settings: other fields.
+    Args: ask: makes the prompt of an example, None = the task's; task: None = the run's; settings:
+    other fields.
     """
-    prompts = encode_prompts(lm.tokenizer, [(ask or lm.task.prompt)(one) for one in examples])
-    keys = {"ids": [example.id for example in examples], "seed": lm.run.seed}
+    task = task or lm.task
+    prompts = encode_prompts(lm.tokenizer, [(ask or task.prompt)(one) for one in examples])
+    keys: dict[str, Any] = {"ids": [example.id for example in examples], "seed": lm.run.seed}
+    if hasattr(task, "episode"):
+        keys["episodes"] = Turns(task, lm.tokenizer, examples)
     return Requests(prompts=prompts, **(keys | settings))
 
 
@@ -188,7 +200,8 @@ def generate(
     """
     if refresh:
         lm.engine.refresh()
-    return lm.engine.generate(requests, sampling or lm.run.algo.sampling, watch)
+    run = lm.engine.generate if requests.episodes is None else partial(play, lm.engine)
+    return run(requests, sampling or lm.run.algo.sampling, watch)
 
 
 def roll_out(

@@ -48,13 +48,18 @@ class Requests:
     id, position).
 
     Attributes:
-        prompts: token ids, at least one each.
+        prompts: token ids, at least one each; with `apart` those of member 0 come first, as many of
+            each member.
         ids: what the draws of each prompt are keyed by; None = 0, 1, 2, ...
         samples: completions of each prompt. first_sample: id of the first one, so that more can be
             drawn later.
         draw: tells visits to the same prompt apart, for example the step.
         population: None, or the perturbed copies of the model that each complete all prompts.
+        apart: whether each member has prompts of its own.
+        begun: None, or where each prompt ends with the beginning of its completion, (sample id,
+            tokens of the completion) of each: draws go on from there. There is one sample then.
         logprobs: whether to return the log-probabilities of the sampled tokens.
+        episodes: plays the turns after the first (common.rollout.episodes); None = there are none.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -64,12 +69,20 @@ class Requests:
     seed: int = 0
     draw: int = 0
     population: Population | None = None
+    apart: bool = False
+    begun: Sequence[tuple[int, int]] | None = None
     logprobs: bool = False
+    episodes: Any = None
 
     @property
     def members(self) -> int:
         """The number of models that complete the prompts."""
         return 1 if self.population is None else self.population.members
+
+    @property
+    def each(self) -> int:
+        """The number of prompts that a member completes."""
+        return len(self.prompts) // self.members if self.apart else len(self.prompts)
 
 
 @dataclass(frozen=True)
@@ -98,6 +111,8 @@ class Completions:
     logprobs: float32 [N, L], of the sampled tokens under the tempered distribution; None if they
     were not asked for.
     broken: bool [N], True where the model's logits were not finite, so that the row says nothing.
+    trains: bool [N, L], the tokens that the model drew; None = all. played: of episodes, their
+    texts, which know what they earned; else None.
     """
 
     tokens: Tensor
@@ -105,6 +120,8 @@ class Completions:
     finished: Tensor
     logprobs: Tensor | None
     broken: Tensor
+    trains: Tensor | None = None
+    played: list[str] | None = None
 
     @classmethod
     def join(cls, parts: Sequence["Completions"]) -> "Completions":
@@ -112,13 +129,23 @@ class Completions:
         if len(parts) == 1:
             return parts[0]
         logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+        trains = [part.trains for part in parts if part.trains is not None]
+        played = [text for part in parts for text in part.played or ()]
         return cls(
             tokens=torch.cat([part.tokens for part in parts]),
             lengths=torch.cat([part.lengths for part in parts]),
             finished=torch.cat([part.finished for part in parts]),
             logprobs=torch.cat(logprobs) if logprobs else None,
             broken=torch.cat([part.broken for part in parts]),
+            trains=torch.cat(trains) if trains else None,
+            played=played or None,
         )
+
+    def take(self, rows: Sequence[int]) -> "Completions":
+        """Return some of the rows, of which none is of an episode yet."""
+        index = torch.tensor(rows, dtype=torch.long, device=self.tokens.device)
+        tensors = {name: one[index] for name, one in vars(self).items() if one is not None}
+        return Completions(**{"logprobs": None, **tensors})
 
     @property
     def generated(self) -> int:
@@ -127,6 +154,8 @@ class Completions:
 
     def texts(self, tokenizer: Any) -> list[str]:
         """Return the completions as text, special tokens left out."""
+        if self.played is not None:
+            return self.played
         pairs = zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)
         rows = [row[:length] for row, length in pairs]
         return tokenizer.batch_decode(rows, skip_special_tokens=True)

@@ -233,7 +233,7 @@ class Sampler:
         self, requests: Requests, sampling: SamplingConfig, rows: int
     ) -> tuple[Rows, RowCache]:
         """Return slots for at most so many rows, as many for each member as it has requests."""
-        count, new = len(requests.prompts) * requests.samples, sampling.max_new_tokens
+        count, new = requests.each * requests.samples, sampling.max_new_tokens
         slots = min(count, max(1, rows // requests.members))
         rows, longest = slots * requests.members, max(map(len, requests.prompts))
         if self.flash:

@@ -55,15 +55,24 @@ def uniform(word: Tensor) -> Tensor:
     return (word >> 8).float().mul_(2**-24)
 
 
-def token_uniforms(seed: int, draw: int, prompt: Tensor, sample: Tensor, positions: int) -> Tensor:
+def token_uniforms(
+    seed: int,
+    draw: int,
+    prompt: Tensor,
+    sample: Tensor,
+    positions: int,
+    first: Tensor | int = 0,
+) -> Tensor:
     """The uniform number behind each sampled token: a function of (seed, draw, prompt, sample,
     position) alone.
 
     Args: draw: tells visits to one prompt apart (the step); prompt, sample: int64 [N]; all below
-    2**32; positions: how many tokens.
+    2**32; positions: how many tokens, from position `first` on, int64 [N].
     Returns: float32 [N, positions] in [0, 1).
     """
     position = torch.arange(positions, device=prompt.device)[None, :]
+    if isinstance(first, Tensor):
+        position = position + first[:, None]
     draws = torch.full_like(position, draw)
     word, *_ = philox((position, sample[:, None], prompt[:, None], draws), key_of(seed, TOKENS))
     return uniform(word)

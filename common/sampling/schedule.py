@@ -4,7 +4,7 @@ Every member of a population has the same number of slots and the same queue of 
 finished row's slot goes to the next request; when the queue is empty, slots are dropped.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -47,7 +47,8 @@ class Schedule:
     ) -> None:
         self.rows, self.cache, self.prefill, self.forward = rows, cache, prefill, forward
         self.prompts, self.samples, self.watch = requests.prompts, requests.samples, watch
-        self.members, self.requests = requests.members, len(self.prompts) * self.samples
+        self.members, self.requests = requests.members, requests.each * self.samples
+        self.apart = requests.each if requests.apart else 0  # prompts between those of two members
         self.device = rows.place.device
         self.queued = [0] * self.members  # the next request of each member
         # Logits [1, V] of a prompt in a shared cache whose samples are not all placed yet.
@@ -126,7 +127,9 @@ class Schedule:
             return
         # Dummies fill up.
         needed = [prompts + (prompts[-1:] or [0]) * (width - len(prompts)) for prompts in needed]
-        prompt, logits = self.prefill.run([self.prompts[i] for member in needed for i in member])
+        prompt, logits = self.prefill.run(
+            [self._prompt(m, i) for m, prompts in enumerate(needed) for i in prompts]
+        )
         placing = [
             [(q, member * width + needed[member].index(q // self.samples)) for q in requests]
             for member, requests in enumerate(wanted)
@@ -150,18 +153,22 @@ class Schedule:
             free = (slot for slot, taken in enumerate(used[member]) if not taken)
             for (request, origin), slot in zip(requests, free, strict=False):
                 row, place = member * len(used[member]) + slot, member * self.requests + request
-                length = len(self.prompts[request // self.samples])
+                length = len(self._prompt(member, request // self.samples))
                 placed.append((row, request, origin, place, length))
             self.queued[member] += len(requests)
         columns = [torch.tensor(column) for column in zip(*placed, strict=True)]
         rows, request, origin, place, lengths = to_device(columns, self.device)
         more = self.cache.shares and self.members == 1 and self.queued[0] % self.samples > 0
         self.cache.place(rows, prompt, origin, lengths, more)
-        uniforms = None if self.uniforms is None else self.uniforms[request]
+        drawn = place if self.apart else request
+        uniforms = None if self.uniforms is None else self.uniforms[drawn]
         self.rows.begin(rows, place, uniforms, logits[origin])
         # A slice holds all logits in memory; a copy does not.
         self.unfinished = logits[-1:].clone() if more else None
         self._retire()  # a first token may already be the stop
+
+    def _prompt(self, member: int, prompt: int) -> Sequence[int]:
+        return self.prompts[member * self.apart + prompt]
 
     def _shrink(self, slots: int) -> None:
         """Keep so many slots per member, the used ones first."""
@@ -179,4 +186,7 @@ def draw_uniforms(requests: Requests, length: int, device: torch.device) -> Tens
     ids = torch.tensor(list(range(count) if requests.ids is None else requests.ids), device=device)
     prompt = ids.repeat_interleave(requests.samples)
     sample = requests.first_sample + torch.arange(requests.samples, device=device).repeat(count)
-    return token_uniforms(requests.seed, requests.draw, prompt, sample, length)
+    first: Tensor | int = 0
+    if requests.begun is not None:
+        sample, first = torch.tensor(requests.begun, device=device).T
+    return token_uniforms(requests.seed, requests.draw, prompt, sample, length, first)

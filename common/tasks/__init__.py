@@ -45,7 +45,8 @@ class Task(Protocol):
     reason alike, "" where that cannot be told; `hint(example)`: the prompt with the answer told;
     `scores(examples, completions) -> dict[str, list[float]]`: what each example adds to measures
     that are no means over the examples; `repeatable = True`: a promise that the same example and
-    text earn the same at every call, so that equal texts are scored once.
+    text earn the same at every call, so that equal texts are scored once; `episode(example)`: an
+    environment that replies (common/rollout/episodes.py), with `max_turns` and `reply_tokens`.
     """
 
     def examples(self, split: str) -> Sequence[Example]:
@@ -75,7 +76,7 @@ class Teaches(Protocol):
         """Return the rows of `split`, as in `Task`."""
         ...
 
-    def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
+    def pretraining(self, example: Example, draw: random.Random) -> tuple[str | Messages, str]:
         """Return prompt and completion, chosen by `draw` among right and wrong behaviours."""
         ...
 

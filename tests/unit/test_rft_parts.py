@@ -183,7 +183,11 @@ def some_trees(count=6, vocabulary=97):
     def ids(low, high):
         return [draw.randrange(2, vocabulary) for _ in range(draw.randint(low, high))]
 
-    return [Tree(ids(1, 9), [ids(1, 7) for _ in range(draw.randint(1, 4))]) for _ in range(count)]
+    made = []
+    for _ in range(count):
+        completions = [ids(1, 7) for _ in range(draw.randint(1, 4))]
+        made.append(Tree(ids(1, 9), completions, [[True] * len(c) for c in completions]))
+    return made
 
 
 def plain_losses(model, trees):
@@ -230,7 +234,9 @@ def test_steps_and_forwards_hold_every_tree_once():
         assert sorted(map(id, itertools.chain(*cut))) == sorted(map(id, trees))
         assert all(sum(len(t.completions) for t in step) >= 8 for step in cut[:-1])
     assert steps(trees, 8, 0, seed=3) != steps(trees, 8, 1, seed=3)
-    trees.append(Tree([1], [[2]] * 8))  # beside prompts with one completion it would be 8 rows each
+    trees.append(
+        Tree([1], [[2]] * 8, [[True]] * 8)
+    )  # beside prompts with one completion it would be 8 rows each
     forwards = micro_batches(trees, 8)
     assert sorted(map(repr, itertools.chain(*forwards))) == sorted(map(repr, trees))
     laid = [len(some) * max(len(t.completions) for t in some) for some in forwards]

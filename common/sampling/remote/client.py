@@ -258,7 +258,8 @@ class Vllm:
         prompt is empty or too long, or where vLLM refuses or has ended twice.
         """
         check_prompts(requests, sampling, self.model, self.context_length)
-        key = (requests.seed, requests.draw, requests.first_sample, list(requests.ids or ()))
+        of_rows = (list(requests.ids or ()), list(requests.begun or ()))
+        key = (requests.seed, requests.draw, requests.first_sample, *of_rows)
         work = {
             "prompts": [list(prompt) for prompt in requests.prompts],
             "samples": requests.samples,

@@ -1,0 +1,296 @@
+"""Episodes of several turns: the model answers, its environment replies, until one of them ends it.
+
+A turn is one call of the engine for all episodes that go on. What the model drew stays as it was
+drawn, token by token; the text of a reply is rendered once, behind it (`Turns.render`), and is
+nothing that the model is trained on. A draw is keyed by its position among the model's and the
+environment's tokens, so that neither batches nor ranks change it.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+
+from common.config import ConfigError, SamplingConfig
+from common.model.prompts import encode_prompts
+from common.sampling.engine import Completions, Engine, Requests, Watch
+from common.tasks import Example, Messages, plain
+
+SENTINEL = "\u2603\u2603"  # an answer that no template has
+REPLYING = 64  # environments that may reply at the same time
+
+
+class Episode(Protocol):
+    """One play of an environment."""
+
+    def start(self, example: Example, seed: int) -> Messages:
+        """Begin, and return the prompt: the same for the same example and seed."""
+        ...
+
+    def reply(self, message: dict[str, str]) -> Messages | None:
+        """Return what comes after the model's message; None where the episode is over."""
+        ...
+
+    def reward(self) -> float:
+        """Return what was earned, in [0, 1]."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        ...
+
+
+class Played(str):
+    """The text of an episode, the model's and the environment's, with what it came to.
+
+    Attributes: reward: in [0, 1]; stop: why it ended (`STOPS`); turns: answers of the model.
+    """
+
+    reward: float
+    stop: str
+    turns: int
+
+    def __new__(cls, text: str, reward: float, stop: str, turns: int) -> "Played":
+        """Return the text with its outcome."""
+        played = super().__new__(cls, text)
+        played.reward, played.stop, played.turns = reward, stop, turns
+        return played
+
+    def __getnewargs__(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return str(self), self.reward, self.stop, self.turns
+
+
+# The environment is done; a turn, or the whole, was cut off by algo.sampling.max_new_tokens; the
+# replies have filled task.reply_tokens; the model has had task.max_turns turns.
+STOPS = ("done", "max_tokens", "reply_tokens", "max_turns")
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The episodes of a task, and how they are played.
+
+    Attributes: task: has `episode(example)`, `max_turns`, and `reply_tokens`, of all replies of an
+    episode; examples: of each prompt.
+    """
+
+    task: Any
+    tokenizer: Any
+    examples: Sequence[Example]
+
+    def begin(self, prompt: int) -> Episode:
+        """Start an episode of a prompt. Raises: ConfigError where it begins with another one."""
+        example = self.examples[prompt]
+        episode = self.task.episode(example)
+        if episode.start(example, example.extra["seed"]) != self.task.prompt(example):
+            raise ConfigError(
+                f"example {example.id} of {self.task.name} begins with another prompt each time."
+                " Let what it begins with follow from the seed alone, or a group of samples has"
+                " nothing in common."
+            )
+        return episode
+
+    def render(self, messages: Messages, stop: int | None) -> list[int]:
+        """Return the tokens that come behind an answer that ended with the token `stop`: the end of
+        the answer, unless it is `stop`, the messages, and the beginning of the next answer.
+        """
+        tokenizer = self.tokenizer
+        turns = [{"role": "assistant", "content": SENTINEL}, *messages]
+        if tokenizer.chat_template is None:
+            text = plain(turns)
+        else:
+            asked = [{"role": "user", "content": "?"}, *turns]
+            text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        _, _, text = text.rpartition(SENTINEL)
+        if stop is not None:
+            text = text.removeprefix(tokenizer.decode([stop], skip_special_tokens=False))
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def check_template(tokenizer: Any, stops: Sequence[int]) -> None:
+    """Raise ConfigError where the tokens of a conversation that is rendered as a whole are not
+    those of its turns, one behind the other.
+    """
+    if tokenizer.chat_template is None:
+        return
+    asked: Messages = [{"role": "user", "content": "What is it?"}]
+    reply: Messages = [{"role": "user", "content": "Higher."}]
+    answer = {"role": "assistant", "content": "It is 7."}
+    why = "its tokens differ when an answer has been followed by a reply"
+    try:
+        whole = encode_prompts(tokenizer, [[*asked, answer, *reply]])[0]
+        turns = Turns(None, tokenizer, ())
+        said = tokenizer(answer["content"], add_special_tokens=False)["input_ids"]
+        first = [*encode_prompts(tokenizer, [asked])[0], *said]
+        if any([*first, stop, *turns.render(reply, stop)] == whole for stop in stops):
+            return
+    except (TemplateError, ConfigError, ValueError, TypeError, KeyError) as error:
+        why = str(error)
+    raise ConfigError(
+        f"the chat template of {tokenizer.name_or_path!r} cannot be used for several turns: {why}."
+        " Give another model, or plain text with task.chat=false."
+    )
+
+
+@dataclass
+class Row:
+    """An episode under way. tokens: behind the prompt, with logprobs and trains of each, `told` of
+    them the environment's; began: where the model's last answer begins.
+    """
+
+    prompt: int
+    sample: int
+    episode: Episode
+    tokens: list[int]
+    logprobs: list[float]
+    trains: list[bool]
+    turns: int = 0
+    told: int = 0
+    began: int = 0
+    broken: bool = False
+    stop: str | None = None
+
+    @property
+    def drawn(self) -> int:
+        """The number of tokens that the model drew."""
+        return len(self.tokens) - self.told
+
+
+def play(
+    engine: Engine, requests: Requests, sampling: SamplingConfig, watch: Watch | None = None
+) -> Completions:
+    """Play the episodes of a request, in the order (member, prompt, sample).
+
+    Every row is max_new_tokens + task.reply_tokens wide. It is finished where its environment said
+    so. Raises: ConfigError for a mistake of the environment, or an engine that cannot play.
+    """
+    turns: Turns = requests.episodes
+    if engine.separate and requests.population is not None:
+        raise ConfigError(
+            "this engine has the same prompts for all members of a population, and in an episode"
+            " each member comes to prompts of its own. Use engine=native."
+        )
+    places = [
+        (prompt, sample) for prompt in range(requests.each) for sample in range(requests.samples)
+    ]
+    rows = [
+        Row(prompt, requests.first_sample + sample, turns.begin(prompt), [], [], [])
+        for _ in range(requests.members)
+        for prompt, sample in places
+    ]
+    try:
+        going, completions = rows, engine.generate(requests, sampling, watch)
+        while True:
+            _take(going, completions, sampling.max_new_tokens)
+            _reply(going, turns, sampling.max_new_tokens)
+            going = [row for row in rows if row.stop is None]
+            if not going:
+                return _lay_out(rows, turns, requests, sampling, completions.tokens.device)
+            completions = _continue(engine, requests, sampling, rows)
+    finally:
+        for row in rows:
+            row.episode.close()
+
+
+def _continue(
+    engine: Engine, requests: Requests, sampling: SamplingConfig, rows: Sequence[Row]
+) -> Completions:
+    """Return the next turn of the rows that go on. Every member asks for as many: one that has
+    fewer asks again for the first of all, and what comes of it goes nowhere.
+    """
+    size, fill = len(rows) // requests.members, next(row for row in rows if row.stop is None)
+    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+    going = [[row for row in part if row.stop is None] for part in parts]
+    width = max(map(len, going))
+    asked = [row for part in going for row in [*part, *[fill] * (width - len(part))]]
+    ids = requests.ids or range(requests.each)
+    following = replace(
+        requests,
+        prompts=[[*requests.prompts[row.prompt], *row.tokens] for row in asked],
+        ids=[ids[row.prompt] for row in asked],
+        samples=1,
+        begun=[(row.sample, len(row.tokens)) for row in asked],
+        apart=requests.population is not None,
+    )
+    most = sampling.max_new_tokens - min(row.drawn for row in asked)
+    completions = engine.generate(following, replace(sampling, max_new_tokens=most))
+    kept = [m * width + i for m, part in enumerate(going) for i in range(len(part))]
+    return completions.take(kept)
+
+
+def _take(rows: Sequence[Row], completions: Completions, most: int) -> None:
+    """Add a turn to the rows: what the model drew, and at most `most` tokens of a row in all."""
+    tokens, lengths = completions.tokens.tolist(), completions.lengths.tolist()
+    finished, broken = completions.finished.tolist(), completions.broken.tolist()
+    logprobs = None if completions.logprobs is None else completions.logprobs.tolist()
+    for number, row in enumerate(rows):
+        room = most - row.drawn
+        length = min(lengths[number], room)
+        row.tokens += tokens[number][:length]
+        row.logprobs += [0.0] * length if logprobs is None else logprobs[number][:length]
+        row.trains += [True] * length
+        row.turns += 1
+        row.broken |= broken[number]
+        if not finished[number] or lengths[number] > room:
+            row.stop = "max_tokens"
+
+
+def _reply(rows: Sequence[Row], turns: Turns, most: int) -> None:
+    """Let the environments reply to the rows' last answers, several at the same time."""
+    asked = [row for row in rows if row.stop is None]
+    said = [row.tokens[row.began :] for row in asked]
+    texts = turns.tokenizer.batch_decode(said, skip_special_tokens=True)
+    answers = [{"role": "assistant", "content": text} for text in texts]
+    with ThreadPoolExecutor(REPLYING) as pool:
+        replies = list(pool.map(lambda row, answer: row.episode.reply(answer), asked, answers))
+    for row, messages in zip(asked, replies, strict=True):
+        if messages is None:
+            row.stop = "done"
+        elif row.turns == turns.task.max_turns:
+            row.stop = "max_turns"
+        elif row.drawn == most:
+            row.stop = "max_tokens"
+        else:
+            ids = turns.render(messages, row.tokens[-1])
+            if row.told + len(ids) > turns.task.reply_tokens:
+                row.stop = "reply_tokens"
+                continue
+            row.tokens += ids
+            row.logprobs += [0.0] * len(ids)
+            row.trains += [False] * len(ids)
+            row.told += len(ids)
+            row.began = len(row.tokens)
+
+
+def _lay_out(
+    rows: Sequence[Row],
+    turns: Turns,
+    requests: Requests,
+    sampling: SamplingConfig,
+    device: torch.device,
+) -> Completions:
+    """Return the rows as one batch."""
+    width, pad = sampling.max_new_tokens + turns.task.reply_tokens, turns.tokenizer.pad_token_id
+
+    def padded(name: str, fill: float) -> Tensor:
+        parts = [getattr(row, name) for row in rows]
+        return torch.tensor(
+            [[*part, *[fill] * (width - len(part))] for part in parts], device=device
+        )
+
+    texts = turns.tokenizer.batch_decode([row.tokens for row in rows], skip_special_tokens=True)
+    pairs = zip(rows, texts, strict=True)
+    return Completions(
+        tokens=padded("tokens", pad),
+        lengths=torch.tensor([len(row.tokens) for row in rows], device=device),
+        finished=torch.tensor([row.stop == "done" for row in rows], device=device),
+        logprobs=padded("logprobs", 0.0) if requests.logprobs else None,
+        broken=torch.tensor([row.broken for row in rows], device=device),
+        trains=padded("trains", False),
+        played=[
+            Played(text, row.episode.reward(), row.stop or "", row.turns) for row, text in pairs
+        ],
+    )

@@ -1,0 +1,272 @@
+"""Episodes of several turns against one forward, against episodes played alone, and templates."""
+
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from common import hardware
+from common.config import ConfigError
+from common.distributed.context import Context
+from common.lm import LM
+from common.model.tiny import byte_tokenizer
+from common.rollout.episodes import Played, Turns, check_template
+from common.rollout.rollout import generate, request, roll_out
+from common.sampling.engine import Population, Requests
+from common.tasks import build
+from grpo.loss import Counts, policy_loss
+from launch import compose
+from rft.finetune import Tree, token_losses
+from rft.generate import find_runs, find_trains
+from tests.support import SMALL_GRPO
+
+SETTINGS = ["task=guess", "model.tiny.pretrain_steps=0", "algo.sampling.max_new_tokens=12"]
+
+
+@pytest.fixture
+def lm(in_cache, tmp_path):
+    """A random model whose answers are short: most tokens end one."""
+    run = compose([*SMALL_GRPO, *SETTINGS, "algo.sampling.temperature=1.0"])
+    opened = LM(run, Context(0, 1, hardware.find(run.hardware), tmp_path))
+    opened.engine.stop_ids = torch.arange(150)
+    yield opened
+    opened.close()
+
+
+def play(lm, count: int = 6, **asked):
+    examples = lm.examples.order.take(0, count)
+    return roll_out(lm, examples, request(lm, examples, logprobs=True, **asked))
+
+
+def test_what_the_model_drew_has_the_probabilities_of_one_forward(lm):
+    rollout = play(lm, samples=2)
+    turns = {text.turns for text in rollout.texts}
+    assert max(turns) > 1, "some episodes have several turns"
+    assert rollout.tokens.shape[1] == 12 + lm.examples.reply_tokens
+    for row in range(len(rollout.texts)):
+        prompt = rollout.requests.prompts[row // 2]
+        length = int(rollout.lengths[row])
+        ids = torch.tensor([[*prompt, *rollout.tokens[row, :length].tolist()]])
+        logp = lm.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        wanted = logp.gather(1, ids[0, len(prompt) :, None])[:, 0].detach()
+        trains = rollout.trains[row, :length]
+        assert torch.allclose(rollout.logprobs[row, :length][trains], wanted[trains], atol=1e-5)
+        assert not rollout.logprobs[row][~rollout.trains[row]].any()
+        assert trains.sum() <= 12
+        replies = rollout.texts[row].turns - 1
+        # "higher" or "lower", two line breaks before it and one behind it
+        assert 8 * replies <= int((~trains).sum()) <= 9 * replies
+
+
+def test_an_episode_does_not_depend_on_its_neighbours(lm):
+    together = play(lm, samples=3, draw=2)
+    lm.engine.limit.rows = 2
+    few = play(lm, samples=3, draw=2)
+    assert torch.equal(together.tokens, few.tokens)
+    alone = play(lm, 1, samples=1, first_sample=2, draw=2)
+    assert torch.equal(alone.tokens[0], together.tokens[2])
+    assert torch.equal(alone.trains[0], together.trains[2])
+
+
+def test_members_come_to_prompts_of_their_own(lm):
+    """Two members that are the same model play the same episodes, however many turns each has."""
+    one = play(lm, samples=2)
+    examples = lm.examples.order.take(0, 6)
+    asked = request(lm, examples, samples=2, logprobs=True)
+    two = generate(lm, replace(asked, population=Population(members=2)))
+    for half in (two.tokens[:12], two.tokens[12:]):
+        assert torch.equal(half.cpu(), one.tokens)
+    assert two.played == one.texts * 2
+
+
+def test_prompts_of_members_are_sampled_apart(lm):
+    prompts = [[65, 66], [67, 68, 69], [70], [71, 72]]
+    keys = {"ids": [3, 1, 4, 1], "begun": [(0, 0), (1, 5), (2, 3), (3, 0)], "logprobs": True}
+    sampling = lm.run.algo.sampling
+    together = lm.engine.generate(
+        Requests(prompts=prompts, population=Population(members=2), apart=True, **keys), sampling
+    )
+    for row, prompt in enumerate(prompts):
+        one = {key: value[row : row + 1] for key, value in keys.items() if key != "logprobs"}
+        alone = lm.engine.generate(Requests(prompts=[prompt], **one), sampling)
+        assert torch.equal(together.tokens[row], alone.tokens[0])
+
+
+def test_replies_have_no_gradient(lm):
+    rollout = play(lm)
+    mask = rollout.trains
+    logp = torch.randn(mask.shape, requires_grad=True)
+    counts = Counts(len(mask), int(mask.sum()), 1)
+    advantage = torch.randn(len(mask))
+    loss, _ = policy_loss(logp, logp.detach() - 0.1, advantage, mask, counts, lm.run.algo)
+    loss.backward()
+    assert (logp.grad[~mask] == 0).all()
+    assert (logp.grad[mask] != 0).any()
+
+
+def test_fine_tuning_has_the_losses_of_the_models_tokens_alone(lm):
+    rollout = play(lm, 3, samples=2)
+    trees, wanted = [], []
+    for prompt in range(3):
+        rows = (2 * prompt, 2 * prompt + 1)
+        ids = [rollout.tokens[row, : rollout.lengths[row]].tolist() for row in rows]
+        told = [find_runs(~rollout.trains[row, : rollout.lengths[row]]) for row in rows]
+        records = [{"tokens": t, "told": r} for t, r in zip(ids, told, strict=True)]
+        masks = [find_trains(record) for record in records]
+        for row, mask in zip(rows, masks, strict=True):
+            assert mask == rollout.trains[row, : len(mask)].tolist()
+            wanted.append(-rollout.logprobs[row][rollout.trains[row]])
+        trees.append(Tree(rollout.requests.prompts[prompt], ids, masks))
+    losses = token_losses(lm.model, trees, lm.device, torch.float32)
+    assert torch.allclose(losses, torch.cat(wanted), atol=1e-5)
+    assert sum(tree.targets for tree in trees) == len(losses) == rollout.generated
+
+
+def test_an_episode_ends_for_a_reason_and_earns_what_its_game_says(lm):
+    rollout = play(lm, 6, samples=4)
+    stops = {text.stop for text in rollout.texts}
+    assert "max_tokens" in stops
+    assert [text.stop == "done" for text in rollout.texts] == rollout.finished.tolist()
+    assert rollout.scored.rewards == [text.reward for text in rollout.texts]
+    sent = pickle.loads(pickle.dumps(rollout.texts))
+    assert [(t, t.reward, t.stop, t.turns) for t in sent] == [
+        (t, t.reward, t.stop, t.turns) for t in rollout.texts
+    ]
+
+
+def test_replies_that_do_not_fit_end_an_episode(lm):
+    lm.task.own.reply_tokens = 9
+    texts = play(lm, 6, samples=4).texts
+    assert all(text.turns <= 2 for text in texts)
+    assert "reply_tokens" in {text.stop for text in texts}
+    lm.task.own.reply_tokens, lm.task.own.max_turns = 48, 1
+    assert {text.stop for text in play(lm, 6, samples=4).texts} <= {
+        "max_turns",
+        "max_tokens",
+        "done",
+    }
+
+
+# --- templates
+
+
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def smollm2(shared_data):
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "smollm2-135m-instruct")
+    tokenizer.chat_template = tokenizer.chat_template or CHAT
+    return tokenizer
+
+
+def test_turns_have_the_tokens_of_the_whole_conversation(smollm2):
+    (stop,) = smollm2("<|im_end|>")["input_ids"]
+    check_template(smollm2, [stop])
+    turns = Turns(None, smollm2, ())
+    reply = [{"role": "user", "content": " 7 + 8?\n"}]
+    text = smollm2.decode(turns.render(reply, stop))
+    assert text == "\n<|im_start|>user\n 7 + 8?\n<|im_end|>\n<|im_start|>assistant\n"
+    assert turns.render(reply, None)[0] == stop
+
+
+def test_a_template_that_changes_earlier_turns_is_refused(smollm2):
+    first = "{% if loop.last and m['role'] == 'user' %}!{% endif %}"
+    smollm2.chat_template = CHAT.replace("{{ m['content'] }}", first + "{{ m['content'] }}")
+    stops = smollm2("<|im_end|>")["input_ids"]
+    with pytest.raises(ConfigError, match="cannot be used for several turns"):
+        check_template(smollm2, stops)
+    smollm2.chat_template = "{{ raise_exception('one turn only') }}"
+    with pytest.raises(ConfigError, match=r"cannot be used for several turns: .*one turn only"):
+        check_template(smollm2, stops)
+
+
+def test_plain_text_has_replies_between_line_breaks():
+    turns = Turns(None, byte_tokenizer(), ())
+    ids = turns.render([{"role": "user", "content": "lower"}], 257)
+    assert bytes(ids) == b"\n\nlower\n"
+
+
+# --- environments
+
+
+class Odd:
+    """An environment with one thing that is wrong."""
+
+    def __init__(self, wrong: str = "") -> None:
+        self.wrong, self.resets = wrong, 0
+
+    count = 0
+
+    def reset(self, seed: int):
+        Odd.count += 1
+        return f"go {Odd.count if self.wrong == 'chance' else seed}", {}
+
+    def step(self, text: str):
+        if self.wrong == "raises":
+            raise KeyError("no such move")
+        return "on", {"large": 2.0}.get(self.wrong, 0.5), self.wrong != "never", False, {}
+
+
+class Seedless:
+    def reset(self):
+        return "", {}
+
+    def step(self, text):
+        return "", 0.0, True, False, {}
+
+
+SETTING = {"_target_": "common.tasks.environment.Environment", "settings": {}, "problems": 4}
+SETTING |= {"test_problems": 2, "max_turns": 3, "reply_tokens": 30, "factory": f"{__name__}:Odd"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"factory": "no.such:Thing"}, "task.factory='no.such:Thing' cannot be imported"),
+        ({"factory": "json:JSONDecoder"}, "has no method reset"),
+        ({"factory": f"{__name__}:Seedless"}, "its reset takes no seed"),
+        ({"problems": 0}, "task.problems=0 is out of range. Give 1 to"),
+        ({"max_turns": 0}, "task.max_turns=0 is too small. Give 1 or more."),
+    ],
+)
+def test_mistakes_of_an_environment_are_worded(changed, words):
+    with pytest.raises(ConfigError) as caught:
+        build(SETTING | changed)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("raises", "Odd.step raised KeyError: 'no such move'"),
+        ("chance", "begins with another prompt each time"),
+        ("large", "outside [0, 1]"),
+    ],
+)
+def test_mistakes_of_an_episode_are_worded(wrong, words, lm):
+    lm.task.own.__init__(f"{__name__}:Odd", {"wrong": wrong}, 4, 2, 3, 48)
+    with pytest.raises(ConfigError) as caught:
+        play(lm, 2, samples=8).scored  # noqa: B018
+    assert words in str(caught.value)
+
+
+def test_measures_count_what_is_earned_and_ended():
+    task = build(SETTING)
+    played = [
+        Played("", 1.0, "done", 1),
+        Played("", 1.0, "max_turns", 3),
+        Played("", 0.5, "done", 2),
+    ]
+    rows = task.examples("train")[:3]
+    assert task.metrics(rows, played) == pytest.approx(
+        {"success": 100 / 3, "reward": 250 / 3, "done": 200 / 3}
+    )
+    assert [task.reward(row, text) for row, text in zip(rows, played, strict=True)] == [1, 1, 0.5]
+    both = [{row.extra["seed"] for row in task.examples(split)} for split in ("train", "test")]
+    assert not both[0] & both[1]
