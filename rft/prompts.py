@@ -69,7 +69,8 @@ def split_prompts(lm: LM) -> Prompts:
         hinted = fit_prompts(lm, task.hint, {"train": train})  # type: ignore[attr-defined]
         train = hinted.splits["train"]
     splits = {"train": [*train, *validation], "test": list_candidates(lm, task)}
-    fitting = fit_prompts(lm, task.prompt, splits)
+    replies = count_reply_tokens(task)
+    fitting = fit_prompts(lm, task.prompt, splits, replies=replies)
     fits = {example.id for example in fitting.splits["train"]}
     train = [example for example in train if example.id in fits]
     validation = [example for example in validation if example.id in fits]
@@ -84,7 +85,7 @@ def split_prompts(lm: LM) -> Prompts:
         validation=validation,
         overlap=overlap,
         skipped=hinted.skipped + fitting.skipped,
-        reply_tokens=count_reply_tokens(task),
+        reply_tokens=replies,
         **measure_prompts(fitting.prompts, hinted.prompts),
     )
 

@@ -55,12 +55,13 @@ class Fitting:
 def read_examples(lm: Any) -> Examples:
     """Read the training and the held-out examples of a run. Raises: ConfigError."""
     splits = {"train": list(lm.task.examples("train")), "test": list_candidates(lm, lm.task)}
-    fitting = fit_prompts(lm, lm.task.prompt, splits)
+    replies = count_reply_tokens(lm.task)
+    fitting = fit_prompts(lm, lm.task.prompt, splits, replies=replies)
     return Examples(
         order=ExampleOrder(fitting.splits["train"], lm.run.seed),
         held_out=fitting.splits["test"][: lm.run.evaluate.examples],
         skipped=fitting.skipped,
-        reply_tokens=count_reply_tokens(lm.task),
+        reply_tokens=replies,
         **measure_prompts(fitting.prompts),
     )
 
@@ -95,7 +96,8 @@ def hold_out_other(lm: Any, task: Any, tokens: int) -> list[Example]:
 
     Raises: ConfigError where a prompt does not fit the context.
     """
-    fitting = fit_prompts(lm, task.prompt, {"test": list_candidates(lm, task)}, tokens)
+    splits = {"test": list_candidates(lm, task)}
+    fitting = fit_prompts(lm, task.prompt, splits, tokens, count_reply_tokens(task))
     return fitting.splits["test"][: lm.run.evaluate.examples]
 
 
@@ -104,17 +106,17 @@ def fit_prompts(
     ask: Callable[[Example], Any],
     splits: dict[str, list[Example]],
     tokens: int | None = None,
+    replies: int = 0,
 ) -> Fitting:
     """Return the examples whose prompts fit the context.
 
     Args: ask: makes the prompt of an example; tokens: of a completion, None =
-    algo.sampling.max_new_tokens.
+    algo.sampling.max_new_tokens; replies: tokens of an episode's replies at most.
     Raises: ConfigError where one does not fit with prompts.too_long=error, or none does.
     """
     key = "max_new_tokens" if tokens else "algo.sampling.max_new_tokens"
     new: int = tokens or lm.run.algo.sampling.max_new_tokens
     context = context_length(lm.model)
-    replies = count_reply_tokens(lm.task)
     if replies:  # of another turn no row asks for more than max_new_tokens
         check_template(lm.tokenizer, stop_ids(lm.model, lm.tokenizer))
         new = 2 * new + replies

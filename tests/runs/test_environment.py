@@ -1,0 +1,67 @@
+"""Runs in environments: three algorithms, two ranks, a resumed run, and a game of one's own."""
+
+import json
+
+import pytest
+import torch
+
+from common import checkpoint
+from tests.support import ROOT, TINY, events
+
+GUESS = [
+    *(text for text in TINY if "pretrain_steps" not in text),
+    *("task=guess", "model.tiny.pretrain_steps=150", "task.settings={largest: 7, guesses: 3}"),
+    *("task.problems=40", "task.test_problems=8", "evaluate.examples=8"),
+]
+SIZES = ["algo=grpo", "algo.prompts_per_step=4", "algo.samples_per_prompt=4", "algo.steps=4"]
+GRPO = [*GUESS, *SIZES]
+EGGROLL = [*GUESS, "algo=eggroll", "algo.members=8", "algo.prompts_per_step=4", "algo.steps=2"]
+RFT = [*GUESS, "algo=rft", "algo.iterations=1", "algo.prompts=16", "algo.validation_prompts=4"]
+
+
+def result(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+@pytest.mark.parametrize("command", [GRPO, EGGROLL, RFT], ids=["grpo", "eggroll", "rft"])
+def test_every_algorithm_plays(command, launch, tmp_path):
+    launch(*command, "hydra.run.dir=out")
+    came = result(tmp_path / "out")
+    assert list(came["metrics"]["after"])[:3] == ["success", "reward", "done"]
+    assert came["generated_tokens"] > 0
+    text = (tmp_path / "out" / "completions" / "after.jsonl").read_text()
+    assert "higher" in text or "lower" in text, "whole conversations are kept"
+
+
+def test_a_resumed_run_plays_the_same_episodes(launch, tmp_path):
+    launch(*GRPO, "hydra.run.dir=whole", "checkpoint.every=2")
+    launch(*GRPO, "hydra.run.dir=half", "algo.steps=2")
+    launch(*GRPO, "hydra.run.dir=half", "resume=auto")
+    one, other = (checkpoint.latest(tmp_path / name / "checkpoints") for name in ("whole", "half"))
+    assert one.step == other.step == 4
+    assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("command", [GRPO, EGGROLL, RFT], ids=["grpo", "eggroll", "rft"])
+def test_two_ranks_play_what_one_plays(command, launch, tmp_path):
+    launch(*command, "hydra.run.dir=one")
+    launch(*command, "hydra.run.dir=two", "opt=[ddp]", "opt.ddp.ranks=2")
+    one, two = tmp_path / "one", tmp_path / "two"
+    rewards = [
+        [row["reward"] for row in events(folder) if "reward" in row] for folder in (one, two)
+    ]
+    assert rewards[0] == pytest.approx(rewards[1], abs=1e-6)
+    assert result(one)["generated_tokens"] == result(two)["generated_tokens"]
+
+
+def test_a_game_of_ones_own(launch, tmp_path):
+    own = [*TINY, *SIZES, "task=environment", "task.factory=nim:Nim", "task.settings={most: 9}"]
+    own += ["task.test_problems=8", "evaluate.examples=8", "task.reply_tokens=100"]
+    own += ["algo.sampling.max_new_tokens=12"]
+    path = {"PYTHONPATH": str(ROOT / "examples" / "own_game")}
+    launch(*own, "hydra.run.dir=out", fresh=True, env=path)
+    assert result(tmp_path / "out")["task"] == "nim"
+    taught = [*own, "model.tiny.pretrain_steps=9", "hydra.run.dir=other"]
+    done = launch(*taught, code=2, fresh=True, env=path)
+    assert "Nim has no method teach. Use a trained model" in done.stderr
