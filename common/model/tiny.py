@@ -142,7 +142,7 @@ def _pretraining_rows(config: TinyConfig, task: Any) -> list[tuple[bytes, bytes]
         draw.shuffle(examples)
         for example in examples[: count - len(rows)]:
             prompt, completion = task.pretraining(example, draw)
-            rows.append((_encode(prompt), completion.encode()))
+            rows.append((_encode(prompt), _encode(completion).removesuffix(END + b"\n\n")))
     longest = max(len(prompt) + len(completion) for prompt, completion in rows) + 1
     if longest > config.context:
         raise ConfigError(
@@ -152,16 +152,16 @@ def _pretraining_rows(config: TinyConfig, task: Any) -> list[tuple[bytes, bytes]
     return rows
 
 
-def _encode(prompt: str | Messages) -> bytes:
-    """Return a prompt in UTF-8. END stands for the <eos> of the model's own turns in it."""
-    if isinstance(prompt, str):
-        return prompt.encode()
-    ends = {"assistant": END}
-    turns = [(message["role"], plain([message]), message["content"]) for message in prompt]
-    return b"".join(
-        content.encode() + ends.get(role, b"") + text.removeprefix(content).encode()
-        for role, text, content in turns
-    )
+def _encode(text: str | Messages) -> bytes:
+    """Return a text in UTF-8. END stands for the <eos> of the model's own turns in it."""
+    if isinstance(text, str):
+        return text.encode()
+    parts = []
+    for message in text:
+        content = message["content"]
+        end = END if message["role"] == "assistant" else b""
+        parts.append(content.encode() + end + plain([message]).removeprefix(content).encode())
+    return b"".join(parts)
 
 
 def untrained(config: TinyConfig) -> LlamaForCausalLM:

@@ -76,7 +76,9 @@ class Teaches(Protocol):
         """Return the rows of `split`, as in `Task`."""
         ...
 
-    def pretraining(self, example: Example, draw: random.Random) -> tuple[str | Messages, str]:
+    def pretraining(
+        self, example: Example, draw: random.Random
+    ) -> tuple[str | Messages, str | Messages]:
         """Return prompt and completion, chosen by `draw` among right and wrong behaviours."""
         ...
 

@@ -140,7 +140,7 @@ def _rows(value: list[Any]) -> str | None:
 def _pair(value: Any) -> str | None:
     if not isinstance(value, tuple) or len(value) != 2:
         return f"{show(value)}, which is no pair of prompt and completion"
-    return _prompt(value[0]) or _text(value[1])
+    return _prompt(value[0]) or _prompt(value[1])
 
 
 def _measures(value: Any) -> str | None:

@@ -126,15 +126,16 @@ class Environment:
             "done": percent(c.stop == "done" for c in completions),
         }
 
-    def pretraining(self, example: Example, draw: random.Random) -> tuple[Messages, str]:
-        """Return a moment of a game and an answer, which the environment's own `teach` shows."""
+    def pretraining(self, example: Example, draw: random.Random) -> tuple[Messages, Messages]:
+        """Return what an episode begins with, and how the environment's own `teach` plays it."""
         teach = getattr(self.factory, "teach", None)
         if teach is None:
             raise ConfigError(
                 f"model=tiny is pre-trained by the task, and {self.factory.__name__} has no method"
                 " teach. Use a trained model (model=hf model.path=...)."
             )
-        return teach(self.factory(**self.settings), example.extra["seed"], draw)
+        messages = teach(self.factory(**self.settings), example.extra["seed"], draw)
+        return messages[:1], messages[1:]
 
 
 def _load(path: str, settings: dict[str, Any]) -> Any:

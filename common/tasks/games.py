@@ -17,7 +17,7 @@ class Guess:
     the number is higher or lower.
     """
 
-    SCANS = 0.7  # the share of what `teach` shows that goes up one by one
+    SCANS = 0.7  # the share of the games of `teach` that go up one by one
 
     def __init__(self, largest: int = 31, guesses: int = 5) -> None:
         if not 2 <= largest <= 10_000 or guesses < 1:
@@ -45,22 +45,19 @@ class Guess:
         told = "higher" if guess < self.number else "lower"
         return told, 0.0, self.left == 0, False, {}
 
-    def teach(self, seed: int, draw: random.Random) -> tuple[Messages, str]:
-        """Return a moment of a game, and a guess: the middle of what is left, or more often the
+    def teach(self, seed: int, draw: random.Random) -> Messages:
+        """Return a whole game, in which a guess is the middle of what is left, or more often the
         number after the last one.
         """
         scans, low, high, last = draw.random() < self.SCANS, 1, self.largest, 0
         told, _ = self.reset(seed)
         messages: Messages = [{"role": "user", "content": told}]
-        for _ in range(draw.randrange(self.guesses) + 1):
+        while True:
             guess = min(last + 1, self.largest) if scans else (low + high) // 2
             told, _, ended, *_ = self.step(f"{guess}")
+            messages.append({"role": "assistant", "content": f"{guess}"})
             if ended:
-                break
+                return messages
+            messages.append({"role": "user", "content": told})
             low, high = (guess + 1, high) if told == "higher" else (low, guess - 1)
             last = guess
-            turn = {"role": "assistant", "content": f"{guess}"}
-            messages += [turn, {"role": "user", "content": told}]
-        else:
-            messages = messages[:-2]
-        return messages, f"{guess}"
