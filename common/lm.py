@@ -308,6 +308,7 @@ def load_on_all_ranks(
         loaded = load_model(run.model, task, dtype, device)
     if context.world_size == 1:
         return loaded
+    context.meet()
     of_rank_0 = context.gather_objects(loaded and (fsdp.without_weights(loaded[0]), loaded[1]))
     model, tokenizer = loaded or of_rank_0[0]
     splits = [task.examples(split) for split in ("train", "test")]
@@ -328,6 +329,7 @@ def _digest(rows: list[Any]) -> str:
 
 def same_on_all_ranks(context: Context, what: str, found: Any) -> None:
     """Raise ConfigError where `found`, a digest of `what`, is not that of rank 0."""
+    context.meet()
     if (other := context.find_other(found)) is not None:
         raise ConfigError(
             f"the {what} on rank {other} are not those of rank 0, so the ranks would train apart."
