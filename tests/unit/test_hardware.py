@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 from common import hardware, precision
 from common.config import ConfigError
@@ -185,7 +186,8 @@ def test_amp_on_a_cpu(monkeypatch, native):
     assert numbers.name == ("bfloat16" if native else "float32")
 
 
-def test_tf32(pretend):
+def test_tf32(pretend, monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", "5.23.0")
     said = (
         "opt=tf32 has no effect here: TF32 needs a CUDA device of compute capability 8.0. Leave it"
         " out."
@@ -204,6 +206,14 @@ def test_tf32(pretend):
         assert torch.get_float32_matmul_precision() == "highest"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_tf32_is_refused_where_it_would_round_positions(pretend, monkeypatch):
+    pretend("a device", 16, (8, 0))
+    monkeypatch.setattr(transformers, "__version__", "5.18.0")
+    precision.resolve(compose([]).opt, CUDA)
+    with pytest.raises(ConfigError, match=r"transformers 5\.18\.0.* Install transformers 5\.19 or"):
+        precision.resolve(compose(["opt=[tf32]"]).opt, CUDA)
 
 
 # --- sizes
