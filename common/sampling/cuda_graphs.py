@@ -60,7 +60,7 @@ class CudaGraphs:
             try:
                 capture.__exit__(None, None, None)
             except RuntimeError:
-                if torch.__version__ < (2, 13):
+                if torch.__version__ < "2.13":
                     # There its allocator would go on as if it recorded, and the next `empty_cache`
                     # fail on that, which halving the rows needs (pytorch#180395).
                     index = self.device.index or 0

@@ -123,6 +123,21 @@ class Sampler:
         config, device = self.model.config, stands_for(self.device)
         return recorded and self.replaces and varlen.has_flash(config, device, self.dtype)
 
+    def describe(self) -> str:
+        """Say which attention steps on CUDA use and whether they are recorded, and why not."""
+        steps = "recorded as CUDA graphs"
+        if self.flash:
+            return f"flash, steps {steps}"
+        device = stands_for(self.device)
+        why = varlen.why_not_flash(self.model.config, device, self.dtype)
+        if self.recorder is None:
+            because = "opt=fsdp" if fsdp.of(self.model) else "engine.cuda_graphs=false"
+            why, steps = why or "steps are not recorded", f"not recorded: {because}"
+        elif self.forward is not self.used:
+            why = why or "opt=compile"
+        kind = "masked" if self.replaces else "the model's own"
+        return f"{kind} (flash: no, {why or 'model.attention'}), steps {steps}"
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the activations, and so of the cache."""
