@@ -78,6 +78,7 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
     """
     out_dir = out_dir.resolve()
     out_dir.mkdir(parents=True, exist_ok=True)
+    hardware.check_driver(run.hardware)
     switch, workers = run.opt.workers
     if workers.backend == "nccl" and not hardware.local_devices(run.hardware):
         raise ConfigError(
