@@ -108,27 +108,32 @@ def check_driver(config: HardwareConfig) -> None:
         raise ConfigError(f"{why} To train on the CPU all the same: hardware=cpu.")
 
 
+def driver() -> str | None:
+    """Return the version of NVIDIA's driver; None where there is none."""
+    text = DRIVER.read_text(errors="replace") if DRIVER.exists() else ""
+    found = re.search(r"Kernel Module.*?\s{2,}(\d[\d.]*)", text)
+    return found[1] if found else None
+
+
 def why_no_device() -> str | None:
     """Return what is wrong and what to do where this machine has a driver for NVIDIA's devices and
     PyTorch finds none of them; None where there is no driver, or CUDA_VISIBLE_DEVICES hides them.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in NO_DEVICE
-    if hidden or torch.cuda.is_available() or not DRIVER.exists():
+    found = driver()
+    if hidden or torch.cuda.is_available() or found is None:
         return None
-    found = re.search(r"Kernel Module.*?\s{2,}(\d[\d.]*)", DRIVER.read_text(errors="replace"))
-    driver = found[1] if found else "of an unknown version"
     has = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     said = (
-        f"this machine has NVIDIA's driver {driver}, but PyTorch ({torch.__version__}, {has}) finds"
+        f"this machine has NVIDIA's driver {found}, but PyTorch ({torch.__version__}, {has}) finds"
         " no device."
     )
-    major = int(found[1].partition(".")[0]) if found else 0
+    major = int(found.partition(".")[0])
     build = next((build for least, build in BUILDS if major >= least), None)
-    if found and build is None:
+    if build is None:
         return f"{said} Builds for CUDA 12 need driver 525 or later, and for CUDA 13 driver 580."
-    wanted = (build or "cu126").removeprefix("cu")[:2]
-    if torch.version.cuda is None or int(wanted) < int(torch.version.cuda.partition(".")[0]):
-        command = INSTALL.format(python=sys.executable, build=build or "cu126")
+    if torch.version.cuda is None or int(build[2:4]) < int(torch.version.cuda.partition(".")[0]):
+        command = INSTALL.format(python=sys.executable, build=build)
         return f"{said} Install the build for this driver: {command}."
     return f"{said} Look whether nvidia-smi -L lists one; a container needs --gpus all."
 
