@@ -22,6 +22,7 @@ from common.model.export import empty_like, export_model
 from common.model.half import keep_wide, narrow, narrowed, round_layers
 from common.model.load import load_model
 from common.model.prompts import stop_ids
+from common.model.transfer import on_device, to_host
 from common.rollout import evaluation
 from common.rollout.evaluation import Accepts, Evaluation
 from common.rollout.examples import Examples, read_examples
@@ -88,7 +89,7 @@ class LM:
             if self.half and context.mesh is None:
                 round_layers(self.reference, self.precision.compute)
             if run.opt.offload.enabled and not context.device.planned:
-                self.reference.to("cpu")
+                to_host(self.reference)
         fsdp.shard([self.reference], run, context, self.precision)
         fsdp.shard([self.model], run, context, self.precision)
         self.adapter = Adapter(self.model, adapted, context, run.seed) if adapted else None
@@ -284,12 +285,9 @@ class LM:
             with self.adapter.initially(), fsdp.gathered(self.reference):
                 yield self.reference
             return
-        with fsdp.gathered(self.reference):
-            if self.run.opt.offload.enabled:
-                self.reference.to(self.device)
+        lent = self.run.opt.offload.enabled
+        with fsdp.gathered(self.reference), on_device(self.reference, self.device, lent):
             yield self.reference
-            if self.run.opt.offload.enabled:
-                self.reference.to("cpu")
 
 
 def load_on_all_ranks(
