@@ -40,7 +40,7 @@ from common.sampling.engine import Completions, Load, Requests, Setup, Watch, ch
 from common.sampling.flash import Board, FlashCache
 from common.sampling.kv_cache import ATTENTION, ColumnCache, RecordedCache, SharedPromptCache
 from common.sampling.output import Rows, draw_floats
-from common.sampling.prefill import Prefill
+from common.sampling.prefill import Prefill, cache_name
 from common.sampling.schedule import RowCache, Schedule
 
 # Prompts are prefilled in pieces of so many tokens: more at a time is not faster, and takes memory.
@@ -295,8 +295,8 @@ class Sampler:
             input_ids=tokens[:, None],
             attention_mask=mask,
             position_ids=positions[:, None],
-            past_key_values=cache,
             use_cache=True,
+            **{cache_name(type(self.used)): cache},
             **slots,
         ).logits[:, -1]
 
