@@ -2,22 +2,29 @@
 # make quick   set up, then unit tests and oracles without runs, for every save
 # make test    set up, then tests of each promise once on a CPU
 # make test-all   set up, then the whole CPU test suite (make test-rest: what make test leaves out)
+# make oldest  units and oracles with the oldest torch and transformers that pyproject.toml allows,
+#              in an environment of their own; make newest: with the newest that were tried
 # make vllm    an environment with vLLM for engine=vllm on a CPU, and the tests that need one
-# make gpu     on a machine with a GPU: its tests and benchmarks, in parts of nine minutes (make gpu PART=2)
+# make gpu     on a machine with a GPU: kernels, whole runs and benchmarks, in parts of nine minutes
+#              (make gpu PART=2), with the environment that is there
 # make check   set up, then formatter, linter and type checker
 # make lock    renew requirements.lock from pyproject.toml
 PYTHON ?= python3
 BIN = .venv/bin
 ARGS ?=
+UNITS = "not (run or thorough or slow)"
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: run quick test test-all test-rest vllm gpu check lock
+OLDEST = torch==2.11.0 transformers==5.17.0
+NEWEST = torch==2.14.1 transformers==5.24.0
+
+.PHONY: run quick test test-all test-rest oldest newest vllm gpu check lock
 
 run: .venv/ready
 	$(BIN)/python launch.py algo=eggroll hardware=a100_40g $(ARGS)
 
 quick: .venv/ready
-	$(PYTEST) -m "not (run or thorough or slow)" tests/unit tests/oracles
+	$(PYTEST) -m $(UNITS) tests/unit tests/oracles
 
 test: .venv/ready
 	$(PYTEST) -m "not (thorough or slow)"
@@ -28,11 +35,17 @@ test-rest: .venv/ready
 test-all: .venv/ready
 	$(PYTEST) -m "not slow"
 
+oldest: .oldest/ready
+	.oldest/bin/python -m pytest -n 2 --dist worksteal -m $(UNITS) tests/unit tests/oracles
+
+newest: .newest/ready
+	.newest/bin/python -m pytest -n 2 --dist worksteal -m $(UNITS) tests/unit tests/oracles
+
 vllm: .venv/ready .vllm/ready
 	$(BIN)/python -m pytest -n 2 -m "vllm and not slow"
 
-gpu: .venv/ready
-	$(BIN)/python -m benchmarks.on_gpu $(PART)
+gpu:  # with the interpreter that is there, without a network
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.on_gpu $(PART)
 
 check: .venv/ready
 	$(BIN)/ruff format --check .
@@ -43,6 +56,16 @@ check: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --requirement requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+.oldest/ready: pyproject.toml
+	$(PYTHON) -m venv .oldest
+	.oldest/bin/python -m pip install --quiet $(OLDEST) --editable .[dev]
+	touch $@
+
+.newest/ready: pyproject.toml
+	$(PYTHON) -m venv .newest
+	.newest/bin/python -m pip install --quiet $(NEWEST) --editable .[dev]
 	touch $@
 
 .vllm/ready: scripts/install_vllm.py

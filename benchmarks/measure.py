@@ -77,6 +77,7 @@ class Report:
         self.rows: list[dict[str, Any]] = []
         self.figures: list[tuple[str, str, str]] = []
         self.notes: list[str] = []
+        self.path: Path | None = getattr(options, "json", None)
 
     def time(self, cases: Sequence[Case]) -> dict[str, Timing]:
         """Time the cases in turn; the raw seconds go to the conditions."""
@@ -86,10 +87,14 @@ class Report:
         return timings
 
     def add(self, row: str, value: float | None, unit: str, *against: Any) -> None:
-        """Add a row. value: None = not measured; against: another row, and the ratio to it."""
+        """Add a row, and write what there is: a benchmark may be cut off. value: None = not
+        measured; against: another row, and the ratio to it.
+        """
         base, ratio = against or (None, None)
         found = {"benchmark": self.name, "row": row, "value": value, "unit": unit}
         self.rows.append(found | {"against": base, "ratio": ratio})
+        if self.path is not None:
+            self.save(self.path)
 
     def compare(self, values: dict[str, list[float]], unit: str, base: str, less: bool) -> None:
         """Add a row for each series of repeats, with its ratio to `base`. less: less is better."""

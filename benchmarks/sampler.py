@@ -71,11 +71,15 @@ class Work:
         heat = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
         length = {"max_new_tokens": sizes.longest, "eos_token_id": self.stops}
         self.sampled: dict[str, Any] = {"num_return_sequences": sizes.samples, **heat, **length}
+        self.samplers: dict[tuple[bool, bool], Sampler] = {}  # by greedy and graphs, as in a run
 
     def ours(self, prompts: Tensor, samples: int, greedy: bool, graphs: bool) -> Any:
         """Return the completions of this project's sampler."""
-        stops = () if greedy else self.stops
-        sampler = Sampler(self.model, pad_id=0, stop_ids=stops, rows=self.sizes.rows, graphs=graphs)
+        if (greedy, graphs) not in self.samplers:
+            stops, rows = () if greedy else self.stops, self.sizes.rows
+            made = Sampler(self.model, pad_id=0, stop_ids=stops, rows=rows, graphs=graphs)
+            self.samplers[greedy, graphs] = made
+        sampler = self.samplers[greedy, graphs]
         new = self.sizes.new_tokens if greedy else self.sizes.longest
         heat = 0.0 if greedy else 1.0
         sampling = SamplingConfig(max_new_tokens=new, temperature=heat, top_k=0, top_p=1.0)
@@ -205,7 +209,7 @@ def run(options: argparse.Namespace) -> measure.Report:
             bandwidth = report.conditions["copy_bandwidth"] = copy_bandwidth(report.device)
             share = work.decode_bytes() / bandwidth / timings[EQUAL + OURS].p50
             report.add(ROOFLINE, share, "share")
-            report.figures.append((ROOFLINE, "60% on CUDA", f"{share:.1%}"))
+            report.figures.append((ROOFLINE, ">= 60% on CUDA", f"{share:.1%}"))
             continue
         ratio = measure.paired(speeds[SPREAD + OURS], speeds[SPREAD + PAGED])
         middle = statistics.median(speeds[SPREAD + OURS])

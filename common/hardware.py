@@ -18,6 +18,10 @@ from common.config import ConfigError, HardwareConfig, OptConfig, unused
 
 log = logging.getLogger("clutch")
 
+DRIVER = Path("/proc/driver/nvidia/version")
+# Drivers that builds of PyTorch need, by their version of CUDA, the newest first.
+BUILDS = ((580, "cu130"), (525, "cu126"))
+INSTALL = "pip install uv && uv pip install --python {python} torch==2.13.0 --torch-backend={build}"
 NO_DEVICE = ("", "-1", "NoDevFiles")  # in CUDA_VISIBLE_DEVICES
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
@@ -96,6 +100,44 @@ def check_visible(config: HardwareConfig) -> None:
         )
 
 
+def check_driver(config: HardwareConfig) -> None:
+    """Raise ConfigError where there is a driver for NVIDIA's devices and PyTorch finds none: the
+    run would train on the CPU.
+    """
+    if config.device != "cpu" and (why := why_no_device()):
+        raise ConfigError(f"{why} To train on the CPU all the same: hardware=cpu.")
+
+
+def driver() -> str | None:
+    """Return the version of NVIDIA's driver; None where there is none."""
+    text = DRIVER.read_text(errors="replace") if DRIVER.exists() else ""
+    found = re.search(r"Kernel Module.*?\s{2,}(\d[\d.]*)", text)
+    return found[1] if found else None
+
+
+def why_no_device() -> str | None:
+    """Return what is wrong and what to do where this machine has a driver for NVIDIA's devices and
+    PyTorch finds none of them; None where there is no driver, or CUDA_VISIBLE_DEVICES hides them.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in NO_DEVICE
+    found = driver()
+    if hidden or torch.cuda.is_available() or found is None:
+        return None
+    has = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    said = (
+        f"this machine has NVIDIA's driver {found}, but PyTorch ({torch.__version__}, {has}) finds"
+        " no device."
+    )
+    major = int(found.partition(".")[0])
+    build = next((build for least, build in BUILDS if major >= least), None)
+    if build is None:
+        return f"{said} Builds for CUDA 12 need driver 525 or later, and for CUDA 13 driver 580."
+    if torch.version.cuda is None or int(build[2:4]) < int(torch.version.cuda.partition(".")[0]):
+        command = INSTALL.format(python=sys.executable, build=build)
+        return f"{said} Install the build for this driver: {command}."
+    return f"{said} Look whether nvidia-smi -L lists one; a container needs --gpus all."
+
+
 def find(config: HardwareConfig, local_rank: int = 0) -> Device:
     """Return the device of a rank, and whether it is the preset's; `check` warns and raises."""
     if local_devices(config):
@@ -145,10 +187,11 @@ def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
         built = torch.cuda.get_arch_list()  # "sm_90a", "sm_100f"; "compute_90" is compiled later
         numbers = [int(arch[1]) for name in built if (arch := re.match(r"sm_(\d+)", name))]
         if numbers and min(numbers) > major * 10 + minor:
+            install = INSTALL.format(python=sys.executable, build="cu126")
             raise ConfigError(
                 f"this torch ({torch.__version__}) has no kernels for {found.name}"
                 f" (sm_{major}{minor}; it has {', '.join(built)}). Install the build for CUDA 12.6,"
-                " which keeps older devices."
+                f" which keeps older devices: {install}."
             )
     if found.device.type == "cpu":
         elsewhere = "on a CPU: there is no other memory"

@@ -22,6 +22,7 @@ from common.model.export import empty_like, export_model
 from common.model.half import keep_wide, narrow, narrowed, round_layers
 from common.model.load import load_model
 from common.model.prompts import stop_ids
+from common.model.transfer import on_device, to_host
 from common.rollout import evaluation
 from common.rollout.evaluation import Accepts, Evaluation
 from common.rollout.examples import Examples, read_examples
@@ -88,7 +89,7 @@ class LM:
             if self.half and context.mesh is None:
                 round_layers(self.reference, self.precision.compute)
             if run.opt.offload.enabled and not context.device.planned:
-                self.reference.to("cpu")
+                to_host(self.reference)
         fsdp.shard([self.reference], run, context, self.precision)
         fsdp.shard([self.model], run, context, self.precision)
         self.adapter = Adapter(self.model, adapted, context, run.seed) if adapted else None
@@ -284,12 +285,9 @@ class LM:
             with self.adapter.initially(), fsdp.gathered(self.reference):
                 yield self.reference
             return
-        with fsdp.gathered(self.reference):
-            if self.run.opt.offload.enabled:
-                self.reference.to(self.device)
+        lent = self.run.opt.offload.enabled
+        with fsdp.gathered(self.reference), on_device(self.reference, self.device, lent):
             yield self.reference
-            if self.run.opt.offload.enabled:
-                self.reference.to("cpu")
 
 
 def load_on_all_ranks(
@@ -308,6 +306,7 @@ def load_on_all_ranks(
         loaded = load_model(run.model, task, dtype, device)
     if context.world_size == 1:
         return loaded
+    context.meet()
     of_rank_0 = context.gather_objects(loaded and (fsdp.without_weights(loaded[0]), loaded[1]))
     model, tokenizer = loaded or of_rank_0[0]
     splits = [task.examples(split) for split in ("train", "test")]
@@ -328,6 +327,7 @@ def _digest(rows: list[Any]) -> str:
 
 def same_on_all_ranks(context: Context, what: str, found: Any) -> None:
     """Raise ConfigError where `found`, a digest of `what`, is not that of rank 0."""
+    context.meet()
     if (other := context.find_other(found)) is not None:
         raise ConfigError(
             f"the {what} on rank {other} are not those of rank 0, so the ranks would train apart."

@@ -22,10 +22,12 @@ from common.config.checks import CONF
 from common.distributed import fsdp
 from common.distributed.context import Context
 from common.instance import load
+from common.model import varlen
 from common.model.memory import cache_bytes, head_size
 from common.model.quantized import forward_bytes
 from common.report import summary
 from common.rows import FITTED
+from common.sampling.native import Sampler
 from common.tasks import task_name
 
 # A decode step on CUDA: what it reaches of the memory's bandwidth, and what it takes per layer at
@@ -184,8 +186,6 @@ def describe(lm: Any) -> dict[str, str]:
     run, device = lm.run, lm.context.device
     examples = lm.examples
     skipped = f"; {examples.skipped} too long and left out" if examples.skipped else ""
-    head = head_size(lm.model.config)
-    kernel = hardware.attention_kernel(lm.device, lm.precision.compute, head, masked=True)
     mode = run.opt.compile.mode
     compiled = f", decoding compiled ({mode})" if run.opt.compile.enabled else ""
     recomputed = ", activations recomputed" if run.opt.checkpointing.enabled else ""
@@ -200,11 +200,28 @@ def describe(lm: Any) -> dict[str, str]:
         "engine": describe_engine(lm),
         "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={run.hardware.name}",
         "numbers": f"{lm.precision.name}{', GradScaler' if lm.precision.scaler else ''}"
-        f"{compiled}, masters float32; attention {run.model.attention} ({kernel}){recomputed}"
+        f"{compiled}, masters float32{recomputed}"
         + precision.advise(lm.precision, run, lm.device, lm.parameters),
+        "attention": describe_attention(lm),
         "ranks": str(lm.context.world_size),
         **threads.describe(device),
     }
+
+
+def describe_attention(lm: Any) -> str:
+    """Say which attention a run uses in sampling and in training, and, on CUDA, whether decode
+    steps are recorded and why not by flash attention.
+    """
+    config, dtype = lm.model.config, lm.precision.compute
+    kernel = hardware.attention_kernel(lm.device, dtype, head_size(config), masked=True)
+    masked, device = f"{lm.run.model.attention} ({kernel})", hardware.stands_for(lm.device)
+    if device.type != "cuda":
+        return masked
+    why = varlen.why_not_flash(config, device, dtype)
+    training = "flash" if why is None else f"{masked}, flash: no, {why}"
+    native = isinstance(lm.engine, Sampler)
+    sampling = lm.engine.describe() if native else "the engine's own"
+    return f"sampling {sampling}" + ("" if lm.population else f"; training {training}")
 
 
 def describe_engine(lm: Any) -> str:

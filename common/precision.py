@@ -5,10 +5,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import transformers
 
 from common import hardware
 from common.config import ConfigError, OptConfig, Run
 
+EXACT_ANGLES = (5, 19)  # the transformers that makes angles of rotary positions without a product
 LARGE = 100_000_000  # parameters from which a CPU is faster in bfloat16, where it has it
 
 
@@ -41,13 +43,21 @@ def native_bf16(device: torch.device) -> bool:
 def resolve(opt: OptConfig, device: torch.device) -> Precision:
     """Return the precision of a run, and switch TF32 on or off for the process as `opt` says.
 
-    Raises: ConfigError where a dtype is insisted on that the device does not have.
+    Raises: ConfigError where a dtype is insisted on that the device does not have, and where TF32
+    would round more than products of weights.
     """
     torch.set_float32_matmul_precision("high" if opt.tf32.enabled else "highest")
     if opt.tf32.enabled and (device.type != "cuda" or hardware.capability(device) < (8, 0)):
         raise ConfigError(
             "opt=tf32 has no effect here: TF32 needs a CUDA device of compute capability 8.0. Leave"
             " it out."
+        )
+    version = tuple(map(int, transformers.__version__.split(".")[:2]))
+    if opt.tf32.enabled and version < EXACT_ANGLES:
+        raise ConfigError(
+            f"opt=tf32 does not go with transformers {transformers.__version__}, which makes the"
+            " angles of rotary positions by a matrix product: TF32 would round them. Install"
+            " transformers 5.19 or later, or leave opt=tf32 out."
         )
     compute = _autocast(opt.amp.dtype, device) if opt.amp.enabled else torch.float32
     return Precision(compute, compute == torch.float16, opt.deterministic.enabled)

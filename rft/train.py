@@ -24,7 +24,7 @@ from common.config import Run
 from common.distributed import fsdp
 from common.distributed.context import Context
 from common.lm import LM
-from common.plan import tell
+from common.plan import describe_attention, tell
 from common.report import page, summary
 from common.run.budget import warn_if_overshot
 from common.run.session import Session
@@ -98,7 +98,8 @@ def prepare(session: Session, lm: LM) -> Work:
     if lm.context.main and cfg.shard:
         aside.accept(lm.context.out_dir, log)
     elif lm.context.main:
-        summary.write_run(run, lm.context.out_dir, lm.context.device.name, lm.reproducible)
+        facts = lm.context.device.name, lm.reproducible, describe_attention(lm)
+        summary.write_run(run, lm.context.out_dir, *facts)
     optim.optimizer(cfg.optimizer, [torch.nn.Parameter(torch.zeros(1))])
     journal = Journal(session, folder)
     sizes, rows = Sizes(folder), lm.engine.limit.rows

@@ -1,5 +1,6 @@
 """Who a worker is, and what ranks say to each other."""
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 from common import hardware
 
 T = TypeVar("T")
+LOOK = 0.1  # seconds between two looks at the store
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> list[int]:
@@ -96,6 +98,21 @@ class Context:
         value = torch.tensor([int(flag)], device=self.device.device)
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return bool(value.item())
+
+    def meet(self) -> None:
+        """Wait for all ranks on the store where they found each other, however long one of them
+        downloads or loads: a collective would end the run after `workers.TIMEOUT`. Where a rank
+        fails, the alarm ends those that wait.
+        """
+        if self.world_size == 1 or self.device.planned:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        count = store.add("clutch_met", 1)
+        whole = -(-count // self.world_size) * self.world_size  # what the last rank counts
+        if count == whole:
+            store.set(f"clutch_met_{whole}", "")
+        while not store.check([f"clutch_met_{whole}"]):
+            time.sleep(LOOK)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -52,8 +52,8 @@ from common.signals import (
 
 log = logging.getLogger("clutch")
 
-# A rank may wait this long for another: rank 0 pre-trains the tiny model while the others stand at
-# a barrier.
+# A rank may wait this long for another in a collective. At the start, where one may download or
+# load for longer, ranks wait on the store instead (`Context.meet`).
 TIMEOUT = timedelta(minutes=20)
 ATTEMPT = "clutch_attempt"  # the key in torchrun's store of what sets an attempt apart
 PATIENCE = 20.0  # seconds that spawned ranks have to end by themselves after one has failed
@@ -78,6 +78,7 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
     """
     out_dir = out_dir.resolve()
     out_dir.mkdir(parents=True, exist_ok=True)
+    hardware.check_driver(run.hardware)
     switch, workers = run.opt.workers
     if workers.backend == "nccl" and not hardware.local_devices(run.hardware):
         raise ConfigError(

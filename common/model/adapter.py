@@ -208,6 +208,7 @@ def _attach(model: Any, config: AdapterConfig, context: Context) -> Any:
         adapted = (
             _read(model, config.path, "the model", "model.adapter.path") if context.main else None
         )
+        context.meet()
         settings_of_ranks = context.gather_objects(adapted and adapted.peft_config["default"])
         adapted = adapted or peft.get_peft_model(model, settings_of_ranks[0])
     else:

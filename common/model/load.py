@@ -160,6 +160,7 @@ def _model(
             architecture = AutoConfig.from_pretrained(path, **origin)
             _check_causal(architecture, where)
             _check_plain(architecture, config, where)
+            _check_uncapped(architecture, config, where)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
@@ -198,6 +199,7 @@ def _shapes(
         architecture = AutoConfig.from_pretrained(path, **origin)
         _check_causal(architecture, where)
         _check_plain(architecture, config, where)
+        _check_uncapped(architecture, config, where)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 architecture, dtype=dtype, attn_implementation=config.attention
@@ -239,6 +241,17 @@ def _check_plain(architecture: Any, config: ModelConfig, where: str) -> None:
         raise ConfigError(
             f"{where} is quantised already, so {QUANTIZE}={config.quantize} does not go with it."
             " Give the folder or hub id of the model that it was made from."
+        )
+
+
+def _check_uncapped(architecture: Any, config: ModelConfig, where: str) -> None:
+    """Raise ConfigError where scores of attention are capped, which sdpa leaves out: transformers
+    5.17 goes on without a word.
+    """
+    if config.attention != "eager" and getattr(architecture, "attn_logit_softcapping", None):
+        raise ConfigError(
+            f"{where} caps the scores of its attention, and model.attention={config.attention} does"
+            " not. Try model.attention=eager."
         )
 
 

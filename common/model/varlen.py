@@ -42,22 +42,31 @@ def has_flash(config: Any, device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether PyTorch has flash attention for a model's heads: 16 bits, on CUDA from compute
     capability 8.0 on. config: the model's; dtype: that of its activations.
     """
-    alike = not hasattr(config, "v_head_dim") and not hasattr(config, "qk_rope_head_dim")
-    if device.type != "cuda" or dtype == torch.float32 or not alike:  # in width, keys and values
-        return False
+    return why_not_flash(config, device, dtype) is None
+
+
+def why_not_flash(config: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why PyTorch has no flash attention for a model's heads; None where it has."""
+    if device.type != "cuda":
+        return "not a CUDA device"
+    if dtype == torch.float32:
+        return "float32"
+    if hasattr(config, "v_head_dim") or hasattr(config, "qk_rope_head_dim"):
+        return "keys and values of unlike width"
+    size = head_size(config)
+    if size % 8:  # PyTorch widens such heads; its operator does not
+        return f"heads of {size} numbers, not a multiple of 8"
     if hardware.is_absent(device):
-        return hardware.capability(device) >= (8, 0) and head_size(config) % 8 == 0
-    return _has_flash(
-        device, dtype, config.num_attention_heads, key_heads(config), head_size(config)
-    )
+        has = hardware.capability(device) >= (8, 0)
+    else:
+        has = _has_flash(device, dtype, config.num_attention_heads, key_heads(config), size)
+    return None if has else "PyTorch has no kernel for the device and these heads"
 
 
 @cache
 def _has_flash(
     device: torch.device, dtype: torch.dtype, heads: int, shared: int, size: int
 ) -> bool:
-    if size % 8:  # PyTorch widens such heads; its operator does not
-        return False
     with torch.inference_mode(False), torch.enable_grad():
         query, key = (
             torch.empty(1, n, 8, size, dtype=dtype, device=device, requires_grad=True)

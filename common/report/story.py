@@ -113,6 +113,8 @@ def find_facts(
         "model": result["model"] if result else config["model"]["path"] or config["model"]["name"],
         "device": saved["device"] + (f", {ranks} ranks" if ranks > 1 else ""),
     }
+    if saved.get("attention"):
+        rows["attention"] = saved["attention"]
     if result:
         rows["numbers"] = result["dtype"]
         rows["steps"] = f"{result['steps']:,} in {_duration(result['seconds'])}"

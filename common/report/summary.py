@@ -118,10 +118,16 @@ def print_plan(rows: dict[str, str]) -> None:
         log.info("%-*s  %s", width, key, value)
 
 
-def write_run(run: Run, out_dir: Path, device: str, reproducible: bool = True) -> None:
+def write_run(
+    run: Run,
+    out_dir: Path,
+    device: str,
+    reproducible: bool = True,
+    attention: str | None = None,
+) -> None:
     """Write RUN/run.yaml, and with it what was kept aside until now (common/aside.py): the
-    configuration, versions, commits of this code and of the model, and whether the same command
-    gives the same numbers.
+    configuration, versions, commits of this code and of the model, the attention as the plan says
+    it, and whether the same command gives the same numbers.
     """
     content = {
         "config": asdict(run),
@@ -133,6 +139,7 @@ def write_run(run: Run, out_dir: Path, device: str, reproducible: bool = True) -
         "commit": find_commit(),
         "model_commit": model_commit(run.model),
         "device": device,
+        "attention": attention,
         "reproducible": reproducible,
     }
     aside.accept(out_dir, log)

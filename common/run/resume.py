@@ -39,7 +39,7 @@ def find(run: Run, context: Context, fresh: dict[str, Any]) -> checkpoint.Checkp
     """
     folder = context.out_dir / "checkpoints"
     check_algorithm(run, context.out_dir)
-    context.barrier()  # no rank looks while another may still write
+    context.meet()  # no rank looks while another may still write
     kinds = {f"{key}?": _kind(value) for key, value in fresh.items()}
     kind = {"run": kinds | {"step": int, "before?": BEFORE}, "config": {"algo": dict}}
     newest = _locate(run, context, folder, kind)

@@ -148,7 +148,8 @@ class Session:
         self.policy.skipped = state["skipped"]
         write_log(log)
         if context.main:
-            summary.write_run(run, context.out_dir, context.device.name, state["reproducible"])
+            facts = context.device.name, state["reproducible"], plan.get("attention")
+            summary.write_run(run, context.out_dir, *facts)
         if "before" not in state and self.generates:
             before = self.subject.evaluate()
             state["before"] = before.kept()

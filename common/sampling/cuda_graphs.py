@@ -1,6 +1,7 @@
 """Record decode steps as CUDA graphs and replay them."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -31,7 +32,7 @@ class CudaGraphs:
             with (
                 torch.cuda.device(self.device),
                 torch.cuda.stream(torch.cuda.current_stream(self.device)),
-                torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
+                self._capturing(graph),
             ):
                 step()
         except RuntimeError as error:
@@ -47,3 +48,22 @@ class CudaGraphs:
                 " the same."
             ) from error
         return graph.replay
+
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Record what is launched in the block."""
+        capture = torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local")
+        capture.__enter__()
+        try:
+            yield
+        finally:
+            try:
+                capture.__exit__(None, None, None)
+            except RuntimeError:
+                if torch.__version__ < "2.13":
+                    # There its allocator would go on as if it recorded, and the next `empty_cache`
+                    # fail on that, which halving the rows needs (pytorch#180395).
+                    index = self.device.index or 0
+                    torch._C._cuda_endAllocateToPool(index, self.pool)
+                    torch._C._cuda_releasePool(index, self.pool)
+                raise

@@ -40,7 +40,7 @@ from common.sampling.engine import Completions, Load, Requests, Setup, Watch, ch
 from common.sampling.flash import Board, FlashCache
 from common.sampling.kv_cache import ATTENTION, ColumnCache, RecordedCache, SharedPromptCache
 from common.sampling.output import Rows, draw_floats
-from common.sampling.prefill import Prefill
+from common.sampling.prefill import Prefill, cache_name
 from common.sampling.schedule import RowCache, Schedule
 
 # Prompts are prefilled in pieces of so many tokens: more at a time is not faster, and takes memory.
@@ -122,6 +122,21 @@ class Sampler:
         recorded = self.recorder is not None and self.forward is self.used
         config, device = self.model.config, stands_for(self.device)
         return recorded and self.replaces and varlen.has_flash(config, device, self.dtype)
+
+    def describe(self) -> str:
+        """Say which attention steps on CUDA use and whether they are recorded, and why not."""
+        steps = "recorded as CUDA graphs"
+        if self.flash:
+            return f"flash, steps {steps}"
+        device = stands_for(self.device)
+        why = varlen.why_not_flash(self.model.config, device, self.dtype)
+        if self.recorder is None:
+            because = "opt=fsdp" if fsdp.of(self.model) else "engine.cuda_graphs=false"
+            why, steps = why or "steps are not recorded", f"not recorded: {because}"
+        elif self.forward is not self.used:
+            why = why or "opt=compile"
+        kind = "masked" if self.replaces else "the model's own"
+        return f"{kind} (flash: no, {why or 'model.attention'}), steps {steps}"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -280,8 +295,8 @@ class Sampler:
             input_ids=tokens[:, None],
             attention_mask=mask,
             position_ids=positions[:, None],
-            past_key_values=cache,
             use_cache=True,
+            **{cache_name(type(self.used)): cache},
             **slots,
         ).logits[:, -1]
 

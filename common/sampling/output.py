@@ -128,7 +128,7 @@ def draw_floats(sampling: SamplingConfig) -> int:
     """Return the floats per token of the vocabulary that `draw` allocates beside the logits."""
     if sampling.temperature == 0:
         return 0
-    return 2 + 4 * sampling.cuts + (sampling.top_p < 1)
+    return 4 if sampling.top_k else 2 + 5 * (sampling.top_p < 1)
 
 
 def draw(
@@ -208,11 +208,27 @@ def _cut(probability: Tensor, top_k: int, top_p: float) -> Tensor:
     """Zero all but the top_k likeliest tokens, then all beyond the smallest set that holds top_p.
     [n, V] -> [n, V].
     """
-    ordered, index = probability.sort(dim=-1, descending=True, stable=True)
     if top_k:
-        ordered[:, top_k:].zero_()
-    if top_p < 1:
-        share = ordered / ordered.sum(-1, keepdim=True)
-        ordered.masked_fill_(share.cumsum(-1).sub_(share) >= top_p, 0)
-        del share  # before there is one more of its size
+        return _cut_to_few(probability, min(top_k, probability.shape[1]), top_p)
+    ordered, index = probability.sort(dim=-1, descending=True, stable=True)
+    share = ordered / ordered.sum(-1, keepdim=True)
+    ordered.masked_fill_(share.cumsum(-1).sub_(share) >= top_p, 0)
+    del share  # before there is one more of its size
     return torch.zeros_like(probability).scatter_(1, index, ordered)
+
+
+def _cut_to_few(probability: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Do the same without sorting the vocabulary. Of tokens that are equally likely those come
+    first that a stable sort puts first.
+    """
+    values = probability.topk(top_k).values
+    share = values / values.sum(-1, keepdim=True)
+    # At least one, also where all is NaN.
+    count = (share.cumsum(-1).sub_(share) < top_p).sum(-1, keepdim=True).clamp_(min=1)
+    if top_p == 1:
+        count.fill_(top_k)
+    least = values.gather(1, count - 1)
+    alike = probability == least
+    of_alike = count - (values > least).sum(-1, keepdim=True)
+    keeps = (probability > least) | (alike & (alike.cumsum(-1, dtype=torch.int32) <= of_alike))
+    return torch.where(keeps, probability, 0.0)

@@ -5,9 +5,10 @@ or once per member of a population (`find_opening`). Blocks below the first one 
 perturbs are the same for all members: a prompt goes through them once and not once per member.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +20,13 @@ from common.model.prompts import SAVED, find_opening
 from common.sampling.engine import Population, Requests
 
 Prompts = Sequence[Sequence[int]]
+
+
+@lru_cache
+def cache_name(kind: type) -> str:
+    """Return what models of a class call their cache: `cache` from transformers 5.24 on."""
+    named = inspect.signature(kind.forward).parameters  # pyright: ignore[reportAttributeAccessIssue]
+    return "cache" if "cache" in named else "past_key_values"
 
 
 class PromptCache:
@@ -159,9 +167,9 @@ class Prefill:
             input_ids=ids,
             attention_mask=additive(visible, self.dtype)[:, None],
             position_ids=(query - first).clamp(min=0),
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{cache_name(type(self.model)): cache},
         ).logits[:, -1]
 
 

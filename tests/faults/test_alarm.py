@@ -6,15 +6,16 @@ import errno
 import importlib
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessRaisedException
 
-from common import checkpoint
+from common import checkpoint, lm
 from common.config import ConfigError
-from common.distributed import alarm
+from common.distributed import alarm, workers
 from common.distributed.workers import ATTEMPT, launch, set_apart
 from common.sampling.native import Sampler
 from common.signals import EXIT_WRITE, RunStopped
@@ -24,6 +25,7 @@ from tests.support.letters import Letters
 
 pytestmark = pytest.mark.faults
 
+SHORT = 5.0  # seconds
 RANKS = ["opt=[ddp]", "opt.ddp.ranks=2", "checkpoint.every=1"]
 RUNS = {
     "eggroll": ["algo=eggroll", *SMALL],
@@ -138,3 +140,28 @@ def test_an_attempt_after_another_finds_nothing_of_it():
             first.set(alarm.KEY, "{}")
             assert second.result().check([alarm.KEY])
             shared.delete_key(ATTEMPT)  # as when all have met
+
+
+def begin_slowly(run, context, task):
+    """Train, where the model takes rank 0 longer than a collective may take."""
+    if context.main:
+        load = lm.load_model
+
+        def slowly(*arguments, **options):
+            time.sleep(1.6 * SHORT)
+            return load(*arguments, **options)
+
+        lm.load_model = slowly
+    train = importlib.import_module(f"{run.algo.name}.train").train
+    return train(run, context, task)
+
+
+def launch_with_a_short_limit(given, folder):
+    workers.TIMEOUT = timedelta(seconds=SHORT)
+    return workers.launch(f"{__name__}:begin_slowly", given, folder, Letters("smooth"))
+
+
+def test_a_rank_may_load_for_longer_than_a_collective_may_take(warm, cache, tmp_path):
+    given = compose(["algo=eggroll", *SMALL, *RANKS])
+    warm.call(launch_with_a_short_limit, given, tmp_path, CLUTCH_CACHE=str(cache))
+    assert (tmp_path / "result.json").is_file()

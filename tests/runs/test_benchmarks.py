@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import directions, eggroll, grpo, measure, probe, real
+from benchmarks import directions, eggroll, grpo, measure, probe, real, sampler
 from benchmarks.measure import Case
 from benchmarks.together import RUNS
 from tests.support import ROOT
@@ -192,6 +192,15 @@ def test_grpo(benchmark, tmp_path):
         assert all(abs(loss) > 1e-6 for loss in losses[1:])
     assert "tf32 alone: skipped, wants a CUDA device" in done.stdout
     assert done.stderr == ""
+
+
+def test_the_sampler_that_is_timed_is_made_once():
+    """Each would record its steps anew, and the time be that of recording."""
+    work = sampler.Work("small", sampler.QUICK, torch.device("cpu"), torch.float32)
+    made = [work.equal_ours(), work.equal_ours()]
+    assert torch.equal(*made)
+    work.spread_ours()
+    assert len(work.samplers) == 2
 
 
 def test_sampler(benchmark, tmp_path):

@@ -87,6 +87,47 @@ def test_the_plan_of_the_run_itself(settings, tmp_path):
     assert [name for name in compared if f"{name} {rows[name]}" not in said] == []
 
 
+MASKED = "masked (flash: no, {}), steps {}"
+RECORDED = "recorded as CUDA graphs"
+OWN = "sdpa (its kernel is chosen on the device)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sampling", "training"),
+    [
+        (["hardware=a100_40g", "opt=[amp]"], f"flash, steps {RECORDED}", "flash"),
+        (
+            ["hardware=a100_40g"],
+            MASKED.format("float32", RECORDED),
+            f"{OWN}, flash: no, float32",
+        ),
+        (
+            ["hardware=a100_40g", "opt=[amp]", "engine.cuda_graphs=false"],
+            MASKED.format("steps are not recorded", "not recorded: engine.cuda_graphs=false"),
+            "flash",
+        ),
+        (
+            ["hardware=h100", "opt=[amp,compile]"],
+            MASKED.format("opt=compile", RECORDED),
+            "flash",
+        ),
+        (
+            ["hardware=v100", "opt=[amp]"],
+            MASKED.format("PyTorch has no kernel for the device and these heads", RECORDED),
+            f"{OWN}, flash: no, PyTorch has no kernel for the device and these heads",
+        ),
+        (["hardware=cpu"], None, None),
+    ],
+)
+def test_it_says_which_attention_there_is_and_why_not_another(arguments, sampling, training):
+    rows = plan(*SMALL_GRPO, "model.tiny.pretrain_steps=0", *arguments).rows
+    said = rows["attention"]
+    if sampling is None:
+        assert re.fullmatch(r"sdpa \(\w+\)", said)
+    else:
+        assert said == f"sampling {sampling}; training {training}"
+
+
 @pytest.mark.thorough
 def test_from_the_command_line_it_leaves_nothing(tmp_path):
     done = subprocess.run(

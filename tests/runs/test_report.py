@@ -119,6 +119,8 @@ def test_a_run_leaves_a_report(finished, algo):
     assert title.startswith(
         f"# {algo} on {result['task']}: {result['metric']} {result['before']:.2f} → "
     )
+    if algo in ("eggroll", "grpo", "rft"):
+        assert re.search(r"attention.*sdpa \(\w+\)", page), "which one, as the plan says"
     for name, value in result["metrics"]["after"].items():
         assert re.search(rf"^\| {re.escape(name)} \|.*\| {value:.2f} (\(|\|)", page, re.MULTILINE)
     for link in re.findall(r"^- \[.*?\]\((.*?)\)", page, re.MULTILINE):

@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from common import checkpoint, lm, memory, rows
+from common import checkpoint, hardware, lm, memory, rows
 from common import plan as plans
 from common.config import ConfigError, SamplingConfig
+from common.distributed.context import Context
 from common.distributed.workers import launch
 from common.model import logprobs, varlen
 from common.model.half import narrow
@@ -225,6 +226,34 @@ def test_a_training_pass_asks_the_host_for_one_number_per_pass(flash, standin, c
     )
     assert batches > passes
     assert waits.total() <= passes, waits
+    assert copies.total() == 0, copies
+
+
+def lend_reference(folder):
+    """Count what it takes to have the reference model on the device for a block."""
+    run = compose(on_device([*SMALL_GRPO, "opt=[amp,offload]", "model.tiny.pretrain_steps=0"]))
+    context = Context(0, 1, hardware.find(run.hardware), Path(folder))
+    one = lm.LM(run, context, Letters("smooth"), reference=True)
+    held = [p.data_ptr() for p in one.reference.parameters()]
+    before, seen = standin.DEVICE.live, standin.watch()
+    with seen, one.reference_on_device() as reference:
+        there = {p.device.type for p in (*reference.parameters(), *reference.buffers())}
+        lent = standin.DEVICE.live - before
+    size = sum(p.nbytes for p in one.reference.parameters())
+    kept = held == [p.data_ptr() for p in one.reference.parameters()]
+    given_back = standin.DEVICE.live == before
+    one.close()
+    return there, lent >= size, kept, given_back, seen.waits, seen.to_device
+
+
+def test_an_offloaded_reference_is_not_copied_back(standin, tmp_path):
+    """It never changes; and what goes to the device is pinned."""
+    there, lent, kept, given_back, waits, copies = standin.call(lend_reference, tmp_path)
+    assert there == {"cuda"}
+    assert lent
+    assert kept
+    assert given_back
+    assert waits.total() == 0, waits
     assert copies.total() == 0, copies
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 from common import hardware, precision
 from common.config import ConfigError
@@ -124,6 +125,44 @@ def test_a_torch_without_kernels_for_the_device(pretend):
     check(run.hardware, run.opt, find(run.hardware))
 
 
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (user@host)"
+CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Thu Feb 22 01:44:30 UTC 2024"
+
+
+@pytest.mark.parametrize(
+    ("driver", "built", "said"),
+    [
+        (
+            CLOSED.format("550.54.14"),
+            "13.0",
+            "driver 550.54.14, .*CUDA 13.0.* --torch-backend=cu126",
+        ),
+        (
+            OPEN.format("580.65.06"),
+            None,
+            "driver 580.65.06, .*without CUDA.* --torch-backend=cu130",
+        ),
+        (OPEN.format("580.65.06"), "13.0", "nvidia-smi -L"),
+        (CLOSED.format("550.54.14"), "12.6", "nvidia-smi -L"),
+        (CLOSED.format("470.82"), "13.0", "need driver 525 or later"),
+    ],
+)
+def test_a_driver_without_a_device_is_told_before_anything_trains(
+    driver, built, said, monkeypatch, tmp_path
+):
+    (tmp_path / "version").write_text(driver + "\nGCC version:  gcc version 12.3.0\n")
+    monkeypatch.setattr(hardware, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("auto", "a100_40g"):
+        with pytest.raises(ConfigError, match=f"{said}.*hardware=cpu"):
+            workers.launch("some:entry", preset(name), tmp_path)
+    hardware.check_driver(preset("cpu").hardware)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
+    hardware.check_driver(preset("auto").hardware)
+
+
 @pytest.mark.parametrize(("name", "wanted"), [("h100", None), ("rtx4090", "1")])
 def test_peer_to_peer_is_off_on_a_4090_before_ranks_connect(name, wanted, monkeypatch, tmp_path):
     """NCCL reads it as the process group is made."""
@@ -185,7 +224,8 @@ def test_amp_on_a_cpu(monkeypatch, native):
     assert numbers.name == ("bfloat16" if native else "float32")
 
 
-def test_tf32(pretend):
+def test_tf32(pretend, monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", "5.23.0")
     said = (
         "opt=tf32 has no effect here: TF32 needs a CUDA device of compute capability 8.0. Leave it"
         " out."
@@ -204,6 +244,14 @@ def test_tf32(pretend):
         assert torch.get_float32_matmul_precision() == "highest"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_tf32_is_refused_where_it_would_round_positions(pretend, monkeypatch):
+    pretend("a device", 16, (8, 0))
+    monkeypatch.setattr(transformers, "__version__", "5.18.0")
+    precision.resolve(compose([]).opt, CUDA)
+    with pytest.raises(ConfigError, match=r"transformers 5\.18\.0.* Install transformers 5\.19 or"):
+        precision.resolve(compose(["opt=[tf32]"]).opt, CUDA)
 
 
 # --- sizes

@@ -270,6 +270,28 @@ def test_draw_follows_the_distribution():
     torch.testing.assert_close(logp, expected.log()[token])
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 0.0])
+@pytest.mark.parametrize("top_k", [1, 5, 40, 1000])
+def test_top_k_keeps_what_a_stable_sort_would_and_sorts_nothing(top_k, top_p):
+    """Ties at the edge included."""
+    draws = torch.randn(64, 333, generator=torch.Generator().manual_seed(0))
+    probability = torch.softmax((2 * draws).round() / 2, -1)  # of which many are alike
+    ordered, index = probability.sort(dim=-1, descending=True, stable=True)
+    ordered[:, top_k:] = 0
+    share = ordered / ordered.sum(-1, keepdim=True)
+    beyond = share.cumsum(-1) - share >= top_p
+    beyond[:, 0] = False
+    ordered.masked_fill_(beyond & (top_p < 1), 0)
+    wanted = torch.zeros_like(probability).scatter_(1, index, ordered)
+    given = probability.clone()
+    with torch.profiler.profile() as seen:
+        found = output._cut(probability, top_k, top_p)
+    assert torch.equal(found, wanted)
+    assert torch.equal(probability, given), "it is the policy's as well"
+    assert "aten::sort" not in {event.key for event in seen.key_averages()}
+    output._cut(probability * torch.nan, top_k, top_p)  # anything, but no error
+
+
 def test_top_k_and_top_p_cut():
     logits = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.1]]))
     u = torch.linspace(0, 0.99999, 1000)
