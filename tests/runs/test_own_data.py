@@ -57,7 +57,7 @@ def test_own_rows_are_learnt_with_the_defaults(make, algo, in_cache, tmp_path):
     assert result.after - result.before >= 20  # weekdays are right by chance at 14 %
 
 
-@pytest.mark.thorough  # in make test a smaller model learns, with each algorithm, letters or words
+@pytest.mark.thorough  # in make test smaller models learn letters, with EGGROLL and with RFT
 @pytest.mark.parametrize("algo", ALGORITHMS)
 def test_own_rows_are_learnt_in_seconds(algo, in_cache, tmp_path, capsys):
     """The fast form: fewer words, and a shorter lesson for the tiny model."""

@@ -204,12 +204,12 @@ def test_document_004_small_model_is_launch_bound(long_texts, tmp_path, monkeypa
 def test_document_004_large_model_is_loader_or_socket_bound(long_texts, tmp_path, monkeypatch):
     monkeypatch.setattr(predict, "SIMULATED", 1)
     larger = "algo.model={size: 256, heads: 8, layers: 4, feedforward: 1024, max_tokens: 256}"
-    # Of its 128 rows an eighth, to be quick: the times are given, and what shrinks does so all the
+    # Of its 128 rows a quarter, to be quick: the times are given, and what shrinks does so all the
     # same.
     settings = [
         *long_texts,
         larger,
-        "algo.batch_size=16",
+        "algo.batch_size=32",
         "algo.times={1: 106.6, 4: 133.3}",
     ]
     found, text = explained(settings, tmp_path / "out")
