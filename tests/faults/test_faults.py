@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,7 +23,9 @@ from common.distributed.workers import launch as launch_ranks
 from common.signals import RunStopped
 from eggroll import train as eggroll
 from tests.support import ROOT, SMALL
+from tests.support.commands import as_ranks
 from tests.support.letters import Letters
+from tests.support.warm import side_by_side
 
 pytestmark = pytest.mark.faults
 
@@ -54,30 +55,14 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint(launch, tmp_path, more)
     assert checkpoint.latest(out / "checkpoints").step == 4
 
 
-def test_ranks_with_other_settings_are_named_before_they_start(cache, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    shared |= {"TORCHELASTIC_RUN_ID": "x", "CLUTCH_CACHE": str(cache)}
-    ranks = [
-        subprocess.Popen(
-            command(f"hydra.run.dir={tmp_path}/out", f"algo.sigma={sigma}"),
-            cwd=tmp_path,
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, sigma in enumerate((0.01, 0.02))
-    ]
-    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [2, 2], errors
+def test_ranks_with_other_settings_are_named_before_they_start(warm, cache, tmp_path):
+    out = f"hydra.run.dir={tmp_path}/out"
+    ranks = as_ranks(
+        tmp_path, cache, *(command(out, f"algo.sigma={sigma}")[2:] for sigma in (0.01, 0.02))
+    )
+    codes = warm.call(side_by_side, ranks)
+    errors = [Path(rank["stderr"]).read_text() for rank in ranks]
+    assert codes == [2, 2], errors
     assert (
         "error: algo.sigma is 0.01 on rank 0 and 0.02 on rank 1. Start all ranks with the same"
         " command" in errors[0]

@@ -15,7 +15,7 @@ from tests.support.letters import Letters
 
 pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("in_cache")]
 WARM = 20  # steps, after which allocators and caches have what they keep
-SHORT, LONG = 60, 1000
+SHORT, LONG = 40, 1000
 
 # With {steps} steps; the events of RFT are also chunks of samples, whose records it keeps until the
 # iteration is done.

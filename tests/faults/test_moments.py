@@ -20,7 +20,7 @@ from tests.support.killing import differing
 pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("in_cache")]
 
 RUNS = {
-    "eggroll": [*MOVING, "evaluate.every=1", "checkpoint.every=1"],
+    "eggroll": [*MOVING, "algo.steps=2", "evaluate.every=1", "checkpoint.every=1"],
     "rft": [*SMALL_RFT, "algo.iterations=1", "checkpoint.every=1"],
     "classify": [*SMALL_CLASSIFY, "checkpoint.every=1"],
 }

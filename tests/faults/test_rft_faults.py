@@ -41,6 +41,7 @@ def test_rows_are_those_that_fit_the_memory(letters, tmp_path, monkeypatch):
     assert not (tmp_path / "small/sizes.json").exists(), "memory has not run out"
 
 
+@pytest.mark.thorough
 def test_memory_that_runs_out_halves_the_rows_for_good(
     letters, first_iteration, tmp_path, monkeypatch
 ):

@@ -123,7 +123,7 @@ def test_population_samples_what_each_member_would(name):
 
 @pytest.mark.run
 @pytest.mark.parametrize("which", POLICIES)
-@pytest.mark.parametrize("mirrored", [True, False])
+@pytest.mark.parametrize("mirrored", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_a_prefill_in_pieces_samples_the_same(which, mirrored, monkeypatch):
     """Pieces have some of the members, or some of a pair's prompts, with and without slots for all
     rows; a forward has no more tokens than a piece unless it is one prompt of a pair.
@@ -155,7 +155,7 @@ def test_a_prefill_in_pieces_samples_the_same(which, mirrored, monkeypatch):
 
 
 @pytest.mark.parametrize("name", EACH)
-@pytest.mark.parametrize("rows", [8, 100])
+@pytest.mark.parametrize("rows", [8, pytest.param(100, marks=pytest.mark.thorough)])
 def test_members_share_the_blocks_below_the_noise(name, rows, monkeypatch):
     """A prompt goes once through the blocks that no member perturbs, whatever the pieces; every
     member's completions are its own model's, also where slots are few and members refill apart.
@@ -194,7 +194,7 @@ def test_members_share_the_blocks_below_the_noise(name, rows, monkeypatch):
 
 @pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("shared", [{}, {"lower": "frozen"}])
-@pytest.mark.parametrize("rows", [8, 100])
+@pytest.mark.parametrize("rows", [8, pytest.param(100, marks=pytest.mark.thorough)])
 def test_members_prefill_what_prompts_begin_with_once(name, shared, rows, monkeypatch):
     """Each of them, and all of them together below the noise; every member's completions are its
     own model's.

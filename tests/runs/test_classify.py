@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("in_cache")
 
 def test_topics_reach_ninety_percent_in_seconds(tmp_path):
     settings = ["algo=classify", "hardware=cpu", "algo.epochs=2"]
-    settings += ["task.rows=2500", "task.test_rows=500"]
+    settings += ["task.rows=1600", "task.test_rows=300"]
     result = train(compose(settings), tmp_path)
     assert (result.algo, result.task, result.metric, result.before) == (
         "classify",
@@ -196,7 +196,7 @@ def test_compressed_gradients_learn_nearly_the_same(one_rank, warm, tmp_path):
 
 # --- killed and resumed
 
-LONGER = [*SMALL_CLASSIFY, "algo.epochs=4", "checkpoint.every=3"]
+LONGER = [*SMALL_CLASSIFY, "algo.epochs=3", "checkpoint.every=3"]
 
 
 def killed(begin: Begin, folder: Path, steps: int, number: int) -> Started:
@@ -232,7 +232,7 @@ def test_killed_in_mid_epoch_and_resumed_it_ends_the_same(launch: Launch, begin:
     same_weights(broken, whole, atol=0)
     assert (broken / "predictions.jsonl").read_bytes() == (whole / "predictions.jsonl").read_bytes()
 
-    with pytest.raises(ConfigError, match=r"algo\.epochs was 4, is 5"):
+    with pytest.raises(ConfigError, match=r"algo\.epochs was 3, is 5"):
         train(compose([*LONGER, "algo.epochs=5", "resume=auto"]), broken)
     with pytest.raises(ConfigError, match="was made with other training rows"):
         train(compose([*LONGER, "resume=auto"]), broken, Letters())

@@ -1,10 +1,12 @@
 """task=custom: rows of the user's own, without code; the examples, from their own folder."""
 
+import copy
 import gzip
 import json
 import random
 import shutil
 import sys
+from functools import cache
 
 import pytest
 
@@ -23,8 +25,13 @@ FIELDS = ["task.prompt_field=question", "task.answer_field=answer"]
 THERE = "Fields there: question, answer, note.of, blank."
 
 
+@cache
+def settings(*overrides: str) -> dict:
+    return compose(["algo=grpo", "task=custom", *overrides]).task
+
+
 def custom(*overrides: str):
-    return build(compose(["algo=grpo", "task=custom", *overrides]).task)
+    return build(copy.deepcopy(settings(*overrides)))
 
 
 def wording(*overrides: str) -> str:

@@ -18,11 +18,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import hydra
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 import launch
-from launch import compose
+from common.config import resolvers
+from launch import ALGORITHMS, compose
 from tests.support import ROOT, SMALL
 
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -175,7 +178,8 @@ def composed(arguments: list[str], algo: str | None = None) -> None:
         override = OverridesParser.create().parse_override(argument)
         if override.is_sweep_override():
             key = argument.partition("=")[0]
-            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+            values = list(override.sweep_string_iterator())
+            choices.append([f"{key}={value}" for value in values[: 1 if key == "seed" else None]])
         else:
             choices.append([argument])
     for number in range(max(map(len, choices), default=1)):  # each value once, not each pair
@@ -233,29 +237,51 @@ def test_there_are_commands_of_every_kind():
     assert any(command.needs == "cluster" for command in ALL)
 
 
-def test_the_settings_in_the_right_column_of_sources():
-    """Each `key=value` there composes, with the algorithm of its section."""
+def right_column() -> list[tuple[str | None, list[str]]]:
+    """The settings in the right column of docs/sources.md: (algorithm, overrides) of each cell."""
     sections = re.split(r"(?m)^## ", (ROOT / "docs" / "sources.md").read_text())[1:]
     algorithms = ["eggroll", "grpo", "rft", "classify", "classify"]
-    checked = 0
+    found = []
     for algo, section in zip(algorithms, sections, strict=True):
         for row in section.splitlines():
             cells = row.split(" | ")
             for code in re.findall(
                 r"`([^`]*)`", cells[1] if len(cells) > 1 and row.startswith("| ") else ""
             ):
-                found = words(code)
+                given = words(code)
                 if (
-                    not found
-                    or not all(re.match(r"[\w.]+=", word) for word in found)
+                    not given
+                    or not all(re.match(r"[\w.]+=", word) for word in given)
                     or "..." in code
                     or " = " in code
                 ):
                     continue
                 needed = ["opt=[ddp]"] if "opt.ddp" in code and "opt=[" not in code else []
-                composed([*needed, *found], None if "algo=" in code else algo)
-                checked += 1
-    assert checked > 50
+                found.append((None if "algo=" in code else algo, [*needed, *given]))
+    assert len(found) > 50
+    return found
+
+
+def test_the_keys_in_the_right_column_of_sources_are_settings():
+    """Of the algorithm of their section."""
+    resolvers.register()
+    with hydra.initialize_config_dir(str(launch.CONF), version_base="1.3"):
+        switches = "amp,compile,ddp,profile"
+        every = {a: hydra.compose("config", [f"algo={a}", f"opt=[{switches}]"]) for a in ALGORITHMS}
+    for algo, given in right_column():
+        config = every[next((word[5:] for word in given if word.startswith("algo=")), algo)]
+        for key in (word.partition("=")[0] for word in given):
+            parent, _, name = key.rpartition(".")
+            node = (OmegaConf.select(config, parent) if parent else config) or {}
+            known = name in node or (launch.CONF / key).is_dir()
+            assert known or key.startswith(("task.", "hydra.")), f"{key} of {given}"
+
+
+@pytest.mark.thorough
+def test_the_settings_in_the_right_column_of_sources():
+    """Each `key=value` there composes, with the algorithm of its section."""
+    for algo, given in right_column():
+        composed(given, algo)
 
 
 def test_the_python_page_runs(in_cache, tmp_path, monkeypatch, capsys):

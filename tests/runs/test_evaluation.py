@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -140,24 +138,6 @@ def test_a_task_of_ones_own_is_measured_beside_with_its_settings(tmp_path):
     run = compose(["evaluate.also=[mine]"], str(tmp_path))
     assert run.evaluate.also["mine"]["largest_value"] == 9
     assert run.evaluate.also["mine"]["_target_"] == "common.tasks.units.Units"
-
-
-def test_mistakes_in_files_are_told_before_torch_is_imported():
-    for given, said in {
-        "evaluate.text=nothing.txt": "evaluate.text='nothing.txt'",
-        "evaluate.also=[gsm8k]": "evaluate.also, task gsm8k: ",
-    }.items():
-        code = (
-            "import sys, launch\n"
-            f"sys.argv = ['launch.py', 'hardware=cpu', {given!r}, 'hydra.run.dir=gone']\n"
-            "try:\n    launch.main()\nexcept SystemExit as end:\n"
-            "    print(end.code, 'torch' in sys.modules)\n"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120
-        )
-        assert said in done.stderr, done.stderr
-        assert done.stdout.split() == ["2", "False"]
 
 
 def test_prompts_of_another_task_that_do_not_fit_are_told_with_its_name(in_cache, tmp_path):

@@ -2,21 +2,25 @@
 
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from common.config import ConfigError
-from common.signals import StopSignal
+from common.signals import EXIT_SIGNAL, StopSignal
 from common.tasks import Example
 from launch import compose, train
 from tests.support import ROOT, SMALL, events
+from tests.support.commands import as_ranks
+from tests.support.warm import side_by_side
 
 FAST = [*SMALL, "algo.steps=2"]
 
@@ -243,15 +247,57 @@ def test_a_sweep_is_checked_before_its_first_job(launch, tmp_path):
     assert not list(tmp_path.glob("sweep/*/metrics.jsonl"))
 
 
+def wait_for_steps(process, folder) -> None:
+    """Return once a run below the folder has made a few."""
+    until = time.monotonic() + 120
+    while not any(
+        path.read_text().count("\n") > 3 for path in folder.glob("outputs/*/metrics.jsonl")
+    ):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def saved_by_two_ranks(folder, said: str) -> None:
+    """Assert that they have saved their one run together, and that one rank goes on with it."""
+    (out,) = (folder / "outputs").iterdir()
+    assert (out / ".hydra" / "config.yaml").is_file()
+    assert re.search(r"ranks +2$", (out / "run.log").read_text(), flags=re.M)
+    step = len(events(out))
+    assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{step:08d}"], said
+    assert 3 < step < 2000
+    assert f"stopped after step {step} of 2000, saved in" in said
+    result = train(compose([*SMALL, f"algo.steps={step + 1}", "resume=auto"]), out)
+    assert (result.steps, result.world_size) == (step + 1, 1)
+
+
+RANKS = [*SMALL, "algo.steps=2000", "checkpoint.every=0"]
+
+
 @pytest.mark.faults
-def test_torchrun_makes_one_folder_and_ctrl_c_saves(cache, tmp_path):
+def test_ranks_of_a_launcher_make_one_folder_and_ctrl_c_saves(warm, cache, in_cache, tmp_path):
+    ranks = as_ranks(tmp_path, cache, RANKS, RANKS)
+    process = warm.begin(side_by_side, ranks, printed=tmp_path)
+    wait_for_steps(process, tmp_path)
+    forks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for fork in forks:
+        os.kill(int(fork), signal.SIGINT)
+    process.communicate()
+    said = Path(ranks[0]["stderr"]).read_text()
+    assert pickle.loads((tmp_path / "call").read_bytes()) == [EXIT_SIGNAL] * 2, said
+    saved_by_two_ranks(tmp_path, said)
+
+
+@pytest.mark.thorough
+@pytest.mark.faults
+def test_torchrun_makes_one_folder_and_ctrl_c_saves(cache, in_cache, tmp_path):
     """Ctrl-C as a terminal sends it, to the whole group; torchrun passes it on to its workers once
     more.
     """
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
-            *(str(ROOT / "launch.py"), *SMALL, "algo.steps=2000", "checkpoint.every=0"),
+            *(str(ROOT / "launch.py"), *RANKS),
         ],
         cwd=tmp_path,
         env=os.environ | {"CLUTCH_CACHE": str(cache)},
@@ -261,29 +307,15 @@ def test_torchrun_makes_one_folder_and_ctrl_c_saves(cache, tmp_path):
         start_new_session=True,
     )
     try:
-        until = time.monotonic() + 120
-        while not any(
-            path.read_text().count("\n") > 3 for path in tmp_path.glob("outputs/*/metrics.jsonl")
-        ):
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_for_steps(process, tmp_path)
         os.killpg(process.pid, signal.SIGINT)
         said = process.communicate(timeout=60)[0]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-    (out,) = (tmp_path / "outputs").iterdir()
-    assert (out / ".hydra" / "config.yaml").is_file()
-    assert (out / "rank-1.log").is_file()
-    assert re.search(r"ranks +2$", (out / "run.log").read_text(), flags=re.M)
-    step = len(events(out))
-    assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{step:08d}"], said
-    assert 3 < step < 2000
-    assert f"stopped after step {step} of 2000, saved in" in said
-    result = train(compose([*SMALL, f"algo.steps={step + 1}", "resume=auto"]), out)
-    assert (result.steps, result.world_size) == (step + 1, 1)
+    saved_by_two_ranks(tmp_path, said)
+    assert list(tmp_path.glob("outputs/*/rank-1.log"))
 
 
 @pytest.mark.faults

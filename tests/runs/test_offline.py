@@ -8,8 +8,13 @@ import sys
 import threading
 
 import pytest
+from huggingface_hub import constants
 
+from common import plan
+from common.config import ConfigError
+from common.model import load
 from common.model.tiny import byte_tokenizer
+from launch import compose
 from tests.support import ROOT
 from tests.support.models import small_model
 
@@ -46,12 +51,24 @@ def launch(hub, home, *arguments):
     return subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, timeout=240)
 
 
-@pytest.mark.parametrize(
-    "plan", ["plan=true", pytest.param("hydra.run.dir=run", marks=pytest.mark.thorough)]
-)
-def test_a_hub_that_does_not_answer_is_asked_once_and_the_way_out_is_said(hub, plan, tmp_path):
+def make_plan(address, home):
+    """In a process of its own, as a command does that finds these variables."""
+    constants.ENDPOINT, constants.HF_HUB_CACHE, load.OFFLINE = address, str(home), False
+    return plan.make("grpo.train:train", compose([*GIVEN, "plan=true"]))
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(hub, warm, tmp_path):
     address, asked = hub
-    made = launch(address, tmp_path, plan)
+    with pytest.raises(ConfigError, match=r"model\.path='someone/something' could not be loaded"):
+        warm.call(make_plan, address, tmp_path)
+    assert len(asked) == 1, "no retries"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["plan=true", "hydra.run.dir=run"])
+def test_a_hub_that_does_not_answer_is_asked_once_and_the_way_out_is_said(hub, how, tmp_path):
+    address, asked = hub
+    made = launch(address, tmp_path, how)
     assert made.returncode == 2
     assert len(asked) == 1, "no retries"
     assert re.search(r"model\.path='someone/something' could not be loaded", made.stderr)

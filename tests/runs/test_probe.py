@@ -292,20 +292,18 @@ def last(folder: Path) -> checkpoint.Checkpoint:
 
 @pytest.mark.faults
 def test_auto_goes_on_with_what_it_chose(tmp_path, monkeypatch):
-    train(compose([*AUTO, "algo.steps=4"]), tmp_path / "whole", Letters("smooth"))
+    asked = [*AUTO, "algo.steps=4", "checkpoint.every=2"]
+    train(compose(asked), tmp_path / "whole", Letters("smooth"))
     found = json.loads((tmp_path / "whole" / "probe.json").read_text())
     logged = events(tmp_path / "whole")
     assert {(e["sigma"], e["lr"]) for e in logged} == {(found["sigma"], found["lr"])}
     own = logged[0]["generated_tokens"]
     assert own > found["tokens"] > 0, "what a probe generates counts"
 
-    train(
-        compose([*AUTO, "algo.steps=4", "checkpoint.every=2"]), tmp_path / "cut", Letters("smooth")
-    )
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-00000004")
     monkeypatch.setattr(probe.Probe, "look", lambda _: pytest.fail("it has been looked for"))
-    resumed = compose([*AUTO, "algo.steps=4", "checkpoint.every=2", "resume=auto"])
-    train(resumed, tmp_path / "cut", Letters("smooth"))
+    train(compose([*asked, "resume=auto"]), tmp_path / "cut", Letters("smooth"))
     one, other = last(tmp_path / "whole").tensors, last(tmp_path / "cut").tensors
     assert all(torch.equal(one[name], other[name]) for name in one)
     with pytest.raises(ConfigError, match=r"algo\.sigma was 'auto', is 0\.1"):

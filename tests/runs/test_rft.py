@@ -286,7 +286,8 @@ def test_evaluation_prompts_are_reported_and_never_trained_on(letters, tmp_path)
             return rows
 
     few = ["algo.samples_per_prompt=1", "algo.second_round_samples=0", "algo.epochs=1"]
-    letters("algo.iterations=1", "algo.prompts=null", *few, task=Leaky())
+    few += ["model.tiny.pretrain_steps=0", "algo.select.accept=0.01"]
+    letters("algo.iterations=1", "algo.prompts=null", *few, task=Leaky("smooth"))
     log = (tmp_path / "run/run.log").read_text()
     assert "rft, 1 iteration, from the base weights" in log
     assert re.search(r"engine +native\n", log)

@@ -406,24 +406,39 @@ def test_a_secret_is_no_setting(monkeypatch):
     assert compose(["algo.sampling.max_new_tokens=5"]).algo.sampling.max_new_tokens == 5
 
 
+def expand(command, values):
+    """The command that W&B's agent makes of a sweep, and its arguments."""
+    return list(command), {"args_no_hyphens": [f"{name}={value}" for name, value in values.items()]}
+
+
+def expand_as_wandb(command, values):
+    """The same by the agent's own functions, which take seconds to import."""
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+
+    chosen = {"args": {name: {"value": value} for name, value in values.items()}}
+    return create_sweep_command(list(command)), create_sweep_command_args(chosen)
+
+
+@pytest.mark.parametrize(
+    "expand", [expand, pytest.param(expand_as_wandb, marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "sweeps").glob("*.yaml")), ids=lambda path: path.stem
 )
-def test_wandb_sweeps_compose(path):
+def test_wandb_sweeps_compose(path, expand):
     """The command that W&B's agent makes of a sweep is a run, at both ends of every parameter."""
-    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
-
     sweep = yaml.safe_load(path.read_text())
     ends = {
         name: values.get("values") or [values["min"], values["max"]]
         for name, values in sweep["parameters"].items()
     }
     for end in (0, -1):
-        chosen = {"args": {name: {"value": values[end]} for name, values in ends.items()}}
-        command = create_sweep_command(list(sweep["command"]))
+        command, arguments = expand(
+            sweep["command"], {name: values[end] for name, values in ends.items()}
+        )
         assert command[:3] == ["${env}", "${interpreter}", "${program}"]
         assert command.pop() == "${args_no_hyphens}"
-        run = compose([*command[3:], *create_sweep_command_args(chosen)["args_no_hyphens"]])
+        run = compose([*command[3:], *arguments["args_no_hyphens"]])
         assert (run.algo.name, run.tracker.name) == (path.stem, "wandb")
         assert run.algo.lr == ends["algo.lr"][end]
         assert run.seed == ends["seed"][end]

@@ -6,6 +6,7 @@ import os
 import pickle
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -142,6 +143,26 @@ class Warm:
         if self.process is not None:
             self.process.kill()
             self.process.communicate()
+
+
+def as_ranks(folder: Path, cache: Path, *commands: list[str]) -> list[dict[str, Any]]:
+    """What tests/support/warm.py `side_by_side` starts as torchrun would start it: rank by rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    count = str(len(commands))
+    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "TORCHELASTIC_RUN_ID": "x"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CLUTCH_CACHE": str(cache)}
+    return [
+        {
+            "folder": str(folder),
+            "environment": os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            "stdout": str(folder / f"stdout-{rank}"),
+            "stderr": str(folder / f"stderr-{rank}"),
+            "arguments": arguments,
+        }
+        for rank, arguments in enumerate(commands)
+    ]
 
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]

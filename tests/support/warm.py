@@ -49,7 +49,9 @@ def serve() -> None:
     from common import threads
     from common.tasks import translate
     from launch import ALGORITHMS, compose
+    from tests.support.held import hold_files
 
+    hold_files()
     for settings in ALGORITHMS.values():
         importlib.import_module(settings.__module__.replace(".config", ".train"))
     compose([])  # Hydra looks for its plugins
@@ -99,6 +101,16 @@ def end(request: dict[str, Any]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def side_by_side(requests: list[dict[str, Any]]) -> list[int]:
+    """In the fork: the ranks of a launcher, each in a fork of its own. Returns their exit codes."""
+    forks = []
+    for request in requests:
+        forks.append(os.fork())
+        if forks[-1] == 0:
+            end(request)
+    return [os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) for fork in forks]
 
 
 def run(

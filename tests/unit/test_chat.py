@@ -130,6 +130,7 @@ def test_bytes_that_are_no_text(asked):
 
 
 @pytest.mark.run
+@pytest.mark.thorough
 def test_a_pipe_whose_reader_leaves(folder):
     call = [
         sys.executable,

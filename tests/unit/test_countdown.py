@@ -227,7 +227,7 @@ def test_components(task):
 
 
 def test_use_all_false_lets_numbers_out():
-    some = make(use_all=False)
+    some = make(use_all=False, problems=100, test_problems=20)
     assert some.reward(example(3, 7, 12, target=19), "7+12") == 1
     assert scores(some, example(3, 7, 12, target=14), "7+7")["numbers"] == 0
     assert solve((3, 7, 12), 19, use_all=False) is not None

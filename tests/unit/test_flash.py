@@ -49,7 +49,7 @@ def flash(monkeypatch):
 
 
 @pytest.mark.parametrize("name", EACH)
-@pytest.mark.parametrize("rows", [2, 64])
+@pytest.mark.parametrize("rows", [2, pytest.param(64, marks=pytest.mark.thorough)])
 def test_greedy_equals_generate(name, rows, flash):
     """With refills, stops and fewer rows at the end."""
     model = small_model(name)
@@ -58,7 +58,10 @@ def test_greedy_equals_generate(name, rows, flash):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize(("name", "rows", "groups"), [("qwen2", 12, 3), ("gpt2", 5, 1)])
+@pytest.mark.parametrize(
+    ("name", "rows", "groups"),
+    [("qwen2", 12, 3), pytest.param("gpt2", 5, 1, marks=pytest.mark.thorough)],
+)
 def test_rows_with_lengths_of_their_own_change_nothing(name, rows, groups, flash):
     """Tokens, lengths and log-probabilities are those of plain steps."""
     model = small_model(name)
@@ -108,7 +111,14 @@ def test_calls_that_follow_record_nothing(flash):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("how", [sampling(0.0), sampling(1.0), sampling(0.7, top_p=0.9)], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [
+        *(pytest.param(sampling(t), marks=pytest.mark.thorough) for t in (0.0, 1.0)),
+        sampling(0.7, top_p=0.9),
+    ],
+    ids=str,
+)
 def test_a_recording_reads_what_outlives_the_call(how, flash):
     """The model and the board: an address of anything else would be another tensor's later."""
     model = small_model("qwen2")
@@ -163,6 +173,7 @@ def test_nothing_is_kept_of_a_call_that_failed(flash, monkeypatch):
     assert sampler.board is None
 
 
+@pytest.mark.run
 def test_a_population_and_the_plain_model_have_recordings_of_their_own(flash):
     """Of one board; noise is read where it lies."""
     model = small_model("llama").requires_grad_(False)

@@ -74,10 +74,11 @@ def same(one: Any, other: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "rows", "groups"),
     [
-        *(("llama", 64, 1), ("llama", 12, 3)),
+        ("llama", 64, 1),
+        pytest.param("qwen3", 12, 3, marks=pytest.mark.run),
         *(
-            pytest.param(*case, marks=pytest.mark.run)
-            for case in (("gpt2", 5, 1), ("qwen2", 5, 1), ("qwen3", 12, 3))
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (("llama", 12, 3), ("gpt2", 5, 1), ("qwen2", 5, 1))
         ),
     ],
 )
@@ -115,6 +116,7 @@ def test_recorded_steps_draw_as_others(cut, recorded):
     )
 
 
+@pytest.mark.run
 def test_recorded_steps_under_autocast(recorded):
     model = small_model("qwen2")
     half: Any = {"autocast": torch.bfloat16}
@@ -183,6 +185,7 @@ def test_memory_that_runs_out_while_recording_is_no_refusal(version, unwound, mo
         graphs.record(lambda: step(RuntimeError("not permitted when stream is capturing\nmore")))
 
 
+@pytest.mark.run
 def test_recorded_steps_with_the_models_own_attention(recorded):
     model = small_model("qwen2")
     made = recorded(model, 3)
@@ -197,7 +200,7 @@ def test_recorded_steps_with_the_models_own_attention(recorded):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.thorough)])
 def test_a_recorded_population_is_that_population(name, recorded):
     """The noise is read where it lies: a step records the forward, not the noise."""
     model = small_model(name).requires_grad_(False)
