@@ -651,7 +651,6 @@ def test_micro_batches_cover_every_completion_once():
             )
 
 
-@pytest.mark.thorough
 def test_it_learns(launch: Launch, tmp_path):
     """A small model that knows two answers is taught which one is wanted."""
     taught = [
