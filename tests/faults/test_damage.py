@@ -10,14 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
-from common import records
+from common import hardware, records
 from common.config import ConfigError
+from common.distributed.context import Context
 from common.files import seal
 from common.model.source import find_source
 from common.report import compare, page
@@ -217,8 +217,8 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(damage, run, cap
     """And where there is none before it, an error says so."""
     last = run / "checkpoints" / "step-00000004"
     CHECKPOINTS[damage](last)
-    settings, context = compose([*SMALL, "resume=auto"]), SimpleNamespace(out_dir=run)
-    context.barrier, context.main = lambda: None, False
+    settings = compose([*SMALL, "resume=auto"])
+    context = Context(0, 1, hardware.find(settings.hardware), run)
     found = resume.find(settings, context, FRESH)
     assert found is not None
     assert found.step == 2
