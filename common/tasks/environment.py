@@ -67,7 +67,7 @@ class Environment:
 
     def __init__(
         self,
-        factory: str,
+        factory: str | None,
         settings: dict[str, Any],
         problems: int,
         test_problems: int,
@@ -138,7 +138,12 @@ class Environment:
         return messages[:1], messages[1:]
 
 
-def _load(path: str, settings: dict[str, Any]) -> Any:
+def _load(path: str | None, settings: dict[str, Any]) -> Any:
+    if path is None:
+        raise ConfigError(
+            "task.factory is not set. Give MODULE:CLASS with reset(seed) and step(text):"
+            " docs/environments.md. task=guess is an environment that is ready."
+        )
     module, _, name = path.partition(":")
     try:
         factory = getattr(importlib.import_module(module), name)

@@ -46,6 +46,8 @@ def needs(task: str, folder) -> list[str]:
     if task == "reasoning_gym":
         pytest.importorskip("reasoning_gym", reason="needs pip install 'clutch[reasoning_gym]'")
         return ["task.problems=64", "task.test_problems=8"]
+    if task == "environment":
+        return ["task.factory=common.tasks.games:Guess", "task.test_problems=8"]
     if task == "gsm8k":
         rows = [
             {"question": f"What is {i} plus {i}?", "answer": f"{i} + {i} = {2 * i}\n#### {2 * i}"}
@@ -105,7 +107,7 @@ def test_two_steps(algo, task, tmp_path, in_cache):
         return
     result = train(compose([f"algo={algo}", f"task={task}", *settings]), tmp_path / "out")
     assert result.algo == algo
-    assert result.task == task
+    assert result.task == {"environment": "guess"}.get(task, task)
     assert result.steps == 2 or (algo == "rft" and result.steps > 0)
     assert result.reward_evaluations > 0
     assert 0 <= result.after <= 100

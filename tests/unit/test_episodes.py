@@ -228,6 +228,7 @@ SETTING |= {"test_problems": 2, "max_turns": 3, "reply_tokens": 30, "factory": f
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
+        ({"factory": None}, "task.factory is not set. Give MODULE:CLASS"),
         ({"factory": "no.such:Thing"}, "task.factory='no.such:Thing' cannot be imported"),
         ({"factory": "json:JSONDecoder"}, "has no method reset"),
         ({"factory": f"{__name__}:Seedless"}, "its reset takes no seed"),

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 
 from common import hardware, precision
 from common.config import ConfigError
@@ -225,7 +224,7 @@ def test_amp_on_a_cpu(monkeypatch, native):
 
 
 def test_tf32(pretend, monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", "5.23.0")
+    monkeypatch.setattr(precision.transformers, "__version__", "5.23.0")
     said = (
         "opt=tf32 has no effect here: TF32 needs a CUDA device of compute capability 8.0. Leave it"
         " out."
@@ -248,7 +247,7 @@ def test_tf32(pretend, monkeypatch):
 
 def test_tf32_is_refused_where_it_would_round_positions(pretend, monkeypatch):
     pretend("a device", 16, (8, 0))
-    monkeypatch.setattr(transformers, "__version__", "5.18.0")
+    monkeypatch.setattr(precision.transformers, "__version__", "5.18.0")
     precision.resolve(compose([]).opt, CUDA)
     with pytest.raises(ConfigError, match=r"transformers 5\.18\.0.* Install transformers 5\.19 or"):
         precision.resolve(compose(["opt=[tf32]"]).opt, CUDA)
