@@ -19,6 +19,7 @@ from common.config.explain import HYDRA_ERRORS, explain
 from common.failures import failed, is_main, show_any_text
 from common.files import FULL, CheckpointError
 from common.lock import InUseError
+from common.screen import visible
 from common.signals import (
     EXIT_CONFIG,
     EXIT_CRASH,
@@ -126,5 +127,6 @@ def _print_end(error: ConfigError | RunStopped) -> int:
     """Print why a run ended early, on rank 0 alone; return the exit code."""
     stopped = isinstance(error, RunStopped)
     if is_main():
-        print(error if stopped else f"error: {error}", file=sys.stderr)
+        text = str(error) if stopped else f"error: {error}"
+        print(visible(text, kept="\n\t"), file=sys.stderr)  # it may quote a model or a package
     return error.code if stopped else EXIT_CONFIG

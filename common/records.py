@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -88,7 +88,7 @@ def read_lines(path: Path, kind: Any, count: int | None = None) -> list[dict[str
     rows: list[dict[str, Any]] = []
     skipped, reason = 0, ""
     try:
-        with reading(path), path.open("rb") as file:
+        with reading(path), _open(path) as file:
             while (count is None or len(rows) < count) and (line := file.readline(LARGEST)):
                 try:
                     value = _json(line.decode("utf-8", "replace"))
@@ -131,8 +131,19 @@ def _warn(text: str) -> None:
     log.warning("%s", text)
 
 
+def _open(path: Path) -> BinaryIO:
+    _check_regular(path)
+    return path.open("rb")
+
+
+def _check_regular(path: Path) -> None:
+    """Raise ValueError for a pipe or a device, which may never end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError("it is a pipe or a device, and not a file")
+
+
 def _read_bytes(path: Path) -> bytes:
-    with path.open("rb") as file:
+    with _open(path) as file:
         content = file.read(LARGEST + 1)
     if len(content) > LARGEST:
         raise ValueError(f"it is larger than {LARGEST >> 20} MiB")

@@ -214,6 +214,13 @@ def _check_below(key: str, value: str) -> None:
     """
     if key in ("hydra.run.dir", "hydra.sweep.dir") and not value:
         raise ConfigError(f"{key}= is empty. Name a folder, such as {key}=outputs/mine.")
+    if key in ("hydra.run.dir", "hydra.sweep.dir") and "${" not in value:
+        here = Path.cwd()
+        if Path(value).resolve() in (here, *here.parents):
+            raise ConfigError(
+                f"{key}={value} is the folder that the command runs in, or above it. Name one for"
+                f" the run, such as {key}=outputs/mine."
+            )
     if key == "hydra.output_subdir" and value != "null":
         raise ConfigError(
             f"{key}={value} has no effect: a run's record is in .hydra. Leave it out."

@@ -82,6 +82,8 @@ def _unknown(
 def check_groups(arguments: Sequence[str]) -> None:
     """Raise ConfigError for null and in the `opt` list, where Hydra itself names no choices."""
     for argument in arguments:
+        if "@" in argument.partition("=")[0].lstrip("+")[:1]:
+            raise ConfigError(f"{argument} has no name before @. Give KEY=VALUE.")
         group = argument.partition("=")[0].lstrip("+")
         if not (CONF / group).is_dir() or "=" not in argument:
             continue

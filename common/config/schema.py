@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from typing import Annotated, Any
 
-from annotated_types import Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 from common.config.checks import (
     ConfigError,
@@ -420,7 +420,7 @@ class ScoringConfig:
     """Who computes rewards."""
 
     kind: Annotated[str, one_of("serial", "threads", "processes")]
-    workers: Count
+    workers: Annotated[Whole, Ge(1), Le(1024)]
     timeout_seconds: Positive  # of a batch; no effect when serial
 
 

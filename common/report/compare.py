@@ -30,6 +30,7 @@ from common.report import comparison, story
 from common.report.events import EVALUATION, EVALUATIONS, events, markdown_table
 from common.report.forgetting import find_others
 from common.report.plots import COLOURS, STYLE
+from common.report.story import NAMED, RESULT
 from common.report.summary import side_by_side
 from common.screen import visible
 
@@ -44,9 +45,6 @@ COSTS = {
 NOT_A_SETTING = ("seed", "resume", "hydra", "tracker", "checkpoint")
 # The files that a run folder has one of.
 MARKS = ("run.yaml", "result.json", FAILED, ".hydra/overrides.yaml")
-# Settings of a run that its result names, where no override does.
-NAMED = ("algo", "task", "model")
-RESULT = dict.fromkeys((*NAMED, "metric"), str) | dict.fromkeys(("before", "after", *COSTS), NUMBER)
 DASHES = ("-", "--", ":", "-.")
 
 

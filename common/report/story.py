@@ -7,7 +7,7 @@ from typing import Any
 
 from common.config import flat
 from common.config.checks import CONF, shipped
-from common.records import DamagedError, read, read_lines, read_or_warn, read_text
+from common.records import NUMBER, DamagedError, read, read_lines, read_or_warn, read_text
 from common.report.events import numbers
 from common.statistics import show_interval, show_p
 
@@ -15,6 +15,10 @@ from common.statistics import show_interval, show_p
 WARNED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING (.*)")
 WHEN = ("before", "after")
 SETTINGS = {"algo": {"name": str}, "task": dict}  # of run.yaml
+# Of result.json: what names a run, what it costs, and what it came to.
+NAMED = ("algo", "task", "model")
+COSTS = ("steps", "generated_tokens", "reward_evaluations", "seconds")
+RESULT = dict.fromkeys((*NAMED, "metric"), str) | dict.fromkeys(("before", "after", *COSTS), NUMBER)
 # The files of a run in .hydra, and what is read there.
 KEPT = {
     "overrides.yaml": [str],
@@ -36,10 +40,10 @@ def read_run(folder: Path, *keys: str) -> dict[str, Any]:
     return saved
 
 
-def load(path: Path) -> Any:
+def load(path: Path, kind: Any = dict) -> Any:
     """Return what a file of a run holds, None where there is none. Raises: ConfigError."""
     again = f"the command of the run with hydra.run.dir={path.parent} resume=auto"
-    return read(path, dict, f"Remove it; {again} writes it again.")
+    return read(path, kind, f"Remove it; {again} writes it again.")
 
 
 def find_title(

@@ -17,6 +17,7 @@ from common.files import write_text
 from common.report import completions, panels
 from common.report.events import EVALUATION, EVALUATIONS, events
 from common.report.story import (
+    RESULT,
     arguments,
     columns,
     find_facts,
@@ -54,7 +55,7 @@ def write_page(folder: Path, data: Data) -> Path:
 def read_data(folder: Path) -> Data:
     """Return all that the report of a run shows. Raises: ConfigError where a file is damaged."""
     saved = read_run(folder, "config", "versions", "commit", "device")
-    result = load(folder / "result.json")  # None where the run has not ended
+    result = load(folder / "result.json", RESULT)  # None where the run has not ended
     history = events(folder / "metrics.jsonl")
     evaluations = events(folder / EVALUATIONS, EVALUATION)
     steps, done = saved["config"]["algo"].get("steps"), history[-1]["step"] if history else 0

@@ -87,7 +87,8 @@ class Turns:
         episode = self.task.episode(example)
         if episode.start(example, example.extra["seed"]) != self.task.prompt(example):
             raise ConfigError(
-                f"example {example.id} of {self.task.name} begins with another prompt each time."
+                f"{self.task.name}, example {example.id}: an episode begins with another prompt"
+                f" each time, although its seed is {example.extra['seed']}."
                 " Let what it begins with follow from the seed alone, or a group of samples has"
                 " nothing in common."
             )

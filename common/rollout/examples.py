@@ -116,11 +116,11 @@ def fit_prompts(
     """
     key = "max_new_tokens" if tokens else "algo.sampling.max_new_tokens"
     new: int = tokens or lm.run.algo.sampling.max_new_tokens
-    context = context_length(lm.model)
+    said, context = f"{key}={new}", context_length(lm.model)
     if replies:  # of another turn no row asks for more than max_new_tokens
         check_template(lm.tokenizer, stop_ids(lm.model, lm.tokenizer))
+        said = f"twice {said} and task.reply_tokens={replies}, as an episode of several turns needs"
         new = 2 * new + replies
-        key = f"twice {key} and task.reply_tokens={replies}, together"
     fitting = Fitting({split: [] for split in splits}, [])
     misfits, longest = [], 0
     for split, examples in splits.items():
@@ -138,11 +138,12 @@ def fit_prompts(
         split, first, length = misfits[0]
         room, what = context - longest, context_name(lm.model)
         advice = f"Lower it to {room}, shorten" if room > 0 else "Shorten"
+        advice = "Lower these, shorten" if replies else advice
         other = ", or leave them out with prompts.too_long=skip"
         other = " so that some fit" if lm.run.prompts.too_long == "skip" else other
         raise ConfigError(
             f"{len(misfits)} of {count} prompts do not fit the model's {what} of {context}"
-            f" tokens with {key}={new}: the first is {split} example {first} with {length}"
+            f" tokens with {said}: the first is {split} example {first} with {length}"
             f" tokens, the longest has {longest}. {advice} the prompts{other}."
         )
     if misfits and lm.context.main:

@@ -57,10 +57,12 @@ def _call(
             f"{name} returned {len(scores)} scores for {len(completions)} completions. Return one"
             " for each, in order."
         )
+    scores = [_plain(value) for value in scores]
     for example, value in zip(examples, scores, strict=True):
-        if not isinstance(value, Real):  # numpy's scalars are real numbers too
+        if not isinstance(value, Real):
             raise ConfigError(
-                f"{name} of example {example.id} is {show(value)}, not a number in [0, 1]."
+                f"{name} of example {example.id} is {show(value)}, not a number in [0, 1]. Return"
+                " a float."
             )
         # Fractions and whole numbers can be beyond all floats.
         if value == value and abs(value) != math.inf and not -SLACK <= value <= 1 + SLACK:
@@ -69,6 +71,11 @@ def _call(
                 " it, so that the worst text earns 0 and a right answer 1."
             )
     return [float(value) for value in scores]
+
+
+def _plain(value: Any) -> float:
+    """Return the Python number of a scalar of NumPy or PyTorch; all else as it is."""
+    return value.item() if getattr(value, "shape", None) == () else value
 
 
 @dataclass

@@ -36,7 +36,8 @@ class Worker:
         """Return what the function returns, NaN where it raises; None where it was ended."""
         message = pickle.dumps(arguments)
         with self.lock:
-            if self.process is None:
+            if self.process is None or self.process.poll() is not None:  # killed between two calls
+                self._end()
                 self.process = self._start()
             assert self.process.stdin is not None
             assert self.process.stdout is not None

@@ -163,4 +163,11 @@ def _load(path: str | None, settings: dict[str, Any]) -> Any:
             f"task.factory={path!r}: its reset takes no seed, so the samples of a group would begin"
             " differently. Add the argument `seed`."
         )
+    try:
+        inspect.signature(factory).bind(**settings)
+    except TypeError as error:
+        takes = ", ".join(inspect.signature(factory).parameters) or "none"
+        raise ConfigError(
+            f"task.settings={settings} is not what {name} takes: {error}. Its settings: {takes}."
+        ) from error
     return factory

@@ -13,12 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from common.config import ConfigError
 from common.failures import show_any_text
 from common.rollout.scoring import score
 from common.signals import StopSignal
+from common.tasks import Example
 from common.tasks.checked import Checked
 from tests.support import ROOT, SMALL, SMALL_GRPO, SMALL_RFT
 
@@ -252,6 +255,15 @@ def test_a_task_is_told_what_is_wrong_with_it(wrong: str, monkeypatch):
     with pytest.raises(ConfigError) as caught:
         call_all()
     assert WORDED[wrong] in str(caught.value)
+
+
+def test_scalars_of_numpy_are_numbers():
+    class Mine:
+        def rewards(self, rows, completions):
+            return [np.float32(0.5), np.bool_(True), np.int64(0), torch.tensor(0.25), True]
+
+    rows = [Example(0, "", "")] * 5
+    assert score(Mine(), rows, [""] * 5) == [0.5, 1.0, 0.0, 0.25, 1.0]  # type: ignore[arg-type]
 
 
 # Whose words other tests show too: EARLY, test_custom.py, test_damage.py; or another attack here.

@@ -46,6 +46,11 @@ def unreadable(path: Path) -> None:
     path.symlink_to(path.name)
 
 
+def as_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 def nested(path: Path) -> None:
     deep = b"[" * 100_000
     path.write_bytes(deep if path.suffix == ".yaml" else b'{"step": 1, "a": ' + deep + b"\n")
@@ -76,6 +81,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "huge_line": lambda path: path.write_bytes(b'{"step": "' + b"x" * (2 << 20)),
     "folder": as_folder,
     "unreadable": unreadable,
+    "pipe": as_pipe,
 }
 
 

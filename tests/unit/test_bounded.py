@@ -30,6 +30,15 @@ def test_what_does_not_end_earns_nothing_and_the_next_is_scored(text):
     assert bounded.count_ended() == before + 1
 
 
+def test_a_process_that_ended_between_two_calls_is_replaced():
+    assert ask("right") == 1
+    worker = bounded._workers[answer]
+    assert worker.process is not None
+    worker.process.kill()
+    worker.process.wait()
+    assert ask("right") == 1
+
+
 def test_calls_of_threads_are_scored_and_counted_apart():
     counts = {}
 

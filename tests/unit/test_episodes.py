@@ -232,6 +232,7 @@ SETTING |= {"test_problems": 2, "max_turns": 3, "reply_tokens": 30, "factory": f
         ({"factory": "no.such:Thing"}, "task.factory='no.such:Thing' cannot be imported"),
         ({"factory": "json:JSONDecoder"}, "has no method reset"),
         ({"factory": f"{__name__}:Seedless"}, "its reset takes no seed"),
+        ({"settings": {"rwong": ""}}, "task.settings={'rwong': ''} is not what Odd takes"),
         ({"problems": 0}, "task.problems=0 is out of range. Give 1 to"),
         ({"max_turns": 0}, "task.max_turns=0 is too small. Give 1 or more."),
     ],
@@ -246,7 +247,7 @@ def test_mistakes_of_an_environment_are_worded(changed, words):
     ("wrong", "words"),
     [
         ("raises", "Odd.step raised KeyError: 'no such move'"),
-        ("chance", "begins with another prompt each time"),
+        ("chance", "begins with another prompt each time, although its seed is"),
         ("large", "outside [0, 1]"),
     ],
 )

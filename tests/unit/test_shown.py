@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+from common import exits
+from common.config import ConfigError
 from common.distributed.workers import _Plain
 from common.report.events import markdown_cell
 from common.report.story import find_warnings
@@ -42,3 +44,10 @@ def test_a_terminal_obeys_no_text():
     assert visible("ä €\u00a0\U0001f600\n", kept="\n") == "ä €\u00a0\U0001f600\n"
     record = logging.LogRecord("clutch", logging.WARNING, "", 0, f"row {TITLE}\nnext", (), None)
     assert _Plain().format(record) == "warning: row \\x1b]0;owned\\x07\nnext"
+
+
+def test_an_error_that_quotes_a_text_obeys_none_of_it(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit), exits.ending_tool():
+        raise ConfigError("boom \x1b]0;title\x07\nsecond line")
+    assert capsys.readouterr().err == "error: boom \\x1b]0;title\\x07\nsecond line\n"
