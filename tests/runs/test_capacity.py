@@ -187,7 +187,7 @@ def test_the_command(monkeypatch, capsys, tmp_path):
         ),
         (["--hardware", "cpu"], "--hardware=cpu is not a choice."),
         (["--rows", "0"], "--rows=0 is too small."),
-        (["--accepted", "2"], "--accepted=2.0 is too large."),
+        (["--accepted", "2"], "--accepted=2 is too large."),
         (
             ["--model", "gpt2", "--out", "/dev/null/x"],
             "/dev/null/x cannot be written: Not a directory. Give another --out.",
