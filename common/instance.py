@@ -16,6 +16,18 @@ def load(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def import_named(what: str, module: str, name: str, advice: str) -> Any:
+    """Return what a module of a user's calls `name`. what: KEY=VALUE. Raises: ConfigError, with the
+    `advice`.
+    """
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:
+        raise ConfigError(
+            f"{what} cannot be imported: {type(error).__name__}: {error}. {advice}"
+        ) from error
+
+
 def instantiate(
     key: str, node: dict[str, Any], methods: Sequence[str], see: str = "", **given: Any
 ) -> Any:
@@ -29,13 +41,8 @@ def instantiate(
     target = str(node["_target_"])
     settings = {name: value for name, value in node.items() if name != "_target_"}
     module, _, name = target.rpartition(".")
-    try:
-        target_object = getattr(importlib.import_module(module), name)
-    except Exception as error:
-        raise ConfigError(
-            f"{key}._target_={target!r} cannot be imported: {type(error).__name__}: {error}. Check"
-            " the name, and that its folder is on PYTHONPATH."
-        ) from error
+    advice = "Check the name, and that its folder is on PYTHONPATH."
+    target_object = import_named(f"{key}._target_={target!r}", module, name, advice)
     parameters = inspect.signature(target_object).parameters.values()
     # A target that takes any keyword checks by itself.
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):

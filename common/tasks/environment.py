@@ -8,13 +8,13 @@ first observation and a dict, `step(text)` the next observation, a reward, wheth
 whether it was broken off, and a dict. An episode earns the sum of its rewards, in [0, 1].
 """
 
-import importlib
 import inspect
 import random
 from collections.abc import Sequence
 from typing import Any
 
 from common.config import ConfigError
+from common.instance import import_named
 from common.tasks import Example, Messages
 from common.tasks.checked import wording
 from common.tasks.rows import percent
@@ -145,13 +145,8 @@ def _load(path: str | None, settings: dict[str, Any]) -> Any:
             " docs/environments.md. task=guess is an environment that is ready."
         )
     module, _, name = path.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module), name)
-    except Exception as error:
-        raise ConfigError(
-            f"task.factory={path!r} cannot be imported: {type(error).__name__}: {error}. Give"
-            " MODULE:CLASS, and the folder of the module on PYTHONPATH."
-        ) from error
+    advice = "Give MODULE:CLASS, and the folder of the module on PYTHONPATH."
+    factory = import_named(f"task.factory={path!r}", module, name, advice)
     missing = [one for one in ("reset", "step") if not callable(getattr(factory, one, None))]
     if missing:
         raise ConfigError(
