@@ -215,8 +215,8 @@ def _check_below(key: str, value: str) -> None:
     if key in ("hydra.run.dir", "hydra.sweep.dir") and not value:
         raise ConfigError(f"{key}= is empty. Name a folder, such as {key}=outputs/mine.")
     if key in ("hydra.run.dir", "hydra.sweep.dir") and "${" not in value:
-        here = Path.cwd()
-        if Path(value).resolve() in (here, *here.parents):
+        here, folder = Path.cwd(), Path(value).resolve()
+        if folder in (here, *here.parents) and not (folder / "run.yaml").exists():
             raise ConfigError(
                 f"{key}={value} is the folder that the command runs in, or above it. Name one for"
                 f" the run, such as {key}=outputs/mine."

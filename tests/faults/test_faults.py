@@ -17,7 +17,7 @@ import torch.distributed as dist
 import launch as command_line
 from common import checkpoint
 from common.config import ConfigError
-from common.config.command import check_secrets
+from common.config.command import check_folder, check_secrets
 from common.distributed import alarm
 from common.distributed.workers import launch as launch_ranks
 from common.signals import RunStopped
@@ -242,6 +242,14 @@ def test_mistakes_leave_no_folder_behind(launch, tmp_path):
     (tmp_path / "outputs").mkdir()
     launch("algo.members=-1", code=2)
     assert [path.name for path in tmp_path.iterdir()] == ["outputs"], "it was there before"
+
+
+def test_a_run_goes_on_from_within_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="is the folder that the command runs in"):
+        check_folder([f"hydra.run.dir={tmp_path}", "resume=auto"])
+    (tmp_path / "run.yaml").touch()
+    check_folder([f"hydra.run.dir={tmp_path}", "resume=auto"])
 
 
 class Elsewhere(Letters):

@@ -165,11 +165,16 @@ LONG = [
 
 
 @pytest.fixture
-def started(begin: Begin, own_task: Path, tmp_path: Path):
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def started(begin: Begin, own_task: Path, folder: Path):
     """Start the LONG run in a process of its own."""
 
     def start(*overrides: str) -> Started:
-        given = ("--config-dir", str(own_task), f"hydra.run.dir={tmp_path}", *LONG, *overrides)
+        given = ("--config-dir", str(own_task), f"hydra.run.dir={folder}", *LONG, *overrides)
         return begin(*given)
 
     return start
@@ -203,35 +208,35 @@ def go_on(own_task: Path, out: Path, *overrides: str):
 
 
 @pytest.mark.faults
-def test_kill_9_and_resume_ends_with_the_same_bits(own_task, started, unbroken, tmp_path):
+def test_kill_9_and_resume_ends_with_the_same_bits(own_task, started, unbroken, folder):
     """Killed twice, the second time while it resumes; the newest checkpoint is damaged between the
     two.
     """
     step = random.randrange(9, 18)
     print(f"killed after step {step}")  # shown when the test fails
     process = started()
-    wait_for_step(process, tmp_path, step)
+    wait_for_step(process, folder, step)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert not (tmp_path / "result.json").exists()
-    newest = max((tmp_path / "checkpoints").glob("step-????????"))
+    assert not (folder / "result.json").exists()
+    newest = max((folder / "checkpoints").glob("step-????????"))
     done = int(newest.name.removeprefix("step-"))
     assert done < STEPS
     weights = newest / "tensors.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
 
     process = started("resume=auto")
-    wait_for_step(process, tmp_path, done + 6)
+    wait_for_step(process, folder, done + 6)
     process.send_signal(signal.SIGKILL)
     said = process.communicate()[0]
     assert f"warning: checkpoint {newest} is not valid: tensors.safetensors is damaged" in said
     assert f"resuming after step {done - 4} from" in said
 
-    result = go_on(own_task, tmp_path)
-    assert same_bits(tmp_path, unbroken)
-    assert timeless(tmp_path) == timeless(unbroken)
-    assert completions(tmp_path) == completions(unbroken)
-    before, after = (json.loads((out / "result.json").read_text()) for out in (unbroken, tmp_path))
+    result = go_on(own_task, folder)
+    assert same_bits(folder, unbroken)
+    assert timeless(folder) == timeless(unbroken)
+    assert completions(folder) == completions(unbroken)
+    before, after = (json.loads((out / "result.json").read_text()) for out in (unbroken, folder))
     assert after["generated_tokens"] == before["generated_tokens"] == result.generated_tokens
     assert after["metrics"] == before["metrics"]
 
@@ -242,21 +247,21 @@ def test_kill_9_and_resume_ends_with_the_same_bits(own_task, started, unbroken, 
     ids=["SIGTERM", "SIGINT"],
 )
 @pytest.mark.faults
-def test_a_signal_saves_and_the_run_goes_on(own_task, started, unbroken, tmp_path, number):
+def test_a_signal_saves_and_the_run_goes_on(own_task, started, unbroken, folder, number):
     process = started("checkpoint.every=0")
-    wait_for_step(process, tmp_path, 5)
+    wait_for_step(process, folder, 5)
     process.send_signal(number)
     said = process.communicate(timeout=60)[0]
     assert process.returncode == EXIT_SIGNAL == 75
-    step = saved(tmp_path).step
-    assert len(events(tmp_path)) == step < STEPS
+    step = saved(folder).step
+    assert len(events(folder)) == step < STEPS
     assert f"{number.name}: finishing this step, then saving." in said
-    assert f"stopped after step {step} of {STEPS}, saved in {tmp_path}/checkpoints." in said
-    assert f"Go on with hydra.run.dir={tmp_path} resume=auto." in said
+    assert f"stopped after step {step} of {STEPS}, saved in {folder}/checkpoints." in said
+    assert f"Go on with hydra.run.dir={folder} resume=auto." in said
     assert "Traceback" not in said
-    go_on(own_task, tmp_path)
-    assert same_bits(tmp_path, unbroken)
-    assert timeless(tmp_path) == timeless(unbroken)
+    go_on(own_task, folder)
+    assert same_bits(folder, unbroken)
+    assert timeless(folder) == timeless(unbroken)
 
 
 @pytest.mark.thorough
