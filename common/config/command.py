@@ -212,9 +212,12 @@ def _check_below(key: str, value: str) -> None:
     """Raise ConfigError for a folder that is none, that is not below the run's or the sweep's, or
     that jobs would share.
     """
-    if key in ("hydra.run.dir", "hydra.sweep.dir") and not value:
-        raise ConfigError(f"{key}= is empty. Name a folder, such as {key}=outputs/mine.")
-    if key in ("hydra.run.dir", "hydra.sweep.dir") and "${" not in value:
+    if key in ("hydra.run.dir", "hydra.sweep.dir"):
+        if not value:
+            raise ConfigError(f"{key}= is empty. Name a folder, such as {key}=outputs/mine.")
+        if not value.isprintable():
+            raise ConfigError(f"{key}={value!r} holds a control character. Leave it out.")
+    if key == "hydra.run.dir" and "${" not in value:
         here, folder = Path.cwd(), Path(value).resolve()
         if folder in (here, *here.parents) and not (folder / "run.yaml").exists():
             raise ConfigError(
@@ -264,7 +267,7 @@ def removing_empty_folders(arguments: Sequence[str]) -> Iterator[None]:
 @contextmanager
 def _removing(folder: Path) -> Iterator[None]:
     """Remove, after the block, the folders up to `folder` that it made and left empty."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
         yield
     finally:
