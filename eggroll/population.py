@@ -15,6 +15,7 @@ from common.memory import Memory, RolloutMemory
 from common.plan import describe
 from common.recipe import describe_source
 from common.report import samples
+from common.rollout.episodes import STOPS
 from common.rollout.rollout import Rollout, generate, request, roll_out
 from common.run.budget import describe_length
 from common.sampling.engine import Completions, Requests
@@ -51,6 +52,7 @@ class Tried:
         of the mirrored member; None without mirrored noise.
         centre: what the unperturbed model came to; changed: 1 where a text is not its; answered: 1
         where a text holds an answer. None where that model was not asked, or the task cannot tell.
+        unscored: 1 where a row has no reward; stops: the shares of how episodes ended.
         offending: this rank's rows that are not finite; shown: those that the run keeps.
     """
 
@@ -62,6 +64,8 @@ class Tried:
     changed: Tensor | None = None
     answered: Tensor | None = None
     centre: Centre | None = None
+    unscored: Tensor | None = None
+    stops: dict[str, float] = field(default_factory=dict)
     offending: list[dict[str, Any]] = field(default_factory=list)
     shown: list[samples.Row] = field(default_factory=list)
 
@@ -110,6 +114,10 @@ class Tried:
         }
         if self.components:
             numbers["components"] = {n: part.mean().item() for n, part in self.components.items()}
+        if self.unscored is not None and self.unscored.any():
+            numbers["unscored"] = self.unscored.mean().item()
+        if self.stops:
+            numbers["stops"] = self.stops
         if self.twins is not None:
             numbers["identical_pairs"] = self.twins.mean().item()
         if self.changed is not None and self.centre is not None:
@@ -159,7 +167,8 @@ class Population:
         cfg, context = self.cfg, self.lm.context
         # What `Tried` has of each row; 0 for the members of other ranks.
         components = list(getattr(self.lm.scorer.task, "components", None) or {})
-        columns = ["rewards", "cut", "repeating", "twins", "changed", "answered", *components]
+        columns = ["rewards", "cut", "repeating", "twins", "changed", "answered", "unscored"]
+        columns += [*components, *STOPS]
         table = torch.zeros(len(columns), cfg.members, cfg.rows_per_member, dtype=torch.float64)
         generated, offending, shown = 0, [], []
         requests = self.ask(examples, step.index)
@@ -195,6 +204,8 @@ class Population:
             changed=of_column["changed"] if centre else None,
             answered=of_column["answered"] if centre and centre.answered is not None else None,
             centre=centre,
+            unscored=of_column["unscored"],
+            stops={why: of_column[why].mean().item() for why in STOPS if of_column[why].any()},
             offending=offending,
             shown=shown,
         )
@@ -226,6 +237,8 @@ class Population:
             "rewards": [reward if sound else math.nan for reward, sound in rewards],
             "cut": (~rollout.finished).tolist(),
             "repeating": rollout.repeating,
+            "unscored": scored.unscored,
+            **{why: [stop == why for stop in rollout.stops] for why in set(rollout.stops)},
             "twins": [text == texts[twin] for text, twin in zip(texts, twins, strict=True)],
         }
         if centre is not None:

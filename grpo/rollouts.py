@@ -30,8 +30,9 @@ WHY_DEAD = ("all_wrong", "all_right", "cut_off", "all_equal")
 
 # What all ranks know of each completion, in this order: the task's reward; the same with the
 # overlong penalty; what the advantage is made of, NaN where logits were not finite; its tokens;
-# whether it ended by itself; whether it was cut off while its end repeated itself.
-COLUMNS = ("score", "earned", "reward", "length", "finished", "repeating")
+# whether it ended by itself; whether it was cut off while its end repeated itself; whether it has
+# no reward, and so carries no loss.
+COLUMNS = ("score", "earned", "reward", "length", "finished", "repeating", "unscored")
 
 
 def why_dead(
@@ -133,6 +134,7 @@ class Collector:
         offending: list[dict[str, Any]] = []
         components: defaultdict[str, list[float]] = defaultdict(list)
         seconds: Counter[str] = Counter()
+        stops: Counter[str] = Counter()
         while len(live) < cfg.prompts_per_step and len(rounds) <= cfg.resample_rounds:
             examples = lm.examples.order.take(state["cursor"], cfg.prompts_per_step - len(live))
             sampled = self._sample(examples, state["cursor"], step)
@@ -142,12 +144,14 @@ class Collector:
                 tables, scored = self._judge(sampled), sampled.rollout.scored
                 offending += self._describe_offending(sampled.rollout, tables)
             with step.phase("exchange"):
-                parts = context.gather_objects((tables, scored.components, scored.seconds))
-            for _, of_components, of_seconds in parts:
+                stopped = sampled.rollout.stops if sampled is not None else []
+                parts = context.gather_objects((tables, scored.components, scored.seconds, stopped))
+            for _, of_components, of_seconds, of_stops in parts:
                 seconds.update(of_seconds)
+                stops.update(of_stops)
                 for name, values in of_components.items():
                     components[name] += values
-            for place, table in enumerate(put_back([part for part, _, _ in parts])):
+            for place, table in enumerate(put_back([part for part, *_ in parts])):
                 rank, at = place % context.world_size, place // context.world_size
                 group = Group(len(rounds), rank, at, table, self._find_why_dead(table))
                 groups.append(group)
@@ -160,6 +164,8 @@ class Collector:
         numbers = describe(table, dead) | {"rounds": len(rounds)}
         numbers["components"] = {n: sum(v) / max(1, len(v)) for n, v in components.items()}
         numbers["component_seconds"] = dict(seconds)
+        if stops:
+            numbers["stops"] = {why: count / stops.total() for why, count in stops.items()}
         tokens = int(table[:, :, COLUMNS.index("length")].sum())
         step.used(tokens=tokens, samples=len(groups) * cfg.samples_per_prompt)
         finite = bool(table.isfinite().all())
@@ -256,14 +262,17 @@ class Collector:
                 rewards[row] -= cfg.kl.beta * divergence.sum().double()
         rewards[rollout.broken] = math.nan  # a policy without finite logits has drawn nothing
         repeating = torch.tensor(rollout.repeating)
-        columns = [scores, earned, rewards, lengths, rollout.finished, repeating]
+        unscored = torch.tensor(rollout.scored.unscored)
+        columns = [scores, earned, rewards, lengths, rollout.finished, repeating, unscored]
         table = torch.stack([column.double() for column in columns], 1)
         return list(table.unflatten(0, (-1, cfg.samples_per_prompt)))
 
     def _find_why_dead(self, table: Tensor) -> str | None:
         """Return why a group has nothing to teach; None if it has."""
-        scores, earned, _, _, finished, _ = table.T.tolist()
-        return why_dead(scores, earned, [bool(done) or self.carries_cut for done in finished])
+        scores, earned, _, _, finished, _, unscored = table.T.tolist()
+        pairs = zip(finished, unscored, strict=True)
+        carries = [(bool(done) or self.carries_cut) and not left_out for done, left_out in pairs]
+        return why_dead(scores, earned, carries)
 
     def _describe_offending(self, rollout: Rollout, tables: list[Tensor]) -> list[dict[str, Any]]:
         """Describe the completions whose scores or rewards are not finite."""
@@ -317,8 +326,8 @@ class Collector:
 
         ranks = [group.rank for group in live]
         table = torch.stack([group.table for group in live])
-        _, _, rewards, lengths, finished, _ = table.unbind(2)
-        carries = finished.bool() | self.carries_cut
+        _, _, rewards, lengths, finished, _, unscored = table.unbind(2)
+        carries = (finished.bool() | self.carries_cut) & ~unscored.bool()
         return Batch(
             sources=[(sampled.rollout, at) for sampled, at in mine if sampled is not None],
             tokens=cut(lambda sampled: sampled.rollout.tokens),
@@ -338,8 +347,9 @@ def describe(table: Tensor, dead: Counter[str]) -> dict[str, Any]:
     """Return what the log says of the groups of a step. table: float64 [S, G, columns]; dead: why
     groups are.
     """
-    scores, _, _, lengths, finished, repeating = table.unbind(2)
-    return {
+    scores, _, _, lengths, finished, repeating, unscored = table.unbind(2)
+    left_out = {"unscored": int(unscored.sum()) / unscored.numel()} if unscored.any() else {}
+    return left_out | {
         "reward": scores.mean().item(),
         "reward_std": scores.std(1).mean().item(),
         "dead_groups": dead.total() / len(table),

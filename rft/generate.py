@@ -314,6 +314,7 @@ class Generator:
             if not sound:
                 described = rollout.describe_offending(row, task, broken[row])
                 offending.append({"sample": sample, **described})
+            unscored = rollout.scored.unscored[row]
             told = find_runs(~rollout.trains[row, : rollout.lengths[row]])
             records.append(
                 {
@@ -324,14 +325,18 @@ class Generator:
                     "answer": example.answer,
                     "completion": text,
                     "parsed": answer(text),
-                    "reward": reward if sound else 0.0,
+                    "reward": reward if sound and not unscored else 0.0,
                     "finished": finished[row],
                     "repeating": rollout.repeating[row],
-                    "accepted": sound and self.cfg.select.accepts(reward, finished[row]),
+                    "accepted": sound
+                    and not unscored
+                    and self.cfg.select.accepts(reward, finished[row]),
                     "path": path_key(text),
                     "entropy": round(entropy[row], 4) if math.isfinite(entropy[row]) else 0.0,
                     "tokens": rollout.tokens[row, : rollout.lengths[row]].tolist(),
                     **({"told": told} if told else {}),
+                    **({"stop": rollout.stops[row]} if rollout.stops else {}),
+                    **({"unscored": True} if unscored else {}),
                 }
             )
         return records, offending

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -137,13 +138,15 @@ def _keep_wave(
     journal.used["generated_tokens"] += generated
     journal.used["reward_evaluations"] += len(fresh)
     speed = generated / wave.sampling
+    scored = [record for record in fresh if not record.get("unscored")]
+    stops = Counter(record["stop"] for record in fresh if "stop" in record)
     event = {
         "stage": "generate",
         "iteration": iteration,
         "round": fresh[0]["round"],
         "seconds": time.perf_counter() - wave.started,
         "phase_seconds": wave.timer.seconds,
-        "reward": sum(record["reward"] for record in fresh) / len(fresh),
+        "reward": sum(record["reward"] for record in scored) / max(1, len(scored)),
         "accepted": accepted / len(fresh),
         "prompts": len(prompts),
         "samples": len(store.held),
@@ -157,6 +160,10 @@ def _keep_wave(
         **journal.used,
         "peak_memory_gb": memory,
     }
+    if len(scored) < len(fresh):
+        event["unscored"] = 1 - len(scored) / len(fresh)
+    if stops:
+        event["stops"] = {why: count / len(fresh) for why, count in stops.items()}
     shown = (
         f"{len(prompts)} of {prompts_in_all} prompts, {100 * len(solved) / len(prompts):.0f} %"
         f" solved, {speed:,.0f} tokens/s, {memory:.1f} GB"

@@ -134,7 +134,10 @@ def find_opening(prompts: Sequence[Sequence[int]], least: float) -> Sequence[int
 def _conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
     try:
         encoded: Any = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True
+            messages,
+            tools=getattr(messages, "tools", None),
+            add_generation_prompt=True,
+            return_dict=True,
         )
     except (
         TemplateError,

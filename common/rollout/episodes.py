@@ -6,9 +6,12 @@ nothing that the model is trained on. A draw is keyed by its position among the 
 environment's tokens, so that neither batches nor ranks change it.
 """
 
+import logging
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import TimeoutError
+from multiprocessing.pool import ThreadPool
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +20,13 @@ from torch import Tensor
 
 from common.config import ConfigError, SamplingConfig
 from common.model.prompts import encode_prompts
+from common.rollout.calls import Calls
 from common.sampling.engine import Completions, Engine, Requests, Watch
-from common.tasks import Example, Messages, plain
+from common.tasks import Conversation, Example, Messages, plain
+from common.tasks.checked import wording
+from common.tasks.environment import ENDED
+
+log = logging.getLogger("clutch")
 
 SENTINEL = "\u2603\u2603"  # an answer that no template has
 REPLYING = 64  # environments that may reply at the same time
@@ -31,12 +39,14 @@ class Episode(Protocol):
         """Begin, and return the prompt: the same for the same example and seed."""
         ...
 
-    def reply(self, message: dict[str, str]) -> Messages | None:
-        """Return what comes after the model's message; None where the episode is over."""
+    def reply(self, message: dict[str, Any]) -> Messages | None:
+        """Return what comes after the model's message, which has its calls of tools under
+        `tool_calls`; None where the episode is over.
+        """
         ...
 
-    def reward(self) -> float:
-        """Return what was earned, in [0, 1]."""
+    def reward(self) -> float | None:
+        """Return what was earned, in [0, 1]; None where that is not known."""
         ...
 
     def close(self) -> None:
@@ -47,14 +57,15 @@ class Episode(Protocol):
 class Played(str):
     """The text of an episode, the model's and the environment's, with what it came to.
 
-    Attributes: reward: in [0, 1]; stop: why it ended (`STOPS`); turns: answers of the model.
+    Attributes: reward: in [0, 1], or None; stop: why it ended (`STOPS`); turns: answers of the
+    model.
     """
 
-    reward: float
+    reward: float | None
     stop: str
     turns: int
 
-    def __new__(cls, text: str, reward: float, stop: str, turns: int) -> "Played":
+    def __new__(cls, text: str, reward: float | None, stop: str, turns: int) -> "Played":
         """Return the text with its outcome."""
         played = super().__new__(cls, text)
         played.reward, played.stop, played.turns = reward, stop, turns
@@ -64,22 +75,29 @@ class Played(str):
         return str(self), self.reward, self.stop, self.turns
 
 
-# The environment is done; a turn, or the whole, was cut off by algo.sampling.max_new_tokens; the
-# replies have filled task.reply_tokens; the model has had task.max_turns turns.
-STOPS = ("done", "max_tokens", "reply_tokens", "max_turns")
+# The model has answered without calling a tool; the environment has ended it; the model has had
+# task.max_turns turns, or with the last of them has called what cannot be read; a turn, or the
+# whole, was cut off by algo.sampling.max_new_tokens; the replies have filled task.reply_tokens; a
+# reply took longer than task.call_seconds, or raised.
+STOPS = (
+    *("completed", "environment_done", "max_turns", "parse_error"),
+    *("max_tokens", "reply_tokens", "tool_timeout", "tool_error"),
+)
 
 
 @dataclass(frozen=True)
 class Turns:
     """The episodes of a task, and how they are played.
 
-    Attributes: task: has `episode(example)`, `max_turns`, and `reply_tokens`, of all replies of an
-    episode; examples: of each prompt.
+    Attributes: task: has `episode(example)`, `max_turns`, `reply_tokens`, of all replies of an
+    episode, and `call_seconds` for each; examples: of each prompt; calls: reads calls of tools,
+    None where there are none.
     """
 
     task: Any
     tokenizer: Any
     examples: Sequence[Example]
+    calls: Calls | None = None
 
     def begin(self, prompt: int) -> Episode:
         """Start an episode of a prompt. Raises: ConfigError where it begins with another one."""
@@ -104,35 +122,47 @@ class Turns:
             text = plain(turns)
         else:
             asked = [{"role": "user", "content": "?"}, *turns]
-            text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(
+                asked,
+                tools=None if self.calls is None else self.calls.tools,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
         _, _, text = text.rpartition(SENTINEL)
         if stop is not None:
             text = text.removeprefix(tokenizer.decode([stop], skip_special_tokens=False))
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def check_template(tokenizer: Any, stops: Sequence[int]) -> None:
+def check_template(tokenizer: Any, stops: Sequence[int], tools: Sequence[Any] = ()) -> None:
     """Raise ConfigError where the tokens of a conversation that is rendered as a whole are not
-    those of its turns, one behind the other.
+    those of its turns, one behind the other, or where `tools` cannot be called.
     """
+    calls = Calls.find(tokenizer, tools) if tools else None
     if tokenizer.chat_template is None:
         return
     asked: Messages = [{"role": "user", "content": "What is it?"}]
-    reply: Messages = [{"role": "user", "content": "Higher."}]
+    reply: Messages = [{"role": "tool" if tools else "user", "content": "Higher."}]
     answer = {"role": "assistant", "content": "It is 7."}
     why = "its tokens differ when an answer has been followed by a reply"
     try:
-        whole = encode_prompts(tokenizer, [[*asked, answer, *reply]])[0]
-        turns = Turns(None, tokenizer, ())
+        beginning, whole = (
+            encode_prompts(tokenizer, [Conversation(messages, [*tools]) if tools else messages])[0]
+            for messages in (asked, [*asked, answer, *reply])
+        )
+        turns = Turns(None, tokenizer, (), calls)
         said = tokenizer(answer["content"], add_special_tokens=False)["input_ids"]
-        first = [*encode_prompts(tokenizer, [asked])[0], *said]
-        if any([*first, stop, *turns.render(reply, stop)] == whole for stop in stops):
+        first = [*beginning, *said]
+        if reply[0]["content"] not in tokenizer.decode(turns.render(reply, None)):
+            why = "it leaves out the replies"
+        elif any([*first, stop, *turns.render(reply, stop)] == whole for stop in stops):
             return
     except (TemplateError, ConfigError, ValueError, TypeError, KeyError) as error:
         why = str(error)
+    other = "" if tools else ", or plain text with task.chat=false"
     raise ConfigError(
         f"the chat template of {tokenizer.name_or_path!r} cannot be used for several turns: {why}."
-        " Give another model, or plain text with task.chat=false."
+        f" Give another model{other}."
     )
 
 
@@ -186,7 +216,7 @@ def play(
         going, completions = rows, engine.generate(requests, sampling, watch)
         while True:
             _take(going, completions, sampling.max_new_tokens)
-            _reply(going, turns, sampling.max_new_tokens)
+            _reply(going, turns, requests, sampling.max_new_tokens)
             going = [row for row in rows if row.stop is None]
             if not going:
                 return _lay_out(rows, turns, requests, sampling, completions.tokens.device)
@@ -239,23 +269,30 @@ def _take(rows: Sequence[Row], completions: Completions, most: int) -> None:
             row.stop = "max_tokens"
 
 
-def _reply(rows: Sequence[Row], turns: Turns, most: int) -> None:
+def _reply(rows: Sequence[Row], turns: Turns, requests: Requests, most: int) -> None:
     """Let the environments reply to the rows' last answers, several at the same time."""
     asked = [row for row in rows if row.stop is None]
+    if not asked:
+        return
     said = [row.tokens[row.began :] for row in asked]
     texts = turns.tokenizer.batch_decode(said, skip_special_tokens=True)
-    answers = [{"role": "assistant", "content": text} for text in texts]
-    with ThreadPoolExecutor(REPLYING) as pool:
-        replies = list(pool.map(lambda row, answer: row.episode.reply(answer), asked, answers))
-    for row, messages in zip(asked, replies, strict=True):
-        if messages is None:
-            row.stop = "done"
+    answers: list[dict[str, Any]] = [{"role": "assistant", "content": text} for text in texts]
+    if turns.calls is not None:
+        before = [[*requests.prompts[row.prompt], *row.tokens[: row.began]] for row in asked]
+        answers = [turns.calls.read(*pair) for pair in zip(said, before, strict=True)]
+    replies = _ask([row.episode for row in asked], answers, turns.task)
+    for row, answer, reply in zip(asked, answers, replies, strict=True):
+        if reply is None:
+            calls = turns.calls is None or answer.get("tool_calls")
+            row.stop = "environment_done" if calls else "completed"
+        elif isinstance(reply, str):
+            row.stop = reply
         elif row.turns == turns.task.max_turns:
-            row.stop = "max_turns"
+            row.stop = "parse_error" if "error" in answer else "max_turns"
         elif row.drawn == most:
             row.stop = "max_tokens"
         else:
-            ids = turns.render(messages, row.tokens[-1])
+            ids = turns.render(reply, row.tokens[-1])
             if row.told + len(ids) > turns.task.reply_tokens:
                 row.stop = "reply_tokens"
                 continue
@@ -264,6 +301,50 @@ def _reply(rows: Sequence[Row], turns: Turns, most: int) -> None:
             row.trains += [False] * len(ids)
             row.told += len(ids)
             row.began = len(row.tokens)
+
+
+def _ask(
+    episodes: Sequence[Episode], answers: Sequence[dict[str, Any]], task: Any
+) -> list[Messages | str | None]:
+    """Return the replies to the answers, or how an episode stops whose reply takes too long or
+    raises; an answer that calls what cannot be read has the error as its reply.
+
+    Raises: ConfigError where all raise.
+    """
+    replies: list[Messages | str | None] = []
+    errors: list[ConfigError] = []
+    # Threads of this pool end with the interpreter, whatever they wait for.
+    pool = ThreadPool(max(1, min(len(episodes), REPLYING)))
+    waiting = [
+        None if "error" in answer else pool.apply_async(_reply_to, (episode, answer))
+        for episode, answer in zip(episodes, answers, strict=True)
+    ]
+    until = time.monotonic() + task.call_seconds * -(-len(episodes) // REPLYING)
+    for answer, reply in zip(answers, waiting, strict=True):
+        if reply is None:
+            replies.append([{"role": "tool", "content": f"error: {answer['error']}"}])
+            continue
+        try:
+            replies.append(reply.get(max(0.0, until - time.monotonic())))
+        except TimeoutError:
+            replies.append("tool_timeout")
+        except ConfigError as error:
+            errors.append(error)
+            replies.append("tool_error")
+    pool.terminate()
+    if errors and len(errors) == len(episodes):
+        raise errors[0]
+    if errors:
+        log.warning(
+            "%d of %d replies failed, which ends their episodes. The first: %s",
+            *(len(errors), len(episodes), errors[0]),
+        )
+    return replies
+
+
+def _reply_to(episode: Episode, answer: dict[str, Any]) -> Messages | None:
+    with wording(f"{type(episode).__name__}.reply", f", for {str(answer)[:80]}"):
+        return episode.reply(answer)
 
 
 def _lay_out(
@@ -287,7 +368,7 @@ def _lay_out(
     return Completions(
         tokens=padded("tokens", pad),
         lengths=torch.tensor([len(row.tokens) for row in rows], device=device),
-        finished=torch.tensor([row.stop == "done" for row in rows], device=device),
+        finished=torch.tensor([row.stop in ENDED for row in rows], device=device),
         logprobs=padded("logprobs", 0.0) if requests.logprobs else None,
         broken=torch.tensor([row.broken for row in rows], device=device),
         trains=padded("trains", False),

@@ -118,7 +118,7 @@ def fit_prompts(
     new: int = tokens or lm.run.algo.sampling.max_new_tokens
     said, context = f"{key}={new}", context_length(lm.model)
     if replies:  # of another turn no row asks for more than max_new_tokens
-        check_template(lm.tokenizer, stop_ids(lm.model, lm.tokenizer))
+        check_template(lm.tokenizer, stop_ids(lm.model, lm.tokenizer), lm.task.tools)
         said = f"twice {said} and task.reply_tokens={replies}, as an episode of several turns needs"
         new = 2 * new + replies
     fitting = Fitting({split: [] for split in splits}, [])

@@ -16,8 +16,9 @@ from torch import Tensor
 from common.config import SamplingConfig
 from common.model.prompts import encode_prompts
 from common.report import samples
-from common.rollout.episodes import Turns, play
-from common.rollout.scoring import Pending, Scored, Scorer
+from common.rollout.calls import Calls
+from common.rollout.episodes import Played, Turns, play
+from common.rollout.scoring import Pending, Scored, Scorer, fill
 from common.sampling.engine import Completions, Requests, Watch
 from common.tasks import Example
 
@@ -84,7 +85,18 @@ class Rollout:
         Raises: ConfigError for a reward that fails or hangs.
         """
         assert self.pending is not None
-        return self.pending.result()
+        scored = self.pending.result()
+        scored.unscored = [reward is None for reward in scored.rewards]
+        count, samples = len(self.examples), self.requests.samples
+        prompts = [row // samples % count for row in range(len(scored.rewards))]
+        scored.rewards = fill(scored.rewards, prompts)
+        scored.components = {n: fill(part, prompts) for n, part in scored.components.items()}
+        return scored
+
+    @cached_property
+    def stops(self) -> list[str]:
+        """Why each episode ended; empty where completions have one turn."""
+        return [text.stop for text in self.texts if isinstance(text, Played)]
 
     @property
     def logprobs(self) -> Tensor | None:
@@ -182,7 +194,8 @@ def request(
     prompts = encode_prompts(lm.tokenizer, [(ask or task.prompt)(one) for one in examples])
     keys: dict[str, Any] = {"ids": [example.id for example in examples], "seed": lm.run.seed}
     if hasattr(task, "episode"):
-        keys["episodes"] = Turns(task, lm.tokenizer, examples)
+        calls = Calls.find(lm.tokenizer, task.tools) if task.tools else None
+        keys["episodes"] = Turns(task, lm.tokenizer, examples, calls)
     return Requests(prompts=prompts, **(keys | settings))
 
 

@@ -5,8 +5,9 @@ import math
 import signal
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.pool import AsyncResult, Pool, ThreadPool
 from multiprocessing.process import BaseProcess
@@ -25,7 +26,10 @@ SLOW_SECONDS = 10.0  # from which on one process that scores is worth a warning
 LOOK_SECONDS = 0.1  # between looks at whether the workers of a pool are alive
 
 
-def score(task: Task, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
+Scores = list[float | None]  # None: a completion has no score
+
+
+def score(task: Task, examples: Sequence[Example], completions: Sequence[str]) -> Scores:
     """Return the task's reward of each completion. NaN and infinity pass through.
 
     Raises: ConfigError naming the example where a reward raises, is not a number, or is missing.
@@ -35,7 +39,7 @@ def score(task: Task, examples: Sequence[Example], completions: Sequence[str]) -
     if batched is not None:
         return _call(f"{name}.rewards", batched, examples, completions)
 
-    def one(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
+    def one(examples: Sequence[Example], completions: Sequence[str]) -> list[Any]:
         return [task.reward(examples[0], completions[0])]
 
     pairs = zip(examples, completions, strict=True)
@@ -44,7 +48,7 @@ def score(task: Task, examples: Sequence[Example], completions: Sequence[str]) -
 
 def _call(
     name: str, function: Component, examples: Sequence[Example], completions: Sequence[str]
-) -> list[float]:
+) -> Scores:
     """Return what a function of the task's scores; its mistakes are worded."""
     if not completions:
         return []
@@ -59,6 +63,8 @@ def _call(
         )
     scores = [_plain(value) for value in scores]
     for example, value in zip(examples, scores, strict=True):
+        if value is None:
+            continue
         if not isinstance(value, Real):
             raise ConfigError(
                 f"{name} of example {example.id} is {show(value)}, not a number in [0, 1]. Return"
@@ -70,7 +76,7 @@ def _call(
                 f"{name} of example {example.id} is {show(value)}, outside [0, 1]. Shift and divide"
                 " it, so that the worst text earns 0 and a right answer 1."
             )
-    return [float(value) for value in scores]
+    return [None if value is None else float(value) for value in scores]
 
 
 def _plain(value: Any) -> float:
@@ -81,18 +87,31 @@ def _plain(value: Any) -> float:
 @dataclass
 class Scored:
     """Rewards in order; each component's scores and the seconds spent on it, if there are any;
-    how many texts were not scored to the end (common.tasks.bounded).
+    how many texts were not scored to the end (common.tasks.bounded); which have no reward, and
+    have the mean of the others of their prompt instead.
     """
 
-    rewards: list[float]
-    components: dict[str, list[float]]
+    rewards: list[Any]
+    components: dict[str, list[Any]]
     seconds: dict[str, float]
     ended: int = 0
+    unscored: list[bool] = field(default_factory=list)
 
     def take(self, places: Sequence[int]) -> "Scored":
         """Return the scores of these rows."""
         parts = {name: [part[p] for p in places] for name, part in self.components.items()}
         return Scored([self.rewards[p] for p in places], parts, self.seconds, self.ended)
+
+
+def fill(scores: Scores, prompts: Sequence[int]) -> list[float]:
+    """Return the mean of the scores of the same prompt where there is none, 0 where it has none: so
+    a row without a reward makes no other better or worse. prompts: of each row.
+    """
+    of_prompt: defaultdict[int, list[float]] = defaultdict(list)
+    for prompt, score in zip(prompts, scores, strict=True):
+        of_prompt[prompt] += [] if score is None else [score]
+    means = {p: sum(known) / max(1, len(known)) for p, known in of_prompt.items()}
+    return [means[p] if score is None else score for p, score in zip(prompts, scores, strict=True)]
 
 
 class Pending:

@@ -28,6 +28,14 @@ class Example:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+class Conversation(list):
+    """Messages whose reader may call tools. tools: as chat templates take them."""
+
+    def __init__(self, messages: Messages, tools: list[dict[str, Any]]) -> None:
+        super().__init__(messages)
+        self.tools = tools
+
+
 def plain(prompt: str | Messages) -> str:
     """Return a prompt as text: a conversation is its contents, a blank line after each answer."""
     if isinstance(prompt, str):

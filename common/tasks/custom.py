@@ -271,18 +271,9 @@ class Custom(Rows):
     # --- rows
 
     def _read(self, path: str, key: str, split: str) -> list[Example]:
-        reader = _reader(path)
-        if reader is None and Path(path).expanduser().is_file():
-            raise ConfigError(
-                f"{key}={path!r} is of no known kind. Give a file that ends in"
-                f" {', '.join(READERS)}, or the same with .gz."
-            )
-        rows = (
-            read_dataset(path, self.config.dataset_config, split, key)
-            if reader is None
-            else reader(path, key)
-        )
-        return [self._example(row) for row in rows]
+        return [
+            self._example(row) for row in read_rows(path, key, self.config.dataset_config, split)
+        ]
 
     def _example(self, row: Row) -> Example:
         config = self.config
@@ -348,6 +339,19 @@ def template_fields(template: str) -> list[str]:
             " nothing else. Write a brace twice to have it in the text."
         )
     return [name or "" for name, _, _ in parts]
+
+
+def read_rows(path: str, key: str, config: str | None = None, split: str = "train") -> list[Row]:
+    """Return the rows of a file, or of a set of the datasets library. key: that gave the path."""
+    reader = _reader(path)
+    if reader is not None:
+        return reader(path, key)
+    if Path(path).expanduser().is_file():
+        raise ConfigError(
+            f"{key}={path!r} is of no known kind. Give a file that ends in {', '.join(READERS)}, or"
+            " the same with .gz."
+        )
+    return read_dataset(path, config, split, key)
 
 
 def _reader(path: str) -> Callable[[str, str], list[Row]] | None:

@@ -3,105 +3,92 @@
     python launch.py algo=NAME task=guess
     python launch.py algo=NAME task=environment task.factory=my_module:MyGame model=hf ...
 
-An environment has Gymnasium's text steps, as the games of GEM have them: `reset(seed)` returns the
-first observation and a dict, `step(text)` the next observation, a reward, whether the game is over,
-whether it was broken off, and a dict. An episode earns the sum of its rewards, in [0, 1].
+An environment is a class with text steps or with tools (common/tasks/adapters.py). Its episodes are
+told apart by their seeds, and by the rows of a file where one is given.
 """
 
 import inspect
 import random
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
-from common.config import ConfigError
+from annotated_types import Ge, Lt
+
+from common.config import ConfigError, Count, Positive, Whole
 from common.instance import import_named
 from common.tasks import Example, Messages
+from common.tasks.adapters import Tools, adapter, begins_by_seed, schemas
 from common.tasks.checked import wording
+from common.tasks.custom import read_rows
 from common.tasks.rows import percent
 
 TEST_SEEDS = 1 << 20  # the first of those that are held out
+RIGHT = 1 - 1e-9
+ENDED = ("completed", "environment_done")  # how an episode stops that is not cut off
 
 
-class TextSteps:
-    """An episode of an environment with text steps (common.rollout.episodes.Episode)."""
-
-    def __init__(self, environment: Any) -> None:
-        self.environment, self.earned = environment, 0.0
-        self.name = type(environment).__name__
-
-    def start(self, example: Example, seed: int) -> Messages:
-        """Begin with the first observation."""
-        with wording(f"{self.name}.reset", f", for seed {seed}"):
-            observation, _ = self.environment.reset(seed=seed)
-        return [{"role": "user", "content": str(observation)}]
-
-    def reply(self, message: dict[str, str]) -> Messages | None:
-        """Take a step with the text of the message."""
-        text = message["content"]
-        with wording(f"{self.name}.step", f", for {text[:80]!r}"):
-            observation, reward, ended, broken_off, _ = self.environment.step(text)
-            self.earned += float(reward)
-        if ended or broken_off:
-            return None
-        return [{"role": "user", "content": str(observation)}]
-
-    def reward(self) -> float:
-        """Return the sum of the rewards."""
-        return self.earned
-
-    def close(self) -> None:
-        """Close the environment, where it can be."""
-        if close := getattr(self.environment, "close", None):
-            close()
-
-
+@dataclass(kw_only=True, eq=False)
 class Environment:
-    """Episodes of an environment, told apart by their seeds.
+    """The task, with the settings of conf/task/environment.yaml, where each is explained.
 
-    Args: factory: "module:Class", called with `settings`; problems, test_problems: seeds to train
-    on and to hold out; max_turns: answers of the model at most; reply_tokens: of all replies of an
-    episode at most.
+    Attributes: tools: what the model may call, as chat templates take them.
     """
 
     repeatable = False
 
-    def __init__(
-        self,
-        factory: str | None,
-        settings: dict[str, Any],
-        problems: int,
-        test_problems: int,
-        max_turns: int,
-        reply_tokens: int,
-    ) -> None:
-        for key, value in {"problems": problems, "test_problems": test_problems}.items():
-            if not 1 <= value < TEST_SEEDS:
-                raise ConfigError(
-                    f"task.{key}={value} is out of range. Give 1 to {TEST_SEEDS - 1}."
-                )
-        for key, value in {"max_turns": max_turns, "reply_tokens": reply_tokens}.items():
-            if value < 1:
-                raise ConfigError(f"task.{key}={value} is too small. Give 1 or more.")
-        self.factory, self.settings = _load(factory, settings), settings
-        self.name = self.factory.__name__.lower()
-        self.max_turns, self.reply_tokens = max_turns, reply_tokens
+    factory: str | None
+    settings: dict[str, Any]
+    problems: Annotated[Whole, Ge(1), Lt(TEST_SEEDS)]
+    test_problems: Annotated[Whole, Ge(1), Lt(TEST_SEEDS)]
+    max_turns: Count
+    reply_tokens: Count
+    path: str | None = None
+    scale: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    call_seconds: Positive = 30.0
+
+    def __post_init__(self) -> None:
+        if len(self.scale) != 2 or self.scale[0] >= self.scale[1]:
+            raise ConfigError(f"task.scale={self.scale} is no range. Give [least, most].")
+        self.make = _load(self.factory, self.settings)
+        kind = self.make if inspect.isclass(self.make) else type(self.make(**self.settings))
+        self.kind, self.name, self.adapter = kind, kind.__name__.lower(), adapter(kind)
+        self.tools = schemas(self.kind) if self.adapter is Tools else []
+        self.rows = [] if self.path is None else read_rows(self.path, "task.path")
+        if not self.rows and not begins_by_seed(self.kind):
+            raise ConfigError(
+                f"task.factory={self.factory!r}: it begins without a seed and there are no rows, so"
+                " the samples of a group would begin differently. Add the argument `seed` to its"
+                " reset, or give task.path."
+            )
         self.seeds = {
-            "train": range(problems),
-            "test": range(TEST_SEEDS, TEST_SEEDS + test_problems),
+            "train": range(self.problems),
+            "test": range(TEST_SEEDS, TEST_SEEDS + self.test_problems),
         }
+        if self.rows:
+            ends = len(self.rows) - min(self.test_problems, len(self.rows) // 2)
+            train = range(min(self.problems, ends))
+            self.seeds = {"train": train, "test": range(ends, len(self.rows))}
         self.prompts: dict[int, Messages] = {}  # by seed
 
-    def episode(self, example: Example) -> TextSteps:
+    def episode(self, example: Example) -> Any:
         """Return an episode that has not begun."""
-        with wording(f"{self.factory.__name__}()", f", with task.settings={self.settings}"):
-            return TextSteps(self.factory(**self.settings))
+        settings = dict(self.settings)
+        if "extras" in inspect.signature(self.make).parameters:  # SkyRL-gym's, of a row
+            settings["extras"] = example.extra.get("row", {})
+        with wording(f"{self.make.__name__}()", f", with task.settings={self.settings}"):
+            environment = self.make(**settings)
+        return self.adapter(environment, self.scale)
 
     def examples(self, split: str) -> Sequence[Example]:
         """Return an example for each seed."""
         return [
-            Example(number, f"seed {seed}", "", {"seed": seed})
+            Example(number, f"seed {seed}", "", {"seed": seed} | self._row(seed))
             for number, seed in enumerate(self.seeds[split])
         ]
+
+    def _row(self, seed: int) -> dict[str, Any]:
+        return {"row": self.rows[seed].fields} if self.rows else {}
 
     def prompt(self, example: Example) -> Messages:
         """Return what an episode begins with."""
@@ -112,29 +99,32 @@ class Environment:
             episode.close()
         return self.prompts[seed]
 
-    def reward(self, example: Example, completion: Any) -> float:
-        """Return what a played episode has earned."""
+    def reward(self, example: Example, completion: Any) -> float | None:
+        """Return what a played episode has earned; None where it has no reward."""
         return completion.reward
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[Any]) -> dict[str, float]:
-        """Return percentages: episodes that earned all and ended; the mean of what was earned;
-        episodes that the environment ended.
+        """Return percentages: episodes that earned all and were completed; the mean of what was
+        earned, where there was a reward; episodes that were completed.
         """
+        ended = [played.stop in ENDED for played in completions]
+        earned = [played.reward for played in completions if played.reward is not None]
+        pairs = zip(completions, ended, strict=True)
         return {
-            "success": percent(c.reward >= 1 and c.stop == "done" for c in completions),
-            "reward": 100 * sum(c.reward for c in completions) / max(1, len(completions)),
-            "done": percent(c.stop == "done" for c in completions),
+            "success": percent((c.reward or 0.0) >= RIGHT and done for c, done in pairs),
+            "reward": percent(earned),
+            "done": percent(ended),
         }
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[Messages, Messages]:
         """Return what an episode begins with, and how the environment's own `teach` plays it."""
-        teach = getattr(self.factory, "teach", None)
+        teach = getattr(self.kind, "teach", None)
         if teach is None:
             raise ConfigError(
-                f"model=tiny is pre-trained by the task, and {self.factory.__name__} has no method"
+                f"model=tiny is pre-trained by the task, and {self.kind.__name__} has no method"
                 " teach. Use a trained model (model=hf model.path=...)."
             )
-        messages = teach(self.factory(**self.settings), example.extra["seed"], draw)
+        messages = teach(self.make(**self.settings), example.extra["seed"], draw)
         return messages[:1], messages[1:]
 
 
@@ -147,19 +137,8 @@ def _load(path: str | None, settings: dict[str, Any]) -> Any:
     module, _, name = path.partition(":")
     advice = "Give MODULE:CLASS, and the folder of the module on PYTHONPATH."
     factory = import_named(f"task.factory={path!r}", module, name, advice)
-    missing = [one for one in ("reset", "step") if not callable(getattr(factory, one, None))]
-    if missing:
-        raise ConfigError(
-            f"task.factory={path!r} has no method {missing[0]}. An environment has reset(seed) and"
-            " step(text): docs/environments.md."
-        )
-    if "seed" not in inspect.signature(factory.reset).parameters:
-        raise ConfigError(
-            f"task.factory={path!r}: its reset takes no seed, so the samples of a group would begin"
-            " differently. Add the argument `seed`."
-        )
     try:
-        inspect.signature(factory).bind(**settings)
+        inspect.signature(factory).bind_partial(**settings)
     except TypeError as error:
         takes = ", ".join(inspect.signature(factory).parameters) or "none"
         raise ConfigError(

@@ -134,11 +134,17 @@ class Weighted(Rows):
         return weighted(scores, self.weights)
 
 
-def weighted(found: dict[str, list[float]], weights: dict[str, float]) -> list[float]:
-    """Return the weighted mean by row of the scores `found` by component."""
-    total = sum(weights[name] for name in found)
-    rows = len(next(iter(found.values())))
-    return [sum(weights[name] * found[name][row] for name in found) / total for row in range(rows)]
+def weighted(scores: dict[str, list[Any]], weights: dict[str, float]) -> list[Any]:
+    """Return the weighted mean by row of the scores of the components, of those that a row has;
+    None where it has none.
+    """
+    means: list[Any] = []
+    for row in zip(*scores.values(), strict=True):
+        pairs = zip(scores, row, strict=True)
+        parts = [(weights[name], score) for name, score in pairs if score is not None]
+        total = sum(weight for weight, _ in parts)
+        means.append(sum(weight * score for weight, score in parts) / total if total else None)
+    return means
 
 
 def distinct(rows: Iterable[Example], key: Key) -> list[Example]:

@@ -1,0 +1,248 @@
+"""Episodes of environments that were written for other trainers, as they are.
+
+Text steps: Gymnasium's and GEM's five values, SkyRL-gym's dict, tinker's `MessageStepResult`, and
+OpenEnv's observations, in this process or of a client of a server. Tools: the public methods of an
+object, as TRL's `environment_factory` has them. What they do runs with the rights of this process.
+"""
+
+import asyncio
+import inspect
+import json
+import random
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.pool import ThreadPool
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from transformers.utils import get_json_schema
+
+from common.config import ConfigError
+from common.tasks import Conversation, Example, Messages
+from common.tasks.checked import wording
+
+BEGINS = ("reset", "init", "initial_observation")  # how an episode begins, in each of the forms
+NO_TOOLS = ("reset", "get_reward", "close")
+
+
+def wait(value: Any) -> Any:
+    """Return a value, or what a coroutine comes to."""
+    return asyncio.run(value) if inspect.iscoroutine(value) else value
+
+
+def begin(environment: Any, example: Example, seed: int) -> Any:
+    """Return what the environment begins with. It is told the seed, and the columns of the row,
+    where its method takes them; what it draws from Python's generator follows from the seed.
+    """
+    method = next(getattr(environment, name) for name in BEGINS if hasattr(environment, name))
+    taken = inspect.signature(method).parameters
+    everything = any(one.kind is one.VAR_KEYWORD for one in taken.values())
+    offered = {"seed": seed, **example.extra.get("row", {})}
+    told = {name: value for name, value in offered.items() if everything or name in taken}
+    before = random.getstate()
+    random.seed(seed)
+    try:
+        with wording(f"{type(environment).__name__}.{method.__name__}", f", for seed {seed}"):
+            return wait(method(**told))
+    finally:
+        random.setstate(before)
+
+
+def begins_by_seed(factory: Any) -> bool:
+    """Return whether what an environment begins with takes a seed."""
+    method = next(getattr(factory, name) for name in BEGINS if hasattr(factory, name))
+    taken = inspect.signature(method).parameters
+    return "seed" in taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
+
+
+def as_messages(observed: Any) -> Messages:
+    """Return an observation as messages: text, a list of messages, or the fields of an object."""
+    if isinstance(observed, BaseModel):
+        fields = observed.model_dump(exclude={"done", "reward", "metadata"})
+        observed = next(iter(fields.values())) if len(fields) == 1 else json.dumps(fields)
+    if isinstance(observed, (list, tuple)):
+        return [{"role": str(m["role"]), "content": str(m["content"])} for m in observed]
+    return [{"role": "user", "content": str(observed)}]
+
+
+def scaled(reward: float, scale: Sequence[float]) -> float:
+    """Return a reward as a share of what there is to earn: of [least, most]."""
+    least, most = scale
+    return (reward - least) / (most - least)
+
+
+def action_type(environment: type) -> type[BaseModel] | None:
+    """Return the class of actions of an OpenEnv environment, or of its client: what its base class
+    is of, Environment[Action, ...], or what `step` takes; None where that is text.
+    """
+    bases = [one for base in environment.__mro__ for one in vars(base).get("__orig_bases__", ())]
+    step: Any = vars(environment).get("step", None)
+    hinted = list(typing.get_type_hints(step).values()) if step is not None else []
+    named = [*(one for base in bases for one in typing.get_args(base)[:1]), *hinted[:1]]
+    models = [one for one in named if isinstance(one, type) and issubclass(one, BaseModel)]
+    return models[0] if models else None
+
+
+class TextSteps:
+    """An episode in which the environment replies to the text of the model
+    (common.rollout.episodes.Episode).
+
+    scale: of the sum of the rewards, its least and its largest value, which become 0 and 1.
+    """
+
+    def __init__(self, environment: Any, scale: Sequence[float] = (0.0, 1.0)) -> None:
+        self.environment, self.scale = environment, scale
+        self.earned: float | None = None
+        self.name = type(environment).__name__
+
+    def start(self, example: Example, seed: int) -> Messages:
+        """Begin, and return the first messages: the row's prompt, where it has one, and what the
+        environment says.
+        """
+        first = begin(self.environment, example, seed)
+        if isinstance(first, tuple):  # Gymnasium's, and SkyRL-gym's
+            first, info = first
+            first = f"{first}\n{info['suffix']}" if "suffix" in info else first  # GEM's
+        return as_messages(getattr(first, "observation", first))
+
+    def reply(self, message: dict[str, Any]) -> Messages | None:
+        """Take a step with the message."""
+        with wording(f"{self.name}.step", f", for {message['content'][:80]!r}"):
+            observed, reward, over = self._read(wait(self._step(message)))
+            if reward is not None:
+                self.earned = (self.earned or 0.0) + float(reward)
+        return None if over else as_messages(observed)
+
+    def reward(self) -> float | None:
+        """Return the sum of the rewards, from 0 to 1; None where no step has earned any."""
+        return None if self.earned is None else scaled(self.earned, self.scale)
+
+    def close(self) -> None:
+        """Close the environment, where it can be."""
+        if close := getattr(self.environment, "close", None):
+            wait(close())
+
+    def _step(self, message: dict[str, Any]) -> Any:
+        step = self.environment.step
+        if hasattr(self.environment, "initial_observation"):  # tinker's takes the message
+            return step(message)
+        action = action_type(type(self.environment))
+        if action is None:
+            return step(message["content"])
+        fields = [name for name in action.model_fields if name != "metadata"]
+        try:
+            return step(action.model_validate_json(message["content"]))
+        except ValidationError:
+            if len(fields) != 1:
+                raise
+            return step(action(**{fields[0]: message["content"]}))
+
+    @staticmethod
+    def _read(result: Any) -> tuple[Any, float | None, bool]:
+        """Return the observation, the reward, and whether the episode is over."""
+        if isinstance(result, tuple):
+            observed, reward, ended, broken_off, info = result
+            suffix = f"\n{info['suffix']}" if "suffix" in info else ""
+            return f"{observed}{suffix}", reward, ended or broken_off
+        if isinstance(result, Mapping):
+            return list(result["observations"]), result["reward"], result["done"]
+        if hasattr(result, "episode_done"):
+            return result.next_messages[-1:], result.reward, result.episode_done
+        return getattr(result, "observation", result), result.reward, result.done
+
+
+class Tools:
+    """An episode in which the model calls methods of an object; it is over when an answer calls
+    none (common.rollout.episodes.Episode).
+    """
+
+    def __init__(self, environment: Any, scale: Sequence[float] = (0.0, 1.0)) -> None:
+        self.environment, self.scale = environment, scale
+        self.name = type(environment).__name__
+
+    def start(self, example: Example, seed: int) -> Messages:
+        """Return the row's prompt with what the environment says behind it, and its tools."""
+        said = begin(self.environment, example, seed)
+        row = example.extra.get("row", {})
+        messages = [dict(one) for one in as_messages(row["prompt"])] if "prompt" in row else []
+        if said is not None and messages:
+            messages[-1]["content"] += str(said)
+        elif said is not None:
+            messages = as_messages(said)
+        return Conversation(messages, schemas(type(self.environment)))
+
+    def reply(self, message: dict[str, Any]) -> Messages | None:
+        """Call the tools that a message asks for, side by side, and answer in its order."""
+        calls = [call["function"] for call in message.get("tool_calls") or ()]
+        if not calls:
+            return None
+        with ThreadPool(len(calls)) as pool:
+            answers = pool.map(self._call, calls)
+        return [
+            {"role": "tool", "name": str(call["name"]), "content": answer}
+            for call, answer in zip(calls, answers, strict=True)
+        ]
+
+    def reward(self) -> float | None:
+        """Return what `get_reward` says, or else the attribute `reward`."""
+        rewarding = getattr(self.environment, "get_reward", None)
+        reward = self.environment.reward if rewarding is None else wait(rewarding())
+        return None if reward is None else scaled(float(reward), self.scale)
+
+    def close(self) -> None:
+        """Close the object, where it can be."""
+        if close := getattr(self.environment, "close", None):
+            wait(close())
+
+    def _call(self, call: dict[str, Any]) -> str:
+        name, arguments = call["name"], call.get("arguments") or {}
+        if name not in tool_names(type(self.environment)):
+            known = ", ".join(tool_names(type(self.environment)))
+            return f"error: there is no tool {name!r}. Call one of {known}."
+        method = getattr(self.environment, name)
+        try:
+            inspect.signature(method).bind(**arguments)
+        except TypeError as error:
+            return f"error: {name}: {error}"
+        with wording(f"{self.name}.{name}", f", for {str(arguments)[:80]}"):
+            return str(wait(method(**arguments)))
+
+
+def tool_names(factory: Any) -> list[str]:
+    """Return the public methods of a class that are tools, inherited ones too."""
+    methods = inspect.getmembers(factory, callable)
+    return [name for name, _ in methods if not name.startswith("_") and name not in NO_TOOLS]
+
+
+def schemas(factory: Any) -> list[dict[str, Any]]:
+    """Return the tools of a class as chat templates take them. Raises: ConfigError for a method
+    without a docstring that describes it.
+    """
+
+    def describe(name: str) -> dict[str, Any]:
+        advice = "A tool needs types and a docstring in Google's style: docs/environments.md."
+        with wording(f"the tool {factory.__name__}.{name}", "", advice):
+            return get_json_schema(getattr(factory, name))
+
+    return [describe(name) for name in tool_names(factory)]
+
+
+def adapter(factory: Any) -> Callable[..., Any]:
+    """Return what makes an episode of the objects of a class.
+
+    Raises: ConfigError for a class that has none of the forms.
+    """
+    methods = {name for name in (*BEGINS, "step") if callable(getattr(factory, name, None))}
+    if "step" in methods and methods & set(BEGINS):
+        return TextSteps
+    if "reset" in methods and tool_names(factory):
+        if not (hasattr(factory, "get_reward") or hasattr(factory, "reward")):
+            raise ConfigError(
+                f"task.factory: {factory.__name__} has neither get_reward() nor an attribute reward"
+                " of its class, so nothing would be learnt. Add one: docs/environments.md."
+            )
+        return Tools
+    raise ConfigError(
+        f"task.factory: {factory.__name__} has neither reset(seed) and step(text), nor reset and"
+        " methods that are tools: docs/environments.md."
+    )

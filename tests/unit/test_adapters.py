@@ -1,0 +1,334 @@
+"""Environments in the forms of other trainers: small classes of each form, and the packages' own
+where they are installed.
+"""
+
+import logging
+import time
+
+import pytest
+from pydantic import BaseModel
+from transformers import AutoTokenizer
+
+from common.config import ConfigError
+from common.rollout.calls import HERMES, Calls
+from common.rollout.episodes import Turns, _ask, check_template
+from common.tasks import Example, build
+from common.tasks.adapters import TextSteps, Tools, adapter, schemas
+
+SEED = Example(0, "seed 7", "", {"seed": 7})
+ROW = Example(0, "seed 7", "", {"seed": 7, "row": {"prompt": "Add. ", "a": 3}})
+
+
+def say(text: str, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def call(name: str, **arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+# --- text steps
+
+
+class Gym:
+    def reset(self, seed):
+        return f"start {seed}", {"suffix": "Go on."}
+
+    def step(self, text):
+        return f"not {text}", 0.25, text == "end", False, {"suffix": "Go on."}
+
+
+class Skyrl:
+    def __init__(self, extras):
+        self.a = extras["a"]
+
+    def init(self, prompt):
+        return [{"role": "user", "content": prompt}], {}
+
+    def step(self, action):
+        right = action == str(self.a)
+        observations = [] if right else [{"role": "user", "content": "no"}]
+        return {"observations": observations, "reward": right, "done": right, "metadata": {}}
+
+
+class Result:
+    def __init__(self, reward, episode_done, next_messages):
+        self.reward, self.episode_done, self.next_messages = reward, episode_done, next_messages
+
+
+class Tinker:
+    async def initial_observation(self, seed):
+        self.history = [{"role": "user", "content": f"{seed}?"}]
+        return self.history
+
+    async def step(self, message):
+        self.history += [message, {"role": "user", "content": "again"}]
+        return Result(0.5, message["content"] == "7", self.history)
+
+
+class Move(BaseModel):
+    guess: str
+    metadata: dict = {}
+
+
+class Seen(BaseModel):
+    text: str
+    done: bool = False
+    reward: float | None = None
+    metadata: dict = {}
+
+
+class OpenEnv:
+    def reset(self, seed=None, episode_id=None, **more):
+        return Seen(text=f"start {seed}")
+
+    def step(self, action: Move, timeout_s=None):
+        right = action.guess == "7"
+        return Seen(text="no", done=right, reward=1.0 if right else None)
+
+
+@pytest.mark.parametrize(
+    ("environment", "beginning", "answers", "replies", "earned"),
+    [
+        (Gym(), "start 7\nGo on.", ["a", "end"], ["not a\nGo on.", None], 0.5),
+        (Skyrl({"a": 3}), "Add. ", ["2", "3"], ["no", None], 1.0),
+        (Tinker(), "7?", ["1", "7"], ["again", None], 1.0),
+        (OpenEnv(), "start 7", ["1", '{"guess": "7"}'], ["no", None], 1.0),
+        (OpenEnv(), "start 7", ["1", "2"], ["no", "no"], None),
+    ],
+    ids=["gymnasium", "skyrl", "tinker", "openenv", "no reward"],
+)
+def test_text_steps_in_each_form(environment, beginning, answers, replies, earned):
+    assert adapter(type(environment)) is TextSteps
+    episode = TextSteps(environment)
+    assert episode.start(ROW, 7) == [{"role": "user", "content": beginning}]
+    for answer, reply in zip(answers, replies, strict=True):
+        messages = episode.reply(say(answer))
+        assert (messages and messages[-1]["content"]) == reply
+    assert episode.reward() == earned
+    episode.close()
+
+
+def test_a_scale_makes_shares_of_rewards():
+    episode = TextSteps(Gym(), [-1.0, 1.0])
+    episode.start(SEED, 7)
+    episode.reply(say("end"))
+    assert episode.reward() == pytest.approx(0.625)
+
+
+# --- tools
+
+
+class Adder:
+    """As TRL's environment_factory has it."""
+
+    reward = 0.0
+
+    def reset(self, a, **more):
+        self.sum = a
+        return f"The number is {a}."
+
+    def add(self, number: int) -> int:
+        """
+        Add to the number.
+
+        Args:
+            number: what is added
+        """
+        if number == 13:
+            raise ValueError("Game over.")
+        self.sum += number
+        self.reward = float(self.sum == 10)
+        return self.sum
+
+    def wait(self, seconds: float) -> str:
+        """
+        Wait.
+
+        Args:
+            seconds: how long
+        """
+        time.sleep(seconds)
+        return f"{seconds}"
+
+
+@pytest.fixture
+def adder():
+    episode = Tools(Adder())
+    episode.prompt = episode.start(ROW, 7)
+    return episode
+
+
+def test_an_object_is_asked_by_its_methods(adder):
+    assert adder.prompt == [{"role": "user", "content": "Add. The number is 3."}]
+    assert [one["function"]["name"] for one in adder.prompt.tools] == ["add", "wait"]
+    replies = adder.reply(say("", tool_calls=[call("add", number=7), call("sub"), call("add")]))
+    assert [reply["content"] for reply in replies] == [
+        "10",
+        "error: there is no tool 'sub'. Call one of add, wait.",
+        "error: add: missing a required argument: 'number'",
+    ]
+    assert adder.reply(say("done")) is None
+    assert adder.reward() == 1.0
+
+
+def test_calls_of_a_turn_run_side_by_side_and_answer_in_order(adder):
+    begun = time.monotonic()
+    replies = adder.reply(say("", tool_calls=[call("wait", seconds=s) for s in (0.4, 0.2, 0.3)]))
+    assert time.monotonic() - begun < 0.8, "one behind the other takes 0.9 s"
+    assert [reply["content"] for reply in replies] == ["0.4", "0.2", "0.3"]
+
+
+class Limits:
+    call_seconds = 0.3
+
+
+def test_a_crash_and_a_hang_end_their_episodes_alone(caplog):
+    episodes = [Tools(Adder()) for _ in range(4)]
+    for episode in episodes:
+        episode.start(ROW, 7)
+    answers = [
+        say("", tool_calls=[call("add", number=13)]),
+        say("", tool_calls=[call("wait", seconds=5)]),
+        say("", tool_calls=[call("add", number=1)]),
+        say("", error="the call cannot be read: ..."),
+    ]
+    with caplog.at_level(logging.WARNING, "clutch"):
+        crash, hang, right, unread = _ask(episodes, answers, Limits)
+    assert (crash, hang) == ("tool_error", "tool_timeout")
+    assert right[0]["content"] == "4"
+    assert unread == [{"role": "tool", "content": "error: the call cannot be read: ..."}]
+    assert "1 of 4 replies failed" in caplog.text
+    assert "ValueError: Game over." in caplog.text
+    with pytest.raises(ConfigError, match=r"raised ValueError: Game over\."):
+        _ask(episodes[:1], answers[:1], Limits)
+
+
+class Undescribed:
+    reward = 0.0
+
+    def reset(self, seed):
+        return ""
+
+    def move(self, where):
+        return where
+
+
+def test_a_tool_without_a_description_is_refused():
+    with pytest.raises(ConfigError, match="needs types and a docstring in Google's style"):
+        schemas(Undescribed)
+
+
+def test_an_object_without_a_reward_is_refused():
+    with pytest.raises(ConfigError, match=r"has neither get_reward\(\) nor an attribute reward"):
+        adapter(type("Free", (), {"reset": Adder.reset, "add": Adder.add}))
+
+
+# --- what a model writes
+
+HERMES_CHAT = """{% if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ m['role'] }}
+{{ m['content'] }}{% for call in m['tool_calls'] or [] %}<tool_call>
+{{ call['function'] | tojson }}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.fixture
+def tokenizer(shared_data):
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "smollm2-135m-instruct")
+    tokenizer.chat_template = HERMES_CHAT
+    return tokenizer
+
+
+def test_the_form_of_calls_is_seen_in_what_a_template_renders(tokenizer):
+    tools = schemas(Adder)
+    assert Calls.find(tokenizer, tools).template["fields"] is HERMES["fields"]
+    tokenizer.response_template = {"fields": {"content": {}}}
+    assert Calls.find(tokenizer, tools).template == {"fields": {"content": {}}}
+    tokenizer.response_template = None
+    tokenizer.chat_template = HERMES_CHAT.replace("tool | tojson", "''")
+    with pytest.raises(ConfigError, match="cannot call tools"):
+        Calls.find(tokenizer, tools)
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="tools need a chat template"):
+        Calls.find(tokenizer, tools)
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("It is 7.", None),
+        ('Well.<tool_call>\n{"name": "add", "arguments": {"number": 7}}\n</tool_call>', [7]),
+        (
+            '<tool_call>{"name": "add", "arguments": {"number": "1"}}</tool_call>\n'
+            '<tool_call>{"name": "add", "arguments": {"number": 2}}</tool_call>',
+            [1, 2],
+        ),
+        ('<tool_call>{"name": "add", "argu</tool_call>', "error"),
+        ('<tool_call>{"arguments": {}}</tool_call>', "error"),
+        ("<tool_call>[1]</tool_call>", "error"),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "error"),
+        ("<tool_call>" * 50, "error"),
+    ],
+)
+def test_calls_are_read_or_said_to_be_malformed(tokenizer, text, calls):
+    message = Calls.find(tokenizer, schemas(Adder)).read(tokenizer(text)["input_ids"], [])
+    if calls == "error":
+        assert message["error"].startswith("the call cannot be read: ")
+    else:
+        numbers = [one["function"]["arguments"]["number"] for one in message.get("tool_calls", [])]
+        assert numbers == (calls or [])
+        assert "error" not in message
+
+
+def test_replies_of_tools_are_rendered_behind_what_was_sampled(tokenizer):
+    tools = schemas(Adder)
+    (stop,) = tokenizer("<|im_end|>")["input_ids"]
+    check_template(tokenizer, [stop], tools)
+    turns = Turns(None, tokenizer, (), Calls.find(tokenizer, tools))
+    reply = [{"role": "tool", "name": "add", "content": "10"}]
+    said = tokenizer.decode(turns.render(reply, stop))
+    assert said == "\n<|im_start|>tool\n10<|im_end|>\n<|im_start|>assistant\n"
+    tokenizer.chat_template = HERMES_CHAT.replace(
+        "{{ m['content'] }}", "{% if m['role'] != 'tool' %}{{ m['content'] }}{% endif %}"
+    )
+    with pytest.raises(ConfigError, match="cannot be used for several turns"):
+        check_template(tokenizer, [stop], tools)
+
+
+# --- the packages
+
+
+def test_a_game_of_gem(monkeypatch):
+    pytest.importorskip("gem")
+    task = build_task("gem:make", {"env_id": "game:GuessTheNumber-v0-easy"}, scale=[-0.1, 1.0])
+    for example in task.examples("train"):
+        episode = task.episode(example)
+        assert episode.start(example, example.extra["seed"]) == task.prompt(example)
+        number = episode.environment.unwrapped.game_number
+        reply = episode.reply(say("I do not know"))
+        episode = task.episode(example)
+        episode.start(example, example.extra["seed"])
+        assert episode.environment.unwrapped.game_number == number, "it follows from the seed"
+        assert reply is None
+        assert episode.reply(say(f"\\boxed{{{number}}}")) is None
+        assert episode.reward() == pytest.approx(1.0)
+
+
+def build_task(factory: str, settings: dict, **more):
+    return build(
+        {
+            "_target_": "common.tasks.environment.Environment",
+            "factory": factory,
+            "settings": settings,
+            "problems": 3,
+            "test_problems": 2,
+            "max_turns": 3,
+            "reply_tokens": 30,
+            **more,
+        }
+    )
