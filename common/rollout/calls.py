@@ -26,7 +26,7 @@ HERMES = {
 
 @dataclass(frozen=True)
 class Calls:
-    """How a model calls tools.
+    """The form in which a model calls tools.
 
     Attributes: template: the `response_template` of tokenizer_config.json, or one like it; tools:
     as chat templates take them.

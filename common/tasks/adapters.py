@@ -107,8 +107,12 @@ class TextSteps:
 
     def reply(self, message: dict[str, Any]) -> Messages | None:
         """Take a step with the message."""
+        try:
+            action = self._action(message)
+        except ValidationError as error:
+            return as_messages(f"error: {error}")
         with wording(f"{self.name}.step", f", for {message['content'][:80]!r}"):
-            observed, reward, over = self._read(wait(self._step(message)))
+            observed, reward, over = self._read(wait(self.environment.step(action)))
             if reward is not None:
                 self.earned = (self.earned or 0.0) + float(reward)
         return None if over else as_messages(observed)
@@ -122,20 +126,20 @@ class TextSteps:
         if close := getattr(self.environment, "close", None):
             wait(close())
 
-    def _step(self, message: dict[str, Any]) -> Any:
-        step = self.environment.step
+    def _action(self, message: dict[str, Any]) -> Any:
+        """Return what the step takes. Raises: ValidationError for an action that is none."""
         if hasattr(self.environment, "initial_observation"):  # tinker's takes the message
-            return step(message)
-        action = action_type(type(self.environment))
-        if action is None:
-            return step(message["content"])
-        fields = [name for name in action.model_fields if name != "metadata"]
+            return message
+        kind = action_type(type(self.environment))
+        if kind is None:
+            return message["content"]
+        fields = [name for name in kind.model_fields if name != "metadata"]
         try:
-            return step(action.model_validate_json(message["content"]))
+            return kind.model_validate_json(message["content"])
         except ValidationError:
             if len(fields) != 1:
                 raise
-            return step(action(**{fields[0]: message["content"]}))
+            return kind(**{fields[0]: message["content"]})
 
     @staticmethod
     def _read(result: Any) -> tuple[Any, float | None, bool]:

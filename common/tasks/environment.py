@@ -88,7 +88,17 @@ class Environment:
         ]
 
     def _row(self, seed: int) -> dict[str, Any]:
-        return {"row": self.rows[seed].fields} if self.rows else {}
+        """Return the row of an episode, objects in it as they were in the file."""
+        if not self.rows:
+            return {}
+        row: dict[str, Any] = {}
+        for name, value in self.rows[seed].fields.items():
+            *above, last = name.split(".")
+            node = row
+            for part in above:
+                node = node.setdefault(part, {})
+            node[last] = value
+        return {"row": row}
 
     def prompt(self, example: Example) -> Messages:
         """Return what an episode begins with."""

@@ -2,7 +2,9 @@
 where they are installed.
 """
 
+import json
 import logging
+import threading
 import time
 
 import pytest
@@ -303,22 +305,6 @@ def test_replies_of_tools_are_rendered_behind_what_was_sampled(tokenizer):
 # --- the packages
 
 
-def test_a_game_of_gem(monkeypatch):
-    pytest.importorskip("gem")
-    task = build_task("gem:make", {"env_id": "game:GuessTheNumber-v0-easy"}, scale=[-0.1, 1.0])
-    for example in task.examples("train"):
-        episode = task.episode(example)
-        assert episode.start(example, example.extra["seed"]) == task.prompt(example)
-        number = episode.environment.unwrapped.game_number
-        reply = episode.reply(say("I do not know"))
-        episode = task.episode(example)
-        episode.start(example, example.extra["seed"])
-        assert episode.environment.unwrapped.game_number == number, "it follows from the seed"
-        assert reply is None
-        assert episode.reply(say(f"\\boxed{{{number}}}")) is None
-        assert episode.reward() == pytest.approx(1.0)
-
-
 def build_task(factory: str, settings: dict, **more):
     return build(
         {
@@ -332,3 +318,110 @@ def build_task(factory: str, settings: dict, **more):
             **more,
         }
     )
+
+
+def test_a_game_of_gem():
+    pytest.importorskip("gem")
+    task = build_task("gem:make", {"env_id": "game:GuessTheNumber-v0-easy"}, scale=[-0.1, 1.0])
+    for example in task.examples("train"):
+        plays = [task.episode(example) for _ in range(2)]
+        for episode in plays:
+            assert episode.start(example, example.extra["seed"]) == task.prompt(example)
+        numbers = {episode.environment.unwrapped.game_number for episode in plays}
+        assert len(numbers) == 1, "it follows from the seed"
+        assert plays[0].reply(say("I do not know")) is None
+        assert plays[0].reward() == 0.0
+        assert plays[1].reply(say(f"\\boxed{{{numbers.pop()}}}")) is None
+        assert plays[1].reward() == pytest.approx(1.0)
+
+
+def test_an_environment_of_skyrl_gym(tmp_path):
+    pytest.importorskip("skyrl_gym")
+    prompt = [{"role": "user", "content": "3 + 4?"}]
+    row = {"prompt": prompt, "reward_spec": {"ground_truth": "7"}}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    path = str(tmp_path / "rows.jsonl")
+    task = build_task("skyrl_gym.envs.gsm8k.env:GSM8kEnv", {}, path=path)
+    (example, *_) = task.examples("train")
+    assert task.prompt(example) == prompt
+    for answer, earned in (("#### 7", 1.0), ("#### 8", 0.0)):
+        episode = task.episode(example)
+        episode.start(example, 0)
+        assert episode.reply(say(answer)) is None
+        assert episode.reward() == earned
+
+
+def test_an_environment_of_tinker():
+    message_env = pytest.importorskip("tinker_cookbook.rl.message_env")
+
+    class Count(message_env.MessageEnv):
+        async def initial_observation(self):
+            self.history = [{"role": "user", "content": "Count to two."}]
+            return self.history
+
+        async def step(self, message):
+            over = message["content"] == "2"
+            self.history = [*self.history, message, {"role": "user", "content": "Go on."}]
+            return message_env.MessageStepResult(float(over), over, self.history)
+
+    episode = TextSteps(Count())
+    assert episode.start(SEED, 7) == [{"role": "user", "content": "Count to two."}]
+    assert episode.reply(say("1")) == [{"role": "user", "content": "Go on."}]
+    assert episode.reply(say("2")) is None
+    assert episode.reward() == 1.0
+
+
+def test_an_environment_of_openenv_here_and_behind_a_url():
+    core = pytest.importorskip("openenv.core")
+    client_types = pytest.importorskip("openenv.core.client_types")
+    serving = pytest.importorskip("openenv.core.env_server")
+    uvicorn = pytest.importorskip("uvicorn")
+
+    class Guess(serving.Action):
+        number: str
+
+    class Told(serving.Observation):
+        text: str = ""
+
+    class Numbers(serving.Environment[Guess, Told, serving.State]):
+        SUPPORTS_CONCURRENT_SESSIONS = True
+
+        def reset(self, seed=None, episode_id=None, **more):
+            self.number = seed or 0
+            return Told(text="Which number?")
+
+        def step(self, action: Guess, timeout_s=None, **more):
+            right = action.number == str(self.number)
+            return Told(text="Another one.", done=right, reward=float(right))
+
+        @property
+        def state(self):
+            return serving.State()
+
+    class Client(core.EnvClient[Guess, Told, serving.State]):
+        def _step_payload(self, action):
+            return action.model_dump()
+
+        def _parse_result(self, payload):
+            seen = Told(**payload["observation"])
+            return client_types.StepResult(seen, reward=payload["reward"], done=payload["done"])
+
+        def _parse_state(self, payload):
+            return serving.State(**payload)
+
+    app = serving.create_app(Numbers, Guess, Told, max_concurrent_envs=4)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.05)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    for environment in (Numbers(), Client(base_url=f"http://localhost:{port}")):
+        episode = TextSteps(environment)
+        assert episode.start(SEED, 7) == [{"role": "user", "content": "Which number?"}]
+        assert episode.reply(say("6")) == [{"role": "user", "content": "Another one."}]
+        assert episode.reply(say('{"number": "7"}')) is None
+        assert episode.reward() == 1.0
+        episode.close()
+    server.should_exit = True
+    thread.join()
